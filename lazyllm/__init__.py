@@ -1,0 +1,19 @@
+"""LazyLLM (arXiv 2407.14057): prune prompt tokens layer by layer, so that long prompts start fast."""
+
+from lazyllm import methods
+from lazyllm.decoder import UnsupportedModelError
+from lazyllm.generation import Generation, generate
+from lazyllm.models import ModelError, load_model
+from lazyllm.schedule import Schedule
+from lazyllm.tokenizers import TokenizerError
+
+__all__ = [
+    "Generation",
+    "ModelError",
+    "Schedule",
+    "TokenizerError",
+    "UnsupportedModelError",
+    "generate",
+    "load_model",
+    "methods",
+]

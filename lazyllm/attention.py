@@ -1,0 +1,111 @@
+"""Attention as the method needs it: the last token's row as importance, and attention to a chosen set of tokens.
+
+Notation:
+    h  query heads          g  key and value heads (g divides h; h = g without grouped-query attention)
+    m  query tokens         s  stored tokens (slots)
+    d  head width
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+NAME = "lazyllm"
+
+
+@dataclass
+class Probe:
+    """What the installed attention function is asked for, and what it found.
+
+    own_attention_is_eager: whether the model's own attention has no causality of its own.
+    layer: index (from 0) of the layer whose importance is wanted; None for none.
+    importance: [s] the newest token's attention probability on each stored token in that layer, mean over heads.
+    """
+
+    own_attention_is_eager: bool
+    layer: int | None = None
+    importance: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """The importance found in the layer asked for. Raises RuntimeError if that layer never ran its attention."""
+        found, self.importance, self.layer = self.importance, None, None
+        if found is None:
+            raise RuntimeError("the pruning layer did not call the installed attention function")
+        return found
+
+
+@contextmanager
+def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
+    """Put an observing attention function into `model`, and take it out again on exit, whatever happens.
+
+    The model's own attention (SDPA, FlashAttention, eager) does the work wherever no boolean mask is given. Only
+    decoding steps that attend to a part of the stored tokens bring one; they run `attend_to_chosen`.
+    """
+    own_name = model.config._attn_implementation
+    probe = Probe(own_attention_is_eager=own_name == "eager")
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        chosen = attention_mask if attention_mask is not None and attention_mask.dtype == torch.bool else None
+        scaling = kwargs["scaling"]
+        if module.layer_idx == probe.layer:
+            probe.importance = last_token_importance(query, key, chosen, scaling)
+        if chosen is not None:
+            return attend_to_chosen(query, key, value, chosen, scaling), None
+        return _own_attention(own_name, module)(module, query, key, value, attention_mask, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS[NAME] = attention
+    model.config._attn_implementation = NAME
+    try:
+        yield probe
+    finally:
+        model.config._attn_implementation = own_name
+        del ALL_ATTENTION_FUNCTIONS[NAME]
+
+
+def _own_attention(name: str | None, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The attention function that `module` uses under the implementation `name`."""
+    if name is None or name == "eager":  # which every modelling file of transformers defines for itself
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def last_token_importance(query: Tensor, key: Tensor, chosen: Tensor | None, scaling: float) -> Tensor:
+    """Eq. 1: attention probability of the newest token on every stored token, mean over heads.
+
+    query [1, h, m, d] and key [1, g, s, d] after RoPE; the newest token is the last query. chosen [1, 1, m, s] bool,
+    None for all. Returns [s] in float32 (float64 for a float64 model), 0 where not attended to. Costs h*s*d, not h*s*s*d.
+    """
+    heads, kv_heads, d = query.shape[1], key.shape[1], query.shape[-1]
+    # [1, h, m, d] -> [g, h/g, d]: the query heads that share a key head become the rows of one product
+    last = query[0, :, -1].reshape(kv_heads, heads // kv_heads, d)
+    logits = (last @ key[0].transpose(-1, -2)) * scaling  # [g, h/g, s]
+    if chosen is not None:
+        logits = logits.masked_fill(~chosen[0, 0, -1], float("-inf"))
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    return logits.softmax(dim=-1, dtype=exact).mean(dim=(0, 1))
+
+
+def attend_to_chosen(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, scaling: float) -> Tensor:
+    """Attention of m queries to the stored tokens that `chosen` allows each of them.
+
+    query [1, h, m, d]; key, value [1, g, s, d]; chosen [1, 1, m, s] bool. Returns [1, m, h, d].
+    """
+    _, heads, m, d = query.shape
+    kv_heads = key.shape[1]
+    share = heads // kv_heads
+    # [1, h, m, d] -> [1, g, h/g * m, d]: K and V are read once for all the heads that share them, never repeated
+    packed = query.reshape(1, kv_heads, share * m, d)
+    out = F.scaled_dot_product_attention(packed, key, value, attn_mask=chosen.repeat(1, 1, share, 1), scale=scaling)
+    return out.reshape(1, heads, m, d).transpose(1, 2).contiguous()

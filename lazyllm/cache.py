@@ -1,0 +1,134 @@
+"""What is kept between steps: K and V of each group of layers, and the hidden states of pruned tokens (Aux Cache).
+
+All layers between two pruning layers see the same tokens in every step, so which tokens are stored, and where, is a
+property of the group: one slot index serves all its layers.
+
+Notation:
+    p  positions in the whole text (prompt and generated)       w  hidden width
+    s  stored tokens (slots) of a group                         g  key and value heads
+    m  tokens that a step adds                                  d  head width
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# How many slots beyond the needed ones a full store is given, at least: one growth serves several steps
+GROWTH = 64
+
+
+class GroupCache:
+    """K and V of the tokens that one group of layers has computed, in the order in which they were computed.
+
+    It is what the model's own attention layers get as `past_key_values`: `update` stores what they computed and says
+    what they attend to.
+
+    layers: indices (from 0) of the group's layers.
+    capacity: slots to make at the first step; grows where more are needed.
+    max_positions: how long the whole text can become.
+    """
+
+    def __init__(self, layers: range, capacity: int, max_positions: int, device: torch.device) -> None:
+        self.layers = layers
+        self.length = 0
+        self.added = 0
+        self._capacity = capacity
+        self._max_positions = max_positions
+        self._positions = torch.empty(max_positions, dtype=torch.long, device=device)
+        self.is_stored = torch.zeros(max_positions, dtype=torch.bool, device=device)
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+
+    @property
+    def positions(self) -> Tensor:
+        """[s] the position of the token in each slot."""
+        return self._positions[: self.length]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V of the stored tokens, over the group's layers (spare slots not counted)."""
+        buffers = [*self._keys.values(), *self._values.values()]
+        return sum(self.length * buffer[:, :, 0].nbytes for buffer in buffers)
+
+    def extend(self, positions: Tensor) -> None:
+        """Make room for the tokens at `positions` [m], which this step computes in every layer of the group."""
+        self.added = positions.shape[0]
+        start, self.length = self.length, self.length + self.added
+        if self.length > self._capacity:
+            self._grow(min(self._max_positions, self.length + max(GROWTH, self.length // 8)))
+        self._positions[start : self.length] = positions
+        self.is_stored[positions] = True
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store K and V [1, g, m, d] of the step's tokens; return all that are stored, [1, g, s, d]."""
+        start = self.length - self.added
+        if layer_idx not in self._keys:
+            shape = (*key.shape[:2], self._capacity, key.shape[3])
+            self._keys[layer_idx] = key.new_empty(shape)
+            self._values[layer_idx] = value.new_empty((*shape[:3], value.shape[3]))
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys[:, :, start : self.length] = key
+        values[:, :, start : self.length] = value
+        if start == 0:
+            return key, value  # prefill attends to just what it computed, in the layout that the kernels like best
+        return keys[:, :, : self.length], values[:, :, : self.length]
+
+    def _grow(self, capacity: int) -> None:
+        used = self.length - self.added
+        for buffers in (self._keys, self._values):
+            for layer, old in buffers.items():
+                new = old.new_empty((*old.shape[:2], capacity, old.shape[3]))
+                new[:, :, :used] = old[:, :, :used]
+                buffers[layer] = new
+        self._capacity = capacity
+
+
+class AuxCache:
+    """Hidden states, at one boundary, of the prompt tokens that were computed up to it and not beyond.
+
+    All sizes are known on the host and all indices stay on the device, so nothing here synchronises. Slots that are
+    given back are used again, so the memory is that of the largest number of states ever held at once.
+    """
+
+    def __init__(self, max_positions: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._states = torch.empty(0, width, dtype=dtype, device=device)
+        self._slot_of = torch.full((max_positions,), -1, dtype=torch.long, device=device)
+        self._free = torch.empty(0, dtype=torch.long, device=device)  # a stack; its first `_num_free` entries count
+        self._num_free = 0
+
+    def __len__(self) -> int:
+        return self._states.shape[0] - self._num_free
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states held (free slots not counted)."""
+        return len(self) * self._states.shape[1] * self._states.element_size()
+
+    def put(self, positions: Tensor, states: Tensor) -> None:
+        """Hold `states` [m, w] of the tokens at `positions` [m]."""
+        m = positions.shape[0]
+        if m > self._num_free:
+            self._grow(m - self._num_free)
+        self._num_free -= m
+        slots = self._free[self._num_free : self._num_free + m].clone()
+        self._slot_of[positions] = slots
+        self._states[slots] = states
+
+    def take(self, positions: Tensor) -> Tensor:
+        """Hand out the states [m, w] of the tokens at `positions` [m] and forget them."""
+        m = positions.shape[0]
+        slots = self._slot_of[positions]
+        self._slot_of[positions] = -1
+        self._free[self._num_free : self._num_free + m] = slots
+        self._num_free += m
+        return self._states[slots]
+
+    def _grow(self, more: int) -> None:
+        old = self._states.shape[0]
+        self._states = torch.cat([self._states, self._states.new_empty(more, self._states.shape[1])])
+        new_slots = torch.arange(old, old + more, device=self._free.device)
+        self._free = torch.cat([self._free[: self._num_free], new_slots, self._free.new_empty(old - self._num_free)])
+        self._num_free += more

@@ -1,0 +1,54 @@
+"""Counting the arithmetic of a prefill, so that a measured speedup has an ideal to be held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The sizes that decide a decoder layer's FLOPs, all in elements."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_width: int
+
+    @classmethod
+    def of(cls, config: Any) -> LayerShape:
+        """Read the shape from a transformers config of a Llama-like decoder."""
+        heads = config.num_attention_heads
+        return cls(
+            width=config.hidden_size,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            mlp_width=config.intermediate_size,
+        )
+
+    @property
+    def linear_flops(self) -> int:
+        """FLOPs of all linear maps for one token: q, k, v, o and the three matrices of the gated MLP."""
+        attention = self.width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        mlp = 3 * self.width * self.mlp_width
+        return 2 * (attention + mlp)
+
+    @property
+    def pair_flops(self) -> int:
+        """FLOPs of attention for one (query, key) pair: the product with K and the one with V, all heads."""
+        return 4 * self.heads * self.head_dim
+
+
+def prefill_flops(config: Any, tokens_per_layer: Sequence[int]) -> int:
+    """FLOPs of a prefill in which `tokens_per_layer[l]` tokens enter layer l.
+
+    A multiplication and an addition count as two. Attention counts the pairs that causality leaves, n (n + 1) / 2.
+    Logits are computed for one position. Left out, as below 1 %: norms, RoPE, softmax, activations, and the selection
+    itself (one row of attention per pruning layer, which the layer computes anyway).
+    """
+    shape = LayerShape.of(config)
+    layers = sum(n * shape.linear_flops + n * (n + 1) // 2 * shape.pair_flops for n in tokens_per_layer)
+    return layers + 2 * shape.width * config.vocab_size

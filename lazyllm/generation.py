@@ -1,0 +1,153 @@
+"""Greedy generation with any method, timed, with everything counted that the paper reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lazyllm.decoder import open_decoder, sliding_window
+from lazyllm.methods.base import Method
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one call of `generate` gave.
+
+    token_ids: the generated tokens, the end token included where one was reached.
+    first_logits: [vocab] the logits that chose the first token, on the model's device, in its dtype.
+    ttft_s: seconds from handing the prompt to the model to the first token.
+    total_s: seconds to the last token.
+    decode_step_s: seconds of each step after the first; `ttft_s + sum(decode_step_s)` is `total_s`.
+    computed: [steps, layers] distinct prompt tokens computed so far in each layer.
+    selected: per step {pruning layer: ascending positions of all tokens that enter the next layer}: prompt tokens
+        first, then the generated ones that stay in the step's set, the newest among them.
+    kv_bytes, aux_bytes: bytes of K and V, and of hidden states in the Aux Caches, held at the end.
+    prompt_tokens: n.
+    """
+
+    token_ids: list[int]
+    first_logits: Tensor
+    ttft_s: float
+    total_s: float
+    decode_step_s: list[float]
+    computed: np.ndarray
+    selected: list[dict[int, list[int]]]
+    kv_bytes: int
+    aux_bytes: int
+    prompt_tokens: int
+
+    @property
+    def pct_prompt_tokens_computed(self) -> float:
+        """Prompt tokens computed by the end of the generation, 0 to 100, mean over layers (Table 2)."""
+        return float(100 * self.computed[-1].mean() / self.prompt_tokens)
+
+
+@torch.inference_mode()
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor | Sequence[int],
+    method: Method,
+    max_new_tokens: int = 64,
+    eos_token_ids: Sequence[int] | None = None,
+    min_new_tokens: int = 0,
+) -> Generation:
+    """Continue one prompt greedily.
+
+    model: a transformers causal language model in eval mode; it is left as it was.
+    input_ids: the prompt, [n] or [1, n], n >= 1, special tokens included.
+    method: what is pruned, e.g. `lazyllm.methods.Lazy(lazyllm.Schedule({9: 0.7}))`.
+    max_new_tokens: at least 1. eos_token_ids: tokens that end the answer; None takes the model's own, () none.
+    min_new_tokens: until so many tokens are there, end tokens are not chosen (as `min_length` in transformers).
+
+    Only the last position's logits are ever computed. The clock reads after the device has finished.
+    Raises ValueError for bad arguments, UnsupportedModelError for a model that the loop over layers would get wrong,
+    FloatingPointError where the logits are not finite.
+    """
+    prompt = _as_prompt(model, input_ids)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is at least 1, got {max_new_tokens}")
+    method.check(model.config.num_hidden_layers)
+    _check_window(model, len(prompt) + max_new_tokens)
+    end_ids = _end_ids(model) if eos_token_ids is None else frozenset(eos_token_ids)
+    with open_decoder(model) as decoder:
+        start = _now(decoder.device)
+        session = method.start(decoder, len(prompt), max_new_tokens)
+        first_logits = logits = session.prefill(prompt)
+        token_ids = [_choose(logits, end_ids if min_new_tokens > 0 else frozenset())]
+        clock = [start, _now(decoder.device)]
+        while len(token_ids) < max_new_tokens and token_ids[-1] not in end_ids:
+            logits = session.step(token_ids[-1])
+            token_ids.append(_choose(logits, end_ids if len(token_ids) < min_new_tokens else frozenset()))
+            clock.append(_now(decoder.device))
+    return Generation(
+        token_ids=token_ids,
+        first_logits=first_logits,
+        ttft_s=clock[1] - clock[0],
+        total_s=clock[-1] - clock[0],
+        decode_step_s=[after - before for before, after in zip(clock[1:-1], clock[2:], strict=True)],
+        computed=np.array(session.computed),
+        selected=[{layer: kept.tolist() for layer, kept in step.items()} for step in session.selected],
+        kv_bytes=session.kv_bytes,
+        aux_bytes=session.aux_bytes,
+        prompt_tokens=len(prompt),
+    )
+
+
+def _as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Tensor:
+    """[n] on the model's device. Raises ValueError where it is not one non-empty prompt of known tokens."""
+    prompt = torch.as_tensor(input_ids)
+    if prompt.ndim == 2 and prompt.shape[0] == 1:
+        prompt = prompt[0]
+    if prompt.ndim != 1 or prompt.shape[0] == 0 or prompt.is_floating_point():
+        raise ValueError(
+            f"input_ids is one prompt of at least one token id, [n] or [1, n]; got shape {list(prompt.shape)}, "
+            f"{prompt.dtype}. Batches are not supported: prompts are run one at a time"
+        )
+    vocabulary = model.config.vocab_size
+    if prompt.min() < 0 or prompt.max() >= vocabulary:
+        raise ValueError(
+            f"input_ids hold {int(prompt.min())} to {int(prompt.max())}, but the model knows 0 to {vocabulary - 1}: "
+            "is the tokenizer another model's?"
+        )
+    return prompt.to(model.device, torch.long)
+
+
+def _check_window(model: PreTrainedModel, length: int) -> None:
+    window = sliding_window(model.config)
+    if window is not None and length > window:
+        raise ValueError(
+            f"{type(model).__name__} attends to the last {window} tokens only (sliding window), which pruning does not "
+            f"honour: keep prompt and answer within {window} tokens (got {length})"
+        )
+
+
+def _end_ids(model: PreTrainedModel) -> frozenset[int]:
+    config = getattr(model, "generation_config", None)
+    own = config.eos_token_id if config is not None else model.config.eos_token_id
+    if own is None:
+        return frozenset()
+    return frozenset([own] if isinstance(own, int) else own)
+
+
+def _choose(logits: Tensor, forbidden: frozenset[int]) -> int:
+    """The token with the highest logit; of equals the one that `torch.argmax` finds, as in transformers."""
+    if forbidden:
+        logits = logits.clone()
+        logits[list(forbidden)] = float("-inf")
+    token_id = int(logits.argmax())
+    if not logits[token_id].isfinite():
+        raise FloatingPointError("the model's logits are not finite (NaN or infinite)")
+    return token_id
+
+
+def _now(device: torch.device) -> float:
+    """Seconds on a monotonic clock, read when the device has done all its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,18 @@
+"""The standard model: every prompt token in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lazyllm.decoder import Decoder
+from lazyllm.methods.base import Method
+from lazyllm.schedule import Schedule
+from lazyllm.session import Session
+
+
+@dataclass(frozen=True)
+class Baseline(Method):
+    """No pruning. It runs through the same loop and cache as the methods, so that a speedup is the method's own."""
+
+    def start(self, decoder: Decoder, prompt_tokens: int, max_new_tokens: int) -> Session:
+        return Session(decoder, Schedule({}), prompt_tokens, max_new_tokens)

@@ -1,0 +1,239 @@
+"""Loading checkpoints, or the same architectures with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lazyllm.decoder import check_same_as_model, check_structure
+from lazyllm.hub import HubError, hub_file
+from lazyllm.tokenizers import TokenizerError, load_tokenizer
+
+LoadFormat = Literal["auto", "dummy"]
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+class ModelError(RuntimeError):
+    """A model that cannot be loaded; the message says which, why, and what to do instead."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model that has a short name.
+
+    source: hub id or folder. architecture: the checkpoint's `config.json` as far as shapes and RoPE go, for
+    `load_format="dummy"`; None where the folder is at hand.
+    """
+
+    source: str
+    architecture: Mapping[str, Any] | None = field(default=None, hash=False)
+
+
+# Both are Llamas of 32 layers and width 4096; the facts are those of the published config.json files.
+_LLAMA2_7B = dict(
+    vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=32, max_position_embeddings=4096, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+_XGEN_7B = _LLAMA2_7B | dict(
+    vocab_size=51200, max_position_embeddings=8192, rms_norm_eps=1e-6, bos_token_id=50256, eos_token_id=50256
+)
+
+PRESETS: dict[str, Preset] = {
+    "llama2": Preset("meta-llama/Llama-2-7b-chat-hf", _LLAMA2_7B),
+    "llama2-base": Preset("meta-llama/Llama-2-7b-hf", _LLAMA2_7B),
+    "xgen": Preset("Salesforce/xgen-7b-8k-inst", _XGEN_7B),
+    "tiny": Preset(str(Path(__file__).parent / "tiny")),
+}
+
+
+def load_model(
+    name: str,
+    load_format: LoadFormat = "auto",
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    *,
+    revision: str | None = None,
+    tokenizer: str | None = None,
+    attn_implementation: str = "sdpa",
+    seed: int = 0,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """A model in eval mode and its tokenizer.
+
+    name: a preset ("llama2", "llama2-base", "xgen", "tiny"), a folder, or a hub id.
+    load_format: "auto" reads the checkpoint (safetensors only, no remote code); "dummy" builds the architecture with
+        random weights and downloads nothing: for timing, as time depends on shapes and not on values.
+    dtype: "bfloat16", "float16", "float32" or "float64". device: "cuda", "cpu", ...; "auto" takes the accelerator
+        where there is one.
+    revision: branch, tag or commit of a hub id. tokenizer: folder or hub id, where it is not the model's.
+    attn_implementation: "sdpa", "eager" or "flash_attention_2". seed: of the random weights.
+
+    With "dummy", the tokenizer is None unless `tokenizer` names one or the model is a folder.
+    Raises ModelError or TokenizerError with one clear message; UnsupportedModelError for other architectures.
+    """
+    model = load_weights(
+        name, load_format, dtype, device, revision=revision, attn_implementation=attn_implementation, seed=seed
+    )
+    return model, load_tokenizer_of(name, load_format, revision=revision, tokenizer=tokenizer)
+
+
+def load_tokenizer_of(
+    name: str, load_format: LoadFormat = "auto", *, revision: str | None = None, tokenizer: str | None = None
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that `load_model` gives, without the model. Raises TokenizerError."""
+    if tokenizer is not None:
+        return load_tokenizer(tokenizer)
+    source = source_of(name)
+    if load_format == "dummy" and not Path(source).is_dir():
+        return None  # nothing is downloaded for a dummy
+    return load_tokenizer(source, revision)
+
+
+def load_weights(
+    name: str,
+    load_format: LoadFormat = "auto",
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    *,
+    revision: str | None = None,
+    attn_implementation: str = "sdpa",
+    seed: int = 0,
+) -> PreTrainedModel:
+    """The model that `load_model` gives, without its tokenizer. Same arguments, same errors."""
+    torch_dtype, torch_device = as_dtype(dtype), as_device(device)
+    config = load_config(name, load_format, revision)
+    match load_format:
+        case "dummy":
+            model = _random_weights(config, torch_dtype, torch_device, attn_implementation, seed)
+        case "auto":
+            model = _checkpoint(source_of(name), revision, torch_dtype, torch_device, attn_implementation)
+        case _:
+            raise ModelError(f"unknown load_format {load_format!r}: give 'auto' or 'dummy'")
+    model.eval()
+    check_structure(model)
+    check_same_as_model(model)
+    return model
+
+
+def load_config(name: str, load_format: LoadFormat = "auto", revision: str | None = None) -> PreTrainedConfig:
+    """The model's config, read without its weights: enough to check schedules and shapes. Raises ModelError."""
+    preset = PRESETS.get(name)
+    if load_format == "dummy" and preset is not None and preset.architecture is not None:
+        return LlamaConfig(**preset.architecture)
+    source = source_of(name)
+    if not Path(source).is_dir():
+        try:
+            found = hub_file(source, "config.json", revision)
+        except HubError as error:
+            raise ModelError(f"{error}. {_instead(name)}") from error
+        if found is None:
+            raise ModelError(f"{source}: the repository has no config.json: not a transformers model")
+    try:
+        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{source}: its config.json could not be used ({error})") from error
+
+
+def source_of(name: str) -> str:
+    """The folder or hub id that a model's name stands for. Raises ModelError where it can be neither."""
+    if name in PRESETS:
+        return PRESETS[name].source
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return str(path)
+    if "/" not in name or name.startswith((".", "/", "~")) or len(path.parts) > 2:
+        raise ModelError(
+            f"{name!r} is no model: no such folder, no hub id (owner/name), and none of the presets {', '.join(PRESETS)}"
+        )
+    return name
+
+
+def as_dtype(name: str) -> torch.dtype:
+    """The torch dtype of that name. Raises ModelError."""
+    if name not in DTYPES:
+        raise ModelError(f"unknown dtype {name!r}: give one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def as_device(name: str) -> torch.device:
+    """The torch device of that name; "auto" is the accelerator where there is one. Raises ModelError if it is absent."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name == "auto":
+        return accelerator or torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"unknown device {name!r}: give 'auto', 'cpu' or 'cuda'") from error
+    if device.type != "cpu" and (accelerator is None or accelerator.type != device.type):
+        raise ModelError(f"device {name!r} was asked for, but torch {torch.__version__} sees none: give device=cpu")
+    return device
+
+
+def _checkpoint(
+    source: str, revision: str | None, dtype: torch.dtype, device: torch.device, attn_implementation: str
+) -> PreTrainedModel:
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            revision=revision,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(
+            f"{source} could not be loaded: {error}\nOnly safetensors are read (pickles can run code), and no remote code."
+        ) from error
+    return model.to(device)
+
+
+def _random_weights(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, attn_implementation: str, seed: int
+) -> PreTrainedModel:
+    """The architecture with seeded random weights, made on the device and in the dtype they are wanted in."""
+    accelerators = [] if device.type == "cpu" else [device.index or 0]
+    with torch.random.fork_rng(accelerators, device_type=device.type), torch.device(device):
+        torch.manual_seed(seed)
+        try:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+        except (ValueError, ImportError) as error:
+            raise ModelError(f"a {config.model_type} model with random weights could not be built: {error}") from error
+
+
+def _instead(name: str) -> str:
+    if PRESETS.get(name, Preset("")).architecture is None:
+        return "Give a folder with the checkpoint: model.name=FOLDER"
+    return "Give a folder with the checkpoint (model.name=FOLDER), or time random weights with model.load_format=dummy"
+
+
+__all__ = [
+    "DTYPES",
+    "PRESETS",
+    "ModelError",
+    "Preset",
+    "TokenizerError",
+    "as_device",
+    "as_dtype",
+    "load_config",
+    "load_model",
+    "load_tokenizer_of",
+    "load_weights",
+    "source_of",
+]
