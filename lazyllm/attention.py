@@ -85,7 +85,7 @@ def last_token_importance(query: Tensor, key: Tensor, chosen: Tensor | None, sca
     """Eq. 1: attention probability of the newest token on every stored token, mean over heads.
 
     query [1, h, m, d] and key [1, g, s, d] after RoPE; the newest token is the last query. chosen [1, 1, m, s] bool,
-    None for all. Returns [s] in float32 (float64 for a float64 model), 0 where not attended to. Costs h*s*d, not h*s*s*d.
+    None for all. Returns [s], 0 where not attended to, in float32 (float64 for a float64 model). The cost is h*s*d.
     """
     heads, kv_heads, d = query.shape[1], key.shape[1], query.shape[-1]
     # [1, h, m, d] -> [g, h/g, d]: the query heads that share a key head become the rows of one product

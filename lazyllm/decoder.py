@@ -110,12 +110,12 @@ def check_structure(model: PreTrainedModel) -> None:
     if missing or not hasattr(model, "lm_head"):
         raise UnsupportedModelError(
             f"{name} is not built like a Llama (no {', '.join(missing) or 'lm_head'}); "
-            "supported are decoders with embed_tokens, layers, norm, rotary_emb and lm_head: Llama, Mistral, Qwen2, Qwen3"
+            "supported: decoders with embed_tokens, layers, norm, rotary_emb and lm_head (Llama, Mistral, Qwen2, Qwen3)"
         )
     accepted = inspect.signature(inner.layers[0].forward).parameters
     for keyword in ("position_embeddings", "position_ids", "past_key_values", "attention_mask"):
         if keyword not in accepted:  # else **kwargs would swallow it without a word
-            raise UnsupportedModelError(f"the layers of {name} take no `{keyword}`: not the interface of transformers 5")
+            raise UnsupportedModelError(f"the layers of {name} take no `{keyword}`, unlike those of transformers 5")
     for knob in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(model.config, knob, None) is not None:
             raise UnsupportedModelError(f"{name} caps logits ({knob}), which the importance of Eq. 1 would not see")
@@ -153,6 +153,6 @@ def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
     if not worst <= 1e-2 * expected.abs().max().item():
         raise UnsupportedModelError(
             f"{type(model).__name__}: running its layers one by one gives other logits than the model does "
-            f"(they differ by up to {worst:.3g}), so it does something between or around its layers that LazyLLM's loop "
+            f"(they differ by up to {worst:.3g}), so it does something between or around its layers that the loop "
             "would leave out; this architecture is not supported"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -90,7 +91,7 @@ def generate(
         first_logits=first_logits,
         ttft_s=clock[1] - clock[0],
         total_s=clock[-1] - clock[0],
-        decode_step_s=[after - before for before, after in zip(clock[1:-1], clock[2:], strict=True)],
+        decode_step_s=[after - before for before, after in pairwise(clock[1:])],
         computed=np.array(session.computed),
         selected=[{layer: kept.tolist() for layer, kept in step.items()} for step in session.selected],
         kv_bytes=session.kv_bytes,

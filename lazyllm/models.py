@@ -159,7 +159,7 @@ def source_of(name: str) -> str:
         return str(path)
     if "/" not in name or name.startswith((".", "/", "~")) or len(path.parts) > 2:
         raise ModelError(
-            f"{name!r} is no model: no such folder, no hub id (owner/name), and none of the presets {', '.join(PRESETS)}"
+            f"{name!r} is no model: no such folder, no hub id (owner/name), none of the presets {', '.join(PRESETS)}"
         )
     return name
 
@@ -172,7 +172,7 @@ def as_dtype(name: str) -> torch.dtype:
 
 
 def as_device(name: str) -> torch.device:
-    """The torch device of that name; "auto" is the accelerator where there is one. Raises ModelError if it is absent."""
+    """The torch device of that name; "auto" is the accelerator, if there is one. Raises ModelError if absent."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "auto":
         return accelerator or torch.device("cpu")
@@ -199,7 +199,7 @@ def _checkpoint(
         )
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(
-            f"{source} could not be loaded: {error}\nOnly safetensors are read (pickles can run code), and no remote code."
+            f"{source} could not be loaded: {error}\nOnly safetensors are read (pickles can run code); no remote code."
         ) from error
     return model.to(device)
 

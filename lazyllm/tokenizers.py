@@ -2,19 +2,17 @@
 
 What transformers 5 makes of a folder that holds only Llama 2's sentencepiece `tokenizer.model` is not what the model
 was trained with: `AutoTokenizer` and `LlamaTokenizer.from_pretrained` order the merges by vocabulary id instead of by
-score ("is.  See" gets the pieces "▁▁", "See" instead of "▁", "▁See"), and add no BOS token. `load_tokenizer` builds such
-a tokenizer itself, and tests compare its ids with the sentencepiece library's on whole LongBench prompts.
+score ("is.  See" gets the pieces "▁▁", "See" instead of "▁", "▁See"), and add no BOS token. `load_tokenizer` builds
+such a tokenizer itself, and tests compare its ids with the sentencepiece library's on whole LongBench prompts.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from lazyllm.hub import HubError, hub_file, is_offline, is_reachable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,34 +96,6 @@ def sentencepiece_tokenizer(model_file: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def reachable(url: str, timeout_s: float = 3.0) -> bool:
-    """Whether a web server answers at all (whatever it answers) within `timeout_s` seconds, proxies respected.
-
-    Asked before a download: the hub's client tries for 23 seconds to find a host that does not exist. The question runs
-    in a thread of its own because looking up a name knows no time limit.
-    """
-    answered = threading.Event()
-
-    def ask() -> None:
-        try:
-            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=timeout_s).close()
-        except urllib.error.HTTPError:
-            pass  # an error page is an answer
-        except (OSError, ValueError):
-            return
-        answered.set()
-
-    thread = threading.Thread(target=ask, name="reachable", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return answered.is_set()
-
-
-def hub_offline() -> bool:
-    """Whether the user told the hub's client, by HF_HUB_OFFLINE=1, not to use the network."""
-    return os.environ.get("HF_HUB_OFFLINE", "").strip().upper() in {"1", "ON", "YES", "TRUE"}
-
-
 def _from_tokenizer_json(source: str, revision: str | None, local_only: bool) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
@@ -140,60 +110,21 @@ def _from_tokenizer_json(source: str, revision: str | None, local_only: bool) ->
 def _from_hub(hub_id: str, revision: str | None) -> PreTrainedTokenizerBase:
     """Whichever of the two files the repository holds decides how it is loaded; AutoTokenizer alone guesses wrong."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import HFValidationError
 
-    local_only = hub_offline() or not reachable(constants.ENDPOINT)
     try:
-        if _hub_file(hub_id, "tokenizer.json", revision, local_only) is not None:
+        if hub_file(hub_id, "tokenizer.json", revision) is not None:
+            local_only = is_offline() or not is_reachable(constants.ENDPOINT)
             return _from_tokenizer_json(hub_id, revision, local_only)
-        model_file = _hub_file(hub_id, "tokenizer.model", revision, local_only)
+        model_file = hub_file(hub_id, "tokenizer.model", revision)
         if model_file is None:
             raise TokenizerError(
                 f"{hub_id}: its repository holds neither tokenizer.json nor tokenizer.model, and a tokenizer that "
                 f"exists only as the repository's own code (xgen-7b's is one) is not run. {_INSTEAD}"
             )
-        _hub_file(hub_id, "tokenizer_config.json", revision, local_only)
-    except HFValidationError as error:
-        raise TokenizerError(f"{hub_id}: neither a folder nor a hub id ({error})") from error
+        hub_file(hub_id, "tokenizer_config.json", revision)
+    except HubError as error:
+        raise TokenizerError(f"{error}. {_INSTEAD}") from error
     return sentencepiece_tokenizer(model_file)
-
-
-def _hub_file(hub_id: str, name: str, revision: str | None, local_only: bool) -> Path | None:
-    """The local path of a repository's file, from the hub's cache or the hub; None where the repository has none.
-
-    Raises TokenizerError: gated, not found, or not cached while there is no network.
-    """
-    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    cached = try_to_load_from_cache(hub_id, name, revision=revision)
-    if isinstance(cached, str):
-        return Path(cached)
-    if cached is not None:  # the cache remembers that the repository has no such file
-        return None
-    if local_only:
-        why = "HF_HUB_OFFLINE is set" if hub_offline() else f"{constants.ENDPOINT} does not answer"
-        raise TokenizerError(
-            f"{hub_id}: {name} is not in the hub's cache and {why}. Run once with a network. Or: {_INSTEAD}"
-        )
-    try:
-        return Path(hf_hub_download(hub_id, name, revision=revision))
-    except GatedRepoError as error:
-        raise TokenizerError(
-            f"{hub_id} is gated: ask for access at https://huggingface.co/{hub_id}, then log in with `hf auth login`. "
-            f"Or: {_INSTEAD}"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise TokenizerError(f"{hub_id}: no such repository on the hub, or no access to it. {_INSTEAD}") from error
-    except LocalEntryNotFoundError as error:
-        raise TokenizerError(f"{hub_id}: {name} could not be downloaded ({error}). {_INSTEAD}") from error
-    except EntryNotFoundError:
-        return None
 
 
 def _sentencepiece_proto(model_file: Path) -> Any:

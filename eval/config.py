@@ -1,0 +1,137 @@
+"""What a run is told: the schema that Hydra checks every key against, and the checks that need more than a type."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from eval.data import DataError, resolve_datasets
+from eval.prompts import chat_format
+from eval.tasks import Dataset
+from lazyllm.methods import METHODS, Method
+from lazyllm.models import as_device, as_dtype
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message says which, what was expected, and what to write instead."""
+
+
+@dataclass
+class ModelConfig:
+    """name: preset, folder or hub id. load_format: "auto" or "dummy" (random weights, nothing downloaded).
+
+    dtype, device, revision, attn_implementation: as in `lazyllm.load_model`. tokenizer: folder or hub id where it is
+    not the model's own. max_prompt_tokens: LongBench's limit, beyond which the middle of a prompt is cut out; null for
+    none. chat: how prompts are wrapped: none, llama2, xgen or auto (the tokenizer's own template).
+    """
+
+    name: str = "tiny"
+    load_format: str = "auto"
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    revision: str | None = None
+    tokenizer: str | None = None
+    attn_implementation: str = "sdpa"
+    max_prompt_tokens: int | None = None
+    chat: str = "none"
+
+
+@dataclass
+class DataConfig:
+    """dir: folder with <dataset>.jsonl and config/; null fetches LongBench once. on_error: raise, or skip bad rows."""
+
+    dir: str | None = None
+    on_error: str = "raise"
+
+
+@dataclass
+class TimingConfig:
+    """paired: run the baseline on each example too, in alternation. warmup: runs of each before the first example."""
+
+    paired: bool = True
+    warmup: int = 5
+
+
+@dataclass
+class RunConfig:
+    """Everything a run is told. `dataset` maps names to true; a group's files hold them (conf/dataset).
+
+    limit: the first so many examples of each dataset. max_new_tokens: fewer than the dataset allows, for a quick look.
+    seed: of random weights, and of whatever in a method draws lots. threads: CPU threads; null leaves torch's choice.
+    out: the run folder; null makes one below `runs/` whose name ends in the run's fingerprint.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    method: dict[str, Any] = field(default_factory=dict)
+    dataset: dict[str, bool] = field(default_factory=dict)
+    data: DataConfig = field(default_factory=DataConfig)
+    timing: TimingConfig = field(default_factory=TimingConfig)
+    limit: int | None = None
+    max_new_tokens: int | None = None
+    seed: int = 0
+    threads: int | None = None
+    out: str | None = None
+
+
+def register_schema() -> None:
+    """Make the schema known to Hydra, so that an unknown key or a value of another type is refused."""
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+
+
+def to_run_config(config: Any) -> RunConfig:
+    """The composed config as plain dataclasses, checked as far as that goes without a model. Raises ConfigError."""
+    plain = OmegaConf.to_object(config)
+    assert isinstance(plain, RunConfig)
+    _require(
+        plain.model.load_format in ("auto", "dummy"), "model.load_format", plain.model.load_format, "auto or dummy"
+    )
+    _require(plain.data.on_error in ("raise", "skip"), "data.on_error", plain.data.on_error, "raise or skip")
+    _require(plain.timing.warmup >= 0, "timing.warmup", plain.timing.warmup, "0 or more runs")
+    for key in ("limit", "max_new_tokens", "threads"):
+        value = getattr(plain, key)
+        _require(value is None or value >= 1, key, value, "1 or more, or null")
+    as_dtype(plain.model.dtype)
+    as_device(plain.model.device)
+    chat_format(plain.model.chat)
+    build_method(plain.method)
+    datasets_of(plain)
+    return plain
+
+
+def datasets_of(config: RunConfig) -> tuple[Dataset, ...]:
+    """The datasets that the run covers. Raises ConfigError where there is none or one is unknown."""
+    names = [name for name, wanted in config.dataset.items() if wanted]
+    if not names:
+        raise ConfigError("no dataset is left: write dataset=hotpotqa, a task's name, or dataset=all")
+    try:
+        return resolve_datasets(names)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+
+
+def build_method(settings: dict[str, Any]) -> Method:
+    """A method from its config: `name`, and its dataclass's fields. Raises ConfigError, naming what is known."""
+    settings = dict(settings)
+    name = settings.pop("name", None)
+    if name not in METHODS:
+        raise ConfigError(f"unknown method {name!r}; known are {', '.join(METHODS)}")
+    kind = METHODS[name]
+    known = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]  # every method is a dataclass
+    unknown = [key for key in settings if key not in known]
+    if unknown:
+        raise ConfigError(f"method {name!r} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none at all'}")
+    missing = [key for key, one in known.items() if key not in settings and one.default is MISSING]
+    if missing:
+        raise ConfigError(f"method {name!r} needs method.{missing[0]}=...")
+    try:
+        return kind(**settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"method {name!r}: {error}") from error
+
+
+def _require(holds: bool, key: str, value: Any, expected: str) -> None:
+    if not holds:
+        raise ConfigError(f"{key}={value}: expected {expected}")

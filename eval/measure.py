@@ -1,0 +1,106 @@
+"""Measuring: a method and its baseline on the same prompts, in the same process, in alternation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from eval.data import Example
+from eval.memory import read_peak, reset_peak
+from eval.metrics import rouge_score_f, score_example
+from eval.prompts import Prompt, post_process
+from eval.record import Measurement, Record, compact_counts
+from eval.tasks import Dataset
+from lazyllm import generate
+from lazyllm.methods import Baseline, Method
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+WARMUP_TOKENS = 4  # enough to have run prefill, a decoding step that revives, and one that follows it
+
+
+@dataclass(frozen=True)
+class Case:
+    """One example, ready to be measured."""
+
+    dataset: Dataset
+    example: Example
+    prompt: Prompt
+    max_new_tokens: int
+    end_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model with the method to measure on it; `paired` measures the baseline beside it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    chat: str
+    method: Method
+    paired: bool
+
+    def warm_up(self, case: Case, runs: int) -> None:
+        """Run the method, and the baseline if paired, `runs` times on one prompt without keeping anything."""
+        for _ in range(runs):
+            for method in (Baseline(), self.method) if self.paired else (self.method,):
+                generate(
+                    self.model,
+                    case.prompt.token_ids,
+                    method,
+                    max_new_tokens=min(WARMUP_TOKENS, case.max_new_tokens),
+                    eos_token_ids=(),
+                )
+
+    def measure(self, case: Case, baseline_first: bool) -> Record:
+        """Both generations of one example; which runs first alternates, so that neither profits from the order."""
+        if not self.paired:
+            method, baseline = self._measure(case, self.method), None
+        elif baseline_first:
+            baseline = self._measure(case, Baseline())
+            method = self._measure(case, self.method)
+        else:
+            method = self._measure(case, self.method)
+            baseline = self._measure(case, Baseline())
+        return Record(
+            dataset=case.dataset.name,
+            id=case.example.id,
+            prompt_sha256=case.prompt.sha256,
+            prompt_tokens=len(case.prompt.token_ids),
+            prompt_tokens_before_truncation=case.prompt.tokens_before_truncation,
+            method=method,
+            baseline=baseline,
+        )
+
+    def _measure(self, case: Case, method: Method) -> Measurement:
+        reset_peak(self.model.device)
+        out = generate(
+            self.model,
+            case.prompt.token_ids,
+            method,
+            max_new_tokens=case.max_new_tokens,
+            eos_token_ids=case.end_ids,
+            min_new_tokens=1 if case.dataset.newline_ends else 0,
+        )
+        peak = read_peak(self.model.device)
+        decoded = self.tokenizer.decode(out.token_ids, skip_special_tokens=True)
+        assert isinstance(decoded, str)
+        text = post_process(decoded, self.chat)
+        answers, classes = list(case.example.answers), list(case.example.all_classes)
+        group_starts, computed = compact_counts(out.computed)
+        return Measurement(
+            text=text,
+            token_ids=out.token_ids,
+            score=score_example(case.dataset, text, answers, classes),
+            rouge_l=rouge_score_f(text, answers) if case.dataset.metric == "rouge" else None,
+            ttft_s=out.ttft_s,
+            total_s=out.total_s,
+            decode_step_s=out.decode_step_s,
+            pct_prompt_tokens_computed=out.pct_prompt_tokens_computed,
+            group_starts=group_starts,
+            computed=computed,
+            kv_bytes=out.kv_bytes,
+            aux_bytes=out.aux_bytes,
+            peak_memory_bytes=peak,
+        )

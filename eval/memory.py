@@ -1,0 +1,28 @@
+"""Peak memory of one generation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+_CLEAR = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+
+
+def reset_peak(device: torch.device) -> None:
+    """Start counting anew. Without effect where the system cannot (CPU on other systems than Linux)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif device.type == "cpu" and _CLEAR.exists():
+        _CLEAR.write_text("5")  # resets VmHWM, see proc(5)
+
+
+def read_peak(device: torch.device) -> int | None:
+    """Bytes at the peak since `reset_peak`: allocated on a GPU, resident in this process on CPU; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "cpu" and _CLEAR.exists():
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,73 @@
+"""One example's outcome: what the store holds a line of, and all that tables are made from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One generation, scored.
+
+    text: the answer as it was scored, before the first-line rule of some datasets. token_ids: its tokens.
+    score: the dataset's metric, 0 to 1. rouge_l: rouge-score's ROUGE-L where the metric is ROUGE, else None.
+    ttft_s, total_s, decode_step_s: seconds, as in `lazyllm.Generation`.
+    pct_prompt_tokens_computed: 0 to 100, mean over layers, at the end.
+    group_starts: first layer (from 1) of each run of layers that computed the same prompt tokens.
+    computed: [steps][groups] distinct prompt tokens computed so far.
+    kv_bytes, aux_bytes: held at the end. peak_memory_bytes: the device's (the process's on CPU), weights included.
+    """
+
+    text: str
+    token_ids: list[int]
+    score: float
+    rouge_l: float | None
+    ttft_s: float
+    total_s: float
+    decode_step_s: list[float]
+    pct_prompt_tokens_computed: float
+    group_starts: list[int]
+    computed: list[list[int]]
+    kv_bytes: int
+    aux_bytes: int
+    peak_memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """One example: its prompt, and what the method and the paired baseline (None if not paired) made of it."""
+
+    dataset: str
+    id: str
+    prompt_sha256: str
+    prompt_tokens: int
+    prompt_tokens_before_truncation: int
+    method: Measurement
+    baseline: Measurement | None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.dataset, self.id
+
+    def to_json(self) -> str:
+        """One line of JSON, without a newline at its end."""
+        return json.dumps(asdict(self), ensure_ascii=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        """The record of a line. Raises ValueError, TypeError or KeyError where it is none."""
+        values: dict[str, Any] = json.loads(line)
+        method, baseline = values.pop("method"), values.pop("baseline")
+        paired = None if baseline is None else Measurement(**baseline)
+        return cls(**values, method=Measurement(**method), baseline=paired)
+
+
+def compact_counts(computed: np.ndarray) -> tuple[list[int], list[list[int]]]:
+    """(group_starts, computed) of [steps, layers] counts: neighbouring layers that always agree are one group."""
+    differs = (computed[:, 1:] != computed[:, :-1]).any(axis=0)
+    first = np.concatenate([[0], 1 + np.flatnonzero(differs)])
+    return (first + 1).tolist(), computed[:, first].tolist()

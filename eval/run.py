@@ -1,0 +1,264 @@
+"""The run: config in, records and a table out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from eval import provenance
+from eval.config import ConfigError, RunConfig, build_method, datasets_of
+from eval.data import LoadedDataset, load_rows
+from eval.measure import Bench, Case
+from eval.prompts import build_prompt, end_token_ids
+from eval.store import RunStore, fingerprint, open_store
+from eval.summary import Summary, as_table, summarise, to_csv, to_json, to_markdown
+from eval.tasks import TASKS
+from lazyllm.methods import Baseline, Method
+from lazyllm.models import as_device, load_config, load_tokenizer_of, load_weights, source_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+PLAIN_EVERY_S = 10.0  # seconds between progress lines where there is no terminal
+
+
+def run(config: RunConfig) -> Summary:
+    """Measure every example that the run folder does not hold yet, then summarise all of the run's examples.
+
+    Everything that can be refused is refused before the model loads. Raises ConfigError, DataError, PromptError,
+    ModelError, TokenizerError or StoreError with one message for the user.
+    """
+    method = build_method(config.method)
+    device = as_device(config.model.device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    model_config = load_config(config.model.name, _load_format(config), config.model.revision)
+    _check_method(method, model_config)
+    tokenizer = _tokenizer(config)
+    loaded = [load_rows(dataset, config.data.dir, _on_error(config)) for dataset in datasets_of(config)]
+    paired = config.timing.paired and not isinstance(method, Baseline)
+    identity = _identity(config, loaded, model_config, device, paired)
+    folder = Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity)
+    about = {"config": asdict(config), "provenance": _provenance(device)}
+    with open_store(folder, identity, about) as store:
+        cases = list(_cases(config, loaded, tokenizer, model_config))
+        todo = [case for case in cases if (case.dataset.name, case.example.id) not in store.records]
+        log.info("%s: %d examples, %d of them already measured", folder, len(cases), len(cases) - len(todo))
+        if todo:
+            model = load_weights(
+                config.model.name,
+                _load_format(config),
+                config.model.dtype,
+                config.model.device,
+                revision=config.model.revision,
+                attn_implementation=config.model.attn_implementation,
+                seed=config.seed,
+            )
+            bench = Bench(model, tokenizer, config.model.chat, method, paired)
+            _measure_all(bench, todo, store, config.timing.warmup)
+        summary = summarise([store.records[case.dataset.name, case.example.id] for case in cases])
+        _publish(summary, store, _title(config, loaded), about | {"identity": identity})
+    skipped = sum(len(one.skipped) for one in loaded)
+    if skipped:
+        first = next(one.skipped[0] for one in loaded if one.skipped)
+        log.warning("%d rows were skipped (data.on_error=skip), the first: %s: %s", skipped, first.where, first.reason)
+    return summary
+
+
+# --------------------------------------------------------------------------------------------------------- preparation
+
+
+def _load_format(config: RunConfig) -> Any:
+    return config.model.load_format
+
+
+def _on_error(config: RunConfig) -> Any:
+    return config.data.on_error
+
+
+def _check_method(method: Method, model_config: PreTrainedConfig) -> None:
+    try:
+        method.check(model_config.num_hidden_layers)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"method: {error}") from error
+
+
+def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer_of(
+        config.model.name, _load_format(config), revision=config.model.revision, tokenizer=config.model.tokenizer
+    )
+    if tokenizer is None:
+        raise ConfigError(
+            "random weights (model.load_format=dummy) download nothing, so the tokenizer must be named: "
+            "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
+        )
+    return tokenizer
+
+
+def _cases(
+    config: RunConfig,
+    loaded: list[LoadedDataset],
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PreTrainedConfig,
+) -> Iterator[Case]:
+    """Every example of the run with its prompt. A prompt that the model cannot hold is refused here."""
+    for one in loaded:
+        end_ids = end_token_ids(tokenizer, model_config.eos_token_id, one.dataset)
+        max_new_tokens = min(one.max_new_tokens, config.max_new_tokens or one.max_new_tokens)
+        for example in one.examples[: config.limit]:
+            prompt = build_prompt(
+                example,
+                one.template,
+                tokenizer,
+                config.model.max_prompt_tokens,
+                config.model.chat,
+                one.dataset.chat_wrap,
+            )
+            length, longest = len(prompt.token_ids) + max_new_tokens, model_config.max_position_embeddings
+            if length > longest:
+                raise ConfigError(
+                    f"{one.dataset.name}, row {example.id}: {len(prompt.token_ids)} prompt tokens and up to "
+                    f"{max_new_tokens} new ones are more than the model's {longest} positions: set a lower "
+                    "model.max_prompt_tokens"
+                )
+            yield Case(one.dataset, example, prompt, max_new_tokens, end_ids)
+
+
+def _identity(
+    config: RunConfig,
+    loaded: list[LoadedDataset],
+    model_config: PreTrainedConfig,
+    device: torch.device,
+    paired: bool,
+) -> dict[str, Any]:
+    """What must agree for two records to lie in one folder. `limit` is not part of it: a run can be widened."""
+    source = source_of(config.model.name)
+    dummy = config.model.load_format == "dummy"
+    local = Path(source).is_dir()
+    tokenizer = config.model.tokenizer
+    return {
+        "model": config.model.name if local else source,
+        "revision": config.model.revision or getattr(model_config, "_commit_hash", None),
+        "weights": f"random, seed {config.seed}" if dummy else provenance.weights_sha256(source),
+        "tokenizer": Path(tokenizer).name if tokenizer else None,
+        "load_format": config.model.load_format,
+        "dtype": config.model.dtype,
+        "attn_implementation": config.model.attn_implementation,
+        "max_prompt_tokens": config.model.max_prompt_tokens,
+        "chat": config.model.chat,
+        "method": {str(key): _plain(value) for key, value in config.method.items()},
+        "data": {one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in loaded},
+        "max_new_tokens": config.max_new_tokens,
+        "seed": config.seed,
+        "paired": paired,
+        "warmup": config.timing.warmup,
+        "versions": provenance.versions(),
+        "code": provenance.code_sha256()[:16],
+        "device": provenance.device_name(device),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+    }
+
+
+def _plain(value: Any) -> Any:
+    return {str(key): _plain(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def _provenance(device: torch.device) -> dict[str, Any]:
+    return {
+        "git_commit": provenance.git_commit(),
+        "versions": provenance.versions(),
+        "machine": provenance.machine(device),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _folder_name(config: RunConfig, loaded: list[LoadedDataset], identity: dict[str, Any]) -> str:
+    model = Path(config.model.name).name
+    return f"{model}-{config.method['name']}-{_data_label(loaded)}-{fingerprint(identity)[:8]}"
+
+
+def _data_label(loaded: list[LoadedDataset]) -> str:
+    """A short name for people: of one dataset, of a whole task, of a whole suite, or how many there are."""
+    names = {one.dataset.name for one in loaded}
+    if len(names) == 1:
+        return next(iter(names))
+    suites = {one.dataset.suite for one in loaded}
+    tasks = {one.dataset.task for one in loaded}
+    if len(tasks) == 1:
+        return next(iter(tasks))
+    if len(suites) == 1 and len(tasks) == len(TASKS):
+        return "all" if suites == {"longbench"} else next(iter(suites))
+    return f"{len(names)}_datasets"
+
+
+def _title(config: RunConfig, loaded: list[LoadedDataset]) -> str:
+    return f"{config.model.name}, {config.method['name']}, {_data_label(loaded)}"
+
+
+# --------------------------------------------------------------------------------------------------------- measurement
+
+
+def _measure_all(bench: Bench, cases: list[Case], store: RunStore, warmup: int) -> None:
+    log.info("warming up: %d runs", warmup)
+    bench.warm_up(cases[0], warmup)
+    with _progress(len(cases)) as advance:
+        for number, case in enumerate(cases):
+            store.append(bench.measure(case, baseline_first=number % 2 == 0))
+            advance(case.dataset.name)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    """A function to call after each example: moves a bar on a terminal, writes a line now and then elsewhere."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda name: bar.update(task, advance=1, description=name)
+        return
+    start = last = time.monotonic()
+    done = 0
+
+    def line(name: str) -> None:
+        nonlocal done, last
+        done += 1
+        now = time.monotonic()
+        if now - last >= PLAIN_EVERY_S or done == total:
+            last = now
+            remaining = (now - start) / done * (total - done)
+            log.info("%d of %d examples (%s), ETA %.0f s", done, total, name, remaining)
+
+    yield line
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+def _publish(summary: Summary, store: RunStore, title: str, about: dict[str, Any]) -> None:
+    store.write("summary.json", to_json(summary, about))
+    store.write("summary.csv", to_csv(summary))
+    store.write("summary.md", to_markdown(summary, title))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a file or a pipe has no width of its own
+    console.print(as_table(summary, title))
+    log.info("records, summary.json, .csv and .md are in %s", store.folder)

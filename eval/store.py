@@ -1,0 +1,146 @@
+"""A run's folder: records appended one by one, and an identity that keeps different runs apart.
+
+run.json        the run's identity and its fingerprint, its config, and where it ran (`eval.provenance`)
+records.jsonl   one `Record` a line, flushed when its example is done
+summary.*       made from the records at the end (`eval.summary`)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from eval.record import Record
+
+SCHEMA = 1  # of run.json and records.jsonl
+
+
+class StoreError(RuntimeError):
+    """A run folder that cannot be used; the message says which, why, and what to do."""
+
+
+def fingerprint(identity: dict[str, Any]) -> str:
+    """12 hex digits that two runs share only if their records may lie together."""
+    return hashlib.sha256(_canonical(identity).encode()).hexdigest()[:12]
+
+
+class RunStore:
+    """The records of one run. Open it with `open_store`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file = folder / "records.jsonl"
+        self.records = {record.key: record for record in self._read()}
+
+    def append(self, record: Record) -> None:
+        """Write the record so that it survives a kill of this process, and of the machine as far as the disk obeys."""
+        with self._file.open("a", encoding="utf-8", newline="") as opened:
+            opened.write(record.to_json() + "\n")
+            opened.flush()
+            os.fsync(opened.fileno())
+        self.records[record.key] = record
+
+    def write(self, name: str, text: str) -> None:
+        """Put a file beside the records, whole or not at all."""
+        _write_whole(self.folder / name, text)
+
+    def _read(self) -> Iterator[Record]:
+        """All complete records. A last line without its end is what a kill left: it is cut off and redone."""
+        if not self._file.exists():
+            return
+        data = self._file.read_bytes()
+        complete = data.rfind(b"\n") + 1
+        if complete < len(data):
+            with self._file.open("r+b") as opened:
+                opened.truncate(complete)
+        for number, line in enumerate(data[:complete].splitlines(), start=1):
+            try:
+                yield Record.from_json(line.decode())
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise StoreError(
+                    f"{self._file}:{number}: not a record ({type(error).__name__}: {error}). Nothing was changed; remove "
+                    "that line to have its example redone, or start a new run with out=FOLDER"
+                ) from error
+
+
+@contextmanager
+def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> Iterator[RunStore]:
+    """The store in `folder`, made if it is not there, held against other processes until the block ends.
+
+    identity: what decides whether records belong together. about: config and provenance, for people.
+    Raises StoreError: another process works in the folder, or it holds a run of another identity.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise StoreError(
+            f"{folder}: the run folder cannot be written ({error}); give another with out=FOLDER"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StoreError(f"{folder}: another process is working in this run folder") from error
+        _check_identity(folder, identity, about)
+        yield RunStore(folder)
+
+
+def read_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
+    """A stored run for tables and figures: run.json's content and the records. Raises StoreError."""
+    return _read_about(folder / "run.json"), list(RunStore(folder).records.values())
+
+
+def _check_identity(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> None:
+    file = folder / "run.json"
+    if not file.exists():
+        if (folder / "records.jsonl").exists():
+            raise StoreError(f"{folder}: holds records but no run.json that says whose; give another with out=FOLDER")
+        content = {"schema": SCHEMA, "fingerprint": fingerprint(identity), "identity": identity, **about}
+        _write_whole(file, json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
+        return
+    before = _read_about(file)["identity"]
+    now = json.loads(_canonical(identity))
+    if before != now:
+        differing = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
+        changes = "; ".join(f"{key}: {_short(before.get(key))} there, {_short(now.get(key))} now" for key in differing)
+        raise StoreError(
+            f"{folder}: holds a run that differs ({changes}). Its records do not mix with this one's: give another "
+            "folder with out=FOLDER, or leave out= away to have one made"
+        )
+
+
+def _read_about(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        schema = content["schema"]
+        content["identity"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{file}: cannot be read as a run's description ({type(error).__name__}: {error})") from error
+    if schema != SCHEMA:
+        raise StoreError(f"{file}: written with schema {schema}, this version reads {SCHEMA}; give another out=FOLDER")
+    return content
+
+
+def _write_whole(file: Path, text: str) -> None:
+    partial = file.with_name(f".{file.name}.partial")
+    with partial.open("w", encoding="utf-8", newline="") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
+    partial.replace(file)
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+
+
+def _short(value: Any) -> str:
+    text = _canonical(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

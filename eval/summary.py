@@ -1,0 +1,282 @@
+"""From records to the table: datasets and tasks, with confidence intervals, as text, CSV, Markdown and JSON.
+
+Of a dataset: score and share of tokens computed are means over its examples; a speedup is the baseline's summed time
+over the method's, on the same examples. Of a task: the mean over its datasets, for every column, as LongBench does for
+scores. Intervals are 95 % percentile bootstrap intervals over examples (resampled within each dataset); an example's
+own baseline stays with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rich import box
+from rich.table import Table
+
+from eval.metrics import dataset_score
+from eval.record import Record
+from eval.tasks import DATASETS, TASKS
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Value:
+    """A mean with its 95 % interval; low and high are None where one example cannot tell."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. kind: "dataset", "task" or "all". Columns that were not measured are None."""
+
+    name: str
+    kind: str
+    task: str
+    examples: int
+    score: Value
+    baseline_score: Value | None
+    rouge_l: Value | None
+    ttft_speedup: Value | None
+    generation_speedup: Value | None
+    pct_prompt_tokens_computed: Value
+    ttft_s: Value
+    total_s: Value
+    kv_bytes: Value
+    aux_bytes: Value
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All rows: the datasets of each task followed by the task, then the mean over tasks."""
+
+    rows: tuple[Row, ...]
+
+
+# Columns: how each is computed from the records of one dataset, in arrays over examples [..., n]
+def _mean(values: np.ndarray) -> np.ndarray:
+    return values.mean(axis=-1)
+
+
+def _speedup(baseline: np.ndarray, method: np.ndarray) -> np.ndarray:
+    return baseline.sum(axis=-1) / method.sum(axis=-1)
+
+
+@dataclass(frozen=True)
+class _Column:
+    """Per-example arrays and the statistic over them."""
+
+    arrays: tuple[np.ndarray, ...]
+    statistic: Callable[..., np.ndarray]
+
+    def resampled(self, picks: np.ndarray) -> np.ndarray:
+        """[RESAMPLES] the statistic over each row of picks [RESAMPLES, n]."""
+        return self.statistic(*(values[picks] for values in self.arrays))
+
+    def value(self) -> float:
+        return float(self.statistic(*self.arrays))
+
+
+def summarise(records: Sequence[Record]) -> Summary:
+    """The table of a run. Raises ValueError where there is no record."""
+    if not records:
+        raise ValueError("no record to summarise")
+    by_dataset: dict[str, list[Record]] = {}
+    for record in records:
+        by_dataset.setdefault(record.dataset, []).append(record)
+    # a seed of its own per dataset, so that a row does not depend on which others are there
+    draws = {name: _draws(name, _columns(group)) for name, group in by_dataset.items()}
+    means = {name: _means(group) for name, group in by_dataset.items()}
+    rows: list[Row] = []
+    task_names: list[str] = []
+    for task in TASKS:
+        names = [name for name in DATASETS if name in by_dataset and DATASETS[name].task == task]
+        for name in names:
+            rows.append(_row(name, "dataset", task, len(by_dataset[name]), [means[name]], [draws[name]]))
+        if names:
+            examples = sum(len(by_dataset[name]) for name in names)
+            rows.append(_row(task, "task", task, examples, [means[n] for n in names], [draws[n] for n in names]))
+            task_names.append(task)
+    if len(task_names) > 1:
+        tasks = [[name for name in by_dataset if DATASETS[name].task == task] for task in task_names]
+        rows.append(
+            _row(
+                "mean over tasks",
+                "all",
+                "all",
+                len(records),
+                [_average([means[name] for name in names]) for names in tasks],
+                [_average([draws[name] for name in names]) for names in tasks],
+            )
+        )
+    return Summary(tuple(rows))
+
+
+def _columns(records: Sequence[Record]) -> dict[str, _Column]:
+    methods = [record.method for record in records]
+    columns = {
+        "score": _Column((100 * _array(methods, "score"),), _mean),
+        "pct_prompt_tokens_computed": _Column((_array(methods, "pct_prompt_tokens_computed"),), _mean),
+        "ttft_s": _Column((_array(methods, "ttft_s"),), _mean),
+        "total_s": _Column((_array(methods, "total_s"),), _mean),
+        "kv_bytes": _Column((_array(methods, "kv_bytes"),), _mean),
+        "aux_bytes": _Column((_array(methods, "aux_bytes"),), _mean),
+    }
+    if all(one.rouge_l is not None for one in methods):
+        columns["rouge_l"] = _Column((100 * _array(methods, "rouge_l"),), _mean)
+    baselines = [record.baseline for record in records]
+    if all(baselines):
+        columns["baseline_score"] = _Column((100 * _array(baselines, "score"),), _mean)
+        for name, clock in (("ttft_speedup", "ttft_s"), ("generation_speedup", "total_s")):
+            columns[name] = _Column((_array(baselines, clock), _array(methods, clock)), _speedup)
+    return columns
+
+
+def _array(measurements: Sequence[Any], field: str) -> np.ndarray:
+    return np.array([getattr(one, field) for one in measurements], dtype=float)
+
+
+def _draws(name: str, columns: dict[str, _Column]) -> dict[str, np.ndarray]:
+    """{column: [RESAMPLES]}; the same examples are drawn for every column."""
+    n = columns["score"].arrays[0].shape[0]
+    picks = np.random.default_rng(list(name.encode())).integers(0, n, size=(RESAMPLES, n))
+    return {column: values.resampled(picks) for column, values in columns.items()}
+
+
+def _means(records: Sequence[Record]) -> dict[str, np.ndarray]:
+    means = {column: np.array(values.value()) for column, values in _columns(records).items()}
+    # the official score is rounded before it is averaged over datasets
+    means["score"] = np.array(dataset_score([record.method.score for record in records]))
+    baselines = [record.baseline.score for record in records if record.baseline is not None]
+    if "baseline_score" in means:
+        means["baseline_score"] = np.array(dataset_score(baselines))
+    return means
+
+
+def _average(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Mean over datasets of the columns that all of them have."""
+    shared = [column for column in parts[0] if all(column in part for part in parts)]
+    return {column: np.mean([part[column] for part in parts], axis=0) for column in shared}
+
+
+def _row(
+    name: str,
+    kind: str,
+    task: str,
+    examples: int,
+    means: Sequence[dict[str, np.ndarray]],
+    draws: Sequence[dict[str, np.ndarray]],
+) -> Row:
+    mean, drawn = _average(means), _average(draws)
+
+    def value(column: str) -> Value:
+        if examples < 2:
+            return Value(float(mean[column]), None, None)
+        low, high = np.percentile(drawn[column], [2.5, 97.5])
+        return Value(float(mean[column]), float(low), float(high))
+
+    def optional(column: str) -> Value | None:
+        return value(column) if column in mean else None
+
+    return Row(
+        name=name,
+        kind=kind,
+        task=task,
+        examples=examples,
+        score=value("score"),
+        baseline_score=optional("baseline_score"),
+        rouge_l=optional("rouge_l"),
+        ttft_speedup=optional("ttft_speedup"),
+        generation_speedup=optional("generation_speedup"),
+        pct_prompt_tokens_computed=value("pct_prompt_tokens_computed"),
+        ttft_s=value("ttft_s"),
+        total_s=value("total_s"),
+        kv_bytes=value("kv_bytes"),
+        aux_bytes=value("aux_bytes"),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- display
+
+_SHOWN = (
+    ("score", "score", 2),
+    ("baseline_score", "baseline score", 2),
+    ("ttft_speedup", "TTFT speedup", 2),
+    ("generation_speedup", "generation speedup", 2),
+    ("pct_prompt_tokens_computed", "% tokens computed", 1),
+)
+
+
+def as_table(summary: Summary, title: str) -> Table:
+    """The table for a terminal; task rows in bold below their datasets."""
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, caption=_caption(summary), padding=(0, 1, 0, 0)
+    )
+    table.add_column("dataset, task", no_wrap=True)
+    table.add_column("n", justify="right")
+    for _, heading, _ in _SHOWN:
+        first, _, rest = heading.partition(" ")
+        table.add_column(f"{first}\n{rest}", justify="right", no_wrap=True)
+    for row in summary.rows:
+        style = None if row.kind == "dataset" else "bold"
+        name = f"  {row.name}" if row.kind == "dataset" else row.name
+        table.add_row(name, str(row.examples), *_cells(row), style=style, end_section=row.kind != "dataset")
+    return table
+
+
+def to_markdown(summary: Summary, title: str) -> str:
+    """The same table in Markdown, task rows in bold."""
+    lines = [f"# {title}", "", "| dataset, **task** | n | " + " | ".join(heading for _, heading, _ in _SHOWN) + " |"]
+    lines.append("|---|" + "---:|" * (1 + len(_SHOWN)))
+    for row in summary.rows:
+        name = row.name if row.kind == "dataset" else f"**{row.name}**"
+        lines.append(f"| {name} | {row.examples} | " + " | ".join(_cells(row)) + " |")
+    return "\n".join([*lines, "", _caption(summary), ""])
+
+
+def to_csv(summary: Summary) -> str:
+    """One line a row, every column with its interval, full precision."""
+    flat = []
+    for row in summary.rows:
+        cells: dict[str, Any] = {}
+        for key, value in asdict(row).items():
+            if isinstance(value, dict):
+                cells |= {key: value["mean"], f"{key}_low": value["low"], f"{key}_high": value["high"]}
+            else:
+                cells[key] = value
+        flat.append(cells)
+    return pd.DataFrame(flat).to_csv(index=False)
+
+
+def to_json(summary: Summary, about: dict[str, Any]) -> str:
+    """The rows at full precision, with what the run was (`about`)."""
+    content = {"rows": [asdict(row) for row in summary.rows], **about}
+    return json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
+
+
+def _cells(row: Row) -> list[str]:
+    return [_cell(getattr(row, column), digits) for column, _, digits in _SHOWN]
+
+
+def _cell(value: Value | None, digits: int) -> str:
+    if value is None:
+        return "-"
+    text = f"{value.mean:.{digits}f}"
+    if value.low is None or value.high is None:
+        return text
+    return f"{text} ±{(value.high - value.low) / 2:.{digits}f}"
+
+
+def _caption(summary: Summary) -> str:
+    text = "Scores 0 to 100. ±: half of the 95 % bootstrap interval over examples; both ends are in summary.csv."
+    if all(row.ttft_speedup is None for row in summary.rows):
+        text += " No speedup was measured: the baseline was not run beside the method (timing.paired)."
+    return text

@@ -1,0 +1,42 @@
+"""The main job: one model, one method, some datasets, by one command.
+
+python run.py                                                    the embedded default, offline
+python run.py model=llama2 method=lazy dataset=hotpotqa          a checkpoint on LongBench
+python run.py --help                                             every setting
+"""
+
+from __future__ import annotations
+
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from eval.config import ConfigError, register_schema, to_run_config
+from eval.data import DataError
+from eval.prompts import PromptError
+from eval.run import run
+from eval.store import StoreError
+from lazyllm import ModelError, TokenizerError, UnsupportedModelError
+
+register_schema()
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(config: DictConfig) -> None:
+    try:
+        run(to_run_config(config))
+    except (
+        ConfigError,
+        DataError,
+        PromptError,
+        ModelError,
+        TokenizerError,
+        UnsupportedModelError,
+        StoreError,
+    ) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
