@@ -12,12 +12,8 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from eval.config import ConfigError, register_schema, to_run_config
-from eval.data import DataError
-from eval.prompts import PromptError
-from eval.run import run
-from eval.store import StoreError
-from lazyllm import ModelError, TokenizerError, UnsupportedModelError
+from eval.config import register_schema, to_run_config
+from eval.run import USER_ERRORS, run
 
 register_schema()
 
@@ -26,15 +22,7 @@ register_schema()
 def main(config: DictConfig) -> None:
     try:
         run(to_run_config(config))
-    except (
-        ConfigError,
-        DataError,
-        PromptError,
-        ModelError,
-        TokenizerError,
-        UnsupportedModelError,
-        StoreError,
-    ) as error:
+    except USER_ERRORS as error:
         sys.exit(f"error: {error}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,15 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers.utils import logging as transformers_logging
 
 from eval import provenance
 from eval.config import ConfigError, RunConfig, build_method, datasets_of
-from eval.data import LoadedDataset, load_rows
+from eval.data import DataError, LoadedDataset, load_rows
 from eval.measure import Bench, Case
-from eval.prompts import build_prompt, end_token_ids
-from eval.store import RunStore, fingerprint, open_store
+from eval.prompts import PromptError, build_prompt, end_token_ids
+from eval.store import RunStore, StoreError, fingerprint, open_store
 from eval.summary import Summary, as_table, summarise, to_csv, to_json, to_markdown
 from eval.tasks import TASKS
+from lazyllm import ModelError, TokenizerError, UnsupportedModelError
 from lazyllm.methods import Baseline, Method
 from lazyllm.models import as_device, load_config, load_tokenizer_of, load_weights, source_of
 
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
+
+# What a user can mend: the message says how, and is all that is shown
+USER_ERRORS = (ConfigError, DataError, PromptError, StoreError, ModelError, TokenizerError, UnsupportedModelError)
 
 PLAIN_EVERY_S = 10.0  # seconds between progress lines where there is no terminal
 
@@ -56,6 +62,8 @@ def run(config: RunConfig) -> Summary:
         todo = [case for case in cases if (case.dataset.name, case.example.id) not in store.records]
         log.info("%s: %d examples, %d of them already measured", folder, len(cases), len(cases) - len(todo))
         if todo:
+            if not sys.stderr.isatty():
+                transformers_logging.disable_progress_bar()
             model = load_weights(
                 config.model.name,
                 _load_format(config),

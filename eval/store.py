@@ -64,8 +64,8 @@ class RunStore:
                 yield Record.from_json(line.decode())
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise StoreError(
-                    f"{self._file}:{number}: not a record ({type(error).__name__}: {error}). Nothing was changed; remove "
-                    "that line to have its example redone, or start a new run with out=FOLDER"
+                    f"{self._file}:{number}: not a record ({type(error).__name__}: {error}). Nothing was changed: "
+                    "remove that line to have its example redone, or start a new run with out=FOLDER"
                 ) from error
 
 
