@@ -7,6 +7,7 @@ python run.py --help                                             every setting
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import hydra
@@ -20,6 +21,11 @@ register_schema()
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config: DictConfig) -> None:
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr, force=True
+    )
+    for chatty in ("absl", "httpx", "datasets"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         run(to_run_config(config))
     except USER_ERRORS as error:

@@ -1,0 +1,553 @@
+"""Train the tiny Llama of `lazyllm/tiny` from scratch on the CPU, for the embedded suite (`eval/embedded.py`).
+
+    nice -n 10 python scripts/train_tiny.py                     # train, resuming where a checkpoint lies in --work
+    python scripts/train_tiny.py --evaluate lazyllm/tiny        # score a saved model on the test split, from disk
+    python scripts/train_tiny.py --figure results/tiny          # draw the log
+    python scripts/train_tiny.py --placeholder lazyllm/tiny     # tokenizer and random weights only
+
+Half of the early sequences are copying (random tokens of the whole vocabulary of which segments come again at varying
+distance), half are contexts of the suite with several questions. Contexts begin short, with few facts over few keys and
+words, and widen when the running accuracy of the answers' first tokens, mean over tasks, passes `ADVANCE`; loss is on
+answers only. The curriculum depends on the seed alone, not on the clock. No question of the test split is ever asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import random
+import sys
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from eval import embedded  # noqa: E402
+
+IGNORE = -100
+COPY = "copy"
+FAMILIES = (*embedded.NAMES, COPY)
+ADVANCE, ENOUGH = 0.9, 0.6
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the curriculum.
+
+    length: tokens of a sequence. facts, keys, values: as in `embedded.Level`. copying: share of copy sequences.
+    tokens: tokens after which the stage ends even if ADVANCE is passed earlier (0: ends when it is passed).
+    """
+
+    length: int
+    facts: int
+    keys: int
+    values: int
+    copying: float
+    tokens: int = 0
+
+
+_ALL = len(embedded.VALUES)
+STAGES = (
+    Stage(64, 3, 8, 16, 0.5),
+    Stage(128, 6, 8, 24, 0.5),
+    Stage(192, 8, 24, 64, 0.5),
+    Stage(256, 16, 64, 128, 0.4),
+    Stage(256, 16, 256, _ALL, 0.3),
+    Stage(512, 16, 256, _ALL, 0.2),
+    Stage(1024, 32, 256, _ALL, 0.15),
+    Stage(2048, 64, 256, _ALL, 0.1),
+)
+
+
+def build_tokenizer() -> Any:
+    """The tiny tokenizer: words of the suite are one token each, any other text falls back to its UTF-8 bytes.
+
+    A byte-level BPE without merges that takes a whole pre-token where it is in the vocabulary (`ignore_merges`, as in
+    Llama 3): lossless on every text; the newline is a token of its own.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    specials = [embedded.PAD, embedded.BEGIN, embedded.END]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [word.replace(" ", "\u0120") for word in embedded.vocabulary()]
+    vocabulary = {token: i for i, token in enumerate([*specials, *alphabet, *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{embedded.BEGIN} $A", special_tokens=[(embedded.BEGIN, vocabulary[embedded.BEGIN])]
+    )
+    return tokenizer
+
+
+@cache
+def token_ids() -> dict[str, int]:
+    """The id of every token by its text ("\\n" for the newline, " amber" for a word)."""
+    vocabulary = build_tokenizer().get_vocab()
+    return {token.replace("\u0120", " ").replace("\u010a", "\n"): i for token, i in vocabulary.items()}
+
+
+def build_config() -> Any:
+    """The tiny model's configuration: 8 layers, 128 wide, 4 query heads on 2 key/value heads."""
+    from transformers import LlamaConfig
+
+    ids = token_ids()
+    return LlamaConfig(
+        vocab_size=len(ids),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.05,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=True,
+        pad_token_id=ids[embedded.PAD],
+        bos_token_id=ids[embedded.BEGIN],
+        eos_token_id=ids[embedded.END],
+        dtype="float32",
+    )
+
+
+def build_model(seed: int) -> Any:
+    """A randomly initialised tiny model."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(build_config())
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """Write model and tokenizer in `from_pretrained` form."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=build_tokenizer(),
+        pad_token=embedded.PAD,
+        bos_token=embedded.BEGIN,
+        eos_token=embedded.END,
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+    )
+    tokenizer.save_pretrained(folder)
+    # transformers 5 writes the name of a class of its own; this one is known to every version.
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    for path in folder.iterdir():
+        path.chmod(0o644)
+
+
+# Sequences. ids and labels are lists of one length; labels are IGNORE where no loss is.
+
+
+def copy_sequence(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
+    """Random tokens, then segments of what came before, at random distance; loss on each segment but its start."""
+    size, first = len(token_ids()), 3  # the specials come first
+    pool = list(range(first, size)) if rng.random() < 0.75 else rng.sample(range(first, size), 48)
+    ids = [token_ids()[embedded.BEGIN], *rng.choices(pool, k=length // 3)]
+    labels = [IGNORE] * len(ids)
+    while len(ids) < length:
+        span = rng.randint(4, max(8, min(32, length // 8)))
+        start = rng.randrange(1, len(ids) - span)
+        segment = ids[start : start + span]
+        gap = rng.choices(pool, k=rng.randint(0, 4))
+        ids += gap + segment
+        # The first tokens of a segment only say where it is from: one of them in a big pool, two in a small one.
+        known = 1 if len(pool) > 48 else 2
+        labels += [IGNORE] * (len(gap) + known) + segment[known:]
+    return ids[:length], labels[:length]
+
+
+def task_sequence(rng: random.Random, name: str, stage: Stage) -> tuple[list[int], list[int], list[int]]:
+    """A context of a task and as many questions as fit, drawn with replacement; loss on the answers.
+
+    Returns:
+        ids, labels, and the positions of each question's first answer token.
+    """
+    ids = token_ids()
+    before, between = embedded.head(name), embedded.tail(name)
+    asked = {"digest": 24, "shots": stage.length // 3, "retrieve": stage.length // 3}.get(name, int(stage.length * 0.4))
+    asked = min(asked, 240)
+    level = embedded.Level(stage.length - len(before) - asked, stage.facts, stage.keys, stage.values)
+    context, questions = embedded.GENERATORS[name](rng, level)
+    questions = [question for question in questions if not embedded.is_test(context, question)]
+    tokens = [*before, *context]
+    answers: list[tuple[int, int]] = []
+    for question in rng.choices(questions, k=24) if questions else []:
+        asking = [*between, *question.input]
+        stop = len(tokens) + len(asking) + len(question.answer) + 1
+        if stop > stage.length:
+            break
+        tokens += [*asking, *question.answer, embedded.END]
+        answers.append((stop - len(question.answer) - 1, stop))
+        if name == "digest":
+            break
+    sequence = [ids[token] for token in tokens]
+    labels = [IGNORE] * len(sequence)
+    for start, stop in answers:
+        labels[start:stop] = sequence[start:stop]
+    padding = stage.length - len(sequence)
+    return sequence + [ids[embedded.PAD]] * padding, labels + [IGNORE] * padding, [start for start, _ in answers]
+
+
+@dataclass
+class Batch:
+    """ids, labels: [batch, length]. family: index into FAMILIES, and first: whether a label is an answer's first."""
+
+    ids: Tensor
+    labels: Tensor
+    family: Tensor
+    first: Tensor
+
+
+def make_batch(rng: random.Random, stage: Stage, tokens: int) -> Batch:
+    """A batch of about `tokens` tokens."""
+    count = max(1, tokens // stage.length)
+    all_ids, all_labels, families = [], [], []
+    first = torch.zeros(count, stage.length, dtype=torch.bool)
+    offset = rng.randrange(len(embedded.NAMES))
+    for i in range(count):
+        if rng.random() < stage.copying:
+            ids, labels = copy_sequence(rng, stage.length)
+            families.append(len(FAMILIES) - 1)
+            first[i] = torch.tensor(labels) != IGNORE
+        else:
+            family = (offset + i) % len(embedded.NAMES)
+            ids, labels, starts = task_sequence(rng, FAMILIES[family], stage)
+            families.append(family)
+            first[i, starts] = True
+        all_ids.append(ids)
+        all_labels.append(labels)
+    family = torch.tensor(families)[:, None].expand(count, stage.length)
+    return Batch(torch.tensor(all_ids), torch.tensor(all_labels), family, first)
+
+
+def pick_stage(rng: random.Random, number: int) -> Stage:
+    """The stage of a batch: the current one, or in one batch of four an earlier long one."""
+    earlier = [stage for stage in STAGES[:number] if stage.length >= 256]
+    if earlier and rng.random() < 0.25:
+        return rng.choice(earlier)
+    return STAGES[number]
+
+
+# Training.
+
+
+class Trainer:
+    """Model, optimiser, curriculum and random state: everything that a checkpoint holds."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.model = build_model(args.seed)
+        self.rng = random.Random(args.seed)
+        self.optimizers = self._optimizers()
+        self.step = self.tokens = self.stage = self.stage_tokens = 0
+        self.seconds = 0.0
+        self.accuracy = [0.0] * len(FAMILIES)
+        self.loss = 0.0
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
+        others = [p for n, p in self.model.named_parameters() if not (p.ndim == 2 and "embed" not in n)]
+        if self.args.optimizer == "muon":
+            return [
+                torch.optim.Muon(matrices, lr=1.0, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+                torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0),
+            ]
+        groups = [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+        return [torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95))]
+
+    def rate(self) -> float:
+        """Learning rate: warm-up, constant, and linear decay to a tenth... over the last stage."""
+        args = self.args
+        rate = args.lr * min(1.0, (self.step + 1) / args.warmup)
+        if self.stage == len(STAGES) - 1:
+            rate *= max(0.02, 1 - self.stage_tokens / args.last_tokens)
+        return rate
+
+    def done(self) -> bool:
+        """Whether the last stage has had its tokens."""
+        return self.stage == len(STAGES) - 1 and self.stage_tokens >= self.args.last_tokens
+
+    def update(self) -> None:
+        """One step: batch, loss on the answers, optimiser, running accuracies, curriculum."""
+        args = self.args
+        started = time.perf_counter()
+        stage = pick_stage(self.rng, self.stage)
+        batch = make_batch(self.rng, stage, args.tokens_per_step)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.bf16):
+            hidden = self.model.model(input_ids=batch.ids, use_cache=False).last_hidden_state
+            wanted = batch.labels[:, 1:] != IGNORE
+            logits = self.model.lm_head(hidden[:, :-1][wanted])
+        labels = batch.labels[:, 1:][wanted]
+        loss = nn.functional.cross_entropy(logits.float(), labels)
+        rate = self.rate()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self._note(batch, wanted, logits, labels, loss, current=stage == STAGES[self.stage])
+        self.step += 1
+        self.tokens += batch.ids.numel()
+        self.stage_tokens += batch.ids.numel()
+        self.seconds += time.perf_counter() - started
+        self._advance()
+
+    def _note(self, batch: Batch, wanted: Tensor, logits: Tensor, labels: Tensor, loss: Tensor, current: bool) -> None:
+        """Running means (of some 30 steps) of the loss and of each family's first-token accuracy."""
+        self.loss += (loss.item() - self.loss) * (0.03 if self.step else 1.0)
+        if not current:
+            return
+        right = logits.argmax(-1) == labels
+        family = batch.family[:, 1:][wanted]
+        first = batch.first[:, 1:][wanted]
+        for i in range(len(FAMILIES)):
+            chosen = right[(family == i) & first]
+            if len(chosen):
+                self.accuracy[i] += (chosen.float().mean().item() - self.accuracy[i]) * 0.03
+
+    def _advance(self) -> None:
+        """Go to the next stage when the mean accuracy of the tasks passes the mark."""
+        if self.stage + 1 == len(STAGES):
+            return
+        tasks = self.accuracy[: len(embedded.NAMES)]
+        mean = sum(tasks) / len(tasks)
+        mark = ADVANCE if self.stage_tokens < self.args.patience else ENOUGH
+        if mean >= mark and self.stage_tokens >= self.args.stage_tokens:
+            self.stage += 1
+            self.stage_tokens = 0
+            self.accuracy = [value * 0.5 for value in self.accuracy]
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "rng": self.rng.getstate(),
+            "counters": (self.step, self.tokens, self.stage, self.stage_tokens, self.seconds, self.loss),
+            "accuracy": self.accuracy,
+        }
+
+    def save(self, path: Path) -> None:
+        """Write the checkpoint whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(self.state(), path.with_suffix(".part"))
+        os.replace(path.with_suffix(".part"), path)
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint that `save` wrote."""
+        state = torch.load(path, weights_only=False)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.rng.setstate(state["rng"])
+        self.step, self.tokens, self.stage, self.stage_tokens, self.seconds, self.loss = state["counters"]
+        self.accuracy = state["accuracy"]
+
+    def row(self) -> dict[str, Any]:
+        """One line of the log."""
+        accuracy = {name: round(value, 4) for name, value in zip(FAMILIES, self.accuracy, strict=True)}
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 1),
+            "stage": self.stage,
+            "length": STAGES[self.stage].length,
+            "lr": f"{self.rate():.3g}",
+            "loss": round(self.loss, 4),
+            **accuracy,
+        }
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Add a line to the CSV log, with the header first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(row))
+        if fresh:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def train(args: argparse.Namespace) -> Trainer:
+    """Train to the end of the curriculum or to `--steps`, writing log, checkpoint and model as it goes."""
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    trainer = Trainer(args)
+    checkpoint = args.work / "checkpoint.pt"
+    if checkpoint.exists():
+        trainer.load(checkpoint)
+        print(f"resumed at step {trainer.step}", flush=True)
+    while not trainer.done() and (not args.steps or trainer.step < args.steps):
+        trainer.update()
+        if trainer.step % args.log_every == 0:
+            row = trainer.row()
+            append_row(args.work / "log.csv", row)
+            speed = trainer.tokens / trainer.seconds
+            print(json.dumps(row), f"{speed:.0f} tokens/s", flush=True)
+        if trainer.step % args.save_every == 0:
+            trainer.save(checkpoint)
+    trainer.save(checkpoint)
+    save_model(trainer.model, args.work / "model")
+    return trainer
+
+
+# Evaluation, from disk.
+
+
+def load_folder(folder: Path) -> tuple[Any, Any]:
+    """Model and tokenizer as a user loads them."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+@torch.inference_mode()
+def answer(model: Any, tokenizer: Any, prompts: list[list[int]], limit: int) -> list[str]:
+    """Greedy answers to prompts of one length, the end token and what follows it removed."""
+    ids = torch.tensor(prompts)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False)
+    return tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+
+
+def evaluate(folder: Path, count: int, split: str = "test", batch: int = 20) -> list[dict[str, Any]]:
+    """Scores of a saved model on single questions, for each task and prompt length.
+
+    Returns:
+        One dict for each pair: `dataset, length, examples, score` (0 to 100, by the dataset's metric) and `exact` (% of
+        answers that are the gold text, end and punctuation included).
+    """
+    from eval.metrics import score_example
+    from eval.tasks import DATASETS
+
+    model, tokenizer = load_folder(folder)
+    results = []
+    for name in embedded.NAMES:
+        for length in embedded.LENGTHS:
+            rows = [row for row in embedded.rows(name, split, count) if embedded.token_length(row) == length]
+            prompts = [tokenizer(embedded.TEMPLATES[name].format(**row)).input_ids for row in rows]
+            answers: list[str] = []
+            for i in range(0, len(rows), batch):
+                answers += answer(model, tokenizer, prompts[i : i + batch], embedded.MAX_NEW_TOKENS[name])
+            scores = [
+                score_example(DATASETS[name], text, row["answers"], row["all_classes"])
+                for text, row in zip(answers, rows, strict=True)
+            ]
+            exact = [
+                text.strip().rstrip(".;") == row["answers"][0].removeprefix("Paragraph ").rstrip(".;")
+                for text, row in zip(answers, rows, strict=True)
+            ]
+            results.append(
+                {
+                    "dataset": name,
+                    "length": length,
+                    "examples": len(rows),
+                    "score": round(100 * sum(scores) / len(rows), 2),
+                    "exact": round(100 * sum(exact) / len(rows), 2),
+                }
+            )
+            print(results[-1], flush=True)
+    return results
+
+
+def draw(log: Path, folder: Path) -> None:
+    """The training figure, `training.png` and `training.svg`: loss and first-token accuracy against tokens seen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with log.open() as file:
+        rows = list(csv.DictReader(file))
+    millions = [int(row["tokens"]) / 1e6 for row in rows]
+    plt.rcParams["svg.hashsalt"] = "tiny"
+    figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), constrained_layout=True)
+    top.plot(millions, [float(row["loss"]) for row in rows], color="black")
+    top.set_ylabel("loss on answers, nats")
+    for name in FAMILIES:
+        style = "--" if name == COPY else "-"
+        bottom.plot(millions, [100 * float(row[name]) for row in rows], style, label=name, linewidth=1.2)
+    bottom.set_ylabel("first token of the answer right, %")
+    bottom.set_xlabel("tokens seen, millions")
+    bottom.legend(ncols=4, fontsize="small", loc="lower right")
+    for i in range(1, len(rows)):
+        if rows[i]["stage"] != rows[i - 1]["stage"]:
+            for axes in (top, bottom):
+                axes.axvline(millions[i], color="0.8", zorder=0)
+            top.annotate(
+                f" {rows[i]['length']}",
+                (millions[i], 1),
+                xycoords=("data", "axes fraction"),
+                va="top",
+                fontsize="x-small",
+            )
+    top.set_title("Training of lazyllm/tiny; grey lines: the curriculum widens, with the new sequence length in tokens")
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / "training.png", dpi=120)
+    figure.savefig(folder / "training.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--work", type=Path, default=Path("/tmp/train_tiny"), help="folder of checkpoint, log and model")
+    add("--seed", type=int, default=0)
+    add("--steps", type=int, default=0, help="stop after this step (0: at the end of the curriculum)")
+    add("--threads", type=int, default=1)
+    add("--optimizer", choices=("adamw", "muon"), default="muon")
+    add("--lr", type=float, default=3e-3)
+    add("--warmup", type=int, default=100, help="steps")
+    add("--bf16", action=argparse.BooleanOptionalAction, default=True)
+    add("--tokens-per-step", type=int, default=4096)
+    add("--stage-tokens", type=int, default=400_000, help="least tokens in a stage")
+    add("--patience", type=int, default=1_200_000, help="tokens in a stage after which ENOUGH will do for ADVANCE")
+    add("--last-tokens", type=int, default=6_000_000, help="tokens of the last stage, over which the rate decays")
+    add("--log-every", type=int, default=20)
+    add("--save-every", type=int, default=100)
+    add("--placeholder", type=Path, help="write tokenizer and random weights to this folder, and stop")
+    add("--figure", type=Path, help="draw the log in --work into this folder, and stop")
+    add("--evaluate", type=Path, help="score the model in this folder on the test split, and stop")
+    add("--scores", type=Path, help="CSV file to which --evaluate appends its scores")
+    add("--count", type=int, default=200, help="test rows a task for --evaluate")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point."""
+    args = parse(argv)
+    if args.placeholder:
+        save_model(build_model(args.seed), args.placeholder)
+    elif args.figure:
+        draw(args.work / "log.csv", args.figure)
+    elif args.evaluate:
+        torch.set_num_threads(args.threads)
+        results = evaluate(args.evaluate, args.count)
+        for row in results if args.scores else []:
+            append_row(args.scores, row)
+    else:
+        train(args)
+
+
+if __name__ == "__main__":
+    main()

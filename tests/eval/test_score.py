@@ -1,0 +1,189 @@
+"""Scoring a folder of official predictions: the numbers, what is printed, and all that can be wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval.metrics import dataset_score
+from eval.score import ScoreError, as_text, main, score_folder
+from eval.tasks import DATASETS
+from tests.eval import official
+
+ROOT = Path(__file__).resolve().parents[2]
+SCORED = official.LONGBENCH / "scored"
+GOOD = {"pred": "cat", "answers": ["cat"], "all_classes": None, "length": 3}
+
+
+def write(folder: Path, name: str, *rows: object) -> Path:
+    """A prediction file; rows that are strings are written as they are."""
+    file = folder / f"{name}.jsonl"
+    file.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
+    )
+    return file
+
+
+@official.needs(SCORED)
+def test_real_answers_get_the_official_scores():
+    rows = official.shared_rows("scored")
+    scores = score_folder(SCORED)
+    expected = {name: round(100 * sum(r["official_score"] for r in of) / len(of), 2) for name, of in rows.items()}
+    assert {d.dataset: d.score for d in scores.datasets} == expected
+    assert {d.dataset: d.rows for d in scores.datasets} == {name: len(of) for name, of in rows.items()}
+    assert {d.dataset for d in scores.datasets if d.rouge_score is not None} == {
+        "gov_report",
+        "qmsum",
+        "multi_news",
+        "samsum",
+    }
+    tasks = {
+        "single_doc_qa": ("narrativeqa", "qasper", "multifieldqa_en"),
+        "multi_doc_qa": ("hotpotqa", "2wikimqa", "musique"),
+        "summarization": ("gov_report", "qmsum", "multi_news"),
+        "few_shot": ("trec", "triviaqa", "samsum"),
+        "synthetic": ("passage_count", "passage_retrieval_en"),
+        "code": ("lcc", "repobench-p"),
+    }
+    assert [(t.task, t.datasets, t.missing) for t in scores.tasks] == [(t, names, ()) for t, names in tasks.items()]
+    for task in scores.tasks:
+        assert task.score == pytest.approx(sum(expected[n] for n in task.datasets) / len(task.datasets), abs=0.00501)
+
+
+def test_scores_by_hand(tmp_path):
+    write(tmp_path, "qasper", GOOD, GOOD | {"pred": "dog"}, GOOD | {"pred": "cat sat", "answers": ["dog", "cat"]})
+    write(tmp_path, "narrativeqa", GOOD)
+    write(tmp_path, "samsum", GOOD | {"pred": "\n\ncat dog\nbird", "answers": ["cat"]})
+    scores = score_folder(tmp_path)
+    by_name = {d.dataset: d for d in scores.datasets}
+    assert list(by_name) == ["narrativeqa", "qasper", "samsum"]
+    assert by_name["qasper"].score == 55.56  # (1 + 0 + 2/3) / 3
+    assert (by_name["samsum"].score, by_name["samsum"].rouge_score) == (66.67, 66.67)  # of the first line: P 1/2, R 1
+    assert by_name["qasper"].rouge_score is None
+    assert [(t.task, t.score, t.datasets, t.missing) for t in scores.tasks] == [
+        ("single_doc_qa", 77.78, ("narrativeqa", "qasper"), ("multifieldqa_en",)),
+        ("few_shot", 66.67, ("samsum",), ("trec", "triviaqa")),
+    ]
+
+
+def test_the_last_lines_class_names_hold_for_all_lines(tmp_path):
+    """As in the official eval.py, which reads them anew with each line and scores after the last."""
+    row = {"pred": "City and State", "answers": ["City"], "length": 3}
+    write(tmp_path, "trec", row | {"all_classes": ["City", "State"]}, row | {"all_classes": ["City"]})
+    assert score_folder(tmp_path).datasets[0].score == 100.0
+
+
+def test_the_embedded_suite_is_scored_in_tasks_of_its_own(tmp_path):
+    names = [name for name, dataset in DATASETS.items() if dataset.suite == "embedded" and dataset.metric == "f1"]
+    write(tmp_path, names[0], GOOD)
+    write(tmp_path, "qasper", GOOD | {"pred": "dog"})
+    tasks = {(t.suite, t.datasets): t.score for t in score_folder(tmp_path).tasks}
+    assert tasks == {("longbench", ("qasper",)): 0.0, ("embedded", (names[0],)): 100.0}
+
+
+def test_chinese_datasets_and_other_files_are_left_out(tmp_path):
+    write(tmp_path, "qasper", GOOD)
+    write(tmp_path, "dureader", "not even JSON")
+    (tmp_path / "result.json").write_text("{}")
+    scores = score_folder(tmp_path)
+    assert [d.dataset for d in scores.datasets] == ["qasper"]
+    assert scores.ignored == ("dureader.jsonl",)
+    assert "dureader.jsonl" in as_text(scores)
+
+
+def test_lines_that_official_readers_take_are_taken(tmp_path):
+    row = {"pred": "cat\r\u2028cat", "answers": ["cat\u2028cat"], "all_classes": None}  # no length, no _id
+    text = json.dumps(row, ensure_ascii=False)
+    (tmp_path / "qasper.jsonl").write_bytes(f"{text}\r\n\n{text}".encode())
+    dataset = score_folder(tmp_path).datasets[0]
+    assert (dataset.rows, dataset.score) == (2, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ("[]", "expected a JSON object, got list"),
+        ({key: GOOD[key] for key in ("answers", "all_classes")}, "field 'pred' is missing"),
+        ({key: GOOD[key] for key in ("pred", "all_classes")}, "field 'answers' is missing"),
+        ({key: GOOD[key] for key in ("pred", "answers")}, "field 'all_classes' is missing"),
+        (GOOD | {"pred": None}, "field 'pred' must be a string, got NoneType"),
+        (GOOD | {"answers": "cat"}, "field 'answers' must be a list of strings, got str"),
+        (GOOD | {"answers": [1]}, "field 'answers' must be a list of strings"),
+        (GOOD | {"answers": []}, "answers is empty"),
+        (GOOD | {"all_classes": "cat"}, "field 'all_classes' must be a list of strings or null"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, row, reason):
+    file = write(tmp_path, "qasper", GOOD, row, GOOD)
+    with pytest.raises(ScoreError) as error:
+        score_folder(tmp_path)
+    assert str(error.value).startswith(f"{file}:2: {reason}")
+
+
+def test_bytes_that_are_no_utf8_are_named(tmp_path):
+    (tmp_path / "qasper.jsonl").write_bytes(b'{"pred": "\xff"}\n')
+    with pytest.raises(ScoreError, match=r"qasper\.jsonl:1: not valid JSON in UTF-8"):
+        score_folder(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("trec", "all_classes"), ("passage_retrieval_en", "Paragraph <number>")])
+def test_a_gold_side_that_the_metric_cannot_score_is_named(tmp_path, name, reason):
+    write(tmp_path, name, GOOD)
+    with pytest.raises(ScoreError, match=rf"{name}\.jsonl:1: .*{reason}"):
+        score_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({}, "no <dataset>.jsonl"),
+        ({"dureader": [GOOD]}, "only dureader.jsonl"),
+        ({"hotpot": [GOOD]}, "unknown dataset 'hotpot'"),
+        ({"qasper": []}, "no lines"),
+    ],
+)
+def test_a_bad_folder_ends_in_one_message_and_code_2(tmp_path, capsys, files, reason):
+    for name, rows in files.items():
+        write(tmp_path, name, *rows)
+    assert main([str(tmp_path)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: ")
+    assert reason in shown.err
+    assert len(shown.err.splitlines()) == 1
+
+
+def test_a_missing_folder_is_named(tmp_path, capsys):
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "nowhere: no such folder" in capsys.readouterr().err
+
+
+def test_the_command_prints_a_table_and_json(tmp_path):
+    write(tmp_path, "qasper", GOOD, GOOD | {"pred": "dog"})
+    command = [sys.executable, "-m", "eval.score", str(tmp_path)]
+    table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (table.returncode, table.stderr) == (0, "")
+    lines = [" ".join(line.split()) for line in table.stdout.splitlines()]
+    assert "qasper single_doc_qa f1 2 50.00" in lines
+    assert "single_doc_qa longbench 1 of 3 50.00 without narrativeqa, multifieldqa_en" in lines
+    as_json = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True)
+    shown = json.loads(as_json.stdout)
+    assert (as_json.returncode, as_json.stderr) == (0, "")
+    assert shown["datasets"][0]["dataset"] == "qasper"
+    assert shown["datasets"][0]["score"] == shown["tasks"][0]["score"] == dataset_score([1.0, 0.0])
+
+
+def test_the_command_shows_no_traceback(tmp_path):
+    write(tmp_path, "qasper", "{")
+    shown = subprocess.run(
+        [sys.executable, "-m", "eval.score", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert shown.returncode == 2
+    assert "qasper.jsonl:1" in shown.stderr
+    assert "Traceback" not in shown.stderr

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from eval.record import Record
+from eval.summary import Summary, as_table, summarise, to_csv, to_json, to_markdown
+from tests.eval.test_store import measurement, record
+
+
+def _rows(summary: Summary) -> dict[str, object]:
+    return {row.name: row for row in summary.rows}
+
+
+def pair(dataset: str, name: str, method: tuple[float, float, float], baseline: tuple[float, float, float]) -> Record:
+    """A record from (score, TTFT, total) of the method and of its baseline."""
+    measured = [measurement(score=score, ttft_s=ttft, total_s=total) for score, ttft, total in (method, baseline)]
+    return Record(dataset, name, "", 10, 10, measured[0], measured[1])
+
+
+RECORDS = [
+    pair("hotpotqa", "a", (1.0, 1.0, 2.0), (0.5, 3.0, 4.0)),
+    pair("hotpotqa", "b", (0.0, 1.0, 2.0), (0.5, 1.0, 2.0)),
+    pair("musique", "a", (1 / 3, 1.0, 1.0), (0.0, 4.0, 1.5)),
+    pair("trec", "a", (1.0, 2.0, 2.0), (1.0, 2.0, 2.0)),
+]
+
+
+def test_means_by_hand() -> None:
+    rows = _rows(summarise(RECORDS))
+    assert list(rows) == ["hotpotqa", "musique", "multi_doc_qa", "trec", "few_shot", "mean over tasks"]
+    assert rows["hotpotqa"].score.mean == 50
+    assert rows["hotpotqa"].ttft_speedup.mean == 2  # (3 + 1) / (1 + 1)
+    assert rows["hotpotqa"].generation_speedup.mean == 1.5
+    assert rows["musique"].score.mean == 33.33  # the official score is rounded
+    assert rows["multi_doc_qa"].score.mean == pytest.approx((50 + 33.33) / 2)
+    assert rows["multi_doc_qa"].baseline_score.mean == 25
+    assert rows["multi_doc_qa"].ttft_speedup.mean == 3
+    assert rows["mean over tasks"].score.mean == pytest.approx(((50 + 33.33) / 2 + 100) / 2)
+    assert rows["mean over tasks"].ttft_speedup.mean == 2
+    assert [rows[name].examples for name in rows] == [2, 1, 3, 1, 1, 4]
+    assert rows["musique"].score.low is None  # one example has no interval
+
+
+def test_intervals_are_those_of_the_mean() -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.random(400)
+    records = [record(number, score=float(score)) for number, score in enumerate(scores)]
+    row = summarise(records).rows[0]
+    half = 100 * 1.96 * scores.std() / 20  # the normal interval, which 400 examples nearly have
+    assert row.score.low == pytest.approx(100 * scores.mean() - half, abs=0.15 * half)
+    assert row.score.high == pytest.approx(100 * scores.mean() + half, abs=0.15 * half)
+    assert row.ttft_speedup.low == pytest.approx(2)  # every example is twice as fast, so there is no doubt
+    assert row.ttft_speedup.high == pytest.approx(2)
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    alone = _rows(summarise([one for one in RECORDS if one.dataset == "hotpotqa"]))
+    assert alone["hotpotqa"] == _rows(summarise(RECORDS))["hotpotqa"]
+
+
+def test_without_a_baseline_there_is_no_speedup() -> None:
+    summary = summarise([replace(one, baseline=None) for one in RECORDS])
+    assert all(row.ttft_speedup is None and row.baseline_score is None for row in summary.rows)
+    assert "No speedup was measured" in to_markdown(summary, "a run")
+
+
+def test_the_same_numbers_in_every_form() -> None:
+    summary = summarise(RECORDS)
+    lines = list(csv.DictReader(io.StringIO(to_csv(summary))))
+    content = json.loads(to_json(summary, {"identity": {"seed": 0}}))
+    assert content["identity"] == {"seed": 0}
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(as_table(summary, "a run"))
+    text, markdown = console.export_text(), to_markdown(summary, "a run")
+    for row, line, stored in zip(summary.rows, lines, content["rows"], strict=True):
+        assert (line["name"], stored["name"]) == (row.name, row.name)
+        assert float(line["score"]) == stored["score"]["mean"] == row.score.mean
+        shown = f"{row.score.mean:.2f}"
+        assert any(row.name in one and shown in one for one in text.splitlines())
+        assert any(row.name in one and shown in one for one in markdown.splitlines())
+
+
+def test_no_record_no_table() -> None:
+    with pytest.raises(ValueError, match="no record"):
+        summarise([])

@@ -1,0 +1,138 @@
+"""Importance, attention to a chosen set, selection and the two caches, each against the obvious way to do it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lazyllm.attention import NAME, attend_to_chosen, installed_attention, last_token_importance
+from lazyllm.cache import AuxCache, GroupCache
+from lazyllm.selection import select_candidates, split_prompt
+from tests.reference import random_model
+
+CPU = torch.device("cpu")
+
+
+def _qkv(heads: int, kv_heads: int, m: int, s: int, d: int, seed: int) -> tuple[torch.Tensor, ...]:
+    draw = torch.Generator().manual_seed(seed)
+    shapes = ((1, heads, m, d), (1, kv_heads, s, d), (1, kv_heads, s, d))
+    return tuple(torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
+
+
+def _probabilities(query, key, chosen, scaling: float) -> torch.Tensor:
+    """[h, m, s], one head and one query at a time."""
+    heads, m, s = query.shape[1], query.shape[2], key.shape[2]
+    out = torch.zeros(heads, m, s, dtype=query.dtype)
+    for head in range(heads):
+        of_head = key[0, head * key.shape[1] // heads]
+        for row in range(m):
+            seen = [slot for slot in range(s) if chosen[0, 0, row, slot]]
+            weights = [torch.exp(scaling * query[0, head, row].dot(of_head[slot])) for slot in seen]
+            for slot, weight in zip(seen, weights, strict=True):
+                out[head, row, slot] = weight / sum(weights)
+    return out
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "m", "s"), [(4, 4, 1, 9), (4, 2, 3, 9), (6, 1, 2, 5), (3, 3, 1, 1)])
+def test_attention_and_importance(heads: int, kv_heads: int, m: int, s: int) -> None:
+    query, key, value = _qkv(heads, kv_heads, m, s, d=8, seed=heads + s)
+    chosen = torch.rand(1, 1, m, s, generator=torch.Generator().manual_seed(s)) < 0.6
+    chosen[..., 0] = True
+    expected = _probabilities(query, key, chosen, 0.3)
+    torch.testing.assert_close(last_token_importance(query, key, chosen, 0.3), expected[:, -1].mean(0))
+    everything = _probabilities(query, key, torch.ones_like(chosen), 0.3)
+    torch.testing.assert_close(last_token_importance(query, key, None, 0.3), everything[:, -1].mean(0))
+    found = attend_to_chosen(query, key, value, chosen, 0.3)
+    for head in range(heads):
+        of_head = value[0, head * kv_heads // heads]
+        torch.testing.assert_close(found[0, :, head], expected[head] @ of_head)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_importance_is_at_least_float32(dtype: torch.dtype) -> None:
+    query, key, _ = (tensor.to(dtype) for tensor in _qkv(4, 2, 1, 30, 8, seed=0))
+    importance = last_token_importance(query, key, None, 0.35)
+    assert importance.dtype == torch.float32
+    assert importance.sum() == pytest.approx(1, abs=1e-5)
+
+
+def test_installed_attention_is_removed_even_after_an_error() -> None:
+    model = random_model("llama", 0, num_layers=2)
+    before = dict(ALL_ATTENTION_FUNCTIONS)
+    with pytest.raises(KeyboardInterrupt), installed_attention(model):
+        assert model.config._attn_implementation == NAME
+        raise KeyboardInterrupt
+    assert model.config._attn_implementation == "sdpa"
+    assert dict(ALL_ATTENTION_FUNCTIONS) == before
+
+
+def test_the_probe_says_when_the_layer_never_ran() -> None:
+    with installed_attention(random_model("llama", 0, num_layers=2)) as probe:
+        probe.layer = 1
+        with pytest.raises(RuntimeError, match="did not call"):
+            probe.take()
+
+
+def test_split_prompt_keeps_the_newest_and_breaks_ties_downwards() -> None:
+    kept, pruned = split_prompt(torch.tensor([0.1, 0.3, 0.1, 0.3, 0.1, 0.0]), keep=4)
+    assert (kept.tolist(), pruned.tolist()) == ([0, 1, 3, 5], [2, 4])
+    kept, pruned = split_prompt(torch.tensor([0.9, 0.0]), keep=1)
+    assert (kept.tolist(), pruned.tolist()) == ([1], [0])
+    kept, pruned = split_prompt(torch.tensor([0.9]), keep=1)
+    assert (kept.tolist(), pruned.tolist()) == ([0], [])
+
+
+def test_select_candidates_takes_no_other_token() -> None:
+    importance = torch.tensor([0.0, 0.5, 0.0, 0.4, 0.0])
+    candidates = torch.tensor([True, False, True, False, True])
+    assert select_candidates(importance, candidates, 2).tolist() == [0, 2]  # all tied at nothing
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_group_cache_against_lists(seed: int) -> None:
+    rng = random.Random(seed)
+    cache = GroupCache(range(3, 5), capacity=4, max_positions=400, device=CPU)
+    stored: list[int] = []
+    rows: dict[int, list[torch.Tensor]] = {3: [], 4: []}
+    waiting = list(range(400))
+    rng.shuffle(waiting)
+    while waiting:
+        count = rng.randint(1, 90)
+        positions, waiting = sorted(waiting[:count]), waiting[count:]
+        cache.extend(torch.tensor(positions))
+        stored += positions
+        for layer in (3, 4):
+            key = torch.randn(1, 2, len(positions), 3)
+            rows[layer].append(key)
+            found_key, found_value = cache.update(key, -key, layer)
+            expected = torch.cat(rows[layer], dim=2)
+            assert torch.equal(found_key, expected)
+            assert torch.equal(found_value, -expected)
+        assert cache.positions.tolist() == stored
+        assert cache.is_stored.nonzero()[:, 0].tolist() == sorted(stored)
+        assert cache.nbytes == 2 * 2 * len(stored) * 2 * 3 * 4  # layers, K and V, tokens, heads, width, bytes
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_aux_cache_against_a_dictionary(seed: int) -> None:
+    rng = random.Random(seed)
+    cache = AuxCache(max_positions=60, width=2, dtype=torch.float32, device=CPU)
+    held: dict[int, torch.Tensor] = {}
+    most = 0
+    for _ in range(40):
+        absent = [position for position in range(60) if position not in held]
+        put = rng.sample(absent, rng.randint(0, min(9, len(absent))))
+        states = torch.randn(len(put), 2)
+        cache.put(torch.tensor(put, dtype=torch.long), states)
+        held |= dict(zip(put, states, strict=True))
+        most = max(most, len(held))
+        taken = rng.sample(sorted(held), rng.randint(0, len(held)))
+        found = cache.take(torch.tensor(taken, dtype=torch.long))
+        for position, state in zip(taken, found, strict=True):
+            assert torch.equal(state, held.pop(position))
+        assert len(cache) == len(held)
+        assert cache.nbytes == len(held) * 2 * 4
+    assert cache._states.shape[0] == most  # slots are used again

@@ -1,0 +1,102 @@
+"""Every shipped config composes, says how to use it, and agrees with the code it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from eval.config import ConfigError, build_method, datasets_of, register_schema, to_run_config
+from eval.tasks import DATASETS, TASKS
+from lazyllm.methods import METHODS, Baseline, Lazy
+from lazyllm.models import PRESETS
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
+
+
+def config_of(*overrides: str):
+    register_schema()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return to_run_config(compose("config", overrides=list(overrides)))
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_every_file_opens_with_the_command_that_uses_it_and_composes(file: Path) -> None:
+    lines = [line for line in (CONF / file).read_text().splitlines() if not line.startswith("# @package")]
+    assert lines[0].startswith("# python run.py")
+    if len(file.parts) == 1:
+        config_of()
+        return
+    group, name = file.parts[0], file.stem
+    assert f"{group}={name}" in lines[0]
+    overrides = [f"{group}={name}"] + (["model.name=tiny"] if name == "custom" else [])
+    config_of(*overrides)
+
+
+def test_a_name_means_the_same_in_the_library_and_in_the_configs() -> None:
+    for name in PRESETS:
+        assert config_of(f"model={name}").model.name == name
+    for name, kind in METHODS.items():
+        assert isinstance(build_method(config_of(f"method={name}").method), kind)
+    assert {file.stem for file in FILES if file.parts[0] == "method"} == set(METHODS)
+    for name in DATASETS:
+        assert [one.name for one in datasets_of(config_of(f"dataset={name}"))] == [name]
+    for task in TASKS:
+        found = {one.name for one in datasets_of(config_of(f"dataset={task}"))}
+        assert found == {name for name, one in DATASETS.items() if (one.task, one.suite) == (task, "longbench")}
+    suites = {"all": "longbench", "embedded": "embedded"}
+    for name, suite in suites.items():
+        found = {one.name for one in datasets_of(config_of(f"dataset={name}"))}
+        assert found == {one.name for one in DATASETS.values() if one.suite == suite}
+
+
+def test_the_default() -> None:
+    config = config_of()
+    assert (config.model.name, build_method(config.method)) == ("tiny", Lazy("paper"))
+    assert {one.suite for one in datasets_of(config)} == {"embedded"}
+    assert (config.timing.paired, config.timing.warmup) == (True, 5)
+
+
+def test_longbench_limits() -> None:
+    assert (config_of("model=llama2").model.max_prompt_tokens, config_of("model=llama2").model.chat) == (3500, "llama2")
+    assert (config_of("model=xgen").model.max_prompt_tokens, config_of("model=xgen").model.chat) == (7500, "xgen")
+
+
+def test_several_datasets_and_one_left_out() -> None:
+    assert [one.name for one in datasets_of(config_of("dataset=[trec,qasper]"))] == ["trec", "qasper"]
+    assert len(datasets_of(config_of("dataset=all", "dataset.trec=false"))) == 15
+
+
+def test_schedules_and_baseline() -> None:
+    assert build_method(config_of("method.schedule={2: 0.4, 5: 0.5}").method) == Lazy({2: 0.4, 5: 0.5})
+    assert build_method(config_of("method=baseline").method) == Baseline()
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["modl=tiny", "model.nam=tiny", "method.keep=0.5", "dataset=nosuch", "timing.warmup=many", "limit=x", "timing.x=1"],
+)
+def test_unknown_keys_and_wrong_types_are_refused_by_hydra(override: str) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - Hydra's and OmegaConf's errors share no base of their own
+        config_of(override)
+    assert type(caught.value).__module__.split(".")[0] in ("hydra", "omegaconf")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+method.keep=0.5"], "method 'lazy' has no setting 'keep'; it has schedule, prune_generated"),
+        (["method.name=nosuch"], "unknown method 'nosuch'; known are baseline, lazy"),
+        (["model.load_format=fast"], "model.load_format=fast: expected auto or dummy"),
+        (["data.on_error=ignore"], "data.on_error=ignore"),
+        (["timing.warmup=-1"], "timing.warmup=-1"),
+        (["limit=0"], "limit=0"),
+        (["dataset=trec", "dataset.trec=false"], "no dataset is left"),
+        (["+dataset.nosuch=true"], "unknown dataset 'nosuch'"),
+    ],
+)
+def test_what_a_type_cannot_say_is_checked_too(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        config_of(*overrides)

@@ -1,0 +1,133 @@
+"""The command itself, as a user calls it: real rows, resume after a kill, refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval.data import resolve_datasets
+from eval.record import Record
+from eval.store import read_run
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMES = ("ttft", "total_s", "generation_speedup", "started", "git_commit")
+
+
+def call(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """`python run.py ...` in `folder`, offline."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "run.py"), *overrides],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(folder), "LAZYLLM_BENCH_CACHE": str(folder)},
+        check=False,
+    )
+
+
+def test_all_sixteen_datasets_of_real_rows_to_the_table(tmp_path: Path, shared: Path) -> None:
+    short = ("limit=1", "max_new_tokens=3", "model.max_prompt_tokens=600", "timing.warmup=1")
+    done = call(tmp_path, "dataset=all", f"data.dir={shared / 'longbench'}", "out=run", *short)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # nothing is written elsewhere
+    _, records = read_run(tmp_path / "run")
+    names = [dataset.name for dataset in resolve_datasets("all")]
+    assert [record.dataset for record in records] == names
+    for record in records:
+        assert record.prompt_tokens_before_truncation > record.prompt_tokens
+        assert record.baseline is not None
+        assert record.baseline.pct_prompt_tokens_computed == 100
+        assert 0 < record.method.pct_prompt_tokens_computed <= 100
+        assert record.method.computed[0][0] == record.prompt_tokens
+        assert 1 <= len(record.method.token_ids) <= 3
+    for name in names:
+        assert name in done.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [row["name"] for row in summary["rows"] if row["kind"] == "dataset"] == names
+    assert summary["provenance"]["versions"]["torch"]
+    for suffix in ("csv", "md"):
+        assert (tmp_path / "run" / f"summary.{suffix}").read_text().count("hotpotqa") == 1
+
+
+QUICK = ("dataset=[lookup,shots]", "limit=3", "max_new_tokens=4", "timing.warmup=0", "out=run")
+
+
+def without_times(summary: str) -> dict:
+    def clean(value):
+        if isinstance(value, dict):
+            return {key: clean(one) for key, one in value.items() if not key.startswith(TIMES)}
+        return [clean(one) for one in value] if isinstance(value, list) else value
+
+    return clean(json.loads(summary))
+
+
+def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+        assert call(folder, *QUICK).returncode == 0
+    file = killed / "run" / "records.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:2]) + lines[2][:100])  # as a kill in the middle of the third example leaves it
+    again = call(killed, *QUICK)
+    assert again.returncode == 0, again.stderr
+    assert "6 examples, 2 of them already measured" in again.stderr
+    assert file.read_bytes().startswith(b"".join(lines[:2]))  # measured once, kept as it was
+    ours = [Record.from_json(line) for line in file.read_text().splitlines()]
+    theirs = [Record.from_json(line) for line in (whole / "run" / "records.jsonl").read_text().splitlines()]
+    assert [(one.key, one.prompt_sha256, one.method.token_ids, one.method.computed) for one in ours] == [
+        (one.key, one.prompt_sha256, one.method.token_ids, one.method.computed) for one in theirs
+    ]
+    summaries = [without_times((folder / "run" / "summary.json").read_text()) for folder in (whole, killed)]
+    assert summaries[0] == summaries[1]
+    third = call(killed, *QUICK)
+    assert "6 of them already measured" in third.stderr
+    assert third.stdout == again.stdout  # the table is rebuilt from the store, without a model
+    other = call(killed, *QUICK, "seed=1")
+    assert other.returncode == 1
+    assert "holds a run that differs (seed: 0 there, 1 now)" in other.stderr
+    assert "Traceback" not in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["dataset=hotpotqa"], "data.dir=FOLDER"),
+        (["dataset=hotpotqa", "data.dir=nosuch"], "no such folder"),
+        (["model=llama2"], "model.load_format=dummy"),
+        (["model=llama2", "model.load_format=dummy"], "model.tokenizer="),
+        (["method.schedule={9: 0.5}"], "only 8 layers"),
+        (["model=custom", "model.name=nosuch"], "none of the presets"),
+    ],
+)
+def test_refusals_are_one_message_before_anything_is_written(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    done = call(tmp_path, *overrides)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path, shared: Path) -> None:
+    data = tmp_path / "data"
+    (data / "config").mkdir(parents=True)
+    for name in ("dataset2prompt.json", "dataset2maxlen.json"):
+        (data / "config" / name).write_bytes((shared / "longbench" / "config" / name).read_bytes())
+    rows = (shared / "longbench" / "trec.jsonl").read_bytes().split(b"\n")
+    (data / "trec.jsonl").write_bytes(b"\n".join([rows[0], b"{broken", rows[1]]) + b"\n")
+    overrides = ["dataset=trec", f"data.dir={data}", "max_new_tokens=1", "model.max_prompt_tokens=300"]
+    overrides += ["timing.warmup=0", "out=run"]
+    stopped = call(tmp_path, *overrides)
+    assert stopped.returncode != 0
+    assert "trec.jsonl:2" in stopped.stderr
+    skipped = call(tmp_path, *overrides, "data.on_error=skip")
+    assert skipped.returncode == 0, skipped.stderr
+    assert "1 rows were skipped" in skipped.stderr
+    assert "trec.jsonl:2" in skipped.stderr
+    assert len(read_run(tmp_path / "run")[1]) == 2
