@@ -351,6 +351,47 @@ GENERATORS: dict[str, Callable[[random.Random, Level], tuple[Tokens, list[Questi
 }
 """For each dataset: a context of exactly `level.context` tokens and every question that can be asked of it."""
 
+
+def _direct_hops(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
+    """`_hops` with the answer beginning with the second key, so that each token follows from the one before."""
+    chains = max(1, level.facts // 2)
+    names = _draw(rng, keys()[: level.keys], 2 * chains)
+    sizes = [rng.randint(2, 3) for _ in range(chains)]
+    words = iter(_draw(rng, VALUES[: level.values], sum(sizes)))
+    needles: list[Tokens] = []
+    questions: list[Question] = []
+    for name, second, size in zip(names[:chains], names[chains:], sizes, strict=True):
+        value = [*(next(words) for _ in range(size)), "."]
+        needles += [[" link", name, second, "."], [" entry", second, *value]]
+        questions.append(Question([name], [second, *value]))
+    rng.shuffle(needles)
+    documents = max(1, min(PARAGRAPHS, level.context // 128))
+    shares = [needles[i::documents] for i in range(documents)]
+    rest = level.context - documents * 4 + 1
+    tokens: Tokens = []
+    for number, share in enumerate(shares, start=1):
+        size = rest // documents if number < documents else rest - rest // documents * (documents - 1)
+        tokens += ["Document", f" {number}", ".", *_among_filler(rng, share, size), "\n"]
+    return tokens[:-1], questions
+
+
+def _direct_digest(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
+    """`_digest` with points that hold their words themselves."""
+    size = 4
+    asides = max(0, level.facts // 2 - len(_ORDINALS))
+    words = iter(_draw(rng, VALUES[: level.values], size * (asides + len(_ORDINALS))))
+    marks = [" aside"] * asides
+    for place, ordinal in zip(sorted(rng.sample(range(asides + 3), 3)), _ORDINALS, strict=True):
+        marks.insert(place, f" {ordinal}")
+    needles = [[mark, *(next(words) for _ in range(size)), "."] for mark in marks]
+    points = [needle for needle in needles if needle[0] != " aside"]
+    answer = [token for point in points for token in point][1:]
+    return _among_filler(rng, needles, level.context), [Question([" first"], answer)]
+
+
+WARM_UP = {**GENERATORS, "hops": _direct_hops, "digest": _direct_digest}
+"""The easier forms that training begins with: nothing in them has to be looked up twice. Not part of the suite."""
+
 NAMES = tuple(GENERATORS)
 
 

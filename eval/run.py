@@ -97,7 +97,7 @@ def _on_error(config: RunConfig) -> Any:
 
 def _check_method(method: Method, model_config: PreTrainedConfig) -> None:
     try:
-        method.check(model_config.num_hidden_layers)
+        method.tokens_per_layer(model_config.num_hidden_layers, 1)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"method: {error}") from error
 

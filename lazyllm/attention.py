@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,25 +22,37 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 NAME = "lazyllm"
 
 
-@dataclass
 class Probe:
     """What the installed attention function is asked for, and what it found.
 
     own_attention_is_eager: whether the model's own attention has no causality of its own.
-    layer: index (from 0) of the layer whose importance is wanted; None for none.
-    importance: [s] the newest token's attention probability on each stored token in that layer, mean over heads.
     """
 
-    own_attention_is_eager: bool
-    layer: int | None = None
-    importance: Tensor | None = None
+    def __init__(self, own_attention_is_eager: bool) -> None:
+        self.own_attention_is_eager = own_attention_is_eager
+        self._watched: range = range(0)
+        self._found: list[Tensor] = []
+
+    def watch(self, layers: range) -> None:
+        """Ask for the importance in these layers (indices from 0), and forget what was found before."""
+        self._watched, self._found = layers, []
+
+    def wants(self, layer: int) -> bool:
+        return layer in self._watched
+
+    def add(self, importance: Tensor) -> None:
+        self._found.append(importance)
 
     def take(self) -> Tensor:
-        """The importance found in the layer asked for. Raises RuntimeError if that layer never ran its attention."""
-        found, self.importance, self.layer = self.importance, None, None
-        if found is None:
-            raise RuntimeError("the pruning layer did not call the installed attention function")
-        return found
+        """[s] the newest token's attention probability on each stored token, mean over heads and watched layers.
+
+        Raises RuntimeError if a watched layer did not run its attention through the installed function.
+        """
+        found, wanted = self._found, len(self._watched)
+        self.watch(range(0))
+        if not found or len(found) != wanted:
+            raise RuntimeError(f"{len(found)} of {wanted} watched layers called the installed attention function")
+        return found[0] if wanted == 1 else torch.stack(found).mean(dim=0)
 
 
 @contextmanager
@@ -59,8 +70,9 @@ def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
     ) -> tuple[Tensor, Tensor | None]:
         chosen = attention_mask if attention_mask is not None and attention_mask.dtype == torch.bool else None
         scaling = kwargs["scaling"]
-        if module.layer_idx == probe.layer:
-            probe.importance = last_token_importance(query, key, chosen, scaling)
+        layer: Any = module.layer_idx
+        if probe.wants(layer):
+            probe.add(last_token_importance(query, key, chosen, scaling))
         if chosen is not None:
             return attend_to_chosen(query, key, value, chosen, scaling), None
         return _own_attention(own_name, module)(module, query, key, value, attention_mask, **kwargs)

@@ -38,7 +38,7 @@ class GroupCache:
         self._capacity = capacity
         self._max_positions = max_positions
         self._positions = torch.empty(max_positions, dtype=torch.long, device=device)
-        self.is_stored = torch.zeros(max_positions, dtype=torch.bool, device=device)
+        self.slot_of = torch.full((max_positions,), -1, dtype=torch.long, device=device)  # -1: not stored
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
@@ -60,7 +60,7 @@ class GroupCache:
         if self.length > self._capacity:
             self._grow(min(self._max_positions, self.length + max(GROWTH, self.length // 8)))
         self._positions[start : self.length] = positions
-        self.is_stored[positions] = True
+        self.slot_of[positions] = torch.arange(start, self.length, device=positions.device)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store K and V [1, g, m, d] of the step's tokens; return all that are stored, [1, g, s, d]."""
@@ -75,6 +75,20 @@ class GroupCache:
         if start == 0:
             return key, value  # prefill attends to just what it computed, in the layout that the kernels like best
         return keys[:, :, : self.length], values[:, :, : self.length]
+
+    def retain(self, slots: Tensor) -> None:
+        """Forget all tokens but those in `slots` [k] (ascending), and give their memory back."""
+        self.slot_of.fill_(-1)
+        positions = self.positions[slots]
+        spare = self._capacity - self.length
+        for buffers in (self._keys, self._values):
+            for layer, old in buffers.items():
+                kept = old[:, :, slots]
+                buffers[layer] = torch.cat([kept, kept.new_empty((*kept.shape[:2], spare, kept.shape[3]))], dim=2)
+        self.length = positions.shape[0]
+        self._capacity = self.length + spare
+        self._positions[: self.length] = positions
+        self.slot_of[positions] = torch.arange(self.length, device=positions.device)
 
     def _grow(self, capacity: int) -> None:
         used = self.length - self.added

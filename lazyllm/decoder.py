@@ -56,18 +56,17 @@ class Decoder:
         positions: Tensor,
         rope: Rope,
         chosen: Tensor | None,
-        watch_last: bool,
+        watched: range,
     ) -> Tensor:
         """Run the group's layers over hidden [1, m, w]; K and V go into `group`, which must have been extended.
 
         chosen: [1, 1, m, s] bool, which stored tokens each query attends to; None for causal attention over the m
             tokens (prefill), or over everything stored (a single query).
-        watch_last: leave the importance in the group's last layer in `probe` (Eq. 1).
+        watched: the layers whose mean importance (Eq. 1) is left in `probe`.
         """
+        self.probe.watch(watched)
         mask = chosen if chosen is not None else self._prefill_mask(hidden)
         for layer in group.layers:
-            if watch_last and layer == group.layers[-1]:
-                self.probe.layer = layer
             hidden = self.layers[layer](
                 hidden,
                 attention_mask=mask,
@@ -146,7 +145,7 @@ def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
         hidden = decoder.embed(token_ids)
         group = GroupCache(range(len(decoder.layers)), length, length, decoder.device)
         group.extend(positions)
-        hidden = decoder.run(group, hidden, positions, decoder.rope(hidden, positions), None, watch_last=True)
+        hidden = decoder.run(group, hidden, positions, decoder.rope(hidden, positions), None, range(1))
         found = decoder.logits(hidden)
         decoder.probe.take()
     worst = (found - expected).abs().max().item()

@@ -73,7 +73,7 @@ def generate(
     prompt = _as_prompt(model, input_ids)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is at least 1, got {max_new_tokens}")
-    method.check(model.config.num_hidden_layers)
+    method.tokens_per_layer(model.config.num_hidden_layers, len(prompt))  # refuses what does not fit the depth
     _check_window(model, len(prompt) + max_new_tokens)
     end_ids = _end_ids(model) if eos_token_ids is None else frozenset(eos_token_ids)
     with open_decoder(model) as decoder:

@@ -29,7 +29,10 @@ class Schedule:
     def __post_init__(self) -> None:
         if not isinstance(self.keep, Mapping):
             raise TypeError(f"a schedule is a mapping {{layer: keep ratio}}, got {self.keep!r}")
-        pairs = sorted((_layer(layer), _ratio(layer, ratio)) for layer, ratio in self.keep.items())
+        pairs = sorted(
+            (_layer(layer), check_ratio(f"the keep ratio after layer {layer}", ratio))
+            for layer, ratio in self.keep.items()
+        )
         if len({layer for layer, _ in pairs}) < len(pairs):
             raise ValueError(f"a layer stands twice in the schedule {dict(self.keep)!r}")
         object.__setattr__(self, "keep", dict(pairs))
@@ -81,8 +84,8 @@ class Schedule:
             )
 
     def kept(self, layer: int, n: int) -> int:
-        """How many of the n tokens that entered pruning layer `layer` go on: ceil(ratio * n), in exact arithmetic."""
-        return ceil(Fraction(str(self.keep[layer])) * n)
+        """How many of the n tokens that entered pruning layer `layer` go on."""
+        return keep_count(self.keep[layer], n)
 
     def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
         """How many of n prompt tokens enter each layer in prefill, layer 1 first."""
@@ -100,6 +103,20 @@ class Schedule:
         return prefill_flops(config, [n] * layers) / prefill_flops(config, self.tokens_per_layer(layers, n))
 
 
+def keep_count(ratio: float, n: int) -> int:
+    """ceil(ratio * n), in exact arithmetic on the ratio as it is written: 0.7 of 10 is 7."""
+    return ceil(Fraction(str(ratio)) * n)
+
+
+def check_ratio(what: str, ratio: Any) -> float:
+    """A keep ratio as a float. Raises TypeError or ValueError, naming `what`, where it is no number in (0, 1]."""
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
+        raise TypeError(f"{what} is a number in (0, 1], got {ratio!r}")
+    if not 0 < ratio <= 1:
+        raise ValueError(f"{what} lies in (0, 1], got {ratio}")
+    return float(ratio)
+
+
 def _layer(layer: Any) -> int:
     # Hydra and JSON bring keys as text
     number = int(layer) if isinstance(layer, str) and layer.strip().isdecimal() else layer
@@ -108,11 +125,3 @@ def _layer(layer: Any) -> int:
     if number < 1:
         raise ValueError(f"pruning layers count from 1, got {number}")
     return number
-
-
-def _ratio(layer: Any, ratio: Any) -> float:
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
-        raise TypeError(f"the keep ratio after layer {layer} is a number in (0, 1], got {ratio!r}")
-    if not 0 < ratio <= 1:
-        raise ValueError(f"the keep ratio after layer {layer} lies in (0, 1], got {ratio}")
-    return float(ratio)

@@ -23,10 +23,6 @@ def split_prompt(importance: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     return order[:keep].sort().values, order[keep:].sort().values
 
 
-def select_candidates(importance: Tensor, is_candidate: Tensor, keep: int) -> Tensor:
-    """Decoding: the `keep` most important positions among the candidates, in ascending order.
-
-    importance, is_candidate: [p] by position. There must be at least `keep` candidates.
-    """
-    # probabilities are not negative, so -1 ranks below every candidate
-    return rank(importance.masked_fill(~is_candidate, -1.0))[:keep].sort().values
+def select(importance: Tensor, keep: int) -> Tensor:
+    """Decoding: indices of the `keep` most important of the candidates [n], in ascending order."""
+    return rank(importance)[:keep].sort().values

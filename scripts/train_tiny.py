@@ -36,7 +36,7 @@ from eval import embedded  # noqa: E402
 IGNORE = -100
 COPY = "copy"
 FAMILIES = (*embedded.NAMES, COPY)
-ADVANCE, ENOUGH = 0.9, 0.6
+ADVANCE = 0.9
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class Stage:
     """One step of the curriculum.
 
     length: tokens of a sequence. facts, keys, values: as in `embedded.Level`. copying: share of copy sequences.
-    tokens: tokens after which the stage ends even if ADVANCE is passed earlier (0: ends when it is passed).
+    tokens: how many the stage lasts; 0: until ADVANCE is passed (and at least `--stage-tokens`).
+    rate: share of the learning rate at its begin. decay: tokens over which the full rate would go to zero; 0: constant.
+    direct: whether hops and digest are in their easier form (`embedded.WARM_UP`).
     """
 
     length: int
@@ -53,18 +55,26 @@ class Stage:
     values: int
     copying: float
     tokens: int = 0
+    rate: float = 1.0
+    decay: int = 0
+    direct: bool = False
 
 
 _ALL = len(embedded.VALUES)
 STAGES = (
-    Stage(64, 3, 8, 16, 0.5),
-    Stage(128, 6, 8, 24, 0.5),
-    Stage(192, 8, 24, 64, 0.5),
-    Stage(256, 16, 64, 128, 0.4),
-    Stage(256, 16, 256, _ALL, 0.3),
-    Stage(512, 16, 256, _ALL, 0.2),
-    Stage(1024, 32, 256, _ALL, 0.15),
-    Stage(2048, 64, 256, _ALL, 0.1),
+    Stage(64, 3, 8, 16, 0.5, direct=True),
+    Stage(128, 6, 8, 24, 0.5, direct=True),
+    Stage(192, 8, 24, 64, 0.5, direct=True),
+    Stage(256, 16, 64, 128, 0.4, direct=True),
+    Stage(256, 16, 256, _ALL, 0.3, direct=True),
+    Stage(512, 16, 256, _ALL, 0.2, direct=True),
+    Stage(1024, 32, 256, _ALL, 0.15, direct=True),
+    Stage(2048, 64, 256, _ALL, 0.1, tokens=3_104_768, decay=6_000_000, direct=True),
+    Stage(128, 8, 256, _ALL, 0.1, rate=0.7),
+    Stage(256, 16, 256, _ALL, 0.1, rate=0.7),
+    Stage(512, 16, 256, _ALL, 0.1, rate=0.7),
+    Stage(1024, 32, 256, _ALL, 0.1, rate=0.7),
+    Stage(2048, 64, 256, _ALL, 0.1, tokens=4_000_000, rate=0.7, decay=5_714_286),
 )
 
 
@@ -183,7 +193,8 @@ def task_sequence(rng: random.Random, name: str, stage: Stage) -> tuple[list[int
     asked = {"digest": 24, "shots": stage.length // 3, "retrieve": stage.length // 3}.get(name, int(stage.length * 0.4))
     asked = min(asked, 240)
     level = embedded.Level(stage.length - len(before) - asked, stage.facts, stage.keys, stage.values)
-    context, questions = embedded.GENERATORS[name](rng, level)
+    generators = embedded.WARM_UP if stage.direct else embedded.GENERATORS
+    context, questions = generators[name](rng, level)
     questions = [question for question in questions if not embedded.is_test(context, question)]
     tokens = [*before, *context]
     answers: list[tuple[int, int]] = []
@@ -237,11 +248,12 @@ def make_batch(rng: random.Random, stage: Stage, tokens: int) -> Batch:
 
 
 def pick_stage(rng: random.Random, number: int) -> Stage:
-    """The stage of a batch: the current one, or in one batch of four an earlier long one."""
-    earlier = [stage for stage in STAGES[:number] if stage.length >= 256]
+    """The stage of a batch: the current one, or in one batch of four an earlier one of the same form."""
+    current = STAGES[number]
+    earlier = [stage for stage in STAGES[:number] if stage.length >= 256 and stage.direct == current.direct]
     if earlier and rng.random() < 0.25:
         return rng.choice(earlier)
-    return STAGES[number]
+    return current
 
 
 # Training.
@@ -272,16 +284,14 @@ class Trainer:
         return [torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95))]
 
     def rate(self) -> float:
-        """Learning rate: warm-up, constant, and linear decay to a tenth... over the last stage."""
-        args = self.args
-        rate = args.lr * min(1.0, (self.step + 1) / args.warmup)
-        if self.stage == len(STAGES) - 1:
-            rate *= max(0.02, 1 - self.stage_tokens / args.last_tokens)
-        return rate
+        """Learning rate: warm-up, then what the stage says, never below 2 % of the full one."""
+        stage = STAGES[self.stage]
+        rate = self.args.lr * min(1.0, (self.step + 1) / self.args.warmup)
+        return rate * max(0.02, stage.rate - (self.stage_tokens / stage.decay if stage.decay else 0.0))
 
     def done(self) -> bool:
         """Whether the last stage has had its tokens."""
-        return self.stage == len(STAGES) - 1 and self.stage_tokens >= self.args.last_tokens
+        return self.stage == len(STAGES) - 1 and self.stage_tokens >= STAGES[-1].tokens
 
     def update(self) -> None:
         """One step: batch, loss on the answers, optimiser, running accuracies, curriculum."""
@@ -325,13 +335,12 @@ class Trainer:
                 self.accuracy[i] += (chosen.float().mean().item() - self.accuracy[i]) * 0.03
 
     def _advance(self) -> None:
-        """Go to the next stage when the mean accuracy of the tasks passes the mark."""
-        if self.stage + 1 == len(STAGES):
+        """Go to the next stage when this one has had its tokens, or the mean accuracy of the tasks passes the mark."""
+        stage = STAGES[self.stage]
+        if self.stage + 1 == len(STAGES) or self.stage_tokens < (stage.tokens or self.args.stage_tokens):
             return
         tasks = self.accuracy[: len(embedded.NAMES)]
-        mean = sum(tasks) / len(tasks)
-        mark = ADVANCE if self.stage_tokens < self.args.patience else ENOUGH
-        if mean >= mark and self.stage_tokens >= self.args.stage_tokens:
+        if stage.tokens or sum(tasks) / len(tasks) >= ADVANCE:
             self.stage += 1
             self.stage_tokens = 0
             self.accuracy = [value * 0.5 for value in self.accuracy]
@@ -521,8 +530,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--bf16", action=argparse.BooleanOptionalAction, default=True)
     add("--tokens-per-step", type=int, default=4096)
     add("--stage-tokens", type=int, default=400_000, help="least tokens in a stage")
-    add("--patience", type=int, default=1_200_000, help="tokens in a stage after which ENOUGH will do for ADVANCE")
-    add("--last-tokens", type=int, default=6_000_000, help="tokens of the last stage, over which the rate decays")
     add("--log-every", type=int, default=20)
     add("--save-every", type=int, default=100)
     add("--placeholder", type=Path, help="write tokenizer and random weights to this folder, and stop")

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from lazyllm.decoder import Decoder
+from lazyllm.flops import prefill_flops
 from lazyllm.session import Session
 
 
 class Method(ABC):
     """Base of all methods: a frozen dataclass whose fields are its hyperparameters, without any state.
 
-    Subclasses say how a generation starts; `lazyllm.generate` does the rest: the clock, the tokens, the end tokens.
+    Subclasses say how a generation starts and what its prefill computes; `lazyllm.generate` does the rest.
     """
 
     @abstractmethod
     def start(self, decoder: Decoder, prompt_tokens: int, max_new_tokens: int) -> Session:
         """A fresh session for one prompt of `prompt_tokens` tokens and at most `max_new_tokens` generated ones."""
 
-    def check(self, num_layers: int) -> None:  # noqa: B027 - most methods suit any depth
-        """Raise ValueError if the method cannot run on a model of `num_layers` layers. Needs no model."""
+    @abstractmethod
+    def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
+        """How many of n prompt tokens enter each layer in prefill, layer 1 first.
+
+        Raises ValueError if the method cannot run on a model of `num_layers` layers. Needs no model.
+        """
+
+    def ideal_speedup(self, config: Any, n: int) -> float:
+        """FLOPs of the baseline's prefill over FLOPs of this one's, for n prompt tokens (see `lazyllm.flops`)."""
+        layers = config.num_hidden_layers
+        return prefill_flops(config, [n] * layers) / prefill_flops(config, self.tokens_per_layer(layers, n))

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from lazyllm.decoder import Decoder
 from lazyllm.methods.base import Method
-from lazyllm.schedule import Schedule
-from lazyllm.session import Session
+from lazyllm.session import Group, Session
 
 
 @dataclass(frozen=True)
@@ -15,4 +14,7 @@ class Baseline(Method):
     """No pruning. It runs through the same loop and cache as the methods, so that a speedup is the method's own."""
 
     def start(self, decoder: Decoder, prompt_tokens: int, max_new_tokens: int) -> Session:
-        return Session(decoder, Schedule({}), prompt_tokens, max_new_tokens)
+        return Session(decoder, [Group(range(len(decoder.layers)), prompt_tokens)], prompt_tokens, max_new_tokens)
+
+    def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
+        return [n] * num_layers

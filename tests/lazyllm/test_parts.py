@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lazyllm.attention import NAME, attend_to_chosen, installed_attention, last_token_importance
 from lazyllm.cache import AuxCache, GroupCache
-from lazyllm.selection import select_candidates, split_prompt
+from lazyllm.selection import select, split_prompt
 from tests.reference import random_model
 
 CPU = torch.device("cpu")
@@ -71,8 +71,8 @@ def test_installed_attention_is_removed_even_after_an_error() -> None:
 
 def test_the_probe_says_when_the_layer_never_ran() -> None:
     with installed_attention(random_model("llama", 0, num_layers=2)) as probe:
-        probe.layer = 1
-        with pytest.raises(RuntimeError, match="did not call"):
+        probe.watch(range(1))
+        with pytest.raises(RuntimeError, match="0 of 1 watched layers"):
             probe.take()
 
 
@@ -85,10 +85,9 @@ def test_split_prompt_keeps_the_newest_and_breaks_ties_downwards() -> None:
     assert (kept.tolist(), pruned.tolist()) == ([0], [])
 
 
-def test_select_candidates_takes_no_other_token() -> None:
-    importance = torch.tensor([0.0, 0.5, 0.0, 0.4, 0.0])
-    candidates = torch.tensor([True, False, True, False, True])
-    assert select_candidates(importance, candidates, 2).tolist() == [0, 2]  # all tied at nothing
+def test_select_breaks_ties_downwards() -> None:
+    assert select(torch.tensor([0.2, 0.5, 0.2, 0.4, 0.2]), 4).tolist() == [0, 1, 2, 3]
+    assert select(torch.zeros(5), 2).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -112,7 +111,7 @@ def test_group_cache_against_lists(seed: int) -> None:
             assert torch.equal(found_key, expected)
             assert torch.equal(found_value, -expected)
         assert cache.positions.tolist() == stored
-        assert cache.is_stored.nonzero()[:, 0].tolist() == sorted(stored)
+        assert cache.slot_of.tolist() == [stored.index(p) if p in stored else -1 for p in range(400)]
         assert cache.nbytes == 2 * 2 * len(stored) * 2 * 3 * 4  # layers, K and V, tokens, heads, width, bytes
 
 
@@ -136,3 +135,21 @@ def test_aux_cache_against_a_dictionary(seed: int) -> None:
         assert len(cache) == len(held)
         assert cache.nbytes == len(held) * 2 * 4
     assert cache._states.shape[0] == most  # slots are used again
+
+
+def test_group_cache_forgets_for_good() -> None:
+    cache = GroupCache(range(2), capacity=9, max_positions=12, device=CPU)
+    key = torch.randn(1, 2, 6, 3)
+    cache.extend(torch.arange(6))
+    for layer in range(2):
+        cache.update(key, -key, layer)
+    before = cache.nbytes
+    cache.retain(torch.tensor([1, 4, 5]))
+    assert cache.nbytes == before // 2
+    assert cache.positions.tolist() == [1, 4, 5]
+    assert cache.slot_of.tolist() == [-1, 0, -1, -1, 1, 2, *[-1] * 6]
+    newest = torch.randn(1, 2, 1, 3)
+    cache.extend(torch.tensor([6]))
+    found, values = cache.update(newest, -newest, 1)
+    assert torch.equal(found, torch.cat([key[:, :, [1, 4, 5]], newest], dim=2))
+    assert torch.equal(values, -found)
