@@ -14,7 +14,7 @@ import hydra
 from omegaconf import DictConfig
 
 from eval.config import register_schema, to_run_config
-from eval.run import USER_ERRORS, run
+from eval.run import USER_ERRORS, compare, run
 
 register_schema()
 
@@ -27,7 +27,8 @@ def main(config: DictConfig) -> None:
     for chatty in ("absl", "httpx", "datasets"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
-        run(to_run_config(config))
+        settings = to_run_config(config)
+        compare(settings) if settings.compare else run(settings)
     except USER_ERRORS as error:
         sys.exit(f"error: {error}")
 

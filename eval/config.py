@@ -62,6 +62,9 @@ class RunConfig:
     limit: the first so many examples of each dataset. max_new_tokens: fewer than the dataset allows, for a quick look.
     seed: of random weights, and of whatever in a method draws lots. threads: CPU threads; null leaves torch's choice.
     out: the run folder; null makes one below `runs/` whose name ends in the run's fingerprint.
+    compare: several methods, {label: settings like `method`'s}, run one after the other and put into one table, which
+        is also written to runs/<label>.md and .csv; then `method` is not used.
+    label: the comparison's name.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -74,6 +77,8 @@ class RunConfig:
     seed: int = 0
     threads: int | None = None
     out: str | None = None
+    compare: dict[str, dict[str, Any]] = field(default_factory=dict)
+    label: str = "comparison"
 
 
 def register_schema() -> None:
@@ -96,7 +101,9 @@ def to_run_config(config: Any) -> RunConfig:
     as_dtype(plain.model.dtype)
     as_device(plain.model.device)
     chat_format(plain.model.chat)
-    build_method(plain.method)
+    for settings in plain.compare.values() if plain.compare else [plain.method]:
+        build_method(settings)
+    _require(plain.out is None or not plain.compare, "out", plain.out, "no out= beside compare: each run has its own")
     datasets_of(plain)
     return plain
 

@@ -7,7 +7,7 @@ that is what a model of a million parameters can learn and what pruning can brea
 | name     | task           | needles in the context           | the prompt ends with  | the answer                |
 |----------|----------------|----------------------------------|-----------------------|---------------------------|
 | lookup   | single_doc_qa  | `entry KEY a b c.`               | `Question: entry KEY` | `a b c.`                  |
-| hops     | multi_doc_qa   | `entry K2 a b.`, `link KEY K2.`  | `Chain: link KEY`     | `a b.`                    |
+| hops     | multi_doc_qa   | `link KEY K2.`, `entry K2 a b.`  | `Chain: link KEY`     | `K2 a b.`                 |
 | digest   | summarization  | `entry KEY a b c.`, `first KEY.` | `Digest: first`       | `a b c. second d e f. ...`|
 | shots    | few_shot       | `Example ... KEY class.` thrice  | `Example ... KEY`     | `class.`                  |
 | retrieve | synthetic      | `a b c 7.` in paragraph 7        | `Where: a b c`        | `7.`                      |
@@ -230,25 +230,25 @@ def _defined_before(rng: random.Random, pairs: list[tuple[Tokens, Tokens]]) -> l
 
 
 def _hops(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
-    """Documents in which a link leads from a key to a second one; asked for is what an earlier entry says of that."""
+    """Documents in which a link leads from one key to a second, whose entry stands in another place."""
     chains = max(1, level.facts // 2)
     names = _draw(rng, keys()[: level.keys], 2 * chains)
     sizes = [rng.randint(2, 3) for _ in range(chains)]
     words = iter(_draw(rng, VALUES[: level.values], sum(sizes)))
-    pairs: list[tuple[Tokens, Tokens]] = []
+    needles: list[Tokens] = []
     questions: list[Question] = []
     for name, second, size in zip(names[:chains], names[chains:], sizes, strict=True):
         value = [*(next(words) for _ in range(size)), "."]
-        pairs.append(([" entry", second, *value], [" link", name, second, "."]))
-        questions.append(Question([name], value))
-    needles = _defined_before(rng, pairs)
+        needles += [[" link", name, second, "."], [" entry", second, *value]]
+        questions.append(Question([name], [second, *value]))
+    rng.shuffle(needles)
     documents = max(1, min(PARAGRAPHS, level.context // 128))
+    shares = [needles[i::documents] for i in range(documents)]
     rest = level.context - documents * 4 + 1
     tokens: Tokens = []
-    for i in range(documents):
-        share = needles[i * len(needles) // documents : (i + 1) * len(needles) // documents]
-        size = rest * (i + 1) // documents - rest * i // documents
-        tokens += ["Document", f" {i + 1}", ".", *_among_filler(rng, share, size), "\n"]
+    for number, share in enumerate(shares, start=1):
+        size = rest // documents if number < documents else rest - rest // documents * (documents - 1)
+        tokens += ["Document", f" {number}", ".", *_among_filler(rng, share, size), "\n"]
     return tokens[:-1], questions
 
 
@@ -352,29 +352,6 @@ GENERATORS: dict[str, Callable[[random.Random, Level], tuple[Tokens, list[Questi
 """For each dataset: a context of exactly `level.context` tokens and every question that can be asked of it."""
 
 
-def _direct_hops(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
-    """`_hops` with the answer beginning with the second key, so that each token follows from the one before."""
-    chains = max(1, level.facts // 2)
-    names = _draw(rng, keys()[: level.keys], 2 * chains)
-    sizes = [rng.randint(2, 3) for _ in range(chains)]
-    words = iter(_draw(rng, VALUES[: level.values], sum(sizes)))
-    needles: list[Tokens] = []
-    questions: list[Question] = []
-    for name, second, size in zip(names[:chains], names[chains:], sizes, strict=True):
-        value = [*(next(words) for _ in range(size)), "."]
-        needles += [[" link", name, second, "."], [" entry", second, *value]]
-        questions.append(Question([name], [second, *value]))
-    rng.shuffle(needles)
-    documents = max(1, min(PARAGRAPHS, level.context // 128))
-    shares = [needles[i::documents] for i in range(documents)]
-    rest = level.context - documents * 4 + 1
-    tokens: Tokens = []
-    for number, share in enumerate(shares, start=1):
-        size = rest // documents if number < documents else rest - rest // documents * (documents - 1)
-        tokens += ["Document", f" {number}", ".", *_among_filler(rng, share, size), "\n"]
-    return tokens[:-1], questions
-
-
 def _direct_digest(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     """`_digest` with points that hold their words themselves."""
     size = 4
@@ -389,8 +366,8 @@ def _direct_digest(rng: random.Random, level: Level) -> tuple[Tokens, list[Quest
     return _among_filler(rng, needles, level.context), [Question([" first"], answer)]
 
 
-WARM_UP = {**GENERATORS, "hops": _direct_hops, "digest": _direct_digest}
-"""The easier forms that training begins with: nothing in them has to be looked up twice. Not part of the suite."""
+WARM_UP = {**GENERATORS, "digest": _direct_digest}
+"""What training begins with: the suite with an easier digest, in which nothing is looked up twice. Not in the suite."""
 
 NAMES = tuple(GENERATORS)
 

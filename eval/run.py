@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,18 @@ from eval.config import ConfigError, RunConfig, build_method, datasets_of
 from eval.data import DataError, LoadedDataset, load_rows
 from eval.measure import Bench, Case
 from eval.prompts import PromptError, build_prompt, end_token_ids
-from eval.store import RunStore, StoreError, fingerprint, open_store
-from eval.summary import Summary, as_table, summarise, to_csv, to_json, to_markdown
+from eval.store import RunStore, StoreError, fingerprint, open_store, write_whole
+from eval.summary import (
+    Summary,
+    as_table,
+    compared_csv,
+    compared_markdown,
+    compared_table,
+    summarise,
+    to_csv,
+    to_json,
+    to_markdown,
+)
 from eval.tasks import TASKS
 from lazyllm import ModelError, TokenizerError, UnsupportedModelError
 from lazyllm.methods import Baseline, Method
@@ -39,8 +49,18 @@ USER_ERRORS = (ConfigError, DataError, PromptError, StoreError, ModelError, Toke
 PLAIN_EVERY_S = 10.0  # seconds between progress lines where there is no terminal
 
 
-def run(config: RunConfig) -> Summary:
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run: where its files are, and its table."""
+
+    folder: Path
+    summary: Summary
+
+
+def run(config: RunConfig, show: bool = True) -> RunResult:
     """Measure every example that the run folder does not hold yet, then summarise all of the run's examples.
+
+    show: print the table.
 
     Everything that can be refused is refused before the model loads. Raises ConfigError, DataError, PromptError,
     ModelError, TokenizerError or StoreError with one message for the user.
@@ -76,12 +96,31 @@ def run(config: RunConfig) -> Summary:
             bench = Bench(model, tokenizer, config.model.chat, method, paired)
             _measure_all(bench, todo, store, config.timing.warmup)
         summary = summarise([store.records[case.dataset.name, case.example.id] for case in cases])
-        _publish(summary, store, _title(config, loaded), about | {"identity": identity})
+        title = _title(config, loaded)
+        _publish(summary, store, title, about | {"identity": identity})
+        if show:
+            _console().print(as_table(summary, title))
     skipped = sum(len(one.skipped) for one in loaded)
     if skipped:
         first = next(one.skipped[0] for one in loaded if one.skipped)
         log.warning("%d rows were skipped (data.on_error=skip), the first: %s: %s", skipped, first.where, first.reason)
-    return summary
+    return RunResult(folder, summary)
+
+
+def compare(config: RunConfig) -> list[RunResult]:
+    """Run each method of `config.compare`, then print one table of them all. Same errors as `run`."""
+    results = {label: run(replace(config, method=method), show=False) for label, method in config.compare.items()}
+    summaries = {label: result.summary for label, result in results.items()}
+    console = _console()
+    console.print(compared_table(summaries, config.label))
+    for suffix, text in (("md", compared_markdown(summaries, config.label)), ("csv", compared_csv(summaries))):
+        write_whole(Path("runs") / f"{config.label}.{suffix}", text)
+    console.print("Files:")
+    for path in (*(result.folder for result in results.values()), Path("runs") / f"{config.label}.md"):
+        console.print(f"  {path}", highlight=False)
+    console.print("The same on a checkpoint and LongBench, on a GPU:", highlight=False)
+    console.print("  python run.py model=llama2 method=lazy dataset=hotpotqa", highlight=False)
+    return list(results.values())
 
 
 # --------------------------------------------------------------------------------------------------------- preparation
@@ -265,8 +304,10 @@ def _publish(summary: Summary, store: RunStore, title: str, about: dict[str, Any
     store.write("summary.json", to_json(summary, about))
     store.write("summary.csv", to_csv(summary))
     store.write("summary.md", to_markdown(summary, title))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)  # a file or a pipe has no width of its own
-    console.print(as_table(summary, title))
     log.info("records, summary.json, .csv and .md are in %s", store.folder)
+
+
+def _console() -> Console:
+    console = Console()
+    # a file or a pipe has no width of its own
+    return console if console.is_terminal else Console(width=120)

@@ -48,7 +48,7 @@ class RunStore:
 
     def write(self, name: str, text: str) -> None:
         """Put a file beside the records, whole or not at all."""
-        _write_whole(self.folder / name, text)
+        write_whole(self.folder / name, text)
 
     def _read(self) -> Iterator[Record]:
         """All complete records. A last line without its end is what a kill left: it is cut off and redone."""
@@ -103,7 +103,7 @@ def _check_identity(folder: Path, identity: dict[str, Any], about: dict[str, Any
         if (folder / "records.jsonl").exists():
             raise StoreError(f"{folder}: holds records but no run.json that says whose; give another with out=FOLDER")
         content = {"schema": SCHEMA, "fingerprint": fingerprint(identity), "identity": identity, **about}
-        _write_whole(file, json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
+        write_whole(file, json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
         return
     before = _read_about(file)["identity"]
     now = json.loads(_canonical(identity))
@@ -128,7 +128,8 @@ def _read_about(file: Path) -> dict[str, Any]:
     return content
 
 
-def _write_whole(file: Path, text: str) -> None:
+def write_whole(file: Path, text: str) -> None:
+    """Put a file in place whole or not at all."""
     partial = file.with_name(f".{file.name}.partial")
     with partial.open("w", encoding="utf-8", newline="") as opened:
         opened.write(text)

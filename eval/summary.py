@@ -244,8 +244,12 @@ def to_markdown(summary: Summary, title: str) -> str:
 
 def to_csv(summary: Summary) -> str:
     """One line a row, every column with its interval, full precision."""
+    return _flat_csv(summary.rows)
+
+
+def _flat_csv(rows: Sequence[Any]) -> str:
     flat = []
-    for row in summary.rows:
+    for row in rows:
         cells: dict[str, Any] = {}
         for key, value in asdict(row).items():
             if isinstance(value, dict):
@@ -260,6 +264,91 @@ def to_json(summary: Summary, about: dict[str, Any]) -> str:
     """The rows at full precision, with what the run was (`about`)."""
     content = {"rows": [asdict(row) for row in summary.rows], **about}
     return json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """One line of a comparison: a method on one task."""
+
+    task: str
+    method: str
+    examples: int
+    score: Value | None
+    ttft_speedup: Value | None
+    generation_speedup: Value | None
+    pct_prompt_tokens_computed: Value | None
+
+
+_COMPARED = tuple(column for column in _SHOWN if column[0] != "baseline_score")
+
+
+def _compared(summaries: dict[str, Summary]) -> list[_Compared]:
+    """Methods by tasks, the paired baseline first; joined by the task's name."""
+    by_method = {
+        label: {row.name: row for row in summary.rows if row.kind != "dataset"} for label, summary in summaries.items()
+    }
+    tasks = list(dict.fromkeys(name for rows in by_method.values() for name in rows))
+    lines = []
+    for task in tasks:
+        found = {label: rows[task] for label, rows in by_method.items() if task in rows}
+        one = next(iter(found.values()))
+        if one.baseline_score is not None:
+            unit = Value(1.0, None, None)
+            lines.append(
+                _Compared(task, "baseline", one.examples, one.baseline_score, unit, unit, Value(100.0, None, None))
+            )
+        for label, row in found.items():
+            lines.append(
+                _Compared(
+                    task,
+                    label,
+                    row.examples,
+                    row.score,
+                    row.ttft_speedup,
+                    row.generation_speedup,
+                    row.pct_prompt_tokens_computed,
+                )
+            )
+    return lines
+
+
+def compared_table(summaries: dict[str, Summary], title: str) -> Table:
+    """Methods by tasks for a terminal, as in the paper's Table 1; each method beside its own paired baseline."""
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, caption=_caption(next(iter(summaries.values())))
+    )
+    for heading in ("task", "method"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("n", justify="right")
+    for _, heading, _ in _COMPARED:
+        first, _, rest = heading.partition(" ")
+        table.add_column(f"{first}\n{rest}", justify="right", no_wrap=True)
+    lines = _compared(summaries)
+    for line, following in zip(lines, [*lines[1:], None], strict=True):
+        ends = following is None or following.task != line.task
+        cells = [_cell(getattr(line, column), digits) for column, _, digits in _COMPARED]
+        table.add_row(line.task, line.method, str(line.examples), *cells, end_section=ends)
+    return table
+
+
+def compared_markdown(summaries: dict[str, Summary], title: str) -> str:
+    """The same in Markdown."""
+    headings = [heading for _, heading, _ in _COMPARED]
+    lines = [
+        f"# {title}",
+        "",
+        f"| task | method | n | {' | '.join(headings)} |",
+        "|---|---|" + "---:|" * (1 + len(headings)),
+    ]
+    for line in _compared(summaries):
+        cells = [_cell(getattr(line, column), digits) for column, _, digits in _COMPARED]
+        lines.append(f"| {line.task} | {line.method} | {line.examples} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _caption(next(iter(summaries.values()))), ""])
+
+
+def compared_csv(summaries: dict[str, Summary]) -> str:
+    """The same with intervals at full precision."""
+    return _flat_csv(_compared(summaries))
 
 
 def _cells(row: Row) -> list[str]:

@@ -46,7 +46,7 @@ class Stage:
     length: tokens of a sequence. facts, keys, values: as in `embedded.Level`. copying: share of copy sequences.
     tokens: how many the stage lasts; 0: until ADVANCE is passed (and at least `--stage-tokens`).
     rate: share of the learning rate at its begin. decay: tokens over which the full rate would go to zero; 0: constant.
-    direct: whether hops and digest are in their easier form (`embedded.WARM_UP`).
+    direct: whether digest is in its easier form (`embedded.WARM_UP`).
     """
 
     length: int
@@ -74,7 +74,7 @@ STAGES = (
     Stage(256, 16, 256, _ALL, 0.1, rate=0.7),
     Stage(512, 16, 256, _ALL, 0.1, rate=0.7),
     Stage(1024, 32, 256, _ALL, 0.1, rate=0.7),
-    Stage(2048, 64, 256, _ALL, 0.1, tokens=4_000_000, rate=0.7, decay=5_714_286),
+    Stage(2048, 64, 256, _ALL, 0.1, tokens=3_200_000, rate=0.7, decay=4_571_429),
 )
 
 
@@ -397,6 +397,14 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
         writer.writerow(row)
 
 
+def trim_log(path: Path, step: int) -> None:
+    """Drop the lines of steps that a checkpoint of `step` will take again."""
+    if path.exists():
+        header, *lines = path.read_text().splitlines()
+        kept = [line for line in lines if int(line.split(",")[0]) <= step]
+        path.write_text("\n".join([header, *kept]) + "\n")
+
+
 def train(args: argparse.Namespace) -> Trainer:
     """Train to the end of the curriculum or to `--steps`, writing log, checkpoint and model as it goes."""
     torch.set_num_threads(args.threads)
@@ -405,6 +413,7 @@ def train(args: argparse.Namespace) -> Trainer:
     checkpoint = args.work / "checkpoint.pt"
     if checkpoint.exists():
         trainer.load(checkpoint)
+        trim_log(args.work / "log.csv", trainer.step)
         print(f"resumed at step {trainer.step}", flush=True)
     while not trainer.done() and (not args.steps or trainer.step < args.steps):
         trainer.update()
@@ -536,7 +545,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--figure", type=Path, help="draw the log in --work into this folder, and stop")
     add("--evaluate", type=Path, help="score the model in this folder on the test split, and stop")
     add("--scores", type=Path, help="CSV file to which --evaluate appends its scores")
-    add("--count", type=int, default=200, help="test rows a task for --evaluate")
+    add("--count", type=int, default=600, help="test rows a task for --evaluate, a third of each length")
     return parser.parse_args(argv)
 
 

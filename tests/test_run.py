@@ -12,6 +12,7 @@ import pytest
 from eval.data import resolve_datasets
 from eval.record import Record
 from eval.store import read_run
+from lazyllm.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMES = ("ttft", "total_s", "generation_speedup", "started", "git_commit")
@@ -131,3 +132,14 @@ def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path, shared: Path) -> N
     assert "1 rows were skipped" in skipped.stderr
     assert "trec.jsonl:2" in skipped.stderr
     assert len(read_run(tmp_path / "run")[1]) == 2
+
+
+def test_the_demo_compares_every_method(tmp_path: Path) -> None:
+    done = call(tmp_path, "experiment=demo", "limit=1", "dataset=[shots,complete]", "timing.warmup=0")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    for task in ("few_shot", "code"):
+        assert {row[1] for row in rows if row and row[0] == task} == set(METHODS)
+    assert (tmp_path / "runs" / "demo.md").read_text().count("| lazy |") == 3  # two tasks and their mean
+    assert "model=llama2" in done.stdout.splitlines()[-1]
+    assert len(list((tmp_path / "runs").glob("tiny-*"))) == 3  # each method has its own run, beside its own baseline

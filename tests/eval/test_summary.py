@@ -10,7 +10,17 @@ import pytest
 from rich.console import Console
 
 from eval.record import Record
-from eval.summary import Summary, as_table, summarise, to_csv, to_json, to_markdown
+from eval.summary import (
+    Summary,
+    as_table,
+    compared_csv,
+    compared_markdown,
+    compared_table,
+    summarise,
+    to_csv,
+    to_json,
+    to_markdown,
+)
 from tests.eval.test_store import measurement, record
 
 
@@ -90,3 +100,25 @@ def test_the_same_numbers_in_every_form() -> None:
 def test_no_record_no_table() -> None:
     with pytest.raises(ValueError, match="no record"):
         summarise([])
+
+
+def test_a_comparison_joins_methods_by_task() -> None:
+    one = summarise(RECORDS)
+    other = summarise([replace(record, method=record.baseline) for record in RECORDS if record.dataset != "trec"])
+    lines = list(csv.DictReader(io.StringIO(compared_csv({"fast": one, "slow": other}))))
+    by_key = {(line["task"], line["method"]): line for line in lines}
+    assert list(by_key) == [
+        ("multi_doc_qa", "baseline"), ("multi_doc_qa", "fast"), ("multi_doc_qa", "slow"),
+        ("few_shot", "baseline"), ("few_shot", "fast"),
+        ("mean over tasks", "baseline"), ("mean over tasks", "fast"),
+    ]  # fmt: skip
+    assert float(by_key["multi_doc_qa", "fast"]["score"]) == pytest.approx((50 + 33.33) / 2)
+    assert float(by_key["multi_doc_qa", "slow"]["score"]) == float(by_key["multi_doc_qa", "baseline"]["score"]) == 25
+    assert float(by_key["multi_doc_qa", "fast"]["ttft_speedup"]) == 3
+    assert float(by_key["multi_doc_qa", "slow"]["ttft_speedup"]) == 1
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(compared_table({"fast": one, "slow": other}, "two"))
+    text, markdown = console.export_text(), compared_markdown({"fast": one, "slow": other}, "two")
+    for task, method in by_key:
+        assert sum(task in line and method in line for line in text.splitlines()) == 1
+        assert f"| {task} | {method} |" in markdown
