@@ -249,7 +249,7 @@ def test_the_embedded_suite_needs_no_folder_and_no_network(monkeypatch):
     monkeypatch.setattr(data, "is_reachable", lambda *_: pytest.fail("the network was asked for"))
     for dataset in resolve_datasets("embedded"):
         loaded = load_rows(dataset)
-        rows = embedded.rows(dataset.name)
+        rows = embedded.rows(dataset.name, count=data.EMBEDDED_ROWS)
         assert [(e.input, e.context, list(e.answers)) for e in loaded.examples] == [
             (row["input"], row["context"], row["answers"]) for row in rows
         ]
