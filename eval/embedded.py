@@ -408,7 +408,8 @@ def _row(name: str, split: str, index: int) -> dict[str, Any]:
         question = questions[int(turn * len(questions))]
         if is_test(context, question) == (split == "test"):
             break
-    gold = _text(question.answer).rstrip(".;") if name != "complete" else _text(question.answer)
+    # Code is compared letter by letter, so its gold is the exact continuation, the space before it included.
+    gold = "".join(question.answer) if name == "complete" else _text(question.answer).rstrip(".")
     return {
         "input": _text(question.input),
         "context": _text(context),

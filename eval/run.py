@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -19,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from eval import provenance
 from eval.config import ConfigError, RunConfig, build_method, datasets_of
 from eval.data import DataError, LoadedDataset, load_rows
+from eval.figures import plot_comparison, save
 from eval.measure import Bench, Case
 from eval.prompts import PromptError, build_prompt, end_token_ids
 from eval.store import RunStore, StoreError, fingerprint, open_store, write_whole
@@ -115,8 +117,10 @@ def compare(config: RunConfig) -> list[RunResult]:
     console.print(compared_table(summaries, config.label))
     for suffix, text in (("md", compared_markdown(summaries, config.label)), ("csv", compared_csv(summaries))):
         write_whole(Path("runs") / f"{config.label}.{suffix}", text)
+    table = pd.read_csv(Path("runs") / f"{config.label}.csv")
+    pictures = save(plot_comparison(table, f"{config.model.name}, {config.label}"), Path("runs") / config.label)
     console.print("Files:")
-    for path in (*(result.folder for result in results.values()), Path("runs") / f"{config.label}.md"):
+    for path in (*(result.folder for result in results.values()), Path("runs") / f"{config.label}.md", *pictures):
         console.print(f"  {path}", highlight=False)
     console.print("The same on a checkpoint and LongBench, on a GPU:", highlight=False)
     console.print("  python run.py model=llama2 method=lazy dataset=hotpotqa", highlight=False)

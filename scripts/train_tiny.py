@@ -74,7 +74,8 @@ STAGES = (
     Stage(256, 16, 256, _ALL, 0.1, rate=0.7),
     Stage(512, 16, 256, _ALL, 0.1, rate=0.7),
     Stage(1024, 32, 256, _ALL, 0.1, rate=0.7),
-    Stage(2048, 64, 256, _ALL, 0.1, tokens=3_200_000, rate=0.7, decay=4_571_429),
+    Stage(2048, 64, 256, _ALL, 0.1, tokens=600_000, rate=0.7, decay=4_571_429),
+    Stage(2048, 64, 256, _ALL, 0.1, tokens=1_200_000, rate=0.57, decay=2_180_000),
 )
 
 
@@ -471,7 +472,7 @@ def evaluate(folder: Path, count: int, split: str = "test", batch: int = 20) -> 
                 for text, row in zip(answers, rows, strict=True)
             ]
             exact = [
-                text.strip().rstrip(".;") == row["answers"][0].removeprefix("Paragraph ").rstrip(".;")
+                text.strip().rstrip(".;") == row["answers"][0].strip().removeprefix("Paragraph ").rstrip(".;")
                 for text, row in zip(answers, rows, strict=True)
             ]
             results.append(

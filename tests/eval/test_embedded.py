@@ -26,7 +26,7 @@ def tokenizer():
 
 def needle(row: dict) -> str:
     """The text that holds the row's (first) answer."""
-    answer = row["answers"][0]
+    answer = row["answers"][0].strip()
     if row["dataset"] == "shots":
         return f" {row['input'].split()[-1]} {answer}."
     if row["dataset"] == "retrieve":
@@ -81,7 +81,7 @@ def test_prompts_have_exactly_the_stated_tokens(name, tokenizer):
 @EVERY
 def test_answers_fit_the_limit_of_new_tokens(name, tokenizer):
     for row in embedded.rows(name, count=12):
-        said = row["answers"][0].removeprefix("Paragraph ")
+        said = row["answers"][0].strip().removeprefix("Paragraph ")
         ids = tokenizer(f" {said}", add_special_tokens=False).input_ids
         assert len(ids) + 2 <= embedded.MAX_NEW_TOKENS[name]  # full stop and end token
 
