@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-NAME = "lazyllm"
-
 
 class Probe:
     """What the installed attention function is asked for, and what it found.
@@ -77,13 +75,15 @@ def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
             return attend_to_chosen(query, key, value, chosen, scaling), None
         return _own_attention(own_name, module)(module, query, key, value, attention_mask, **kwargs)
 
-    ALL_ATTENTION_FUNCTIONS[NAME] = attention
-    model.config._attn_implementation = NAME
+    # a name of its own, so that two models may generate at the same time
+    name = f"lazyllm_{id(probe)}"
+    ALL_ATTENTION_FUNCTIONS[name] = attention
+    model.config._attn_implementation = name
     try:
         yield probe
     finally:
         model.config._attn_implementation = own_name
-        del ALL_ATTENTION_FUNCTIONS[NAME]
+        del ALL_ATTENTION_FUNCTIONS[name]
 
 
 def _own_attention(name: str | None, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -489,7 +489,10 @@ def evaluate(folder: Path, count: int, split: str = "test", batch: int = 20) -> 
 
 
 def draw(log: Path, folder: Path) -> None:
-    """The training figure, `training.png` and `training.svg`: loss and first-token accuracy against tokens seen."""
+    """The training figure, `training.png` and `training.svg`: loss and first-token accuracy against tokens seen.
+
+    The accuracies are running means that are halved when a stage begins: the dips say that, not that the model forgot.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -505,9 +508,9 @@ def draw(log: Path, folder: Path) -> None:
     for name in FAMILIES:
         style = "--" if name == COPY else "-"
         bottom.plot(millions, [100 * float(row[name]) for row in rows], style, label=name, linewidth=1.2)
-    bottom.set_ylabel("first token of the answer right, %")
+    bottom.set_ylabel("first token right, running %")
     bottom.set_xlabel("tokens seen, millions")
-    bottom.legend(ncols=4, fontsize="small", loc="lower right")
+    bottom.legend(ncols=7, fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.2))
     for i in range(1, len(rows)):
         if rows[i]["stage"] != rows[i - 1]["stage"]:
             for axes in (top, bottom):
@@ -519,7 +522,7 @@ def draw(log: Path, folder: Path) -> None:
                 va="top",
                 fontsize="x-small",
             )
-    top.set_title("Training of lazyllm/tiny; grey lines: the curriculum widens, with the new sequence length in tokens")
+    top.set_title("Training of lazyllm/tiny (grey: a new stage, with its sequence length in tokens)", fontsize="medium")
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / "training.png", dpi=120)
     figure.savefig(folder / "training.svg", metadata={"Date": None})
