@@ -15,6 +15,7 @@ run: setup
 
 test: setup lint
 	$(BIN)/pytest -n $(JOBS)
+	MPLBACKEND=agg $(BIN)/pytest --nbmake notebooks
 
 lint: setup
 	$(BIN)/ruff check .

@@ -6,7 +6,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import MISSING as MISSING_VALUE
+from omegaconf import MissingMandatoryValue, OmegaConf
 
 from eval.data import DataError, resolve_datasets
 from eval.prompts import chat_format
@@ -28,7 +29,7 @@ class ModelConfig:
     none. chat: how prompts are wrapped: none, llama2, xgen or auto (the tokenizer's own template).
     """
 
-    name: str = "tiny"
+    name: str = MISSING_VALUE
     load_format: str = "auto"
     dtype: str = "bfloat16"
     device: str = "auto"
@@ -60,7 +61,8 @@ class RunConfig:
     """Everything a run is told. `dataset` maps names to true; a group's files hold them (conf/dataset).
 
     limit: the first so many examples of each dataset. max_new_tokens: fewer than the dataset allows, for a quick look.
-    seed: of random weights, and of whatever in a method draws lots. threads: CPU threads; null leaves torch's choice.
+    seed: of random weights, and of a method that draws lots (its `seed` is this one unless set).
+    threads: CPU threads; null leaves torch's choice.
     out: the run folder; null makes one below `runs/` whose name ends in the run's fingerprint.
     compare: several methods, {label: settings like `method`'s}, run one after the other and put into one table, which
         is also written to runs/<label>.md and .csv; then `method` is not used.
@@ -88,7 +90,10 @@ def register_schema() -> None:
 
 def to_run_config(config: Any) -> RunConfig:
     """The composed config as plain dataclasses, checked as far as that goes without a model. Raises ConfigError."""
-    plain = OmegaConf.to_object(config)
+    try:
+        plain = OmegaConf.to_object(config)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error}: give it on the command line, e.g. model.name=FOLDER_OR_HUB_ID") from error
     assert isinstance(plain, RunConfig)
     _require(
         plain.model.load_format in ("auto", "dummy"), "model.load_format", plain.model.load_format, "auto or dummy"
@@ -114,9 +119,12 @@ def datasets_of(config: RunConfig) -> tuple[Dataset, ...]:
     if not names:
         raise ConfigError("no dataset is left: write dataset=hotpotqa, a task's name, or dataset=all")
     try:
-        return resolve_datasets(names)
+        datasets = resolve_datasets(names)
     except DataError as error:
         raise ConfigError(str(error)) from error
+    if len({dataset.suite for dataset in datasets}) > 1:
+        raise ConfigError("LongBench's and the embedded datasets share no table: run them apart")
+    return datasets
 
 
 def build_method(settings: dict[str, Any]) -> Method:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from eval.data import Example
 from eval.memory import read_peak, reset_peak
-from eval.metrics import rouge_score_f, score_example
+from eval.metrics import rouge_score_f, score_example, scored_text
 from eval.prompts import Prompt, post_process
 from eval.record import Measurement, Record, compact_counts
 from eval.tasks import Dataset
@@ -93,7 +93,7 @@ class Bench:
             text=text,
             token_ids=out.token_ids,
             score=score_example(case.dataset, text, answers, classes),
-            rouge_l=rouge_score_f(text, answers) if case.dataset.metric == "rouge" else None,
+            rouge_l=rouge_score_f(scored_text(case.dataset, text), answers) if case.dataset.metric == "rouge" else None,
             ttft_s=out.ttft_s,
             total_s=out.total_s,
             decode_step_s=out.decode_step_s,

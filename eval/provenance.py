@@ -4,33 +4,46 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import lazyllm
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge", "rouge-score", "fuzzywuzzy")
-_SAMPLE = 2**20  # bytes read from either end of a weight file
+# What decides a record, apart from the method library
+EVAL_FILES = ("data.py", "measure.py", "metrics.py", "prompts.py", "tasks.py")
+_SAMPLES, _SAMPLE_BYTES = 256, 2**14  # of a weight file, spread evenly over it
 
 
 def versions() -> dict[str, str]:
     """Python's version and those of the packages that can change a number."""
-    found = {name: importlib.metadata.version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), **found}
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
 
 
 def code_sha256() -> str:
-    """Of the method library's sources: two runs of different code are different runs."""
+    """Of the sources that decide a record: two runs of different code are different runs."""
     digest = hashlib.sha256()
-    root = Path(lazyllm.__file__).parent
-    for file in sorted(root.rglob("*.py")):
-        digest.update(f"{file.relative_to(root).as_posix()}\0".encode() + file.read_bytes())
+    library, harness = Path(lazyllm.__file__).parent, Path(__file__).parent
+    files = [file for file in sorted(library.rglob("*.py")) if file.name != "bench.py"]
+    for file in [*files, *(harness / name for name in EVAL_FILES)]:
+        digest.update(f"{file.parent.name}/{file.name}\0".encode() + file.read_bytes())
     return digest.hexdigest()
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of everything that decides which ids a text gets."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def device_name(device: torch.device) -> str:
@@ -47,7 +60,7 @@ def device_name(device: torch.device) -> str:
 
 
 def weights_sha256(source: str) -> str | None:
-    """Of a local checkpoint: its config, and name, size and both ends of its weight files. None for a hub id.
+    """Of a local checkpoint: its config, and name, size and samples of its weight files. None for a hub id.
 
     13 GB are not read whole to tell two checkpoints apart; a hub checkpoint is told by its commit.
     """
@@ -58,9 +71,13 @@ def weights_sha256(source: str) -> str | None:
     for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
         size = file.stat().st_size
         with file.open("rb") as opened:
-            digest.update(f"{file.name}\0{size}\0".encode() + opened.read(_SAMPLE))
-            opened.seek(max(0, size - _SAMPLE))
-            digest.update(opened.read())
+            digest.update(f"{file.name}\0{size}\0".encode())
+            if size <= _SAMPLES * _SAMPLE_BYTES:
+                digest.update(opened.read())
+                continue
+            for sample in range(_SAMPLES):
+                opened.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+                digest.update(opened.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 
@@ -85,6 +102,13 @@ def machine(device: torch.device) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "cuda": torch.version.cuda,
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that was not installed
+        return "not installed"
 
 
 def _git(folder: Path, *arguments: str) -> str:

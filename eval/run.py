@@ -37,17 +37,33 @@ from eval.summary import (
 )
 from eval.tasks import TASKS
 from lazyllm import ModelError, TokenizerError, UnsupportedModelError
+from lazyllm.decoder import sliding_window
 from lazyllm.methods import Baseline, Method
-from lazyllm.models import as_device, load_config, load_tokenizer_of, load_weights, source_of
+from lazyllm.models import as_device, load_config, load_end_ids, load_tokenizer_of, load_weights, source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
-# What a user can mend: the message says how, and is all that is shown
-USER_ERRORS = (ConfigError, DataError, PromptError, StoreError, ModelError, TokenizerError, UnsupportedModelError)
 
+class RunError(RuntimeError):
+    """An example that could not be measured; the message says which and why."""
+
+
+# What a user can mend: the message says how, and is all that is shown
+USER_ERRORS = (
+    ConfigError,
+    DataError,
+    PromptError,
+    StoreError,
+    RunError,
+    ModelError,
+    TokenizerError,
+    UnsupportedModelError,
+)
+
+DEFAULT_THREADS = torch.get_num_threads()  # which a job of a sweep must find again after one that set its own
 PLAIN_EVERY_S = 10.0  # seconds between progress lines where there is no terminal
 
 
@@ -69,18 +85,22 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
     """
     method = build_method(config.method)
     device = as_device(config.model.device)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.threads or DEFAULT_THREADS)
     model_config = load_config(config.model.name, _load_format(config), config.model.revision)
     _check_method(method, model_config)
     tokenizer = _tokenizer(config)
     loaded = [load_rows(dataset, config.data.dir, _on_error(config)) for dataset in datasets_of(config)]
+    end_ids = load_end_ids(config.model.name, _load_format(config), config.model.revision)
     paired = config.timing.paired and not isinstance(method, Baseline)
-    identity = _identity(config, loaded, model_config, device, paired)
+    identity = _identity(config, loaded, model_config, device, paired) | {
+        "tokenizer": provenance.tokenizer_sha256(tokenizer)[:16],
+        "end_ids": list(end_ids),
+    }
     folder = Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity)
     about = {"config": asdict(config), "provenance": _provenance(device)}
     with open_store(folder, identity, about) as store:
-        cases = list(_cases(config, loaded, tokenizer, model_config))
+        cases = list(_cases(config, loaded, tokenizer, model_config, end_ids))
+        _check_prompts(cases, store)
         todo = [case for case in cases if (case.dataset.name, case.example.id) not in store.records]
         log.info("%s: %d examples, %d of them already measured", folder, len(cases), len(cases) - len(todo))
         if todo:
@@ -162,10 +182,12 @@ def _cases(
     loaded: list[LoadedDataset],
     tokenizer: PreTrainedTokenizerBase,
     model_config: PreTrainedConfig,
+    end_ids: tuple[int, ...],
 ) -> Iterator[Case]:
     """Every example of the run with its prompt. A prompt that the model cannot hold is refused here."""
+    longest = min(model_config.max_position_embeddings, sliding_window(model_config) or sys.maxsize)
     for one in loaded:
-        end_ids = end_token_ids(tokenizer, model_config.eos_token_id, one.dataset)
+        dataset_end_ids = end_token_ids(tokenizer, end_ids, one.dataset)
         max_new_tokens = min(one.max_new_tokens, config.max_new_tokens or one.max_new_tokens)
         for example in one.examples[: config.limit]:
             prompt = build_prompt(
@@ -176,14 +198,25 @@ def _cases(
                 config.model.chat,
                 one.dataset.chat_wrap,
             )
-            length, longest = len(prompt.token_ids) + max_new_tokens, model_config.max_position_embeddings
+            length = len(prompt.token_ids) + max_new_tokens
             if length > longest:
                 raise ConfigError(
                     f"{one.dataset.name}, row {example.id}: {len(prompt.token_ids)} prompt tokens and up to "
-                    f"{max_new_tokens} new ones are more than the model's {longest} positions: set a lower "
-                    "model.max_prompt_tokens"
+                    f"{max_new_tokens} new ones are more than the {longest} that the model can see at once "
+                    "(its positions, or its sliding window): set a lower model.max_prompt_tokens"
                 )
-            yield Case(one.dataset, example, prompt, max_new_tokens, end_ids)
+            yield Case(one.dataset, example, prompt, max_new_tokens, dataset_end_ids)
+
+
+def _check_prompts(cases: list[Case], store: RunStore) -> None:
+    """Raise StoreError where the store holds another prompt of an example than the one that is built now."""
+    for case in cases:
+        record = store.records.get((case.dataset.name, case.example.id))
+        if record is not None and record.prompt_sha256 != case.prompt.sha256:
+            raise StoreError(
+                f"{store.folder}: holds {case.dataset.name}, row {case.example.id}, with another prompt than the one "
+                "built now; give another folder with out=FOLDER"
+            )
 
 
 def _identity(
@@ -197,12 +230,10 @@ def _identity(
     source = source_of(config.model.name)
     dummy = config.model.load_format == "dummy"
     local = Path(source).is_dir()
-    tokenizer = config.model.tokenizer
     return {
         "model": config.model.name if local else source,
         "revision": config.model.revision or getattr(model_config, "_commit_hash", None),
         "weights": f"random, seed {config.seed}" if dummy else provenance.weights_sha256(source),
-        "tokenizer": Path(tokenizer).name if tokenizer else None,
         "load_format": config.model.load_format,
         "dtype": config.model.dtype,
         "attn_implementation": config.model.attn_implementation,
@@ -265,7 +296,14 @@ def _measure_all(bench: Bench, cases: list[Case], store: RunStore, warmup: int) 
     bench.warm_up(cases[0], warmup)
     with _progress(len(cases)) as advance:
         for number, case in enumerate(cases):
-            store.append(bench.measure(case, baseline_first=number % 2 == 0))
+            try:
+                record = bench.measure(case, baseline_first=number % 2 == 0)
+            except FloatingPointError as error:
+                raise RunError(
+                    f"{case.dataset.name}, row {case.example.id}: {error}. The records before it are safe; "
+                    "another model.dtype may help"
+                ) from error
+            store.append(record)
             advance(case.dataset.name)
 
 

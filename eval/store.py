@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from eval.record import Record
+
+log = logging.getLogger(__name__)
 
 SCHEMA = 1  # of run.json and records.jsonl
 
@@ -36,37 +39,53 @@ class RunStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file = folder / "records.jsonl"
-        self.records = {record.key: record for record in self._read()}
+        self.records = {record.key: record for record in _read_records(self._file)}
+        _cut_half_line(self._file)
 
     def append(self, record: Record) -> None:
-        """Write the record so that it survives a kill of this process, and of the machine as far as the disk obeys."""
-        with self._file.open("a", encoding="utf-8", newline="") as opened:
-            opened.write(record.to_json() + "\n")
-            opened.flush()
-            os.fsync(opened.fileno())
+        """Write the record so that it survives a kill of this process, and of the machine as far as the disk obeys.
+
+        Raises StoreError where the disk does not take it.
+        """
+        try:
+            with self._file.open("a", encoding="utf-8", newline="") as opened:
+                opened.write(record.to_json() + "\n")
+                opened.flush()
+                os.fsync(opened.fileno())
+        except OSError as error:
+            raise StoreError(
+                f"{self._file}: the record could not be written ({error}). Those before it are safe: make room, then "
+                "give the same command again"
+            ) from error
         self.records[record.key] = record
 
     def write(self, name: str, text: str) -> None:
-        """Put a file beside the records, whole or not at all."""
+        """Put a file beside the records, whole or not at all. Raises StoreError."""
         write_whole(self.folder / name, text)
 
-    def _read(self) -> Iterator[Record]:
-        """All complete records. A last line without its end is what a kill left: it is cut off and redone."""
-        if not self._file.exists():
-            return
-        data = self._file.read_bytes()
-        complete = data.rfind(b"\n") + 1
-        if complete < len(data):
-            with self._file.open("r+b") as opened:
-                opened.truncate(complete)
-        for number, line in enumerate(data[:complete].splitlines(), start=1):
-            try:
-                yield Record.from_json(line.decode())
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise StoreError(
-                    f"{self._file}:{number}: not a record ({type(error).__name__}: {error}). Nothing was changed: "
-                    "remove that line to have its example redone, or start a new run with out=FOLDER"
-                ) from error
+
+def _read_records(file: Path) -> Iterator[Record]:
+    """All complete records; a last line without its end, which a kill leaves, is not one. Raises StoreError."""
+    if not file.exists():
+        return
+    data = file.read_bytes()
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
+        try:
+            yield Record.from_json(line.decode())
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise StoreError(
+                f"{file}:{number}: not a record ({type(error).__name__}: {error}). Nothing was changed: "
+                "remove that line to have its example redone, or start a new run with out=FOLDER"
+            ) from error
+
+
+def _cut_half_line(file: Path) -> None:
+    """Remove what a kill left of a last line, so that the next record begins on its own."""
+    if not file.exists():
+        return
+    with file.open("r+b") as opened:
+        data = opened.read()
+        opened.truncate(data.rfind(b"\n") + 1)
 
 
 @contextmanager
@@ -86,15 +105,18 @@ def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any]) ->
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise StoreError(f"{folder}: another process is working in this run folder") from error
+        except OSError as error:  # some cluster file systems know no locks
+            log.warning("%s: cannot be locked (%s); see to it that one process works in it", folder, error)
         _check_identity(folder, identity, about)
         yield RunStore(folder)
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
     """A stored run for tables and figures: run.json's content and the records. Raises StoreError."""
-    return _read_about(folder / "run.json"), list(RunStore(folder).records.values())
+    records = {record.key: record for record in _read_records(folder / "records.jsonl")}
+    return _read_about(folder / "run.json"), list(records.values())
 
 
 def _check_identity(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> None:
@@ -129,13 +151,17 @@ def _read_about(file: Path) -> dict[str, Any]:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Put a file in place whole or not at all."""
+    """Put a file in place whole or not at all. Raises StoreError where the disk does not take it."""
     partial = file.with_name(f".{file.name}.partial")
-    with partial.open("w", encoding="utf-8", newline="") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
-    partial.replace(file)
+    try:
+        with partial.open("w", encoding="utf-8", newline="") as opened:
+            opened.write(text)
+            opened.flush()
+            os.fsync(opened.fileno())
+        partial.replace(file)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise StoreError(f"{file}: could not be written ({error})") from error
 
 
 def _canonical(value: Any) -> str:

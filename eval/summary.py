@@ -36,7 +36,11 @@ class Value:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. kind: "dataset", "task" or "all". Columns that were not measured are None."""
+    """One line of the table. kind: "dataset", "task" or "all". Columns that were not measured are None.
+
+    generation_speedup compares whole answers, which may differ in length; step_speedup compares the mean decoding step
+    after the first token, whatever the length.
+    """
 
     name: str
     kind: str
@@ -47,9 +51,12 @@ class Row:
     rouge_l: Value | None
     ttft_speedup: Value | None
     generation_speedup: Value | None
+    step_speedup: Value | None
     pct_prompt_tokens_computed: Value
     ttft_s: Value
     total_s: Value
+    generated_tokens: Value
+    baseline_generated_tokens: Value | None
     kv_bytes: Value
     aux_bytes: Value
 
@@ -100,10 +107,10 @@ def summarise(records: Sequence[Record]) -> Summary:
     for task in TASKS:
         names = [name for name in DATASETS if name in by_dataset and DATASETS[name].task == task]
         for name in names:
-            rows.append(_row(name, "dataset", task, len(by_dataset[name]), [means[name]], [draws[name]]))
+            rows.append(_row(name, "dataset", task, [len(by_dataset[name])], [means[name]], [draws[name]]))
         if names:
-            examples = sum(len(by_dataset[name]) for name in names)
-            rows.append(_row(task, "task", task, examples, [means[n] for n in names], [draws[n] for n in names]))
+            sizes = [len(by_dataset[name]) for name in names]
+            rows.append(_row(task, "task", task, sizes, [means[n] for n in names], [draws[n] for n in names]))
             task_names.append(task)
     if len(task_names) > 1:
         tasks = [[name for name in by_dataset if DATASETS[name].task == task] for task in task_names]
@@ -112,7 +119,7 @@ def summarise(records: Sequence[Record]) -> Summary:
                 "mean over tasks",
                 "all",
                 "all",
-                len(records),
+                [len(group) for group in by_dataset.values()],
                 [_average([means[name] for name in names]) for names in tasks],
                 [_average([draws[name] for name in names]) for names in tasks],
             )
@@ -127,6 +134,7 @@ def _columns(records: Sequence[Record]) -> dict[str, _Column]:
         "pct_prompt_tokens_computed": _Column((_array(methods, "pct_prompt_tokens_computed"),), _mean),
         "ttft_s": _Column((_array(methods, "ttft_s"),), _mean),
         "total_s": _Column((_array(methods, "total_s"),), _mean),
+        "generated_tokens": _Column((_lengths(methods),), _mean),
         "kv_bytes": _Column((_array(methods, "kv_bytes"),), _mean),
         "aux_bytes": _Column((_array(methods, "aux_bytes"),), _mean),
     }
@@ -137,7 +145,19 @@ def _columns(records: Sequence[Record]) -> dict[str, _Column]:
         columns["baseline_score"] = _Column((100 * _array(baselines, "score"),), _mean)
         for name, clock in (("ttft_speedup", "ttft_s"), ("generation_speedup", "total_s")):
             columns[name] = _Column((_array(baselines, clock), _array(methods, clock)), _speedup)
+        columns["baseline_generated_tokens"] = _Column((_lengths(baselines),), _mean)
+        steps = _mean_steps(baselines), _mean_steps(methods)
+        if not np.isnan(steps).any():  # an answer of one token has no step
+            columns["step_speedup"] = _Column(steps, _speedup)
     return columns
+
+
+def _mean_steps(measurements: Sequence[Any]) -> np.ndarray:
+    return np.array([np.mean(one.decode_step_s or [np.nan]) for one in measurements])
+
+
+def _lengths(measurements: Sequence[Any]) -> np.ndarray:
+    return np.array([len(one.token_ids) for one in measurements], dtype=float)
 
 
 def _array(measurements: Sequence[Any], field: str) -> np.ndarray:
@@ -171,14 +191,14 @@ def _row(
     name: str,
     kind: str,
     task: str,
-    examples: int,
+    sizes: Sequence[int],
     means: Sequence[dict[str, np.ndarray]],
     draws: Sequence[dict[str, np.ndarray]],
 ) -> Row:
     mean, drawn = _average(means), _average(draws)
 
     def value(column: str) -> Value:
-        if examples < 2:
+        if min(sizes) < 2:  # one example of a dataset does not tell how much its examples differ
             return Value(float(mean[column]), None, None)
         low, high = np.percentile(drawn[column], [2.5, 97.5])
         return Value(float(mean[column]), float(low), float(high))
@@ -190,15 +210,18 @@ def _row(
         name=name,
         kind=kind,
         task=task,
-        examples=examples,
+        examples=sum(sizes),
         score=value("score"),
         baseline_score=optional("baseline_score"),
         rouge_l=optional("rouge_l"),
         ttft_speedup=optional("ttft_speedup"),
         generation_speedup=optional("generation_speedup"),
+        step_speedup=optional("step_speedup"),
         pct_prompt_tokens_computed=value("pct_prompt_tokens_computed"),
         ttft_s=value("ttft_s"),
         total_s=value("total_s"),
+        generated_tokens=value("generated_tokens"),
+        baseline_generated_tokens=optional("baseline_generated_tokens"),
         kv_bytes=value("kv_bytes"),
         aux_bytes=value("aux_bytes"),
     )
@@ -365,7 +388,7 @@ def _cell(value: Value | None, digits: int) -> str:
 
 
 def _caption(summary: Summary) -> str:
-    text = "Scores 0 to 100. ±: half of the 95 % bootstrap interval over examples; both ends are in summary.csv."
+    text = "Scores 0 to 100. ±: half of the 95 % bootstrap interval over examples; both ends are in summary.csv.\n"
     if all(row.ttft_speedup is None for row in summary.rows):
-        text += " No speedup was measured: the baseline was not run beside the method (timing.paired)."
-    return text
+        return text + "No speedup: no baseline was run beside the method (it is the baseline, or timing.paired=false)."
+    return text + "Generation speedup is of whole answers, which may differ in length (see summary.csv)."

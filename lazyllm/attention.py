@@ -61,7 +61,9 @@ def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
     decoding steps that attend to a part of the stored tokens bring one; they run `attend_to_chosen`.
     """
     own_name = model.config._attn_implementation
+    is_flash = own_name is not None and own_name.startswith("flash")
     probe = Probe(own_attention_is_eager=own_name == "eager")
+    name = f"lazyllm_{id(probe)}"  # of its own, so that two models may generate at the same time
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -73,10 +75,18 @@ def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
             probe.add(last_token_importance(query, key, chosen, scaling))
         if chosen is not None:
             return attend_to_chosen(query, key, value, chosen, scaling), None
-        return _own_attention(own_name, module)(module, query, key, value, attention_mask, **kwargs)
+        own = _own_attention(own_name, module)
+        if not is_flash:
+            return own(module, query, key, value, attention_mask, **kwargs)
+        # transformers' FlashAttention asks the config for its own name, and takes gaps in the positions for the seams
+        # of several sequences packed into one
+        kwargs.pop("position_ids", None)
+        model.config._attn_implementation = own_name
+        try:
+            return own(module, query, key, value, attention_mask, **kwargs)
+        finally:
+            model.config._attn_implementation = name
 
-    # a name of its own, so that two models may generate at the same time
-    name = f"lazyllm_{id(probe)}"
     ALL_ATTENTION_FUNCTIONS[name] = attention
     model.config._attn_implementation = name
     try:
@@ -102,11 +112,12 @@ def last_token_importance(query: Tensor, key: Tensor, chosen: Tensor | None, sca
     heads, kv_heads, d = query.shape[1], key.shape[1], query.shape[-1]
     # [1, h, m, d] -> [g, h/g, d]: the query heads that share a key head become the rows of one product
     last = query[0, :, -1].reshape(kv_heads, heads // kv_heads, d)
-    logits = (last @ key[0].transpose(-1, -2)) * scaling  # [g, h/g, s]
+    # float16 would overflow here where attention itself does not, and bfloat16 would blur what is compared
+    exact = torch.promote_types(query.dtype, torch.float32)
+    logits = (last.to(exact) * scaling) @ key[0].to(exact).transpose(-1, -2)  # [g, h/g, s]
     if chosen is not None:
         logits = logits.masked_fill(~chosen[0, 0, -1], float("-inf"))
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    return logits.softmax(dim=-1, dtype=exact).mean(dim=(0, 1))
+    return logits.softmax(dim=-1).mean(dim=(0, 1))
 
 
 def attend_to_chosen(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, scaling: float) -> Tensor:

@@ -79,7 +79,7 @@ def generate(
     with open_decoder(model) as decoder:
         start = _now(decoder.device)
         session = method.start(decoder, len(prompt), max_new_tokens)
-        first_logits = logits = session.prefill(prompt)
+        first_logits = logits = session.prefill(prompt.to(decoder.device))
         token_ids = [_choose(logits, end_ids if min_new_tokens > 0 else frozenset())]
         clock = [start, _now(decoder.device)]
         while len(token_ids) < max_new_tokens and token_ids[-1] not in end_ids:
@@ -101,7 +101,7 @@ def generate(
 
 
 def _as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Tensor:
-    """[n] on the model's device. Raises ValueError where it is not one non-empty prompt of known tokens."""
+    """[n]. Raises ValueError where it is not one non-empty prompt of known tokens."""
     prompt = torch.as_tensor(input_ids)
     if prompt.ndim == 2 and prompt.shape[0] == 1:
         prompt = prompt[0]
@@ -116,7 +116,7 @@ def _as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Ten
             f"input_ids hold {int(prompt.min())} to {int(prompt.max())}, but the model knows 0 to {vocabulary - 1}: "
             "is the tokenizer another model's?"
         )
-    return prompt.to(model.device, torch.long)
+    return prompt.to(torch.long)
 
 
 def _check_window(model: PreTrainedModel, length: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,6 +151,31 @@ def load_config(name: str, load_format: LoadFormat = "auto", revision: str | Non
         raise ModelError(f"{source}: its config.json could not be used ({error})") from error
 
 
+def load_end_ids(name: str, load_format: LoadFormat = "auto", revision: str | None = None) -> tuple[int, ...]:
+    """The tokens that end an answer, as `model.generate` knows them: the generation config's, else the config's.
+
+    Raises ModelError.
+    """
+    config = load_config(name, load_format, revision)
+    own: Any = getattr(config, "eos_token_id", None)
+    source = source_of(name)
+    if load_format == "auto":
+        try:
+            folder = Path(source)
+            file = folder / "generation_config.json" if folder.is_dir() else _generation_config(source, revision)
+            if file is not None and file.is_file():
+                own = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id", own)
+        except (HubError, ValueError) as error:
+            raise ModelError(f"{source}: its generation_config.json could not be used ({error})") from error
+    if own is None:
+        return ()
+    return (own,) if isinstance(own, int) else tuple(own)
+
+
+def _generation_config(source: str, revision: str | None) -> Path | None:
+    return hub_file(source, "generation_config.json", revision)
+
+
 def source_of(name: str) -> str:
     """The folder or hub id that a model's name stands for. Raises ModelError where it can be neither."""
     if name in PRESETS:
@@ -232,6 +258,7 @@ __all__ = [
     "as_device",
     "as_dtype",
     "load_config",
+    "load_end_ids",
     "load_model",
     "load_tokenizer_of",
     "load_weights",

@@ -9,8 +9,8 @@ from hydra import compose, initialize_config_dir
 
 from eval.config import ConfigError, build_method, datasets_of, register_schema, to_run_config
 from eval.tasks import DATASETS, TASKS
-from lazyllm.methods import METHODS, Baseline, Lazy
-from lazyllm.models import PRESETS
+from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop
+from lazyllm.models import PRESETS, load_config
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
@@ -69,6 +69,11 @@ def test_several_datasets_and_one_left_out() -> None:
     assert len(datasets_of(config_of("dataset=all", "dataset.trec=false"))) == 15
 
 
+def test_a_methods_seed_is_the_runs_unless_set() -> None:
+    assert build_method(config_of("method=random_drop", "seed=3").method) == RandomDrop(0.8, 3)
+    assert build_method(config_of("method=random_drop", "seed=3", "method.seed=5").method) == RandomDrop(0.8, 5)
+
+
 def test_schedules_and_baseline() -> None:
     assert build_method(config_of("method.schedule={2: 0.4, 5: 0.5}").method) == Lazy({2: 0.4, 5: 0.5})
     assert build_method(config_of("method=baseline").method) == Baseline()
@@ -95,8 +100,19 @@ def test_unknown_keys_and_wrong_types_are_refused_by_hydra(override: str) -> Non
         (["limit=0"], "limit=0"),
         (["dataset=trec", "dataset.trec=false"], "no dataset is left"),
         (["+dataset.nosuch=true"], "unknown dataset 'nosuch'"),
+        (["dataset=[qasper,lookup]"], "share no table"),
+        (["model=custom"], "model.name=FOLDER_OR_HUB_ID"),
+        (["method=random_drop", "seed=-1"], "seed is a whole number of 0 or more"),
     ],
 )
 def test_what_a_type_cannot_say_is_checked_too(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         config_of(*overrides)
+
+
+@pytest.mark.parametrize("experiment", ["demo", "claim"])
+@pytest.mark.parametrize("tokens", [512, 1024, 2048])
+def test_experiments_compare_at_the_same_ideal_speedup(experiment: str, tokens: int) -> None:
+    methods = config_of(f"experiment={experiment}").compare.values()
+    speedups = [build_method(method).ideal_speedup(load_config("tiny"), tokens) for method in methods]
+    assert max(speedups) / min(speedups) < 1.05

@@ -27,16 +27,23 @@ class Lazy(Method):
 
     schedule: pruning layers and keep ratios (section 3.2); "paper" for Figure 4's at the model's depth, or a mapping.
     prune_generated: make earlier generated tokens candidates too. The paper does not say; by default they are kept.
+    revive: select anew in every decoding step (section 3.3). False is an ablation: decoding stays with the prefill's
+        selection, and nothing is revived.
 
     Ours: keep ratios instead of percentiles, ties to the lower position, the newest token always kept.
     """
 
     schedule: Schedule | Mapping[int, float] | str = "paper"
     prune_generated: bool = False
+    revive: bool = True
+
+    def __post_init__(self) -> None:
+        if self.prune_generated and not self.revive:
+            raise ValueError("prune_generated selects in every decoding step, which revive=False does not")
 
     def start(self, decoder: Decoder, prompt_tokens: int, max_new_tokens: int) -> Session:
         schedule = Schedule.parse(self.schedule, len(decoder.layers))
-        return LazySession(decoder, schedule, prompt_tokens, max_new_tokens, self.prune_generated)
+        return LazySession(decoder, schedule, prompt_tokens, max_new_tokens, self.prune_generated, self.revive)
 
     def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
         return Schedule.parse(self.schedule, num_layers).tokens_per_layer(num_layers, n)
@@ -50,7 +57,13 @@ class LazySession(Session):
     """
 
     def __init__(
-        self, decoder: Decoder, schedule: Schedule, prompt_tokens: int, max_new_tokens: int, prune_generated: bool
+        self,
+        decoder: Decoder,
+        schedule: Schedule,
+        prompt_tokens: int,
+        max_new_tokens: int,
+        prune_generated: bool,
+        revive: bool,
     ) -> None:
         layers = len(decoder.layers)
         # a layer that keeps everything is no boundary: the tokens on both sides of it are always the same
@@ -58,12 +71,13 @@ class LazySession(Session):
         ends = [*self._cuts, layers] if not self._cuts or self._cuts[-1] < layers else self._cuts
         tokens = schedule.tokens_per_layer(layers, prompt_tokens)
         groups = [
-            Group(range(start, end), tokens[start], range(end - 1, end) if end in self._cuts else range(0))
+            Group(range(start, end), tokens[start], range(end - 1, end) if end in self._cuts else range(0), revive)
             for start, end in zip([0, *ends], ends, strict=False)
         ]
         super().__init__(decoder, groups, prompt_tokens, max_new_tokens)
         self._schedule = schedule
         self._prune_generated = prune_generated
+        self._revives = revive
         # behind the last layer there is nothing to be revived into
         self._aux = [AuxCache(self.max_positions, decoder.width, decoder.dtype, decoder.device) for _ in groups[:-1]]
         self._prompt_rope: Rope | None = None
@@ -104,11 +118,14 @@ class LazySession(Session):
             return batch
         layer = self._cuts[index]
         candidates, always = self._present[: self._num_candidates], self._present[self._num_candidates :]
-        importance = self.decoder.probe.take()[self.caches[index].slot_of[candidates]]
-        kept = candidates[select(importance, self._schedule.kept(layer, self._num_candidates))]
+        if self._revives:
+            importance = self.decoder.probe.take()[self.caches[index].slot_of[candidates]]
+            kept = candidates[select(importance, self._schedule.kept(layer, self._num_candidates))]
+        else:
+            kept = self.selected[0][layer]
         self._num_candidates = kept.shape[0]
         self._present = self.selected[-1][layer] = torch.cat([kept, always])
-        return self._revive(index, batch, kept) if index < len(self._aux) else batch
+        return self._revive(index, batch, kept) if self._revives and index < len(self._aux) else batch
 
     def chosen(self, cache: GroupCache, batch: Batch) -> Tensor | None:
         """The stored tokens that are in this step's set and not after the query; None where that is all of them."""
@@ -118,8 +135,8 @@ class LazySession(Session):
             return None  # everything stored is in the set, and the newest token comes after all of it
         is_present = torch.zeros(self.max_positions, dtype=torch.bool, device=self.decoder.device)
         is_present[self._present] = True
-        slots = cache.positions
-        return (is_present[slots] & (slots <= batch.positions[:, None]))[None, None]
+        stored = cache.positions
+        return (is_present[stored] & (stored <= batch.positions[:, None]))[None, None]
 
     def _revive(self, index: int, batch: Batch, kept: Tensor) -> Batch:
         """The batch for the next group: those of the kept tokens that it has not computed, and the newest token.

@@ -30,6 +30,8 @@ class RandomDrop(Method):
 
     def __post_init__(self) -> None:
         check_ratio("keep", self.keep)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise ValueError(f"seed is a whole number of 0 or more, got {self.seed!r}")
 
     def start(self, decoder: Decoder, prompt_tokens: int, max_new_tokens: int) -> Session:
         left = keep_count(self.keep, prompt_tokens)

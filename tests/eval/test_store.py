@@ -81,7 +81,7 @@ def test_a_garbled_line_is_named_and_nothing_is_touched(tmp_path: Path) -> None:
     with open_store(tmp_path, IDENTITY, {}) as store:
         store.append(record(0))
     file = tmp_path / "records.jsonl"
-    before = file.read_bytes() + b'{"dataset": "hotpotqa"}\n' + b"\xff\xfe\n"
+    before = file.read_bytes() + b'{"dataset": "hotpotqa"}\n' + b"\xff\xfe\n" + b'{"half'
     file.write_bytes(before)
     with pytest.raises(StoreError, match=r"records\.jsonl:2: not a record"), open_store(tmp_path, IDENTITY, {}):
         pass
@@ -124,3 +124,37 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(StoreError, match="cannot be written"):
         open_store(file / "run", IDENTITY, {}).__enter__()
+
+
+def test_readers_change_nothing(tmp_path: Path) -> None:
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        store.append(record(0))
+    file = tmp_path / "records.jsonl"
+    half = file.read_bytes() + b'{"dataset": "hot'  # as a reader finds it while the run goes on
+    file.write_bytes(half)
+    assert read_run(tmp_path)[1] == [record(0)]
+    assert file.read_bytes() == half
+
+
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch, caplog) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("eval.store.fcntl.flock", no_locks)
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        store.append(record(0))
+    assert "cannot be locked" in caplog.text
+
+
+def test_a_full_disk_says_what_is_safe(tmp_path: Path, monkeypatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        store.append(record(0))
+        monkeypatch.setattr("eval.store.os.fsync", full)
+        with pytest.raises(StoreError, match="Those before it are safe"):
+            store.append(record(1))
+        with pytest.raises(StoreError, match="could not be written"):
+            store.write("summary.md", "text")
+    assert not list(tmp_path.glob(".*.partial"))

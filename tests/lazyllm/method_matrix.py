@@ -9,6 +9,7 @@ PRUNING: dict[str, Method] = {
     "lazy": Lazy({1: 0.6, 3: 0.5}),
     "lazy, one token": Lazy({1: 0.01, 2: 0.01, 4: 0.01}),
     "lazy, prune_generated": Lazy({2: 0.5}, prune_generated=True),
+    "lazy, without revival": Lazy({1: 0.6, 3: 0.5}, revive=False),
     "random_drop": RandomDrop(0.5, seed=3),
     "static_pruning": StaticPruning(2, 0.4),
     "static_pruning, after the last layer": StaticPruning(4, 0.4),

@@ -9,7 +9,7 @@ import torch
 import lazyllm
 from lazyllm.attention import last_token_importance
 from lazyllm.decoder import open_decoder
-from lazyllm.methods import METHODS, Baseline, Method, RandomDrop, StaticPruning
+from lazyllm.methods import METHODS, Baseline, Lazy, Method, RandomDrop, StaticPruning
 from tests.lazyllm.method_matrix import KEEPING, PRUNING
 from tests.reference import random_model
 
@@ -57,11 +57,25 @@ def test_no_state_stays_and_prompts_do_not_mix(method: Method) -> None:
     assert torch.equal(first.first_logits, again.first_logits)
 
 
-@pytest.mark.parametrize("method", [RandomDrop(0.5, seed=3), StaticPruning(2, 0.4)], ids=["random_drop", "static"])
+NEVER_BACK = [RandomDrop(0.5, seed=3), StaticPruning(2, 0.4), Lazy({1: 0.6, 3: 0.5}, revive=False)]
+
+
+@pytest.mark.parametrize("method", NEVER_BACK, ids=["random_drop", "static", "lazy without revival"])
 def test_what_is_pruned_is_never_computed_later(method: Method) -> None:
     out = lazyllm.generate(MODEL, PROMPT, method, 8, ())
     assert (out.computed == out.computed[0]).all()
-    assert out.aux_bytes == 0
+
+
+def test_without_revival_decoding_sees_what_prefill_selected() -> None:
+    method, alive = Lazy({1: 0.6, 3: 0.5}, revive=False), Lazy({1: 0.6, 3: 0.5})
+    out, other = lazyllm.generate(MODEL, PROMPT, method, 6, ()), lazyllm.generate(MODEL, PROMPT, alive, 6, ())
+    assert out.selected[0] == other.selected[0]
+    for step, selected in enumerate(out.selected[1:], start=1):
+        generated = list(range(21, 21 + step))
+        assert selected == {layer: kept + generated for layer, kept in out.selected[0].items()}
+    assert other.computed[-1].sum() > out.computed[-1].sum()  # where the same tokens are selected anew, some return
+    with pytest.raises(ValueError, match="revive=False"):
+        Lazy({1: 0.5}, prune_generated=True, revive=False)
 
 
 def kv_bytes_of(tokens: int, layers: int) -> int:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import lazyllm
 from lazyllm.attention import attend_to_chosen, installed_attention, last_token_importance
 from lazyllm.cache import AuxCache, GroupCache
+from lazyllm.methods import Lazy
 from lazyllm.selection import select, split_prompt
 from tests.reference import random_model
 
@@ -153,3 +155,37 @@ def test_group_cache_forgets_for_good() -> None:
     found, values = cache.update(newest, -newest, 1)
     assert torch.equal(found, torch.cat([key[:, :, [1, 4, 5]], newest], dim=2))
     assert torch.equal(values, -found)
+
+
+def test_flash_attention_gets_its_own_name_and_no_gaps() -> None:
+    """transformers' FlashAttention reads the config's name and takes gaps in positions for packed sequences."""
+    model = random_model("llama", 3, num_layers=4)
+    expected = lazyllm.generate(model, list(range(20)), Lazy({1: 0.5, 2: 0.5}), 5, ())
+    seen = []
+
+    def flash(module, query, key, value, attention_mask, **kwargs):
+        seen.append(module.config._attn_implementation)
+        assert attention_mask is None
+        assert "position_ids" not in kwargs
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **kwargs)
+
+    original = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = flash
+    model.config._attn_implementation = "flash_attention_2"
+    try:
+        found = lazyllm.generate(model, list(range(20)), Lazy({1: 0.5, 2: 0.5}), 5, ())
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+    assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is original
+    assert set(seen) == {"flash_attention_2"}
+    assert (found.token_ids, found.selected) == (expected.token_ids, expected.selected)
+    assert model.config._attn_implementation == "flash_attention_2"
+
+
+def test_importance_survives_what_attention_survives() -> None:
+    """In float16 the unscaled product overflows where the scaled one does not."""
+    query = torch.full((1, 1, 1, 128), 25.0, dtype=torch.float16)
+    key = torch.stack([torch.full((128,), 25.0), torch.full((128,), 24.9), torch.zeros(128)])[None, None].half()
+    importance = last_token_importance(query, key, None, 128**-0.5)
+    assert importance.isfinite().all()
+    assert importance[0] > importance[1] > importance[2]
