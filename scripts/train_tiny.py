@@ -392,7 +392,7 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(row))
+        writer = csv.DictWriter(file, fieldnames=list(row), lineterminator="\n")
         if fresh:
             writer.writeheader()
         writer.writerow(row)

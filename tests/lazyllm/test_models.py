@@ -1,0 +1,162 @@
+"""Loading: presets, folders, random weights, and every refusal as one message."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from transformers import AutoModelForCausalLM
+
+import lazyllm
+from lazyllm import ModelError, hub
+from lazyllm.models import PRESETS, as_device, load_config, load_end_ids, load_weights, source_of
+from tests.reference import random_model
+
+TINY = Path(source_of("tiny"))
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.mark.parametrize("name", ["tiny", str(TINY)])
+def test_a_preset_and_its_folder_are_the_same_model(name: str) -> None:
+    model, tokenizer = lazyllm.load_model(name, dtype="float32", device="cpu")
+    expected = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    assert not model.training
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    assert tokenizer is not None
+    assert tokenizer.decode(tokenizer("Grüße, 世界\n").input_ids, skip_special_tokens=True) == "Grüße, 世界\n"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_dtypes(dtype: str) -> None:
+    model = load_weights("tiny", dtype=dtype, device="cpu")
+    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
+    out = lazyllm.generate(model, list(range(3, 60)), lazyllm.methods.Lazy(), 4, ())
+    assert out.first_logits.dtype == getattr(torch, dtype)
+
+
+def test_random_weights_are_seeded_and_leave_the_global_generator_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one, again, other = (load_weights("tiny", "dummy", "bfloat16", "cpu", seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), before)
+    for left, right in zip(one.parameters(), again.parameters(), strict=True):
+        assert torch.equal(left, right)
+    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+    assert {parameter.dtype for parameter in one.parameters()} == {torch.bfloat16}
+    assert one.model.rotary_emb.inv_freq.dtype == torch.float32  # as a checkpoint has it
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("llama2", 6_738_415_616), ("llama2-base", 6_738_415_616), ("xgen", 6_895_702_016)]
+)
+def test_presets_have_the_published_sizes_without_a_download(offline, name: str, parameters: int) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(name, "dummy"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def test_a_dummy_has_no_tokenizer_unless_named(offline, monkeypatch) -> None:
+    monkeypatch.setitem(
+        PRESETS, "small", lazyllm.models.Preset("owner/small", random_model("llama", 0).config.to_dict())
+    )
+    assert lazyllm.load_model("small", "dummy", "float32", "cpu")[1] is None
+    assert lazyllm.load_model("small", "dummy", "float32", "cpu", tokenizer=str(TINY))[1] is not None
+
+
+def test_offline_and_not_cached_is_said_without_asking_the_hub(offline, monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(ModelError, match=r"HF_HUB_OFFLINE is set.*model.name=FOLDER.*model.load_format=dummy"):
+        lazyllm.load_model("llama2")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (GatedRepoError, "is gated: ask for access at https://huggingface.co/meta-llama/Llama-2-7b-chat-hf"),
+        (RepositoryNotFoundError, "no such repository on the hub, or it is private"),
+    ],
+)
+def test_no_access_says_how_to_get_it(monkeypatch, tmp_path: Path, error: type, message: str) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise error("403", response=_Response())
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "is_reachable", lambda *_: True)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    with pytest.raises(ModelError, match=message):
+        lazyllm.load_model("llama2")
+
+
+class _Response:
+    """As much of a web response as the hub's errors ask for."""
+
+    headers: dict[str, str] = {}  # noqa: RUF012
+    request = None
+    status_code = 403
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("nosuch", {}, "none of the presets llama2, llama2-base, xgen, tiny"),
+        ("./nosuch", {}, "no such folder"),
+        ("a/b/c", {}, "no such folder"),
+        ("tiny", {"dtype": "int8"}, "unknown dtype 'int8'"),
+        ("tiny", {"device": "cuda:0"}, "torch .* sees none: give device=cpu"),
+        ("tiny", {"device": "gpu"}, "unknown device"),
+        ("tiny", {"load_format": "pickle"}, "unknown load_format"),
+    ],
+)
+def test_bad_arguments(name: str, settings: dict, message: str) -> None:
+    if "cuda" in str(settings) and torch.cuda.is_available():
+        pytest.skip("this machine has the device that the test expects to be absent")
+    with pytest.raises(ModelError, match=message):
+        lazyllm.load_model(name, **settings)
+
+
+def test_pickles_and_remote_code_are_not_read(tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "pickled")
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    (tmp_path / "pickled" / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="Only safetensors are read"):
+        lazyllm.load_model(str(tmp_path / "pickled"), device="cpu")
+    shutil.copytree(TINY, tmp_path / "remote")
+    config = json.loads((TINY / "config.json").read_text()) | {
+        "model_type": "custom_type",
+        "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
+    }
+    (tmp_path / "remote" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "remote" / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ModelError):
+        lazyllm.load_model(str(tmp_path / "remote"), device="cpu")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_end_tokens_are_the_generation_configs(tmp_path: Path) -> None:
+    assert load_end_ids("tiny") == (2,)
+    assert load_end_ids("xgen", "dummy") == (50256,)
+    folder = tmp_path / "chat"
+    shutil.copytree(TINY, folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    assert load_end_ids(str(folder)) == (2, 7)
+    (folder / "generation_config.json").unlink()
+    assert load_end_ids(str(folder)) == (2,)
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match="generation_config"):
+        load_end_ids(str(folder))
+
+
+def test_auto_device_is_one_that_works() -> None:
+    assert torch.ones(2, device=as_device("auto")).sum() == 2
+    assert as_device("cpu") == torch.device("cpu")
