@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -23,7 +24,7 @@ from eval.data import DataError, LoadedDataset, load_rows
 from eval.figures import plot_comparison, save
 from eval.measure import Bench, Case
 from eval.prompts import PromptError, build_prompt, end_token_ids
-from eval.store import RunStore, StoreError, fingerprint, open_store, write_whole
+from eval.store import RunStore, StoreError, fingerprint, open_store, read_run, write_whole
 from eval.summary import (
     Summary,
     as_table,
@@ -130,12 +131,21 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
 
 
 def compare(config: RunConfig) -> list[RunResult]:
-    """Run each method of `config.compare`, then print one table of them all. Same errors as `run`."""
+    """Run each method of `config.compare`, then print one table of them all; `runs/<label>.*` hold it too.
+
+    Same errors as `run`.
+    """
     results = {label: run(replace(config, method=method), show=False) for label, method in config.compare.items()}
     summaries = {label: result.summary for label, result in results.items()}
     console = _console()
     console.print(compared_table(summaries, config.label))
-    for suffix, text in (("md", compared_markdown(summaries, config.label)), ("csv", compared_csv(summaries))):
+    runs = {label: read_run(result.folder)[0] for label, result in results.items()}
+    texts = {
+        "md": compared_markdown(summaries, config.label),
+        "csv": compared_csv(summaries),
+        "json": json.dumps({"config": asdict(config), "runs": runs}, indent=2, sort_keys=True, default=str) + "\n",
+    }
+    for suffix, text in texts.items():
         write_whole(Path("runs") / f"{config.label}.{suffix}", text)
     table = pd.read_csv(Path("runs") / f"{config.label}.csv")
     pictures = save(plot_comparison(table, f"{config.model.name}, {config.label}"), Path("runs") / config.label)
