@@ -24,10 +24,12 @@ class Probe:
     """What the installed attention function is asked for, and what it found.
 
     own_attention_is_eager: whether the model's own attention has no causality of its own.
+    attends_to_part: whether the mask given is that of `part_mask`, and `attend_to_chosen` to be used.
     """
 
     def __init__(self, own_attention_is_eager: bool) -> None:
         self.own_attention_is_eager = own_attention_is_eager
+        self.attends_to_part = False
         self._watched: range = range(0)
         self._found: list[Tensor] = []
 
@@ -57,8 +59,8 @@ class Probe:
 def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
     """Put an observing attention function into `model`, and take it out again on exit, whatever happens.
 
-    The model's own attention (SDPA, FlashAttention, eager) does the work wherever no boolean mask is given. Only
-    decoding steps that attend to a part of the stored tokens bring one; they run `attend_to_chosen`.
+    The model's own attention (SDPA, FlashAttention, eager) does the work, but where a step of decoding attends to part of
+    the stored tokens (`Probe.attend_to_part`): there it is `attend_to_chosen`.
     """
     own_name = model.config._attn_implementation
     is_flash = own_name is not None and own_name.startswith("flash")
@@ -68,13 +70,13 @@ def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        chosen = attention_mask if attention_mask is not None and attention_mask.dtype == torch.bool else None
         scaling = kwargs["scaling"]
+        part = attention_mask if probe.attends_to_part else None
         layer: Any = module.layer_idx
         if probe.wants(layer):
-            probe.add(last_token_importance(query, key, chosen, scaling))
-        if chosen is not None:
-            return attend_to_chosen(query, key, value, chosen, scaling), None
+            probe.add(last_token_importance(query, key, part, scaling))
+        if part is not None:
+            return attend_to_chosen(query, key, value, part, scaling), None
         own = _own_attention(own_name, module)
         if not is_flash:
             return own(module, query, key, value, attention_mask, **kwargs)
@@ -103,11 +105,23 @@ def _own_attention(name: str | None, module: nn.Module) -> Callable[..., tuple[T
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
-def last_token_importance(query: Tensor, key: Tensor, chosen: Tensor | None, scaling: float) -> Tensor:
+def part_mask(chosen: Tensor, share: int, dtype: torch.dtype) -> Tensor:
+    """The additive mask of `attend_to_chosen`, made once for all layers of a group.
+
+    chosen [m, s] bool: which stored tokens each query attends to. share: query heads to a key head, h/g.
+    Returns [1, 1, h/g * m, s] in `dtype`, or [1, 1, 1, s] for a single query.
+    """
+    mask = torch.zeros(chosen.shape, dtype=dtype, device=chosen.device).masked_fill_(~chosen, float("-inf"))
+    if chosen.shape[0] > 1:
+        mask = mask.repeat(share, 1)
+    return mask[None, None]
+
+
+def last_token_importance(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """Eq. 1: attention probability of the newest token on every stored token, mean over heads.
 
-    query [1, h, m, d] and key [1, g, s, d] after RoPE; the newest token is the last query. chosen [1, 1, m, s] bool,
-    None for all. Returns [s], 0 where not attended to, in float32 (float64 for a float64 model). The cost is h*s*d.
+    query [1, h, m, d] and key [1, g, s, d] after RoPE; the newest token is the last query. mask: from `part_mask`, None
+    for all. Returns [s], 0 where not attended to, in float32 (float64 for a float64 model). The cost is h*s*d.
     """
     heads, kv_heads, d = query.shape[1], key.shape[1], query.shape[-1]
     # [1, h, m, d] -> [g, h/g, d]: the query heads that share a key head become the rows of one product
@@ -115,20 +129,19 @@ def last_token_importance(query: Tensor, key: Tensor, chosen: Tensor | None, sca
     # float16 would overflow here where attention itself does not, and bfloat16 would blur what is compared
     exact = torch.promote_types(query.dtype, torch.float32)
     logits = (last.to(exact) * scaling) @ key[0].to(exact).transpose(-1, -2)  # [g, h/g, s]
-    if chosen is not None:
-        logits = logits.masked_fill(~chosen[0, 0, -1], float("-inf"))
+    if mask is not None:
+        logits += mask[0, 0, -1]
     return logits.softmax(dim=-1).mean(dim=(0, 1))
 
 
-def attend_to_chosen(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, scaling: float) -> Tensor:
-    """Attention of m queries to the stored tokens that `chosen` allows each of them.
+def attend_to_chosen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """Attention of m queries to those of the stored tokens that `mask` (from `part_mask`) leaves each of them.
 
-    query [1, h, m, d]; key, value [1, g, s, d]; chosen [1, 1, m, s] bool. Returns [1, m, h, d].
+    query [1, h, m, d]; key, value [1, g, s, d]. Returns [1, m, h, d].
     """
     _, heads, m, d = query.shape
     kv_heads = key.shape[1]
-    share = heads // kv_heads
     # [1, h, m, d] -> [1, g, h/g * m, d]: K and V are read once for all the heads that share them, never repeated
-    packed = query.reshape(1, kv_heads, share * m, d)
-    out = F.scaled_dot_product_attention(packed, key, value, attn_mask=chosen.repeat(1, 1, share, 1), scale=scaling)
+    packed = query.reshape(1, kv_heads, heads // kv_heads * m, d)
+    out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(1, heads, m, d).transpose(1, 2).contiguous()

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lazyllm.attention import Probe, installed_attention
+from lazyllm.attention import Probe, installed_attention, part_mask
 from lazyllm.cache import GroupCache
+from lazyllm.flops import LayerShape
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, [1, m, d] each
 
@@ -40,6 +41,8 @@ class Decoder:
         self.device = model.device
         self.dtype = model.dtype
         self.width: int = model.config.hidden_size
+        shape = LayerShape.of(model.config)
+        self._share = shape.heads // shape.kv_heads
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[m] token ids -> [1, m, w] hidden states before layer 1."""
@@ -60,12 +63,13 @@ class Decoder:
     ) -> Tensor:
         """Run the group's layers over hidden [1, m, w]; K and V go into `group`, which must have been extended.
 
-        chosen: [1, 1, m, s] bool, which stored tokens each query attends to; None for causal attention over the m
-            tokens (prefill), or over everything stored (a single query).
+        chosen: [m, s] bool, which stored tokens each query attends to; None for causal attention over the m tokens
+            (prefill), or over everything stored (a single query).
         watched: the layers whose mean importance (Eq. 1) is left in `probe`.
         """
         self.probe.watch(watched)
-        mask = chosen if chosen is not None else self._prefill_mask(hidden)
+        self.probe.attends_to_part = chosen is not None
+        mask = self._prefill_mask(hidden) if chosen is None else part_mask(chosen, self._share, self.dtype)
         for layer in group.layers:
             hidden = self.layers[layer](
                 hidden,

@@ -119,7 +119,7 @@ class Session:
         return batch
 
     def chosen(self, cache: GroupCache, batch: Batch) -> Tensor | None:
-        """[1, 1, m, s] bool: which stored tokens each of the batch attends to; None for all up to itself."""
+        """[m, s] bool: which stored tokens each of the batch attends to; None for all up to itself."""
         return None
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Batch:

@@ -136,7 +136,7 @@ class LazySession(Session):
         is_present = torch.zeros(self.max_positions, dtype=torch.bool, device=self.decoder.device)
         is_present[self._present] = True
         stored = cache.positions
-        return (is_present[stored] & (stored <= batch.positions[:, None]))[None, None]
+        return is_present[stored] & (stored <= batch.positions[:, None])
 
     def _revive(self, index: int, batch: Batch, kept: Tensor) -> Batch:
         """The batch for the next group: those of the kept tokens that it has not computed, and the newest token.

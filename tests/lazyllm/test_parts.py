@@ -9,7 +9,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lazyllm
-from lazyllm.attention import attend_to_chosen, installed_attention, last_token_importance
+from lazyllm.attention import attend_to_chosen, installed_attention, last_token_importance, part_mask
 from lazyllm.cache import AuxCache, GroupCache
 from lazyllm.methods import Lazy
 from lazyllm.selection import select, split_prompt
@@ -44,10 +44,11 @@ def test_attention_and_importance(heads: int, kv_heads: int, m: int, s: int) -> 
     chosen = torch.rand(1, 1, m, s, generator=torch.Generator().manual_seed(s)) < 0.6
     chosen[..., 0] = True
     expected = _probabilities(query, key, chosen, 0.3)
-    torch.testing.assert_close(last_token_importance(query, key, chosen, 0.3), expected[:, -1].mean(0))
+    mask = part_mask(chosen[0, 0], heads // kv_heads, query.dtype)
+    torch.testing.assert_close(last_token_importance(query, key, mask, 0.3), expected[:, -1].mean(0))
     everything = _probabilities(query, key, torch.ones_like(chosen), 0.3)
     torch.testing.assert_close(last_token_importance(query, key, None, 0.3), everything[:, -1].mean(0))
-    found = attend_to_chosen(query, key, value, chosen, 0.3)
+    found = attend_to_chosen(query, key, value, mask, 0.3)
     for head in range(heads):
         of_head = value[0, head * kv_heads // heads]
         torch.testing.assert_close(found[0, :, head], expected[head] @ of_head)
