@@ -520,6 +520,7 @@ def draw(log: Path, folder: Path) -> None:
                 (millions[i], 1),
                 xycoords=("data", "axes fraction"),
                 va="top",
+                rotation=90,  # stages may follow each other closely
                 fontsize="x-small",
             )
     top.set_title("Training of lazyllm/tiny (grey: a new stage, with its sequence length in tokens)", fontsize="medium")
