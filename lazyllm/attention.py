@@ -59,7 +59,7 @@ class Probe:
 def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
     """Put an observing attention function into `model`, and take it out again on exit, whatever happens.
 
-    The model's own attention (SDPA, FlashAttention, eager) does the work. Only where a decoding step attends to a part of
+    The model's own attention (SDPA, FlashAttention, eager) does the work. Only where a decoding step attends to part of
     the stored tokens (`Probe.attends_to_part`), `attend_to_chosen` does.
     """
     own_name = model.config._attn_implementation
