@@ -21,7 +21,6 @@ from transformers.utils import logging as transformers_logging
 from eval import provenance
 from eval.config import ConfigError, RunConfig, build_method, datasets_of
 from eval.data import DataError, LoadedDataset, load_rows
-from eval.figures import plot_comparison, save
 from eval.measure import Bench, Case
 from eval.prompts import PromptError, build_prompt, end_token_ids
 from eval.store import RunStore, StoreError, fingerprint, open_store, read_run, write_whole
@@ -135,6 +134,8 @@ def compare(config: RunConfig) -> list[RunResult]:
 
     Same errors as `run`.
     """
+    from eval.figures import plot_comparison, save  # not at the top: matplotlib is slow to import, and writes caches
+
     results = {label: run(replace(config, method=method), show=False) for label, method in config.compare.items()}
     summaries = {label: result.summary for label, result in results.items()}
     console = _console()

@@ -15,7 +15,7 @@ from eval.store import read_run
 from lazyllm.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMES = ("ttft", "total_s", "generation_speedup", "started", "git_commit")
+TIMES = ("ttft", "total_s", "generation_speedup", "step_speedup", "started", "git_commit")
 
 
 def call(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
