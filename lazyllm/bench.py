@@ -28,7 +28,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from lazyllm.decoder import check_same_as_model
 from lazyllm.generation import Generation, generate
 from lazyllm.methods import Baseline, Lazy, Method
-from lazyllm.models import as_device, as_dtype, load_weights
+from lazyllm.models import as_device, as_dtype, load_weights, random_weights
 from lazyllm.schedule import Schedule
 
 
@@ -112,9 +112,7 @@ def random_llama(options: argparse.Namespace) -> PreTrainedModel:
         vocab_size=options.vocab,
         max_position_embeddings=max(options.tokens) + options.new_tokens,
     )
-    with torch.random.fork_rng(), torch.device(as_device(options.device)):
-        torch.manual_seed(options.seed)
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=as_dtype(options.dtype))
+    model = random_weights(config, as_dtype(options.dtype), as_device(options.device), "sdpa", options.seed)
     model.eval()
     check_same_as_model(model)
     return model

@@ -121,7 +121,7 @@ def load_weights(
     config = load_config(name, load_format, revision)
     match load_format:
         case "dummy":
-            model = _random_weights(config, torch_dtype, torch_device, attn_implementation, seed)
+            model = random_weights(config, torch_dtype, torch_device, attn_implementation, seed)
         case "auto":
             model = _checkpoint(source_of(name), revision, torch_dtype, torch_device, attn_implementation)
         case _:
@@ -201,7 +201,8 @@ def as_device(name: str) -> torch.device:
     """The torch device of that name; "auto" is the accelerator, if there is one. Raises ModelError if absent."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "auto":
-        return accelerator or torch.device("cpu")
+        # Apple's mps is not tried here, and known for silent errors in attention over views: it has to be asked for
+        return accelerator if accelerator is not None and accelerator.type != "mps" else torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -230,7 +231,7 @@ def _checkpoint(
     return model.to(device)
 
 
-def _random_weights(
+def random_weights(
     config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, attn_implementation: str, seed: int
 ) -> PreTrainedModel:
     """The architecture with seeded random weights, made on the device and in the dtype they are wanted in."""
@@ -262,5 +263,6 @@ __all__ = [
     "load_model",
     "load_tokenizer_of",
     "load_weights",
+    "random_weights",
     "source_of",
 ]

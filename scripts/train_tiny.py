@@ -277,6 +277,8 @@ class Trainer:
         matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
         others = [p for n, p in self.model.named_parameters() if not (p.ndim == 2 and "embed" not in n)]
         if self.args.optimizer == "muon":
+            if not hasattr(torch.optim, "Muon"):
+                sys.exit(f"Muon is in torch 2.9 and later, this is {torch.__version__}: use --optimizer adamw")
             return [
                 torch.optim.Muon(matrices, lr=1.0, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
                 torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0),
