@@ -1,4 +1,4 @@
-# make run    set up, then the main job on the embedded default
+# make run    set up, then every method on the embedded default, side by side
 # make test   set up, then lint and all tests
 # make setup  only the set-up: .venv with the exact versions of requirements.lock
 
@@ -11,7 +11,7 @@ JOBS ?= auto
 .PHONY: run test lint format setup lock clean
 
 run: setup
-	$(BIN)/python run.py
+	$(BIN)/python run.py experiment=demo
 
 test: setup lint
 	$(BIN)/pytest -n $(JOBS)
