@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,14 +22,31 @@ TIMES = ("ttft", "total_s", "generation_speedup", "step_speedup", "started", "gi
 
 def call(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """`python run.py ...` in `folder`, offline."""
-    return subprocess.run(
+    with start(folder, *overrides) as process:
+        stdout, stderr = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, str(ROOT / "run.py"), *overrides],
         cwd=folder,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(folder), "LAZYLLM_BENCH_CACHE": str(folder)},
-        check=False,
     )
+
+
+def kill_in_the_middle(folder: Path, *overrides: str) -> None:
+    """Start a run and end it with SIGKILL when some of its examples are on the disk."""
+    file = folder / "run" / "records.jsonl"
+    with start(folder, *overrides) as process:
+        while process.poll() is None and not (file.exists() and file.read_bytes().count(b"\n") >= 2):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL  # not ended by itself before
 
 
 def test_all_sixteen_datasets_of_real_rows_to_the_table(tmp_path: Path, shared: Path) -> None:
@@ -54,7 +73,7 @@ def test_all_sixteen_datasets_of_real_rows_to_the_table(tmp_path: Path, shared: 
         assert (tmp_path / "run" / f"summary.{suffix}").read_text().count("hotpotqa") == 1
 
 
-QUICK = ("dataset=[lookup,shots]", "limit=3", "max_new_tokens=4", "timing.warmup=0", "out=run")
+QUICK = ("dataset=[lookup,shots]", "limit=12", "max_new_tokens=4", "timing.warmup=0", "out=run")
 
 
 def without_times(summary: str) -> dict:
@@ -68,15 +87,16 @@ def without_times(summary: str) -> dict:
 
 def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for folder in (whole, killed):
-        folder.mkdir()
-        assert call(folder, *QUICK).returncode == 0
+    whole.mkdir()
+    killed.mkdir()
+    assert call(whole, *QUICK).returncode == 0
+    kill_in_the_middle(killed, *QUICK)
     file = killed / "run" / "records.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join(lines[:2]) + lines[2][:100])  # as a kill in the middle of the third example leaves it
+    file.write_bytes(b"".join(lines[:2]) + lines[0][:100])  # as a kill in the middle of a write leaves it
     again = call(killed, *QUICK)
     assert again.returncode == 0, again.stderr
-    assert "6 examples, 2 of them already measured" in again.stderr
+    assert "24 examples, 2 of them already measured" in again.stderr
     assert file.read_bytes().startswith(b"".join(lines[:2]))  # measured once, kept as it was
     ours = [Record.from_json(line) for line in file.read_text().splitlines()]
     theirs = [Record.from_json(line) for line in (whole / "run" / "records.jsonl").read_text().splitlines()]
@@ -86,7 +106,7 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path: Path) -> 
     summaries = [without_times((folder / "run" / "summary.json").read_text()) for folder in (whole, killed)]
     assert summaries[0] == summaries[1]
     third = call(killed, *QUICK)
-    assert "6 of them already measured" in third.stderr
+    assert "24 of them already measured" in third.stderr
     assert third.stdout == again.stdout  # the table is rebuilt from the store, without a model
     other = call(killed, *QUICK, "seed=1")
     assert other.returncode == 1
