@@ -7,7 +7,6 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers.utils import logging as transformers_logging
 
 from eval import provenance
 from eval.config import ConfigError, RunConfig, build_method, datasets_of
 from eval.data import DataError, LoadedDataset, load_rows
 from eval.measure import Bench, Case
+from eval.progress import progress
 from eval.prompts import PromptError, build_prompt, end_token_ids
 from eval.store import RunStore, StoreError, fingerprint, open_store, read_run, write_whole
 from eval.summary import (
@@ -64,7 +63,6 @@ USER_ERRORS = (
 )
 
 DEFAULT_THREADS = torch.get_num_threads()  # which a job of a sweep must find again after one that set its own
-PLAIN_EVERY_S = 10.0  # seconds between progress lines where there is no terminal
 
 
 @dataclass(frozen=True)
@@ -305,7 +303,7 @@ def _title(config: RunConfig, loaded: list[LoadedDataset]) -> str:
 def _measure_all(bench: Bench, cases: list[Case], store: RunStore, warmup: int) -> None:
     log.info("warming up: %d runs", warmup)
     bench.warm_up(cases[0], warmup)
-    with _progress(len(cases)) as advance:
+    with progress(len(cases)) as advance:
         for number, case in enumerate(cases):
             try:
                 record = bench.measure(case, baseline_first=number % 2 == 0)
@@ -316,38 +314,6 @@ def _measure_all(bench: Bench, cases: list[Case], store: RunStore, warmup: int) 
                 ) from error
             store.append(record)
             advance(case.dataset.name)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    """A function to call after each example: moves a bar on a terminal, writes a line now and then elsewhere."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task("", total=total)
-            yield lambda name: bar.update(task, advance=1, description=name)
-        return
-    start = last = time.monotonic()
-    done = 0
-
-    def line(name: str) -> None:
-        nonlocal done, last
-        done += 1
-        now = time.monotonic()
-        if now - last >= PLAIN_EVERY_S or done == total:
-            last = now
-            remaining = (now - start) / done * (total - done)
-            log.info("%d of %d examples (%s), ETA %.0f s", done, total, name, remaining)
-
-    yield line
 
 
 # ------------------------------------------------------------------------------------------------------------- results
