@@ -90,6 +90,7 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
     loaded = [load_rows(dataset, config.data.dir, _on_error(config)) for dataset in datasets_of(config)]
     end_ids = load_end_ids(config.model.name, _load_format(config), config.model.revision)
     paired = config.timing.paired and not isinstance(method, Baseline)
+    cases = list(_cases(config, loaded, tokenizer, model_config, end_ids))
     identity = _identity(config, loaded, model_config, device, paired) | {
         "tokenizer": provenance.tokenizer_sha256(tokenizer)[:16],
         "end_ids": list(end_ids),
@@ -97,7 +98,6 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
     folder = Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity)
     about = {"config": asdict(config), "provenance": _provenance(device)}
     with open_store(folder, identity, about) as store:
-        cases = list(_cases(config, loaded, tokenizer, model_config, end_ids))
         _check_prompts(cases, store)
         todo = [case for case in cases if (case.dataset.name, case.example.id) not in store.records]
         log.info("%s: %d examples, %d of them already measured", folder, len(cases), len(cases) - len(todo))

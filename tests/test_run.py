@@ -163,3 +163,11 @@ def test_the_demo_compares_every_method(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "demo.md").read_text().count("| lazy |") == 3  # two tasks and their mean
     assert "model=llama2" in done.stdout.splitlines()[-1]
     assert len(list((tmp_path / "runs").glob("tiny-*"))) == 3  # each method has its own run, beside its own baseline
+
+
+def test_a_prompt_that_the_model_cannot_hold_is_refused(tmp_path: Path, shared: Path) -> None:
+    data = f"data.dir={shared / 'longbench'}"
+    done = call(tmp_path, "dataset=qasper", data, "model.max_prompt_tokens=4090", "limit=1")
+    assert done.returncode != 0
+    assert "set a lower model.max_prompt_tokens" in done.stderr
+    assert list(tmp_path.iterdir()) == []
