@@ -79,7 +79,8 @@ class LazySession(Session):
         self._prune_generated = prune_generated
         self._revives = revive
         # behind the last layer there is nothing to be revived into
-        self._aux = [AuxCache(self.max_positions, decoder.width, decoder.dtype, decoder.device) for _ in groups[:-1]]
+        boundaries = groups[:-1] if revive else []
+        self._aux = [AuxCache(self.max_positions, decoder.width, decoder.dtype, decoder.device) for _ in boundaries]
         self._prompt_rope: Rope | None = None
         self._present = torch.empty(0)  # positions of the tokens in this step's set, ascending
         self._num_candidates = 0  # how many of them, from the first, the next boundary chooses among
@@ -99,7 +100,7 @@ class LazySession(Session):
         return super().step(token_id)
 
     def cross_in_prefill(self, index: int, batch: Batch) -> Batch:
-        if self._prompt_rope is None:
+        if index == 0:
             self._prompt_rope = batch.rope
         self._note_layers_that_keep_all(index)
         if not self.groups[index].watched:
@@ -125,7 +126,7 @@ class LazySession(Session):
             kept = self.selected[0][layer]
         self._num_candidates = kept.shape[0]
         self._present = self.selected[-1][layer] = torch.cat([kept, always])
-        return self._revive(index, batch, kept) if self._revives and index < len(self._aux) else batch
+        return self._revive(index, batch, kept) if index < len(self._aux) else batch
 
     def chosen(self, cache: GroupCache, batch: Batch) -> Tensor | None:
         """The stored tokens that are in this step's set and not after the query; None where that is all of them."""

@@ -64,6 +64,7 @@ NEVER_BACK = [RandomDrop(0.5, seed=3), StaticPruning(2, 0.4), Lazy({1: 0.6, 3: 0
 def test_what_is_pruned_is_never_computed_later(method: Method) -> None:
     out = lazyllm.generate(MODEL, PROMPT, method, 8, ())
     assert (out.computed == out.computed[0]).all()
+    assert out.aux_bytes == 0
 
 
 def test_without_revival_decoding_sees_what_prefill_selected() -> None:
