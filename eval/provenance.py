@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import lazyllm
+from lazyllm.models import device_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,19 +45,6 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(content.encode()).hexdigest()
-
-
-def device_name(device: torch.device) -> str:
-    """The accelerator's name, or the processor's."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return device.type
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def weights_sha256(source: str) -> str | None:

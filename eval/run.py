@@ -91,10 +91,7 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
     end_ids = load_end_ids(config.model.name, _load_format(config), config.model.revision)
     paired = config.timing.paired and not isinstance(method, Baseline)
     cases = list(_cases(config, loaded, tokenizer, model_config, end_ids))
-    identity = _identity(config, loaded, model_config, device, paired) | {
-        "tokenizer": provenance.tokenizer_sha256(tokenizer)[:16],
-        "end_ids": list(end_ids),
-    }
+    identity = _identity(config, loaded, model_config, tokenizer, end_ids, device, paired)
     folder = Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity)
     about = {"config": asdict(config), "provenance": _provenance(device)}
     with open_store(folder, identity, about) as store:
@@ -232,6 +229,8 @@ def _identity(
     config: RunConfig,
     loaded: list[LoadedDataset],
     model_config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: tuple[int, ...],
     device: torch.device,
     paired: bool,
 ) -> dict[str, Any]:
@@ -243,6 +242,8 @@ def _identity(
         "model": config.model.name if local else source,
         "revision": config.model.revision or getattr(model_config, "_commit_hash", None),
         "weights": f"random, seed {config.seed}" if dummy else provenance.weights_sha256(source),
+        "tokenizer": provenance.tokenizer_sha256(tokenizer)[:16],
+        "end_ids": list(end_ids),
         "load_format": config.model.load_format,
         "dtype": config.model.dtype,
         "attn_implementation": config.model.attn_implementation,

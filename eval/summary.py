@@ -229,7 +229,9 @@ def _row(
 
 # ------------------------------------------------------------------------------------------------------------- display
 
-_SHOWN = (
+_Columns = tuple[tuple[str, str, int], ...]  # (field, heading, digits shown)
+
+_SHOWN: _Columns = (
     ("score", "score", 2),
     ("baseline_score", "baseline score", 2),
     ("ttft_speedup", "TTFT speedup", 2),
@@ -240,29 +242,21 @@ _SHOWN = (
 
 def as_table(summary: Summary, title: str) -> Table:
     """The table for a terminal; task rows in bold below their datasets."""
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, caption=_caption(summary), padding=(0, 1, 0, 0)
-    )
-    table.add_column("dataset, task", no_wrap=True)
-    table.add_column("n", justify="right")
-    for _, heading, _ in _SHOWN:
-        first, _, rest = heading.partition(" ")
-        table.add_column(f"{first}\n{rest}", justify="right", no_wrap=True)
+    table = _empty_table(title, _caption(summary), ["dataset, task"], _SHOWN)
     for row in summary.rows:
         style = None if row.kind == "dataset" else "bold"
         name = f"  {row.name}" if row.kind == "dataset" else row.name
-        table.add_row(name, str(row.examples), *_cells(row), style=style, end_section=row.kind != "dataset")
+        table.add_row(name, str(row.examples), *_cells(row, _SHOWN), style=style, end_section=row.kind != "dataset")
     return table
 
 
 def to_markdown(summary: Summary, title: str) -> str:
     """The same table in Markdown, task rows in bold."""
-    lines = [f"# {title}", "", "| dataset, **task** | n | " + " | ".join(heading for _, heading, _ in _SHOWN) + " |"]
-    lines.append("|---|" + "---:|" * (1 + len(_SHOWN)))
-    for row in summary.rows:
-        name = row.name if row.kind == "dataset" else f"**{row.name}**"
-        lines.append(f"| {name} | {row.examples} | " + " | ".join(_cells(row)) + " |")
-    return "\n".join([*lines, "", _caption(summary), ""])
+    rows = [
+        [row.name if row.kind == "dataset" else f"**{row.name}**", str(row.examples), *_cells(row, _SHOWN)]
+        for row in summary.rows
+    ]
+    return _markdown(title, _caption(summary), ["dataset, **task**"], _SHOWN, rows)
 
 
 def to_csv(summary: Summary) -> str:
@@ -337,36 +331,18 @@ def _compared(summaries: dict[str, Summary]) -> list[_Compared]:
 
 def compared_table(summaries: dict[str, Summary], title: str) -> Table:
     """Methods by tasks for a terminal, as in the paper's Table 1; each method beside its own paired baseline."""
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, caption=_caption(next(iter(summaries.values())))
-    )
-    for heading in ("task", "method"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("n", justify="right")
-    for _, heading, _ in _COMPARED:
-        first, _, rest = heading.partition(" ")
-        table.add_column(f"{first}\n{rest}", justify="right", no_wrap=True)
+    table = _empty_table(title, _caption(next(iter(summaries.values()))), ["task", "method"], _COMPARED)
     lines = _compared(summaries)
     for line, following in zip(lines, [*lines[1:], None], strict=True):
         ends = following is None or following.task != line.task
-        cells = [_cell(getattr(line, column), digits) for column, _, digits in _COMPARED]
-        table.add_row(line.task, line.method, str(line.examples), *cells, end_section=ends)
+        table.add_row(line.task, line.method, str(line.examples), *_cells(line, _COMPARED), end_section=ends)
     return table
 
 
 def compared_markdown(summaries: dict[str, Summary], title: str) -> str:
     """The same in Markdown."""
-    headings = [heading for _, heading, _ in _COMPARED]
-    lines = [
-        f"# {title}",
-        "",
-        f"| task | method | n | {' | '.join(headings)} |",
-        "|---|---|" + "---:|" * (1 + len(headings)),
-    ]
-    for line in _compared(summaries):
-        cells = [_cell(getattr(line, column), digits) for column, _, digits in _COMPARED]
-        lines.append(f"| {line.task} | {line.method} | {line.examples} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _caption(next(iter(summaries.values()))), ""])
+    rows = [[line.task, line.method, str(line.examples), *_cells(line, _COMPARED)] for line in _compared(summaries)]
+    return _markdown(title, _caption(next(iter(summaries.values()))), ["task", "method"], _COMPARED, rows)
 
 
 def compared_csv(summaries: dict[str, Summary]) -> str:
@@ -374,8 +350,27 @@ def compared_csv(summaries: dict[str, Summary]) -> str:
     return _flat_csv(_compared(summaries))
 
 
-def _cells(row: Row) -> list[str]:
-    return [_cell(getattr(row, column), digits) for column, _, digits in _SHOWN]
+def _empty_table(title: str, caption: str, names: Sequence[str], columns: _Columns) -> Table:
+    """A table for a terminal with its headings: the names, n, and each column's in two lines."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, caption=caption, padding=(0, 1, 0, 0))
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    table.add_column("n", justify="right")
+    for _, heading, _ in columns:
+        first, _, rest = heading.partition(" ")
+        table.add_column(f"{first}\n{rest}", justify="right", no_wrap=True)
+    return table
+
+
+def _markdown(title: str, caption: str, names: Sequence[str], columns: _Columns, rows: Sequence[Sequence[str]]) -> str:
+    headings = [*names, "n", *(heading for _, heading, _ in columns)]
+    rule = "|" + "---|" * len(names) + "---:|" * (1 + len(columns))
+    lines = [f"| {' | '.join(cells)} |" for cells in (headings, *rows)]
+    return "\n".join([f"# {title}", "", lines[0], rule, *lines[1:], "", caption, ""])
+
+
+def _cells(row: Row | _Compared, columns: _Columns) -> list[str]:
+    return [_cell(getattr(row, column), digits) for column, _, digits in columns]
 
 
 def _cell(value: Value | None, digits: int) -> str:

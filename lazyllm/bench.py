@@ -28,7 +28,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from lazyllm.decoder import check_same_as_model
 from lazyllm.generation import Generation, generate
 from lazyllm.methods import Baseline, Lazy, Method
-from lazyllm.models import as_device, as_dtype, load_weights, random_weights
+from lazyllm.models import as_device, as_dtype, device_name, load_weights, random_weights
 from lazyllm.schedule import Schedule
 
 
@@ -195,10 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _about(model: PreTrainedModel, options: argparse.Namespace) -> dict[str, Any]:
     settings = {key: value for key, value in vars(options).items() if key != "json"}
-    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else _processor()
     return {
         "settings": settings,
-        "device": device,
+        "device": device_name(model.device),
         "threads": torch.get_num_threads(),
         "versions": {
             "python": platform.python_version(),
@@ -206,14 +205,6 @@ def _about(model: PreTrainedModel, options: argparse.Namespace) -> dict[str, Any
             "transformers": transformers.__version__,
         },
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -52,3 +52,8 @@ def prefill_flops(config: Any, tokens_per_layer: Sequence[int]) -> int:
     shape = LayerShape.of(config)
     layers = sum(n * shape.linear_flops + n * (n + 1) // 2 * shape.pair_flops for n in tokens_per_layer)
     return layers + 2 * shape.width * config.vocab_size
+
+
+def ideal_speedup(config: Any, n: int, tokens_per_layer: Sequence[int]) -> float:
+    """FLOPs of the baseline's prefill of n tokens over those of one in which fewer enter the layers."""
+    return prefill_flops(config, [n] * len(tokens_per_layer)) / prefill_flops(config, tokens_per_layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,7 +163,8 @@ def load_end_ids(name: str, load_format: LoadFormat = "auto", revision: str | No
     if load_format == "auto":
         try:
             folder = Path(source)
-            file = folder / "generation_config.json" if folder.is_dir() else _generation_config(source, revision)
+            name_of_file = "generation_config.json"
+            file = folder / name_of_file if folder.is_dir() else hub_file(source, name_of_file, revision)
             if file is not None and file.is_file():
                 own = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id", own)
         except (HubError, ValueError) as error:
@@ -170,10 +172,6 @@ def load_end_ids(name: str, load_format: LoadFormat = "auto", revision: str | No
     if own is None:
         return ()
     return (own,) if isinstance(own, int) else tuple(own)
-
-
-def _generation_config(source: str, revision: str | None) -> Path | None:
-    return hub_file(source, "generation_config.json", revision)
 
 
 def source_of(name: str) -> str:
@@ -210,6 +208,19 @@ def as_device(name: str) -> torch.device:
     if device.type != "cpu" and (accelerator is None or accelerator.type != device.type):
         raise ModelError(f"device {name!r} was asked for, but torch {torch.__version__} sees none: give device=cpu")
     return device
+
+
+def device_name(device: torch.device) -> str:
+    """The accelerator's name, or the processor's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def _checkpoint(
@@ -258,6 +269,7 @@ __all__ = [
     "TokenizerError",
     "as_device",
     "as_dtype",
+    "device_name",
     "load_config",
     "load_end_ids",
     "load_model",

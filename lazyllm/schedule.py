@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
-from lazyllm.flops import prefill_flops
+from lazyllm.flops import ideal_speedup
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,7 @@ class Schedule:
 
     def ideal_speedup(self, config: Any, n: int) -> float:
         """FLOPs of the baseline's prefill over FLOPs of this schedule's, for n prompt tokens (see `lazyllm.flops`)."""
-        layers = config.num_hidden_layers
-        return prefill_flops(config, [n] * layers) / prefill_flops(config, self.tokens_per_layer(layers, n))
+        return ideal_speedup(config, n, self.tokens_per_layer(config.num_hidden_layers, n))
 
 
 def keep_count(ratio: float, n: int) -> int:

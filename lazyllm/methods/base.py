@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from lazyllm.decoder import Decoder
-from lazyllm.flops import prefill_flops
+from lazyllm.flops import ideal_speedup
 from lazyllm.session import Session
 
 
@@ -29,5 +29,4 @@ class Method(ABC):
 
     def ideal_speedup(self, config: Any, n: int) -> float:
         """FLOPs of the baseline's prefill over FLOPs of this one's, for n prompt tokens (see `lazyllm.flops`)."""
-        layers = config.num_hidden_layers
-        return prefill_flops(config, [n] * layers) / prefill_flops(config, self.tokens_per_layer(layers, n))
+        return ideal_speedup(config, n, self.tokens_per_layer(config.num_hidden_layers, n))
