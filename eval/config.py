@@ -27,6 +27,7 @@ class ModelConfig:
     dtype, device, revision, attn_implementation: as in `lazyllm.load_model`. tokenizer: folder or hub id where it is
     not the model's own. max_prompt_tokens: LongBench's limit, beyond which the middle of a prompt is cut out; null for
     none. chat: how prompts are wrapped: none, llama2, xgen or auto (the tokenizer's own template).
+    paper: the column of the paper's tables that the model is compared with: llama2, xgen or null.
     """
 
     name: str = MISSING_VALUE
@@ -38,6 +39,7 @@ class ModelConfig:
     attn_implementation: str = "sdpa"
     max_prompt_tokens: int | None = None
     chat: str = "none"
+    paper: str | None = None
 
 
 @dataclass

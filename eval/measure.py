@@ -11,7 +11,7 @@ from eval.metrics import rouge_score_f, score_example, scored_text
 from eval.prompts import Prompt, post_process
 from eval.record import Measurement, Record, compact_counts
 from eval.tasks import Dataset
-from lazyllm import generate
+from lazyllm import Generation, generate
 from lazyllm.methods import Baseline, Method
 
 if TYPE_CHECKING:
@@ -29,6 +29,18 @@ class Case:
     prompt: Prompt
     max_new_tokens: int
     end_ids: tuple[int, ...]
+
+
+def generate_case(model: PreTrainedModel, case: Case, method: Method) -> Generation:
+    """The case's answer by the method, as the dataset wants it generated."""
+    return generate(
+        model,
+        case.prompt.token_ids,
+        method,
+        max_new_tokens=case.max_new_tokens,
+        eos_token_ids=case.end_ids,
+        min_new_tokens=1 if case.dataset.newline_ends else 0,
+    )
 
 
 @dataclass(frozen=True)
@@ -75,14 +87,7 @@ class Bench:
 
     def _measure(self, case: Case, method: Method) -> Measurement:
         reset_peak(self.model.device)
-        out = generate(
-            self.model,
-            case.prompt.token_ids,
-            method,
-            max_new_tokens=case.max_new_tokens,
-            eos_token_ids=case.end_ids,
-            min_new_tokens=1 if case.dataset.newline_ends else 0,
-        )
+        out = generate_case(self.model, case, method)
         peak = read_peak(self.model.device)
         decoded = self.tokenizer.decode(out.token_ids, skip_special_tokens=True)
         assert isinstance(decoded, str)
@@ -95,6 +100,7 @@ class Bench:
             score=score_example(case.dataset, text, answers, classes),
             rouge_l=rouge_score_f(scored_text(case.dataset, text), answers) if case.dataset.metric == "rouge" else None,
             ttft_s=out.ttft_s,
+            scoring_s=out.scoring_s,
             total_s=out.total_s,
             decode_step_s=out.decode_step_s,
             pct_prompt_tokens_computed=out.pct_prompt_tokens_computed,

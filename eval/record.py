@@ -15,7 +15,7 @@ class Measurement:
 
     text: the answer as it was scored, before the first-line rule of some datasets. token_ids: its tokens.
     score: the dataset's metric, 0 to 1. rouge_l: rouge-score's ROUGE-L where the metric is ROUGE, else None.
-    ttft_s, total_s, decode_step_s: seconds, as in `lazyllm.Generation`.
+    ttft_s, scoring_s, total_s, decode_step_s: seconds, as in `lazyllm.Generation`.
     pct_prompt_tokens_computed: 0 to 100, mean over layers, at the end.
     group_starts: first layer (from 1) of each run of layers that computed the same prompt tokens.
     computed: [steps][groups] distinct prompt tokens computed so far.
@@ -27,6 +27,7 @@ class Measurement:
     score: float
     rouge_l: float | None
     ttft_s: float
+    scoring_s: float
     total_s: float
     decode_step_s: list[float]
     pct_prompt_tokens_computed: float

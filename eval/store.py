@@ -21,7 +21,7 @@ from eval.record import Record
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 1  # of run.json and records.jsonl
+SCHEMA = 2  # of run.json and records.jsonl
 
 
 class StoreError(RuntimeError):

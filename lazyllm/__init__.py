@@ -4,12 +4,14 @@ from lazyllm import methods
 from lazyllm.decoder import UnsupportedModelError
 from lazyllm.generation import Generation, generate
 from lazyllm.models import ModelError, load_model
+from lazyllm.prompt import Prompt
 from lazyllm.schedule import Schedule
 from lazyllm.tokenizers import TokenizerError
 
 __all__ = [
     "Generation",
     "ModelError",
+    "Prompt",
     "Schedule",
     "TokenizerError",
     "UnsupportedModelError",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lazyllm.decoder import open_decoder, sliding_window
 from lazyllm.methods.base import Method
+from lazyllm.prompt import Prompt
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Generation:
     token_ids: the generated tokens, the end token included where one was reached.
     first_logits: [vocab] the logits that chose the first token, on the model's device, in its dtype.
     ttft_s: seconds from handing the prompt to the model to the first token.
+    scoring_s: seconds of these that went into scoring the prompt before its prefill (prompt compression), else 0.
     total_s: seconds to the last token.
     decode_step_s: seconds of each step after the first; `ttft_s + sum(decode_step_s)` is `total_s`.
     computed: [steps, layers] distinct prompt tokens computed so far in each layer.
@@ -35,6 +37,7 @@ class Generation:
     token_ids: list[int]
     first_logits: Tensor
     ttft_s: float
+    scoring_s: float
     total_s: float
     decode_step_s: list[float]
     computed: np.ndarray
@@ -52,7 +55,7 @@ class Generation:
 @torch.inference_mode()
 def generate(
     model: PreTrainedModel,
-    input_ids: Tensor | Sequence[int],
+    input_ids: Tensor | Sequence[int] | Prompt,
     method: Method,
     max_new_tokens: int = 64,
     eos_token_ids: Sequence[int] | None = None,
@@ -61,7 +64,8 @@ def generate(
     """Continue one prompt greedily.
 
     model: a transformers causal language model in eval mode; it is left as it was.
-    input_ids: the prompt, [n] or [1, n], n >= 1, special tokens included.
+    input_ids: the prompt, [n] or [1, n], n >= 1, special tokens included; or a `lazyllm.Prompt`, which tells
+        the methods that read text what the tokens stand for.
     method: what is pruned, e.g. `lazyllm.methods.Lazy(lazyllm.Schedule({9: 0.7}))`.
     max_new_tokens: at least 1. eos_token_ids: tokens that end the answer; None takes the model's own, () none.
     min_new_tokens: until so many tokens are there, end tokens are not chosen (as `min_length` in transformers).
@@ -78,8 +82,8 @@ def generate(
     end_ids = _end_ids(model) if eos_token_ids is None else frozenset(eos_token_ids)
     with open_decoder(model) as decoder:
         start = _now(decoder.device)
-        session = method.start(decoder, len(prompt), max_new_tokens)
-        first_logits = logits = session.prefill(prompt.to(decoder.device))
+        session = method.start(decoder, prompt, max_new_tokens)
+        first_logits = logits = session.prefill(prompt.token_ids.to(decoder.device))
         token_ids = [_choose(logits, end_ids if min_new_tokens > 0 else frozenset())]
         clock = [start, _now(decoder.device)]
         while len(token_ids) < max_new_tokens and token_ids[-1] not in end_ids:
@@ -90,6 +94,7 @@ def generate(
         token_ids=token_ids,
         first_logits=first_logits,
         ttft_s=clock[1] - clock[0],
+        scoring_s=session.scoring_s,
         total_s=clock[-1] - clock[0],
         decode_step_s=[after - before for before, after in pairwise(clock[1:])],
         computed=np.array(session.computed),
@@ -100,9 +105,10 @@ def generate(
     )
 
 
-def _as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Tensor:
-    """[n]. Raises ValueError where it is not one non-empty prompt of known tokens."""
-    prompt = torch.as_tensor(input_ids)
+def _as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt) -> Prompt:
+    """The prompt. Raises ValueError where it is not one non-empty prompt of known tokens."""
+    given = input_ids if isinstance(input_ids, Prompt) else Prompt(torch.as_tensor(input_ids))
+    prompt = given.token_ids
     if prompt.ndim == 2 and prompt.shape[0] == 1:
         prompt = prompt[0]
     if prompt.ndim != 1 or prompt.shape[0] == 0 or prompt.is_floating_point():
@@ -116,7 +122,7 @@ def _as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Ten
             f"input_ids hold {int(prompt.min())} to {int(prompt.max())}, but the model knows 0 to {vocabulary - 1}: "
             "is the tokenizer another model's?"
         )
-    return prompt.to(torch.long)
+    return replace(given, token_ids=prompt.to(torch.long))
 
 
 def _check_window(model: PreTrainedModel, length: int) -> None:

@@ -66,6 +66,7 @@ class Session:
         self.groups = groups
         self.prompt_tokens = prompt_tokens
         self.max_positions = prompt_tokens + max_new_tokens
+        self.scoring_s = 0.0  # seconds spent on scoring the prompt before its prefill
         self.length = 0  # tokens run so far, prompt and generated
         self.selected: list[dict[int, Tensor]] = []  # per step: {pruning layer: positions that enter the next layer}
         self.computed: list[list[int]] = []  # per step and layer: distinct prompt tokens computed so far

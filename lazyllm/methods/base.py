@@ -7,6 +7,7 @@ from typing import Any
 
 from lazyllm.decoder import Decoder
 from lazyllm.flops import ideal_speedup
+from lazyllm.prompt import Prompt
 from lazyllm.session import Session
 
 
@@ -17,8 +18,8 @@ class Method(ABC):
     """
 
     @abstractmethod
-    def start(self, decoder: Decoder, prompt_tokens: int, max_new_tokens: int) -> Session:
-        """A fresh session for one prompt of `prompt_tokens` tokens and at most `max_new_tokens` generated ones."""
+    def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
+        """A fresh session for one prompt and at most `max_new_tokens` generated tokens."""
 
     @abstractmethod
     def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:

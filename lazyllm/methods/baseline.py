@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lazyllm.decoder import Decoder
 from lazyllm.methods.base import Method
+from lazyllm.prompt import Prompt
 from lazyllm.session import Group, Session
 
 
@@ -13,8 +14,9 @@ from lazyllm.session import Group, Session
 class Baseline(Method):
     """No pruning. It runs through the same loop and cache as the methods, so that a speedup is the method's own."""
 
-    def start(self, decoder: Decoder, prompt_tokens: int, max_new_tokens: int) -> Session:
-        return Session(decoder, [Group(range(len(decoder.layers)), prompt_tokens)], prompt_tokens, max_new_tokens)
+    def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
+        n = len(prompt)
+        return Session(decoder, [Group(range(len(decoder.layers)), n)], n, max_new_tokens)
 
     def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
         return [n] * num_layers

@@ -16,6 +16,7 @@ from torch import Tensor
 from lazyllm.cache import AuxCache, GroupCache
 from lazyllm.decoder import Decoder, Rope
 from lazyllm.methods.base import Method
+from lazyllm.prompt import Prompt
 from lazyllm.schedule import Schedule
 from lazyllm.selection import select, split_prompt
 from lazyllm.session import Batch, Group, Session
@@ -41,9 +42,9 @@ class Lazy(Method):
         if self.prune_generated and not self.revive:
             raise ValueError("prune_generated selects in every decoding step, which revive=False does not")
 
-    def start(self, decoder: Decoder, prompt_tokens: int, max_new_tokens: int) -> Session:
+    def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         schedule = Schedule.parse(self.schedule, len(decoder.layers))
-        return LazySession(decoder, schedule, prompt_tokens, max_new_tokens, self.prune_generated, self.revive)
+        return LazySession(decoder, schedule, len(prompt), max_new_tokens, self.prune_generated, self.revive)
 
     def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
         return Schedule.parse(self.schedule, num_layers).tokens_per_layer(num_layers, n)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lazyllm.decoder import Decoder
 from lazyllm.methods.base import Method
+from lazyllm.prompt import Prompt
 from lazyllm.schedule import check_ratio, keep_count
 from lazyllm.session import Group, Session
 
@@ -33,11 +34,12 @@ class RandomDrop(Method):
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed is a whole number of 0 or more, got {self.seed!r}")
 
-    def start(self, decoder: Decoder, prompt_tokens: int, max_new_tokens: int) -> Session:
-        left = keep_count(self.keep, prompt_tokens)
-        draw = np.random.default_rng([self.seed, prompt_tokens])
-        others = draw.choice(prompt_tokens - 1, size=left - 1, replace=False)
-        kept = torch.tensor([*sorted(others.tolist()), prompt_tokens - 1], device=decoder.device)
+    def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
+        n = len(prompt)
+        left = keep_count(self.keep, n)
+        draw = np.random.default_rng([self.seed, n])
+        others = draw.choice(n - 1, size=left - 1, replace=False)
+        kept = torch.tensor([*sorted(others.tolist()), n - 1], device=decoder.device)
         return DropSession(decoder, kept, max_new_tokens)
 
     def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lazyllm.decoder import Decoder
 from lazyllm.methods.base import Method
+from lazyllm.prompt import Prompt
 from lazyllm.schedule import check_ratio, keep_count
 from lazyllm.selection import split_prompt
 from lazyllm.session import Batch, Group, Session
@@ -28,13 +29,14 @@ class StaticPruning(Method):
         if isinstance(self.layer, bool) or not isinstance(self.layer, int) or self.layer < 1:
             raise ValueError(f"layer is a whole number, 1 for the first layer; got {self.layer!r}")
 
-    def start(self, decoder: Decoder, prompt_tokens: int, max_new_tokens: int) -> Session:
-        tokens = self.tokens_per_layer(len(decoder.layers), prompt_tokens)
+    def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
+        n, kept = len(prompt), keep_count(self.keep, len(prompt))
+        self.tokens_per_layer(len(decoder.layers), n)  # refuses a layer beyond the model
         early, late = range(self.layer), range(self.layer, len(decoder.layers))
-        groups = [Group(early, prompt_tokens, watched=early, watched_in_steps=False)]
+        groups = [Group(early, n, watched=early, watched_in_steps=False)]
         if late:
-            groups.append(Group(late, tokens[-1]))
-        return StaticSession(decoder, groups, prompt_tokens, max_new_tokens, keep_count(self.keep, prompt_tokens))
+            groups.append(Group(late, kept))
+        return StaticSession(decoder, groups, n, max_new_tokens, kept)
 
     def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
         if self.layer > num_layers:

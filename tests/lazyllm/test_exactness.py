@@ -11,6 +11,7 @@ import torch
 import lazyllm
 from lazyllm.decoder import open_decoder
 from lazyllm.methods import Baseline, Lazy
+from lazyllm.prompt import Prompt
 from tests.reference import ARCHITECTURES, ReferenceOutput, lazy_reference, random_model
 
 VOCAB = 97
@@ -20,7 +21,7 @@ TOLERANCE = 1e-9
 def logits_of_all_steps(model, method, prompt: list[int], token_ids: list[int]) -> list[np.ndarray]:
     """The logits of each step of the fast path when it is fed `token_ids`."""
     with torch.inference_mode(), open_decoder(model) as decoder:
-        session = method.start(decoder, len(prompt), len(token_ids))
+        session = method.start(decoder, Prompt(torch.as_tensor(prompt)), len(token_ids))
         found = [session.prefill(torch.tensor(prompt)).numpy()]
         found += [session.step(token_id).numpy() for token_id in token_ids[:-1]]
     return found

@@ -20,6 +20,7 @@ import lazyllm
 from lazyllm import UnsupportedModelError
 from lazyllm.decoder import check_same_as_model, check_structure, open_decoder
 from lazyllm.methods import Baseline, Lazy
+from lazyllm.prompt import Prompt
 from tests.reference import random_model
 
 MODEL = random_model("llama", 2, num_layers=4)
@@ -146,7 +147,7 @@ class CountSyncs(TorchDispatchMode):
 def test_prefill_never_waits_and_a_step_waits_once_per_boundary() -> None:
     schedule = {1: 0.5, 2: 0.6, 3: 0.7}
     with torch.inference_mode(), open_decoder(MODEL) as decoder:
-        session = Lazy(schedule).start(decoder, 40, 10)
+        session = Lazy(schedule).start(decoder, Prompt(torch.zeros(40, dtype=torch.long)), 10)
         with CountSyncs() as counter:
             session.prefill(torch.arange(40))
         assert counter.found == []

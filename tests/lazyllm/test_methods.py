@@ -10,6 +10,7 @@ import lazyllm
 from lazyllm.attention import last_token_importance
 from lazyllm.decoder import open_decoder
 from lazyllm.methods import METHODS, Baseline, Lazy, Method, RandomDrop, StaticPruning
+from lazyllm.prompt import Prompt
 from tests.lazyllm.method_matrix import KEEPING, PRUNING
 from tests.reference import random_model
 
@@ -99,7 +100,7 @@ def test_random_drop_is_the_model_on_the_rest() -> None:
 def test_random_drop_draws_by_seed_and_evenly() -> None:
     def kept(seed: int) -> list[int]:
         with torch.inference_mode(), open_decoder(MODEL) as decoder:
-            return RandomDrop(0.3, seed).start(decoder, 40, 1)._kept.tolist()  # type: ignore[attr-defined]
+            return RandomDrop(0.3, seed).start(decoder, Prompt(torch.zeros(40, dtype=torch.long)), 1)._kept.tolist()  # type: ignore[attr-defined]
 
     draws = [kept(seed) for seed in range(400)]
     assert kept(0) == draws[0]
