@@ -83,7 +83,7 @@ def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
 
     model, paper_model, method, settings (canonical JSON of the hyperparameters), label (the same for people), seed,
     run (the fingerprint), paired, dataset, task, suite, id, prompt_tokens; then of the method, and with `baseline_`
-    before it of the paired baseline (NaN where there is none): score and rouge_l (0 to 100), ttft_s, scoring_s, total_s,
+    before it of the paired baseline (NaN where there is none): score, rouge_l (0 to 100), ttft_s, scoring_s, total_s,
     step_s (mean decoding step; NaN for answers of one token), tokens (generated), pct_computed (0 to 100), kv_bytes,
     aux_bytes, peak_bytes.
 
