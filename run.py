@@ -2,6 +2,7 @@
 
 python run.py                                                    the embedded default, offline
 python run.py model=llama2 method=lazy dataset=hotpotqa          a checkpoint on LongBench
+python run.py -m experiment=table1 model=llama2,xgen             a job for each model and method
 python run.py --help                                             every setting
 """
 
@@ -11,6 +12,8 @@ import logging
 import sys
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from eval.config import register_schema, to_run_config
@@ -30,6 +33,8 @@ def main(config: DictConfig) -> None:
         settings = to_run_config(config)
         compare(settings) if settings.compare else run(settings)
     except USER_ERRORS as error:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            raise  # the sweep's other jobs go on; Hydra ends it with the first error
         sys.exit(f"error: {error}")
 
 

@@ -9,6 +9,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING as MISSING_VALUE
 from omegaconf import MissingMandatoryValue, OmegaConf
 
+from eval import presets
 from eval.data import DataError, resolve_datasets
 from eval.prompts import chat_format
 from eval.tasks import Dataset
@@ -66,8 +67,11 @@ class RunConfig:
     seed: of random weights, and of a method that draws lots (its `seed` is this one unless set).
     threads: CPU threads; null leaves torch's choice.
     out: the run folder; null makes one below `runs/` whose name ends in the run's fingerprint.
+    sample: so many examples, drawn by `seed` from all that the datasets and `limit` leave.
+    trace: of the first so many examples of each dataset, keep what happened inside (`eval.trace`).
     compare: several methods, {label: settings like `method`'s}, run one after the other and put into one table, which
         is also written to runs/<label>.md and .csv; then `method` is not used.
+    only: run one of them only, by its label; a sweep (-m) makes a job of each.
     label: the comparison's name.
     """
 
@@ -81,12 +85,19 @@ class RunConfig:
     seed: int = 0
     threads: int | None = None
     out: str | None = None
+    sample: int | None = None
+    trace: int = 0
+    only: str | None = None
     compare: dict[str, dict[str, Any]] = field(default_factory=dict)
     label: str = "comparison"
 
 
 def register_schema() -> None:
-    """Make the schema known to Hydra, so that an unknown key or a value of another type is refused."""
+    """Make the schema known to Hydra, so that an unknown key or a value of another type is refused.
+
+    Also `${keys:${compare}}`: the labels of a mapping, as a sweep wants its choices.
+    """
+    OmegaConf.register_new_resolver("keys", lambda mapping: ",".join(mapping), replace=True)
     ConfigStore.instance().store(name="schema", node=RunConfig)
 
 
@@ -102,22 +113,32 @@ def to_run_config(config: Any) -> RunConfig:
     )
     _require(plain.data.on_error in ("raise", "skip"), "data.on_error", plain.data.on_error, "raise or skip")
     _require(plain.timing.warmup >= 0, "timing.warmup", plain.timing.warmup, "0 or more runs")
-    for key in ("limit", "max_new_tokens", "threads"):
+    for key in ("limit", "sample", "max_new_tokens", "threads"):
         value = getattr(plain, key)
         _require(value is None or value >= 1, key, value, "1 or more, or null")
     as_dtype(plain.model.dtype)
     as_device(plain.model.device)
     chat_format(plain.model.chat)
-    for settings in plain.compare.values() if plain.compare else [plain.method]:
-        build_method(settings)
-    _require(plain.out is None or not plain.compare, "out", plain.out, "no out= beside compare: each run has its own")
+    _require(plain.only is None or plain.only in plain.compare, "only", plain.only, ", ".join(plain.compare) or "null")
+    compared = {plain.only: plain.compare[plain.only]} if plain.only is not None else plain.compare
+    for settings in compared.values() if compared else [plain.method]:
+        check_method(settings)
+    _require(plain.model.paper in (None, "llama2", "xgen"), "model.paper", plain.model.paper, "llama2, xgen or null")
+    _require(plain.trace >= 0, "trace", plain.trace, "0 or more examples")
+    one_run = not plain.compare or plain.only is not None
+    _require(plain.out is None or one_run, "out", plain.out, "no out= beside compare: each run has its own")
     datasets_of(plain)
     return plain
 
 
 def datasets_of(config: RunConfig) -> tuple[Dataset, ...]:
-    """The datasets that the run covers. Raises ConfigError where there is none or one is unknown."""
+    """The datasets that the run covers; where none is named, the embedded suite for `tiny` and LongBench for others.
+
+    Raises ConfigError where none is left or one is unknown.
+    """
     names = [name for name, wanted in config.dataset.items() if wanted]
+    if not config.dataset:  # nothing was said: what the model is there for
+        names = ["embedded" if config.model.name == "tiny" else "all"]
     if not names:
         raise ConfigError("no dataset is left: write dataset=hotpotqa, a task's name, or dataset=all")
     try:
@@ -127,6 +148,14 @@ def datasets_of(config: RunConfig) -> tuple[Dataset, ...]:
     if len({dataset.suite for dataset in datasets}) > 1:
         raise ConfigError("LongBench's and the embedded datasets share no table: run them apart")
     return datasets
+
+
+def check_method(settings: dict[str, Any]) -> None:
+    """Refuse a method's config as far as that goes without a model. Raises ConfigError."""
+    try:
+        build_method(presets.check(settings))
+    except presets.PresetError as error:
+        raise ConfigError(str(error)) from error
 
 
 def build_method(settings: dict[str, Any]) -> Method:

@@ -22,11 +22,12 @@ WARMUP_TOKENS = 4  # enough to have run prefill, a decoding step that revives, a
 
 @dataclass(frozen=True)
 class Case:
-    """One example, ready to be measured."""
+    """One example, ready to be measured by the method."""
 
     dataset: Dataset
     example: Example
     prompt: Prompt
+    method: Method
     max_new_tokens: int
     end_ids: tuple[int, ...]
 
@@ -45,18 +46,17 @@ def generate_case(model: PreTrainedModel, case: Case, method: Method) -> Generat
 
 @dataclass(frozen=True)
 class Bench:
-    """A model with the method to measure on it; `paired` measures the baseline beside it."""
+    """A model to measure methods on; `paired` measures the baseline beside each."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     chat: str
-    method: Method
     paired: bool
 
     def warm_up(self, case: Case, runs: int) -> None:
         """Run the method, and the baseline if paired, `runs` times on one prompt without keeping anything."""
         for _ in range(runs):
-            for method in (Baseline(), self.method) if self.paired else (self.method,):
+            for method in (Baseline(), case.method) if self.paired else (case.method,):
                 generate(
                     self.model,
                     case.prompt.token_ids,
@@ -68,12 +68,12 @@ class Bench:
     def measure(self, case: Case, baseline_first: bool) -> Record:
         """Both generations of one example; which runs first alternates, so that neither profits from the order."""
         if not self.paired:
-            method, baseline = self._measure(case, self.method), None
+            method, baseline = self._measure(case, case.method), None
         elif baseline_first:
             baseline = self._measure(case, Baseline())
-            method = self._measure(case, self.method)
+            method = self._measure(case, case.method)
         else:
-            method = self._measure(case, self.method)
+            method = self._measure(case, case.method)
             baseline = self._measure(case, Baseline())
         return Record(
             dataset=case.dataset.name,

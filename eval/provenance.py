@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge", "rouge-score", "fuzzywuzzy")
 # What decides a record, apart from the method library
-EVAL_FILES = ("data.py", "measure.py", "metrics.py", "prompts.py", "tasks.py")
+EVAL_FILES = ("data.py", "measure.py", "metrics.py", "presets.py", "prompts.py", "tasks.py")
 _SAMPLES, _SAMPLE_BYTES = 256, 2**14  # of a weight file, spread evenly over it
 
 

@@ -6,19 +6,21 @@ import json
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 import torch
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from eval import provenance
-from eval.config import ConfigError, RunConfig, build_method, datasets_of
-from eval.data import DataError, LoadedDataset, load_rows
+from eval import presets, provenance
+from eval.config import ConfigError, RunConfig, build_method, check_method, datasets_of
+from eval.data import DataError, Example, LoadedDataset, load_rows
 from eval.measure import Bench, Case
 from eval.progress import progress
 from eval.prompts import PromptError, build_prompt, end_token_ids
@@ -34,10 +36,10 @@ from eval.summary import (
     to_json,
     to_markdown,
 )
-from eval.tasks import TASKS
+from eval.tasks import TASKS, Dataset
+from eval.trace import Trace, trace
 from lazyllm import ModelError, TokenizerError, UnsupportedModelError
 from lazyllm.decoder import sliding_window
-from lazyllm.methods import Baseline, Method
 from lazyllm.models import as_device, load_config, load_end_ids, load_tokenizer_of, load_weights, source_of
 
 if TYPE_CHECKING:
@@ -81,24 +83,29 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
     Everything that can be refused is refused before the model loads. Raises ConfigError, DataError, PromptError,
     ModelError, TokenizerError or StoreError with one message for the user.
     """
-    method = build_method(config.method)
+    check_method(config.method)
     device = as_device(config.model.device)
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
     model_config = load_config(config.model.name, _load_format(config), config.model.revision)
-    _check_method(method, model_config)
+    settings = _settings(config, model_config)
     tokenizer = _tokenizer(config)
     loaded = [load_rows(dataset, config.data.dir, _on_error(config)) for dataset in datasets_of(config)]
     end_ids = load_end_ids(config.model.name, _load_format(config), config.model.revision)
-    paired = config.timing.paired and not isinstance(method, Baseline)
-    cases = list(_cases(config, loaded, tokenizer, model_config, end_ids))
-    identity = _identity(config, loaded, model_config, tokenizer, end_ids, device, paired)
+    paired = config.timing.paired and settings["name"] != "baseline"
+    parameters = {one.dataset.name: _resolved(config, settings, one.dataset, model_config) for one in loaded}
+    cases = list(_cases(config, loaded, parameters, tokenizer, model_config, end_ids))
+    identity = _identity(config, loaded, model_config, tokenizer, end_ids, device, paired) | {
+        "method": _plain(settings),
+        "parameters": _plain(parameters) if presets.uses_preset(settings) else None,
+    }
     folder = Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity)
     about = {"config": asdict(config), "provenance": _provenance(device)}
     with open_store(folder, identity, about) as store:
         _check_prompts(cases, store)
         todo = [case for case in cases if (case.dataset.name, case.example.id) not in store.records]
+        untraced = [case for case in _first_of_each(cases, config.trace) if not store.has(_trace_file(case))]
         log.info("%s: %d examples, %d of them already measured", folder, len(cases), len(cases) - len(todo))
-        if todo:
+        if todo or untraced:
             if not sys.stderr.isatty():
                 transformers_logging.disable_progress_bar()
             model = load_weights(
@@ -110,8 +117,9 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
                 attn_implementation=config.model.attn_implementation,
                 seed=config.seed,
             )
-            bench = Bench(model, tokenizer, config.model.chat, method, paired)
-            _measure_all(bench, todo, store, config.timing.warmup)
+            _measure_all(Bench(model, tokenizer, config.model.chat, paired), todo, store, config.timing.warmup)
+            for case in untraced:
+                store.write(_trace_file(case), trace(model, tokenizer, case).to_json())
         summary = summarise([store.records[case.dataset.name, case.example.id] for case in cases])
         title = _title(config, loaded)
         _publish(summary, store, title, about | {"identity": identity})
@@ -127,8 +135,10 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
 def compare(config: RunConfig) -> list[RunResult]:
     """Run each method of `config.compare`, then print one table of them all; `runs/<label>.*` hold it too.
 
-    Same errors as `run`.
+    With `config.only` that method alone is run, as any other run. Same errors as `run`.
     """
+    if config.only is not None:
+        return [run(replace(config, method=config.compare[config.only], compare={}))]
     from eval.figures import plot_comparison, save  # not at the top: matplotlib is slow to import, and writes caches
 
     results = {label: run(replace(config, method=method), show=False) for label, method in config.compare.items()}
@@ -148,8 +158,9 @@ def compare(config: RunConfig) -> list[RunResult]:
     console.print("Files:")
     for path in (*(result.folder for result in results.values()), Path("runs") / f"{config.label}.md", *pictures):
         console.print(f"  {path}", highlight=False)
-    console.print("The same on a checkpoint and LongBench, on a GPU:", highlight=False)
-    console.print("  python run.py model=llama2 method=lazy dataset=hotpotqa", highlight=False)
+    if config.model.name == "tiny":
+        console.print("The same on a checkpoint and LongBench, on a GPU:", highlight=False)
+        console.print("  python run.py model=llama2 method=lazy dataset=hotpotqa", highlight=False)
     return list(results.values())
 
 
@@ -164,11 +175,24 @@ def _on_error(config: RunConfig) -> Any:
     return config.data.on_error
 
 
-def _check_method(method: Method, model_config: PreTrainedConfig) -> None:
+def _settings(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
+    """The method's settings on this model's depth."""
     try:
-        method.tokens_per_layer(model_config.num_hidden_layers, 1)
+        return presets.at_depth(config.method, model_config.num_hidden_layers)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"method: {error}") from error
+
+
+def _resolved(
+    config: RunConfig, settings: dict[str, Any], dataset: Dataset, model_config: PreTrainedConfig
+) -> dict[str, Any]:
+    """The method's settings for one dataset, without presets, checked against the model's depth."""
+    try:
+        resolved = presets.resolve(settings, dataset, model_config, config.model.paper)
+        build_method(resolved).tokens_per_layer(model_config.num_hidden_layers, 1)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"method: {error}") from error
+    return resolved
 
 
 def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
@@ -186,16 +210,19 @@ def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 def _cases(
     config: RunConfig,
     loaded: list[LoadedDataset],
+    parameters: dict[str, dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     model_config: PreTrainedConfig,
     end_ids: tuple[int, ...],
 ) -> Iterator[Case]:
     """Every example of the run with its prompt. A prompt that the model cannot hold is refused here."""
     longest = min(model_config.max_position_embeddings, sliding_window(model_config) or sys.maxsize)
+    examples = _examples(config, loaded)
     for one in loaded:
+        method = build_method(parameters[one.dataset.name])
         dataset_end_ids = end_token_ids(tokenizer, end_ids, one.dataset)
         max_new_tokens = min(one.max_new_tokens, config.max_new_tokens or one.max_new_tokens)
-        for example in one.examples[: config.limit]:
+        for example in examples[one.dataset.name]:
             prompt = build_prompt(
                 example,
                 one.template,
@@ -211,7 +238,34 @@ def _cases(
                     f"{max_new_tokens} new ones are more than the {longest} that the model can see at once "
                     "(its positions, or its sliding window): set a lower model.max_prompt_tokens"
                 )
-            yield Case(one.dataset, example, prompt, max_new_tokens, dataset_end_ids)
+            yield Case(one.dataset, example, prompt, method, max_new_tokens, dataset_end_ids)
+
+
+def _examples(config: RunConfig, loaded: list[LoadedDataset]) -> dict[str, list[Example]]:
+    """What `limit` and `sample` leave of each dataset, in the dataset's order."""
+    pairs = [(one.dataset.name, example) for one in loaded for example in one.examples[: config.limit]]
+    if config.sample is not None and config.sample < len(pairs):
+        drawn = np.random.default_rng(config.seed).choice(len(pairs), config.sample, replace=False)
+        pairs = [pairs[number] for number in sorted(drawn.tolist())]
+    chosen: dict[str, list[Example]] = {one.dataset.name: [] for one in loaded}
+    for name, example in pairs:
+        chosen[name].append(example)
+    return chosen
+
+
+def _first_of_each(cases: list[Case], number: int) -> list[Case]:
+    """The first so many cases of each dataset."""
+    seen: Counter[str] = Counter()
+    first = []
+    for case in cases:
+        if seen[case.dataset.name] < number:
+            first.append(case)
+        seen[case.dataset.name] += 1
+    return first
+
+
+def _trace_file(case: Case) -> str:
+    return f"traces/{Trace.file_name(case.dataset.name, case.example.id)}"
 
 
 def _check_prompts(cases: list[Case], store: RunStore) -> None:
@@ -249,7 +303,6 @@ def _identity(
         "attn_implementation": config.model.attn_implementation,
         "max_prompt_tokens": config.model.max_prompt_tokens,
         "chat": config.model.chat,
-        "method": {str(key): _plain(value) for key, value in config.method.items()},
         "data": {one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in loaded},
         "max_new_tokens": config.max_new_tokens,
         "seed": config.seed,
@@ -302,6 +355,8 @@ def _title(config: RunConfig, loaded: list[LoadedDataset]) -> str:
 
 
 def _measure_all(bench: Bench, cases: list[Case], store: RunStore, warmup: int) -> None:
+    if not cases:
+        return
     log.info("warming up: %d runs", warmup)
     bench.warm_up(cases[0], warmup)
     with progress(len(cases)) as advance:

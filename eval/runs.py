@@ -19,7 +19,7 @@ from eval.store import StoreError, read_run
 from eval.tasks import DATASETS
 
 # What may differ between the runs of one model that lie in one table
-_FREE = {"method", "data", "seed", "paired", "warmup"}
+_FREE = {"method", "parameters", "data", "seed", "paired", "warmup"}
 _KEY = ["model", "method", "settings", "seed", "dataset", "id"]
 
 
@@ -56,7 +56,7 @@ class StoredRun:
 
     @property
     def seed(self) -> int:
-        return self.identity["seed"]
+        return self.identity["method"].get("seed", self.identity["seed"])
 
     @property
     def traces(self) -> list[Path]:

@@ -59,6 +59,10 @@ class RunStore:
             ) from error
         self.records[record.key] = record
 
+    def has(self, name: str) -> bool:
+        """Whether a file lies beside the records."""
+        return (self.folder / name).is_file()
+
     def write(self, name: str, text: str) -> None:
         """Put a file beside the records, whole or not at all. Raises StoreError."""
         write_whole(self.folder / name, text)
@@ -154,6 +158,7 @@ def write_whole(file: Path, text: str) -> None:
     """Put a file in place whole or not at all. Raises StoreError where the disk does not take it."""
     partial = file.with_name(f".{file.name}.partial")
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("w", encoding="utf-8", newline="") as opened:
             opened.write(text)
             opened.flush()

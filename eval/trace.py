@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from eval.measure import Case, generate_case
 from eval.record import compact_counts
 from lazyllm.importance import importance_of_layers
-from lazyllm.methods import Method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -65,9 +64,9 @@ def read_trace(file: Path) -> Trace:
         raise ValueError(f"{file}: not a trace ({type(error).__name__}: {error})") from error
 
 
-def trace(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case, method: Method) -> Trace:
+def trace(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case) -> Trace:
     """Generate once more, keeping what the records leave out."""
-    out = generate_case(model, case, method)
+    out = generate_case(model, case, case.method)
     found = importance_of_layers(model, case.prompt.token_ids)
     group_starts, computed = compact_counts(out.computed)
     return Trace(

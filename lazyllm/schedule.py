@@ -56,6 +56,7 @@ class Schedule:
     def parse(cls, value: Schedule | Mapping[Any, Any] | str, num_layers: int) -> Schedule:
         """A schedule for a model of `num_layers` layers from a name ("paper", "none"), a mapping or a schedule.
 
+        In a mapping a layer may also be given as a share of the depth, rounded down: `{"50%": 0.7}`.
         Raises ValueError for an unknown name or a layer that the model does not have.
         """
         match value:
@@ -69,6 +70,11 @@ class Schedule:
                 raise ValueError(
                     f"unknown schedule {value!r}: give 'paper', 'none' or a mapping such as {{9: 0.7, 19: 0.7}}"
                 )
+            case Mapping():
+                placed = {_at_depth(layer, num_layers): ratio for layer, ratio in value.items()}
+                if len(placed) < len(value):
+                    raise ValueError(f"two shares of the depth in {dict(value)!r} mean the same of {num_layers} layers")
+                schedule = cls(placed)
             case _:
                 schedule = cls(value)
         schedule.check_depth(num_layers)
@@ -114,6 +120,19 @@ def check_ratio(what: str, ratio: Any) -> float:
     if not 0 < ratio <= 1:
         raise ValueError(f"{what} lies in (0, 1], got {ratio}")
     return float(ratio)
+
+
+def _at_depth(layer: Any, num_layers: int) -> Any:
+    """The layer that a share of the depth such as "12.5%" means; anything else unchanged."""
+    if not (isinstance(layer, str) and layer.strip().endswith("%")):
+        return layer
+    try:
+        share = Fraction(layer.strip()[:-1].strip()) / 100
+    except (ValueError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"a pruning layer is a whole number or a share of the depth like 50%, got {layer!r}"
+        ) from error
+    return int(share * num_layers)
 
 
 def _layer(layer: Any) -> int:

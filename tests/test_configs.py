@@ -56,6 +56,8 @@ def test_the_default() -> None:
     config = config_of()
     assert (config.model.name, build_method(config.method)) == ("tiny", Lazy("paper"))
     assert {one.suite for one in datasets_of(config)} == {"embedded"}
+    assert {one.suite for one in datasets_of(config_of("model=llama2"))} == {"longbench"}
+    assert len(datasets_of(config_of("model=llama2"))) == 16
     assert (config.timing.paired, config.timing.warmup) == (True, 5)
 
 
@@ -98,6 +100,15 @@ def test_unknown_keys_and_wrong_types_are_refused_by_hydra(override: str) -> Non
         (["data.on_error=ignore"], "data.on_error=ignore"),
         (["timing.warmup=-1"], "timing.warmup=-1"),
         (["limit=0"], "limit=0"),
+        (["sample=0"], "sample=0"),
+        (["trace=-1"], "trace=-1: expected 0 or more"),
+        (["experiment=demo", "only=nosuch"], "only=nosuch: expected lazy, static_pruning"),
+        (["only=lazy"], "only=lazy: expected null"),
+        (["model.paper=llama3"], "model.paper=llama3: expected llama2, xgen or null"),
+        (["experiment=demo", "out=run"], "each run has its own"),
+        (["method=random_drop", "method.keep=2.0"], "in (0, 1]"),
+        (["method=random_drop", "method.keep=fast"], "is a number"),
+        (["method=static_pruning", "method.layer=2.0x"], "takes no preset as layer=2.0x"),
         (["dataset=trec", "dataset.trec=false"], "no dataset is left"),
         (["+dataset.nosuch=true"], "unknown dataset 'nosuch'"),
         (["dataset=[qasper,lookup]"], "share no table"),

@@ -9,11 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from eval.data import resolve_datasets
 from eval.record import Record
 from eval.store import read_run
+from eval.trace import read_trace
+from lazyllm import Schedule
 from lazyllm.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -171,3 +174,63 @@ def test_a_prompt_that_the_model_cannot_hold_is_refused(tmp_path: Path, shared: 
     assert done.returncode != 0
     assert "set a lower model.max_prompt_tokens" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_of_an_experiments_methods_by_its_label(tmp_path: Path) -> None:
+    quick = ("dataset=lookup", "limit=1", "max_new_tokens=2", "timing.warmup=0")
+    done = call(tmp_path, "-m", "experiment=demo", "only=lazy,random_drop", *quick)
+    assert done.returncode == 0, done.stderr
+    assert {path.name.rsplit("-", 1)[0] for path in (tmp_path / "runs").glob("tiny-*")} == {
+        "tiny-lazy-lookup", "tiny-random_drop-lookup",
+    }  # fmt: skip
+
+
+def test_a_sweep_goes_on_after_a_job_that_fails(tmp_path: Path) -> None:
+    quick = ("dataset=lookup", "limit=1", "max_new_tokens=2", "timing.warmup=0")
+    done = call(tmp_path, "-m", "method=static_pruning", "method.layer=9,2", *quick)
+    assert done.returncode == 1
+    assert "only 8 layers" in done.stderr
+    assert len(list((tmp_path / "runs").glob("tiny-static_pruning-*/records.jsonl"))) == 1
+
+
+def test_presets_depend_on_the_task_and_are_written_down(tmp_path: Path) -> None:
+    quick = ("dataset=[lookup,retrieve]", "limit=1", "max_new_tokens=2", "timing.warmup=0", "out=run")
+    assert call(tmp_path, "method.schedule=table1", *quick).returncode == 0
+    about, records = read_run(tmp_path / "run")
+    found = about["identity"]["parameters"]
+    for record in records:  # the tokens that entered each layer are those of the dataset's own schedule
+        schedule = Schedule(found[record.dataset]["schedule"])
+        per_layer = schedule.tokens_per_layer(8, record.prompt_tokens)
+        assert record.method.computed[0] == [per_layer[start - 1] for start in record.method.group_starts]
+    assert found["lookup"] != found["retrieve"]
+
+
+def test_traces_lie_beside_the_records_and_are_made_once(tmp_path: Path) -> None:
+    quick = ("dataset=[lookup,shots]", "limit=2", "max_new_tokens=3", "timing.warmup=0", "out=run")
+    assert call(tmp_path, *quick).returncode == 0
+    done = call(tmp_path, *quick, "trace=1")  # of a run that is measured already
+    assert done.returncode == 0, done.stderr
+    _, records = read_run(tmp_path / "run")
+    files = sorted((tmp_path / "run" / "traces").iterdir())
+    assert [file.name.split("-")[0] for file in files] == ["lookup", "shots"]
+    for file in files:
+        trace = read_trace(file)
+        record = next(one for one in records if one.key == (trace.dataset, trace.id))
+        assert len(trace.tokens) == record.prompt_tokens
+        assert (trace.computed, trace.group_starts) == (record.method.computed, record.method.group_starts)
+        assert len(trace.generated) == len(record.method.token_ids)
+        np.testing.assert_allclose(np.sum(trace.importance, axis=1), 1, rtol=1e-3)
+    before = [file.stat().st_mtime_ns for file in files]
+    assert "4 of them already measured" in call(tmp_path, *quick, "trace=1").stderr
+    assert [file.stat().st_mtime_ns for file in files] == before
+
+
+def test_a_sample_is_drawn_by_the_seed_and_can_be_widened(tmp_path: Path) -> None:
+    quick = ("dataset=[lookup,shots]", "limit=20", "max_new_tokens=1", "timing.warmup=0", "out=run")
+    keys = []
+    for sample in (3, 3, 40):
+        assert call(tmp_path, *quick, f"sample={sample}").returncode == 0
+        keys.append([record.key for record in read_run(tmp_path / "run")[1]])
+    assert len(set(keys[0])) == 3
+    assert keys[0] == keys[1] == keys[2][:3]
+    assert len(set(keys[2])) == 40

@@ -46,12 +46,12 @@ def calls(monkeypatch) -> list[tuple]:
 def bench(paired: bool = True, chat: str = "none") -> Bench:
     model = SimpleNamespace(device=torch.device("cpu"))
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: TEXTS[ids[0]])
-    return Bench(model, tokenizer, chat, METHOD, paired)  # type: ignore[arg-type]
+    return Bench(model, tokenizer, chat, paired)  # type: ignore[arg-type]
 
 
 def case(name: str) -> Case:
     example = Example(name, "row", "", "context", ("Emilia is angry.",), (), 5, "en")
-    return Case(DATASETS[name], example, Prompt("text", (1, 2, 3, 4), 9, True, "abc"), 40, (2,))
+    return Case(DATASETS[name], example, Prompt("text", (1, 2, 3, 4), 9, True, "abc"), METHOD, 40, (2,))
 
 
 @pytest.mark.parametrize("baseline_first", [True, False])

@@ -70,6 +70,13 @@ def test_parse() -> None:
     assert Schedule.parse("paper", 32) == Schedule.paper(32)
     assert Schedule.parse("none", 32) == Schedule({})
     assert Schedule.parse({"9": 0.7, "2": 0.5}, 32) == Schedule({2: 0.5, 9: 0.7})
+    assert Schedule.parse({"12.5%": 0.5, "50 %": 0.7, 30: 0.9}, 32) == Schedule({4: 0.5, 16: 0.7, 30: 0.9})
+    assert Schedule.parse({"30%": 0.5}, 8) == Schedule({2: 0.5})  # 2.4, rounded down
+    for bad, message in (({"half%": 0.5}, "like 50%"), ({"1/0%": 0.5}, "like 50%"), ({"1%": 0.5}, "count from 1")):
+        with pytest.raises(ValueError, match=message):
+            Schedule.parse(bad, 32)
+    with pytest.raises(ValueError, match="mean the same of 8 layers"):
+        Schedule.parse({"30%": 0.5, 2: 0.7}, 8)
     with pytest.raises(ValueError, match="after layer 9, but the model has only 8 layers"):
         Schedule.parse({9: 0.7}, 8)
     with pytest.raises(ValueError, match="unknown schedule 'papr'"):
