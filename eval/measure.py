@@ -9,7 +9,7 @@ from eval.data import Example
 from eval.memory import read_peak, reset_peak
 from eval.metrics import rouge_score_f, score_example, scored_text
 from eval.prompts import Prompt, post_process
-from eval.record import Measurement, Record, compact_counts
+from eval.record import PROMPT_END, Measurement, Record, compact_counts
 from eval.tasks import Dataset
 from lazyllm import Generation, generate
 from lazyllm.methods import Baseline, Method
@@ -83,6 +83,8 @@ class Bench:
             prompt_tokens_before_truncation=case.prompt.tokens_before_truncation,
             method=method,
             baseline=baseline,
+            prompt_end=case.prompt.text[-PROMPT_END:],
+            answers=list(case.example.answers),
         )
 
     def _measure(self, case: Case, method: Method) -> Measurement:

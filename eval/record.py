@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+
+PROMPT_END = 600  # characters of a prompt that its record keeps, for people to read
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Record:
-    """One example: its prompt, and what the method and the paired baseline (None if not paired) made of it."""
+    """One example: its prompt, and what the method and the paired baseline (None if not paired) made of it.
+
+    prompt_end: the last `PROMPT_END` characters of the prompt's text. answers: the gold answers. Both are for reports
+    that set them beside the answer; empty in records of before they were kept.
+    """
 
     dataset: str
     id: str
@@ -49,6 +55,8 @@ class Record:
     prompt_tokens_before_truncation: int
     method: Measurement
     baseline: Measurement | None
+    prompt_end: str = ""
+    answers: list[str] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[str, str]:

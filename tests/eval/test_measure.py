@@ -49,9 +49,9 @@ def bench(paired: bool = True, chat: str = "none") -> Bench:
     return Bench(model, tokenizer, chat, paired)  # type: ignore[arg-type]
 
 
-def case(name: str) -> Case:
+def case(name: str, text: str = "text") -> Case:
     example = Example(name, "row", "", "context", ("Emilia is angry.",), (), 5, "en")
-    return Case(DATASETS[name], example, Prompt("text", (1, 2, 3, 4), 9, True, "abc"), METHOD, 40, (2,))
+    return Case(DATASETS[name], example, Prompt(text, (1, 2, 3, 4), 9, True, "abc"), METHOD, 40, (2,))
 
 
 @pytest.mark.parametrize("baseline_first", [True, False])
@@ -65,6 +65,13 @@ def test_the_order_is_the_asked_one_and_each_has_its_own_peak(calls, baseline_fi
     assert record.method.peak_memory_bytes == 123
     assert (record.method.group_starts, record.method.computed) == ([1, 3], [[4, 2], [4, 3]])
     assert (record.prompt_tokens, record.prompt_tokens_before_truncation, record.prompt_sha256) == (4, 9, "abc")
+
+
+@pytest.mark.parametrize(("text", "end"), [("short", "short"), ("x" * 50 + "é" * 599 + "?", "é" * 599 + "?")])
+def test_a_record_keeps_the_prompts_end_and_the_gold_answers(calls, text: str, end: str) -> None:
+    record = bench().measure(case("qasper", text), True)
+    assert record.prompt_end == end
+    assert record.answers == ["Emilia is angry."]
 
 
 def test_unpaired_runs_the_method_only(calls) -> None:

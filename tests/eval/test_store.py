@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,8 @@ def measurement(text: str = "an answer", score: float = 0.5, **changes) -> Measu
 
 
 def record(number: int, dataset: str = "hotpotqa", **changes) -> Record:
-    return Record(dataset, f"row-{number}", "abc", 100, 120, measurement(**changes), measurement("base", ttft_s=0.4))
+    method, baseline = measurement(**changes), measurement("base", ttft_s=0.4)
+    return Record(dataset, f"row-{number}", "abc", 100, 120, method, baseline, "...\nQuestion: why?", ["because", "so"])
 
 
 @given(st.text(), st.floats(0, 1), st.lists(st.integers(0, 50_000)))
@@ -36,6 +38,12 @@ def test_a_record_comes_back_as_it_was(text: str, score: float, token_ids: list[
     assert "\n" not in line
     assert "\r" not in line
     assert Record.from_json(line) == one
+
+
+def test_a_record_of_before_prompt_ends_were_kept_is_read() -> None:
+    values = json.loads(record(1).to_json())
+    del values["prompt_end"], values["answers"]
+    assert Record.from_json(json.dumps(values)) == replace(record(1), prompt_end="", answers=[])
 
 
 def test_compact_counts_lose_nothing() -> None:
