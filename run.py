@@ -36,6 +36,9 @@ def main(config: DictConfig) -> None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise  # the sweep's other jobs go on; Hydra ends it with the first error
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("stopped: every finished example is safe, and the same command goes on from there", file=sys.stderr)
+        sys.exit(130)  # as a shell reports a program that Ctrl-C ended
 
 
 if __name__ == "__main__":

@@ -31,6 +31,10 @@ class Case:
     max_new_tokens: int
     end_ids: tuple[int, ...]
 
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.dataset.name, self.example.id
+
 
 def generate_case(model: PreTrainedModel, case: Case, method: Method) -> Generation:
     """The case's answer by the method, as the dataset wants it generated."""

@@ -1,7 +1,8 @@
-"""Peak memory of one generation."""
+"""Peak memory of one generation, and memory given back after a failure."""
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import torch
@@ -26,3 +27,10 @@ def read_peak(device: torch.device) -> int | None:
         line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
     return None
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what an example that failed has left, so that the next one finds it free."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

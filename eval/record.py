@@ -75,6 +75,29 @@ class Record:
         return cls(**values, method=Measurement(**method), baseline=paired)
 
 
+@dataclass(frozen=True)
+class Failure:
+    """An example that could not be measured. reason: for people, one line. traceback: where it happened."""
+
+    dataset: str
+    id: str
+    reason: str
+    traceback: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.dataset, self.id
+
+    def to_json(self) -> str:
+        """One line of JSON, without a newline at its end."""
+        return json.dumps(asdict(self), ensure_ascii=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, line: str) -> Failure:
+        """The failure of a line. Raises ValueError or TypeError where it is none."""
+        return cls(**json.loads(line))
+
+
 def compact_counts(computed: np.ndarray) -> tuple[list[int], list[list[int]]]:
     """(group_starts, computed) of [steps, layers] counts: neighbouring layers that always agree are one group."""
     differs = (computed[:, 1:] != computed[:, :-1]).any(axis=0)

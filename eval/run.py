@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -22,8 +23,10 @@ from eval import presets, provenance
 from eval.config import ConfigError, RunConfig, build_method, check_method, datasets_of
 from eval.data import DataError, Example, LoadedDataset, load_rows
 from eval.measure import Bench, Case
+from eval.memory import release_memory
 from eval.progress import progress
 from eval.prompts import PromptError, build_prompt, end_token_ids
+from eval.record import Failure, Record
 from eval.store import RunStore, StoreError, fingerprint, open_store, read_run, write_whole
 from eval.summary import (
     Summary,
@@ -49,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class RunError(RuntimeError):
-    """An example that could not be measured; the message says which and why."""
+    """A run in which no example could be measured; the message says why."""
 
 
 # What a user can mend: the message says how, and is all that is shown
@@ -102,7 +105,7 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
     about = {"config": asdict(config), "provenance": _provenance(device)}
     with open_store(folder, identity, about) as store:
         _check_prompts(cases, store)
-        todo = [case for case in cases if (case.dataset.name, case.example.id) not in store.records]
+        todo = [case for case in cases if case.key not in store.records]
         untraced = [case for case in _first_of_each(cases, config.trace) if not store.has(_trace_file(case))]
         log.info("%s: %d examples, %d of them already measured", folder, len(cases), len(cases) - len(todo))
         if todo or untraced:
@@ -120,11 +123,17 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
             _measure_all(Bench(model, tokenizer, config.model.chat, paired), todo, store, config.timing.warmup)
             for case in untraced:
                 store.write(_trace_file(case), trace(model, tokenizer, case).to_json())
-        summary = summarise([store.records[case.dataset.name, case.example.id] for case in cases])
+        done = [store.records[case.key] for case in cases if case.key in store.records]
+        failed = [failure for failure in store.failures if failure.key in {case.key for case in cases}]
+        if not done:
+            raise RunError(_all_failed(store, failed))
+        summary = summarise(done)
         title = _title(config, loaded)
         _publish(summary, store, title, about | {"identity": identity})
         if show:
             _console().print(as_table(summary, title))
+    if failed:
+        log.warning("%s", _some_failed(store, failed, len(cases)))
     skipped = sum(len(one.skipped) for one in loaded)
     if skipped:
         first = next(one.skipped[0] for one in loaded if one.skipped)
@@ -271,7 +280,7 @@ def _trace_file(case: Case) -> str:
 def _check_prompts(cases: list[Case], store: RunStore) -> None:
     """Raise StoreError where the store holds another prompt of an example than the one that is built now."""
     for case in cases:
-        record = store.records.get((case.dataset.name, case.example.id))
+        record = store.records.get(case.key)
         if record is not None and record.prompt_sha256 != case.prompt.sha256:
             raise StoreError(
                 f"{store.folder}: holds {case.dataset.name}, row {case.example.id}, with another prompt than the one "
@@ -361,18 +370,44 @@ def _measure_all(bench: Bench, cases: list[Case], store: RunStore, warmup: int) 
     bench.warm_up(cases[0], warmup)
     with progress(len(cases)) as advance:
         for number, case in enumerate(cases):
-            try:
-                record = bench.measure(case, baseline_first=number % 2 == 0)
-            except FloatingPointError as error:
-                raise RunError(
-                    f"{case.dataset.name}, row {case.example.id}: {error}. The records before it are safe; "
-                    "another model.dtype may help"
-                ) from error
-            store.append(record)
+            outcome = _measure(bench, case, baseline_first=number % 2 == 0)
+            if isinstance(outcome, Failure):
+                log.warning("%s, row %s failed: %s", *outcome.key, outcome.reason)
+                store.fail(outcome)
+                release_memory(bench.model.device)
+            else:
+                store.append(outcome)
             advance(case.dataset.name)
 
 
+def _measure(bench: Bench, case: Case, baseline_first: bool) -> Record | Failure:
+    """The example's record, or why there is none: out of memory, logits that are not finite, a fault in a method."""
+    try:
+        return bench.measure(case, baseline_first)
+    except USER_ERRORS:
+        raise  # every other example would end the same way
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return Failure(*case.key, reason, traceback.format_exc())
+
+
 # ------------------------------------------------------------------------------------------------------------- results
+
+
+def _all_failed(store: RunStore, failed: list[Failure]) -> str:
+    return (
+        f"all {len(failed)} examples failed, the first: {failed[0].dataset}, row {failed[0].id}: {failed[0].reason}. "
+        f"{store.folder / 'failures.jsonl'} says where; another model.dtype, a smaller model.max_prompt_tokens or "
+        "more memory may help"
+    )
+
+
+def _some_failed(store: RunStore, failed: list[Failure], examples: int) -> str:
+    return (
+        f"{len(failed)} of {examples} examples failed and are not in the table, the first: {failed[0].dataset}, row "
+        f"{failed[0].id}: {failed[0].reason}. {store.folder / 'failures.jsonl'} holds all; the same command tries them "
+        "again"
+    )
 
 
 def _publish(summary: Summary, store: RunStore, title: str, about: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 run.json        the run's identity and its fingerprint, its config, and where it ran (`eval.provenance`)
 records.jsonl   one `Record` a line, flushed when its example is done
+failures.jsonl  one `Failure` a line, where there are any: examples that are tried again when the run goes on
 summary.*       made from the records at the end (`eval.summary`)
 """
 
@@ -12,14 +13,16 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from eval.record import Record
+from eval.record import Failure, Record
 
 log = logging.getLogger(__name__)
+
+Line = TypeVar("Line", Record, Failure)
 
 SCHEMA = 2  # of run.json and records.jsonl
 
@@ -38,26 +41,29 @@ class RunStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._file = folder / "records.jsonl"
-        self.records = {record.key: record for record in _read_records(self._file)}
-        _cut_half_line(self._file)
+        self._file, self._failures_file = folder / "records.jsonl", folder / "failures.jsonl"
+        self.records = {record.key: record for record in _read_lines(self._file, Record.from_json)}
+        self._failures = {failure.key: failure for failure in _read_lines(self._failures_file, Failure.from_json)}
+        for file in (self._file, self._failures_file):
+            _cut_half_line(file)
+
+    @property
+    def failures(self) -> list[Failure]:
+        """The last failure of each example that has no record."""
+        return [failure for key, failure in self._failures.items() if key not in self.records]
 
     def append(self, record: Record) -> None:
         """Write the record so that it survives a kill of this process, and of the machine as far as the disk obeys.
 
         Raises StoreError where the disk does not take it.
         """
-        try:
-            with self._file.open("a", encoding="utf-8", newline="") as opened:
-                opened.write(record.to_json() + "\n")
-                opened.flush()
-                os.fsync(opened.fileno())
-        except OSError as error:
-            raise StoreError(
-                f"{self._file}: the record could not be written ({error}). Those before it are safe: make room, then "
-                "give the same command again"
-            ) from error
+        _append_line(self._file, record.to_json())
         self.records[record.key] = record
+
+    def fail(self, failure: Failure) -> None:
+        """Write down that an example could not be measured, as safely as a record. Raises StoreError."""
+        _append_line(self._failures_file, failure.to_json())
+        self._failures[failure.key] = failure
 
     def has(self, name: str) -> bool:
         """Whether a file lies beside the records."""
@@ -68,14 +74,27 @@ class RunStore:
         write_whole(self.folder / name, text)
 
 
-def _read_records(file: Path) -> Iterator[Record]:
-    """All complete records; a last line without its end, which a kill leaves, is not one. Raises StoreError."""
+def _append_line(file: Path, line: str) -> None:
+    try:
+        with file.open("a", encoding="utf-8", newline="") as opened:
+            opened.write(line + "\n")
+            opened.flush()
+            os.fsync(opened.fileno())
+    except OSError as error:
+        raise StoreError(
+            f"{file}: the record could not be written ({error}). Those before it are safe: make room, then "
+            "give the same command again"
+        ) from error
+
+
+def _read_lines(file: Path, parse: Callable[[str], Line]) -> Iterator[Line]:
+    """All complete lines; a last line without its end, which a kill leaves, is not one. Raises StoreError."""
     if not file.exists():
         return
     data = file.read_bytes()
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
         try:
-            yield Record.from_json(line.decode())
+            yield parse(line.decode())
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise StoreError(
                 f"{file}:{number}: not a record ({type(error).__name__}: {error}). Nothing was changed: "
@@ -119,7 +138,7 @@ def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any]) ->
 
 def read_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
     """A stored run for tables and figures: run.json's content and the records. Raises StoreError."""
-    records = {record.key: record for record in _read_records(folder / "records.jsonl")}
+    records = {record.key: record for record in _read_lines(folder / "records.jsonl", Record.from_json)}
     return _read_about(folder / "run.json"), list(records.values())
 
 

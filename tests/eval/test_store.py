@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.record import Measurement, Record, compact_counts
+from eval.record import Failure, Measurement, Record, compact_counts
 from eval.store import StoreError, fingerprint, open_store, read_run
 
 IDENTITY = {"model": "tiny", "method": {"name": "lazy", "schedule": {"2": 0.7}}, "seed": 0}
@@ -167,3 +167,17 @@ def test_a_full_disk_says_what_is_safe(tmp_path: Path, monkeypatch) -> None:
         with pytest.raises(StoreError, match="could not be written"):
             store.write("summary.md", "text")
     assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_a_failure_counts_until_the_example_has_a_record(tmp_path: Path) -> None:
+    failed = [
+        Failure("hotpotqa", f"row-{number}", "OutOfMemoryError: 2 GB\n more", "Traceback ...") for number in (1, 2)
+    ]
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        for one in failed:
+            store.fail(one)
+        store.append(record(2))
+        assert store.failures == failed[:1]
+    with open_store(tmp_path, IDENTITY, {}) as store:  # read back
+        assert store.failures == failed[:1]
+        assert set(store.records) == {("hotpotqa", "row-2")}
