@@ -90,7 +90,7 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
     loaded = [load_rows(dataset, config.data.dir, _on_error(config)) for dataset in datasets_of(config)]
     end_ids = load_end_ids(config.model.name, _load_format(config), config.model.revision)
     paired = config.timing.paired and not isinstance(method, Baseline)
-    cases = list(_cases(config, loaded, tokenizer, model_config, end_ids))
+    cases = list(_cases(config, method, loaded, tokenizer, model_config, end_ids))
     identity = _identity(config, loaded, model_config, tokenizer, end_ids, device, paired)
     folder = Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity)
     about = {"config": asdict(config), "provenance": _provenance(device)}
@@ -166,7 +166,7 @@ def _on_error(config: RunConfig) -> Any:
 
 def _check_method(method: Method, model_config: PreTrainedConfig) -> None:
     try:
-        method.tokens_per_layer(model_config.num_hidden_layers, 1)
+        method.check(model_config)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"method: {error}") from error
 
@@ -185,12 +185,13 @@ def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
 def _cases(
     config: RunConfig,
+    method: Method,
     loaded: list[LoadedDataset],
     tokenizer: PreTrainedTokenizerBase,
     model_config: PreTrainedConfig,
     end_ids: tuple[int, ...],
 ) -> Iterator[Case]:
-    """Every example of the run with its prompt. A prompt that the model cannot hold is refused here."""
+    """Every example of the run with its prompt. What the model cannot hold, or the method not use, is refused here."""
     longest = min(model_config.max_position_embeddings, sliding_window(model_config) or sys.maxsize)
     for one in loaded:
         dataset_end_ids = end_token_ids(tokenizer, end_ids, one.dataset)
@@ -203,7 +204,12 @@ def _cases(
                 config.model.max_prompt_tokens,
                 config.model.chat,
                 one.dataset.chat_wrap,
+                one.dataset.protected,
             )
+            try:
+                method.check_prompt(prompt.as_input())
+            except ValueError as error:
+                raise ConfigError(f"{one.dataset.name}, row {example.id}: {error}") from error
             length = len(prompt.token_ids) + max_new_tokens
             if length > longest:
                 raise ConfigError(
@@ -238,6 +244,7 @@ def _identity(
     source = source_of(config.model.name)
     dummy = config.model.load_format == "dummy"
     local = Path(source).is_dir()
+    scorer = config.method.get("scorer")
     return {
         "model": config.model.name if local else source,
         "revision": config.model.revision or getattr(model_config, "_commit_hash", None),
@@ -250,6 +257,7 @@ def _identity(
         "max_prompt_tokens": config.model.max_prompt_tokens,
         "chat": config.model.chat,
         "method": {str(key): _plain(value) for key, value in config.method.items()},
+        **({"scorer_weights": provenance.weights_sha256(source_of(scorer))} if scorer else {}),
         "data": {one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in loaded},
         "max_new_tokens": config.max_new_tokens,
         "seed": config.seed,
