@@ -40,7 +40,7 @@ def generate_case(model: PreTrainedModel, case: Case, method: Method) -> Generat
     """The case's answer by the method, as the dataset wants it generated."""
     return generate(
         model,
-        case.prompt.token_ids,
+        case.prompt.as_input(),
         method,
         max_new_tokens=case.max_new_tokens,
         eos_token_ids=case.end_ids,
@@ -63,7 +63,7 @@ class Bench:
             for method in (Baseline(), case.method) if self.paired else (case.method,):
                 generate(
                     self.model,
-                    case.prompt.token_ids,
+                    case.prompt.as_input(),
                     method,
                     max_new_tokens=min(WARMUP_TOKENS, case.max_new_tokens),
                     eos_token_ids=(),

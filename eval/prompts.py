@@ -4,15 +4,24 @@ The order matters and is the official one: render the template; count its tokens
 more than the limit, keep `int(limit / 2)` tokens of each end, decode the halves without special tokens and join the
 *texts*; wrap the text for chat models, except for the datasets that are exempt; tokenise again. So a truncated prompt's
 final number of tokens may be a little above or below the limit.
+
+Along the way the place of the context is followed, for methods that shorten it and nothing else (`Prompt.context`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import string
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import lazyllm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +34,9 @@ _XGEN_HEADER = (
     "A chat between a curious human and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the human's questions.\n\n"
 )
+
+
+Ranges = list[tuple[int, int]]  # half-open ranges of characters, ascending and disjoint
 
 
 class PromptError(ValueError):
@@ -70,6 +82,10 @@ class Prompt:
     tokens_before_truncation: of the rendered template, special ones included, before truncation and wrap.
     truncated: whether the middle was cut out.
     sha256: of the token ids, written in decimal and joined by commas: two runs saw the same prompt if these agree.
+    context: ranges of `text` that a method may shorten: what the template's {context} gave, less the answers of its
+        examples, as far as truncation has left it.
+    spans: [n, 2] the range of `text` that each token stands for; None where that is not known: the tokenizer is no
+        fast one, or its chat template changes the prompt.
     """
 
     text: str
@@ -77,6 +93,13 @@ class Prompt:
     tokens_before_truncation: int
     truncated: bool
     sha256: str
+    context: tuple[tuple[int, int], ...] = ()
+    spans: np.ndarray | None = field(default=None, compare=False, repr=False)
+
+    def as_input(self) -> lazyllm.Prompt:
+        """The prompt as `lazyllm.generate` takes it."""
+        spans = () if self.spans is None else tuple(map(tuple, self.spans.tolist()))
+        return lazyllm.Prompt(torch.tensor(self.token_ids), self.text, spans, self.context)
 
 
 def chat_format(chat: str | ChatFormat) -> ChatFormat:
@@ -95,6 +118,7 @@ def build_prompt(
     max_prompt_tokens: int | None = None,
     chat: str | ChatFormat = "none",
     chat_wrap: bool = True,
+    protected: str = "",
 ) -> Prompt:
     """The prompt of one example, in the official order (see the top of this file).
 
@@ -102,34 +126,42 @@ def build_prompt(
     max_prompt_tokens: the limit that middle truncation keeps to (Llama 2 chat 3500, XGen 7500); None for none.
     chat: a name in `CHAT_FORMATS` or a format; "auto" is the tokenizer's own chat template.
     chat_wrap: False for the datasets that are exempt from the wrap (`Dataset.chat_wrap`).
+    protected: what in the context is not to be shortened (`Dataset.protected`). It changes no token.
     Raises PromptError: a placeholder that is no field of a row, an unknown chat format or none in the tokenizer, a
         limit that leaves no tokens, a prompt without tokens.
     """
     chat = chat_format(chat)
     if max_prompt_tokens is not None and max_prompt_tokens < 2:
         raise PromptError(f"max_prompt_tokens must be at least 2 (one for each end) or null, got {max_prompt_tokens}")
-    text = render(template, example)
+    text, contexts = render(template, example)
+    context = _without(contexts, text, protected)
     ids = _tokenize(tokenizer, text)
     before = len(ids)
     truncated = max_prompt_tokens is not None and before > max_prompt_tokens
     if max_prompt_tokens is not None and truncated:
         half = max_prompt_tokens // 2
-        text = _decode(tokenizer, ids[:half]) + _decode(tokenizer, ids[-half:])
+        left, right = _decode(tokenizer, ids[:half]), _decode(tokenizer, ids[-half:])
+        text, context = left + right, _after_cut(context, text, left, right)
     if chat_wrap and chat.from_tokenizer:
-        text = _apply_own_template(tokenizer, text)
+        inner, text = text, _apply_own_template(tokenizer, text)
         # The template has written the special tokens out, BOS among them where the model wants one: none is added.
-        ids = _tokenize(tokenizer, text, special_tokens=False)
+        ids, spans = _tokenize_with_spans(tokenizer, text, special_tokens=False)
+        moved = _after_own_template(context, inner, text)
+        context, spans = ([], None) if moved is None else (moved, spans)
     else:
         if chat_wrap:
-            text = f"{chat.before}{text}{chat.after}"
-        ids = _tokenize(tokenizer, text)
+            text, context = f"{chat.before}{text}{chat.after}", _moved(context, len(chat.before))
+        ids, spans = _tokenize_with_spans(tokenizer, text)
     if not ids:
         raise PromptError(f"{example.dataset}, row {example.id!r}: the prompt has no tokens (its text is {text!r})")
-    return Prompt(text, tuple(ids), before, truncated, token_ids_sha256(ids))
+    return Prompt(text, tuple(ids), before, truncated, token_ids_sha256(ids), tuple(context), spans)
 
 
-def render(template: str, example: Example) -> str:
-    """The template with the row's fields filled in. Raises PromptError: another placeholder, a stray brace."""
+def render(template: str, example: Example) -> tuple[str, Ranges]:
+    """The template with the row's fields filled in, and where in it the row's context stands.
+
+    Raises PromptError: another placeholder, a stray brace.
+    """
     fields = {
         "input": example.input,
         "context": example.context,
@@ -141,18 +173,80 @@ def render(template: str, example: Example) -> str:
         "_id": example.id,
     }
     try:
-        placeholders = [part[1:] for part in string.Formatter().parse(template) if part[1] is not None]
+        pieces = list(string.Formatter().parse(template))
     except ValueError as error:
         raise PromptError(
             f"template of {example.dataset}: {error}; literal braces are written {{{{ and }}}}"
         ) from error
-    for name, spec, conversion in placeholders:
+    text, contexts = "", []
+    for literal, name, spec, conversion in pieces:
+        text += literal
+        if name is None:
+            continue
         if name not in fields or spec or conversion:
             raise PromptError(
                 f"template of {example.dataset}: placeholder {{{name}}} is no plain field of a row; expected one of "
                 f"{', '.join(fields)} (literal braces are written {{{{ and }}}})"
             )
-    return template.format(**fields)
+        value = str(fields[name])
+        if name == "context":
+            contexts.append((len(text), len(text) + len(value)))
+        text += value
+    return text, contexts
+
+
+def _without(ranges: Ranges, text: str, protected: str) -> Ranges:
+    """What the pattern (`Dataset.protected`) leaves of the ranges; it sees each of them by itself."""
+    if not protected:
+        return ranges
+    left = []
+    for start, stop in ranges:
+        for match in re.finditer(protected, text[start:stop], re.MULTILINE):
+            left.append((start, start + match.start()))
+            start += match.end()
+        left.append((start, stop))
+    return [(start, stop) for start, stop in left if start < stop]
+
+
+def _after_cut(ranges: Ranges, text: str, left: str, right: str) -> Ranges:
+    """Where in `left + right` the ranges of `text` are, of which the two are the ends.
+
+    Only what stands there letter for letter counts: the decoded ends differ from the text where the cut went through a
+    character (of several tokens), or where the tokenizer does not give back what it was given. Such letters belong to
+    no range, so that no method touches them.
+    """
+    same_left = _same(text, left)
+    same_right = _same(reversed(text), reversed(right))
+    found = _clipped(ranges, 0, same_left)
+    of_right = _clipped(ranges, len(text) - same_right, len(text))
+    for start, stop in _moved(of_right, len(left) + len(right) - len(text)):
+        if found and found[-1][1] == start:  # the cut went through this range
+            start = found.pop()[0]
+        found.append((start, stop))
+    return found
+
+
+def _after_own_template(ranges: Ranges, text: str, wrapped: str) -> Ranges | None:
+    """Where in `wrapped` the ranges of `text` are; None where it does not hold the text (stripped, maybe) just once."""
+    inner = text.strip()
+    if wrapped.count(inner) != 1:
+        return None
+    start = text.index(inner)
+    return _moved(_clipped(ranges, start, start + len(inner)), wrapped.index(inner) - start)
+
+
+def _same(one: Iterable[str], other: Iterable[str]) -> int:
+    """How many letters at the beginning are the same in both."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _moved(ranges: Ranges, by: int) -> Ranges:
+    return [(start + by, stop + by) for start, stop in ranges]
+
+
+def _clipped(ranges: Ranges, lowest: int, highest: int) -> Ranges:
+    clipped = [(max(start, lowest), min(stop, highest)) for start, stop in ranges]
+    return [(start, stop) for start, stop in clipped if start < stop]
 
 
 def post_process(text: str, chat: str | ChatFormat) -> str:
@@ -194,6 +288,18 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: boo
     # verbose=False: a prompt above the model's length is what truncation is for, and no reason to warn.
     ids: Any = tokenizer(text, truncation=False, add_special_tokens=special_tokens, verbose=False)["input_ids"]
     return ids
+
+
+def _tokenize_with_spans(
+    tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool = True
+) -> tuple[list[int], np.ndarray | None]:
+    """Token ids, and the range of the text that each stands for where the tokenizer can say it (`Prompt.spans`)."""
+    if not getattr(tokenizer, "is_fast", False):
+        return _tokenize(tokenizer, text, special_tokens), None
+    found: Any = tokenizer(
+        text, truncation=False, add_special_tokens=special_tokens, verbose=False, return_offsets_mapping=True
+    )
+    return found["input_ids"], np.array(found["offset_mapping"], dtype=np.int32).reshape(-1, 2)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

@@ -198,7 +198,7 @@ def _resolved(
     """The method's settings for one dataset, without presets, checked against the model's depth."""
     try:
         resolved = presets.resolve(settings, dataset, model_config, config.model.paper)
-        build_method(resolved).tokens_per_layer(model_config.num_hidden_layers, 1)
+        build_method(resolved).check(model_config)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"method: {error}") from error
     return resolved
@@ -224,7 +224,7 @@ def _cases(
     model_config: PreTrainedConfig,
     end_ids: tuple[int, ...],
 ) -> Iterator[Case]:
-    """Every example of the run with its prompt. A prompt that the model cannot hold is refused here."""
+    """Every example of the run with its prompt. What the model cannot hold, or the method not use, is refused here."""
     longest = min(model_config.max_position_embeddings, sliding_window(model_config) or sys.maxsize)
     examples = _examples(config, loaded)
     for one in loaded:
@@ -239,7 +239,12 @@ def _cases(
                 config.model.max_prompt_tokens,
                 config.model.chat,
                 one.dataset.chat_wrap,
+                one.dataset.protected,
             )
+            try:
+                method.check_prompt(prompt.as_input())
+            except ValueError as error:
+                raise ConfigError(f"{one.dataset.name}, row {example.id}: {error}") from error
             length = len(prompt.token_ids) + max_new_tokens
             if length > longest:
                 raise ConfigError(
@@ -301,6 +306,7 @@ def _identity(
     source = source_of(config.model.name)
     dummy = config.model.load_format == "dummy"
     local = Path(source).is_dir()
+    scorer = config.method.get("scorer")
     return {
         "model": config.model.name if local else source,
         "revision": config.model.revision or getattr(model_config, "_commit_hash", None),
@@ -312,6 +318,7 @@ def _identity(
         "attn_implementation": config.model.attn_implementation,
         "max_prompt_tokens": config.model.max_prompt_tokens,
         "chat": config.model.chat,
+        **({"scorer_weights": provenance.weights_sha256(source_of(scorer))} if scorer else {}),
         "data": {one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in loaded},
         "max_new_tokens": config.max_new_tokens,
         "seed": config.seed,

@@ -21,6 +21,8 @@ class Dataset:
     chat_wrap: whether the prompt is wrapped in the model's chat template.
     first_line: whether only the first line of the answer is scored (leading newlines stripped first).
     newline_ends: whether a newline token ends the answer, which then has at least one token.
+    protected: a pattern (re.MULTILINE) of what is not to be shortened in the context of a few-shot dataset: the
+        examples' answers, and the labels that lay the examples out; "" where the context holds no examples.
     """
 
     name: str
@@ -30,6 +32,18 @@ class Dataset:
     chat_wrap: bool = True
     first_line: bool = False
     newline_ends: bool = False
+    protected: str = ""
+
+
+# "Question: ..." and "Type: ..." in turn, a line each
+_TREC = r"^Question:|^Type:.*"
+# "Passage:", lines of text, "Question:", a line, "Answer:", a line: only the text may be shortened, as a question here
+# is what an example asks of its passage, and means little without its every word
+_TRIVIAQA = r"^Passage:$|^Question:\n.*\nAnswer:\n.*"
+# "Dialogue: ", lines of talk, "Summary: ", as a rule one line
+_SAMSUM = r"^Dialogue:|^Summary:[\s\S]*?(?=^Dialogue:|\Z)"
+# "Example", a sentence with its key, then the class and a full stop
+_SHOTS = r"^Example| \S+$"
 
 
 _ALL = (
@@ -42,9 +56,9 @@ _ALL = (
     Dataset("gov_report", "summarization", "rouge"),
     Dataset("qmsum", "summarization", "rouge"),
     Dataset("multi_news", "summarization", "rouge"),
-    Dataset("trec", "few_shot", "classification", chat_wrap=False, first_line=True),
-    Dataset("triviaqa", "few_shot", "f1", chat_wrap=False, first_line=True),
-    Dataset("samsum", "few_shot", "rouge", chat_wrap=False, first_line=True, newline_ends=True),
+    Dataset("trec", "few_shot", "classification", chat_wrap=False, first_line=True, protected=_TREC),
+    Dataset("triviaqa", "few_shot", "f1", chat_wrap=False, first_line=True, protected=_TRIVIAQA),
+    Dataset("samsum", "few_shot", "rouge", chat_wrap=False, first_line=True, newline_ends=True, protected=_SAMSUM),
     Dataset("passage_count", "synthetic", "count"),
     Dataset("passage_retrieval_en", "synthetic", "retrieval"),
     Dataset("lcc", "code", "code_similarity", chat_wrap=False),
@@ -52,7 +66,7 @@ _ALL = (
     Dataset("lookup", "single_doc_qa", "f1", "embedded", chat_wrap=False),
     Dataset("hops", "multi_doc_qa", "f1", "embedded", chat_wrap=False),
     Dataset("digest", "summarization", "rouge", "embedded", chat_wrap=False),
-    Dataset("shots", "few_shot", "classification", "embedded", chat_wrap=False, first_line=True),
+    Dataset("shots", "few_shot", "classification", "embedded", chat_wrap=False, first_line=True, protected=_SHOTS),
     Dataset("retrieve", "synthetic", "retrieval", "embedded", chat_wrap=False),
     Dataset("complete", "code", "code_similarity", "embedded", chat_wrap=False),
 )

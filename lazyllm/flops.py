@@ -42,16 +42,16 @@ class LayerShape:
         return 4 * self.heads * self.head_dim
 
 
-def prefill_flops(config: Any, tokens_per_layer: Sequence[int]) -> int:
-    """FLOPs of a prefill in which `tokens_per_layer[l]` tokens enter layer l.
+def prefill_flops(config: Any, tokens_per_layer: Sequence[int], logits: int = 1) -> int:
+    """FLOPs of a prefill in which `tokens_per_layer[l]` tokens enter layer l, with logits at so many positions.
 
     A multiplication and an addition count as two. Attention counts the pairs that causality leaves, n (n + 1) / 2.
-    Logits are computed for one position. Left out, as below 1 %: norms, RoPE, softmax, activations, and the selection
+    Left out, as below 1 %: norms, RoPE, softmax, activations, and the selection
     itself (one row of attention per pruning layer, which the layer computes anyway).
     """
     shape = LayerShape.of(config)
     layers = sum(n * shape.linear_flops + n * (n + 1) // 2 * shape.pair_flops for n in tokens_per_layer)
-    return layers + 2 * shape.width * config.vocab_size
+    return layers + logits * 2 * shape.width * config.vocab_size
 
 
 def ideal_speedup(config: Any, n: int, tokens_per_layer: Sequence[int]) -> float:

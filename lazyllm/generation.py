@@ -80,6 +80,7 @@ def generate(
     method.tokens_per_layer(model.config.num_hidden_layers, len(prompt))  # refuses what does not fit the depth
     _check_window(model, len(prompt) + max_new_tokens)
     end_ids = _end_ids(model) if eos_token_ids is None else frozenset(eos_token_ids)
+    method.prepare(model)
     with open_decoder(model) as decoder:
         start = _now(decoder.device)
         session = method.start(decoder, prompt, max_new_tokens)

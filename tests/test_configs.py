@@ -124,6 +124,8 @@ def test_what_a_type_cannot_say_is_checked_too(overrides: list[str], message: st
 @pytest.mark.parametrize("experiment", ["demo", "claim"])
 @pytest.mark.parametrize("tokens", [512, 1024, 2048])
 def test_experiments_compare_at_the_same_ideal_speedup(experiment: str, tokens: int) -> None:
-    methods = config_of(f"experiment={experiment}").compare.values()
+    compared = config_of(f"experiment={experiment}").compare.values()
+    methods = [method for method in compared if method["name"] != "prompt_compression"]  # which scores in a prefill
+    assert len(methods) == {"claim": 4, "demo": 3}[experiment]
     speedups = [build_method(method).ideal_speedup(load_config("tiny"), tokens) for method in methods]
     assert max(speedups) / min(speedups) < 1.05

@@ -41,15 +41,15 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
     )
 
 
-def kill_in_the_middle(folder: Path, *overrides: str) -> None:
-    """Start a run and end it with SIGKILL when some of its examples are on the disk."""
+def stop_in_the_middle(folder: Path, number: signal.Signals, *overrides: str) -> tuple[int, str]:
+    """Start a run and send it a signal when some of its examples are on the disk; its exit status and stderr."""
     file = folder / "run" / "records.jsonl"
     with start(folder, *overrides) as process:
         while process.poll() is None and not (file.exists() and file.read_bytes().count(b"\n") >= 2):
             time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL  # not ended by itself before
+        process.send_signal(number)
+        _, stderr = process.communicate()
+    return process.returncode, stderr
 
 
 def test_all_sixteen_datasets_of_real_rows_to_the_table(tmp_path: Path, shared: Path) -> None:
@@ -93,7 +93,8 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path: Path) -> 
     whole.mkdir()
     killed.mkdir()
     assert call(whole, *QUICK).returncode == 0
-    kill_in_the_middle(killed, *QUICK)
+    status, _ = stop_in_the_middle(killed, signal.SIGKILL, *QUICK)
+    assert status == -signal.SIGKILL  # not ended by itself before
     file = killed / "run" / "records.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:2]) + lines[0][:100])  # as a kill in the middle of a write leaves it
@@ -115,6 +116,16 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path: Path) -> 
     assert other.returncode == 1
     assert "holds a run that differs (seed: 0 there, 1 now)" in other.stderr
     assert "Traceback" not in other.stderr
+
+
+def test_ctrl_c_ends_with_a_word_and_a_store_to_go_on_from(tmp_path: Path) -> None:
+    status, stderr = stop_in_the_middle(tmp_path, signal.SIGINT, *QUICK)
+    assert status == 130
+    assert "the same command goes on from there" in stderr
+    assert "Traceback" not in stderr
+    lines = (tmp_path / "run" / "records.jsonl").read_text().splitlines(keepends=True)
+    assert 2 <= len(lines) < 24
+    assert all(Record.from_json(line) for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +176,7 @@ def test_the_demo_compares_every_method(tmp_path: Path) -> None:
         assert {row[1] for row in rows if row and row[0] == task} == set(METHODS)
     assert (tmp_path / "runs" / "demo.md").read_text().count("| lazy |") == 3  # two tasks and their mean
     assert "model=llama2" in done.stdout.splitlines()[-1]
-    assert len(list((tmp_path / "runs").glob("tiny-*"))) == 3  # each method has its own run, beside its own baseline
+    assert len(list((tmp_path / "runs").glob("tiny-*"))) == 4  # each method has its own run, beside its own baseline
 
 
 def test_a_prompt_that_the_model_cannot_hold_is_refused(tmp_path: Path, shared: Path) -> None:

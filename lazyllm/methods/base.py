@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from lazyllm.decoder import Decoder
 from lazyllm.flops import ideal_speedup
 from lazyllm.prompt import Prompt
@@ -27,6 +29,19 @@ class Method(ABC):
 
         Raises ValueError if the method cannot run on a model of `num_layers` layers. Needs no model.
         """
+
+    def check(self, config: Any) -> None:
+        """Refuse what can be refused before a model of this transformers config loads.
+
+        Raises ValueError: the method cannot run on such a model, or something that it needs is missing here.
+        """
+        self.tokens_per_layer(config.num_hidden_layers, 1)
+
+    def check_prompt(self, prompt: Prompt) -> None:  # noqa: B027 - most methods take every prompt
+        """Raise ValueError where the method cannot run on this prompt. Needs no model."""
+
+    def prepare(self, model: PreTrainedModel) -> None:  # noqa: B027 - most methods need nothing beside the model
+        """Load what is needed beside the model, unless that has been done: before the clock starts."""
 
     def ideal_speedup(self, config: Any, n: int) -> float:
         """FLOPs of the baseline's prefill over FLOPs of this one's, for n prompt tokens (see `lazyllm.flops`)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,8 +34,8 @@ def calls(monkeypatch) -> list[tuple]:
     """Every call of `generate` and of the peak's reset, in order; the method answers token 5, the baseline 6."""
     seen: list[tuple] = []
 
-    def generate(model, token_ids, method, **settings):
-        seen.append((method, tuple(token_ids), settings))
+    def generate(model, prompt, method, **settings):
+        seen.append((method, prompt, settings))
         return generation(6 if isinstance(method, Baseline) else 5)
 
     monkeypatch.setattr(measure, "generate", generate)
@@ -77,6 +78,19 @@ def test_a_record_keeps_the_prompts_end_and_the_gold_answers(calls, text: str, e
 def test_unpaired_runs_the_method_only(calls) -> None:
     assert bench(paired=False).measure(case("qasper"), baseline_first=True).baseline is None
     assert [call[0] for call in calls] == ["reset", METHOD]
+
+
+def test_methods_get_the_tokens_and_what_they_stand_for(calls) -> None:
+    spans = np.array([[0, 0], [0, 1], [1, 3], [3, 4]], dtype=np.int32)
+    given = replace(case("qasper"), prompt=Prompt("text", (1, 2, 3, 4), 9, True, "abc", ((1, 3),), spans))
+    bench().measure(given, True)
+    bench().warm_up(given, 1)
+    prompts = [call[1] for call in calls if len(call) == 3]
+    assert len(prompts) == 4
+    for prompt in prompts:
+        assert prompt.token_ids.tolist() == [1, 2, 3, 4]
+        assert (prompt.text, prompt.context) == ("text", ((1, 3),))
+        assert prompt.spans == ((0, 0), (0, 1), (1, 3), (3, 4))
 
 
 @pytest.mark.parametrize(("name", "least"), [("samsum", 1), ("qasper", 0), ("triviaqa", 0)])

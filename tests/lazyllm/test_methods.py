@@ -9,7 +9,7 @@ import torch
 import lazyllm
 from lazyllm.attention import last_token_importance
 from lazyllm.decoder import open_decoder
-from lazyllm.methods import METHODS, Baseline, Lazy, Method, RandomDrop, StaticPruning
+from lazyllm.methods import METHODS, Baseline, Lazy, Method, PromptCompression, RandomDrop, StaticPruning
 from lazyllm.prompt import Prompt
 from tests.lazyllm.method_matrix import KEEPING, PRUNING
 from tests.reference import random_model
@@ -37,6 +37,7 @@ def test_keeping_everything_is_the_baseline(method: Method, n: int) -> None:
     assert torch.equal(out.first_logits, logits)
     assert out.pct_prompt_tokens_computed == 100
     assert method.ideal_speedup(MODEL.config, n) == 1
+    assert out.scoring_s == 0
 
 
 @pytest.mark.parametrize("method", PRUNING.values(), ids=PRUNING.keys())
@@ -46,7 +47,13 @@ def test_the_claimed_share_is_the_measured_one(method: Method, n: int) -> None:
     assert out.computed[0].tolist() == method.tokens_per_layer(LAYERS, n)
     assert (np.diff(out.computed, axis=0) >= 0).all()
     assert out.computed.max() <= n
-    assert method.ideal_speedup(MODEL.config, n) >= 1
+    if isinstance(method, PromptCompression):  # to score all tokens costs more than to drop some of them saves
+        assert method.ideal_speedup(MODEL.config, n) <= 1
+        assert (out.scoring_s > 0) == (out.computed[0, 0] < n)
+        assert out.ttft_s > out.scoring_s
+    else:
+        assert method.ideal_speedup(MODEL.config, n) >= 1
+        assert out.scoring_s == 0
 
 
 @pytest.mark.parametrize("method", PRUNING.values(), ids=PRUNING.keys())
@@ -58,10 +65,15 @@ def test_no_state_stays_and_prompts_do_not_mix(method: Method) -> None:
     assert torch.equal(first.first_logits, again.first_logits)
 
 
-NEVER_BACK = [RandomDrop(0.5, seed=3), StaticPruning(2, 0.4), Lazy({1: 0.6, 3: 0.5}, revive=False)]
+NEVER_BACK = [
+    RandomDrop(0.5, seed=3),
+    PromptCompression(0.5, "token"),
+    StaticPruning(2, 0.4),
+    Lazy({1: 0.6, 3: 0.5}, revive=False),
+]
 
 
-@pytest.mark.parametrize("method", NEVER_BACK, ids=["random_drop", "static", "lazy without revival"])
+@pytest.mark.parametrize("method", NEVER_BACK, ids=["random_drop", "compression", "static", "lazy without revival"])
 def test_what_is_pruned_is_never_computed_later(method: Method) -> None:
     out = lazyllm.generate(MODEL, PROMPT, method, 8, ())
     assert (out.computed == out.computed[0]).all()
@@ -166,6 +178,10 @@ def _with_mask(mask: torch.Tensor):
         (lambda: RandomDrop(0), r"\(0, 1\]"),
         (lambda: RandomDrop(1.5), r"\(0, 1\]"),
         (lambda: RandomDrop("half"), "number"),  # type: ignore[arg-type]
+        (lambda: PromptCompression(0), r"\(0, 1\]"),
+        (lambda: PromptCompression(0.5, "word"), "give one of token, sentence, phrase"),
+        (lambda: PromptCompression(0.5, window=1), "2 or more"),
+        (lambda: PromptCompression(0.5, scorer=3), "name of a model"),  # type: ignore[arg-type]
         (lambda: StaticPruning(0, 0.5), "1 for the first layer"),
         (lambda: StaticPruning(1.5, 0.5), "1 for the first layer"),  # type: ignore[arg-type]
         (lambda: StaticPruning(2, 0), r"\(0, 1\]"),

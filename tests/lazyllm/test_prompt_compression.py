@@ -1,0 +1,344 @@
+"""Prompt compression: what may go, what is chosen and what the model then sees, each against the obvious way."""
+
+from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import lazyllm
+from lazyllm.flops import prefill_flops
+from lazyllm.methods import Baseline, PromptCompression
+from lazyllm.methods import prompt_compression as module
+from lazyllm.methods.prompt_compression import droppable, most_informative
+from lazyllm.self_information import scoring_flops
+from tests.reference import random_model
+
+BOS = 1
+TEXT = (
+    "Read this.\n\nThe cat sat on the mat. It was a very old mat!  Was it?\n    if cat:\n        sit(mat)\n"
+    "A: the answer\nMore about cats here. No more.\n\nNow say what sat."
+)
+CONTEXT = ((TEXT.index("The cat"), TEXT.index("A: the")), (TEXT.index("More"), TEXT.index("\n\nNow")))
+
+
+def words_tokenizer(pattern: str, text: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are what `pattern` finds in `text`, and single characters elsewhere."""
+    backend = Tokenizer(models.WordLevel({}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")  # type: ignore[assignment]
+    pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]  # type: ignore[attr-defined]
+    vocabulary = {piece: number for number, piece in enumerate(["<unk>", "<s>", *dict.fromkeys(pieces)])}
+    backend.model = models.WordLevel(vocabulary, unk_token="<unk>")  # type: ignore[assignment]
+    backend.decoder = decoders.Fuse()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>")
+
+
+TOKENIZER = words_tokenizer(r" ?\w+|\s|[^\w\s]", TEXT)  # a word with the space before it, as Llama's do
+
+
+def text_prompt(text: str = TEXT, context=CONTEXT) -> lazyllm.Prompt:
+    found = TOKENIZER(text, return_offsets_mapping=True, add_special_tokens=False)
+    spans = ((0, 0), *map(tuple, found["offset_mapping"]))
+    return lazyllm.Prompt(torch.tensor([BOS, *found["input_ids"]]), text, spans, context)
+
+
+def model_of(architecture: str = "llama", attention: str = "sdpa", **settings):
+    return random_model(architecture, 6, num_layers=3, attn_implementation=attention, bos_token_id=BOS, **settings)
+
+
+# ---------------------------------------------------------------------------------------------------------- what may go
+
+
+def slow_droppable(prompt: lazyllm.Prompt) -> list[int]:
+    """Character by character."""
+    breaks = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+    found = []
+    for position, (start, stop) in enumerate(prompt.spans[:-1]):
+        goes = start < stop and not prompt.text[start:stop].isspace()
+        for place in range(start, stop):
+            line_so_far = prompt.text[: place + 1]
+            for sign in breaks:
+                line_so_far = line_so_far.rpartition(sign)[2]
+            in_context = any(place in range(*one) for one in prompt.context)
+            is_layout = prompt.text[place] in breaks or line_so_far.isspace()
+            goes = goes and in_context and not is_layout
+        if goes:
+            found.append(position)
+    return found
+
+
+def test_what_may_go_character_by_character() -> None:
+    draw = random.Random(0)
+    some = []
+    for _ in range(300):
+        text = "".join(draw.choices("ab.  \t\n\r\u2028\x85\u3000é", k=draw.randint(1, 40)))
+        cuts = sorted({0, len(text), *draw.choices(range(len(text) + 1), k=20)})
+        spans = list(pairwise(cuts))
+        spans += [(start, stop) for start, stop in draw.sample(spans, len(spans) // 3)]  # several tokens a character
+        spans = [(0, 0), *sorted(spans)]
+        bounds = sorted(draw.sample(range(len(text) + 1), min(len(text) + 1, 4)))
+        context = tuple(zip(bounds[::2], bounds[1::2], strict=False))
+        prompt = lazyllm.Prompt(torch.zeros(len(spans), dtype=torch.long), text, tuple(spans), context)
+        assert droppable(prompt).tolist() == slow_droppable(prompt)
+        some += slow_droppable(prompt)
+    assert len(some) > 300
+
+
+def test_of_bare_tokens_all_but_the_newest_may_go() -> None:
+    assert droppable(lazyllm.Prompt(torch.zeros(4, dtype=torch.long))).tolist() == [0, 1, 2]
+    assert droppable(lazyllm.Prompt(torch.zeros(1, dtype=torch.long))).tolist() == []
+
+
+def test_the_newest_token_stays_even_in_the_context() -> None:
+    prompt = text_prompt("cat sat", ((0, 7),))
+    assert droppable(prompt).tolist() == [1]
+
+
+# ------------------------------------------------------------------------------------------------------- what is chosen
+
+
+def slow_choice(info: list[float], unit_of: list[int], budget: int) -> list[int]:
+    """Positions, by sorting in Python: whole units, best mean first, the earlier one of equals."""
+    members: dict[int, list[int]] = {}
+    for position, unit in enumerate(unit_of):
+        members.setdefault(unit, []).append(position)
+    mean = {unit: sum(info[i] for i in tokens) / len(tokens) for unit, tokens in members.items()}
+    kept: list[int] = []
+    for unit in sorted(members, key=lambda unit: (-mean[unit], unit)):
+        if len(kept) < budget:
+            kept += members[unit]
+    return sorted(kept)
+
+
+def test_the_choice_is_that_of_sorting() -> None:
+    draw = random.Random(1)
+    for _ in range(300):
+        c = draw.randint(1, 30)
+        info = [draw.choice([0.0, 0.25, 0.5, 1.0, 2.0]) for _ in range(c)]  # many ties, exact in binary
+        unit_of = sorted(draw.choices(range(draw.choice([1, 5, 50])), k=c))
+        budget = draw.randint(1, c)
+        kept = most_informative(np.array(info), np.array(unit_of), budget).nonzero()[0].tolist()
+        assert kept == slow_choice(info, unit_of, budget)
+        each = most_informative(np.array(info), np.arange(c), budget)
+        assert each.sum() == budget
+
+
+# ------------------------------------------------------------------------------------------------- what the model sees
+
+
+def slow_information(model, token_ids: list[int]) -> list[float]:
+    """One forward pass per token of transformers' own model, BOS first."""
+    info = []
+    for place, token_id in enumerate(token_ids):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[BOS, *token_ids[:place]]])).logits[0, -1].tolist()
+        highest = max(logits)
+        info.append(math.log(sum(math.exp(one - highest) for one in logits)) + highest - logits[token_id])
+    return info
+
+
+SENTENCES = [
+    "The cat sat on the mat. ", "It was a very old mat!  ", "Was it?\n", "    if cat:\n", "        sit(mat)\n",
+    "More about cats here. ", "No more.",
+]  # fmt: skip
+
+
+def slow_units(prompt: lazyllm.Prompt, may_go: list[int], unit: str) -> list[int]:
+    """The sentence in which a token's last letter stands (its first one may be the space before)."""
+    if unit == "token":
+        return may_go
+    places = [prompt.text.index(sentence) for sentence in SENTENCES]
+    return [sum(place < prompt.spans[position][1] for place in places) for position in may_go]
+
+
+def slow_kept(model, prompt: lazyllm.Prompt, keep: str, unit: str) -> list[int]:
+    may_go = slow_droppable(prompt)
+    ids = prompt.token_ids.tolist()
+    info = dict(
+        zip(range(may_go[0], may_go[-1] + 1), slow_information(model, ids[may_go[0] : may_go[-1] + 1]), strict=True)
+    )
+    budget = math.ceil(Fraction(keep) * len(may_go))
+    chosen = slow_choice([info[position] for position in may_go], slow_units(prompt, may_go, unit), budget)
+    stays = {may_go[index] for index in chosen}
+    return [position for position in range(len(ids)) if position not in may_go or position in stays]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("unit", ["token", "sentence"])
+@pytest.mark.parametrize("keep", ["0.2", "0.5", "0.9"])
+def test_the_model_runs_on_the_most_informative_rest(keep: str, unit: str, attention: str) -> None:
+    model, prompt = model_of("qwen3", attention), text_prompt()
+    method = PromptCompression(float(keep), unit)
+    out = lazyllm.generate(model, prompt, method, 5, ())
+    kept = out.selected[0][0]
+    assert kept == slow_kept(model, prompt, keep, unit)
+    c = len(slow_droppable(prompt))
+    assert c == 30  # 7 and 7 and 3, 2 and 3 behind an indentation, 5 and 3
+    goes = len(prompt) - len(kept)
+    assert c - goes == method.kept_of(c) if unit == "token" else c - goes >= method.kept_of(c)
+    assert goes > 0
+    assert (out.computed == len(kept)).all()
+    assert 0 < out.scoring_s < out.ttft_s
+    rest = lazyllm.generate(model, prompt.token_ids[kept], Baseline(), 5, ())
+    assert (out.token_ids, out.kv_bytes) == (rest.token_ids, rest.kv_bytes)
+    assert torch.equal(out.first_logits, rest.first_logits)
+
+
+def test_the_other_text_line_breaks_and_indentation_stay() -> None:
+    """At the lowest share one sentence is left, and all around it."""
+    prompt = text_prompt()
+    kept = lazyllm.generate(model_of(), prompt, PromptCompression(0.01, "sentence"), 1, ()).selected[0][0]
+    left = "".join(prompt.text[slice(*prompt.spans[position])] for position in kept)
+    start, stop = "Read this.\n\n", "\n\nNow say what sat."
+    assert left.startswith(start)
+    assert left.endswith(stop)
+    assert "\nA: the answer\n" in left
+    assert left.count("\n") == TEXT.count("\n")
+    assert "\n    " in left
+    assert "\n        " in left
+    assert len(left) < len(TEXT) / 1.5
+
+
+@pytest.mark.parametrize("unit", ["token", "sentence"])
+def test_with_nothing_to_drop_nothing_is_scored(unit: str) -> None:
+    model = model_of()
+    runs: list[int] = []
+    hook = model.model.layers[0].register_forward_hook(lambda *_: runs.append(1))
+    without_context = text_prompt(context=())
+    for prompt, method in (
+        (text_prompt(), PromptCompression(1.0, unit)),
+        (without_context, PromptCompression(0.5, unit)),
+        (text_prompt("cat sat on", ((0, 3),)), PromptCompression(0.5, unit)),  # ceil(0.5 * 1) of one token
+    ):
+        runs.clear()
+        out = lazyllm.generate(model, prompt, method, 1, ())
+        assert (len(runs), out.scoring_s) == (1, 0)
+        assert out.computed.min() == len(prompt)
+        assert torch.equal(out.first_logits, lazyllm.generate(model, prompt, Baseline(), 1, ()).first_logits)
+    hook.remove()
+
+
+def test_a_prompt_that_does_not_say_enough_is_refused() -> None:
+    model, bare = model_of(), [5, 6, 7, 8]
+    for method, message in (
+        (PromptCompression(0.5, "sentence"), "unit='sentence' needs the prompt's text: give a lazyllm.Prompt"),
+        (PromptCompression(0.5, "token", scorer="tiny"), "scorer with a tokenizer of its own needs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lazyllm.generate(model, bare, method, 1, ())
+    without_spans = lazyllm.Prompt(torch.tensor(bare), "some text", (), ((0, 4),))
+    with pytest.raises(ValueError, match=r"which characters each of the 4 tokens .* gives no offsets"):
+        lazyllm.generate(model, without_spans, PromptCompression(0.5, "token"), 1, ())
+
+
+def test_what_the_machine_or_the_model_lacks_is_refused_before_one_loads(monkeypatch) -> None:
+    config = model_of().config
+    PromptCompression(0.5, "sentence", window=512).check(config)
+    with pytest.raises(ValueError, match="window=513: the scoring model sees at most 512"):
+        PromptCompression(0.5, "sentence", window=513).check(config)
+    PromptCompression(0.5, "sentence", scorer="tiny", window=4096).check(config)
+    with pytest.raises(ValueError, match="at most 4096"):
+        PromptCompression(0.5, "sentence", scorer="tiny", window=4097).check(config)
+    with pytest.raises(lazyllm.ModelError, match="'nosuch' is no model"):
+        PromptCompression(0.5, "sentence", scorer="nosuch").check(config)
+    monkeypatch.setattr("lazyllm.units.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="spaCy, which is not installed"):
+        PromptCompression(0.5, "phrase").check(config)
+
+
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    model = model_of()
+    model.lm_head.weight.data[3] = float("nan")
+    with pytest.raises(FloatingPointError, match="scoring model"):
+        lazyllm.generate(model, text_prompt(), PromptCompression(0.5, "token"), 1, ())
+
+
+def test_the_ideal_counts_the_scoring() -> None:
+    config = model_of().config
+    half = PromptCompression(0.5, "token")
+    scoring = scoring_flops(config, 199)
+    expected = prefill_flops(config, [200] * 3) / (scoring + prefill_flops(config, [101] * 3))
+    assert half.ideal_speedup(config, 200) == pytest.approx(expected, rel=1e-12)
+    assert expected < PromptCompression(0.1, "token").ideal_speedup(config, 200) < 1
+    other = lazyllm.models.load_config("tiny")
+    with_tiny = prefill_flops(config, [200] * 3) / (scoring_flops(other, 199) + prefill_flops(config, [101] * 3))
+    assert PromptCompression(0.5, scorer="tiny").ideal_speedup(config, 200) == pytest.approx(with_tiny, rel=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------ another model scores
+
+
+@pytest.fixture
+def scorer(tmp_path: Path) -> tuple[str, PreTrainedTokenizerFast]:
+    """A random model in a folder, whose tokenizer cuts texts elsewhere: pairs of letters, a space after the word."""
+    tokenizer = words_tokenizer(r"\w{1,2} ?|\s+|[^\w\s]{1,3}", TEXT)
+    tokenizer.save_pretrained(tmp_path)
+    model = random_model("mistral", 9, num_layers=2, float64_throughout=False, bos_token_id=BOS, vocab_size=120)
+    model.save_pretrained(tmp_path)
+    assert len(tokenizer) <= 120
+    return str(tmp_path), tokenizer
+
+
+@pytest.mark.parametrize("unit", ["token", "sentence"])
+def test_another_model_scores_with_its_own_tokens(unit: str, scorer) -> None:
+    name, tokenizer = scorer
+    prompt, keep = text_prompt(), "0.4"
+    out = lazyllm.generate(model_of(), prompt, PromptCompression(float(keep), unit, scorer=name), 3, ())
+    # its information, letter by letter
+    may_go = slow_droppable(prompt)
+    start, stop = prompt.spans[may_go[0]][0], prompt.spans[may_go[-1]][1]
+    own = tokenizer(TEXT[start:stop], return_offsets_mapping=True, add_special_tokens=False)
+    assert own["offset_mapping"] != [(a - start, b - start) for a, b in prompt.spans[may_go[0] : may_go[-1] + 1]]
+    model, _ = lazyllm.load_model(name, dtype="float64", device="cpu")
+    of_letter: dict[int, float] = {}
+    for value, (a, b) in zip(slow_information(model, own["input_ids"]), own["offset_mapping"], strict=True):
+        of_letter |= {start + place: value / (b - a) for place in range(a, b)}
+    info = [sum(of_letter[place] for place in range(*prompt.spans[position])) for position in may_go]
+    chosen = slow_choice(info, slow_units(prompt, may_go, unit), math.ceil(Fraction(keep) * len(may_go)))
+    stays = {may_go[index] for index in chosen}
+    assert [position for position in may_go if position in out.selected[0][0]] == sorted(stays)
+    assert out.scoring_s > 0
+
+
+def test_the_scorer_is_loaded_once_and_before_the_clock(scorer, monkeypatch) -> None:
+    name, _ = scorer
+    loads: list[str] = []
+    load_weights, now = module.load_weights, lazyllm.generation._now
+
+    def counted(*args, **kwargs):
+        loads.append("load")
+        return load_weights(*args, **kwargs)
+
+    def clock(device):
+        loads.append("clock")
+        return now(device)
+
+    monkeypatch.setattr(module, "load_weights", counted)
+    monkeypatch.setattr(lazyllm.generation, "_now", clock)
+    for _ in range(3):
+        lazyllm.generate(model_of(), text_prompt(), PromptCompression(0.5, "token", scorer=name), 1, ())
+    assert loads == ["load"] + ["clock", "clock"] * 3
+
+
+def test_phrases_are_units(monkeypatch) -> None:
+    """With a splitter in place of spaCy's: words in pairs."""
+
+    def pairs(text: str) -> list[int]:
+        starts = [match for match in range(len(text)) if match == 0 or (text[match - 1] == " " != text[match])]
+        return starts[::2]
+
+    monkeypatch.setattr(module, "load_splitter", lambda unit: {"phrase": pairs}[unit])
+    text = "one two three four five six seven eight end"
+    prompt = text_prompt(text, ((0, text.index(" end")),))
+    kept = lazyllm.generate(model_of(), prompt, PromptCompression(0.3, "phrase"), 1, ()).selected[0][0]
+    assert len(kept) == 2 + 4  # BOS and the newest; ceil(0.3 * 8) = 3 of eight words, in pairs
+    assert kept[1] % 2 == kept[3] % 2 == 1
+    assert (kept[2], kept[4]) == (kept[1] + 1, kept[3] + 1)
