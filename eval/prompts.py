@@ -201,10 +201,11 @@ def _without(ranges: Ranges, text: str, protected: str) -> Ranges:
         return ranges
     left = []
     for start, stop in ranges:
+        free = start
         for match in re.finditer(protected, text[start:stop], re.MULTILINE):
-            left.append((start, start + match.start()))
-            start += match.end()
-        left.append((start, stop))
+            left.append((free, start + match.start()))
+            free = start + match.end()
+        left.append((free, stop))
     return [(start, stop) for start, stop in left if start < stop]
 
 

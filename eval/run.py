@@ -150,6 +150,9 @@ def compare(config: RunConfig) -> list[RunResult]:
         return [run(replace(config, method=config.compare[config.only], compare={}))]
     from eval.figures import plot_comparison, save  # not at the top: matplotlib is slow to import, and writes caches
 
+    model_config = load_config(config.model.name, _load_format(config), config.model.revision)
+    for method in config.compare.values():  # the last one is refused before the first one runs
+        _check_method(build_method(method), model_config)
     results = {label: run(replace(config, method=method), show=False) for label, method in config.compare.items()}
     summaries = {label: result.summary for label, result in results.items()}
     console = _console()

@@ -46,8 +46,8 @@ def prefill_flops(config: Any, tokens_per_layer: Sequence[int], logits: int = 1)
     """FLOPs of a prefill in which `tokens_per_layer[l]` tokens enter layer l, with logits at so many positions.
 
     A multiplication and an addition count as two. Attention counts the pairs that causality leaves, n (n + 1) / 2.
-    Left out, as below 1 %: norms, RoPE, softmax, activations, and the selection
-    itself (one row of attention per pruning layer, which the layer computes anyway).
+    Left out, as below 1 %: norms, RoPE, softmax, activations, and the selection itself (one row of attention per
+    pruning layer, which the layer computes anyway).
     """
     shape = LayerShape.of(config)
     layers = sum(n * shape.linear_flops + n * (n + 1) // 2 * shape.pair_flops for n in tokens_per_layer)

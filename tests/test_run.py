@@ -137,6 +137,8 @@ def test_ctrl_c_ends_with_a_word_and_a_store_to_go_on_from(tmp_path: Path) -> No
         (["model=llama2", "model.load_format=dummy"], "model.tokenizer="),
         (["method.schedule={9: 0.5}"], "only 8 layers"),
         (["model=custom", "model.name=nosuch"], "none of the presets"),
+        (["method=prompt_compression", "method.scorer=nosuch"], "none of the presets"),
+        (["method=prompt_compression", "method.window=9999"], "sees at most 4096 tokens at once"),
     ],
 )
 def test_refusals_are_one_message_before_anything_is_written(
@@ -173,10 +175,24 @@ def test_the_demo_compares_every_method(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     for task in ("few_shot", "code"):
-        assert {row[1] for row in rows if row and row[0] == task} == set(METHODS)
+        # prompt compression is slower than the baseline, so it has no place in a comparison at one speed
+        assert {row[1] for row in rows if row and row[0] == task} == set(METHODS) - {"prompt_compression"}
     assert (tmp_path / "runs" / "demo.md").read_text().count("| lazy |") == 3  # two tasks and their mean
     assert "model=llama2" in done.stdout.splitlines()[-1]
     assert len(list((tmp_path / "runs").glob("tiny-*"))) == 4  # each method has its own run, beside its own baseline
+
+
+def test_prompt_compression_scores_in_its_own_time(tmp_path: Path) -> None:
+    done = call(tmp_path, "method=prompt_compression", "limit=1", "timing.warmup=0", "max_new_tokens=2", "out=run")
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
+    assert len(records) == 6
+    for record in records:
+        method, baseline = record["method"], record["baseline"]
+        assert 0 < method["scoring_s"] < method["ttft_s"]
+        assert baseline["scoring_s"] == 0
+        assert method["pct_prompt_tokens_computed"] < 90
+        assert baseline["pct_prompt_tokens_computed"] == 100
 
 
 def test_a_prompt_that_the_model_cannot_hold_is_refused(tmp_path: Path, shared: Path) -> None:
