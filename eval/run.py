@@ -152,7 +152,9 @@ def compare(config: RunConfig) -> list[RunResult]:
 
     model_config = load_config(config.model.name, _load_format(config), config.model.revision)
     for method in config.compare.values():  # the last one is refused before the first one runs
-        _check_method(build_method(method), model_config)
+        settings = _settings(replace(config, method=method), model_config)
+        for dataset in datasets_of(config):
+            _resolved(config, settings, dataset, model_config)
     results = {label: run(replace(config, method=method), show=False) for label, method in config.compare.items()}
     summaries = {label: result.summary for label, result in results.items()}
     console = _console()
