@@ -4,6 +4,7 @@ What transformers 5 makes of a folder that holds only Llama 2's sentencepiece `t
 was trained with: `AutoTokenizer` and `LlamaTokenizer.from_pretrained` order the merges by vocabulary id instead of by
 score ("is.  See" gets the pieces "▁▁", "See" instead of "▁", "▁See"), and add no BOS token. `load_tokenizer` builds
 such a tokenizer itself, and tests compare its ids with the sentencepiece library's on whole LongBench prompts.
+XGen 7B's, which exists only as the repository's own code, is in `lazyllm/xgen_tokenizer.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from lazyllm.hub import HubError, hub_file, is_offline, is_reachable
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_CONFIG = "tokenizer_config.json"
 _SPACE = "▁"  # how sentencepiece writes a space
 _BPE = 2  # sentencepiece's TrainerSpec.ModelType
 
@@ -24,7 +26,10 @@ _BPE = 2  # sentencepiece's TrainerSpec.ModelType
 _CONFIG_KEYS = ("add_bos_token", "add_eos_token", "chat_template", "model_max_length", "clean_up_tokenization_spaces")
 
 
-_INSTEAD = "Give a local tokenizer with model.tokenizer=FOLDER (tokenizer.json, or sentencepiece's tokenizer.model)."
+_INSTEAD = (
+    "Give a local tokenizer with model.tokenizer=FOLDER (tokenizer.json, or sentencepiece's tokenizer.model; for "
+    "XGen 7B its tokenizer_config.json and GPT-2's merges.txt)."
+)
 
 
 class TokenizerError(RuntimeError):
@@ -36,8 +41,9 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTraine
 
     source: a folder with `tokenizer.json`; a folder with only sentencepiece's `tokenizer.model` (BPE), or that file
         itself; or a hub id whose repository holds one of the two. Where both are there, `tokenizer.json` is used.
+        Where neither is, a `tokenizer_config.json` that names XGen 7B's tokenizer is enough.
     revision: branch, tag or commit of a hub id.
-    Raises TokenizerError: neither file is there, the file is no sentencepiece BPE model, or the hub does not give it.
+    Raises TokenizerError: none of the files is there, one is damaged or of another kind, or the hub does not give it.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -47,6 +53,8 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTraine
             return _from_tokenizer_json(str(path), None, local_only=True)
         if (path / "tokenizer.model").is_file():
             return sentencepiece_tokenizer(path / "tokenizer.model")
+        if (path / _CONFIG).is_file() and (tokenizer := _xgen_or_none(path / _CONFIG)) is not None:
+            return tokenizer
         raise TokenizerError(f"{path}: the folder holds neither tokenizer.json nor tokenizer.model")
     if len(path.parts) > 2 or str(source).startswith((".", "/", "~")):
         raise TokenizerError(f"{source}: no such file or folder, and not a hub id (owner/name) either")
@@ -86,7 +94,7 @@ def sentencepiece_tokenizer(model_file: Path) -> PreTrainedTokenizerBase:
         unk_token=names["unk"],
         bos_token=names["bos"],
         eos_token=names["eos"],
-        **_settings(model_file.parent / "tokenizer_config.json"),
+        **_settings(model_file.parent / _CONFIG),
     )
     # transformers puts no space in front of a text that begins with one; sentencepiece always does.
     backend: Any = tokenizer.backend_tokenizer
@@ -116,15 +124,23 @@ def _from_hub(hub_id: str, revision: str | None) -> PreTrainedTokenizerBase:
             local_only = is_offline() or not is_reachable(constants.ENDPOINT)
             return _from_tokenizer_json(hub_id, revision, local_only)
         model_file = hub_file(hub_id, "tokenizer.model", revision)
-        if model_file is None:
-            raise TokenizerError(
-                f"{hub_id}: its repository holds neither tokenizer.json nor tokenizer.model, and a tokenizer that "
-                f"exists only as the repository's own code (xgen-7b's is one) is not run. {_INSTEAD}"
-            )
-        hub_file(hub_id, "tokenizer_config.json", revision)
+        config_file = hub_file(hub_id, _CONFIG, revision)
     except HubError as error:
         raise TokenizerError(f"{error}. {_INSTEAD}") from error
-    return sentencepiece_tokenizer(model_file)
+    if model_file is not None:
+        return sentencepiece_tokenizer(model_file)
+    if config_file is not None and (tokenizer := _xgen_or_none(config_file)) is not None:
+        return tokenizer
+    raise TokenizerError(
+        f"{hub_id}: its repository holds neither tokenizer.json nor tokenizer.model, and a tokenizer that exists only "
+        f"as the repository's own code is not run. {_INSTEAD}"
+    )
+
+
+def _xgen_or_none(config_file: Path) -> PreTrainedTokenizerBase | None:
+    from lazyllm.xgen_tokenizer import is_xgen, load_xgen_tokenizer  # here, as that module needs this one's error
+
+    return load_xgen_tokenizer(config_file) if is_xgen(config_file) else None
 
 
 def _sentencepiece_proto(model_file: Path) -> Any:
