@@ -64,17 +64,18 @@ class Decoder:
         """Run the group's layers over hidden [1, m, w]; K and V go into `group`, which must have been extended.
 
         chosen: [m, s] bool, which stored tokens each query attends to; None for causal attention over the m tokens
-            (prefill), or over everything stored (a single query).
+            (prefill), or over everything stored (a single query, decoding).
         watched: the layers whose mean importance (Eq. 1) is left in `probe`.
         """
         self.probe.watch(watched)
-        self.probe.attends_to_part = chosen is not None
+        self.probe.decodes = group.added < group.length
         mask = self._prefill_mask(hidden) if chosen is None else part_mask(chosen, self._share, self.dtype)
+        position_ids = positions[None]
         for layer in group.layers:
             hidden = self.layers[layer](
                 hidden,
                 attention_mask=mask,
-                position_ids=positions[None],
+                position_ids=position_ids,
                 past_key_values=group,
                 use_cache=True,
                 position_embeddings=rope,
