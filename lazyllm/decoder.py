@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from lazyllm.attention import Probe, installed_attention, part_mask
 from lazyllm.cache import GroupCache
 from lazyllm.flops import LayerShape
+from lazyllm.products import products_of
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, [1, m, d] each
 
@@ -71,15 +72,16 @@ class Decoder:
         self.probe.decodes = group.added < group.length
         mask = self._prefill_mask(hidden) if chosen is None else part_mask(chosen, self._share, self.dtype)
         position_ids = positions[None]
-        for layer in group.layers:
-            hidden = self.layers[layer](
-                hidden,
-                attention_mask=mask,
-                position_ids=position_ids,
-                past_key_values=group,
-                use_cache=True,
-                position_embeddings=rope,
-            )
+        with products_of(hidden) if self.probe.decodes else nullcontext():
+            for layer in group.layers:
+                hidden = self.layers[layer](
+                    hidden,
+                    attention_mask=mask,
+                    position_ids=position_ids,
+                    past_key_values=group,
+                    use_cache=True,
+                    position_embeddings=rope,
+                )
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
