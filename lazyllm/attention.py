@@ -128,12 +128,12 @@ def last_token_importance(query: Tensor, key: Tensor, mask: Tensor | None, scali
     """
     heads, kv_heads, d = query.shape[1], key.shape[1], query.shape[-1]
     # [1, h, m, d] -> [g, h/g, d]: the query heads that share a key head become the rows of one product
-    last = query[0, :, -1].reshape(kv_heads, heads // kv_heads, d)
+    last = query[:, :, -1].reshape(kv_heads, heads // kv_heads, d)
     # float16 would overflow here where attention itself does not, and bfloat16 would blur what is compared
     exact = torch.promote_types(query.dtype, torch.float32)
     logits = (last.to(exact) * scaling) @ key[0].to(exact).transpose(-1, -2)  # [g, h/g, s]
     if mask is not None:
-        logits += mask[0, 0, -1]
+        logits += mask[0, :, -1]
     return logits.softmax(dim=-1).mean(dim=(0, 1))
 
 

@@ -44,6 +44,7 @@ class Decoder:
         self.width: int = model.config.hidden_size
         shape = LayerShape.of(model.config)
         self._share = shape.heads // shape.kv_heads
+        self._largest_matrix = shape.width * max(shape.mlp_width, shape.heads * shape.head_dim)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[m] token ids -> [1, m, w] hidden states before layer 1."""
@@ -72,7 +73,7 @@ class Decoder:
         self.probe.decodes = group.added < group.length
         mask = self._prefill_mask(hidden) if chosen is None else part_mask(chosen, self._share, self.dtype)
         position_ids = positions[None]
-        with products_of(hidden) if self.probe.decodes else nullcontext():
+        with products_of(hidden, self._largest_matrix) if self.probe.decodes else nullcontext():
             for layer in group.layers:
                 hidden = self.layers[layer](
                     hidden,

@@ -22,10 +22,14 @@ FEW_ROWS = range(2, 32)
 LARGE_MATRIX = 2**18  # elements; for smaller ones the way through oneDNN's own tensors costs more than it saves
 
 
-def products_of(rows: Tensor) -> AbstractContextManager[Any]:
-    """A context for running layers over rows [1, m, w] in a decoding step: that of oneDNN's products where they pay."""
+def products_of(rows: Tensor, largest: int) -> AbstractContextManager[Any]:
+    """A context for running layers over rows [1, m, w] in a decoding step: that of oneDNN's products where they pay.
+
+    largest: elements of the layers' largest matrix.
+    """
     is_slow = rows.device.type == "cpu" and rows.dtype == torch.float32 and rows.shape[1] in FEW_ROWS
-    return _ProductsByOneDNN() if is_slow and torch.backends.mkldnn.is_available() else nullcontext()
+    pays = is_slow and largest >= LARGE_MATRIX and torch.backends.mkldnn.is_available()
+    return _ProductsByOneDNN() if pays else nullcontext()
 
 
 class _ProductsByOneDNN(TorchFunctionMode):

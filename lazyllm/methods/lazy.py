@@ -125,7 +125,7 @@ class LazySession(Session):
         if not self.groups[index].watched:
             return batch
         layer = self._cuts[index]
-        kept, pruned = split_prompt(self.decoder.probe.take(), self._schedule.kept(layer, len(batch)))
+        kept, pruned = split_prompt(self.importance(index), self._schedule.kept(layer, len(batch)))
         if index < len(self._aux):
             self._aux[index].put(batch.positions[pruned], batch.hidden[0, pruned])
         batch = batch[kept]
@@ -141,7 +141,7 @@ class LazySession(Session):
         always = self.length - end
         keep = self._schedule.kept(layer, self._num_present - always)
         if self._revives:
-            importance = self.decoder.probe.take()[self.caches[index].slot_of[:end]]
+            importance = self.importance(index)[self.caches[index].slot_of[:end]]
             # where a position is not stored the lookup finds some other token's; nothing is less important than -1
             best = select(torch.where(self._present[:end], importance, -1.0), keep)
             self._present = (self._all_positions[: self.length] >= end).index_fill_(0, best, True)
@@ -150,6 +150,10 @@ class LazySession(Session):
         self._num_present = keep + always
         self._selected[-1][layer] = self._present
         return self._revive(index, batch) if index < len(self._aux) else batch
+
+    def importance(self, index: int) -> Tensor:
+        """[s] Eq. 1's importance of the tokens stored in group `index`, whose layers have just run."""
+        return self.decoder.probe.take()
 
     def chosen(self, cache: GroupCache, batch: Batch) -> Tensor | None:
         """The stored tokens that are in this step's set and not after the query; None where that is all of them."""
