@@ -24,12 +24,12 @@ class Probe:
     """What the installed attention function is asked for, and what it found.
 
     own_attention_is_eager: whether the model's own attention has no causality of its own.
-    attends_to_part: whether the mask given is that of `part_mask`, and `attend_to_chosen` to be used.
+    decodes: whether this is a decoding step, whose mask, if there is one, is that of `part_mask`.
     """
 
     def __init__(self, own_attention_is_eager: bool) -> None:
         self.own_attention_is_eager = own_attention_is_eager
-        self.attends_to_part = False
+        self.decodes = False
         self._watched: range = range(0)
         self._found: list[Tensor] = []
 
@@ -59,10 +59,12 @@ class Probe:
 def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
     """Put an observing attention function into `model`, and take it out again on exit, whatever happens.
 
-    The model's own attention (SDPA, FlashAttention, eager) does the work. Only where a decoding step attends to part of
-    the stored tokens (`Probe.attends_to_part`), `attend_to_chosen` does.
+    The model's own attention (SDPA, FlashAttention, eager) does the work, but for decoding steps that attend to part of
+    the stored tokens: these are `attend_to_chosen`'s. Of SDPA it takes all decoding steps: it calls the same kernels,
+    and does not make them read K and V once for every query head that shares them.
     """
     own_name = model.config._attn_implementation
+    is_sdpa = own_name == "sdpa"
     is_flash = own_name is not None and own_name.startswith("flash")
     probe = Probe(own_attention_is_eager=own_name == "eager")
     name = f"lazyllm_{id(probe)}"  # of its own, so that two models may generate at the same time
@@ -71,11 +73,11 @@ def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         scaling = kwargs["scaling"]
-        part = attention_mask if probe.attends_to_part else None
+        part = attention_mask if probe.decodes else None
         layer: Any = module.layer_idx
         if probe.wants(layer):
             probe.add(last_token_importance(query, key, part, scaling))
-        if part is not None:
+        if part is not None or (is_sdpa and probe.decodes):
             return attend_to_chosen(query, key, value, part, scaling), None
         own = _own_attention(own_name, module)
         if not is_flash:
@@ -111,10 +113,11 @@ def part_mask(chosen: Tensor, share: int, dtype: torch.dtype) -> Tensor:
     chosen [m, s] bool: which stored tokens each query attends to. share: query heads to a key head, h/g.
     Returns [1, 1, h/g * m, s] in `dtype`, or [1, 1, 1, s] for a single query.
     """
-    mask = torch.zeros(chosen.shape, dtype=dtype, device=chosen.device).masked_fill_(~chosen, float("-inf"))
-    if chosen.shape[0] > 1:
-        mask = mask.repeat(share, 1)
-    return mask[None, None]
+    m, s = chosen.shape
+    # CUDA's kernels want rows that begin at multiples of 16 elements, else each layer makes such a copy of the mask
+    rows = chosen.new_empty((1 if m == 1 else share, m, -(-s // 16) * 16), dtype=dtype)
+    mask = rows[..., :s].fill_(float("-inf")).masked_fill_(chosen, 0)
+    return mask.flatten(0, 1)[None, None]
 
 
 def last_token_importance(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
@@ -125,18 +128,19 @@ def last_token_importance(query: Tensor, key: Tensor, mask: Tensor | None, scali
     """
     heads, kv_heads, d = query.shape[1], key.shape[1], query.shape[-1]
     # [1, h, m, d] -> [g, h/g, d]: the query heads that share a key head become the rows of one product
-    last = query[0, :, -1].reshape(kv_heads, heads // kv_heads, d)
+    last = query[:, :, -1].reshape(kv_heads, heads // kv_heads, d)
     # float16 would overflow here where attention itself does not, and bfloat16 would blur what is compared
     exact = torch.promote_types(query.dtype, torch.float32)
     logits = (last.to(exact) * scaling) @ key[0].to(exact).transpose(-1, -2)  # [g, h/g, s]
     if mask is not None:
-        logits += mask[0, 0, -1]
+        logits += mask[0, :, -1]
     return logits.softmax(dim=-1).mean(dim=(0, 1))
 
 
-def attend_to_chosen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+def attend_to_chosen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """Attention of m queries to those of the stored tokens that `mask` (from `part_mask`) leaves each of them.
 
+    Without a mask each attends to everything stored.
     query [1, h, m, d]; key, value [1, g, s, d]. Returns [1, m, h, d].
     """
     _, heads, m, d = query.shape

@@ -39,6 +39,7 @@ class GroupCache:
         self._max_positions = max_positions
         self._positions = torch.empty(max_positions, dtype=torch.long, device=device)
         self.slot_of = torch.full((max_positions,), -1, dtype=torch.long, device=device)  # -1: not stored
+        self._slots = torch.arange(max_positions, device=device)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
@@ -60,7 +61,7 @@ class GroupCache:
         if self.length > self._capacity:
             self._grow(min(self._max_positions, self.length + max(GROWTH, self.length // 8)))
         self._positions[start : self.length] = positions
-        self.slot_of[positions] = torch.arange(start, self.length, device=positions.device)
+        self.slot_of[positions] = self._slots[start : self.length]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store K and V [1, g, m, d] of the step's tokens; return all that are stored, [1, g, s, d]."""
@@ -88,7 +89,7 @@ class GroupCache:
         self.length = positions.shape[0]
         self._capacity = self.length + spare
         self._positions[: self.length] = positions
-        self.slot_of[positions] = torch.arange(self.length, device=positions.device)
+        self.slot_of[positions] = self._slots[: self.length]
 
     def _grow(self, capacity: int) -> None:
         used = self.length - self.added
@@ -103,12 +104,23 @@ class GroupCache:
 class AuxCache:
     """Hidden states, at one boundary, of the prompt tokens that were computed up to it and not beyond.
 
-    All sizes are known on the host and all indices stay on the device, so nothing here synchronises. Slots that are
-    given back are used again, so the memory is that of the largest number of states ever held at once.
+    All sizes are known on the host and all indices stay on the device, so nothing here synchronises, unless the states
+    are held elsewhere. Slots that are given back are used again, so the memory is that of the largest number of states
+    ever held at once.
+
+    device: where the model runs. home: where the states are held, None for `device`. With the host as their home and
+    an accelerator as the device, the first `put` (prefill's) does not wait for its transfer; later calls do.
     """
 
-    def __init__(self, max_positions: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._states = torch.empty(0, width, dtype=dtype, device=device)
+    def __init__(
+        self,
+        max_positions: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        home: torch.device | None = None,
+    ) -> None:
+        self._states = torch.empty(0, width, dtype=dtype, device=home or device)
         self._slot_of = torch.full((max_positions,), -1, dtype=torch.long, device=device)
         self._free = torch.empty(0, dtype=torch.long, device=device)  # a stack; its first `_num_free` entries count
         self._num_free = 0
@@ -124,12 +136,18 @@ class AuxCache:
     def put(self, positions: Tensor, states: Tensor) -> None:
         """Hold `states` [m, w] of the tokens at `positions` [m]."""
         m = positions.shape[0]
+        if self._states.shape[0] == 0:  # the first states come in order: there is nothing to place them by
+            self._states = self._brought_home(states)
+            self._slot_of[positions] = torch.arange(m, device=positions.device)
+            self._free = torch.empty_like(positions)
+            return
         if m > self._num_free:
             self._grow(m - self._num_free)
         self._num_free -= m
         slots = self._free[self._num_free : self._num_free + m].clone()
         self._slot_of[positions] = slots
-        self._states[slots] = states
+        home = self._states.device
+        self._states[slots.to(home)] = states.to(home)
 
     def take(self, positions: Tensor) -> Tensor:
         """Hand out the states [m, w] of the tokens at `positions` [m] and forget them."""
@@ -138,7 +156,16 @@ class AuxCache:
         self._slot_of[positions] = -1
         self._free[self._num_free : self._num_free + m] = slots
         self._num_free += m
-        return self._states[slots]
+        return self._states[slots.to(self._states.device)].to(positions.device)
+
+    def _brought_home(self, states: Tensor) -> Tensor:
+        home = self._states.device
+        if home == states.device:
+            return states
+        # page-locked memory is what an accelerator copies to without the host waiting. Nobody reads the states before
+        # a decoding step has asked the device which tokens to revive, and so has waited for all that came before
+        held = torch.empty(states.shape, dtype=states.dtype, device=home, pin_memory=states.is_cuda)
+        return held.copy_(states, non_blocking=True)
 
     def _grow(self, more: int) -> None:
         old = self._states.shape[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from lazyllm.attention import Probe, installed_attention, part_mask
 from lazyllm.cache import GroupCache
 from lazyllm.flops import LayerShape
+from lazyllm.products import products_of
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, [1, m, d] each
 
@@ -43,6 +44,7 @@ class Decoder:
         self.width: int = model.config.hidden_size
         shape = LayerShape.of(model.config)
         self._share = shape.heads // shape.kv_heads
+        self._largest_matrix = shape.width * max(shape.mlp_width, shape.heads * shape.head_dim)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[m] token ids -> [1, m, w] hidden states before layer 1."""
@@ -64,21 +66,23 @@ class Decoder:
         """Run the group's layers over hidden [1, m, w]; K and V go into `group`, which must have been extended.
 
         chosen: [m, s] bool, which stored tokens each query attends to; None for causal attention over the m tokens
-            (prefill), or over everything stored (a single query).
+            (prefill), or over everything stored (a single query, decoding).
         watched: the layers whose mean importance (Eq. 1) is left in `probe`.
         """
         self.probe.watch(watched)
-        self.probe.attends_to_part = chosen is not None
+        self.probe.decodes = group.added < group.length
         mask = self._prefill_mask(hidden) if chosen is None else part_mask(chosen, self._share, self.dtype)
-        for layer in group.layers:
-            hidden = self.layers[layer](
-                hidden,
-                attention_mask=mask,
-                position_ids=positions[None],
-                past_key_values=group,
-                use_cache=True,
-                position_embeddings=rope,
-            )
+        position_ids = positions[None]
+        with products_of(hidden, self._largest_matrix) if self.probe.decodes else nullcontext():
+            for layer in group.layers:
+                hidden = self.layers[layer](
+                    hidden,
+                    attention_mask=mask,
+                    position_ids=position_ids,
+                    past_key_values=group,
+                    use_cache=True,
+                    position_embeddings=rope,
+                )
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

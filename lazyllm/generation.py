@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -148,10 +149,12 @@ def _choose(logits: Tensor, forbidden: frozenset[int]) -> int:
     if forbidden:
         logits = logits.clone()
         logits[list(forbidden)] = float("-inf")
-    token_id = int(logits.argmax())
-    if not logits[token_id].isfinite():
+    highest, token_id = logits.max(dim=0)
+    # one transfer for both; float64 holds every token id
+    value, chosen = torch.stack([highest.double(), token_id.double()]).tolist()
+    if not math.isfinite(value):
         raise FloatingPointError("the model's logits are not finite (NaN or infinite)")
-    return token_id
+    return int(chosen)
 
 
 def _now(device: torch.device) -> float:

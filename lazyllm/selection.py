@@ -24,5 +24,5 @@ def split_prompt(importance: Tensor, keep: int) -> tuple[Tensor, Tensor]:
 
 
 def select(importance: Tensor, keep: int) -> Tensor:
-    """Decoding: indices of the `keep` most important of the candidates [n], in ascending order."""
-    return rank(importance)[:keep].sort().values
+    """Decoding: indices of the `keep` most important of the candidates [n], most important first."""
+    return rank(importance)[:keep]

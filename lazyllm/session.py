@@ -68,7 +68,6 @@ class Session:
         self.max_positions = prompt_tokens + max_new_tokens
         self.scoring_s = 0.0  # seconds spent on scoring the prompt before its prefill
         self.length = 0  # tokens run so far, prompt and generated
-        self.selected: list[dict[int, Tensor]] = []  # per step: {pruning layer: positions that enter the next layer}
         self.computed: list[list[int]] = []  # per step and layer: distinct prompt tokens computed so far
         self.caches = [
             # every generated token is computed in every layer
@@ -76,6 +75,13 @@ class Session:
             for group in groups
         ]
         self._num_computed = [0] * len(groups)
+        self._selected: list[dict[int, Tensor]] = []
+        self._all_positions = torch.arange(self.max_positions, device=decoder.device)
+
+    @property
+    def selected(self) -> list[dict[int, Tensor]]:
+        """Per step {pruning layer: the ascending positions of the tokens that enter the next layer}."""
+        return self._selected
 
     @property
     def kv_bytes(self) -> int:
@@ -89,9 +95,9 @@ class Session:
 
     def prefill(self, token_ids: Tensor) -> Tensor:
         """Run the prompt [n]; return the logits [v] of its last token. Never synchronises with the device."""
-        self.selected.append({})
+        self._selected.append({})
         self.length = token_ids.shape[0]
-        batch = self._embed(token_ids, torch.arange(self.length, device=self.decoder.device))
+        batch = self._embed(token_ids, self._all_positions[: self.length])
         for index in range(len(self.groups)):
             self._num_computed[index] += len(batch)
             batch = self.cross_in_prefill(index, self._run(index, batch))
@@ -100,11 +106,10 @@ class Session:
 
     def step(self, token_id: int) -> Tensor:
         """Run one generated token; return the logits [v] after it. Synchronises at most once per boundary."""
-        self.selected.append({})
-        device = self.decoder.device
-        positions = torch.arange(self.length, self.length + 1, device=device)
+        self._selected.append({})
+        positions = self._all_positions[self.length : self.length + 1]
         self.length += 1
-        batch = self._embed(torch.full((1,), token_id, device=device), positions)
+        batch = self._embed(torch.full((1,), token_id, device=self.decoder.device), positions)
         for index in range(len(self.groups)):
             self._num_computed[index] += len(batch) - 1
             batch = self.cross_in_step(index, self._run(index, batch))

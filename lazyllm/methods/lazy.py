@@ -30,6 +30,8 @@ class Lazy(Method):
     prune_generated: make earlier generated tokens candidates too. The paper does not say; by default they are kept.
     revive: select anew in every decoding step (section 3.3). False is an ablation: decoding stays with the prefill's
         selection, and nothing is revived.
+    aux_device: "cpu" holds the Aux Cache's hidden states on the host (page-locked for CUDA), for where device memory
+        is short; boundaries that revive then wait for the device more than once. None: where the model is.
 
     Ours: keep ratios instead of percentiles, ties to the lower position, the newest token always kept.
     """
@@ -37,14 +39,19 @@ class Lazy(Method):
     schedule: Schedule | Mapping[int, float] | str = "paper"
     prune_generated: bool = False
     revive: bool = True
+    aux_device: str | None = None
 
     def __post_init__(self) -> None:
+        if self.aux_device not in (None, "cpu"):
+            raise ValueError(f"aux_device is None (where the model is) or 'cpu', got {self.aux_device!r}")
         if self.prune_generated and not self.revive:
             raise ValueError("prune_generated selects in every decoding step, which revive=False does not")
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         schedule = Schedule.parse(self.schedule, len(decoder.layers))
-        return LazySession(decoder, schedule, len(prompt), max_new_tokens, self.prune_generated, self.revive)
+        return LazySession(
+            decoder, schedule, len(prompt), max_new_tokens, self.prune_generated, self.revive, self.aux_device
+        )
 
     def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
         return Schedule.parse(self.schedule, num_layers).tokens_per_layer(num_layers, n)
@@ -65,6 +72,7 @@ class LazySession(Session):
         max_new_tokens: int,
         prune_generated: bool,
         revive: bool,
+        aux_device: str | None,
     ) -> None:
         layers = len(decoder.layers)
         # a layer that keeps everything is no boundary: the tokens on both sides of it are always the same
@@ -81,23 +89,33 @@ class LazySession(Session):
         self._revives = revive
         # behind the last layer there is nothing to be revived into
         boundaries = groups[:-1] if revive else []
-        self._aux = [AuxCache(self.max_positions, decoder.width, decoder.dtype, decoder.device) for _ in boundaries]
+        home = None if aux_device is None else torch.device(aux_device)
+        self._aux = [
+            AuxCache(self.max_positions, decoder.width, decoder.dtype, decoder.device, home) for _ in boundaries
+        ]
         self._prompt_rope: Rope | None = None
-        self._present = torch.empty(0)  # positions of the tokens in this step's set, ascending
-        self._num_candidates = 0  # how many of them, from the first, the next boundary chooses among
+        self._everything = torch.ones(self.max_positions, dtype=torch.bool, device=decoder.device)
+        self._present = self._everything  # [length] bool: which positions are in this step's set
+        self._num_present = 0
+        self._num_candidates = 0  # boundaries choose among the first so many positions; the others always go on
 
     @property
     def aux_bytes(self) -> int:
         return sum(aux.nbytes for aux in self._aux)
 
+    @property
+    def selected(self) -> list[dict[int, Tensor]]:
+        return [{layer: present.nonzero()[:, 0] for layer, present in step.items()} for step in self._selected]
+
     def prefill(self, token_ids: Tensor) -> Tensor:
-        self._present = torch.arange(self.prompt_tokens, device=self.decoder.device)
+        self._present = self._everything[: self.prompt_tokens]
         return super().prefill(token_ids)
 
     def step(self, token_id: int) -> Tensor:
         # all tokens are candidates again in the first group; the newest one is never pruned
-        self._present = torch.arange(self.length + 1, device=self.decoder.device)
         self._num_candidates = self.length if self._prune_generated else self.prompt_tokens
+        self._num_present = self.length + 1
+        self._present = self._everything[: self._num_present]
         return super().step(token_id)
 
     def cross_in_prefill(self, index: int, batch: Batch) -> Batch:
@@ -107,59 +125,71 @@ class LazySession(Session):
         if not self.groups[index].watched:
             return batch
         layer = self._cuts[index]
-        kept, pruned = split_prompt(self.decoder.probe.take(), self._schedule.kept(layer, len(batch)))
+        kept, pruned = split_prompt(self.importance(index), self._schedule.kept(layer, len(batch)))
         if index < len(self._aux):
             self._aux[index].put(batch.positions[pruned], batch.hidden[0, pruned])
         batch = batch[kept]
-        self._present = self.selected[-1][layer] = batch.positions
+        self._present = torch.zeros_like(self._present).index_fill_(0, batch.positions, True)
+        self._selected[-1][layer] = self._present
         return batch
 
     def cross_in_step(self, index: int, batch: Batch) -> Batch:
         self._note_layers_that_keep_all(index)
         if not self.groups[index].watched:
             return batch
-        layer = self._cuts[index]
-        candidates, always = self._present[: self._num_candidates], self._present[self._num_candidates :]
+        layer, end = self._cuts[index], self._num_candidates
+        always = self.length - end
+        keep = self._schedule.kept(layer, self._num_present - always)
         if self._revives:
-            importance = self.decoder.probe.take()[self.caches[index].slot_of[candidates]]
-            kept = candidates[select(importance, self._schedule.kept(layer, self._num_candidates))]
+            importance = self.importance(index)[self.caches[index].slot_of[:end]]
+            # where a position is not stored the lookup finds some other token's; nothing is less important than -1
+            best = select(torch.where(self._present[:end], importance, -1.0), keep)
+            self._present = (self._all_positions[: self.length] >= end).index_fill_(0, best, True)
         else:
-            kept = self.selected[0][layer]
-        self._num_candidates = kept.shape[0]
-        self._present = self.selected[-1][layer] = torch.cat([kept, always])
-        return self._revive(index, batch, kept) if index < len(self._aux) else batch
+            self._present = torch.cat([self._selected[0][layer], self._everything[:always]])
+        self._num_present = keep + always
+        self._selected[-1][layer] = self._present
+        return self._revive(index, batch) if index < len(self._aux) else batch
+
+    def importance(self, index: int) -> Tensor:
+        """[s] Eq. 1's importance of the tokens stored in group `index`, whose layers have just run."""
+        return self.decoder.probe.take()
 
     def chosen(self, cache: GroupCache, batch: Batch) -> Tensor | None:
         """The stored tokens that are in this step's set and not after the query; None where that is all of them."""
         if cache.added == cache.length:
             return None  # prefill: causal attention over the batch
-        if len(batch) == 1 and cache.length == self._present.shape[0]:
+        if len(batch) == 1 and cache.length == self._num_present:
             return None  # everything stored is in the set, and the newest token comes after all of it
-        is_present = torch.zeros(self.max_positions, dtype=torch.bool, device=self.decoder.device)
-        is_present[self._present] = True
         stored = cache.positions
-        return is_present[stored] & (stored <= batch.positions[:, None])
+        is_present = self._present[stored]
+        return is_present[None] if len(batch) == 1 else is_present & (stored <= batch.positions[:, None])
 
-    def _revive(self, index: int, batch: Batch, kept: Tensor) -> Batch:
-        """The batch for the next group: those of the kept tokens that it has not computed, and the newest token.
+    def _revive(self, index: int, batch: Batch) -> Batch:
+        """The batch for the next group: those of the tokens in the set that it has not computed, the newest last.
 
         Tokens that were revived into group `index` and stop at its end go back into its Aux Cache.
         """
-        aux, newest = self._aux[index], batch[-1:]
+        aux, into, newest = self._aux[index], self.caches[index + 1], batch
         if len(batch) > 1:
             aux.put(batch.positions[:-1], batch.hidden[0, :-1])
-        revived = kept[self.caches[index + 1].slot_of[kept] < 0]  # the only wait for the device at this boundary
-        if revived.shape[0] == 0:
+            newest = batch[-1:]
+        if into.length == self.length - 1:
+            return newest  # the next group has computed all that came before
+        # the only wait for the device at this boundary
+        entering = (self._present & (into.slot_of[: self.length] < 0)).nonzero()[:, 0]
+        if entering.shape[0] == 1:
             return newest
+        revived = entering[:-1]
         assert self._prompt_rope is not None
         cos, sin = (
             torch.cat([of_prompt[:, revived], of_newest], dim=1)
             for of_prompt, of_newest in zip(self._prompt_rope, newest.rope, strict=True)
         )
         hidden = torch.cat([aux.take(revived)[None], newest.hidden], dim=1)
-        return Batch(hidden, torch.cat([revived, newest.positions]), (cos, sin))
+        return Batch(hidden, entering, (cos, sin))
 
     def _note_layers_that_keep_all(self, index: int) -> None:
         inside = self.groups[index].layers
         keep_all = [layer for layer in self._schedule.keep if layer - 1 in inside and layer not in self._cuts]
-        self.selected[-1] |= dict.fromkeys(keep_all, self._present)
+        self._selected[-1] |= dict.fromkeys(keep_all, self._present)

@@ -89,7 +89,7 @@ def test_split_prompt_keeps_the_newest_and_breaks_ties_downwards() -> None:
 
 
 def test_select_breaks_ties_downwards() -> None:
-    assert select(torch.tensor([0.2, 0.5, 0.2, 0.4, 0.2]), 4).tolist() == [0, 1, 2, 3]
+    assert select(torch.tensor([0.2, 0.5, 0.2, 0.4, 0.2]), 4).tolist() == [1, 3, 0, 2]
     assert select(torch.zeros(5), 2).tolist() == [0, 1]
 
 
