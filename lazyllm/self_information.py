@@ -104,8 +104,9 @@ def scoring_flops(config: Any, n: int, window: int | None = None) -> int:
 class _Unstored:
     """What the layers get in place of a cache: nothing is kept, every token attends to those of its own run."""
 
-    def __init__(self, layers: range) -> None:
+    def __init__(self, layers: range, tokens: int) -> None:
         self.layers = layers
+        self.added = self.length = tokens  # as in a prefill: all that there is was added now
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key, value
@@ -115,7 +116,7 @@ def _last_hidden(decoder: Decoder, token_ids: Tensor) -> Tensor:
     """[n, w] the hidden states behind the model's last norm."""
     hidden = decoder.embed(token_ids)
     positions = torch.arange(token_ids.shape[0], device=decoder.device)
-    layers: Any = _Unstored(range(len(decoder.layers)))
+    layers: Any = _Unstored(range(len(decoder.layers)), token_ids.shape[0])
     hidden = decoder.run(layers, hidden, positions, decoder.rope(hidden, positions), None, range(0))
     inner: Any = decoder.model.model
     return inner.norm(hidden)[0]
