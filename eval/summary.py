@@ -141,17 +141,19 @@ def to_csv(summary: Summary) -> str:
     return _flat_csv(summary.rows)
 
 
+def flat(row: Any) -> dict[str, Any]:
+    """A row's columns side by side: of a `Value` the mean under the column's name, and `_low` and `_high`."""
+    cells: dict[str, Any] = {}
+    for key, value in asdict(row).items():
+        if isinstance(value, dict):
+            cells |= {key: value["mean"], f"{key}_low": value["low"], f"{key}_high": value["high"]}
+        else:
+            cells[key] = value
+    return cells
+
+
 def _flat_csv(rows: Sequence[Any]) -> str:
-    flat = []
-    for row in rows:
-        cells: dict[str, Any] = {}
-        for key, value in asdict(row).items():
-            if isinstance(value, dict):
-                cells |= {key: value["mean"], f"{key}_low": value["low"], f"{key}_high": value["high"]}
-            else:
-                cells[key] = value
-        flat.append(cells)
-    return pd.DataFrame(flat).to_csv(index=False)
+    return pd.DataFrame([flat(row) for row in rows]).to_csv(index=False)
 
 
 def to_json(summary: Summary, about: dict[str, Any]) -> str:
