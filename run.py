@@ -3,12 +3,14 @@
 python run.py                                                    the embedded default, offline
 python run.py model=llama2 method=lazy dataset=hotpotqa          a checkpoint on LongBench
 python run.py -m experiment=table1 model=llama2,xgen             a job for each model and method
+python run.py -m ... hydra/launcher=submitit_slurm               the same on a cluster (conf/hydra/launcher)
 python run.py --help                                             every setting
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 import hydra
@@ -16,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from eval.config import register_schema, to_run_config
+from eval.config import ConfigError, check_launcher, register_schema, to_run_config
 from eval.run import USER_ERRORS, compare, run
 
 register_schema()
@@ -24,6 +26,8 @@ register_schema()
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config: DictConfig) -> None:
+    job = HydraConfig.get()
+    os.chdir(job.runtime.cwd)  # Ray's workers start elsewhere
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr, force=True
     )
@@ -32,14 +36,21 @@ def main(config: DictConfig) -> None:
     try:
         settings = to_run_config(config)
         compare(settings) if settings.compare else run(settings)
-    except USER_ERRORS as error:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise  # the sweep's other jobs go on; Hydra ends it with the first error
-        sys.exit(f"error: {error}")
+    except Exception as error:
+        if job.mode == RunMode.MULTIRUN:  # the sweep's other jobs go on; Hydra ends it with the first error
+            logging.error("job failed (%s): %s: %s", " ".join(job.overrides.task), type(error).__name__, error)
+            raise
+        if isinstance(error, USER_ERRORS):
+            sys.exit(f"error: {error}")
+        raise
     except KeyboardInterrupt:
         print("stopped: every finished example is safe, and the same command goes on from there", file=sys.stderr)
         sys.exit(130)  # as a shell reports a program that Ctrl-C ended
 
 
 if __name__ == "__main__":
+    try:
+        check_launcher(sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
     main()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -12,9 +15,21 @@ from omegaconf import MissingMandatoryValue, OmegaConf
 from eval import presets
 from eval.data import DataError, resolve_datasets
 from eval.prompts import chat_format
+from eval.shards import parse_shard
 from eval.tasks import Dataset
 from lazyllm.methods import METHODS, Method
 from lazyllm.models import as_device, as_dtype
+
+# Launcher -> (the plugin's package, the extra of pyproject.toml that installs it)
+LAUNCHERS = {
+    "joblib": ("hydra-joblib-launcher", "joblib"),
+    "ray": ("hydra-ray-launcher", "ray"),
+    "submitit_local": ("hydra-submitit-launcher", "slurm"),
+    "submitit_slurm": ("hydra-submitit-launcher", "slurm"),
+}
+
+# The files in conf/hydra/launcher have the names of the plugins' own configs and are checked against those
+warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
 
 
 class ConfigError(ValueError):
@@ -73,6 +88,7 @@ class RunConfig:
         is also written to runs/<label>.md and .csv; then `method` is not used.
     only: run one of them only, by its label; a sweep (-m) makes a job of each.
     label: the comparison's name.
+    shard: i/n, the i-th (from 1) of n jobs that share the run's examples (`eval.shards`); null for a run in one job.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -90,6 +106,7 @@ class RunConfig:
     only: str | None = None
     compare: dict[str, dict[str, Any]] = field(default_factory=dict)
     label: str = "comparison"
+    shard: str | None = None
 
 
 def register_schema() -> None:
@@ -99,6 +116,25 @@ def register_schema() -> None:
     """
     OmegaConf.register_new_resolver("keys", lambda mapping: ",".join(mapping), replace=True)
     ConfigStore.instance().store(name="schema", node=RunConfig)
+
+
+def check_launcher(arguments: Sequence[str]) -> None:
+    """Refuse a launcher that Hydra cannot use, before it says no more than that it knows no such plugin.
+
+    arguments: the command line without the program's name. Raises ConfigError.
+    """
+    asked = [one.partition("=")[2] for one in arguments if one.startswith("hydra/launcher=")]
+    for launcher in [one for one in asked if one in LAUNCHERS]:
+        package, extra = LAUNCHERS[launcher]
+        try:
+            version(package)
+        except PackageNotFoundError as error:
+            raise ConfigError(
+                f"hydra/launcher={launcher} needs the package {package}: install it with "
+                f"pip install --editable '.[{extra}]', in the repository's folder"
+            ) from error
+        if not {"-m", "--multirun", "--cfg", "-c", "--info", "-i"} & set(arguments):
+            raise ConfigError(f"hydra/launcher={launcher} starts the jobs of a sweep: give -m too")
 
 
 def to_run_config(config: Any) -> RunConfig:
@@ -127,6 +163,12 @@ def to_run_config(config: Any) -> RunConfig:
     _require(plain.trace >= 0, "trace", plain.trace, "0 or more examples")
     one_run = not plain.compare or plain.only is not None
     _require(plain.out is None or one_run, "out", plain.out, "no out= beside compare: each run has its own")
+    _require(plain.shard is None or one_run, "shard", plain.shard, "only=LABEL beside it: it divides one run")
+    if plain.shard is not None:
+        try:
+            parse_shard(plain.shard)
+        except ValueError as error:
+            raise ConfigError(f"shard: {error}") from error
     datasets_of(plain)
     return plain
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,7 @@ import torch
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from eval import presets, provenance
+from eval import devices, presets, provenance
 from eval.config import ConfigError, RunConfig, build_method, check_method, datasets_of
 from eval.data import DataError, Example, LoadedDataset, load_rows
 from eval.measure import Bench, Case
@@ -27,6 +29,7 @@ from eval.memory import release_memory
 from eval.progress import progress
 from eval.prompts import PromptError, build_prompt, end_token_ids
 from eval.record import Failure, Record
+from eval.shards import Shard, parse_shard, split
 from eval.store import RunStore, StoreError, fingerprint, open_store, read_run, write_whole
 from eval.summary import (
     Summary,
@@ -72,10 +75,10 @@ DEFAULT_THREADS = torch.get_num_threads()  # which a job of a sweep must find ag
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run: where its files are, and its table."""
+    """A finished run: where its files are, and its table; None while other shards have examples to measure."""
 
     folder: Path
-    summary: Summary
+    summary: Summary | None
 
 
 def run(config: RunConfig, show: bool = True) -> RunResult:
@@ -102,36 +105,33 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
         "parameters": _plain(parameters) if presets.uses_preset(settings) else None,
     }
     folder = Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity)
-    about = {"config": asdict(config), "provenance": _provenance(device)}
-    with open_store(folder, identity, about) as store:
+    about = {"config": asdict(replace(config, shard=None)), "provenance": _provenance(device)}
+    shard = parse_shard(config.shard) if config.shard is not None else None
+    ours = _keys_of(shard, cases)
+    with open_store(folder, identity, about, shard.file_part if shard is not None else "") as store:
         _check_prompts(cases, store)
-        todo = [case for case in cases if case.key not in store.records]
-        untraced = [case for case in _first_of_each(cases, config.trace) if not store.has(_trace_file(case))]
-        log.info("%s: %d examples, %d of them already measured", folder, len(cases), len(cases) - len(todo))
+        todo = [case for case in cases if case.key in ours and case.key not in store.records]
+        traced = [case for case in _first_of_each(cases, config.trace) if case.key in ours]
+        untraced = [case for case in traced if not store.has(_trace_file(case))]
+        log.info("%s: %d examples, %d of them already measured", folder, len(ours), len(ours) - len(todo))
         if todo or untraced:
-            if not sys.stderr.isatty():
-                transformers_logging.disable_progress_bar()
-            model = load_weights(
-                config.model.name,
-                _load_format(config),
-                config.model.dtype,
-                config.model.device,
-                revision=config.model.revision,
-                attn_implementation=config.model.attn_implementation,
-                seed=config.seed,
-            )
-            _measure_all(Bench(model, tokenizer, config.model.chat, paired), todo, store, config.timing.warmup)
-            for case in untraced:
-                store.write(_trace_file(case), trace(model, tokenizer, case).to_json())
+            with devices.held(device, f"process {os.getpid()} for {folder}"), _noted(store, device, len(todo)):
+                _measure_all(config, tokenizer, paired, todo, untraced, store)
+                release_memory(device)  # the model's, before another run has the device
+        store.reload()
         done = [store.records[case.key] for case in cases if case.key in store.records]
         failed = [failure for failure in store.failures if failure.key in {case.key for case in cases}]
-        if not done:
+        if failed and not done:
             raise RunError(_all_failed(store, failed))
-        summary = summarise(done)
+        pending = len(cases) - len(done) - len(failed)
+        summary = None if pending else summarise(done)
         title = _title(config, loaded)
-        _publish(summary, store, title, about | {"identity": identity})
-        if show:
-            _console().print(as_table(summary, title))
+        if summary is None:
+            log.info("%s: %d examples are left to other shards; the last of them makes the table", folder, pending)
+        else:
+            _publish(summary, store, title, about | {"identity": identity})
+            if show:
+                _console().print(as_table(summary, title))
     if failed:
         log.warning("%s", _some_failed(store, failed, len(cases)))
     skipped = sum(len(one.skipped) for one in loaded)
@@ -156,7 +156,8 @@ def compare(config: RunConfig) -> list[RunResult]:
         for dataset in datasets_of(config):
             _resolved(config, settings, dataset, model_config)
     results = {label: run(replace(config, method=method), show=False) for label, method in config.compare.items()}
-    summaries = {label: result.summary for label, result in results.items()}
+    # every run has its table: shards are refused beside compare
+    summaries = {label: result.summary for label, result in results.items() if result.summary is not None}
     console = _console()
     console.print(compared_table(summaries, config.label))
     runs = {label: read_run(result.folder)[0] for label, result in results.items()}
@@ -283,6 +284,16 @@ def _first_of_each(cases: list[Case], number: int) -> list[Case]:
     return first
 
 
+def _keys_of(shard: Shard | None, cases: list[Case]) -> set[tuple[str, str]]:
+    """The examples that the shard measures; all of them where there is none."""
+    tokens = {case.key: len(case.prompt.token_ids) for case in cases}
+    return (
+        set(tokens)
+        if shard is None
+        else {key for key, one in split(tokens, shard.count).items() if one == shard.number}
+    )
+
+
 def _trace_file(case: Case) -> str:
     return f"traces/{Trace.file_name(case.dataset.name, case.example.id)}"
 
@@ -345,8 +356,12 @@ def _provenance(device: torch.device) -> dict[str, Any]:
         "git_commit": provenance.git_commit(),
         "versions": provenance.versions(),
         "machine": provenance.machine(device),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "started": _now(),
     }
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def _folder_name(config: RunConfig, loaded: list[LoadedDataset], identity: dict[str, Any]) -> str:
@@ -375,7 +390,45 @@ def _title(config: RunConfig, loaded: list[LoadedDataset]) -> str:
 # --------------------------------------------------------------------------------------------------------- measurement
 
 
-def _measure_all(bench: Bench, cases: list[Case], store: RunStore, warmup: int) -> None:
+@contextmanager
+def _noted(store: RunStore, device: torch.device, examples: int) -> Iterator[None]:
+    """Write down when a job begins and ends to measure, why it ended early, and the machine's load at both times."""
+    store.note({"event": "begin", "time": _now(), "examples": examples, "load": devices.load(device)})
+    error = None
+    try:
+        yield
+    except BaseException as caught:
+        error = f"{type(caught).__name__}: {caught}"
+        raise
+    finally:
+        store.note({"event": "end", "time": _now(), "error": error, "load": devices.load(device)})
+
+
+def _measure_all(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    paired: bool,
+    cases: list[Case],
+    untraced: list[Case],
+    store: RunStore,
+) -> None:
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    model = load_weights(
+        config.model.name,
+        _load_format(config),
+        config.model.dtype,
+        config.model.device,
+        revision=config.model.revision,
+        attn_implementation=config.model.attn_implementation,
+        seed=config.seed,
+    )
+    _measure_cases(Bench(model, tokenizer, config.model.chat, paired), cases, store, config.timing.warmup)
+    for case in untraced:
+        store.write(_trace_file(case), trace(model, tokenizer, case).to_json())
+
+
+def _measure_cases(bench: Bench, cases: list[Case], store: RunStore, warmup: int) -> None:
     if not cases:
         return
     log.info("warming up: %d runs", warmup)

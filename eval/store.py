@@ -3,7 +3,10 @@
 run.json        the run's identity and its fingerprint, its config, and where it ran (`eval.provenance`)
 records.jsonl   one `Record` a line, flushed when its example is done
 failures.jsonl  one `Failure` a line, where there are any: examples that are tried again when the run goes on
+jobs.jsonl      when a job began and ended to measure, how, and the load that it saw (`eval.devices`)
 summary.*       made from the records at the end (`eval.summary`)
+
+A shard of a run (`eval.shards`) writes records-2-of-4.jsonl and so on; a run's records are those of all its files.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from eval.record import Failure, Record
 
@@ -37,15 +41,24 @@ def fingerprint(identity: dict[str, Any]) -> str:
 
 
 class RunStore:
-    """The records of one run. Open it with `open_store`."""
+    """The records of one run. Open it with `open_store`.
 
-    def __init__(self, folder: Path) -> None:
+    part: what the names of the files that are written here end in: nothing, or a shard's.
+    """
+
+    def __init__(self, folder: Path, part: str = "") -> None:
         self.folder = folder
-        self._file, self._failures_file = folder / "records.jsonl", folder / "failures.jsonl"
-        self.records = {record.key: record for record in _read_lines(self._file, Record.from_json)}
-        self._failures = {failure.key: failure for failure in _read_lines(self._failures_file, Failure.from_json)}
-        for file in (self._file, self._failures_file):
+        self._file, self._failures_file, self._jobs_file = (
+            folder / f"{name}{part}.jsonl" for name in ("records", "failures", "jobs")
+        )
+        self.reload()
+        for file in (self._file, self._failures_file, self._jobs_file):
             _cut_half_line(file)
+
+    def reload(self) -> None:
+        """Read again what the run's jobs have measured, this one and those of other shards. Raises StoreError."""
+        self.records = _read_records(self.folder)
+        self._failures = {one.key: one for one in _read_all(self.folder, "failures", Failure.from_json)}
 
     @property
     def failures(self) -> list[Failure]:
@@ -64,6 +77,10 @@ class RunStore:
         """Write down that an example could not be measured, as safely as a record. Raises StoreError."""
         _append_line(self._failures_file, failure.to_json())
         self._failures[failure.key] = failure
+
+    def note(self, event: dict[str, Any]) -> None:
+        """Write down when and how a job begins or ends. Raises StoreError."""
+        _append_line(self._jobs_file, json.dumps(event))
 
     def has(self, name: str) -> bool:
         """Whether a file lies beside the records."""
@@ -85,6 +102,16 @@ def _append_line(file: Path, line: str) -> None:
             f"{file}: the record could not be written ({error}). Those before it are safe: make room, then "
             "give the same command again"
         ) from error
+
+
+def _read_records(folder: Path) -> dict[tuple[str, str], Record]:
+    return {record.key: record for record in _read_all(folder, "records", Record.from_json)}
+
+
+def _read_all(folder: Path, name: str, parse: Callable[[str], Line]) -> Iterator[Line]:
+    """The lines of the whole run's file and of each shard's. Raises StoreError."""
+    for file in [folder / f"{name}.jsonl", *sorted(folder.glob(f"{name}-*-of-*.jsonl"))]:
+        yield from _read_lines(file, parse)
 
 
 def _read_lines(file: Path, parse: Callable[[str], Line]) -> Iterator[Line]:
@@ -112,40 +139,51 @@ def _cut_half_line(file: Path) -> None:
 
 
 @contextmanager
-def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> Iterator[RunStore]:
+def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any], part: str = "") -> Iterator[RunStore]:
     """The store in `folder`, made if it is not there, held against other processes until the block ends.
 
-    identity: what decides whether records belong together. about: config and provenance, for people.
+    identity: what decides whether records belong together. about: config and provenance, for people. part: as in
+    `RunStore`; jobs of different parts may work in the folder at once, beside a job of the whole run none.
     Raises StoreError: another process works in the folder, or it holds a run of another identity.
     """
+    with ExitStack() as locks:
+        locks.enter_context(_locked(folder / ".lock", (fcntl.LOCK_SH if part else fcntl.LOCK_EX) | fcntl.LOCK_NB))
+        if part:
+            locks.enter_context(_locked(folder / f".lock{part}", fcntl.LOCK_EX | fcntl.LOCK_NB))
+        with _locked(folder / ".lock-run.json", fcntl.LOCK_EX):  # shards may begin at the same time
+            _check_identity(folder, identity, about)
+        yield RunStore(folder, part)
+
+
+@contextmanager
+def _locked(file: Path, how: int) -> Iterator[None]:
+    """Hold a lock file in a run folder, made if it is not there; how: as in `fcntl.flock`. Raises StoreError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = file.open("w")
     except OSError as error:
         raise StoreError(
-            f"{folder}: the run folder cannot be written ({error}); give another with out=FOLDER"
+            f"{file.parent}: the run folder cannot be written ({error}); give another with out=FOLDER"
         ) from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, how)
         except BlockingIOError as error:
-            raise StoreError(f"{folder}: another process is working in this run folder") from error
+            raise StoreError(f"{file.parent}: another process is working in this run folder") from error
         except OSError as error:  # some cluster file systems know no locks
-            log.warning("%s: cannot be locked (%s); see to it that one process works in it", folder, error)
-        _check_identity(folder, identity, about)
-        yield RunStore(folder)
+            log.warning("%s: cannot be locked (%s); see to it that one process works in it", file.parent, error)
+        yield
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
     """A stored run for tables and figures: run.json's content and the records. Raises StoreError."""
-    records = {record.key: record for record in _read_lines(folder / "records.jsonl", Record.from_json)}
-    return _read_about(folder / "run.json"), list(records.values())
+    return _read_about(folder / "run.json"), list(_read_records(folder).values())
 
 
 def _check_identity(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> None:
     file = folder / "run.json"
     if not file.exists():
-        if (folder / "records.jsonl").exists():
+        if any(folder.glob("records*.jsonl")):
             raise StoreError(f"{folder}: holds records but no run.json that says whose; give another with out=FOLDER")
         content = {"schema": SCHEMA, "fingerprint": fingerprint(identity), "identity": identity, **about}
         write_whole(file, json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
@@ -175,7 +213,7 @@ def _read_about(file: Path) -> dict[str, Any]:
 
 def write_whole(file: Path, text: str) -> None:
     """Put a file in place whole or not at all. Raises StoreError where the disk does not take it."""
-    partial = file.with_name(f".{file.name}.partial")
+    partial = file.with_name(f".{file.name}.{uuid4().hex[:8]}.partial")  # two shards may end at the same time
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("w", encoding="utf-8", newline="") as opened:

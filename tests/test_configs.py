@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from eval.config import ConfigError, build_method, datasets_of, register_schema, to_run_config
+from eval.config import LAUNCHERS, ConfigError, build_method, datasets_of, register_schema, to_run_config
 from eval.tasks import DATASETS, TASKS
 from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop
 from lazyllm.models import PRESETS, load_config
@@ -29,7 +29,7 @@ def test_every_file_opens_with_the_command_that_uses_it_and_composes(file: Path)
     if len(file.parts) == 1:
         config_of()
         return
-    group, name = file.parts[0], file.stem
+    group, name = file.parent.as_posix(), file.stem
     assert f"{group}={name}" in lines[0]
     overrides = [f"{group}={name}"] + (["model.name=tiny"] if name == "custom" else [])
     config_of(*overrides)
@@ -46,6 +46,7 @@ def test_a_name_means_the_same_in_the_library_and_in_the_configs() -> None:
     for task in TASKS:
         found = {one.name for one in datasets_of(config_of(f"dataset={task}"))}
         assert found == {name for name, one in DATASETS.items() if (one.task, one.suite) == (task, "longbench")}
+    assert {file.stem for file in FILES if file.parent.as_posix() == "hydra/launcher"} == set(LAUNCHERS)
     suites = {"all": "longbench", "embedded": "embedded"}
     for name, suite in suites.items():
         found = {one.name for one in datasets_of(config_of(f"dataset={name}"))}
@@ -113,6 +114,9 @@ def test_unknown_keys_and_wrong_types_are_refused_by_hydra(override: str) -> Non
         (["+dataset.nosuch=true"], "unknown dataset 'nosuch'"),
         (["dataset=[qasper,lookup]"], "share no table"),
         (["model=custom"], "model.name=FOLDER_OR_HUB_ID"),
+        (["shard=2"], "'2' is not the i-th of n shards, written i/n"),
+        (["shard=5/4"], "'5/4' is not the i-th of n shards"),
+        (["experiment=demo", "shard=1/4"], "shard=1/4: expected only=LABEL"),
         (["method=random_drop", "seed=-1"], "seed is a whole number of 0 or more"),
     ],
 )
