@@ -17,6 +17,7 @@ from eval.data import DataError, resolve_datasets
 from eval.prompts import chat_format
 from eval.shards import parse_shard
 from eval.tasks import Dataset
+from eval.tracking import MODES, TRACKERS, TrackerConfig
 from lazyllm.methods import METHODS, Method
 from lazyllm.models import as_device, as_dtype
 
@@ -30,6 +31,9 @@ LAUNCHERS = {
 
 # The files in conf/hydra/launcher have the names of the plugins' own configs and are checked against those
 warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
+
+
+DEFAULT_LABEL = "comparison"  # of an experiment that names none
 
 
 class ConfigError(ValueError):
@@ -96,6 +100,7 @@ class RunConfig:
     dataset: dict[str, bool] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
     timing: TimingConfig = field(default_factory=TimingConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
     limit: int | None = None
     max_new_tokens: int | None = None
     seed: int = 0
@@ -105,7 +110,7 @@ class RunConfig:
     trace: int = 0
     only: str | None = None
     compare: dict[str, dict[str, Any]] = field(default_factory=dict)
-    label: str = "comparison"
+    label: str = DEFAULT_LABEL
     shard: str | None = None
 
 
@@ -152,6 +157,8 @@ def to_run_config(config: Any) -> RunConfig:
     for key in ("limit", "sample", "max_new_tokens", "threads"):
         value = getattr(plain, key)
         _require(value is None or value >= 1, key, value, "1 or more, or null")
+    _require(plain.tracker.name in TRACKERS, "tracker.name", plain.tracker.name, " or ".join(TRACKERS))
+    _require(plain.tracker.mode in MODES, "tracker.mode", plain.tracker.mode, ", ".join(MODES))
     as_dtype(plain.model.dtype)
     as_device(plain.model.device)
     chat_format(plain.model.chat)

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import subprocess
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,11 @@ def weights_sha256(source: str) -> str | None:
                 opened.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
                 digest.update(opened.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def git_commit() -> str | None:

@@ -6,31 +6,28 @@ import json
 import logging
 import os
 import sys
-import time
 import traceback
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 import torch
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from eval import devices, presets, provenance
-from eval.config import ConfigError, RunConfig, build_method, check_method, datasets_of
-from eval.data import DataError, Example, LoadedDataset, load_rows
+from eval import devices, provenance
+from eval.config import DEFAULT_LABEL, ConfigError, RunConfig
+from eval.data import DataError
 from eval.measure import Bench, Case
 from eval.memory import release_memory
+from eval.prepare import Plan, check_comparison, prepare
 from eval.progress import progress
-from eval.prompts import PromptError, build_prompt, end_token_ids
+from eval.prompts import PromptError
 from eval.record import Failure, Record
-from eval.shards import Shard, parse_shard, split
-from eval.store import RunStore, StoreError, fingerprint, open_store, read_run, write_whole
+from eval.runs import StoredRun
+from eval.store import RunStore, StoreError, open_store, read_run, write_whole
 from eval.summary import (
     Summary,
     as_table,
@@ -42,14 +39,10 @@ from eval.summary import (
     to_json,
     to_markdown,
 )
-from eval.tasks import TASKS, Dataset
 from eval.trace import Trace, trace
+from eval.tracking import Tracker, open_tracker, track_pictures
 from lazyllm import ModelError, TokenizerError, UnsupportedModelError
-from lazyllm.decoder import sliding_window
-from lazyllm.models import as_device, load_config, load_end_ids, load_tokenizer_of, load_weights, source_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from lazyllm.models import load_weights
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +63,6 @@ USER_ERRORS = (
     UnsupportedModelError,
 )
 
-DEFAULT_THREADS = torch.get_num_threads()  # which a job of a sweep must find again after one that set its own
-
 
 @dataclass(frozen=True)
 class RunResult:
@@ -89,56 +80,23 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
     Everything that can be refused is refused before the model loads. Raises ConfigError, DataError, PromptError,
     ModelError, TokenizerError or StoreError with one message for the user.
     """
-    check_method(config.method)
-    device = as_device(config.model.device)
-    torch.set_num_threads(config.threads or DEFAULT_THREADS)
-    model_config = load_config(config.model.name, _load_format(config), config.model.revision)
-    settings = _settings(config, model_config)
-    tokenizer = _tokenizer(config)
-    loaded = [load_rows(dataset, config.data.dir, _on_error(config)) for dataset in datasets_of(config)]
-    end_ids = load_end_ids(config.model.name, _load_format(config), config.model.revision)
-    paired = config.timing.paired and settings["name"] != "baseline"
-    parameters = {one.dataset.name: _resolved(config, settings, one.dataset, model_config) for one in loaded}
-    cases = list(_cases(config, loaded, parameters, tokenizer, model_config, end_ids))
-    identity = _identity(config, loaded, model_config, tokenizer, end_ids, device, paired) | {
-        "method": _plain(settings),
-        "parameters": _plain(parameters) if presets.uses_preset(settings) else None,
-    }
-    folder = Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity)
-    about = {"config": asdict(replace(config, shard=None)), "provenance": _provenance(device)}
-    shard = parse_shard(config.shard) if config.shard is not None else None
-    ours = _keys_of(shard, cases)
-    with open_store(folder, identity, about, shard.file_part if shard is not None else "") as store:
-        _check_prompts(cases, store)
-        todo = [case for case in cases if case.key in ours and case.key not in store.records]
-        traced = [case for case in _first_of_each(cases, config.trace) if case.key in ours]
-        untraced = [case for case in traced if not store.has(_trace_file(case))]
-        log.info("%s: %d examples, %d of them already measured", folder, len(ours), len(ours) - len(todo))
-        if todo or untraced:
-            with devices.held(device, f"process {os.getpid()} for {folder}"), _noted(store, device, len(todo)):
-                _measure_all(config, tokenizer, paired, todo, untraced, store)
-                release_memory(device)  # the model's, before another run has the device
-        store.reload()
-        done = [store.records[case.key] for case in cases if case.key in store.records]
-        failed = [failure for failure in store.failures if failure.key in {case.key for case in cases}]
-        if failed and not done:
-            raise RunError(_all_failed(store, failed))
-        pending = len(cases) - len(done) - len(failed)
-        summary = None if pending else summarise(done)
-        title = _title(config, loaded)
-        if summary is None:
-            log.info("%s: %d examples are left to other shards; the last of them makes the table", folder, pending)
-        else:
-            _publish(summary, store, title, about | {"identity": identity})
-            if show:
-                _console().print(as_table(summary, title))
-    if failed:
-        log.warning("%s", _some_failed(store, failed, len(cases)))
-    skipped = sum(len(one.skipped) for one in loaded)
-    if skipped:
-        first = next(one.skipped[0] for one in loaded if one.skipped)
-        log.warning("%d rows were skipped (data.on_error=skip), the first: %s: %s", skipped, first.where, first.reason)
-    return RunResult(folder, summary)
+    plan = prepare(config)
+    part = plan.file_part
+    with open_store(plan.folder, plan.identity, plan.about, part) as store:
+        _check_prompts(plan.cases, store)
+        group = config.label if config.label != DEFAULT_LABEL else None
+        with open_tracker(config.tracker, StoredRun(plan.folder, *read_run(plan.folder)), group, part) as tracker:
+            _measure_missing(plan, store, tracker)
+            store.reload()
+            summary = _summarise(plan, store)
+            if summary is not None:
+                records = [store.records[case.key] for case in plan.cases if case.key in store.records]
+                tracker.finish(summary, records)
+    if summary is not None and show:
+        _console().print(as_table(summary, plan.title))
+    if plan.skipped:
+        log.warning("%s", plan.skipped)
+    return RunResult(plan.folder, summary)
 
 
 def compare(config: RunConfig) -> list[RunResult]:
@@ -150,11 +108,7 @@ def compare(config: RunConfig) -> list[RunResult]:
         return [run(replace(config, method=config.compare[config.only], compare={}))]
     from eval.figures import plot_comparison, save  # not at the top: matplotlib is slow to import, and writes caches
 
-    model_config = load_config(config.model.name, _load_format(config), config.model.revision)
-    for method in config.compare.values():  # the last one is refused before the first one runs
-        settings = _settings(replace(config, method=method), model_config)
-        for dataset in datasets_of(config):
-            _resolved(config, settings, dataset, model_config)
+    check_comparison(config)
     results = {label: run(replace(config, method=method), show=False) for label, method in config.compare.items()}
     # every run has its table: shards are refused beside compare
     summaries = {label: result.summary for label, result in results.items() if result.summary is not None}
@@ -170,6 +124,7 @@ def compare(config: RunConfig) -> list[RunResult]:
         write_whole(Path("runs") / f"{config.label}.{suffix}", text)
     table = pd.read_csv(Path("runs") / f"{config.label}.csv")
     pictures = save(plot_comparison(table, f"{config.model.name}, {config.label}"), Path("runs") / config.label)
+    track_pictures(config.tracker, Path("runs"), config.label, pictures)
     console.print("Files:")
     for path in (*(result.folder for result in results.values()), Path("runs") / f"{config.label}.md", *pictures):
         console.print(f"  {path}", highlight=False)
@@ -179,119 +134,7 @@ def compare(config: RunConfig) -> list[RunResult]:
     return list(results.values())
 
 
-# --------------------------------------------------------------------------------------------------------- preparation
-
-
-def _load_format(config: RunConfig) -> Any:
-    return config.model.load_format
-
-
-def _on_error(config: RunConfig) -> Any:
-    return config.data.on_error
-
-
-def _settings(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
-    """The method's settings on this model's depth."""
-    try:
-        return presets.at_depth(config.method, model_config.num_hidden_layers)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"method: {error}") from error
-
-
-def _resolved(
-    config: RunConfig, settings: dict[str, Any], dataset: Dataset, model_config: PreTrainedConfig
-) -> dict[str, Any]:
-    """The method's settings for one dataset, without presets, checked against the model's depth."""
-    try:
-        resolved = presets.resolve(settings, dataset, model_config, config.model.paper)
-        build_method(resolved).check(model_config)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"method: {error}") from error
-    return resolved
-
-
-def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    tokenizer = load_tokenizer_of(
-        config.model.name, _load_format(config), revision=config.model.revision, tokenizer=config.model.tokenizer
-    )
-    if tokenizer is None:
-        raise ConfigError(
-            "random weights (model.load_format=dummy) download nothing, so the tokenizer must be named: "
-            "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
-        )
-    return tokenizer
-
-
-def _cases(
-    config: RunConfig,
-    loaded: list[LoadedDataset],
-    parameters: dict[str, dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    model_config: PreTrainedConfig,
-    end_ids: tuple[int, ...],
-) -> Iterator[Case]:
-    """Every example of the run with its prompt. What the model cannot hold, or the method not use, is refused here."""
-    longest = min(model_config.max_position_embeddings, sliding_window(model_config) or sys.maxsize)
-    examples = _examples(config, loaded)
-    for one in loaded:
-        method = build_method(parameters[one.dataset.name])
-        dataset_end_ids = end_token_ids(tokenizer, end_ids, one.dataset)
-        max_new_tokens = min(one.max_new_tokens, config.max_new_tokens or one.max_new_tokens)
-        for example in examples[one.dataset.name]:
-            prompt = build_prompt(
-                example,
-                one.template,
-                tokenizer,
-                config.model.max_prompt_tokens,
-                config.model.chat,
-                one.dataset.chat_wrap,
-                one.dataset.protected,
-            )
-            try:
-                method.check_prompt(prompt.as_input())
-            except ValueError as error:
-                raise ConfigError(f"{one.dataset.name}, row {example.id}: {error}") from error
-            length = len(prompt.token_ids) + max_new_tokens
-            if length > longest:
-                raise ConfigError(
-                    f"{one.dataset.name}, row {example.id}: {len(prompt.token_ids)} prompt tokens and up to "
-                    f"{max_new_tokens} new ones are more than the {longest} that the model can see at once "
-                    "(its positions, or its sliding window): set a lower model.max_prompt_tokens"
-                )
-            yield Case(one.dataset, example, prompt, method, max_new_tokens, dataset_end_ids)
-
-
-def _examples(config: RunConfig, loaded: list[LoadedDataset]) -> dict[str, list[Example]]:
-    """What `limit` and `sample` leave of each dataset, in the dataset's order."""
-    pairs = [(one.dataset.name, example) for one in loaded for example in one.examples[: config.limit]]
-    if config.sample is not None and config.sample < len(pairs):
-        drawn = np.random.default_rng(config.seed).choice(len(pairs), config.sample, replace=False)
-        pairs = [pairs[number] for number in sorted(drawn.tolist())]
-    chosen: dict[str, list[Example]] = {one.dataset.name: [] for one in loaded}
-    for name, example in pairs:
-        chosen[name].append(example)
-    return chosen
-
-
-def _first_of_each(cases: list[Case], number: int) -> list[Case]:
-    """The first so many cases of each dataset."""
-    seen: Counter[str] = Counter()
-    first = []
-    for case in cases:
-        if seen[case.dataset.name] < number:
-            first.append(case)
-        seen[case.dataset.name] += 1
-    return first
-
-
-def _keys_of(shard: Shard | None, cases: list[Case]) -> set[tuple[str, str]]:
-    """The examples that the shard measures; all of them where there is none."""
-    tokens = {case.key: len(case.prompt.token_ids) for case in cases}
-    return (
-        set(tokens)
-        if shard is None
-        else {key for key, one in split(tokens, shard.count).items() if one == shard.number}
-    )
+# --------------------------------------------------------------------------------------------------------- measurement
 
 
 def _trace_file(case: Case) -> str:
@@ -309,91 +152,10 @@ def _check_prompts(cases: list[Case], store: RunStore) -> None:
             )
 
 
-def _identity(
-    config: RunConfig,
-    loaded: list[LoadedDataset],
-    model_config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: tuple[int, ...],
-    device: torch.device,
-    paired: bool,
-) -> dict[str, Any]:
-    """What must agree for two records to lie in one folder. `limit` is not part of it: a run can be widened."""
-    source = source_of(config.model.name)
-    dummy = config.model.load_format == "dummy"
-    local = Path(source).is_dir()
-    scorer = config.method.get("scorer")
-    return {
-        "model": config.model.name if local else source,
-        "revision": config.model.revision or getattr(model_config, "_commit_hash", None),
-        "weights": f"random, seed {config.seed}" if dummy else provenance.weights_sha256(source),
-        "tokenizer": provenance.tokenizer_sha256(tokenizer)[:16],
-        "end_ids": list(end_ids),
-        "load_format": config.model.load_format,
-        "dtype": config.model.dtype,
-        "attn_implementation": config.model.attn_implementation,
-        "max_prompt_tokens": config.model.max_prompt_tokens,
-        "chat": config.model.chat,
-        **({"scorer_weights": provenance.weights_sha256(source_of(scorer))} if scorer else {}),
-        "data": {one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in loaded},
-        "max_new_tokens": config.max_new_tokens,
-        "seed": config.seed,
-        "paired": paired,
-        "warmup": config.timing.warmup,
-        "versions": provenance.versions(),
-        "code": provenance.code_sha256()[:16],
-        "device": provenance.device_name(device),
-        "threads": torch.get_num_threads() if device.type == "cpu" else None,
-    }
-
-
-def _plain(value: Any) -> Any:
-    return {str(key): _plain(one) for key, one in value.items()} if isinstance(value, dict) else value
-
-
-def _provenance(device: torch.device) -> dict[str, Any]:
-    return {
-        "git_commit": provenance.git_commit(),
-        "versions": provenance.versions(),
-        "machine": provenance.machine(device),
-        "started": _now(),
-    }
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-def _folder_name(config: RunConfig, loaded: list[LoadedDataset], identity: dict[str, Any]) -> str:
-    model = Path(config.model.name).name
-    return f"{model}-{config.method['name']}-{_data_label(loaded)}-{fingerprint(identity)[:8]}"
-
-
-def _data_label(loaded: list[LoadedDataset]) -> str:
-    """A short name for people: of one dataset, of a whole task, of a whole suite, or how many there are."""
-    names = {one.dataset.name for one in loaded}
-    if len(names) == 1:
-        return next(iter(names))
-    suites = {one.dataset.suite for one in loaded}
-    tasks = {one.dataset.task for one in loaded}
-    if len(tasks) == 1:
-        return next(iter(tasks))
-    if len(suites) == 1 and len(tasks) == len(TASKS):
-        return "all" if suites == {"longbench"} else next(iter(suites))
-    return f"{len(names)}_datasets"
-
-
-def _title(config: RunConfig, loaded: list[LoadedDataset]) -> str:
-    return f"{config.model.name}, {config.method['name']}, {_data_label(loaded)}"
-
-
-# --------------------------------------------------------------------------------------------------------- measurement
-
-
 @contextmanager
 def _noted(store: RunStore, device: torch.device, examples: int) -> Iterator[None]:
     """Write down when a job begins and ends to measure, why it ended early, and the machine's load at both times."""
-    store.note({"event": "begin", "time": _now(), "examples": examples, "load": devices.load(device)})
+    store.note({"event": "begin", "time": provenance.now(), "examples": examples, "load": devices.load(device)})
     error = None
     try:
         yield
@@ -401,34 +163,39 @@ def _noted(store: RunStore, device: torch.device, examples: int) -> Iterator[Non
         error = f"{type(caught).__name__}: {caught}"
         raise
     finally:
-        store.note({"event": "end", "time": _now(), "error": error, "load": devices.load(device)})
+        store.note({"event": "end", "time": provenance.now(), "error": error, "load": devices.load(device)})
 
 
-def _measure_all(
-    config: RunConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    paired: bool,
-    cases: list[Case],
-    untraced: list[Case],
-    store: RunStore,
-) -> None:
+def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker) -> None:
+    """Load the model and measure this job's examples that the store does not hold, if there are any."""
+    todo = [case for case in plan.cases if case.key in plan.ours and case.key not in store.records]
+    untraced = [case for case in plan.traced if not store.has(_trace_file(case))]
+    log.info("%s: %d examples, %d of them already measured", plan.folder, len(plan.ours), len(plan.ours) - len(todo))
+    if not todo and not untraced:
+        return
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    model = load_weights(
-        config.model.name,
-        _load_format(config),
-        config.model.dtype,
-        config.model.device,
-        revision=config.model.revision,
-        attn_implementation=config.model.attn_implementation,
-        seed=config.seed,
-    )
-    _measure_cases(Bench(model, tokenizer, config.model.chat, paired), cases, store, config.timing.warmup)
-    for case in untraced:
-        store.write(_trace_file(case), trace(model, tokenizer, case).to_json())
+    settings = plan.config.model
+    holder = f"process {os.getpid()} for {plan.folder}"
+    with devices.held(plan.device, holder), _noted(store, plan.device, len(todo)):
+        model = load_weights(
+            settings.name,
+            settings.load_format,  # type: ignore[arg-type]  # checked with the config
+            settings.dtype,
+            settings.device,
+            revision=settings.revision,
+            attn_implementation=settings.attn_implementation,
+            seed=plan.config.seed,
+        )
+        bench = Bench(model, plan.tokenizer, settings.chat, plan.paired)
+        _measure_cases(bench, todo, store, tracker, plan.config.timing.warmup)
+        for case in untraced:
+            store.write(_trace_file(case), trace(model, plan.tokenizer, case).to_json())
+        del model, bench
+        release_memory(plan.device)  # before another run has the device
 
 
-def _measure_cases(bench: Bench, cases: list[Case], store: RunStore, warmup: int) -> None:
+def _measure_cases(bench: Bench, cases: list[Case], store: RunStore, tracker: Tracker, warmup: int) -> None:
     if not cases:
         return
     log.info("warming up: %d runs", warmup)
@@ -442,6 +209,7 @@ def _measure_cases(bench: Bench, cases: list[Case], store: RunStore, warmup: int
                 release_memory(bench.model.device)
             else:
                 store.append(outcome)
+                tracker.record(outcome)
             advance(case.dataset.name)
 
 
@@ -459,6 +227,30 @@ def _measure(bench: Bench, case: Case, baseline_first: bool) -> Record | Failure
 # ------------------------------------------------------------------------------------------------------------- results
 
 
+def _summarise(plan: Plan, store: RunStore) -> Summary | None:
+    """The run's table, written beside the records; None while other shards have examples to measure.
+
+    Raises RunError where every example has failed.
+    """
+    done = [store.records[case.key] for case in plan.cases if case.key in store.records]
+    keys = {case.key for case in plan.cases}
+    failed = [failure for failure in store.failures if failure.key in keys]
+    if failed and not done:
+        raise RunError(_all_failed(store, failed))
+    if failed:
+        log.warning("%s", _some_failed(store, failed, len(plan.cases)))
+    pending = len(plan.cases) - len(done) - len(failed)
+    if pending:
+        log.info("%s: %d examples are left to other shards; the last of them makes the table", plan.folder, pending)
+        return None
+    summary = summarise(done)
+    store.write("summary.json", to_json(summary, plan.about | {"identity": plan.identity}))
+    store.write("summary.csv", to_csv(summary))
+    store.write("summary.md", to_markdown(summary, plan.title))
+    log.info("records, summary.json, .csv and .md are in %s", plan.folder)
+    return summary
+
+
 def _all_failed(store: RunStore, failed: list[Failure]) -> str:
     return (
         f"all {len(failed)} examples failed, the first: {failed[0].dataset}, row {failed[0].id}: {failed[0].reason}. "
@@ -473,13 +265,6 @@ def _some_failed(store: RunStore, failed: list[Failure], examples: int) -> str:
         f"{failed[0].id}: {failed[0].reason}. {store.folder / 'failures.jsonl'} holds all; the same command tries them "
         "again"
     )
-
-
-def _publish(summary: Summary, store: RunStore, title: str, about: dict[str, Any]) -> None:
-    store.write("summary.json", to_json(summary, about))
-    store.write("summary.csv", to_csv(summary))
-    store.write("summary.md", to_markdown(summary, title))
-    log.info("records, summary.json, .csv and .md are in %s", store.folder)
 
 
 def _console() -> Console:

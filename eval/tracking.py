@@ -73,10 +73,11 @@ class Tracker:
 
 
 @contextmanager
-def open_tracker(config: TrackerConfig, run: StoredRun, group: str | None = None) -> Iterator[Tracker]:
+def open_tracker(config: TrackerConfig, run: StoredRun, group: str | None = None, part: str = "") -> Iterator[Tracker]:
     """The tracker of a run until the block ends. Whatever fails in it is warned of once; nothing is raised.
 
     run: the folder, what the run is, and the records that it already holds. group: W&B's, where the config names none.
+    part: told apart by it, the jobs that share a run are W&B runs of their own.
     """
     setting = label_of(run.method, run.settings)
     seed = f", seed {run.seed}" if "seed" in run.identity["method"] else ""
@@ -85,8 +86,8 @@ def open_tracker(config: TrackerConfig, run: StoredRun, group: str | None = None
     with _open(
         config,
         run.folder,
-        id=run.about["fingerprint"],  # so that a run that goes on is one W&B run
-        name=f"{run.model}, {setting}{seed}",
+        id=run.about["fingerprint"] + part,  # so that a run that goes on is one W&B run
+        name=f"{run.model}, {setting}{seed}{part}",
         job_type="run",
         group=config.group or group,
         config=public(about),

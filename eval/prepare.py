@@ -1,0 +1,292 @@
+"""From a config to what is to be measured: all that can be refused is refused here, before a model loads."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from eval import presets, provenance
+from eval.config import ConfigError, RunConfig, build_method, check_method, datasets_of
+from eval.data import Example, LoadedDataset, load_rows
+from eval.measure import Case
+from eval.prompts import build_prompt, end_token_ids
+from eval.shards import Shard, parse_shard, split
+from eval.store import fingerprint
+from eval.tasks import TASKS, Dataset
+from lazyllm.decoder import sliding_window
+from lazyllm.models import as_device, load_config, load_end_ids, load_tokenizer_of, source_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+DEFAULT_THREADS = torch.get_num_threads()  # which a job of a sweep must find again after one that set its own
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, ready to be measured.
+
+    cases: all its examples, in order. ours: the keys of those that this job measures (`eval.shards`). traced: of which
+    of these cases a trace is wanted. identity: what must agree for two records to lie in one folder. about: config and
+    provenance. file_part: what this job's files in the folder are told apart by; "" for a run in one job.
+    skipped: bad rows that were left out, for a message; None for none.
+    """
+
+    config: RunConfig
+    folder: Path
+    title: str
+    cases: list[Case]
+    ours: set[tuple[str, str]]
+    traced: list[Case]
+    identity: dict[str, Any]
+    about: dict[str, Any]
+    file_part: str
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device
+    paired: bool
+    skipped: str | None
+
+
+def prepare(config: RunConfig) -> Plan:
+    """Everything that a run needs but the model's weights.
+
+    Raises ConfigError, DataError, PromptError, ModelError or TokenizerError with one message for the user.
+    """
+    check_method(config.method)
+    device = as_device(config.model.device)
+    torch.set_num_threads(config.threads or DEFAULT_THREADS)
+    model_config = load_config(config.model.name, _load_format(config), config.model.revision)
+    settings = _settings(config, model_config)
+    tokenizer = _tokenizer(config)
+    loaded = [load_rows(dataset, config.data.dir, _on_error(config)) for dataset in datasets_of(config)]
+    end_ids = load_end_ids(config.model.name, _load_format(config), config.model.revision)
+    paired = config.timing.paired and settings["name"] != "baseline"
+    parameters = {one.dataset.name: _resolved(config, settings, one.dataset, model_config) for one in loaded}
+    cases = list(_cases(config, loaded, parameters, tokenizer, model_config, end_ids))
+    identity = _identity(config, loaded, model_config, tokenizer, end_ids, device, paired) | {
+        "method": _plain(settings),
+        "parameters": _plain(parameters) if presets.uses_preset(settings) else None,
+    }
+    shard = parse_shard(config.shard) if config.shard is not None else None
+    ours = _keys_of(shard, cases)
+    return Plan(
+        config=config,
+        folder=Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity),
+        title=f"{config.model.name}, {config.method['name']}, {_data_label(loaded)}",
+        cases=cases,
+        ours=ours,
+        traced=[case for case in _first_of_each(cases, config.trace) if case.key in ours],
+        identity=identity,
+        about={"config": asdict(replace(config, shard=None)), "provenance": _provenance(device)},
+        file_part=shard.file_part if shard is not None else "",
+        tokenizer=tokenizer,
+        device=device,
+        paired=paired,
+        skipped=_skipped(loaded),
+    )
+
+
+def check_comparison(config: RunConfig) -> None:
+    """Refuse the last of `config.compare` before the first one runs. Raises ConfigError."""
+    model_config = load_config(config.model.name, _load_format(config), config.model.revision)
+    for method in config.compare.values():
+        settings = _settings(replace(config, method=method), model_config)
+        for dataset in datasets_of(config):
+            _resolved(config, settings, dataset, model_config)
+
+
+def _load_format(config: RunConfig) -> Any:
+    return config.model.load_format
+
+
+def _on_error(config: RunConfig) -> Any:
+    return config.data.on_error
+
+
+def _settings(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
+    """The method's settings on this model's depth."""
+    try:
+        return presets.at_depth(config.method, model_config.num_hidden_layers)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"method: {error}") from error
+
+
+def _resolved(
+    config: RunConfig, settings: dict[str, Any], dataset: Dataset, model_config: PreTrainedConfig
+) -> dict[str, Any]:
+    """The method's settings for one dataset, without presets, checked against the model's depth."""
+    try:
+        resolved = presets.resolve(settings, dataset, model_config, config.model.paper)
+        build_method(resolved).check(model_config)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"method: {error}") from error
+    return resolved
+
+
+def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer_of(
+        config.model.name, _load_format(config), revision=config.model.revision, tokenizer=config.model.tokenizer
+    )
+    if tokenizer is None:
+        raise ConfigError(
+            "random weights (model.load_format=dummy) download nothing, so the tokenizer must be named: "
+            "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
+        )
+    return tokenizer
+
+
+def _cases(
+    config: RunConfig,
+    loaded: list[LoadedDataset],
+    parameters: dict[str, dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PreTrainedConfig,
+    end_ids: tuple[int, ...],
+) -> Iterator[Case]:
+    """Every example of the run with its prompt. What the model cannot hold, or the method not use, is refused here."""
+    longest = min(model_config.max_position_embeddings, sliding_window(model_config) or sys.maxsize)
+    examples = _examples(config, loaded)
+    for one in loaded:
+        method = build_method(parameters[one.dataset.name])
+        dataset_end_ids = end_token_ids(tokenizer, end_ids, one.dataset)
+        max_new_tokens = min(one.max_new_tokens, config.max_new_tokens or one.max_new_tokens)
+        for example in examples[one.dataset.name]:
+            prompt = build_prompt(
+                example,
+                one.template,
+                tokenizer,
+                config.model.max_prompt_tokens,
+                config.model.chat,
+                one.dataset.chat_wrap,
+                one.dataset.protected,
+            )
+            try:
+                method.check_prompt(prompt.as_input())
+            except ValueError as error:
+                raise ConfigError(f"{one.dataset.name}, row {example.id}: {error}") from error
+            length = len(prompt.token_ids) + max_new_tokens
+            if length > longest:
+                raise ConfigError(
+                    f"{one.dataset.name}, row {example.id}: {len(prompt.token_ids)} prompt tokens and up to "
+                    f"{max_new_tokens} new ones are more than the {longest} that the model can see at once "
+                    "(its positions, or its sliding window): set a lower model.max_prompt_tokens"
+                )
+            yield Case(one.dataset, example, prompt, method, max_new_tokens, dataset_end_ids)
+
+
+def _examples(config: RunConfig, loaded: list[LoadedDataset]) -> dict[str, list[Example]]:
+    """What `limit` and `sample` leave of each dataset, in the dataset's order."""
+    pairs = [(one.dataset.name, example) for one in loaded for example in one.examples[: config.limit]]
+    if config.sample is not None and config.sample < len(pairs):
+        drawn = np.random.default_rng(config.seed).choice(len(pairs), config.sample, replace=False)
+        pairs = [pairs[number] for number in sorted(drawn.tolist())]
+    chosen: dict[str, list[Example]] = {one.dataset.name: [] for one in loaded}
+    for name, example in pairs:
+        chosen[name].append(example)
+    return chosen
+
+
+def _first_of_each(cases: list[Case], number: int) -> list[Case]:
+    """The first so many cases of each dataset."""
+    seen: Counter[str] = Counter()
+    first = []
+    for case in cases:
+        if seen[case.dataset.name] < number:
+            first.append(case)
+        seen[case.dataset.name] += 1
+    return first
+
+
+def _keys_of(shard: Shard | None, cases: list[Case]) -> set[tuple[str, str]]:
+    """The examples that the shard measures; all of them where there is none."""
+    tokens = {case.key: len(case.prompt.token_ids) for case in cases}
+    return (
+        set(tokens)
+        if shard is None
+        else {key for key, one in split(tokens, shard.count).items() if one == shard.number}
+    )
+
+
+def _identity(
+    config: RunConfig,
+    loaded: list[LoadedDataset],
+    model_config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: tuple[int, ...],
+    device: torch.device,
+    paired: bool,
+) -> dict[str, Any]:
+    """What must agree for two records to lie in one folder. `limit` is not part of it: a run can be widened."""
+    source = source_of(config.model.name)
+    dummy = config.model.load_format == "dummy"
+    local = Path(source).is_dir()
+    scorer = config.method.get("scorer")
+    return {
+        "model": config.model.name if local else source,
+        "revision": config.model.revision or getattr(model_config, "_commit_hash", None),
+        "weights": f"random, seed {config.seed}" if dummy else provenance.weights_sha256(source),
+        "tokenizer": provenance.tokenizer_sha256(tokenizer)[:16],
+        "end_ids": list(end_ids),
+        "load_format": config.model.load_format,
+        "dtype": config.model.dtype,
+        "attn_implementation": config.model.attn_implementation,
+        "max_prompt_tokens": config.model.max_prompt_tokens,
+        "chat": config.model.chat,
+        **({"scorer_weights": provenance.weights_sha256(source_of(scorer))} if scorer else {}),
+        "data": {one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in loaded},
+        "max_new_tokens": config.max_new_tokens,
+        "seed": config.seed,
+        "paired": paired,
+        "warmup": config.timing.warmup,
+        "versions": provenance.versions(),
+        "code": provenance.code_sha256()[:16],
+        "device": provenance.device_name(device),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+    }
+
+
+def _plain(value: Any) -> Any:
+    return {str(key): _plain(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def _provenance(device: torch.device) -> dict[str, Any]:
+    return {
+        "git_commit": provenance.git_commit(),
+        "versions": provenance.versions(),
+        "machine": provenance.machine(device),
+        "started": provenance.now(),
+    }
+
+
+def _folder_name(config: RunConfig, loaded: list[LoadedDataset], identity: dict[str, Any]) -> str:
+    model = Path(config.model.name).name
+    return f"{model}-{config.method['name']}-{_data_label(loaded)}-{fingerprint(identity)[:8]}"
+
+
+def _data_label(loaded: list[LoadedDataset]) -> str:
+    """A short name for people: of one dataset, of a whole task, of a whole suite, or how many there are."""
+    names = {one.dataset.name for one in loaded}
+    if len(names) == 1:
+        return next(iter(names))
+    suites = {one.dataset.suite for one in loaded}
+    tasks = {one.dataset.task for one in loaded}
+    if len(tasks) == 1:
+        return next(iter(tasks))
+    if len(suites) == 1 and len(tasks) == len(TASKS):
+        return "all" if suites == {"longbench"} else next(iter(suites))
+    return f"{len(names)}_datasets"
+
+
+def _skipped(loaded: list[LoadedDataset]) -> str | None:
+    skipped = [row for one in loaded for row in one.skipped]
+    if not skipped:
+        return None
+    first = f"{skipped[0].where}: {skipped[0].reason}"
+    return f"{len(skipped)} rows were skipped (data.on_error=skip), the first: {first}"
