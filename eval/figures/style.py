@@ -148,6 +148,12 @@ def _apart(wanted: np.ndarray, least: float, low: float, high: float) -> np.ndar
     return placed - min(overshoot, max(0.0, placed[0] - low))
 
 
+def around(rows: Any, column: str) -> np.ndarray:
+    """[2, rows] intervals as distances from the value, for `errorbar`; NaN where there is none. rows: one or more."""
+    low, value, high = (np.atleast_1d(rows[f"{column}{end}"]).astype(float) for end in ("_low", "", "_high"))
+    return np.maximum(0, [value - low, high - value])
+
+
 def save(figure: Any, stem: Path, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
     """Write the figure as `stem` with each suffix: svg, pdf or png; the same bytes for the same picture.
 
