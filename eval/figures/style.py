@@ -37,7 +37,6 @@ _RC: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "lines.linewidth": 1.5,
-    "text.parse_math": False,  # a token may be a dollar sign
 }
 _FILES: Any = {
     "svg.fonttype": "path",  # the same in every browser, whatever fonts it has

@@ -119,7 +119,8 @@ def _draw_panel(axes: Any, of_model: Any, label: str, answers: Sequence[str]) ->
         axes.plot(x, y, marker="o", markersize=8, markerfacecolor="none", markeredgecolor="black", linestyle="none",
                   alpha=1 if own else 0.5)  # fmt: skip
         axes.annotate(f"paper, Llama 2 7B:\n{PAPER['tokens']} tokens", (x, y), xytext=(0, -8), ha="right", va="top",
-                      textcoords="offset points", fontsize=7.5, color="black" if own else GREY)  # fmt: skip
+                      textcoords="offset points", fontsize=7.5, color="black" if own else GREY,
+                      bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5})  # fmt: skip
     ticks = 2.0 ** np.arange(4, 18)
     axes.xaxis.set_major_locator(FixedLocator(ticks))  # pyright: ignore[reportArgumentType]
     axes.xaxis.set_minor_locator(NullLocator())
