@@ -20,6 +20,15 @@ from eval.tasks import DATASETS
 
 # What may differ between the runs of one model that lie in one table
 _FREE = {"method", "data", "seed", "paired", "warmup"}
+# Columns of `as_frame` that a measurement gives
+MEASURED = (
+    "score", "rouge_l", "ttft_s", "scoring_s", "total_s", "step_s", "tokens", "pct_computed",
+    "kv_bytes", "aux_bytes", "peak_bytes",
+)  # fmt: skip
+COLUMNS = [
+    "model", "paper_model", "method", "settings", "label", "seed", "run", "folder", "paired",
+    "dataset", "task", "suite", "id", "prompt_tokens", *MEASURED, *(f"baseline_{name}" for name in MEASURED),
+]  # fmt: skip
 _KEY = ["model", "method", "settings", "seed", "dataset", "id"]
 
 
@@ -81,17 +90,17 @@ def find_runs(folders: Sequence[Path]) -> list[StoredRun]:
 def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
     """One row an example of a run.
 
-    model, paper_model, method, settings (canonical JSON of the hyperparameters), label (the same for people), seed,
-    run (the fingerprint), paired, dataset, task, suite, id, prompt_tokens; then of the method, and with `baseline_`
-    before it of the paired baseline (NaN where there is none): score, rouge_l (0 to 100), ttft_s, scoring_s, total_s,
-    step_s (mean decoding step; NaN for answers of one token), tokens (generated), pct_computed (0 to 100), kv_bytes,
-    aux_bytes, peak_bytes.
+    model, paper_model (missing: the paper has no such model), method, settings (canonical JSON of the hyperparameters),
+    label (the same for people), seed, run (the fingerprint), folder, paired, dataset, task, suite, id, prompt_tokens;
+    then of the method, and with `baseline_` before it of the paired baseline (NaN where there is none): score, rouge_l
+    (0 to 100), ttft_s, scoring_s, total_s, step_s (mean decoding step; NaN for answers of one token), tokens
+    (generated), pct_computed (0 to 100), kv_bytes, aux_bytes, peak_bytes.
 
     Where two runs hold the same example with the same setting and seed, the paired one counts.
     Raises StoreError where that does not decide.
     """
     rows = [row for run in runs for row in _rows(run)]
-    table = pd.DataFrame(rows).sort_values("paired", ascending=False, kind="stable")
+    table = pd.DataFrame(rows, columns=COLUMNS).sort_values("paired", ascending=False, kind="stable")
     twice = table[table.duplicated([*_KEY, "paired"], keep=False)]
     if len(twice):
         one = twice.iloc[0]
@@ -100,6 +109,19 @@ def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
             f"{one['dataset']}, row {one['id']}, {one['label']}: measured twice, in {' and '.join(both)}; take one away"
         )
     return table.drop_duplicates(_KEY).sort_index().reset_index(drop=True)
+
+
+def example_row(record: Record) -> dict[str, Any]:
+    """The columns of `as_frame` that one record decides: those from dataset on."""
+    return {
+        "dataset": record.dataset,
+        "task": DATASETS[record.dataset].task,
+        "suite": DATASETS[record.dataset].suite,
+        "id": record.id,
+        "prompt_tokens": record.prompt_tokens,
+        **_measured("", record.method),
+        **_measured("baseline_", record.baseline),
+    }
 
 
 def label_of(method: str, settings: dict[str, Any]) -> str:
@@ -140,34 +162,24 @@ def _rows(run: StoredRun) -> list[dict[str, Any]]:
         "folder": str(run.folder),
         "paired": run.identity["paired"],
     }
-    return [
-        {
-            **fixed,
-            "dataset": record.dataset,
-            "task": DATASETS[record.dataset].task,
-            "suite": DATASETS[record.dataset].suite,
-            "id": record.id,
-            "prompt_tokens": record.prompt_tokens,
-            **_measured("", record.method),
-            **_measured("baseline_", record.baseline),
-        }
-        for record in run.records
-    ]
+    return [{**fixed, **example_row(record)} for record in run.records]
 
 
 def _measured(prefix: str, one: Measurement | None) -> dict[str, float]:
     nan = float("nan")
+    if one is None:
+        return {f"{prefix}{name}": nan for name in MEASURED}
     columns = {
-        "score": nan if one is None else 100 * one.score,
-        "rouge_l": nan if one is None or one.rouge_l is None else 100 * one.rouge_l,
-        "ttft_s": nan if one is None else one.ttft_s,
-        "scoring_s": nan if one is None else one.scoring_s,
-        "total_s": nan if one is None else one.total_s,
-        "step_s": nan if one is None or not one.decode_step_s else float(np.mean(one.decode_step_s)),
-        "tokens": nan if one is None else len(one.token_ids),
-        "pct_computed": nan if one is None else one.pct_prompt_tokens_computed,
-        "kv_bytes": nan if one is None else one.kv_bytes,
-        "aux_bytes": nan if one is None else one.aux_bytes,
-        "peak_bytes": nan if one is None or one.peak_memory_bytes is None else one.peak_memory_bytes,
+        "score": 100 * one.score,
+        "rouge_l": nan if one.rouge_l is None else 100 * one.rouge_l,
+        "ttft_s": one.ttft_s,
+        "scoring_s": one.scoring_s,
+        "total_s": one.total_s,
+        "step_s": float(np.mean(one.decode_step_s)) if one.decode_step_s else nan,
+        "tokens": len(one.token_ids),
+        "pct_computed": one.pct_prompt_tokens_computed,
+        "kv_bytes": one.kv_bytes,
+        "aux_bytes": one.aux_bytes,
+        "peak_bytes": nan if one.peak_memory_bytes is None else one.peak_memory_bytes,
     }
-    return {f"{prefix}{name}": value for name, value in columns.items()}
+    return {f"{prefix}{name}": columns[name] for name in MEASURED}

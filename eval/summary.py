@@ -1,15 +1,12 @@
-"""From records to the table: datasets and tasks, with confidence intervals, as text, CSV, Markdown and JSON.
+"""A run's own table: datasets and tasks, with confidence intervals, as text, CSV, Markdown and JSON.
 
-Of a dataset: score and share of tokens computed are means over its examples; a speedup is the baseline's summed time
-over the method's, on the same examples. Of a task: the mean over its datasets, for every column, as LongBench does for
-scores. Intervals are 95 % percentile bootstrap intervals over examples (resampled within each dataset); an example's
-own baseline stays with it.
+What the numbers mean is said in `eval.aggregate`, which computes them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,11 +15,9 @@ import pandas as pd
 from rich import box
 from rich.table import Table
 
-from eval.metrics import dataset_score
+from eval.aggregate import rows_of
 from eval.record import Record
-from eval.tasks import DATASETS, TASKS
-
-RESAMPLES = 2000
+from eval.runs import example_row
 
 
 @dataclass(frozen=True)
@@ -68,160 +63,41 @@ class Summary:
     rows: tuple[Row, ...]
 
 
-# Columns: how each is computed from the records of one dataset, in arrays over examples [..., n]
-def _mean(values: np.ndarray) -> np.ndarray:
-    return values.mean(axis=-1)
-
-
-def _speedup(baseline: np.ndarray, method: np.ndarray) -> np.ndarray:
-    return baseline.sum(axis=-1) / method.sum(axis=-1)
-
-
-@dataclass(frozen=True)
-class _Column:
-    """Per-example arrays and the statistic over them."""
-
-    arrays: tuple[np.ndarray, ...]
-    statistic: Callable[..., np.ndarray]
-
-    def resampled(self, picks: np.ndarray) -> np.ndarray:
-        """[RESAMPLES] the statistic over each row of picks [RESAMPLES, n]."""
-        return self.statistic(*(values[picks] for values in self.arrays))
-
-    def value(self) -> float:
-        return float(self.statistic(*self.arrays))
-
-
 def summarise(records: Sequence[Record]) -> Summary:
     """The table of a run. Raises ValueError where there is no record."""
     if not records:
         raise ValueError("no record to summarise")
-    by_dataset: dict[str, list[Record]] = {}
-    for record in records:
-        by_dataset.setdefault(record.dataset, []).append(record)
-    # a seed of its own per dataset, so that a row does not depend on which others are there
-    draws = {name: _draws(name, _columns(group)) for name, group in by_dataset.items()}
-    means = {name: _means(group) for name, group in by_dataset.items()}
-    rows: list[Row] = []
-    task_names: list[str] = []
-    for task in TASKS:
-        names = [name for name in DATASETS if name in by_dataset and DATASETS[name].task == task]
-        for name in names:
-            rows.append(_row(name, "dataset", task, [len(by_dataset[name])], [means[name]], [draws[name]]))
-        if names:
-            sizes = [len(by_dataset[name]) for name in names]
-            rows.append(_row(task, "task", task, sizes, [means[n] for n in names], [draws[n] for n in names]))
-            task_names.append(task)
-    if len(task_names) > 1:
-        tasks = [[name for name in by_dataset if DATASETS[name].task == task] for task in task_names]
-        rows.append(
-            _row(
-                "mean over tasks",
-                "all",
-                "all",
-                [len(group) for group in by_dataset.values()],
-                [_average([means[name] for name in names]) for names in tasks],
-                [_average([draws[name] for name in names]) for names in tasks],
-            )
-        )
-    return Summary(tuple(rows))
+    rows = rows_of(pd.DataFrame([{"seed": 0, **example_row(record)} for record in records]))
+    if sum(row["level"] == "task" for row in rows) == 1:
+        rows.pop()  # the mean over one task is that task
+    return Summary(tuple(_row(row) for row in rows))
 
 
-def _columns(records: Sequence[Record]) -> dict[str, _Column]:
-    methods = [record.method for record in records]
-    columns = {
-        "score": _Column((100 * _array(methods, "score"),), _mean),
-        "pct_prompt_tokens_computed": _Column((_array(methods, "pct_prompt_tokens_computed"),), _mean),
-        "ttft_s": _Column((_array(methods, "ttft_s"),), _mean),
-        "total_s": _Column((_array(methods, "total_s"),), _mean),
-        "generated_tokens": _Column((_lengths(methods),), _mean),
-        "kv_bytes": _Column((_array(methods, "kv_bytes"),), _mean),
-        "aux_bytes": _Column((_array(methods, "aux_bytes"),), _mean),
-    }
-    if all(one.rouge_l is not None for one in methods):
-        columns["rouge_l"] = _Column((100 * _array(methods, "rouge_l"),), _mean)
-    baselines = [record.baseline for record in records]
-    if all(baselines):
-        columns["baseline_score"] = _Column((100 * _array(baselines, "score"),), _mean)
-        for name, clock in (("ttft_speedup", "ttft_s"), ("generation_speedup", "total_s")):
-            columns[name] = _Column((_array(baselines, clock), _array(methods, clock)), _speedup)
-        columns["baseline_generated_tokens"] = _Column((_lengths(baselines),), _mean)
-        steps = _mean_steps(baselines), _mean_steps(methods)
-        if not np.isnan(steps).any():  # an answer of one token has no step
-            columns["step_speedup"] = _Column(steps, _speedup)
-    return columns
-
-
-def _mean_steps(measurements: Sequence[Any]) -> np.ndarray:
-    return np.array([np.mean(one.decode_step_s or [np.nan]) for one in measurements])
-
-
-def _lengths(measurements: Sequence[Any]) -> np.ndarray:
-    return np.array([len(one.token_ids) for one in measurements], dtype=float)
-
-
-def _array(measurements: Sequence[Any], field: str) -> np.ndarray:
-    return np.array([getattr(one, field) for one in measurements], dtype=float)
-
-
-def _draws(name: str, columns: dict[str, _Column]) -> dict[str, np.ndarray]:
-    """{column: [RESAMPLES]}; the same examples are drawn for every column."""
-    n = columns["score"].arrays[0].shape[0]
-    picks = np.random.default_rng(list(name.encode())).integers(0, n, size=(RESAMPLES, n))
-    return {column: values.resampled(picks) for column, values in columns.items()}
-
-
-def _means(records: Sequence[Record]) -> dict[str, np.ndarray]:
-    means = {column: np.array(values.value()) for column, values in _columns(records).items()}
-    # the official score is rounded before it is averaged over datasets
-    means["score"] = np.array(dataset_score([record.method.score for record in records]))
-    baselines = [record.baseline.score for record in records if record.baseline is not None]
-    if "baseline_score" in means:
-        means["baseline_score"] = np.array(dataset_score(baselines))
-    return means
-
-
-def _average(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Mean over datasets of the columns that all of them have."""
-    shared = [column for column in parts[0] if all(column in part for part in parts)]
-    return {column: np.mean([part[column] for part in parts], axis=0) for column in shared}
-
-
-def _row(
-    name: str,
-    kind: str,
-    task: str,
-    sizes: Sequence[int],
-    means: Sequence[dict[str, np.ndarray]],
-    draws: Sequence[dict[str, np.ndarray]],
-) -> Row:
-    mean, drawn = _average(means), _average(draws)
-
+def _row(row: dict[str, Any]) -> Row:
     def value(column: str) -> Value:
-        if min(sizes) < 2:  # one example of a dataset does not tell how much its examples differ
-            return Value(float(mean[column]), None, None)
-        low, high = np.percentile(drawn[column], [2.5, 97.5])
-        return Value(float(mean[column]), float(low), float(high))
+        interval = row[f"{column}_low"], row[f"{column}_high"]
+        low, high = (None if np.isnan(end) else float(end) for end in interval)
+        return Value(float(row[column]), low, high)
 
     def optional(column: str) -> Value | None:
-        return value(column) if column in mean else None
+        return None if np.isnan(row[column]) else value(column)
 
     return Row(
-        name=name,
-        kind=kind,
-        task=task,
-        examples=sum(sizes),
+        name="mean over tasks" if row["level"] == "all" else row["name"],
+        kind=row["level"],
+        task=row["task"],
+        examples=row["examples"],
         score=value("score"),
         baseline_score=optional("baseline_score"),
         rouge_l=optional("rouge_l"),
         ttft_speedup=optional("ttft_speedup"),
         generation_speedup=optional("generation_speedup"),
         step_speedup=optional("step_speedup"),
-        pct_prompt_tokens_computed=value("pct_prompt_tokens_computed"),
+        pct_prompt_tokens_computed=value("pct_computed"),
         ttft_s=value("ttft_s"),
         total_s=value("total_s"),
-        generated_tokens=value("generated_tokens"),
-        baseline_generated_tokens=optional("baseline_generated_tokens"),
+        generated_tokens=value("tokens"),
+        baseline_generated_tokens=optional("baseline_tokens"),
         kv_bytes=value("kv_bytes"),
         aux_bytes=value("aux_bytes"),
     )
