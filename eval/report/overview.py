@@ -72,7 +72,7 @@ def results_grid(runs: Sequence[StoredRun]) -> Grid:
     """One row a setting and task or dataset, the means over tasks first; seeds of a setting are one row."""
     table = by_task(as_frame(runs))
     table = table.sort_values("level", key=lambda levels: levels != "all", kind="stable")
-    several = table["suite"].nunique() > 1
+    several = len(set(table["suite"])) > 1
     rows = [
         {
             "of": _row_name(row, several),
@@ -162,12 +162,12 @@ def _flatten(value: Any, name: str = "") -> dict[str, str]:
     return {name: value if isinstance(value, str) else json.dumps(value)}
 
 
-def _row_name(row: pd.Series, several_suites: bool) -> str:
+def _row_name(row: Any, several_suites: bool) -> str:
     name = "mean over tasks" if row["level"] == "all" else row["name"]
     return f"{name}, {row['suite']}" if several_suites and row["level"] != "dataset" else name
 
 
-def _shown(row: pd.Series, column: str, digits: int) -> str:
+def _shown(row: Any, column: str, digits: int) -> str:
     value, low, high = row[column], row[f"{column}_low"], row[f"{column}_high"]
     if pd.isna(value):
         return "-"

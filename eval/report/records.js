@@ -127,11 +127,15 @@
 
   const words = (text) => text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) ?? [];
 
-  // The words with those marked that the other answer lacks; none are where the answers are too long to compare.
+  // The words, with those marked that the other answer lacks; none are where the answers are too long to compare.
   function marked(parts, same) {
     const element = make("pre");
-    parts.forEach((part, index) => element.append(!same || same[index] ? part : make("mark", "", part)));
-    element.normalize();
+    for (let start = 0, end; start < parts.length; start = end) {
+      const isSame = !same || same[start];
+      for (end = start + 1; end < parts.length && (!same || same[end] === isSame); ) end++;
+      const text = parts.slice(start, end).join("");
+      element.append(isSame ? text : make("mark", "", text));
+    }
     if (!same) element.append(make("span", "empty", " (too long to mark differences)"));
     return element;
   }

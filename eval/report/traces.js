@@ -85,7 +85,7 @@
     const counts = trace.levels.map(() => 0);
     for (let position = 0; position < n; position++) counts[level(position, at)] += 1;
     const items = trace.levels.map((layer, index) => {
-      const share = `${counts[index].toLocaleString("en")} prompt tokens (${((100 * counts[index]) / n).toFixed(1)} %)`;
+      const share = `${counts[index].toLocaleString("en")} of the prompt's tokens (${((100 * counts[index]) / n).toFixed(1)} %)`;
       return legendItem(`s${rank(index, trace.levels.length)}${layer === 0 ? " never" : ""}`, `${described(layer)}: ${share}`);
     });
     if (part("shade").value !== "depth") items.splice(0, items.length, legendItem("s9", "shade: root of the importance, full at the layer's largest"));

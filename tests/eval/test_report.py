@@ -161,7 +161,7 @@ def test_what_is_drawn_is_what_was_computed(case_of_tiny: tuple[Any, Any, Case],
     traced = trace(model, tokenizer, case, method)
     n, layers = len(traced.tokens), len(traced.importance)
     ends = [*(start - 1 for start in traced.group_starts[1:]), layers]
-    assert len(traced.computed) > 5
+    assert len(traced.computed) > 1
     reached = np.zeros(n)
     depths = []
     for step, counts in enumerate(traced.computed):
@@ -248,7 +248,7 @@ def test_results_by_hand(tmp_path: Path) -> None:
     store(tmp_path / "a", {"name": "lazy", "schedule": {"2": 0.5}}, records)
     found = overview.results_grid(find_runs([tmp_path]))
     headings = [column.heading for column in found.columns]
-    rows = [{heading: cell for heading, cell in zip(headings, row, strict=True)} for row in found.rows]
+    rows = [dict(zip(headings, row, strict=True)) for row in found.rows]
     lazy = [row for row in rows if row["setting"].text == "lazy, schedule={2: 0.5}"]
     assert [row["of"].text for row in lazy] == ["mean over tasks", "hotpotqa", "multi_doc_qa"]
     for row in lazy:
