@@ -131,13 +131,15 @@ def _weights(dataset: str, n: int) -> np.ndarray:
 
 
 def _dataset(name: str, examples: pd.DataFrame) -> np.ndarray:
+    columns = list(examples.columns.drop("dataset"))
     weights = _weights(name, len(examples))
+    sums = dict(zip(columns, (weights @ examples[columns].to_numpy()).T, strict=True))  # one product: it is the cost
     drawn = np.full((len(weights), len(VALUES)), np.nan)
-    means = [column for column in VALUES if column in examples]
-    drawn[:, [_COLUMN[column] for column in means]] = weights @ examples[means].to_numpy() / len(examples)
+    for column in VALUES:
+        if column in sums:
+            drawn[:, _COLUMN[column]] = sums[column] / len(examples)
     for speedup, clock in _SPEEDUPS.items():
-        baseline, method = (weights @ examples[f"{prefix}{clock}_sum"].to_numpy() for prefix in ("baseline_", ""))
-        drawn[:, _COLUMN[speedup]] = baseline / method
+        drawn[:, _COLUMN[speedup]] = sums[f"baseline_{clock}_sum"] / sums[f"{clock}_sum"]
     for column in ("score", "baseline_score"):
         # the official score is rounded before it is averaged over datasets
         drawn[0, _COLUMN[column]] = dataset_score((examples[column] / 100).to_list())

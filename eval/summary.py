@@ -18,6 +18,7 @@ from rich.table import Table
 from eval.aggregate import rows_of
 from eval.record import Record
 from eval.runs import example_row
+from eval.tables import cell, markdown_lines
 
 
 @dataclass(frozen=True)
@@ -239,23 +240,13 @@ def _empty_table(title: str, caption: str, names: Sequence[str], columns: _Colum
 
 
 def _markdown(title: str, caption: str, names: Sequence[str], columns: _Columns, rows: Sequence[Sequence[str]]) -> str:
-    headings = [*names, "n", *(heading for _, heading, _ in columns)]
-    rule = "|" + "---|" * len(names) + "---:|" * (1 + len(columns))
-    lines = [f"| {' | '.join(cells)} |" for cells in (headings, *rows)]
-    return "\n".join([f"# {title}", "", lines[0], rule, *lines[1:], "", caption, ""])
+    lines = markdown_lines([*names, "n", *(heading for _, heading, _ in columns)], rows, keys=len(names))
+    return "\n".join([f"# {title}", "", *lines, "", caption, ""])
 
 
 def _cells(row: Row | _Compared, columns: _Columns) -> list[str]:
-    return [_cell(getattr(row, column), digits) for column, _, digits in columns]
-
-
-def _cell(value: Value | None, digits: int) -> str:
-    if value is None:
-        return "-"
-    text = f"{value.mean:.{digits}f}"
-    if value.low is None or value.high is None:
-        return text
-    return f"{text} ±{(value.high - value.low) / 2:.{digits}f}"
+    values = [(getattr(row, column), digits) for column, _, digits in columns]
+    return ["-" if value is None else cell(value.mean, value.low, value.high, digits) for value, digits in values]
 
 
 def _caption(summary: Summary) -> str:
