@@ -17,8 +17,8 @@ _RESULTS = (
     ("baseline_score", "baseline score", 2),
     ("ttft_speedup", "TTFT speedup", 2),
     ("generation_speedup", "generation speedup", 2),
-    ("ttft_s", "TTFT, s", 4),
     ("pct_computed", "% tokens computed", 1),
+    ("ttft_s", "TTFT, s", 4),
 )  # (column of `by_task`, heading, digits shown)
 # named elsewhere on the page, or said again by the provenance
 _SHOWN_ELSEWHERE = {"method", "versions", "seed", "paired"}

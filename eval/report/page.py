@@ -4,45 +4,25 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from eval.figures import Figure
 from eval.report import overview
 from eval.report.pictures import inline_svg
 from eval.report.records import embed_records
-from eval.report.tables import grid
+from eval.report.tables import Grid, grid
 from eval.report.traces import embed_traces
 from eval.runs import StoredRun
+from eval.tables import Table
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("tables.js", "records.js", "traces.js")
-
-
-class Table(Protocol):
-    """What the page needs of a table of `eval.paper`. cells: texts as shown."""
-
-    name: str
-    title: str
-    caption: str
-    cells: pd.DataFrame
-
-
-class Figure(Protocol):
-    """What the page needs of a figure of `eval.figures`. data is empty where no run tells anything."""
-
-    name: str
-    title: str
-    caption: str
-
-    def data(self, runs: Sequence[StoredRun]) -> pd.DataFrame: ...
-
-    def plot(self, frame: pd.DataFrame) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -57,14 +37,15 @@ class Picture:
 
 def render(
     runs: Sequence[StoredRun],
-    tables: Mapping[str, Any],
-    figures: Mapping[str, Any],
+    tables: Mapping[str, Callable[[Sequence[StoredRun]], Table]],
+    figures: Mapping[str, Figure],
     most: int | None = None,
 ) -> str:
     """The page of some runs, as `eval.runs.find_runs` gives them.
 
-    tables: {name: function of the runs that gives a `Table`}. figures: {name: `Figure`}. most: how many records of each
-    run and dataset are shown, None for all. Raises ValueError where a trace cannot be read, and what tables raise.
+    tables, figures: by name, as `eval.paper.TABLES` and `eval.figures.FIGURES` are. most: how many records of each run
+    and dataset are shown, None for all. Raises ValueError where a trace cannot be read, StoreError where runs do not
+    share a table.
     """
     common, differing = overview.provenance(runs)
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
@@ -94,7 +75,7 @@ def _template() -> Any:
     return environment.get_template("page.html.jinja")
 
 
-def _as_grid(table: Table) -> Any:
+def _as_grid(table: Table) -> Grid:
     return grid(f"table-{table.name}", table.title, table.caption, table.cells)
 
 

@@ -9,10 +9,12 @@ for (const table of document.querySelectorAll("table")) {
 }
 
 for (const select of document.querySelectorAll("select[data-filters]")) {
-  const rows = document.querySelectorAll(`[id="${select.dataset.filters}"] tbody tr`);
+  const rows = document.querySelectorAll(`[id="${select.dataset.filters}"] tr`);
+  const column = select.dataset.column;
   const choose = () => {
     for (const row of rows) {
-      row.hidden = select.value !== "" && row.cells[select.dataset.column].textContent !== select.value;
+      row.cells[column].hidden = select.value !== ""; // all rows on show have the same there
+      row.hidden = select.value !== "" && row.cells[column].tagName === "TD" && row.cells[column].textContent !== select.value;
     }
   };
   select.addEventListener("change", choose);

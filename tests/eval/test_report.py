@@ -6,7 +6,6 @@ import json
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 import eval.report
 import lazyllm
 from eval.data import load_rows
+from eval.figures import Figure
 from eval.measure import Case
 from eval.prompts import build_prompt
 from eval.record import Record
@@ -30,6 +30,7 @@ from eval.report.tables import grid
 from eval.report.traces import embed_trace, last_layers, revived
 from eval.runs import StoredRun, find_runs
 from eval.store import open_store
+from eval.tables import Table
 from eval.tasks import DATASETS
 from eval.trace import Trace, trace
 from lazyllm.methods import Baseline, Lazy, Method, RandomDrop, StaticPruning
@@ -278,40 +279,32 @@ def test_figures_in_one_page_share_no_id() -> None:
 # ----------------------------------------------------------------------------------------------------------------- page
 
 
-@dataclass(frozen=True)
-class HandTable:
-    """A table as `eval.paper` gives them; cells and words are hostile."""
-
-    name: str = "hand"
-    title: str = f"By hand {HOSTILE}"
-    caption: str = f"Caption {HOSTILE}"
-
-    @property
-    def cells(self) -> pd.DataFrame:
-        names = ["b", "a", HOSTILE, "d", "e"]
-        return pd.DataFrame({f"name {HOSTILE}": names, "score": ["10.5 ±1", "9", "-", "100", "9"]})
+def hand_table(runs: Sequence[StoredRun]) -> Table:
+    """A table as `eval.paper` makes them; its cells and words are hostile."""
+    names = ["b", "a", HOSTILE, "d", "e"]
+    cells = pd.DataFrame({f"name {HOSTILE}": names, "score": ["10.5 ±1", "9", "-", "100", "9"]})
+    return Table("hand", f"By hand {HOSTILE}", f"Caption {HOSTILE}", cells, cells)
 
 
-class HandFigure:
-    """A figure as `eval.figures` gives them, with data or without."""
-
-    title, caption = f"Drawn {HOSTILE}", f"Caption {HOSTILE}"
-
-    def __init__(self, name: str, has_data: bool) -> None:
-        self.name, self._has_data = name, has_data
-
-    def data(self, runs: Sequence[StoredRun]) -> pd.DataFrame:
-        return pd.DataFrame({"x": [1.0, 2.0]}) if self._has_data else pd.DataFrame()
-
-    def plot(self, frame: pd.DataFrame) -> Any:
-        figure, axes = plt.subplots()
-        axes.plot(frame["x"], frame["x"], marker="o", label=HOSTILE)
-        axes.legend(title=HOSTILE)
-        return figure
+def bare_table(runs: Sequence[StoredRun]) -> Table:
+    """A table that the runs give nothing for."""
+    return Table("bare", "Nothing", "", pd.DataFrame(), pd.DataFrame({"task": [], "score": []}))
 
 
-TABLES = {"hand": lambda runs: HandTable()}
-FIGURES = {"full": HandFigure("full", True), "empty": HandFigure("empty", False)}
+def draw(frame: pd.DataFrame) -> Any:
+    figure, axes = plt.subplots()
+    axes.plot(frame["x"], frame["x"], marker="o", label=HOSTILE)
+    axes.legend(title=HOSTILE)
+    return figure
+
+
+TABLES = {"hand": hand_table, "bare": bare_table}
+FIGURES = {
+    "full": Figure(
+        "full", f"Drawn {HOSTILE}", f"Caption {HOSTILE}", lambda runs: pd.DataFrame({"x": [1.0, 2.0]}), draw
+    ),
+    "empty": Figure("empty", "Not drawn", "", lambda runs: pd.DataFrame(), draw),
+}
 
 
 def make_runs(folder: Path) -> list[StoredRun]:
