@@ -75,7 +75,7 @@ def results_grid(runs: Sequence[StoredRun]) -> Grid:
     several = len(set(table["suite"])) > 1
     rows = [
         {
-            "of": _row_name(row, several),
+            "task or dataset": _row_name(row, several),
             "model": row["model"],
             "setting": row["label"],
             "seeds": row["seeds"],
@@ -88,7 +88,7 @@ def results_grid(runs: Sequence[StoredRun]) -> Grid:
         "Scores 0 to 100; speedups over the paired baseline. In brackets both ends of the 95 % bootstrap interval over "
         "examples, where each dataset has more than one. Several seeds of an example count as one."
     )
-    return grid("results", "Results", caption, pd.DataFrame(rows), filtered="of")
+    return grid("results", "Results", caption, pd.DataFrame(rows), filtered="task or dataset")
 
 
 def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Grid | None]:

@@ -251,7 +251,7 @@ def test_results_by_hand(tmp_path: Path) -> None:
     headings = [column.heading for column in found.columns]
     rows = [dict(zip(headings, row, strict=True)) for row in found.rows]
     lazy = [row for row in rows if row["setting"].text == "lazy, schedule={2: 0.5}"]
-    assert [row["of"].text for row in lazy] == ["mean over tasks", "hotpotqa", "multi_doc_qa"]
+    assert [row["task or dataset"].text for row in lazy] == ["mean over tasks", "hotpotqa", "multi_doc_qa"]
     for row in lazy:
         assert (row["n"].value, row["score"].value, row["baseline score"].value) == (2, 75, 50)
         assert row["score"].parts[1] == " (50.00–100.00)"  # of two examples, a draw may be either twice

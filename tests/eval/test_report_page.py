@@ -46,6 +46,15 @@ def _found(names: tuple[str, ...]) -> str:
     pytest.skip(missing)
 
 
+def test_without_a_browser_this_file_skips_but_not_on_a_ci_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="install chromium and chromium-driver"):
+        _found(("no-such-program",))
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="install chromium and chromium-driver"):
+        _found(("no-such-program",))
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[webdriver.Chrome]:
     options = webdriver.ChromeOptions()
