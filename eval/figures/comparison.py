@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from eval.figures.style import COLOURS, MARKERS, new_figure
+from eval.figures.style import COLOURS, MARKERS, around, new_figure
 
 
 def plot_comparison(table: pd.DataFrame, title: str) -> Any:
@@ -27,7 +27,7 @@ def plot_comparison(table: pd.DataFrame, title: str) -> Any:
         for _, row in mean.iterrows():
             axes.errorbar(
                 row["ttft_speedup"], row["score"],
-                xerr=_around(row, "ttft_speedup"), yerr=_around(row, "score"),
+                xerr=around(row, "ttft_speedup"), yerr=around(row, "score"),
                 markersize=10, markeredgecolor="white", capsize=3, linestyle="none", label=method, **style,
             )  # fmt: skip
     axes.set_xlabel("TTFT speedup over the paired baseline")
@@ -39,11 +39,3 @@ def plot_comparison(table: pd.DataFrame, title: str) -> Any:
     axes.legend(frameon=False, title=f"large: {overall}\nsmall: one task", alignment="left", loc="center left",
                 bbox_to_anchor=(1.0, 0.5))  # fmt: skip
     return figure
-
-
-def _around(row: Any, column: str) -> list[list[float]] | None:
-    """The interval as distances from the mean, for `errorbar`; None where there is none."""
-    low, mean, high = row[f"{column}_low"], row[column], row[f"{column}_high"]
-    if pd.isna(low) or pd.isna(high):
-        return None
-    return [[max(0.0, mean - low)], [max(0.0, high - mean)]]

@@ -84,22 +84,22 @@ def _draw_map(figure: MplFigure, axes: Any, frame: Any) -> None:
 def _draw_distribution(axes: Any, frame: Any) -> None:
     scores = np.sort(frame.loc[frame["part"] == "mean", "importance"].to_numpy(dtype=float))[::-1]
     n = len(scores)
-    edges = np.geomspace(max(scores.min(), 1e-3 / n), scores.max() * 1.001, 31)
+    edges = np.geomspace(max(scores.min(), _FAINTEST / n), scores.max() * 1.001, 31)
     counts, _ = np.histogram(np.maximum(scores, edges[0]), bins=edges)
     axes.stairs(100 * counts / n, edges, fill=True, color=COLOURS[0], alpha=0.85)
     axes.set_xscale("log")
     axes.set(xlabel="mean score of a token over the layers", ylabel="% of the prompt tokens")
-    axes.set_title("b  Distribution of the mean score")
+    top = -(-n // 10)
+    axes.set_title("b  Distribution of the mean score", pad=30)
+    axes.annotate(
+        f"{100 * (scores < 1 / n).mean():.0f} % of the tokens get less than an equal share;\n"
+        f"the top 10 % get {100 * scores[:top].sum() / scores.sum():.0f} % of the attention",
+        (0, 1.02), xycoords="axes fraction", va="bottom", fontsize=8,
+    )  # fmt: skip
     highest = 100 * counts.max() / n
     axes.plot([1 / n] * 2, [0, 1.08 * highest], color="black", linewidth=1, linestyle=(0, (4, 2)))
     axes.annotate(f"1/n = {1 / n:.2g}", (1 / n, 1.1 * highest), ha="left", va="bottom", fontsize=7.5)
-    top = -(-n // 10)
-    axes.annotate(
-        f"{100 * (scores < 1 / n).mean():.0f} % of the tokens get less\nthan an equal share;\n"
-        f"the top 10 % get {100 * scores[:top].sum() / scores.sum():.0f} %\nof the attention",
-        (1, 0.8), xycoords="axes fraction", ha="right", va="top", fontsize=7.5,
-    )  # fmt: skip
-    axes.set_ylim(0, 1.25 * highest)
+    axes.set_ylim(0, 1.2 * highest)
     axes.yaxis.get_major_locator().set_params(integer=True)
     grid(axes, "y")
 
@@ -115,7 +115,8 @@ FIGURE = Figure(
     caption=(
         "Importance (Eq. 1) of every token of one prompt, without any pruning. Left: by layer, on a log scale; "
         "where there are more tokens than columns, a column shows the largest of its tokens. Scores below 1 % of "
-        "an equal share, 1/n, have the darkest colour. Right: the tokens by their mean over the layers."
+        "an equal share, 1/n, have the darkest colour. Right: the tokens by their mean over the layers; "
+        "the first bar holds all below that, too."
     ),
     data=data,
     plot=plot,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure as MplFigure
+from matplotlib.ticker import FuncFormatter
 
 from eval.figures.base import Figure
 from eval.figures.choice import setting_of, shown_lazy
@@ -119,6 +120,7 @@ def _draw_examples(axes: Any, frame: Any) -> None:
     axes.annotate("still generating", (1, 1), xycoords="axes fraction", ha="right", va="top", fontsize=8, color=GREY)
     if steps > _LINEAR_STEPS:
         axes.set_xscale("symlog", linthresh=1)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:g}"))
     else:
         axes.xaxis.get_major_locator().set_params(integer=True)
 

@@ -102,15 +102,16 @@ def plot(frame: Any) -> MplFigure:
     layers = int(frame["layer"].max())
     columns = _columns(frame)
     width = max(columns.values()) + 1
-    panel = max(1.0, 0.115 * layers)
+    panel = min(max(1.0, 0.115 * layers), 2.0)
+    mark = min(3.0, 0.6 * 72 * panel / layers)  # points, in cells that get lower with many layers
     figure = new_figure(min(11.0, 2.6 + 0.165 * width), 1.5 + len(steps) * (panel + 0.3))
     panels = figure.subplots(len(steps), 1, squeeze=False)[:, 0]
     for step, axes in zip(steps, panels, strict=True):
         rows = frame[frame["step"] == step]
-        _draw_cells(axes, rows, columns)
+        _draw_cells(axes, rows, columns, mark)
         _draw_groups(axes, rows, width)
         axes.set(xlim=(-0.6, width - 0.4), ylim=(layers + 0.6, 0.4))
-        axes.set_title(_panel_title(rows, step), fontweight="bold")
+        axes.set_title(_panel_title(rows, step), fontweight="bold", parse_math=False)  # a token may be a dollar sign
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
         axes.set_xticks([])
@@ -143,7 +144,7 @@ def _columns(frame: Any) -> dict[int, int]:
     }
 
 
-def _draw_cells(axes: Any, rows: Any, columns: dict[int, int]) -> None:
+def _draw_cells(axes: Any, rows: Any, columns: dict[int, int], mark: float) -> None:
     """One outline a state, however many cells: files stay small."""
     for state in _NAMES:
         cells = rows[rows["state"] == state.name.lower()]
@@ -152,7 +153,7 @@ def _draw_cells(axes: Any, rows: Any, columns: dict[int, int]) -> None:
         x, y = cells["position"].map(columns).to_numpy(dtype=float), cells["layer"].to_numpy(dtype=float)
         axes.add_patch(PathPatch(_boxes(x, y), facecolor=_FILL[state], edgecolor="#C4C4C4", linewidth=0.4))
         if state in _MARK:
-            axes.plot(x, y, linestyle="none", markersize=3, markeredgewidth=0.9, **_MARK[state])
+            axes.plot(x, y, linestyle="none", markersize=mark, markeredgewidth=0.3 * mark, **_MARK[state])
 
 
 def _boxes(x: np.ndarray, y: np.ndarray) -> Outline:
@@ -186,7 +187,7 @@ def _write_tokens(axes: Any, frame: Any, columns: dict[int, int]) -> None:
     texts = frame.drop_duplicates("position").set_index("position")["text"]
     axes.set_xticks(
         list(columns.values()), [_shown(texts[one]) for one in columns], rotation=90, fontsize=7, family="monospace",
-        rotation_mode="anchor", ha="right", va="center",
+        rotation_mode="anchor", ha="right", va="center", parse_math=False,
     )  # fmt: skip
     prompt = frame.loc[frame["kind"] == "prompt", "position"]
     axes.set_xlabel(

@@ -37,7 +37,6 @@ _RC: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "lines.linewidth": 1.5,
-    "text.parse_math": False,  # a token may be a dollar sign
 }
 _FILES: Any = {
     "svg.fonttype": "path",  # the same in every browser, whatever fonts it has
@@ -146,6 +145,12 @@ def _apart(wanted: np.ndarray, least: float, low: float, high: float) -> np.ndar
     placed = np.concatenate([np.full(len(block), np.mean(block)) for block in blocks]) + steps
     overshoot = max(0.0, placed[-1] - high)
     return placed - min(overshoot, max(0.0, placed[0] - low))
+
+
+def around(rows: Any, column: str) -> np.ndarray:
+    """[2, rows] intervals as distances from the value, for `errorbar`; NaN where there is none. rows: one or more."""
+    low, value, high = (np.atleast_1d(rows[f"{column}{end}"]).astype(float) for end in ("_low", "", "_high"))
+    return np.maximum(0, [value - low, high - value])
 
 
 def save(figure: Any, stem: Path, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
