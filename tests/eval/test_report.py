@@ -18,7 +18,6 @@ import eval.report
 import lazyllm
 from eval.data import load_rows
 from eval.figures import Figure
-from eval.measure import Case
 from eval.prompts import build_prompt
 from eval.record import Record
 from eval.report import __main__ as command
@@ -32,7 +31,7 @@ from eval.runs import StoredRun, find_runs
 from eval.store import open_store
 from eval.tables import Table
 from eval.tasks import DATASETS
-from eval.trace import Trace, trace
+from eval.trace import Trace
 from lazyllm.methods import Baseline, Lazy, Method, RandomDrop, StaticPruning
 from tests.conftest import ROOT
 from tests.eval.test_store import measurement
@@ -141,12 +140,11 @@ def test_a_step_without_a_selection_stays_with_the_prefills() -> None:
 
 
 @pytest.fixture(scope="module")
-def case_of_tiny() -> tuple[Any, Any, Case]:
-    """The tiny model, its tokenizer and the example of the embedded suite whose answer is longest."""
+def tiny_and_a_prompt() -> tuple[Any, list[int]]:
+    """The tiny model and an example of the embedded suite whose answers are long."""
     model, tokenizer = lazyllm.load_model("tiny", dtype="float32", device="cpu")
     loaded = load_rows(DATASETS["digest"], None, "raise")
-    prompt = build_prompt(loaded.examples[0], loaded.template, tokenizer)
-    return model, tokenizer, Case(DATASETS["digest"], loaded.examples[0], prompt, 16, (2,))
+    return model, list(build_prompt(loaded.examples[0], loaded.template, tokenizer).token_ids)
 
 
 @pytest.mark.parametrize(
@@ -156,20 +154,20 @@ def case_of_tiny() -> tuple[Any, Any, Case]:
         Lazy({2: 0.3, 5: 0.6}, revive=False), StaticPruning(2, 0.3), RandomDrop(0.5), Baseline(),
     ],
 )  # fmt: skip
-def test_what_is_drawn_is_what_was_computed(case_of_tiny: tuple[Any, Any, Case], method: Method) -> None:
+def test_what_is_drawn_is_what_was_computed(tiny_and_a_prompt: tuple[Any, list[int]], method: Method) -> None:
     """Held against the counters of the engine, which count batches and know nothing of selections."""
-    model, tokenizer, case = case_of_tiny
-    traced = trace(model, tokenizer, case, method)
-    n, layers = len(traced.tokens), len(traced.importance)
-    ends = [*(start - 1 for start in traced.group_starts[1:]), layers]
-    assert len(traced.computed) > 1
-    reached = np.zeros(n)
-    depths = []
-    for step, counts in enumerate(traced.computed):
-        depths.append(last_layers(traced, step))
-        reached = np.maximum(reached, depths[-1][:n])
-        assert [int((reached >= end).sum()) for end in ends] == counts
-    assert sum(map(len, revived(depths))) >= max(np.subtract(traced.computed[-1], traced.computed[0]))
+    model, prompt = tiny_and_a_prompt
+    out = lazyllm.generate(model, prompt, method, max_new_tokens=16)
+    steps, layers = out.computed.shape
+    unimportant = [[0.0] * len(prompt)] * layers
+    words = ["word"] * len(prompt)
+    traced = Trace("digest", "0", words, ["word"] * steps, unimportant, out.selected, [], [])
+    depths = [last_layers(traced, step) for step in range(steps)]
+    assert steps > 1
+    reached = np.zeros(len(prompt))
+    for depth, computed in zip(depths, out.computed, strict=True):
+        reached = np.maximum(reached, depth[: len(prompt)])
+        assert [int((reached >= layer).sum()) for layer in range(1, layers + 1)] == computed.tolist()
     assert any(revived(depths)) == (isinstance(method, Lazy) and method.revive)
 
 
