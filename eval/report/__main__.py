@@ -1,0 +1,49 @@
+"""One self-contained HTML page of stored runs: `python -m eval.report RUNS [RUNS ...] [--out report.html]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from eval.figures import FIGURES
+from eval.paper import TABLES
+from eval.report.page import render
+from eval.runs import find_runs
+from eval.store import StoreError, write_whole
+
+LARGE_MB = 30
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, or 2 with one message on stderr where there is no page to make."""
+    parser = argparse.ArgumentParser(prog="python -m eval.report", description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="a run's folder, or one that holds several")
+    parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: report.html)")
+    parser.add_argument(
+        "--records", type=_at_least_one, metavar="N", help="show the first N records of each run and dataset only"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        page = render(find_runs(options.runs), TABLES, FIGURES, options.records)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(options.out, page)
+    except (StoreError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    size = len(page.encode()) / 1e6
+    print(f"{options.out} ({size:.1f} MB): open it in a browser, it needs nothing else")
+    if size > LARGE_MB:
+        print("A browser takes long with it: --records N shows the first N records of each run and dataset only")
+    return 0
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {text}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

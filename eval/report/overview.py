@@ -1,0 +1,184 @@
+"""What the page is about: runs, where their numbers come from, and what a reader has to know before comparing them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from eval.aggregate import by_task
+from eval.report.tables import Grid, grid
+from eval.runs import StoredRun, as_frame, label_of
+
+_RESULTS = (
+    ("score", "score", 2),
+    ("baseline_score", "baseline score", 2),
+    ("ttft_speedup", "TTFT speedup", 2),
+    ("generation_speedup", "generation speedup", 2),
+    ("pct_computed", "% tokens computed", 1),
+    ("ttft_s", "TTFT, s", 4),
+)  # (column of `by_task`, heading, digits shown)
+# named elsewhere on the page, or said again by the provenance
+_SHOWN_ELSEWHERE = {"method", "versions", "seed", "paired"}
+
+
+def facts(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
+    """The first lines of the page: (what, which)."""
+    examples = {(run.model, *record.key) for run in runs for record in run.records}
+    started = sorted(_moment(run) for run in runs)
+    return [
+        ("Models", _list(run.model for run in runs)),
+        ("Methods", _list(run.method for run in runs)),
+        ("Runs", f"{len(runs)}, of {len({label(run) for run in runs})} settings"),
+        ("Datasets", _list(record.dataset for run in runs for record in run.records)),
+        ("Examples", f"{len(examples):,}, in {sum(len(run.records) for run in runs):,} records"),
+        ("Measured", started[0] if started[0] == started[-1] else f"{started[0]} to {started[-1]}"),
+        ("On", _list(run.about["provenance"]["machine"]["device"] for run in runs)),
+    ]
+
+
+def label(run: StoredRun) -> str:
+    """The run's setting, for people."""
+    return label_of(run.method, run.settings)
+
+
+def _moment(run: StoredRun) -> str:
+    return run.about["provenance"]["started"].replace("T", " ").replace("Z", " UTC")
+
+
+def runs_grid(runs: Sequence[StoredRun]) -> Grid:
+    """One row a run: what, of how much, when, and its identity."""
+    rows = [
+        {
+            "model": run.model,
+            "setting": label(run),
+            "seed": run.seed,
+            "examples": len(run.records),
+            "datasets": len({record.dataset for record in run.records}),
+            "paired": "yes" if run.identity["paired"] else "no",
+            "started": _moment(run),
+            "fingerprint": run.about["fingerprint"],
+            "folder": run.folder.name,
+        }
+        for run in runs
+    ]
+    caption = "A fingerprint is a hash of all that can change a number: runs share one only if their records may mix."
+    return grid("runs", "Runs", caption, pd.DataFrame(rows))
+
+
+def results_grid(runs: Sequence[StoredRun]) -> Grid:
+    """One row a setting and task or dataset, the means over tasks first; seeds of a setting are one row."""
+    table = by_task(as_frame(runs))
+    table = table.sort_values("level", key=lambda levels: levels != "all", kind="stable")
+    several = len(set(table["suite"])) > 1
+    rows = [
+        {
+            "task or dataset": _row_name(row, several),
+            "model": row["model"],
+            "setting": row["label"],
+            "seeds": row["seeds"],
+            "n": row["examples"],
+            **{heading: _shown(row, column, digits) for column, heading, digits in _RESULTS},
+        }
+        for _, row in table.iterrows()
+    ]
+    caption = (
+        "Scores 0 to 100; speedups over the paired baseline. In brackets both ends of the 95 % bootstrap interval over "
+        "examples, where each dataset has more than one. Several seeds of an example count as one."
+    )
+    return grid("results", "Results", caption, pd.DataFrame(rows), filtered="task or dataset")
+
+
+def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Grid | None]:
+    """What all runs have in common, as (name, value); and a table of what differs, None where nothing does."""
+    flat = [_flatten({**_identity(run), **run.about["provenance"]}) for run in runs]
+    names = list(dict.fromkeys(name for one in flat for name in one))
+    same = [name for name in names if len({one.get(name, "") for one in flat}) == 1]
+    rows = [
+        {"folder": run.folder.name, **{name: one.get(name, "") for name in names if name not in same}}
+        for run, one in zip(runs, flat, strict=True)
+    ]
+    differing = grid("differing", "What differs between the runs", "", pd.DataFrame(rows))
+    return [(name, flat[0][name]) for name in same], differing if len(same) < len(names) else None
+
+
+def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
+    """What a reader has to know before comparing numbers, in plain sentences; names the runs that it concerns.
+
+    most: how many records of a run and dataset the page shows, None for all.
+    """
+    unpaired = [run for run in runs if not run.identity["paired"] and run.method != "baseline"]
+    changed = [run for run in runs if (run.about["provenance"]["git_commit"] or "+changes").endswith("+changes")]
+    cold = [run for run in runs if run.identity["warmup"] == 0]
+    textless = [run for run in runs if any(not record.prompt_end for record in run.records)]
+    concerned = [
+        (unpaired, "measured without a paired baseline: no speedup, and no answer to compare with"),
+        (cold, "timed without warm-up: the first examples' times hold one-off costs"),
+        (changed, "measured with code that no commit holds: it cannot be checked out again"),
+        (textless, "stored before prompt ends and gold answers were kept: the records below lack them"),
+    ]
+    found = [f"{text} ({_names(named)})." for named, text in concerned if named]
+    found = [text[0].upper() + text[1:] for text in found]
+    found += _missing(runs)
+    if most is not None and any(number > most for run in runs for number in _sizes(run).values()):
+        found.append(f"Of each run and dataset, only the first {most} records are shown below; tables count all.")
+    return found
+
+
+def _missing(runs: Sequence[StoredRun]) -> list[str]:
+    """One sentence for each run that lacks examples which another run of its model has."""
+    found = []
+    for model in dict.fromkeys(run.model for run in runs):
+        of_model = [run for run in runs if run.model == model]
+        wanted = {record.key for run in of_model for record in run.records}
+        for run in of_model:
+            lacking = wanted - {record.key for record in run.records}
+            if lacking:
+                found.append(
+                    f"{run.folder.name} lacks {len(lacking)} of the {len(wanted)} examples that runs of {model} hold "
+                    f"({_list(sorted(dataset for dataset, _ in lacking))}): its means are over other examples."
+                )
+    return found
+
+
+def _sizes(run: StoredRun) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for record in run.records:
+        sizes[record.dataset] = sizes.get(record.dataset, 0) + 1
+    return sizes
+
+
+def _identity(run: StoredRun) -> dict[str, Any]:
+    return {key: value for key, value in run.identity.items() if key not in _SHOWN_ELSEWHERE}
+
+
+def _flatten(value: Any, name: str = "") -> dict[str, str]:
+    """{"machine.cpu": ...} of nested mappings, values as text."""
+    if isinstance(value, dict) and value:
+        parts = [_flatten(one, f"{name}.{key}" if name else str(key)) for key, one in value.items()]
+        return {key: text for part in parts for key, text in part.items()}
+    return {name: value if isinstance(value, str) else json.dumps(value)}
+
+
+def _row_name(row: Any, several_suites: bool) -> str:
+    name = "mean over tasks" if row["level"] == "all" else row["name"]
+    return f"{name}, {row['suite']}" if several_suites and row["level"] != "dataset" else name
+
+
+def _shown(row: Any, column: str, digits: int) -> str:
+    value, low, high = row[column], row[f"{column}_low"], row[f"{column}_high"]
+    if pd.isna(value):
+        return "-"
+    text = f"{value:.{digits}f}"
+    return text if pd.isna(low) else f"{text} ({low:.{digits}f}–{high:.{digits}f})"
+
+
+def _names(runs: Sequence[StoredRun]) -> str:
+    names = [run.folder.name for run in runs]
+    return ", ".join(names) if len(names) <= 5 else f"{', '.join(names[:4])} and {len(names) - 4} more"
+
+
+def _list(names: Any) -> str:
+    return ", ".join(dict.fromkeys(names))

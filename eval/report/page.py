@@ -1,0 +1,90 @@
+"""The page: what the other files make, in one HTML text that refers to nothing outside itself."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from eval.figures import Figure
+from eval.report import overview
+from eval.report.pictures import inline_svg
+from eval.report.records import embed_records
+from eval.report.tables import Grid, grid
+from eval.report.traces import embed_traces
+from eval.runs import StoredRun
+from eval.tables import Table
+
+_HERE = Path(__file__).parent
+_SCRIPTS = ("tables.js", "records.js", "traces.js")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure on the page. svg: None where no run gives it data."""
+
+    name: str
+    title: str
+    caption: str
+    svg: Markup | None
+
+
+def render(
+    runs: Sequence[StoredRun],
+    tables: Mapping[str, Callable[[Sequence[StoredRun]], Table]],
+    figures: Mapping[str, Figure],
+    most: int | None = None,
+) -> str:
+    """The page of some runs, as `eval.runs.find_runs` gives them.
+
+    tables, figures: by name, as `eval.paper.TABLES` and `eval.figures.FIGURES` are. most: how many records of each run
+    and dataset are shown, None for all. Raises ValueError where a trace cannot be read, StoreError where runs do not
+    share a table.
+    """
+    common, differing = overview.provenance(runs)
+    script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    return _template().render(
+        title=", ".join(dict.fromkeys(run.model for run in runs)),
+        facts=overview.facts(runs),
+        warnings=overview.warnings(runs, most),
+        runs=overview.runs_grid(runs),
+        results=overview.results_grid(runs),
+        common=common,
+        differing=differing,
+        tables=[_as_grid(make(runs)) for make in tables.values()],
+        pictures=[_as_picture(figure, runs) for figure in figures.values()],
+        records=embed_records(runs, most),
+        traces=embed_traces(runs),
+        style=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        script_hash=_hash(script),
+    )
+
+
+def _template() -> Any:
+    environment = Environment(
+        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return environment.get_template("page.html.jinja")
+
+
+def _as_grid(table: Table) -> Grid:
+    return grid(f"table-{table.name}", table.title, table.caption, table.cells)
+
+
+def _as_picture(figure: Figure, runs: Sequence[StoredRun]) -> Picture:
+    frame, name = figure.data(runs), f"figure-{figure.name}"
+    svg = None if frame.empty else inline_svg(figure.plot(frame), name)
+    return Picture(name, figure.title, figure.caption, svg)
+
+
+def _hash(script: str) -> str:
+    """The script's hash for the content security policy: nothing else on the page may run."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

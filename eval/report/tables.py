@@ -1,0 +1,81 @@
+"""Tables as the page shows them: text as given, and beside it the number that a column is sorted by."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+# a number at the beginning of a cell, before its unit or interval: "58.95 ±2.45", "85.2 %", "1,024"
+_NUMBER = re.compile(r"([+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?)(?:$|[\s%±(\[*])", re.IGNORECASE)
+_EMPTY = {"", "-", "–", "—"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """heading: as shown. numeric: whether the column is sorted by number, and set to the right."""
+
+    heading: str
+    numeric: bool
+
+
+@dataclass(frozen=True)
+class Cell:
+    """text: as shown. value: what a numeric column is sorted by, None where there is no number."""
+
+    text: str
+    value: float | None
+
+    @property
+    def parts(self) -> tuple[str, str]:
+        """The text in two: a number, and its interval or unit with the space before; ("text", "") without a number."""
+        if self.value is None:
+            return self.text, ""
+        end = self.text.find(" ", 1)
+        return (self.text, "") if end < 0 else (self.text[:end], self.text[end:])
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table on the page. name: unique on the page. filtered: a column whose values can be chosen among, or None."""
+
+    name: str
+    title: str
+    caption: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    filtered: int | None = None
+
+    def choices(self) -> list[str]:
+        """The values of the filtered column, in the order of their first row."""
+        return [] if self.filtered is None else list(dict.fromkeys(row[self.filtered].text for row in self.rows))
+
+
+def grid(name: str, title: str, caption: str, cells: pd.DataFrame, filtered: str | None = None) -> Grid:
+    """The grid of a table of texts. A column is numeric where every cell begins with a number or is empty."""
+    headings = [str(column) for column in cells.columns]
+    texts = [[_text(value) for value in cells.iloc[:, index]] for index in range(len(headings))]
+    columns = [Column(heading, _is_numeric(column)) for heading, column in zip(headings, texts, strict=True)]
+    shown = [
+        [Cell(text, _number(text) if column.numeric else None) for text in of_column]
+        for column, of_column in zip(columns, texts, strict=True)
+    ]
+    rows = tuple(zip(*shown, strict=True))
+    return Grid(name, title, caption, tuple(columns), rows, None if filtered is None else headings.index(filtered))
+
+
+def _text(value: object) -> str:
+    return "" if value is None or (isinstance(value, float) and math.isnan(value)) else str(value)
+
+
+def _is_numeric(texts: Sequence[str]) -> bool:
+    filled = [text for text in texts if text.strip() not in _EMPTY]
+    return bool(filled) and all(_number(text) is not None for text in filled)
+
+
+def _number(text: str) -> float | None:
+    found = _NUMBER.match(text.strip().lstrip("*").replace("−", "-"))
+    return None if found is None else float(found[1].replace(",", ""))
