@@ -6,6 +6,7 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,9 @@ from lazyllm.memory import read_peak, reset_peak
 from lazyllm.methods import Baseline, Lazy, Method
 from lazyllm.prompt import Prompt
 from lazyllm.schedule import Schedule
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -214,10 +218,10 @@ class _SelectionClock:
         self.seconds = 0.0
         self._device = device
 
-    def around(self, call: Callable[..., object]) -> Callable[..., object]:
-        def timed(*args: object) -> object:
+    def around(self, call: Callable[P, T]) -> Callable[P, T]:
+        def timed(*args: P.args, **kwargs: P.kwargs) -> T:
             start = read_clock(self._device)
-            found = call(*args)
+            found = call(*args, **kwargs)
             self.seconds += read_clock(self._device) - start
             return found
 
