@@ -28,11 +28,11 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from lazyllm.bench.measure import Case, measure
+from lazyllm.bench.measure import Case, measure, untimed
 from lazyllm.bench.report import table
 from lazyllm.bench.shapes import SHAPES, build, config_of
 from lazyllm.bench.steered import SteeredLazy
-from lazyllm.methods import Lazy
+from lazyllm.methods import Baseline, Lazy
 from lazyllm.models import as_device, as_dtype, device_name
 from lazyllm.schedule import Schedule
 
@@ -57,8 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prompt = torch.randint(0, config.vocab_size, (tokens,), generator=draw)
         contenders = {**methods, **({HF: None} if options.against == HF else {})}
         of_length = []
+        of_baseline = untimed(model, Baseline(), prompt, options.new_tokens)
         for name, method in contenders.items():
-            of_length.append(measure(model, name, method, prompt, options.new_tokens, options.repeats, options.warmup))
+            of_length.append(
+                measure(model, name, method, prompt, options.new_tokens, options.repeats, options.warmup, of_baseline)
+            )
             print(f"measured {name}, {tokens} tokens", file=sys.stderr)
         cases += of_length
         print(f"\n{tokens} prompt tokens, {options.new_tokens} new; medians [quartiles] of {options.repeats} pairs")

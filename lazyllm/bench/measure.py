@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import statistics
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,7 +50,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Untimed:
-    """What was found in runs of their own. Bytes; peaks are those beyond what was held before, None if unknown.
+    """What was found in a run of its own. Bytes; the peak is that beyond what was held before, None if unknown.
 
     selection_share: of the time to the first token, spent on scores, ranking and gathering; the device is waited for
         before and after each of these, so that the share is a bound from above.
@@ -85,8 +88,12 @@ def measure(
     new_tokens: int,
     repeats: int,
     warmup: int,
+    baseline_untimed: Untimed,
 ) -> Case:
-    """Alternate the baseline and the method on a prompt [n]; None is transformers' `model(...)` and `generate`."""
+    """Alternate the baseline and the method on a prompt [n]; None is transformers' `model(...)` and `generate`.
+
+    baseline_untimed: of the baseline on the same prompt.
+    """
     n, config = prompt.shape[0], model.config
     pairs = []
     for repeat in range(warmup + repeats):
@@ -109,7 +116,7 @@ def measure(
         baseline_prefill_flops=prefill_flops(config, [n] * layers),
         pairs=pairs,
         untimed=untimed(model, method, prompt, new_tokens) if method else None,
-        baseline_untimed=untimed(model, Baseline(), prompt, new_tokens),
+        baseline_untimed=baseline_untimed,
     )
 
 
@@ -175,40 +182,43 @@ def revived_flops(model: PreTrainedModel, method: Lazy, out: Generation) -> list
 
 @torch.inference_mode()
 def untimed(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int, steps: int = 8) -> Untimed:
-    """Waits, memory and the share of selection, each in a run of its own."""
+    """One more run, for what would disturb the clock of the others: memory, waits, and the share of selection."""
     device, token_ids = model.device, prompt.to(model.device)
+    selecting = _SelectionClock(device)
     with open_decoder(model) as decoder:
+        _trim()
         reset_peak(device)
         before = read_peak(device)
+        start = read_clock(device)
         with Waits() as in_prefill:
             session = method.start(decoder, Prompt(prompt), new_tokens)
+            session.cross_in_prefill = selecting.around(session.cross_in_prefill)
+            decoder.probe.look = selecting.around(decoder.probe.look)
             session.prefill(token_ids)
-        peak = read_peak(device)
+        seconds, peak = read_clock(device) - start, read_peak(device)
+        selection_share = selecting.seconds / seconds
         kv_bytes, aux_bytes = session.kv_bytes, session.aux_bytes
         step_waits = 0
         for _ in range(min(steps, new_tokens - 1)):
             with Waits() as in_step:
                 session.step(0)
             step_waits = max(step_waits, len(in_step.found))
-        del session
-        shares = []
-        for _ in range(3):
-            clock = _SelectionClock(device)
-            start = read_clock(device)
-            session = method.start(decoder, Prompt(prompt), new_tokens)
-            session.cross_in_prefill = clock.around(session.cross_in_prefill)
-            decoder.probe.look = clock.around(decoder.probe.look)
-            session.prefill(token_ids)
-            shares.append(clock.seconds / (read_clock(device) - start))
-            del decoder.probe.look, session
     return Untimed(
-        selection_share=statistics.median(shares),
+        selection_share=selection_share,
         prefill_waits=len(in_prefill.found),
         step_waits=step_waits,
         kv_bytes=kv_bytes,
         aux_bytes=aux_bytes,
         prefill_peak_bytes=None if peak is None or before is None else peak - before,
     )
+
+
+def _trim() -> None:
+    """Give back to the system what the C library keeps of freed memory: else a peak does not show what hides in it."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # glibc has it, musl has not
+        trim(0)
 
 
 class _SelectionClock:
