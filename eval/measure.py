@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from eval.data import Example
-from eval.memory import read_peak, reset_peak
 from eval.metrics import rouge_score_f, score_example, scored_text
 from eval.prompts import Prompt, post_process
 from eval.record import PROMPT_END, Measurement, Record, compact_counts
 from eval.tasks import Dataset
 from lazyllm import Generation, generate
+from lazyllm.memory import read_peak, reset_peak
 from lazyllm.methods import Baseline, Method
 
 if TYPE_CHECKING:

@@ -40,8 +40,9 @@ class Probe:
     def wants(self, layer: int) -> bool:
         return layer in self._watched
 
-    def add(self, importance: Tensor) -> None:
-        self._found.append(importance)
+    def look(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> None:
+        """Take down `last_token_importance` of a watched layer."""
+        self._found.append(last_token_importance(query, key, mask, scaling))
 
     def take(self) -> Tensor:
         """[s] the newest token's attention probability on each stored token, mean over heads and watched layers.
@@ -76,7 +77,7 @@ def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
         part = attention_mask if probe.decodes else None
         layer: Any = module.layer_idx
         if probe.wants(layer):
-            probe.add(last_token_importance(query, key, part, scaling))
+            probe.look(query, key, part, scaling)
         if part is not None or (is_sdpa and probe.decodes):
             return attend_to_chosen(query, key, value, part, scaling), None
         own = _own_attention(own_name, module)

@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lazyllm
 from lazyllm.bench.steered import SteeredLazy
+from lazyllm.bench.waits import Waits
 from lazyllm.decoder import open_decoder
 from lazyllm.flops import LayerShape, prefill_flops
 from lazyllm.methods import Baseline, Lazy, Method
@@ -103,29 +103,6 @@ def test_a_prompt_that_is_computed_everywhere_costs_no_search_for_what_to_revive
     assert sum(revived) == 5 * 3  # 3 of 30 tokens were pruned before 5 layers
     assert seen[0].names["nonzero"] == 1
     assert seen[-1].names["nonzero"] == 0
-
-
-class Waits(TorchFunctionMode):
-    """The calls that make the host wait for a device: they need values, or shapes that depend on values."""
-
-    CALLS = frozenset(
-        {"tolist", "item", "cpu", "numpy", "nonzero", "masked_select", "unique", "argwhere", "repeat_interleave"}
-        | {"equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name = func.__name__
-        by_mask = False
-        if name in ("__getitem__", "__setitem__", "index", "index_put_"):
-            keys = args[1] if isinstance(args[1], tuple | list) else (args[1],)
-            by_mask = any(torch.is_tensor(key) and key.dtype == torch.bool for key in keys)
-        if by_mask or name in self.CALLS:
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

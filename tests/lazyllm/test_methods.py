@@ -203,7 +203,7 @@ def test_the_watched_layers_are_averaged() -> None:
     with open_decoder(MODEL) as decoder:
         decoder.probe.watch(range(3))
         for query, key in pairs:
-            decoder.probe.add(last_token_importance(query, key, None, 0.5))
+            decoder.probe.look(query, key, None, 0.5)
         found = decoder.probe.take()
     expected = sum(last_token_importance(query, key, None, 0.5) for query, key in pairs) / 3
     torch.testing.assert_close(found, expected)

@@ -1,0 +1,123 @@
+"""How fast, against the model itself and against the arithmetic.
+
+One process, random weights, a seeded random prompt. Each method runs in alternation with the baseline; each ratio is
+that of two neighbouring runs, reported as the median over the pairs with its quartiles.
+
+    python -m lazyllm.bench --shape llama-1b --threads 1 --tokens 2000 --new-tokens 33 --method paper --against hf
+    python -m lazyllm.bench --shape llama2-7b --tokens 1000 3500 --new-tokens 65 --method paper@0.02 --json out.json
+    python -m lazyllm.bench --shape layers=16,width=1024 --dtype float32 --method '{"2": 0.4, "5": 0.5}'
+
+A method is a schedule: `paper` (Figure 4's), `none`, `keep1` (Figure 4's layers, keep ratio 1), or JSON
+{layer: keep ratio}. Random weights attend to everything alike and revive in nearly every step; SCHEDULE@SHARE selects
+by a drawn importance instead, of which the first decoding step and each eighth after it change that share of the
+prompt's tokens, so that steps that revive and steps that do not can both be timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig
+
+from lazyllm.bench.measure import Case, measure, untimed
+from lazyllm.bench.report import table
+from lazyllm.bench.shapes import SHAPES, build, config_of
+from lazyllm.bench.steered import SteeredLazy
+from lazyllm.methods import Baseline, Lazy
+from lazyllm.models import as_device, as_dtype, device_name
+from lazyllm.schedule import Schedule
+
+HF = "hf"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    try:
+        dtype, device = as_dtype(options.dtype), as_device(options.device)
+        config = config_of(options.shape, max(options.tokens) + options.new_tokens)
+        methods = {text: method_of(text, config) for text in options.method or ["paper"]}
+    except (ValueError, TypeError, RuntimeError) as error:
+        sys.exit(f"error: {error}")
+    model = build(config, dtype, device, options.attention, options.seed)
+    draw = torch.Generator().manual_seed(options.seed)
+    cases: list[Case] = []
+    print(f"{options.shape}, {options.dtype}, on {device_name(device)}, {torch.get_num_threads()} CPU thread(s)")
+    for tokens in options.tokens:
+        prompt = torch.randint(0, config.vocab_size, (tokens,), generator=draw)
+        contenders = {**methods, **({HF: None} if options.against == HF else {})}
+        of_length = []
+        of_baseline = untimed(model, Baseline(), prompt, options.new_tokens)
+        for name, method in contenders.items():
+            of_length.append(
+                measure(model, name, method, prompt, options.new_tokens, options.repeats, options.warmup, of_baseline)
+            )
+            print(f"measured {name}, {tokens} tokens", file=sys.stderr)
+        cases += of_length
+        print(f"\n{tokens} prompt tokens, {options.new_tokens} new; medians [quartiles] of {options.repeats} pairs")
+        print(table(of_length), flush=True)
+        if options.json:  # after each length: what was measured stays if a longer one does not fit
+            options.json.write_text(json.dumps({**about(options, device), "cases": list(map(asdict, cases))}) + "\n")
+
+
+def method_of(text: str, config: PreTrainedConfig) -> Lazy:
+    """The method that a `--method` names. Raises ValueError or TypeError for what is none."""
+    schedule_text, at, share = text.partition("@")
+    layers = config.num_hidden_layers
+    if schedule_text == "keep1":
+        schedule = Schedule(dict.fromkeys(Schedule.paper(layers).keep, 1.0))
+    else:
+        given = json.loads(schedule_text) if schedule_text.startswith("{") else schedule_text
+        schedule = Schedule.parse(given, layers)
+    return SteeredLazy(schedule, drift=float(share)) if at else Lazy(schedule)
+
+
+def about(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """What the samples were measured with and on."""
+    return {
+        "settings": {key: value for key, value in vars(options).items() if key != "json"},
+        "device": device_name(device),
+        "cpu": device_name(torch.device("cpu")),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "cuda": torch.version.cuda,
+        },
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        prog="python -m lazyllm.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="llama-1b", help=f"{', '.join(SHAPES)}, or sizes: layers=16,width=1024,...")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--attention", default="sdpa", help="the model's own: sdpa, eager, flash_attention_2")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2000], help="prompt lengths")
+    parser.add_argument("--new-tokens", type=int, default=17)
+    parser.add_argument("--method", action="append", help="a schedule, see above; may be repeated; default paper")
+    parser.add_argument("--against", choices=[HF], help="also transformers' own model(...) and generate(...)")
+    parser.add_argument("--repeats", type=int, default=7, help="pairs of runs")
+    parser.add_argument("--warmup", type=int, default=2, help="pairs before these")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--json", type=Path, help="where to write all samples and what they were measured on")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

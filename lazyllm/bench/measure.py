@@ -1,0 +1,246 @@
+"""The clock: pairs of neighbouring runs, and one more run of each method, untimed, for what would disturb the clock."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lazyllm.bench.waits import Waits
+from lazyllm.decoder import open_decoder
+from lazyllm.flops import LayerShape, prefill_flops
+from lazyllm.generation import Generation, generate, read_clock
+from lazyllm.memory import read_peak, reset_peak
+from lazyllm.methods import Baseline, Lazy, Method
+from lazyllm.prompt import Prompt
+from lazyllm.schedule import Schedule
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed generation. step_s: seconds of each decoding step; revived: FLOPs of what each of them revived."""
+
+    ttft_s: float
+    step_s: list[float]
+    total_s: float
+    revived_flops: list[int]
+    product_flops_per_s: float
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs, one right after the other, on the same prompt."""
+
+    baseline: Run
+    other: Run
+
+
+@dataclass(frozen=True)
+class Untimed:
+    """What was found in a run of its own. Bytes; the peak is that beyond what was held before, None if unknown.
+
+    selection_share: of the time to the first token, spent on scores, ranking and gathering; the device is waited for
+        before and after each of these, so that the share is a bound from above.
+    prefill_waits, step_waits: calls that wait for the device, the choice of the token left out; of steps the most.
+    """
+
+    selection_share: float
+    prefill_waits: int
+    step_waits: int
+    kv_bytes: int
+    aux_bytes: int
+    prefill_peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method, or transformers itself, against the baseline on prompts of one length."""
+
+    name: str
+    tokens: int
+    new_tokens: int
+    ideal_ttft_speedup: float
+    prefill_flops: int
+    baseline_prefill_flops: int
+    pairs: list[Pair]
+    untimed: Untimed | None
+    baseline_untimed: Untimed
+
+
+def measure(
+    model: PreTrainedModel,
+    name: str,
+    method: Method | None,
+    prompt: Tensor,
+    new_tokens: int,
+    repeats: int,
+    warmup: int,
+    baseline_untimed: Untimed,
+) -> Case:
+    """Alternate the baseline and the method on a prompt [n]; None is transformers' `model(...)` and `generate`.
+
+    baseline_untimed: of the baseline on the same prompt.
+    """
+    n, config = prompt.shape[0], model.config
+    pairs = []
+    for repeat in range(warmup + repeats):
+        runs: dict[bool, Run] = {}
+        for is_baseline in (True, False) if repeat % 2 == 0 else (False, True):
+            rate = product_rate(model, n)
+            one = Baseline() if is_baseline else method
+            runs[is_baseline] = (
+                _timed(model, one, prompt, new_tokens, rate) if one else _hf(model, prompt, new_tokens, rate)
+            )
+        if repeat >= warmup:
+            pairs.append(Pair(runs[True], runs[False]))
+    layers = config.num_hidden_layers
+    return Case(
+        name=name,
+        tokens=n,
+        new_tokens=new_tokens,
+        ideal_ttft_speedup=method.ideal_speedup(config, n) if method else 1.0,
+        prefill_flops=prefill_flops(config, (method or Baseline()).tokens_per_layer(layers, n)),
+        baseline_prefill_flops=prefill_flops(config, [n] * layers),
+        pairs=pairs,
+        untimed=untimed(model, method, prompt, new_tokens) if method else None,
+        baseline_untimed=baseline_untimed,
+    )
+
+
+def product_rate(model: PreTrainedModel, n: int) -> float:
+    """FLOP/s of one product of the prompt's size with a matrix of the MLP's, by PyTorch's `linear`."""
+    width, mlp = model.config.hidden_size, model.config.intermediate_size
+    draw = torch.Generator(model.device).manual_seed(0)
+    rows = torch.rand(n, width, device=model.device, generator=draw).to(model.dtype)
+    weight = torch.rand(mlp, width, device=model.device, generator=draw).to(model.dtype)
+    F.linear(rows[:1], weight)
+    start = read_clock(model.device)
+    repeats = 10 if model.device.type != "cpu" else 1
+    for _ in range(repeats):
+        F.linear(rows, weight)
+    return repeats * 2 * n * width * mlp / (read_clock(model.device) - start)
+
+
+def _timed(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int, rate: float) -> Run:
+    out = generate(model, prompt, method, new_tokens, eos_token_ids=())
+    revived = revived_flops(model, method, out) if isinstance(method, Lazy) else [0] * len(out.decode_step_s)
+    return Run(out.ttft_s, out.decode_step_s, out.total_s, revived, rate)
+
+
+@torch.inference_mode()
+def _hf(model: PreTrainedModel, prompt: Tensor, new_tokens: int, rate: float) -> Run:
+    """transformers' own prefill, logits of the last token only as ours, and the mean step of its own `generate`."""
+    token_ids = prompt[None].to(model.device)
+
+    def seconds(call: Callable[[], Tensor]) -> float:
+        start = read_clock(model.device)
+        call()
+        return read_clock(model.device) - start
+
+    def generated(count: int) -> Tensor:
+        return model.generate(  # type: ignore[operator]
+            token_ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+
+    ttft = seconds(lambda: model(token_ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax().cpu())
+    if new_tokens == 1:
+        return Run(ttft, [], ttft, [], rate)
+    total = seconds(lambda: generated(new_tokens))
+    step = (total - seconds(lambda: generated(1))) / (new_tokens - 1)
+    return Run(ttft, [step], total, [0], rate)
+
+
+def revived_flops(model: PreTrainedModel, method: Lazy, out: Generation) -> list[int]:
+    """For each decoding step, the FLOPs that its revived tokens take where they are computed, from the selections."""
+    layers = model.config.num_hidden_layers
+    shape = LayerShape.of(model.config)
+    cuts = [cut for cut in Schedule.parse(method.schedule, layers).keep if cut < layers]
+    per_step = [0] * (len(out.selected) - 1)
+    for cut, end in zip(cuts, [*cuts[1:], layers], strict=True):
+        stored = set(out.selected[0][cut])
+        for step, selected in enumerate(out.selected[1:]):
+            present = selected[cut]
+            revived = [position for position in present if position not in stored and position < out.prompt_tokens]
+            stored.update(revived)
+            pairs = sum(bisect_right(present, position) for position in revived)
+            per_step[step] += (end - cut) * (len(revived) * shape.linear_flops + pairs * shape.pair_flops)
+    return per_step
+
+
+@torch.inference_mode()
+def untimed(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int, steps: int = 8) -> Untimed:
+    """One more run, for what would disturb the clock of the others: memory, waits, and the share of selection."""
+    device, token_ids = model.device, prompt.to(model.device)
+    selecting = _SelectionClock(device)
+    with open_decoder(model) as decoder:
+        _trim()
+        reset_peak(device)
+        before = read_peak(device)
+        start = read_clock(device)
+        with Waits() as in_prefill:
+            session = method.start(decoder, Prompt(prompt), new_tokens)
+            session.cross_in_prefill = selecting.around(session.cross_in_prefill)
+            decoder.probe.look = selecting.around(decoder.probe.look)
+            session.prefill(token_ids)
+        seconds, peak = read_clock(device) - start, read_peak(device)
+        selection_share = selecting.seconds / seconds
+        kv_bytes, aux_bytes = session.kv_bytes, session.aux_bytes
+        step_waits = 0
+        for _ in range(min(steps, new_tokens - 1)):
+            with Waits() as in_step:
+                session.step(0)
+            step_waits = max(step_waits, len(in_step.found))
+    return Untimed(
+        selection_share=selection_share,
+        prefill_waits=len(in_prefill.found),
+        step_waits=step_waits,
+        kv_bytes=kv_bytes,
+        aux_bytes=aux_bytes,
+        prefill_peak_bytes=None if peak is None or before is None else peak - before,
+    )
+
+
+def _trim() -> None:
+    """Give back to the system what the C library keeps of freed memory: else a peak does not show what hides in it."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # glibc has it, musl has not
+        trim(0)
+
+
+class _SelectionClock:
+    """Adds up the seconds of what is called through it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = 0.0
+        self._device = device
+
+    def around(self, call: Callable[P, T]) -> Callable[P, T]:
+        def timed(*args: P.args, **kwargs: P.kwargs) -> T:
+            start = read_clock(self._device)
+            found = call(*args, **kwargs)
+            self.seconds += read_clock(self._device) - start
+            return found
+
+        return timed
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """(first quartile, median, third quartile)."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high

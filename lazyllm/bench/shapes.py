@@ -1,0 +1,68 @@
+"""Models by name or by size, with random weights: times depend on shapes, not on values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, PreTrainedModel
+
+from lazyllm.decoder import check_same_as_model
+from lazyllm.models import PRESETS, random_weights
+
+# The facts are those of the published config.json files
+_LLAMA_1B = dict(
+    vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+    num_key_value_heads=8, head_dim=64, rms_norm_eps=1e-5, tie_word_embeddings=True,
+)  # fmt: skip
+_TINY = dict(
+    vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama2-7b": dict(PRESETS["llama2"].architecture or {}),
+    "xgen-7b": dict(PRESETS["xgen"].architecture or {}),
+    "llama-1b": _LLAMA_1B,  # Llama 3.2 1B
+    "tiny": _TINY,
+}
+SIZES = {
+    "layers": "num_hidden_layers", "width": "hidden_size", "mlp": "intermediate_size", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "vocab": "vocab_size",
+}  # fmt: skip
+
+
+def config_of(shape: str, max_tokens: int) -> LlamaConfig:
+    """The config of a shape's name, or of sizes such as "layers=16,width=1024,heads=16,kv_heads=4".
+
+    Sizes that are not given follow from the others: heads of width 64, as many of keys, an MLP of 8/3 of the width,
+    32,000 words. max_tokens: how long prompt and answer become. Raises ValueError for what is neither.
+    """
+    if shape in SHAPES:
+        known: dict[str, Any] = SHAPES[shape] | {"max_position_embeddings": max_tokens}
+        return LlamaConfig(**known)
+    sizes: dict[str, int] = {}
+    for part in shape.split(","):
+        name, _, value = part.partition("=")
+        if name not in SIZES or not value.isdecimal():
+            raise ValueError(
+                f"--shape is one of {', '.join(SHAPES)}, or sizes such as layers=16,width=1024 "
+                f"(of {', '.join(SIZES)}); got {part!r}"
+            )
+        sizes[name] = int(value)
+    if not {"layers", "width"} <= set(sizes):
+        raise ValueError(f"--shape needs layers and width at least, got {shape!r}")
+    width = sizes["width"]
+    heads = sizes.get("heads", max(1, width // 64))
+    derived = {"mlp": -(-width * 8 // 3 // 64) * 64, "heads": heads, "kv_heads": heads, "vocab": 32000}
+    named: dict[str, Any] = {SIZES[name]: value for name, value in (derived | sizes).items()}
+    named["max_position_embeddings"] = max_tokens
+    return LlamaConfig(**named)
+
+
+def build(config: LlamaConfig, dtype: torch.dtype, device: torch.device, attention: str, seed: int) -> PreTrainedModel:
+    """The model with seeded random weights, in eval mode, checked to be what the loop over its layers reproduces."""
+    model = random_weights(config, dtype, device, attention, seed)
+    model.eval()
+    check_same_as_model(model)
+    return model
