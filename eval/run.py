@@ -21,7 +21,6 @@ from eval import devices, provenance
 from eval.config import DEFAULT_LABEL, ConfigError, RunConfig
 from eval.data import DataError
 from eval.measure import Bench, Case
-from eval.memory import release_memory
 from eval.prepare import Plan, check_comparison, prepare
 from eval.progress import progress
 from eval.prompts import PromptError
@@ -42,6 +41,7 @@ from eval.summary import (
 from eval.trace import Trace, trace
 from eval.tracking import Tracker, open_tracker, track_pictures
 from lazyllm import ModelError, TokenizerError, UnsupportedModelError
+from lazyllm.memory import release_memory
 from lazyllm.models import load_weights
 
 log = logging.getLogger(__name__)
