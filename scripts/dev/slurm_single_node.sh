@@ -4,7 +4,7 @@
 #   scripts/dev/slurm_single_node.sh install          the packages, with apt-get; their services are not started
 #   scripts/dev/slurm_single_node.sh start FOLDER     start it; FOLDER keeps configuration, state, logs and process ids
 #   scripts/dev/slurm_single_node.sh status FOLDER    exit status 0 if the node takes jobs
-#   scripts/dev/slurm_single_node.sh stop FOLDER      end it, and take back what was changed in /etc and /run
+#   scripts/dev/slurm_single_node.sh stop FOLDER      end it, and take back what was changed in /etc/hosts
 #
 # While it runs, commands need SLURM_CONF=FOLDER/slurm.conf, and FOLDER/bin first in PATH: there is no accounting here,
 # and FOLDER/bin/sacct answers from scontrol, so that submitit notices a job that died.
