@@ -49,6 +49,8 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    folder = os.path.dirname(os.path.abspath(__file__))  # what jobs in other processes import from, as this one does
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         check_launcher(sys.argv[1:])
     except ConfigError as error:

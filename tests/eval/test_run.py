@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 
 import eval.measure
 from eval.config import ModelConfig, RunConfig, TimingConfig
+from eval.record import Record
 from eval.run import RunError, run
+from eval.runs import as_frame, find_runs
 from eval.store import read_run
-from lazyllm import Generation
+from lazyllm import Generation, ModelError
 
 generate = eval.measure.generate
 
@@ -72,3 +75,53 @@ def test_a_run_in_which_all_fails_says_why(tmp_path: Path, monkeypatch) -> None:
         run(config_of(tmp_path / "run"), show=False)
     assert not (tmp_path / "run" / "summary.json").exists()
     assert (tmp_path / "run" / "failures.jsonl").read_text().count("\n") == 6
+
+
+def test_shards_measure_each_example_once_and_the_last_makes_the_table(tmp_path: Path) -> None:
+    whole = run(config_of(tmp_path / "whole"), show=False)
+    shards = [replace(config_of(tmp_path / "run"), shard=f"{number}/3") for number in (1, 2, 3)]
+    results = [run(shard, show=False) for shard in shards]
+    assert [result.summary is None for result in results] == [True, True, False]
+    about, records = read_run(tmp_path / "run")
+    assert about["identity"] == read_run(tmp_path / "whole")[0]["identity"]
+    assert about["config"]["shard"] is None
+    files = [(tmp_path / "run" / f"records-{number}-of-3.jsonl").read_text().splitlines() for number in (1, 2, 3)]
+    assert [len(file) for file in files] == [2, 2, 2]
+    lines = [Record.from_json(line) for file in files for line in file]
+    assert lines == records
+
+    def outcome(folder: str) -> dict:
+        return {one.key: (one.prompt_sha256, one.method.token_ids) for one in read_run(tmp_path / folder)[1]}
+
+    assert outcome("run") == outcome("whole")
+    assert len(lines) == len(outcome("run")) == 6
+    assert whole.summary is not None
+    assert results[2].summary is not None
+    assert [row.examples for row in results[2].summary.rows] == [row.examples for row in whole.summary.rows]
+    assert len(as_frame(find_runs([tmp_path / "run"]))) == 6
+
+
+def test_what_other_shards_have_measured_is_not_measured_again(tmp_path: Path, monkeypatch) -> None:
+    for shard in ("1/2", "1/1"):
+        run(replace(config_of(tmp_path / "run"), shard=shard), show=False)
+    counts = {
+        name: (tmp_path / "run" / f"records-{name}.jsonl").read_text().count("\n") for name in ("1-of-2", "1-of-1")
+    }
+    assert sum(counts.values()) == 6
+    assert min(counts.values()) >= 2
+    failing(monkeypatch, dict.fromkeys(range(99), RuntimeError("measured again")))
+    assert run(config_of(tmp_path / "run"), show=False).summary is not None
+    # more shards than examples: some have nothing to do
+    assert run(replace(config_of(tmp_path / "new"), shard="7/7"), show=False).summary is None
+
+
+def test_a_job_that_breaks_off_says_why(tmp_path: Path, monkeypatch) -> None:
+    def no_model(*_: object, **__: object) -> None:
+        raise ModelError("no such weights")
+
+    monkeypatch.setattr("eval.run.load_weights", no_model)
+    with pytest.raises(ModelError):
+        run(config_of(tmp_path / "run"), show=False)
+    begin, end = (json.loads(line) for line in (tmp_path / "run" / "jobs.jsonl").read_text().splitlines())
+    assert (begin["event"], begin["examples"]) == ("begin", 6)
+    assert (end["event"], end["error"]) == ("end", "ModelError: no such weights")

@@ -119,6 +119,67 @@ def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
         pass  # released
 
 
+def test_shards_write_files_of_their_own_and_are_read_as_one_run(tmp_path: Path) -> None:
+    with open_store(tmp_path, IDENTITY, {}, "-1-of-2") as one, open_store(tmp_path, IDENTITY, {}, "-2-of-2") as two:
+        one.append(record(0))
+        one.fail(Failure("hotpotqa", "row-2", "out of memory", "..."))
+        two.append(record(1))
+        assert set(one.records) == {("hotpotqa", "row-0")}
+        one.reload()
+        two.reload()
+        assert set(one.records) == set(two.records) == {("hotpotqa", "row-0"), ("hotpotqa", "row-1")}
+        assert [failure.id for failure in two.failures] == ["row-2"]
+    assert (tmp_path / "records-1-of-2.jsonl").read_text() == record(0).to_json() + "\n"
+    assert (tmp_path / "records-2-of-2.jsonl").read_text() == record(1).to_json() + "\n"
+    assert read_run(tmp_path)[1] == [record(0), record(1)]
+    with open_store(tmp_path, IDENTITY, {}) as whole:  # goes on with what shards have left
+        assert len(whole.records) == 2
+        whole.append(record(2))
+    assert (tmp_path / "records.jsonl").read_text() == record(2).to_json() + "\n"
+    assert sorted(one.id for one in read_run(tmp_path)[1]) == ["row-0", "row-1", "row-2"]
+    with open_store(tmp_path, IDENTITY, {}, "-1-of-2") as one:
+        assert len(one.records) == 3
+        assert one.failures == []
+
+
+def test_a_shards_half_line_is_left_to_the_shard(tmp_path: Path) -> None:
+    with open_store(tmp_path, IDENTITY, {}, "-1-of-2") as store:
+        store.append(record(0))
+    file = tmp_path / "records-1-of-2.jsonl"
+    half = file.read_bytes() + b'{"dataset": "hot'
+    file.write_bytes(half)
+    with open_store(tmp_path, IDENTITY, {}, "-2-of-2") as other:
+        assert list(other.records.values()) == [record(0)]
+    assert file.read_bytes() == half
+    with open_store(tmp_path, IDENTITY, {}, "-1-of-2"):
+        assert file.read_bytes() == record(0).to_json().encode() + b"\n"
+
+
+@pytest.mark.parametrize(("first", "second"), [("-1-of-2", "-1-of-2"), ("-1-of-2", ""), ("", "-1-of-2")])
+def test_one_shard_in_two_processes_or_a_shard_beside_the_whole_run_is_refused(
+    tmp_path: Path, first: str, second: str
+) -> None:
+    with (
+        open_store(tmp_path, IDENTITY, {}, first),
+        pytest.raises(StoreError, match="another process"),
+        open_store(tmp_path, IDENTITY, {}, second),
+    ):
+        pass
+
+
+def test_shards_of_another_run_are_refused(tmp_path: Path) -> None:
+    with (
+        open_store(tmp_path, IDENTITY, {}, "-1-of-2"),
+        pytest.raises(StoreError, match=r"differs \(seed"),
+        open_store(tmp_path, IDENTITY | {"seed": 1}, {}, "-2-of-2"),
+    ):
+        pass
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "records-1-of-2.jsonl").write_text(record(0).to_json() + "\n")
+    with pytest.raises(StoreError, match=r"no run\.json"):
+        open_store(tmp_path, IDENTITY, {}, "-2-of-2").__enter__()
+
+
 def test_other_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_text(record(0).to_json() + "\n")
     with pytest.raises(StoreError, match=r"no run\.json"):

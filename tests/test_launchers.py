@@ -1,0 +1,225 @@
+"""Sweeps through engines that exist: joblib, a Ray cluster and Slurm, both started here on loopback.
+
+Where Ray or Slurm is not installed, its tests are skipped, saying so; with REQUIRE_LAUNCHERS="ray slurm" they fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+from eval.config import LAUNCHERS, ConfigError, check_launcher
+from eval.runs import as_frame, find_runs
+from eval.store import read_run
+
+ROOT = Path(__file__).resolve().parents[1]
+SLURM = ROOT / "scripts" / "dev" / "slurm_single_node.sh"
+QUICK = ("dataset=[lookup,shots]", "limit=2", "max_new_tokens=2", "timing.warmup=0")
+# The tiny model has 8 layers: the second of these four jobs fails
+FOUR_JOBS = ("method=static_pruning", "method.layer=2,9,3,4", *QUICK)
+SWEEP_TIMEOUT_S = 400
+
+RAY_ENVIRONMENT = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # sockets on 127.0.0.1 only
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # no token in the home folder
+    "RAY_DEDUP_LOGS": "0",
+}
+
+
+def sweep(folder: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python run.py -m ...` in `folder`, offline, with a home folder of its own."""
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    basic = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(home), "LAZYLLM_BENCH_CACHE": str(home)}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "run.py"), "-m", *overrides],
+        cwd=folder,
+        env=basic | environment,
+        capture_output=True,
+        text=True,
+        timeout=SWEEP_TIMEOUT_S,
+        check=False,
+    )
+
+
+def said(folder: Path, done: subprocess.CompletedProcess[str]) -> str:
+    """All that a sweep and its jobs wrote: what is shown where an assertion fails."""
+    logs = sorted((folder / "runs" / ".submitit").glob("*/*_log.*"))
+    return "\n".join([done.stdout, done.stderr, *(f"{log.name}:\n{log.read_text()}" for log in logs)])
+
+
+def require(engine: str, here: bool, otherwise: str) -> None:
+    """Skip where an engine is not here; fail where it has to be."""
+    if not here:
+        (pytest.fail if engine in os.environ.get("REQUIRE_LAUNCHERS", "").split() else pytest.skip)(otherwise)
+
+
+def installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
+def check_the_three_good_jobs(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
+    output = said(folder, done)
+    assert done.returncode == 1, output
+    assert "static pruning after layer 9, but the model has only 8 layers" in done.stderr, output
+    assert "job failed (method=static_pruning method.layer=9" in output
+    table = as_frame(find_runs([folder / "runs"]))
+    assert sorted(json.loads(one)["layer"] for one in table["settings"].unique()) == [2, 3, 4], output
+    assert set(table.groupby("run").size()) == {4}  # two examples of each dataset
+    for jobs in (folder / "runs").glob("tiny-*/jobs.jsonl"):
+        begin, end = (json.loads(line) for line in jobs.read_text().splitlines())
+        assert (begin["event"], begin["examples"], end["event"], end["error"]) == ("begin", 4, "end", None)
+        assert len(begin["load"]["average"]) == len(end["load"]["average"]) == 3
+    assert list((folder / "home").iterdir()) == []
+
+
+def test_joblib_shards_of_a_run_are_one_run_and_a_bad_job_does_not_stop_them(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "shard=1/2,3/2,2/2", *QUICK, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    output = said(tmp_path, done)
+    assert done.returncode == 1, output
+    assert "'3/2' is not the i-th of n shards" in done.stderr, output
+    assert "job failed (shard=3/2 " in done.stderr, output
+    assert "UserWarning" not in output
+    (run,) = find_runs([tmp_path / "runs"])
+    assert {file.name for file in run.folder.glob("records*")} == {"records-1-of-2.jsonl", "records-2-of-2.jsonl"}
+    assert len(as_frame([run])) == len(run.records) == 4
+    summary = json.loads((run.folder / "summary.json").read_text())  # made by the shard that ended last
+    assert sum(row["examples"] for row in summary["rows"] if row["kind"] == "dataset") == 4
+    # the same run in one job finds everything measured
+    again = sweep(tmp_path, *QUICK)
+    assert again.returncode == 0, said(tmp_path, again)
+    assert "4 examples, 4 of them already measured" in again.stderr
+    assert read_run(run.folder)[1] == run.records
+    assert not (run.folder / "records.jsonl").exists()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launcher_that_is_not_installed_is_refused_with_what_to_do(launcher: str, monkeypatch) -> None:
+    def no_package(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("eval.config.version", no_package)
+    package, extra = LAUNCHERS[launcher]
+    with pytest.raises(ConfigError, match=rf"={launcher} needs the package {package}: .*--editable '\.\[{extra}\]'"):
+        check_launcher(["-m", "seed=0,1", f"hydra/launcher={launcher}"])
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert any(one.startswith(f"{package}==") for one in extras[extra])
+
+
+def test_a_launcher_without_a_sweep_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr("eval.config.version", lambda _: "1.0")
+    with pytest.raises(ConfigError, match="give -m too"):
+        check_launcher(["hydra/launcher=ray"])
+    for fine in (["-m", "hydra/launcher=ray"], ["--cfg", "job", "hydra/launcher=ray"], ["hydra/launcher=basic"], []):
+        check_launcher(fine)
+
+
+# ----------------------------------------------------------------------------------------------------------------- Ray
+
+
+def ours(marker: str) -> list[int]:
+    """Processes whose command line holds the text."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended in between
+            if marker in (folder / "cmdline").read_bytes().decode(errors="replace"):
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def ray_address() -> Iterator[str]:
+    """A Ray cluster of two CPUs on loopback, ended by its process ids."""
+    require("ray", installed("hydra-ray-launcher"), "Ray is not installed: pip install --editable '.[ray]'")
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # short: sockets' paths have 107 bytes at most
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
+    command += ["--node-ip-address=127.0.0.1", "--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats"]
+    log = folder / "start.log"
+    with log.open("w") as opened:
+        head = subprocess.Popen(
+            [*command, f"--temp-dir={folder}"],
+            stdout=opened,
+            stderr=subprocess.STDOUT,
+            env={"PATH": "/usr/bin:/bin", "HOME": str(folder), **RAY_ENVIRONMENT},
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while "Ray runtime started" not in log.read_text():
+            assert head.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        yield f"127.0.0.1:{port}"
+    finally:
+        head.terminate()  # ends what it started
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            head.wait(30)
+        for process in ours(str(folder)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        head.wait(30)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.ray
+def test_four_jobs_of_a_sweep_through_ray(tmp_path: Path, ray_address: str) -> None:
+    settings = ("hydra/launcher=ray", f"hydra.launcher.ray.init.address={ray_address}")
+    settings += ("hydra.launcher.ray.remote.num_gpus=0",)
+    done = sweep(tmp_path, *FOUR_JOBS, *settings, **RAY_ENVIRONMENT)
+    check_the_three_good_jobs(tmp_path, done)
+
+
+# --------------------------------------------------------------------------------------------------------------- Slurm
+
+
+@pytest.fixture(scope="module")
+def slurm_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Slurm with one node on loopback; what its commands need in the environment."""
+    slurm = shutil.which("slurmctld", path="/usr/sbin:/usr/bin") is not None
+    require("slurm", slurm, f"Slurm is not installed: {SLURM.relative_to(ROOT)} install")
+    require("slurm", os.geteuid() == 0, "Slurm's daemons are started by root only")
+    require("slurm", installed("hydra-submitit-launcher"), "no plugin for Slurm: pip install --editable '.[slurm]'")
+    folder = tmp_path_factory.mktemp("slurm")
+    environment = {"PATH": f"{folder}/bin:/usr/sbin:/usr/bin:/sbin:/bin", "SLURM_CONF": str(folder / "slurm.conf")}
+    hosts = Path("/etc/hosts").read_bytes()
+    started = subprocess.run([SLURM, "start", folder], capture_output=True, text=True, env=environment, check=False)
+    try:
+        assert started.returncode == 0, started.stdout + started.stderr
+        yield environment
+    finally:
+        stopped = subprocess.run([SLURM, "stop", folder], capture_output=True, text=True, env=environment, check=False)
+        assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    assert Path("/etc/hosts").read_bytes() == hosts
+    assert ours(str(folder)) == []
+
+
+@pytest.mark.slurm
+def test_four_jobs_of_a_sweep_through_sbatch(tmp_path: Path, slurm_environment: dict[str, str]) -> None:
+    settings = ("hydra/launcher=submitit_slurm", "hydra.launcher.partition=debug", "hydra.launcher.gpus_per_node=0")
+    settings += ("hydra.launcher.cpus_per_task=1", "hydra.launcher.mem_gb=1")
+    done = sweep(tmp_path, *FOUR_JOBS, *settings, **slurm_environment)
+    check_the_three_good_jobs(tmp_path, done)
+    scripts = [file.read_text() for file in (tmp_path / "runs" / ".submitit").glob("*/*_submission.sh")]
+    assert len(scripts) == 1
+    assert "#SBATCH --array=0-3%4" in scripts[0]
+    assert "#SBATCH --partition=debug" in scripts[0]
