@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,15 @@ from lazyllm.importance import importance_of_layers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from eval.prompts import Prompt
+
 
 @dataclass(frozen=True)
 class Trace:
     """One example under one method.
 
-    tokens: [n] the text of each prompt token. generated: the text of each generated one.
+    tokens: [n] the text of each prompt token; together they are the prompt, but for special tokens, which are named.
+    generated: the text of each generated one; "" for one that ends in the middle of a letter.
     importance: [layers][n] Eq. 1 in a prefill without pruning.
     selected: per step {layer (1-based; 0 for before the model): ascending positions that enter the next layer}, prompt
         and generated; a method that selects in prefill only has empty steps after the first.
@@ -72,10 +76,28 @@ def trace(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case
     return Trace(
         dataset=case.dataset.name,
         id=case.example.id,
-        tokens=[str(tokenizer.decode([one])) for one in case.prompt.token_ids],
-        generated=[str(tokenizer.decode([one])) for one in out.token_ids],
+        tokens=_texts_of_prompt(tokenizer, case.prompt),
+        generated=_texts_of_answer(tokenizer, out.token_ids),
         importance=[[float(f"{value:.4g}") for value in row] for row in found.tolist()],
         selected=out.selected,
         group_starts=group_starts,
         computed=computed,
     )
+
+
+def _texts_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[str]:
+    """A token alone would lose the space before its word, so each is cut out of the text where that can be told."""
+    names: Any = tokenizer.convert_ids_to_tokens(list(prompt.token_ids))
+    if prompt.spans is None:
+        return [str(tokenizer.decode([one])) for one in prompt.token_ids]
+    texts, done = [], 0
+    for name, (start, stop) in zip(names, prompt.spans.tolist(), strict=True):
+        texts.append(prompt.text[done:stop] if stop > start else str(name))
+        done = max(done, stop)
+    return texts
+
+
+def _texts_of_answer(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> list[str]:
+    """What each token adds to the answer."""
+    whole = [str(tokenizer.decode(token_ids[:end])) for end in range(len(token_ids) + 1)]
+    return [after[len(before) :] for before, after in pairwise(whole)]
