@@ -243,7 +243,7 @@ def _summarise(plan: Plan, store: RunStore) -> Summary | None:
     if pending:
         log.info("%s: %d examples are left to other shards; the last of them makes the table", plan.folder, pending)
         return None
-    summary = summarise(done)
+    summary = summarise(done, failed)
     store.write("summary.json", to_json(summary, plan.about | {"identity": plan.identity}))
     store.write("summary.csv", to_csv(summary))
     store.write("summary.md", to_markdown(summary, plan.title))

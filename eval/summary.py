@@ -6,6 +6,7 @@ What the numbers mean is said in `eval.aggregate`, which computes them.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,9 +17,10 @@ from rich import box
 from rich.table import Table
 
 from eval.aggregate import rows_of
-from eval.record import Record
+from eval.record import Failure, Record
 from eval.runs import example_row
 from eval.tables import cell, markdown_lines
+from eval.tasks import DATASETS
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,17 @@ class Row:
     """One line of the table. kind: "dataset", "task" or "all". Columns that were not measured are None.
 
     generation_speedup compares whole answers, which may differ in length; step_speedup compares the mean decoding step
-    after the first token, whatever the length.
+    after the first token, whatever the length. failed: examples that could not be measured and are in no other column;
+    score_failed_as_zero: the score if they count as 0.
     """
 
     name: str
     kind: str
     task: str
     examples: int
+    failed: int
     score: Value
+    score_failed_as_zero: float
     baseline_score: Value | None
     rouge_l: Value | None
     ttft_speedup: Value | None
@@ -64,17 +69,38 @@ class Summary:
     rows: tuple[Row, ...]
 
 
-def summarise(records: Sequence[Record]) -> Summary:
-    """The table of a run. Raises ValueError where there is no record."""
+def summarise(records: Sequence[Record], failures: Sequence[Failure] = ()) -> Summary:
+    """The table of a run. failures: of examples without a record. Raises ValueError where there is no record."""
     if not records:
         raise ValueError("no record to summarise")
     rows = rows_of(pd.DataFrame([{"seed": 0, **example_row(record)} for record in records]))
     if sum(row["level"] == "task" for row in rows) == 1:
         rows.pop()  # the mean over one task is that task
-    return Summary(tuple(_row(row) for row in rows))
+    failed, zeroed = _with_failures(rows, failures)
+    return Summary(tuple(_row(row, failed[row["name"]], zeroed[row["name"]]) for row in rows))
 
 
-def _row(row: dict[str, Any]) -> Row:
+def _with_failures(
+    rows: Sequence[dict[str, Any]], failures: Sequence[Failure]
+) -> tuple[Counter[str], dict[str, float]]:
+    """By the name of a row: how many examples failed, and the score if each of them counts as 0."""
+    failed = Counter(failure.dataset for failure in failures)
+    measured = {row["name"]: row for row in rows if row["level"] == "dataset"}
+    zeroed = {
+        name: float(row["score"] * row["examples"] / (row["examples"] + failed[name])) for name, row in measured.items()
+    } | {name: 0.0 for name in failed if name not in measured}
+    datasets = list(zeroed)
+    for task in {DATASETS[name].task for name in datasets}:
+        of_task = [name for name in datasets if DATASETS[name].task == task]
+        failed[task] = sum(failed[name] for name in of_task)
+        zeroed[task] = float(np.mean([zeroed[name] for name in of_task]))
+    tasks = {DATASETS[name].task for name in datasets}
+    failed["all"] = len(failures)
+    zeroed["all"] = float(np.mean([zeroed[task] for task in tasks]))
+    return failed, zeroed
+
+
+def _row(row: dict[str, Any], failed: int, zeroed: float) -> Row:
     def value(column: str) -> Value:
         interval = row[f"{column}_low"], row[f"{column}_high"]
         low, high = (None if np.isnan(end) else float(end) for end in interval)
@@ -88,7 +114,9 @@ def _row(row: dict[str, Any]) -> Row:
         kind=row["level"],
         task=row["task"],
         examples=row["examples"],
+        failed=failed,
         score=value("score"),
+        score_failed_as_zero=zeroed,
         baseline_score=optional("baseline_score"),
         rouge_l=optional("rouge_l"),
         ttft_speedup=optional("ttft_speedup"),
@@ -210,7 +238,7 @@ def _compared(summaries: dict[str, Summary]) -> list[_Compared]:
 
 def compared_table(summaries: dict[str, Summary], title: str) -> Table:
     """Methods by tasks for a terminal, as in the paper's Table 1; each method beside its own paired baseline."""
-    table = _empty_table(title, _caption(next(iter(summaries.values()))), ["task", "method"], _COMPARED)
+    table = _empty_table(title, _compared_caption(summaries), ["task", "method"], _COMPARED)
     lines = _compared(summaries)
     for line, following in zip(lines, [*lines[1:], None], strict=True):
         ends = following is None or following.task != line.task
@@ -221,7 +249,7 @@ def compared_table(summaries: dict[str, Summary], title: str) -> Table:
 def compared_markdown(summaries: dict[str, Summary], title: str) -> str:
     """The same in Markdown."""
     rows = [[line.task, line.method, str(line.examples), *_cells(line, _COMPARED)] for line in _compared(summaries)]
-    return _markdown(title, _caption(next(iter(summaries.values()))), ["task", "method"], _COMPARED, rows)
+    return _markdown(title, _compared_caption(summaries), ["task", "method"], _COMPARED, rows)
 
 
 def compared_csv(summaries: dict[str, Summary]) -> str:
@@ -252,6 +280,25 @@ def _cells(row: Row | _Compared, columns: _Columns) -> list[str]:
 
 
 def _caption(summary: Summary) -> str:
+    return _about(summary) + _failed({"": summary})
+
+
+def _compared_caption(summaries: dict[str, Summary]) -> str:
+    return _about(next(iter(summaries.values()))) + _failed({f"{label}: ": one for label, one in summaries.items()})
+
+
+def _failed(summaries: dict[str, Summary]) -> str:
+    """A line for each summary in which examples failed."""
+    last = {label: summary.rows[-1] for label, summary in summaries.items()}
+    return "".join(
+        f"\n{label}{row.failed} examples failed and are left out; if they count as 0, the score is "
+        f"{row.score_failed_as_zero:.2f}."
+        for label, row in last.items()
+        if row.failed
+    )
+
+
+def _about(summary: Summary) -> str:
     text = "Scores 0 to 100. ±: half of the 95 % bootstrap interval over examples; both ends are in summary.csv.\n"
     if all(row.ttft_speedup is None for row in summary.rows):
         return text + "No speedup: no baseline was run beside the method (it is the baseline, or timing.paired=false)."

@@ -61,6 +61,7 @@ def test_an_example_that_fails_is_written_down_and_the_others_go_on(tmp_path: Pa
     ]
     assert all("generate_or_fail" in one["traceback"] for one in failures)
     assert "2 of 6 examples failed and are not in the table, the first: lookup" in caplog.text
+    assert "2 examples failed and are left out" in (tmp_path / "run" / "summary.md").read_text()
 
     monkeypatch.setattr(eval.measure, "generate", generate)
     caplog.clear()

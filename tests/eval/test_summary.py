@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from eval.record import Record
+from eval.record import Failure, Record
 from eval.summary import (
     Summary,
     as_table,
@@ -126,3 +126,22 @@ def test_a_comparison_joins_methods_by_task() -> None:
     for task, method in by_key:
         assert sum(task in line and method in line for line in text.splitlines()) == 1
         assert f"| {task} | {method} |" in markdown
+
+
+def test_failures_are_counted_and_the_score_shown_with_them_as_zero() -> None:
+    failures = [Failure(dataset, "x", "NaN", "") for dataset in ("hotpotqa", "hotpotqa", "2wikimqa", "trec")]
+    summary = summarise(RECORDS, failures)
+    rows = _rows(summary)
+    assert {name: row.failed for name, row in rows.items()} == {
+        "hotpotqa": 2, "musique": 0, "multi_doc_qa": 3, "trec": 1, "few_shot": 1, "mean over tasks": 4,
+    }  # fmt: skip
+    assert rows["hotpotqa"].score.mean == 50  # of those that were measured
+    assert rows["hotpotqa"].score_failed_as_zero == 25
+    assert rows["trec"].score_failed_as_zero == 50
+    multi_doc_qa = (25 + 33.33 + 0) / 3  # of 2wikimqa nothing was measured
+    assert rows["multi_doc_qa"].score_failed_as_zero == pytest.approx(multi_doc_qa)
+    assert rows["mean over tasks"].score_failed_as_zero == pytest.approx((multi_doc_qa + 50) / 2)
+    text = f"4 examples failed and are left out; if they count as 0, the score is {(multi_doc_qa + 50) / 2:.2f}."
+    assert text in to_markdown(summary, "title")
+    assert f"lazy: {text}" in compared_markdown({"static": summarise(RECORDS), "lazy": summary}, "title")
+    assert "failed" not in to_markdown(summarise(RECORDS), "title")
