@@ -188,21 +188,31 @@ def _settings(folder: Path) -> dict[str, Any]:
     }
 
 
-def _mode(wandb: Any, wanted: str) -> str:
-    """online, offline or disabled. What is online has a key, so that W&B never asks for one."""
-    configured = wandb.setup().settings  # of WANDB_MODE and `wandb offline`, if the user has set them
-    if wanted == "offline":
-        return "offline"
-    if wanted == "auto" and configured.mode in ("offline", "dryrun", "disabled"):
-        return "disabled" if configured.mode == "disabled" else "offline"
+def key_is_configured() -> bool:
+    """Whether W&B would find a key, without asking for one: WANDB_API_KEY, or what `wandb login` wrote.
+
+    Raises wandb's AuthenticationError where it is none.
+    """
+    import wandb
     from wandb.sdk.lib import wbauth
 
-    key = wbauth.authenticate_session(
-        host=configured.base_url, source="lazyllm-bench", prompt=False, update_session=False
-    )
-    if key is None and wanted == "online":
+    host = wandb.setup().settings.base_url
+    key = wbauth.authenticate_session(host=host, source="lazyllm-bench", prompt=False, update_session=False)
+    return key is not None
+
+
+def _mode(wandb: Any, wanted: str) -> str:
+    """online, offline or disabled. What is online has a key, so that W&B never asks for one."""
+    configured = wandb.setup().settings.mode  # of WANDB_MODE and `wandb offline`, if the user has set them
+    if wanted == "offline":
+        return "offline"
+    if wanted == "auto" and configured in ("offline", "dryrun", "disabled"):
+        return "disabled" if configured == "disabled" else "offline"
+    if key_is_configured():
+        return "online"
+    if wanted == "online":
         log.warning("W&B: tracker.mode=online needs a key (WANDB_API_KEY, or `wandb login`); this run is offline")
-    return "offline" if key is None else "online"
+    return "offline"
 
 
 class _WandbTracker(Tracker):
