@@ -5,7 +5,7 @@ python scripts/wandb_report.py runs --publish --entity NAME                the r
 python scripts/wandb_report.py --group table1 --publish --entity NAME      of a project's runs, none of them here
 
 Runs that are given are read from their folders: the report's tables are made from their records, and its panels show
-these runs only, found in W&B by their fingerprint, which is the run's id there. Needs the extra wandb-report.
+these runs only, found in W&B by their fingerprint. Needs the extra wandb-report.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _filter(runs: Sequence[StoredRun], group: str | None) -> str:
     """Which of the project's runs the panels show."""
     parts = ["Metric('JobType') = 'run'"]
     if runs:
-        parts.append(f"Metric('ID') in {[run.about['fingerprint'] for run in runs]}")
+        parts.append(f"Config('fingerprint') in {[run.about['fingerprint'] for run in runs]}")
     if group is not None:
         parts.append(f"Metric('Group') = {group!r}")
     return " and ".join(parts)

@@ -100,7 +100,9 @@ def test_the_spec_of_stored_runs(tmp_path: Path, capsys) -> None:
     assert rows["multi_doc_qa", "static_pruning, keep=0.3, layer=2"][:3] == ["1", "25.00", "6.00"]
     assert ("code", "static_pruning, keep=0.3, layer=2") not in rows
 
-    assert all(one == {("run", "jobType"): "run", ("run", "name"): [lazy, more, static]} for one in filters_of(out))
+    assert all(
+        one == {("run", "jobType"): "run", ("config", "fingerprint"): [lazy, more, static]} for one in filters_of(out)
+    )
     panels = panels_of(out)
     (scatter,) = [panel["config"] for panel in panels if panel["viewType"] == "Scatter Plot"]
     assert (scatter["xAxis"], scatter["yAxis"]) == ("summary:all/ttft_speedup", "summary:all/score")
