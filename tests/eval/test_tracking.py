@@ -21,7 +21,7 @@ import pytest
 from eval import tracking
 from eval.record import Measurement, Record
 from eval.runs import StoredRun
-from eval.store import fingerprint, open_store
+from eval.store import fingerprint, open_store, read_run
 from eval.summary import Row, Summary, Value, flat, summarise, to_json
 from eval.tracking import (
     HIDDEN,
@@ -561,3 +561,44 @@ def test_an_error_of_the_run_is_not_changed(tmp_path: Path, monkeypatch) -> None
     with pytest.raises(ZeroDivisionError), open_tracker(OFFLINE, run_of(tmp_path / "run")) as tracker:
         tracker.record(FIRST)
         _ = 1 / 0
+
+
+# ------------------------------------------------------------------------------------------------------ the whole run
+
+
+def run_tracked(*overrides: str) -> Any:
+    """A run of the tiny model on two examples, in this process, as `python run.py tracker=wandb` makes it."""
+    from hydra import compose, initialize_config_dir
+
+    from eval.config import register_schema, to_run_config
+    from eval.run import run
+
+    register_schema()
+    quick = ["tracker=wandb", "dataset=lookup", "limit=2", "max_new_tokens=3", "timing.warmup=0", "out=run"]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return run(to_run_config(compose("config", overrides=[*quick, *overrides])))
+
+
+@pytest.mark.parametrize("place", ["init", "log", "finish"])
+def test_a_run_is_whole_without_its_tracker(tmp_path: Path, monkeypatch, caplog, place: str) -> None:
+    break_at(place, monkeypatch)
+    run_tracked()
+    _, records = read_run(tmp_path / "run")
+    rows = json.loads((tmp_path / "run" / "summary.json").read_text())["rows"]
+    assert (len(records), rows[0]["name"], rows[0]["examples"]) == (2, "lookup", 2)
+    assert len(warnings(caplog)) == 1
+    monkeypatch.undo()
+
+
+def test_a_run_that_was_measured_without_a_tracker_is_shown_whole(tmp_path: Path) -> None:
+    run_tracked("tracker=none")
+    assert not (tmp_path / "run" / "wandb").exists()
+    run_tracked("tracker.tags=[later]")
+    _, records = read_run(tmp_path / "run")
+    written = Written(*(tmp_path / "run" / "wandb").glob("offline-run-*"))
+    assert [(row["dataset"], row["id"]) for row in written.table()] == [record.key for record in records]
+    rows = json.loads((tmp_path / "run" / "summary.json").read_text())["rows"]
+    assert written.summary["lookup/score"] == rows[0]["score"]["mean"]
+    assert written.summary["lookup/ttft_speedup"] == rows[0]["ttft_speedup"]["mean"]
+    assert len(written.running) == 2
+    assert written.config["tracker"]["tags"] == []  # run.json's: of the call that made the folder
