@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 TRACKERS = ("none", "wandb")
 MODES = ("auto", "online", "offline", "disabled")
 
-INIT_TIMEOUT_S, FINISH_TIMEOUT_S = 30.0, 120.0  # how long an unreachable server may keep a run waiting
+INIT_TIMEOUT_S, FINISH_TIMEOUT_S = 15.0, 120.0  # how long an unreachable server may keep a run waiting
 HIDDEN = "(not shared)"
-SHARED_FILES = ("run.json", "records.jsonl", "summary.*", "traces/*.json")  # of a run folder; no lock, no half file
+SHARED_FILES = ("run.json", "records*.jsonl", "summary.*", "traces/*.json")  # of a run folder; no lock, no half file
 
 _SECRET = re.compile(
     r"secret|passw|credential|api.?key|access.?key|private.?key|auth(?!or)|token(?!s|iz|_id)", re.IGNORECASE
@@ -274,8 +274,7 @@ class _WandbTracker(Tracker):
             log.warning(
                 "W&B: %s failed (%s: %s). The run goes on without it; when it is done, the same command shows it whole",
                 what,
-                type(error).__name__,
-                str(error).strip(),
+                *_said(error),
             )
             self.close(exit_code=1)
 
@@ -294,7 +293,7 @@ class _WandbTracker(Tracker):
         except Exception as error:
             if mode == "offline":
                 raise
-            log.warning("W&B: not online (%s: %s); this run is offline", type(error).__name__, str(error).strip())
+            log.warning("W&B: not online (%s: %s); this run is offline", *_said(error))
             wandb.teardown()  # else the run's id counts as taken
             self._run = self._init("offline", init)
         self._place = _shown(Path(self._run.dir).parent)
@@ -324,6 +323,11 @@ class _WandbTracker(Tracker):
             else:
                 artifact.add_file(str(file), name)
         return artifact
+
+
+def _said(error: Exception) -> tuple[str, str]:
+    """An error's kind and text, in one line."""
+    return type(error).__name__, " ".join(str(error).split())
 
 
 def _shown(folder: Path) -> Path:
