@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 TRACKERS = ("none", "wandb")
 MODES = ("auto", "online", "offline", "disabled")
 
-INIT_TIMEOUT_S, FINISH_TIMEOUT_S = 30.0, 120.0  # how long an unreachable server may keep a run waiting
+INIT_TIMEOUT_S, FINISH_TIMEOUT_S = 15.0, 120.0  # how long an unreachable server may keep a run waiting
 HIDDEN = "(not shared)"
-SHARED_FILES = ("run.json", "records.jsonl", "summary.*", "traces/*.json")  # of a run folder; no lock, no half file
+SHARED_FILES = ("run.json", "records*.jsonl", "summary.*", "traces/*.json")  # of a run folder; no lock, no half file
 
 _SECRET = re.compile(
     r"secret|passw|credential|api.?key|access.?key|private.?key|auth(?!or)|token(?!s|iz|_id)", re.IGNORECASE
@@ -189,21 +189,31 @@ def _settings(folder: Path) -> dict[str, Any]:
     }
 
 
-def _mode(wandb: Any, wanted: str) -> str:
-    """online, offline or disabled. What is online has a key, so that W&B never asks for one."""
-    configured = wandb.setup().settings  # of WANDB_MODE and `wandb offline`, if the user has set them
-    if wanted == "offline":
-        return "offline"
-    if wanted == "auto" and configured.mode in ("offline", "dryrun", "disabled"):
-        return "disabled" if configured.mode == "disabled" else "offline"
+def key_is_configured() -> bool:
+    """Whether W&B would find a key, without asking for one: WANDB_API_KEY, or what `wandb login` wrote.
+
+    Raises wandb's AuthenticationError where it is none.
+    """
+    import wandb
     from wandb.sdk.lib import wbauth
 
-    key = wbauth.authenticate_session(
-        host=configured.base_url, source="lazyllm-bench", prompt=False, update_session=False
-    )
-    if key is None and wanted == "online":
+    host = wandb.setup().settings.base_url
+    key = wbauth.authenticate_session(host=host, source="lazyllm-bench", prompt=False, update_session=False)
+    return key is not None
+
+
+def _mode(wandb: Any, wanted: str) -> str:
+    """online, offline or disabled. What is online has a key, so that W&B never asks for one."""
+    configured = wandb.setup().settings.mode  # of WANDB_MODE and `wandb offline`, if the user has set them
+    if wanted == "offline":
+        return "offline"
+    if wanted == "auto" and configured in ("offline", "dryrun", "disabled"):
+        return "disabled" if configured == "disabled" else "offline"
+    if key_is_configured():
+        return "online"
+    if wanted == "online":
         log.warning("W&B: tracker.mode=online needs a key (WANDB_API_KEY, or `wandb login`); this run is offline")
-    return "offline" if key is None else "online"
+    return "offline"
 
 
 class _WandbTracker(Tracker):
@@ -265,8 +275,7 @@ class _WandbTracker(Tracker):
             log.warning(
                 "W&B: %s failed (%s: %s). The run goes on without it; when it is done, the same command shows it whole",
                 what,
-                type(error).__name__,
-                str(error).strip(),
+                *_said(error),
             )
             self.close(exit_code=1)
 
@@ -285,7 +294,7 @@ class _WandbTracker(Tracker):
         except Exception as error:
             if mode == "offline":
                 raise
-            log.warning("W&B: not online (%s: %s); this run is offline", type(error).__name__, str(error).strip())
+            log.warning("W&B: not online (%s: %s); this run is offline", *_said(error))
             wandb.teardown()  # else the run's id counts as taken
             self._run = self._init("offline", init)
         self._place = _shown(Path(self._run.dir).parent)
@@ -315,6 +324,11 @@ class _WandbTracker(Tracker):
             else:
                 artifact.add_file(str(file), name)
         return artifact
+
+
+def _said(error: Exception) -> tuple[str, str]:
+    """An error's kind and text, in one line."""
+    return type(error).__name__, " ".join(str(error).split())
 
 
 def _shown(folder: Path) -> Path:

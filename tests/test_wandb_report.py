@@ -1,0 +1,191 @@
+"""A W&B Report's spec is built offline, from stored runs or for a whole project."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.record import Measurement, Record
+from eval.store import fingerprint, open_store
+from eval.tasks import TASKS
+
+pytest.importorskip("wandb_workspaces", reason="the extra wandb-report is not installed")
+
+ROOT = Path(__file__).resolve().parents[1]
+SPEC = importlib.util.spec_from_file_location("wandb_report", ROOT / "scripts" / "wandb_report.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+wandb_report = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(wandb_report)
+
+
+@pytest.fixture(autouse=True)
+def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """No key, and no other machine can be called."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    monkeypatch.chdir(tmp_path)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr("wandb_workspaces.reports.v2.interface._get_api", refuse)
+    yield
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()
+
+
+def measurement(score: float, ttft_s: float) -> Measurement:
+    return Measurement(
+        text="x", token_ids=[1], score=score, rouge_l=None, ttft_s=ttft_s, scoring_s=0.0, total_s=ttft_s,
+        decode_step_s=[], pct_prompt_tokens_computed=50.0, group_starts=[1], computed=[[4]], kv_bytes=8, aux_bytes=0,
+        peak_memory_bytes=None,
+    )  # fmt: skip
+
+
+def store(folder: Path, method: dict[str, Any], score: float, ttft_s: float, dataset: str = "hotpotqa") -> str:
+    """A stored run of one example; its fingerprint."""
+    identity = {
+        "model": "tiny", "method": method, "seed": method.get("seed", 0), "paired": True, "device": "a device",
+        "code": "c", "data": {dataset: "d"},
+    }  # fmt: skip
+    about = {"config": {"model": {"name": "tiny", "paper": None}}, "provenance": {"git_commit": "0123abc"}}
+    with open_store(folder, identity, about) as opened:
+        opened.append(Record(dataset, "1", "p", 4, 4, measurement(score, ttft_s), measurement(1.0, 0.6)))
+    return fingerprint(identity)
+
+
+def blocks_of(file: Path, kind: str) -> list[dict[str, Any]]:
+    return [block for block in json.loads(file.read_text())["spec"]["blocks"] if block["type"] == kind]
+
+
+def panels_of(file: Path) -> list[dict[str, Any]]:
+    grids = blocks_of(file, "panel-grid")
+    return [panel for grid in grids for panel in grid["metadata"]["panelBankSectionConfig"]["panels"]]
+
+
+def filters_of(file: Path) -> list[dict[tuple[str, str], Any]]:
+    """Of each panel grid: {(section, key): value}."""
+    sets = [grid["metadata"]["runSets"][0]["filters"]["filters"] for grid in blocks_of(file, "panel-grid")]
+    return [{(one["key"]["section"], one["key"]["name"]): one["value"] for one in filters} for filters in sets]
+
+
+def test_the_spec_of_stored_runs(tmp_path: Path, capsys) -> None:
+    lazy = store(tmp_path / "runs" / "a", {"name": "lazy", "schedule": {"2": 0.3}}, 1.0, 0.2)
+    more = store(tmp_path / "runs" / "b", {"name": "lazy", "schedule": {"2": 0.3}}, 0.5, 0.3, dataset="lcc")
+    static = store(tmp_path / "runs" / "c", {"name": "static_pruning", "layer": 2, "keep": 0.3}, 0.25, 0.1)
+    out = tmp_path / "spec.json"
+    wandb_report.main([str(tmp_path / "runs"), "--out", str(out), "--title", "A title"])
+    assert capsys.readouterr().out.strip() == str(out)
+    assert json.loads(out.read_text())["displayName"] == "A title"
+
+    # one line a setting and task; the runs of one setting on several datasets are one method: scores 100 and 50,
+    # speedups 0.6 / 0.2 and 0.6 / 0.3
+    (table,) = [block["content"] for block in blocks_of(out, "markdown-block")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "|" in line]
+    rows = {(row[0], row[1]): row[2:] for row in cells}
+    assert rows["multi_doc_qa", "lazy, schedule={2: 0.3}"][:3] == ["1", "100.00", "3.00"]
+    assert rows["code", "lazy, schedule={2: 0.3}"][:3] == ["1", "50.00", "2.00"]
+    assert rows["mean over tasks", "lazy, schedule={2: 0.3}"][:3] == ["2", "75.00", "2.50"]
+    assert rows["multi_doc_qa", "static_pruning, keep=0.3, layer=2"][:3] == ["1", "25.00", "6.00"]
+    assert ("code", "static_pruning, keep=0.3, layer=2") not in rows
+
+    assert all(
+        one == {("run", "jobType"): "run", ("config", "fingerprint"): [lazy, more, static]} for one in filters_of(out)
+    )
+    panels = panels_of(out)
+    (scatter,) = [panel["config"] for panel in panels if panel["viewType"] == "Scatter Plot"]
+    assert (scatter["xAxis"], scatter["yAxis"]) == ("summary:all/ttft_speedup", "summary:all/score")
+    bars = {metric for panel in panels if panel["viewType"] == "Bar Chart" for metric in panel["config"]["metrics"]}
+    columns = ("score", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kv_bytes", "aux_bytes")
+    assert bars == {f"{task}/{column}" for task in ("multi_doc_qa", "code", "all") for column in columns}
+    assert sum(panel["viewType"] == "Run Comparer" for panel in panels) == 1
+    assert "per_example" in json.dumps(panels)
+    lines = [panel["config"] for panel in panels if panel["viewType"] == "Run History Line Plot"]
+    assert {tuple(line["metrics"]) for line in lines} == {("running/score",), ("running/ttft_speedup",)}
+    assert {line["xAxis"] for line in lines} == {"examples"}
+    text = json.dumps(blocks_of(out, "paragraph"))
+    assert "3 runs of tiny on 2 examples; device: a device; commit: 0123abc" in text
+
+
+def test_seeds_are_told_apart(tmp_path: Path) -> None:
+    for seed, score in ((0, 0.5), (1, 0.25)):
+        store(tmp_path / f"runs/{seed}", {"name": "random_drop", "keep": 0.5, "seed": seed}, score, 0.2)
+    wandb_report.main([str(tmp_path / "runs"), "--out", "spec.json"])
+    (table,) = [block["content"] for block in blocks_of(Path("spec.json"), "markdown-block")]
+    assert "| random_drop, keep=0.5, seed 0 | 1 | 50.00 |" in table
+    assert "| random_drop, keep=0.5, seed 1 | 1 | 25.00 |" in table
+
+
+def test_a_project_without_runs_here_has_every_task(tmp_path: Path) -> None:
+    wandb_report.main(["--out", "spec.json", "--group", "table1", "--project", "mine"])
+    spec = json.loads(Path("spec.json").read_text())
+    assert spec["project"] == {"name": "mine", "entityName": ""}
+    assert blocks_of(Path("spec.json"), "markdown-block") == []
+    filters = {("run", "jobType"): "run", ("run", "group"): "table1"}
+    assert all(one == filters for one in filters_of(Path("spec.json")))
+    text = json.dumps(panels_of(Path("spec.json")))
+    assert all(f'"{task}/score"' in text for task in (*TASKS, "all"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--publish"], "--publish needs --entity NAME"),
+        (["--publish", "--entity", "me"], "--publish needs a key"),
+        (["nosuch", "--out", "x.json"], "no such folder"),
+    ],
+)
+def test_refusals_say_what_to_do(arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        wandb_report.main(arguments)
+    assert message in str(caught.value)
+    assert not Path("x.json").exists()
+
+
+def test_one_of_out_and_publish_is_needed(capsys) -> None:
+    with pytest.raises(SystemExit):
+        wandb_report.main([])
+    assert "give --out FILE for the spec, or --publish" in capsys.readouterr().err
+
+
+def test_without_the_extra_its_name_is_said(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)
+    with pytest.raises(SystemExit) as caught:
+        wandb_report.main(["--out", "x.json"])
+    assert "pip install 'lazyllm-bench[wandb-report]'" in str(caught.value)
+
+
+def test_publish_saves_and_gives_the_address(monkeypatch, capsys) -> None:
+    from wandb_workspaces.reports.v2.interface import Report
+
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setattr(wandb_report, "key_is_configured", lambda: True)
+    monkeypatch.setattr(
+        "wandb_workspaces.reports.v2.interface.execute_graphql", lambda *_: {"project": {"internalId": "1"}}
+    )
+    monkeypatch.setattr("wandb_workspaces.reports.v2.interface._get_api", lambda: None)
+    saved: list[Report] = []
+    monkeypatch.setattr(Report, "save", lambda self: saved.append(self))
+    monkeypatch.setattr(Report, "url", "https://example.org/report")
+    wandb_report.main(["--publish", "--entity", "me", "--project", "mine"])
+    assert capsys.readouterr().out.strip() == "https://example.org/report"
+    assert (saved[0].entity, saved[0].project) == ("me", "mine")
+
+    def refuse(_: Report) -> None:
+        raise ValueError("no such project")
+
+    monkeypatch.setattr(Report, "save", refuse)
+    with pytest.raises(SystemExit) as caught:
+        wandb_report.main(["--publish", "--entity", "me"])
+    assert "W&B did not take the report (ValueError: no such project)" in str(caught.value)
