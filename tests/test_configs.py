@@ -22,6 +22,7 @@ def config_of(*overrides: str):
         return to_run_config(compose("config", overrides=list(overrides)))
 
 
+@pytest.mark.filterwarnings(r"ignore:\s*'hydra/launcher:UserWarning")  # as eval.config does outside of pytest
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_every_file_opens_with_the_command_that_uses_it_and_composes(file: Path) -> None:
     lines = [line for line in (CONF / file).read_text().splitlines() if not line.startswith("# @package")]

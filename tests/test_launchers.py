@@ -136,13 +136,13 @@ def test_a_launcher_without_a_sweep_is_refused(monkeypatch) -> None:
 
 
 def ours(marker: str) -> list[int]:
-    """Processes whose command line holds the text."""
+    """Other processes with the text in their command line or environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended in between
-            if marker in (folder / "cmdline").read_bytes().decode(errors="replace"):
+            if marker.encode() in (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes():
                 found.append(int(folder.name))
-    return found
+    return [process for process in found if process != os.getpid()]
 
 
 @pytest.fixture(scope="module")

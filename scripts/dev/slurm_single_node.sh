@@ -13,10 +13,10 @@ set -euo pipefail
 WAIT_S=60  # for a daemon to come up or to end
 
 fail() { echo "slurm_single_node.sh: $*" >&2; exit 1; }
-alive() { # pid file; a zombie, which nobody waited for, is not alive
-  local pid
-  pid=$(cat "$1" 2>/dev/null) && [ -n "$pid" ] && grep -qs '^State:[[:space:]]*[^ZX]' "/proc/$pid/status"
-}
+pid_in() { cat "$state/$1.pid" 2>/dev/null; }
+runs() { [ -n "$1" ] && grep -qs '^State:[[:space:]]*[^ZX]' "/proc/$1/status"; } # a zombie, not waited for, does not
+gone() { ! runs "$1"; }
+alive() { runs "$(pid_in "$1")"; }
 
 wait_for() { # what, command...
   local what=$1 tries=$((WAIT_S * 5))
@@ -31,7 +31,8 @@ install_packages() {
   local policy=/usr/sbin/policy-rc.d ours=
   [ -e "$policy" ] || { ours=1; printf '#!/bin/sh\nexit 101\n' >"$policy"; chmod 755 "$policy"; } # 101: start nothing
   apt-get -o Acquire::Retries=3 update -qq
-  DEBIAN_FRONTEND=noninteractive apt-get -o Acquire::Retries=3 install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge
+  DEBIAN_FRONTEND=noninteractive apt-get -o Acquire::Retries=3 install -y -qq --no-install-recommends \
+    slurmctld slurmd slurm-client munge
   [ -z "$ours" ] || rm "$policy"
 }
 
@@ -59,6 +60,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
 MinJobAge=86400
+KillWait=5
 StateSaveLocation=$state/spool/ctld
 SlurmdSpoolDir=$state/spool/d
 SlurmctldPidFile=$state/slurmctld.pid
@@ -96,7 +98,7 @@ name_on_loopback() { # slurmd looks its own name up
 start() {
   [ "$(id -u)" = 0 ] || fail "start needs root"
   command -v slurmctld slurmd munged sbatch >/dev/null || fail "Slurm is not installed: $0 install"
-  ! alive "$state/slurmctld.pid" || fail "$state: runs already; $0 stop $state"
+  ! alive slurmctld || fail "$state: runs already; $0 stop $state"
   mkdir -p "$state"
   chmod 755 "$state"
   write_configuration
@@ -108,9 +110,9 @@ start() {
   wait_for munged munge --socket="$state/munge.socket" --no-input --output=/dev/null
   export SLURM_CONF=$state/slurm.conf
   slurmctld
-  wait_for slurmctld alive "$state/slurmctld.pid"
+  wait_for slurmctld alive slurmctld
   slurmd
-  wait_for slurmd alive "$state/slurmd.pid"
+  wait_for slurmd alive slurmd
   wait_for "an idle node" takes_jobs
   echo "export SLURM_CONF=$state/slurm.conf PATH=$state/bin:\$PATH"
 }
@@ -119,17 +121,20 @@ takes_jobs() {
   SLURM_CONF=$state/slurm.conf sinfo --noheader --format=%t 2>/dev/null | grep -qE '^(idle|mix|alloc)$'
 }
 
-gone() { ! alive "$1"; }
+no_jobs() { [ -z "$(squeue --noheader)" ]; }
 
 stop() {
-  local daemon
-  if alive "$state/slurmctld.pid"; then
-    SLURM_CONF=$state/slurm.conf scancel --user=root || true # its jobs would outlive the daemons
+  local daemon pid
+  export SLURM_CONF=$state/slurm.conf
+  if alive slurmctld && alive slurmd; then # jobs would outlive the daemons, and keep slurmd
+    scancel --user=root
+    wait_for "the jobs' end" no_jobs
   fi
   for daemon in slurmd slurmctld munged; do
-    alive "$state/$daemon.pid" || continue
-    kill "$(cat "$state/$daemon.pid")"
-    wait_for "$daemon's end" gone "$state/$daemon.pid"
+    pid=$(pid_in "$daemon") || continue
+    runs "$pid" || continue
+    kill "$pid"
+    wait_for "$daemon's end" gone "$pid" # its pid file goes before it does
   done
   if [ -e "$state/hosts.before" ]; then
     cat "$state/hosts.before" >/etc/hosts # not moved: in containers /etc/hosts is a mount of its own
