@@ -19,7 +19,7 @@ from eval.store import StoreError, read_run
 from eval.tasks import DATASETS
 
 # What may differ between the runs of one model that lie in one table
-_FREE = {"method", "data", "seed", "paired", "warmup"}
+_FREE = {"method", "parameters", "data", "seed", "paired", "warmup"}
 # Columns of `as_frame` that a measurement gives
 MEASURED = (
     "score", "rouge_l", "ttft_s", "scoring_s", "total_s", "step_s", "tokens", "pct_computed",
@@ -65,7 +65,7 @@ class StoredRun:
 
     @property
     def seed(self) -> int:
-        return self.identity["seed"]
+        return self.identity["method"].get("seed", self.identity["seed"])
 
     @property
     def traces(self) -> list[Path]:
