@@ -1,0 +1,165 @@
+"""How all pictures look: colours, markers and line styles by method, axes, and files that are the same every time.
+
+Every method has a colour, a marker and a line style of its own, so that curves are told apart in grey and by
+colour-blind readers. Figures are made without pyplot: no screen, no global state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure as MplFigure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+# Okabe and Ito's colours, told apart by colour-blind readers too
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LINES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (7, 2, 1, 2, 1, 2)))
+
+GREY = "#6E6E6E"
+
+_RC: Any = {
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "lines.linewidth": 1.5,
+}
+_FILES: Any = {
+    "svg.fonttype": "path",  # the same in every browser, whatever fonts it has
+    "svg.hashsalt": "lazyllm-bench",  # the same ids in every file
+    "pdf.fonttype": 42,  # text that can be searched
+}
+_NO_DATE = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+
+
+@dataclass(frozen=True)
+class MethodStyle:
+    """name: the method for people. line: a matplotlib line style."""
+
+    name: str
+    colour: str
+    marker: str
+    line: Any
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """As arguments for matplotlib's `plot`."""
+        return {"color": self.colour, "marker": self.marker, "linestyle": self.line}
+
+
+_METHODS = {
+    "baseline": MethodStyle("baseline", "#000000", "X", LINES[0]),
+    "lazy": MethodStyle("LazyLLM", "#0072B2", "o", LINES[0]),
+    "static_pruning": MethodStyle("static pruning", "#D55E00", "s", LINES[1]),
+    "random_drop": MethodStyle("random token drop", "#009E73", "^", LINES[2]),
+    "prompt_compression": MethodStyle("prompt compression", "#CC79A7", "D", LINES[3]),
+}
+# for methods that are not the paper's
+_SPARE = [("#E69F00", "v"), ("#56B4E9", "P"), ("#6E6E6E", "*"), ("#8B5A2B", "h")]
+
+
+def styles_of(methods: Iterable[str]) -> dict[str, MethodStyle]:
+    """{method: its style}: the paper's methods always look the same; others take what is left, by their names."""
+    wanted = set(methods)
+    others = sorted(wanted - set(_METHODS))
+    spare = {
+        name: MethodStyle(name, *_SPARE[number % len(_SPARE)], LINES[4])
+        for number, name in enumerate(others)
+    }  # fmt: skip
+    return {name: style for name, style in (_METHODS | spare).items() if name in wanted}
+
+
+_Plot = TypeVar("_Plot", bound=Callable[..., MplFigure])
+
+
+def styled(plot: _Plot) -> _Plot:
+    """Let a plotting function draw with this module's fonts and axes, and leave matplotlib's settings as they were."""
+
+    @wraps(plot)
+    def in_style(*args: Any, **kwargs: Any) -> MplFigure:
+        with mpl.rc_context(_RC):
+            return plot(*args, **kwargs)
+
+    return in_style  # pyright: ignore[reportReturnType]
+
+
+def new_figure(width: float, height: float, wspace: float = 0.02) -> MplFigure:
+    """An empty figure of so many inches, whose parts make room for each other. wspace: the least gap, as a share."""
+    return MplFigure(figsize=(width, height), layout=ConstrainedLayoutEngine(wspace=wspace))
+
+
+def grid(axes: Any, which: str = "both") -> None:
+    """Faint lines to read values from, behind what is drawn."""
+    axes.grid(axis=which, alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def direct_labels(axes: Any, labels: Sequence[tuple[float, str, str]], x: float, size: float = 8) -> None:
+    """Write labels to the right of their curves, moved apart where they would overlap.
+
+    labels: (the y at which the curve ends, text, colour). x: where they begin, in data units.
+    """
+    if not labels:
+        return
+    low, high = axes.get_ylim()
+    height = axes.get_position().height * axes.figure.get_figheight()
+    least = 1.25 * size / 72 / height * (high - low)  # a line of text in data units
+    order = np.argsort([y for y, _, _ in labels], kind="stable")
+    wanted = np.array([labels[number][0] for number in order], dtype=float)
+    for number, y in zip(order, _apart(wanted, least, low, high), strict=True):
+        _, text, colour = labels[number]
+        axes.annotate(
+            text, (x, y), xytext=(6, 0), textcoords="offset points", color=darker(colour), fontsize=size, va="center",
+            annotation_clip=False,
+        )  # fmt: skip
+
+
+def darker(colour: str) -> tuple[float, ...]:
+    """The colour for text: thin strokes need more contrast to white than curves do."""
+    return tuple(0.7 * part for part in to_rgb(colour))
+
+
+def _apart(wanted: np.ndarray, least: float, low: float, high: float) -> np.ndarray:
+    """Ascending positions near the wanted ones, `least` apart, and within low and high as far as there is room."""
+    steps = least * np.arange(len(wanted))
+    # least squares under the order of `wanted - steps` (isotonic regression, by pooling)
+    blocks: list[list[float]] = []
+    for value in wanted - steps:
+        blocks.append([value])
+        while len(blocks) > 1 and np.mean(blocks[-2]) > np.mean(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    placed = np.concatenate([np.full(len(block), np.mean(block)) for block in blocks]) + steps
+    overshoot = max(0.0, placed[-1] - high)
+    return placed - min(overshoot, max(0.0, placed[0] - low))
+
+
+def around(rows: Any, column: str) -> np.ndarray:
+    """[2, rows] intervals as distances from the value, for `errorbar`; NaN where there is none. rows: one or more."""
+    low, value, high = (np.atleast_1d(rows[f"{column}{end}"]).astype(float) for end in ("_low", "", "_high"))
+    return np.maximum(0, [value - low, high - value])
+
+
+def save(figure: Any, stem: Path, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Write the figure as `stem` with each suffix: svg, pdf or png; the same bytes for the same picture.
+
+    Returns the paths.
+    """
+    paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in suffixes]
+    with mpl.rc_context(_FILES):
+        for path in paths:
+            figure.savefig(path, dpi=160, metadata=_NO_DATE.get(path.suffix))
+    return paths
