@@ -1,5 +1,6 @@
 # make run    set up, then every method on the embedded default, side by side
 # make test   set up, then lint and all tests
+# make paper  every table and figure from the stored runs below RUNS, into OUT, without a model: make paper RUNS=runs
 # make setup  only the set-up: .venv with the exact versions of requirements.lock
 
 PYTHON ?= python3
@@ -7,8 +8,11 @@ BIN := .venv/bin
 READY := .venv/.ready
 # how many test processes; each keeps to one thread
 JOBS ?= auto
+# make paper: where the runs lie (several folders are fine), and where tables and figures go
+RUNS ?= runs
+OUT ?= $(firstword $(RUNS))/paper
 
-.PHONY: run test lint format setup lock clean
+.PHONY: run test paper lint format setup lock clean
 
 run: setup
 	$(BIN)/python run.py experiment=demo
@@ -16,6 +20,10 @@ run: setup
 test: setup lint
 	$(BIN)/pytest -n $(JOBS)
 	MPLBACKEND=agg $(BIN)/pytest --nbmake notebooks
+
+# one thread: the bootstrap's products are too small for more, and crawl where other work shares the cores
+paper: setup
+	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m scripts.make_paper $(RUNS) --out $(OUT)
 
 lint: setup
 	$(BIN)/ruff check .

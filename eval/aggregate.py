@@ -53,7 +53,7 @@ def by_task(frame: pd.DataFrame) -> pd.DataFrame:
     baselines of the other methods' runs (all of them, as seeds are). It is compared with itself: speedups of 1.
     """
     rows = []
-    for _, group in _with_baselines(frame).groupby(["model", "method", "settings", "suite"], sort=False):
+    for _, group in with_baselines(frame).groupby(["model", "method", "settings", "suite"], sort=False):
         setting = {key: group[key].iloc[0] for key in _SETTING} | {"seeds": group["seed"].nunique()}
         rows += [{**setting, **row} for row in rows_of(group)]
     return pd.DataFrame(rows, columns=COLUMNS)
@@ -84,7 +84,7 @@ def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
     ]
 
 
-def _with_baselines(frame: pd.DataFrame) -> pd.DataFrame:
+def with_baselines(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with a `baseline` setting that has every example some baseline was measured on."""
     theirs = {f"baseline_{name}": name for name in MEASURED}
     is_own = frame["method"] == "baseline"

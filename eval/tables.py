@@ -10,7 +10,7 @@ import pandas as pd
 
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "<": r"\textless{}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "Δ": r"$\Delta$", "<": r"\textless{}",
     ">": r"\textgreater{}", "|": r"\textbar{}", "\n": " ",
 }  # fmt: skip
 _EMPTY = "No run for this table."
@@ -43,31 +43,29 @@ class Table:
         return self.frame.to_csv(index=False, lineterminator="\n")
 
     def to_latex(self) -> str:
-        """A `table` with the rules of booktabs; a thin rule wherever the first two keys change."""
-        rows = self.cells.to_numpy().tolist()
-        lines = [_latex_line(row) for row in rows]
-        block = [row[: max(1, self.keys - 1)] for row in rows]
-        ruled = [
-            line if number == 0 or block[number] == block[number - 1] else f"\\midrule\n{line}"
-            for number, line in enumerate(lines)
-        ]
+        """A `longtable` with the rules of booktabs, thin ones between groups of rows; it may be longer than a page."""
+        headings, rows = list(self.cells.columns), self.cells.to_numpy().tolist()
+        groups = [row[: self.keys - 1] for row in rows]  # of the same keys but the last
+        lines = []
+        for number, row in enumerate(rows):
+            if number and groups[number] != groups[number - 1]:
+                lines.append(r"\midrule")
+            lines.append(_latex_line(row))
         if not rows:
-            ruled = [f"\\multicolumn{{{max(1, len(self.cells.columns))}}}{{l}}{{{_EMPTY}}} \\\\"]
-        columns = "l" * self.keys + "r" * (len(self.cells.columns) - self.keys)
+            headings, lines = [""], [_latex_line([_EMPTY])]
+        columns = "l" * self.keys + "r" * (len(headings) - self.keys)
         return "\n".join(
             [
-                r"\begin{table}",
-                r"\centering",
-                rf"\caption{{{latex(self.title)}. {latex(self.caption)}}}",
-                rf"\label{{tab:{self.name}}}",
-                rf"\begin{{tabular}}{{{columns or 'l'}}}",
+                r"% \usepackage{booktabs, longtable}",
+                rf"\begin{{longtable}}{{{columns}}}",
+                rf"\caption{{{latex(self.title)}. {latex(self.caption)}}}\label{{tab:{self.name}}} \\",
                 r"\toprule",
-                _latex_line(list(self.cells.columns)),
+                _latex_line(headings),
                 r"\midrule",
-                *ruled,
+                r"\endhead",
+                *lines,
                 r"\bottomrule",
-                r"\end{tabular}",
-                r"\end{table}",
+                r"\end{longtable}",
                 "",
             ]
         )
