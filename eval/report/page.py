@@ -76,7 +76,7 @@ def _template() -> Any:
 
 
 def _as_grid(table: Table) -> Grid:
-    return grid(f"table-{table.name}", table.title, table.caption, table.cells)
+    return grid(f"table-{table.name}", table.title, table.caption, table.cells, keys=table.keys)
 
 
 def _as_picture(figure: Figure, runs: Sequence[StoredRun]) -> Picture:

@@ -54,11 +54,21 @@ class Grid:
         return [] if self.filtered is None else list(dict.fromkeys(row[self.filtered].text for row in self.rows))
 
 
-def grid(name: str, title: str, caption: str, cells: pd.DataFrame, filtered: str | None = None) -> Grid:
-    """The grid of a table of texts. A column is numeric where every cell begins with a number or is empty."""
+def grid(
+    name: str, title: str, caption: str, cells: pd.DataFrame, filtered: str | None = None, keys: int | None = None
+) -> Grid:
+    """The grid of a table of texts.
+
+    keys: how many columns name the row: those after them are numeric, though a cell may say "no run". A column of which
+    nothing is known is numeric where every cell begins with a number or is empty.
+    """
     headings = [str(column) for column in cells.columns]
     texts = [[_text(value) for value in cells.iloc[:, index]] for index in range(len(headings))]
-    columns = [Column(heading, _is_numeric(column)) for heading, column in zip(headings, texts, strict=True)]
+    known = len(headings) if keys is None else keys
+    columns = [
+        Column(heading, index >= known or _is_numeric(column))
+        for index, (heading, column) in enumerate(zip(headings, texts, strict=True))
+    ]
     shown = [
         [Cell(text, _number(text) if column.numeric else None) for text in of_column]
         for column, of_column in zip(columns, texts, strict=True)

@@ -116,6 +116,14 @@ def test_a_column_with_any_other_text_is_not_numeric(text: str) -> None:
     assert [cell.text for cell in found.rows[1]] == [text, ""]
 
 
+def test_what_follows_the_keys_is_numeric_whatever_it_says() -> None:
+    table = pd.DataFrame({"task": ["1", "code"], "score": ["no run", "+5.5 ±1"], "unpaired": ["unpaired", "unpaired"]})
+    found = grid("t", "", "", table, keys=1)
+    assert [column.numeric for column in found.columns] == [False, True, True]
+    assert [cell.value for cell in found.rows[0]] == [None, None, None]
+    assert [cell.value for cell in found.rows[1]] == [None, 5.5, None]
+
+
 def test_choices_are_those_of_the_column() -> None:
     table = pd.DataFrame({"a": [1, 2, 3], "b": ["x", "y", "x"]})
     assert grid("t", "", "", table, filtered="b").choices() == ["x", "y"]
@@ -280,7 +288,7 @@ def test_figures_in_one_page_share_no_id() -> None:
 def hand_table(runs: Sequence[StoredRun]) -> Table:
     """A table as `eval.paper` makes them; its cells and words are hostile."""
     names = ["b", "a", HOSTILE, "d", "e"]
-    cells = pd.DataFrame({f"name {HOSTILE}": names, "score": ["10.5 ±1", "9", "-", "100", "9"]})
+    cells = pd.DataFrame({f"name {HOSTILE}": names, "score": ["10.5 ±1", "9", "no run", "100", "9"]})
     return Table("hand", f"By hand {HOSTILE}", f"Caption {HOSTILE}", cells, cells)
 
 
