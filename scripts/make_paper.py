@@ -63,20 +63,22 @@ def make_paper(runs: Sequence[StoredRun], out: Path, figures: Mapping[str, Any],
     return [out / "README.md", out / "provenance.json", *paths]
 
 
-def provenance(runs: Sequence[StoredRun]) -> dict[str, Any]:
-    """Of each run, by the name of its folder: what it was, where it ran, and the hash of its records."""
-    return {
-        f"{run.folder.name} {run.about['fingerprint']}": {
+def provenance(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
+    """Of each run, in the order of their folders: what it was, where it ran, and the hash of its records."""
+    return [
+        {
+            "folder": run.folder.name,
             "fingerprint": run.about["fingerprint"],
             "model": run.model,
             "method": run.identity["method"],
+            "parameters": run.identity.get("parameters"),
             "seed": run.seed,
             "examples": len(run.records),
             "records_sha256": hashlib.sha256((run.folder / "records.jsonl").read_bytes()).hexdigest(),
             "provenance": run.about.get("provenance"),
         }
         for run in runs
-    }
+    ]
 
 
 def _write_table(table: Table, stem: Path) -> list[Path]:
@@ -105,14 +107,14 @@ def _without_run(table: Table) -> list[str]:
         return ["all of it"]
     if "status" not in table.frame:
         return []
-    lacking = table.frame[table.frame["status"] == "no run"]
-    section = ["model", "suite"]
-    all_of = table.frame.groupby(section).size()
-    return [
-        f"{group['model'].iloc[0]} on {group['suite'].iloc[0]}: "
-        + ("everything" if len(group) == all_of[key] else ", ".join(dict.fromkeys(group["method"])))
-        for key, group in lacking.groupby(section, sort=False)
-    ]
+    lacking: Any = table.frame[table.frame["status"] == "no run"]
+    lines = []
+    for model, suite in dict.fromkeys(zip(lacking["model"], lacking["suite"], strict=True)):
+        rows: Any = table.frame[(table.frame["model"] == model) & (table.frame["suite"] == suite)]
+        without = rows[rows["status"] == "no run"]
+        methods = ", ".join(dict.fromkeys(without["method"]))
+        lines.append(f"{model} on {suite}: {'everything' if len(without) == len(rows) else methods}")
+    return lines
 
 
 def _table_section(table: Table) -> str:
