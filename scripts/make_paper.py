@@ -102,19 +102,25 @@ def _write_figure(figure: Any, data: pd.DataFrame, stem: Path, save: Save) -> li
 
 
 def _without_run(table: Table) -> list[str]:
-    """What of a table had no run: by model, the methods that lack some task; or the whole table."""
+    """What of a table had no run, by model and method: `tiny on embedded: lazy (2 of 6 tasks)`; or all of it."""
     if table.frame.empty:
         return ["all of it"]
     if "status" not in table.frame:
         return []
-    lacking: Any = table.frame[table.frame["status"] == "no run"]
+    found: dict[str, dict[str, list[bool]]] = {}
+    for row in table.frame.to_dict("records"):
+        methods = found.setdefault(f"{row['model']} on {row['suite']}", {})
+        methods.setdefault(row["method"], []).append(row["status"] == "no run")
     lines = []
-    for model, suite in dict.fromkeys(zip(lacking["model"], lacking["suite"], strict=True)):
-        rows: Any = table.frame[(table.frame["model"] == model) & (table.frame["suite"] == suite)]
-        without = rows[rows["status"] == "no run"]
-        methods = ", ".join(dict.fromkeys(without["method"]))
-        lines.append(f"{model} on {suite}: {'everything' if len(without) == len(rows) else methods}")
+    for model, methods in found.items():
+        lacking = [_share(method, absent) for method, absent in methods.items() if any(absent)]
+        everything = all(all(absent) for absent in methods.values())
+        lines += [f"{model}: {'everything' if everything else ', '.join(lacking)}"] if lacking else []
     return lines
+
+
+def _share(method: str, absent: Sequence[bool]) -> str:
+    return method if all(absent) else f"{method} ({sum(absent)} of {len(absent)} tasks)"
 
 
 def _table_section(table: Table) -> str:
