@@ -29,6 +29,7 @@ COLUMNS = [
     "model", "paper_model", "method", "settings", "label", "seed", "run", "folder", "paired",
     "dataset", "task", "suite", "id", "prompt_tokens", *MEASURED, *(f"baseline_{name}" for name in MEASURED),
 ]  # fmt: skip
+_USUAL = {"revive": True, "prune_generated": False}
 _KEY = ["model", "method", "settings", "seed", "dataset", "id"]
 
 
@@ -125,9 +126,9 @@ def example_row(record: Record) -> dict[str, Any]:
 
 
 def label_of(method: str, settings: dict[str, Any]) -> str:
-    """A setting for people: `lazy, schedule={2: 0.3}`; settings that are off or empty are left out."""
-    shown = [f"{key}={_plain(value)}" for key, value in settings.items() if value not in (False, None)]
-    return ", ".join([method, *(text for text in shown if text != "revive=true")])
+    """A setting for people: `lazy, schedule={2: 0.3}`; what is empty or LazyLLM as the paper has it is left out."""
+    shown = {key: value for key, value in settings.items() if value is not None and _USUAL.get(key) is not value}
+    return ", ".join([method, *(f"{key}={_plain(value)}" for key, value in shown.items())])
 
 
 def _plain(value: Any) -> str:

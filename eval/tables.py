@@ -11,7 +11,7 @@ import pandas as pd
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "Δ": r"$\Delta$", "<": r"\textless{}",
-    ">": r"\textgreater{}", "|": r"\textbar{}", "\n": " ",
+    ">": r"\textgreater{}", "[": "{[}", "|": r"\textbar{}", "\n": " ",
 }  # fmt: skip
 _EMPTY = "No run for this table."
 
@@ -53,15 +53,16 @@ class Table:
             lines.append(_latex_line(row))
         if not rows:
             headings, lines = [""], [_latex_line([_EMPTY])]
+        head = [r"\toprule", _latex_line(headings), r"\midrule"]  # on every page
         columns = "l" * self.keys + "r" * (len(headings) - self.keys)
         return "\n".join(
             [
                 r"% \usepackage{booktabs, longtable}",
                 rf"\begin{{longtable}}{{{columns}}}",
                 rf"\caption{{{latex(self.title)}. {latex(self.caption)}}}\label{{tab:{self.name}}} \\",
-                r"\toprule",
-                _latex_line(headings),
-                r"\midrule",
+                *head,
+                r"\endfirsthead",
+                *head,
                 r"\endhead",
                 *lines,
                 r"\bottomrule",

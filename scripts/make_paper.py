@@ -63,20 +63,22 @@ def make_paper(runs: Sequence[StoredRun], out: Path, figures: Mapping[str, Any],
     return [out / "README.md", out / "provenance.json", *paths]
 
 
-def provenance(runs: Sequence[StoredRun]) -> dict[str, Any]:
-    """Of each run, by the name of its folder: what it was, where it ran, and the hash of its records."""
-    return {
-        f"{run.folder.name} {run.about['fingerprint']}": {
+def provenance(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
+    """Of each run, in the order of their folders: what it was, where it ran, and the hash of its records."""
+    return [
+        {
+            "folder": run.folder.name,
             "fingerprint": run.about["fingerprint"],
             "model": run.model,
             "method": run.identity["method"],
+            "parameters": run.identity.get("parameters"),
             "seed": run.seed,
             "examples": len(run.records),
             "records_sha256": hashlib.sha256((run.folder / "records.jsonl").read_bytes()).hexdigest(),
             "provenance": run.about.get("provenance"),
         }
         for run in runs
-    }
+    ]
 
 
 def _write_table(table: Table, stem: Path) -> list[Path]:
@@ -100,19 +102,25 @@ def _write_figure(figure: Any, data: pd.DataFrame, stem: Path, save: Save) -> li
 
 
 def _without_run(table: Table) -> list[str]:
-    """What of a table had no run: by model, the methods that lack some task; or the whole table."""
+    """What of a table had no run, by model and method: `tiny on embedded: lazy (2 of 6 tasks)`; or all of it."""
     if table.frame.empty:
         return ["all of it"]
     if "status" not in table.frame:
         return []
-    lacking = table.frame[table.frame["status"] == "no run"]
-    section = ["model", "suite"]
-    all_of = table.frame.groupby(section).size()
-    return [
-        f"{group['model'].iloc[0]} on {group['suite'].iloc[0]}: "
-        + ("everything" if len(group) == all_of[key] else ", ".join(dict.fromkeys(group["method"])))
-        for key, group in lacking.groupby(section, sort=False)
-    ]
+    found: dict[str, dict[str, list[bool]]] = {}
+    for row in table.frame.to_dict("records"):
+        methods = found.setdefault(f"{row['model']} on {row['suite']}", {})
+        methods.setdefault(row["method"], []).append(row["status"] == "no run")
+    lines = []
+    for model, methods in found.items():
+        lacking = [_share(method, absent) for method, absent in methods.items() if any(absent)]
+        everything = all(all(absent) for absent in methods.values())
+        lines += [f"{model}: {'everything' if everything else ', '.join(lacking)}"] if lacking else []
+    return lines
+
+
+def _share(method: str, absent: Sequence[bool]) -> str:
+    return method if all(absent) else f"{method} ({sum(absent)} of {len(absent)} tasks)"
 
 
 def _table_section(table: Table) -> str:
