@@ -205,8 +205,9 @@ def _shown(row: dict[str, Any], name: str, digits: int, scale: float = 1) -> str
 
 
 def _model_name(row: dict[str, Any], dummies: set[str]) -> str:
-    name = row["model"] if row["suite"] == "longbench" else f"{row['model']}, {row['suite']} suite"
-    return f"{name}, random weights" if row["model"] in dummies else name
+    notes = [row["suite"]] if row["suite"] != "longbench" else []
+    notes += ["random weights"] if row["model"] in dummies else []
+    return f"{row['model']} ({', '.join(notes)})" if notes else row["model"]
 
 
 def _dummies(runs: Sequence[StoredRun]) -> set[str]:

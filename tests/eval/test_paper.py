@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -110,7 +111,7 @@ def test_other_models_have_no_paper_beside_them() -> None:
     table = table1([preset("lazy", over(("hops",)))])
     found = line(table.frame, model="tiny", task="multi_doc_qa", method="lazy")
     assert (found["suite"], found["status"], found["score"]) == ("embedded", "measured", 50)
-    cells = line(table.cells, model="tiny, embedded suite", task="multi_doc_qa", method="lazy")
+    cells = line(table.cells, model="tiny (embedded)", task="multi_doc_qa", method="lazy")
     assert (cells["score"], cells["score, paper"], cells["score, Δ"]) == ("50.00 ±0.00", "-", "-")
     # the paper's model on another suite is not the paper's experiment either
     frame = table1([llama2("lazy", over(("hops",)))]).frame
@@ -136,7 +137,7 @@ def test_random_weights_are_named() -> None:
     run = preset("lazy", over(("hops",)))
     run.identity["load_format"] = "dummy"
     for name in TABLES:
-        assert "tiny, embedded suite, random weights" in set(TABLES[name]([run]).cells["model"])
+        assert "tiny (embedded, random weights)" in set(TABLES[name]([run]).cells["model"])
 
 
 def test_what_a_preset_stood_for_is_kept() -> None:
@@ -177,8 +178,6 @@ def test_memory_by_hand() -> None:
 
 
 def test_memory_without_a_baseline_or_a_peak_says_so() -> None:
-    from dataclasses import replace
-
     records = [replace(one, baseline=None) for one in over(("hops",))]
     cells = line(memory([stored(records)]).cells, method="lazy, schedule=paper")
     assert (cells["both / baseline"], cells["peak / baseline"], cells["peak, MB"]) == ("unpaired",) * 2 + ("not known",)
@@ -206,7 +205,7 @@ def test_ttft_share_by_hand() -> None:
         assert found[key] == pytest.approx(value)
     assert line(table.cells, method="baseline")["all"] == "50.0"  # 0.4 s of 0.8 s
     assert line(table.cells, method="lazy, schedule=paper") == {
-        "model": "tiny, embedded suite", "method": "lazy, schedule=paper", "all": "31.2",
+        "model": "tiny (embedded)", "method": "lazy, schedule=paper", "all": "31.2",
         "prompt 1-512": "25.0", "prompt 513-1024": "33.3", "answer 1-4": "50.0", "answer 5-16": "12.5",
     }  # fmt: skip
 
