@@ -91,7 +91,7 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
             summary = _summarise(plan, store)
             if summary is not None:
                 records = [store.records[case.key] for case in plan.cases if case.key in store.records]
-                tracker.finish(summary, records)
+                tracker.finish(summary, records, [] if config.tracker.name == "none" else _pictures(plan.folder))
     if summary is not None and show:
         _console().print(as_table(summary, plan.title))
     if plan.skipped:
@@ -265,6 +265,21 @@ def _some_failed(store: RunStore, failed: list[Failure], examples: int) -> str:
         f"{failed[0].id}: {failed[0].reason}. {store.folder / 'failures.jsonl'} holds all; the same command tries them "
         "again"
     )
+
+
+def _pictures(folder: Path) -> list[Path]:
+    """What can be drawn of a run by itself, as PNG in its folder."""
+    from eval.figures import FIGURES, save  # not at the top: matplotlib is slow to import, and writes caches
+
+    runs = [StoredRun(folder, *read_run(folder))]
+    data = {name: figure.data(runs) for name, figure in FIGURES.items()}
+    (folder / "figures").mkdir(exist_ok=True)
+    return [
+        path
+        for name, figure in FIGURES.items()
+        if not data[name].empty
+        for path in save(figure.plot(data[name]), folder / "figures" / name, ("png",))
+    ]
 
 
 def _console() -> Console:

@@ -49,7 +49,7 @@ _SECRET = re.compile(
 class TrackerConfig:
     """name: none or wandb. project, entity, tags: W&B's; entity null is the key's own.
 
-    group: what W&B lists together; null takes the comparison's label or the sweep's experiment.
+    group: what W&B lists together; null takes the experiment's label.
     mode: auto is online where a key is configured (WANDB_API_KEY, or `wandb login`) and WANDB_MODE does not say
     otherwise, else offline; or online, offline, disabled.
     """
@@ -381,6 +381,7 @@ def example_row(record: Record) -> dict[str, Any]:
         "pct_prompt_tokens_computed": method.pct_prompt_tokens_computed,
         "kv_bytes": method.kv_bytes,
         "aux_bytes": method.aux_bytes,
+        "gold": " | ".join(record.answers),
         "answer": method.text,
         "baseline_answer": None if baseline is None else baseline.text,
     }

@@ -68,7 +68,17 @@ def measurement(score: float, ttft_s: float, total_s: float, computed: float = 5
     )  # fmt: skip
 
 
-FIRST = Record("hotpotqa", "a", "abc", 100, 120, measurement(1.0, 0.1, 0.5), measurement(0.5, 0.3, 1.0, 100.0, "no"))
+FIRST = Record(
+    "hotpotqa",
+    "a",
+    "abc",
+    100,
+    120,
+    measurement(1.0, 0.1, 0.5),
+    measurement(0.5, 0.3, 1.0, 100.0, "no"),
+    "?",
+    ["yes", "so"],
+)
 SECOND = Record("trec", "b", "abd", 200, 200, measurement(0.0, 0.3, 0.5, 70.0), measurement(1.0, 0.5, 0.5, 100.0))
 # by hand: two examples, (1 + 0) / 2 and (0.3 + 0.5) / (0.1 + 0.3) and (1.0 + 0.5) / (0.5 + 0.5)
 AFTER_FIRST = {
@@ -229,10 +239,12 @@ def test_config_history_summary_table_and_artifact_lie_in_the_offline_file(tmp_p
         common | {
             "dataset": "hotpotqa", "id": "a", "prompt_tokens": 100, "score": 100, "baseline_score": 50, "ttft_s": 0.1,
             "ttft_speedup": pytest.approx(3), "pct_prompt_tokens_computed": 50, "baseline_answer": "no",
+            "gold": "yes | so",
         },
         common | {
             "dataset": "trec", "id": "b", "prompt_tokens": 200, "score": 0, "baseline_score": 100, "ttft_s": 0.3,
             "ttft_speedup": pytest.approx(5 / 3), "pct_prompt_tokens_computed": 70, "baseline_answer": "yes",
+            "gold": "",
         },
     ]  # fmt: skip
 
@@ -254,7 +266,7 @@ def test_every_number_of_the_table_is_in_the_summary_with_its_interval() -> None
          "baseline_generated_tokens")
     )  # fmt: skip
     rows = [
-        Row(name, kind, task, examples=3, **values, **absent)  # type: ignore[arg-type]
+        Row(name, kind, task, examples=3, failed=1, score_failed_as_zero=1.25, **values, **absent)  # type: ignore[arg-type]
         for name, kind, task in (
             ("lcc", "dataset", "code"),
             ("code", "task", "code"),
@@ -264,7 +276,7 @@ def test_every_number_of_the_table_is_in_the_summary_with_its_interval() -> None
     keys = summary_keys(Summary(tuple(rows)))
     expected = {}
     for name in ("lcc", "code", "all"):
-        expected[f"{name}/examples"] = 3
+        expected |= {f"{name}/examples": 3, f"{name}/failed": 1, f"{name}/score_failed_as_zero": 1.25}
         for column in values:
             expected |= {f"{name}/{column}": 1.5, f"{name}/{column}_low": 1.0, f"{name}/{column}_high": 2.0}
     assert keys == expected
