@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -39,6 +40,7 @@ def main(config: DictConfig) -> None:
     except Exception as error:
         if job.mode == RunMode.MULTIRUN:  # the sweep's other jobs go on; Hydra ends it with the first error
             logging.error("job failed (%s): %s: %s", " ".join(job.overrides.task), type(error).__name__, error)
+            traceback.clear_frames(error.__traceback__)  # Hydra keeps the error, and it would keep the model
             raise
         if isinstance(error, USER_ERRORS):
             sys.exit(f"error: {error}")

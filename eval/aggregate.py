@@ -93,7 +93,7 @@ def with_baselines(frame: pd.DataFrame) -> pd.DataFrame:
     known = frame.set_index(example).index.isin(own.set_index(example).index)
     paired: Any = frame[~is_own & ~known & frame["baseline_ttft_s"].notna()]
     paired = paired.drop(columns=list(MEASURED)).rename(columns=theirs)
-    paired = paired.assign(method="baseline", settings="{}", label="baseline")
+    paired = paired.assign(method="baseline", settings="{}", label="baseline", seed=0)  # the same model for all seeds
     baselines: Any = pd.concat([own.drop(columns=list(theirs)), paired])
     baselines = baselines.assign(**{beside: baselines[name] for beside, name in theirs.items()})
     return pd.concat([baselines, others], ignore_index=True)  # type: ignore[return-value]

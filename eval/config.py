@@ -33,6 +33,8 @@ LAUNCHERS = {
 warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
 
 
+_NAMING = ("schedule", "keep", "unit", "seed")
+
 DEFAULT_LABEL = "comparison"  # of an experiment that names none
 
 
@@ -205,6 +207,20 @@ def check_method(settings: dict[str, Any]) -> None:
         build_method(presets.check(settings))
     except presets.PresetError as error:
         raise ConfigError(str(error)) from error
+
+
+def canonical(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings as they are written down: the same for all ways to ask for the same method.
+
+    Hyperparameters that have their default are left out, but for those that name a setting (`_NAMING`).
+    """
+    method = build_method(presets.check(settings))
+    written = {"name": settings["name"]}
+    for one in fields(method):  # type: ignore[arg-type]  # every method is a dataclass
+        value = settings.get(one.name, one.default)
+        if one.name in _NAMING or value != one.default:
+            written[one.name] = value
+    return written
 
 
 def build_method(settings: dict[str, Any]) -> Method:

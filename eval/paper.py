@@ -95,7 +95,7 @@ def _beside_paper(
     chosen = [run for run in runs if run.method == "baseline" or is_table1_preset(run.settings)]
     measured: Any = by_task(as_frame(chosen))
     measured = measured[measured["level"] == "task"]
-    parameters = _parameters(chosen)
+    parameters, sizes, dummies = _parameters(chosen), _sizes(chosen), _dummies(runs)
     rows = []
     for model, column, suite in _sections(runs):
         section = measured[(measured["model"] == model) & (measured["suite"] == suite)]
@@ -104,16 +104,17 @@ def _beside_paper(
                 found = section[(section["task"] == task) & (section["method"] == method)].to_dict("records")
                 for one in found or [{}]:
                     key = {"model": model, "suite": suite, "paper_model": column, "task": task, "method": method}
-                    rows.append(key | _compared(key, one, values, parameters))
+                    rows.append(key | _compared(key, one, values, parameters, sizes, model in dummies))
     columns = [*_KEYS, *(f"{before}{one.name}{after}" for one in values for before, after in _FORMS)]
     frame = pd.DataFrame(rows, columns=columns)
     caption = (
         f"{note} Runs with the preset table1 (parameters of ours, solved for the paper's TTFT speedups: it does not "
         "publish its own), and the baseline. ±: half of the 95 % bootstrap interval over examples; both ends are in "
-        "the CSV. Δ: measured less the paper's, for tasks of which every dataset was run. n: examples; tasks of some "
-        "datasets only say so. unpaired: no baseline was run beside the method. -: the paper has no such model."
+        "the CSV. Δ: measured less the paper's, for tasks of which every example was run (no scores of random "
+        f"weights). n: examples; a task that was run in part says so.{_failed(chosen)} unpaired: no baseline was run "
+        "beside the method. -: the paper has no such model."
     )
-    return Table(name, title, caption, frame, _beside_paper_cells(frame, values, _dummies(runs)), keys=3)
+    return Table(name, title, caption, frame, _beside_paper_cells(frame, values, dummies), keys=3)
 
 
 _KEYS = [
@@ -149,11 +150,24 @@ def _parameters(runs: Sequence[StoredRun]) -> dict[tuple[str, str, str, str], st
     }
 
 
+def _sizes(runs: Sequence[StoredRun]) -> dict[str, int]:
+    """{dataset: how many examples it has, where a run has written that down}."""
+    return {name: size for run in runs for name, size in run.about.get("examples", {}).items()}
+
+
+def _failed(runs: Sequence[StoredRun]) -> str:
+    """A sentence about examples that could not be measured; "" where there are none."""
+    failed = sum(len(run.failures) for run in runs)
+    return f" {failed} examples failed and are in no number (failures.jsonl of their runs)." if failed else ""
+
+
 def _compared(
     key: dict[str, Any],
     measured: dict[str, Any],
     values: Sequence[_Value],
     parameters: dict[tuple[str, str, str, str], str],
+    sizes: dict[str, int],
+    is_dummy: bool,
 ) -> dict[str, Any]:
     """One line: what was measured (nothing where `measured` is empty) beside the paper's numbers."""
     names = [one.name for one in DATASETS.values() if one.task == key["task"] and one.suite == key["suite"]]
@@ -161,8 +175,12 @@ def _compared(
     if measured:
         line = {name: measured[name] for name in ("settings", "label", "examples", "datasets", "seeds")}
         line["score_seed_std"] = measured["score_seed_std"]
-        whole = measured["datasets"] == len(names)
-        line["status"] = "measured" if whole else f"{measured['datasets']} of {len(names)} datasets"
+        line["status"] = "measured"
+        size = sum(sizes.get(name, 0) for name in names)
+        if measured["datasets"] < len(names):
+            line["status"] = f"{measured['datasets']} of {len(names)} datasets"
+        elif key["paper_model"] and measured["examples"] < size:
+            line["status"] = f"of {size}"
         where = [(key["model"], key["method"], measured["settings"], name) for name in names]
         # one task has one target, so all its datasets have the same parameters
         line["parameters"] = next((parameters[one] for one in where if one in parameters), None)
@@ -170,7 +188,8 @@ def _compared(
         known = paper_values().get((key["paper_model"], key["task"], key["method"], value.name), np.nan)
         line |= {form: measured.get(form, np.nan) for form in (value.name, f"{value.name}_low", f"{value.name}_high")}
         line[f"paper_{value.name}"] = known
-        line[f"{value.name}_difference"] = line[value.name] - known if line["status"] == "measured" else np.nan
+        counts = line["status"] == "measured" and not (is_dummy and value.name == "score")
+        line[f"{value.name}_difference"] = line[value.name] - known if counts else np.nan
     return line
 
 
@@ -344,9 +363,9 @@ def sensitivity(runs: Sequence[StoredRun]) -> Table:
     ]
     caption = (
         "Every schedule of LazyLLM that was run ({layer: keep ratio}), by speedup; mean over tasks. Points per 0.1 "
-        "keep: by how many points the score moves for each 0.1 less of the prompt in the last layers, against the next "
-        "gentler schedule that was run on the same layers, or against keeping all (the baseline); - for presets, whose "
-        "ratios are not in the setting. ±: half of the 95 % bootstrap interval over examples."
+        "keep: by how many points the score moves for each 0.1 less of the prompt behind a single pruning layer, "
+        "against the next gentler ratio that was run after the same layer, or against keeping all (the baseline); - "
+        "for schedules of several layers. ±: half of the 95 % bootstrap interval over examples."
     )
     title = "Sensitivity of score and speed to the schedule"
     return Table("sensitivity", title, caption, frame, pd.DataFrame(lines), keys=2)
@@ -364,9 +383,13 @@ def _kept(settings: str) -> dict[str, Any]:
 
 
 def _slopes(frame: pd.DataFrame) -> pd.Series:
-    """Change of score (less the baseline's) per 0.1 of keep, against the next higher keep on the same layers, or 1."""
+    """Change of score (less the baseline's) per 0.1 of keep, against the next higher keep after the same layer, or 1.
+
+    Of schedules with one pruning layer: where several ratios differ, there is no one slope.
+    """
     slopes = pd.Series(np.nan, index=frame.index)
-    known: Any = frame[frame["layers"].notna() & (frame["keep"] < 1)]
+    single = frame["layers"].notna() & ~frame["layers"].astype(str).str.contains(" ")
+    known: Any = frame[single & (frame["keep"] < 1)]
     for _, group in known.groupby([*_SECTION, "layers", "others"]):
         gentler_keep, gentler_change = 1.0, 0.0  # keeping all is the baseline
         for index, row in group.sort_values("keep", ascending=False).iterrows():

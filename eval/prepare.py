@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from eval import presets, provenance
-from eval.config import ConfigError, RunConfig, build_method, check_method, datasets_of
+from eval.config import ConfigError, RunConfig, build_method, canonical, check_method, datasets_of
 from eval.data import Example, LoadedDataset, load_rows
 from eval.measure import Case
 from eval.prompts import build_prompt, end_token_ids
@@ -71,7 +71,7 @@ def prepare(config: RunConfig) -> Plan:
     parameters = {one.dataset.name: _resolved(config, settings, one.dataset, model_config) for one in loaded}
     cases = list(_cases(config, loaded, parameters, tokenizer, model_config, end_ids))
     identity = _identity(config, loaded, model_config, tokenizer, end_ids, device, paired) | {
-        "method": _plain(settings),
+        "method": _plain(canonical(settings)),
         "parameters": _plain(parameters) if presets.uses_preset(settings) else None,
     }
     shard = parse_shard(config.shard) if config.shard is not None else None
@@ -84,7 +84,13 @@ def prepare(config: RunConfig) -> Plan:
         ours=ours,
         traced=[case for case in _first_of_each(cases, config.trace) if case.key in ours],
         identity=identity,
-        about={"config": asdict(replace(config, shard=None)), "provenance": _provenance(device)},
+        about={
+            "config": asdict(replace(config, shard=None)),
+            "provenance": _provenance(device),
+            "examples": {
+                one.dataset.name: len(one.examples) for one in loaded
+            },  # that `limit` and `sample` choose from
+        },
         file_part=shard.file_part if shard is not None else "",
         tokenizer=tokenizer,
         device=device,

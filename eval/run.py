@@ -188,18 +188,29 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker) -> None:
             seed=plan.config.seed,
         )
         bench = Bench(model, plan.tokenizer, settings.chat, plan.paired)
-        _measure_cases(bench, todo, store, tracker, plan.config.timing.warmup)
-        for case in untraced:
-            store.write(_trace_file(case), trace(model, plan.tokenizer, case).to_json())
-        del model, bench
-        release_memory(plan.device)  # before another run has the device
+        try:
+            _measure_cases(bench, todo, store, tracker, plan.config.timing.warmup)
+            for case in untraced:
+                if case.key in store.records:
+                    _trace_case(bench, case, store)
+        finally:
+            del model, bench
+            release_memory(plan.device)  # before another run has the device
 
 
 def _measure_cases(bench: Bench, cases: list[Case], store: RunStore, tracker: Tracker, warmup: int) -> None:
     if not cases:
         return
     log.info("warming up: %d runs", warmup)
-    bench.warm_up(cases[0], warmup)
+    for case in (cases[0], min(cases, key=lambda case: len(case.prompt.token_ids))):
+        try:
+            bench.warm_up(case, warmup)
+            break
+        except USER_ERRORS:
+            raise
+        except Exception as error:  # the first example may be one that does not fit; what fails is written down below
+            log.warning("warming up on %s, row %s failed (%s: %s)", *case.key, type(error).__name__, error)
+            release_memory(bench.model.device)
     with progress(len(cases)) as advance:
         for number, case in enumerate(cases):
             outcome = _measure(bench, case, baseline_first=number % 2 == 0)
@@ -211,6 +222,16 @@ def _measure_cases(bench: Bench, cases: list[Case], store: RunStore, tracker: Tr
                 store.append(outcome)
                 tracker.record(outcome)
             advance(case.dataset.name)
+
+
+def _trace_case(bench: Bench, case: Case, store: RunStore) -> None:
+    """Trace an example that was measured. A trace is an addition: without it the run is as good."""
+    try:
+        text = trace(bench.model, bench.tokenizer, case).to_json()
+    except (RuntimeError, FloatingPointError) as error:  # out of memory: it watches every layer
+        log.warning("%s, row %s: no trace (%s: %s)", *case.key, type(error).__name__, error)
+        return
+    store.write(_trace_file(case), text)
 
 
 def _measure(bench: Bench, case: Case, baseline_first: bool) -> Record | Failure:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.record import Measurement, Record
-from eval.store import StoreError, read_run
+from eval.record import Failure, Measurement, Record
+from eval.store import StoreError, read_failures, read_run
 from eval.tasks import DATASETS
 
 # What may differ between the runs of one model that lie in one table
-_FREE = {"method", "parameters", "data", "seed", "paired", "warmup"}
+_FREE = {"method", "parameters", "data", "seed", "paired", "warmup", "scorer_weights"}
 # Columns of `as_frame` that a measurement gives
 MEASURED = (
     "score", "rouge_l", "ttft_s", "scoring_s", "total_s", "step_s", "tokens", "pct_computed",
@@ -69,6 +69,12 @@ class StoredRun:
         return self.identity["method"].get("seed", self.identity["seed"])
 
     @property
+    def failures(self) -> list[Failure]:
+        """Examples that could not be measured."""
+        done = {record.key for record in self.records}
+        return [failure for failure in read_failures(self.folder) if failure.key not in done]
+
+    @property
     def traces(self) -> list[Path]:
         """Files of `eval.trace`, one a traced example."""
         return sorted((self.folder / "traces").glob("*.json"))
@@ -97,19 +103,22 @@ def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
     (0 to 100), ttft_s, scoring_s, total_s, step_s (mean decoding step; NaN for answers of one token), tokens
     (generated), pct_computed (0 to 100), kv_bytes, aux_bytes, peak_bytes.
 
-    Where two runs hold the same example with the same setting and seed, the paired one counts.
-    Raises StoreError where that does not decide.
+    Where two runs hold the same example with the same setting and seed, the paired one counts; of such, the one
+    with more examples (a first look at one dataset gives way to the run of all). Raises StoreError where that does not
+    decide.
     """
     rows = [row for run in runs for row in _rows(run)]
-    table = pd.DataFrame(rows, columns=COLUMNS).sort_values("paired", ascending=False, kind="stable")
-    twice = table[table.duplicated([*_KEY, "paired"], keep=False)]
+    table = pd.DataFrame(rows, columns=COLUMNS)
+    table = table.assign(size=table.groupby("folder")["id"].transform("size"))
+    table = table.sort_values(["paired", "size"], ascending=False, kind="stable")
+    twice = table[table.duplicated([*_KEY, "paired", "size"], keep=False)]
     if len(twice):
         one = twice.iloc[0]
         both = sorted(set(twice[(twice[_KEY] == one[_KEY]).all(axis=1)]["folder"]))
         raise StoreError(
             f"{one['dataset']}, row {one['id']}, {one['label']}: measured twice, in {' and '.join(both)}; take one away"
         )
-    return table.drop_duplicates(_KEY).sort_index().reset_index(drop=True)
+    return table.drop_duplicates(_KEY).sort_index().reset_index(drop=True).drop(columns="size")
 
 
 def example_row(record: Record) -> dict[str, Any]:
@@ -148,6 +157,15 @@ def _refuse_mixtures(runs: Sequence[StoredRun]) -> None:
                 raise StoreError(
                     f"{run.folder} and {other.folder} differ in {key} ({here!r} and {there!r}): they do not share a "
                     "table. Give folders that hold one of them only"
+                )
+    data: dict[tuple[str, str], StoredRun] = {}
+    for run in runs:
+        for name, there in run.identity["data"].items():
+            other = data.setdefault((run.model, name), run)
+            if other.identity["data"][name] != there:
+                raise StoreError(
+                    f"{run.folder} and {other.folder} were measured on different rows or templates of {name}: they do "
+                    "not share a table. Give folders that hold one of them only"
                 )
 
 

@@ -110,8 +110,14 @@ def _read_records(folder: Path) -> dict[tuple[str, str], Record]:
 
 def _read_all(folder: Path, name: str, parse: Callable[[str], Line]) -> Iterator[Line]:
     """The lines of the whole run's file and of each shard's. Raises StoreError."""
-    for file in [folder / f"{name}.jsonl", *sorted(folder.glob(f"{name}-*-of-*.jsonl"))]:
+    for file in files_of(folder, name):
         yield from _read_lines(file, parse)
+
+
+def files_of(folder: Path, name: str) -> list[Path]:
+    """The files that hold a run's "records" or "failures": the whole run's, then each shard's."""
+    whole = folder / f"{name}.jsonl"
+    return [*([whole] if whole.exists() else []), *sorted(folder.glob(f"{name}-*-of-*.jsonl"))]
 
 
 def _read_lines(file: Path, parse: Callable[[str], Line]) -> Iterator[Line]:
@@ -178,6 +184,11 @@ def _locked(file: Path, how: int) -> Iterator[None]:
 def read_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
     """A stored run for tables and figures: run.json's content and the records. Raises StoreError."""
     return _read_about(folder / "run.json"), list(_read_records(folder).values())
+
+
+def read_failures(folder: Path) -> list[Failure]:
+    """The last failure of each example; some may have a record by now. Raises StoreError."""
+    return list({failure.key: failure for failure in _read_all(folder, "failures", Failure.from_json)}.values())
 
 
 def _check_identity(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> None:

@@ -64,9 +64,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """All rows: the datasets of each task followed by the task, then the mean over tasks."""
+    """All rows: the datasets of each task followed by the task, then the mean over tasks.
+
+    failed, score_failed_as_zero: of the whole run, datasets of which nothing could be measured included.
+    """
 
     rows: tuple[Row, ...]
+    failed: int = 0
+    score_failed_as_zero: float = float("nan")
 
 
 def summarise(records: Sequence[Record], failures: Sequence[Failure] = ()) -> Summary:
@@ -77,7 +82,8 @@ def summarise(records: Sequence[Record], failures: Sequence[Failure] = ()) -> Su
     if sum(row["level"] == "task" for row in rows) == 1:
         rows.pop()  # the mean over one task is that task
     failed, zeroed = _with_failures(rows, failures)
-    return Summary(tuple(_row(row, failed[row["name"]], zeroed[row["name"]]) for row in rows))
+    lines = tuple(_row(row, failed[row["name"]], zeroed[row["name"]]) for row in rows)
+    return Summary(lines, failed["all"], zeroed["all"])
 
 
 def _with_failures(
@@ -289,12 +295,11 @@ def _compared_caption(summaries: dict[str, Summary]) -> str:
 
 def _failed(summaries: dict[str, Summary]) -> str:
     """A line for each summary in which examples failed."""
-    last = {label: summary.rows[-1] for label, summary in summaries.items()}
     return "".join(
-        f"\n{label}{row.failed} examples failed and are left out; if they count as 0, the score is "
-        f"{row.score_failed_as_zero:.2f}."
-        for label, row in last.items()
-        if row.failed
+        f"\n{label}{summary.failed} examples failed and are left out; if they count as 0, the score is "
+        f"{summary.score_failed_as_zero:.2f}."
+        for label, summary in summaries.items()
+        if summary.failed
     )
 
 

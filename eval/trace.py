@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +97,11 @@ def _texts_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list
 
 
 def _texts_of_answer(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> list[str]:
-    """What each token adds to the answer."""
-    whole = [str(tokenizer.decode(token_ids[:end])) for end in range(len(token_ids) + 1)]
-    return [after[len(before) :] for before, after in pairwise(whole)]
+    """What each token adds to the answer; a letter of several tokens is the last one's."""
+    shown, texts = "", []
+    for end in range(1, len(token_ids) + 1):
+        whole = str(tokenizer.decode(token_ids[:end]))
+        unfinished = whole.endswith("\ufffd") and end < len(token_ids)
+        texts.append("" if unfinished else whole[len(shown) :])
+        shown = shown if unfinished else whole
+    return texts

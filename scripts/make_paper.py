@@ -20,7 +20,7 @@ import pandas as pd
 
 from eval.paper import TABLES
 from eval.runs import StoredRun, find_runs
-from eval.store import StoreError, write_whole
+from eval.store import StoreError, files_of, write_whole
 from eval.tables import Table
 
 Save = Callable[[Any, Path, Sequence[str]], list[Path]]
@@ -74,7 +74,10 @@ def provenance(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
             "parameters": run.identity.get("parameters"),
             "seed": run.seed,
             "examples": len(run.records),
-            "records_sha256": hashlib.sha256((run.folder / "records.jsonl").read_bytes()).hexdigest(),
+            "failed": len(run.failures),
+            "records_sha256": {
+                file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(run.folder, "records")
+            },
             "provenance": run.about.get("provenance"),
         }
         for run in runs

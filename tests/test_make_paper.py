@@ -91,7 +91,7 @@ def test_provenance_names_every_run(runs: list[StoredRun], tmp_path: Path) -> No
     assert (one["folder"], one["model"], one["examples"], one["method"]) == ("one", "llama2", 6, PRESET)
     assert one["fingerprint"] == runs[0].about["fingerprint"]
     records = (tmp_path / "runs" / "two" / "records.jsonl").read_bytes()
-    assert two["records_sha256"] == hashlib.sha256(records).hexdigest()
+    assert two["records_sha256"] == {"records.jsonl": hashlib.sha256(records).hexdigest()}
     assert two["provenance"]["git_commit"] == "abc"
 
 

@@ -234,7 +234,7 @@ def test_sensitivity_by_hand() -> None:
     several = rows["lazy, schedule={2: 0.5, 10: 0.4}"]
     assert several["keep"] == pytest.approx(0.2)
     assert several["layers"] == "2 10"
-    assert several[slope] == pytest.approx(-5)  # 40 for 0.8
+    assert math.isnan(several[slope])  # two ratios have no one slope
     assert math.isnan(rows["lazy, schedule=paper"][slope])
     assert table.cells["schedule"].tolist()[:2] == ["{2: 0.8}", "paper"]
 

@@ -120,7 +120,7 @@ def test_the_paired_measurement_counts(tmp_path: Path) -> None:
 
 
 def test_the_same_measured_twice_is_refused(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", [record(0)])
+    write_run(tmp_path / "a", [record(0), record(2)])
     write_run(tmp_path / "b", [record(1), record(0)], warmup=9)
     with pytest.raises(StoreError, match=r"row-0, lazy, schedule=.* measured twice, in .*/a and .*/b; take one away"):
         as_frame(find_runs([tmp_path]))
@@ -142,3 +142,18 @@ def test_nothing_gives_an_empty_frame() -> None:
 )
 def test_labels(method: str, settings: dict[str, Any], label: str) -> None:
     assert label_of(method, json.loads(json.dumps(settings))) == label
+
+
+def test_a_first_look_gives_way_to_the_run_of_all(tmp_path: Path) -> None:
+    write_run(tmp_path / "look", [record(0, score=0.25)])
+    write_run(tmp_path / "whole", [record(0, score=1.0), record(1)], warmup=9)
+    frame = as_frame(find_runs([tmp_path]))
+    assert frame["id"].tolist() == ["row-0", "row-1"]
+    assert frame["score"].tolist() == [100, 50]
+
+
+def test_other_rows_under_the_same_name_are_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", [record(0)], data={"hotpotqa": "1234 5678"})
+    write_run(tmp_path / "b", [record(1)], data={"hotpotqa": "1234 9999"})
+    with pytest.raises(StoreError, match="different rows or templates of hotpotqa"):
+        find_runs([tmp_path])
