@@ -91,7 +91,7 @@ class RunConfig:
     sample: so many examples, drawn by `seed` from all that the datasets and `limit` leave.
     trace: of the first so many examples of each dataset, keep what happened inside (`eval.trace`).
     compare: several methods, {label: settings like `method`'s}, run one after the other and put into one table, which
-        is also written to runs/<label>.md and .csv; then `method` is not used.
+        is also written to runs/<label>-<model>.md and .csv; then `method` is not used.
     only: run one of them only, by its label; a sweep (-m) makes a job of each.
     label: the comparison's name.
     shard: i/n, the i-th (from 1) of n jobs that share the run's examples (`eval.shards`); null for a run in one job.

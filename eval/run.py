@@ -100,7 +100,7 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
 
 
 def compare(config: RunConfig) -> list[RunResult]:
-    """Run each method of `config.compare`, then print one table of them all; `runs/<label>.*` hold it too.
+    """Run each method of `config.compare`, then print one table of them all; `runs/<label>-<model>.*` hold it too.
 
     With `config.only` that method alone is run, as any other run. Same errors as `run`.
     """
@@ -120,13 +120,14 @@ def compare(config: RunConfig) -> list[RunResult]:
         "csv": compared_csv(summaries),
         "json": json.dumps({"config": asdict(config), "runs": runs}, indent=2, sort_keys=True, default=str) + "\n",
     }
+    model = Path(config.model.name).name
+    stem = Path("runs") / f"{config.label}-{model}"
     for suffix, text in texts.items():
-        write_whole(Path("runs") / f"{config.label}.{suffix}", text)
-    table = pd.read_csv(Path("runs") / f"{config.label}.csv")
-    pictures = save(plot_comparison(table, f"{config.model.name}, {config.label}"), Path("runs") / config.label)
+        write_whole(Path(f"{stem}.{suffix}"), text)
+    pictures = save(plot_comparison(pd.read_csv(f"{stem}.csv"), f"{model}, {config.label}"), stem)
     track_pictures(config.tracker, Path("runs"), config.label, pictures)
     console.print("Files:")
-    for path in (*(result.folder for result in results.values()), Path("runs") / f"{config.label}.md", *pictures):
+    for path in (*(result.folder for result in results.values()), Path(f"{stem}.md"), *pictures):
         console.print(f"  {path}", highlight=False)
     if config.model.name == "tiny":
         console.print("The same on a checkpoint and LongBench, on a GPU:", highlight=False)

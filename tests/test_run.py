@@ -176,7 +176,7 @@ def test_the_demo_compares_every_method(tmp_path: Path) -> None:
     rows = [line.split() for line in done.stdout.splitlines()]
     for task in ("few_shot", "code"):
         assert {row[1] for row in rows if row and row[0] == task} == set(METHODS)
-    assert (tmp_path / "runs" / "demo.md").read_text().count("| lazy |") == 3  # two tasks and their mean
+    assert (tmp_path / "runs" / "demo-tiny.md").read_text().count("| lazy |") == 3  # two tasks and their mean
     assert "model=llama2" in done.stdout.splitlines()[-1]
     assert len(list((tmp_path / "runs").glob("tiny-*"))) == 4  # each method has its own run, beside its own baseline
 

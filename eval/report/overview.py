@@ -128,17 +128,20 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
 
 
 def _missing(runs: Sequence[StoredRun]) -> list[str]:
-    """One sentence for each run that lacks examples which another run of its model has."""
+    """One sentence for the runs that lack the same examples, which another run of their model has."""
     found = []
     for model in dict.fromkeys(run.model for run in runs):
         of_model = [run for run in runs if run.model == model]
-        wanted = {record.key for run in of_model for record in run.records}
+        wanted = frozenset(record.key for run in of_model for record in run.records)
+        without: dict[frozenset[tuple[str, str]], list[StoredRun]] = {}
         for run in of_model:
-            lacking = wanted - {record.key for record in run.records}
+            without.setdefault(wanted - {record.key for record in run.records}, []).append(run)
+        for lacking, concerned in without.items():
             if lacking:
+                verb, means = ("lacks", "its means are") if len(concerned) == 1 else ("lack", "their means are")
                 found.append(
-                    f"{run.folder.name} lacks {len(lacking)} of the {len(wanted)} examples that runs of {model} hold "
-                    f"({_list(sorted(dataset for dataset, _ in lacking))}): its means are over other examples."
+                    f"{_names(concerned)} {verb} {len(lacking)} of the {len(wanted)} examples that runs of {model} hold "
+                    f"({_list(sorted(dataset for dataset, _ in lacking))}): {means} over other examples."
                 )
     return found
 

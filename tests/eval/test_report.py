@@ -222,8 +222,7 @@ def test_a_clean_set_of_runs_has_no_warning_and_others_are_named(tmp_path: Path)
         ("without warm-up", "(alone)"),
         ("no commit holds", "(dirty)"),
         ("lack them", "(dirty)"),
-        ("lacks 2 of the 3 examples", "alone"),
-        ("lacks 2 of the 3 examples", "dirty"),
+        ("lack 2 of the 3 examples", "alone, dirty"),
         ("only the first 2 records", "shown"),
     ]
     assert len(found) == len(expected)
