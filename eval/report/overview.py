@@ -140,8 +140,8 @@ def _missing(runs: Sequence[StoredRun]) -> list[str]:
             if lacking:
                 verb, means = ("lacks", "its means are") if len(concerned) == 1 else ("lack", "their means are")
                 found.append(
-                    f"{_names(concerned)} {verb} {len(lacking)} of the {len(wanted)} examples that runs of {model} hold "
-                    f"({_list(sorted(dataset for dataset, _ in lacking))}): {means} over other examples."
+                    f"{_names(concerned)} {verb} {len(lacking)} of the {len(wanted)} examples that runs of {model} "
+                    f"hold ({_list(sorted(dataset for dataset, _ in lacking))}): {means} over other examples."
                 )
     return found
 
