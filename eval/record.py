@@ -41,22 +41,11 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Record:
-    """One example: its prompt, and what the method and the paired baseline (None if not paired) made of it.
-
-    prompt_end: the last `PROMPT_END` characters of the prompt's text. answers: the gold answers. Both are for reports
-    that set them beside the answer; empty in records of before they were kept.
-    """
+class Line:
+    """What the store holds a line of: something about one example."""
 
     dataset: str
     id: str
-    prompt_sha256: str
-    prompt_tokens: int
-    prompt_tokens_before_truncation: int
-    method: Measurement
-    baseline: Measurement | None
-    prompt_end: str = ""
-    answers: list[str] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -65,6 +54,23 @@ class Record:
     def to_json(self) -> str:
         """One line of JSON, without a newline at its end."""
         return json.dumps(asdict(self), ensure_ascii=True, separators=(",", ":"))
+
+
+@dataclass(frozen=True)
+class Record(Line):
+    """One example: its prompt, and what the method and the paired baseline (None if not paired) made of it.
+
+    prompt_end: the last `PROMPT_END` characters of the prompt's text. answers: the gold answers. Both are for reports
+    that set them beside the answer; empty in records of before they were kept.
+    """
+
+    prompt_sha256: str
+    prompt_tokens: int
+    prompt_tokens_before_truncation: int
+    method: Measurement
+    baseline: Measurement | None
+    prompt_end: str = ""
+    answers: list[str] = field(default_factory=list)
 
     @classmethod
     def from_json(cls, line: str) -> Record:
@@ -76,21 +82,11 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Failure:
+class Failure(Line):
     """An example that could not be measured. reason: for people, one line. traceback: where it happened."""
 
-    dataset: str
-    id: str
     reason: str
     traceback: str
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.dataset, self.id
-
-    def to_json(self) -> str:
-        """One line of JSON, without a newline at its end."""
-        return json.dumps(asdict(self), ensure_ascii=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, line: str) -> Failure:
