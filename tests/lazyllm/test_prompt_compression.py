@@ -311,7 +311,7 @@ def test_another_model_scores_with_its_own_tokens(unit: str, scorer) -> None:
 def test_the_scorer_is_loaded_once_and_before_the_clock(scorer, monkeypatch) -> None:
     name, _ = scorer
     loads: list[str] = []
-    load_weights, now = module.load_weights, lazyllm.generation._now
+    load_weights, now = module.load_weights, lazyllm.generation.read_clock
 
     def counted(*args, **kwargs):
         loads.append("load")
@@ -322,7 +322,7 @@ def test_the_scorer_is_loaded_once_and_before_the_clock(scorer, monkeypatch) -> 
         return now(device)
 
     monkeypatch.setattr(module, "load_weights", counted)
-    monkeypatch.setattr(lazyllm.generation, "_now", clock)
+    monkeypatch.setattr(lazyllm.generation, "read_clock", clock)
     for _ in range(3):
         lazyllm.generate(model_of(), text_prompt(), PromptCompression(0.5, "token", scorer=name), 1, ())
     assert loads == ["load"] + ["clock", "clock"] * 3
