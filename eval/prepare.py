@@ -87,9 +87,8 @@ def prepare(config: RunConfig) -> Plan:
         about={
             "config": asdict(replace(config, shard=None)),
             "provenance": _provenance(device),
-            "examples": {
-                one.dataset.name: len(one.examples) for one in loaded
-            },  # that `limit` and `sample` choose from
+            # what `limit` and `sample` choose from
+            "examples": {one.dataset.name: len(one.examples) for one in loaded},
         },
         file_part=shard.file_part if shard is not None else "",
         tokenizer=tokenizer,

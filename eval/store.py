@@ -58,7 +58,7 @@ class RunStore:
     def reload(self) -> None:
         """Read again what the run's jobs have measured, this one and those of other shards. Raises StoreError."""
         self.records = _read_records(self.folder)
-        self._failures = {one.key: one for one in _read_all(self.folder, "failures", Failure.from_json)}
+        self._failures = {one.key: one for one in read_failures(self.folder)}
 
     @property
     def failures(self) -> list[Failure]:
