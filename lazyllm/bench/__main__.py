@@ -6,6 +6,7 @@ that of two neighbouring runs, reported as the median over the pairs with its qu
     python -m lazyllm.bench --shape llama-1b --threads 1 --tokens 2000 --new-tokens 33 --method paper --against hf
     python -m lazyllm.bench --shape llama2-7b --tokens 1000 3500 --new-tokens 65 --method paper@0.02 --json out.json
     python -m lazyllm.bench --shape layers=16,width=1024 --dtype float32 --method '{"2": 0.4, "5": 0.5}'
+    python -m lazyllm.bench.reference results/reference    # all that the targets ask for, on this machine
 
 A method is a schedule: `paper` (Figure 4's), `none`, `keep1` (Figure 4's layers, keep ratio 1), or JSON
 {layer: keep ratio}. Random weights attend to everything alike and revive in nearly every step; SCHEDULE@SHARE selects
@@ -18,9 +19,11 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,26 +48,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(options.threads)
     try:
         dtype, device = as_dtype(options.dtype), as_device(options.device)
-        config = config_of(options.shape, max(options.tokens) + options.new_tokens)
+        config = config_of(options.shape, max(options.tokens) + max(options.new_tokens))
         methods = {text: method_of(text, config) for text in options.method or ["paper"]}
     except (ValueError, TypeError, RuntimeError) as error:
         sys.exit(f"error: {error}")
+    if options.repeats == 0 and (options.against or options.new_tokens != [1]):
+        sys.exit("error: --repeats 0 is one prefill of each method: give --new-tokens 1, and not --against")
     model = build(config, dtype, device, options.attention, options.seed)
     draw = torch.Generator().manual_seed(options.seed)
     cases: list[Case] = []
     print(f"{options.shape}, {options.dtype}, on {device_name(device)}, {torch.get_num_threads()} CPU thread(s)")
-    for tokens in options.tokens:
+    for tokens, new_tokens in product(options.tokens, options.new_tokens):
         prompt = torch.randint(0, config.vocab_size, (tokens,), generator=draw)
         contenders = {**methods, **({HF: None} if options.against == HF else {})}
         of_length = []
-        of_baseline = untimed(model, Baseline(), prompt, options.new_tokens)
+        of_baseline = untimed(model, Baseline(), prompt, new_tokens)
         for name, method in contenders.items():
             of_length.append(
-                measure(model, name, method, prompt, options.new_tokens, options.repeats, options.warmup, of_baseline)
+                measure(model, name, method, prompt, new_tokens, options.repeats, options.warmup, of_baseline)
             )
-            print(f"measured {name}, {tokens} tokens", file=sys.stderr)
+            print(f"measured {name}, {tokens} + {new_tokens} tokens", file=sys.stderr)
         cases += of_length
-        print(f"\n{tokens} prompt tokens, {options.new_tokens} new; medians [quartiles] of {options.repeats} pairs")
+        print(f"\n{tokens} prompt tokens, {new_tokens} new; medians [quartiles] of {options.repeats} pairs")
         print(table(of_length), flush=True)
         if options.json:  # after each length: what was measured stays if a longer one does not fit
             options.json.write_text(json.dumps({**about(options, device), "cases": list(map(asdict, cases))}) + "\n")
@@ -89,6 +94,7 @@ def about(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "cpu": device_name(torch.device("cpu")),
         "threads": torch.get_num_threads(),
+        "commit": commit(),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -96,6 +102,16 @@ def about(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         },
     }
+
+
+def commit() -> str | None:
+    """The commit of the sources, "-dirty" where they differ from it; None where git does not know them."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,10 +124,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--attention", default="sdpa", help="the model's own: sdpa, eager, flash_attention_2")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2000], help="prompt lengths")
-    parser.add_argument("--new-tokens", type=int, default=17)
+    parser.add_argument("--new-tokens", type=int, nargs="+", default=[17], help="lengths of the answer")
     parser.add_argument("--method", action="append", help="a schedule, see above; may be repeated; default paper")
     parser.add_argument("--against", choices=[HF], help="also transformers' own model(...) and generate(...)")
-    parser.add_argument("--repeats", type=int, default=7, help="pairs of runs")
+    parser.add_argument(
+        "--repeats", type=int, default=7, help="pairs of runs; 0: one prefill of each, for long prompts"
+    )
     parser.add_argument("--warmup", type=int, default=2, help="pairs before these")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads")

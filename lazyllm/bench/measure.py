@@ -52,11 +52,13 @@ class Pair:
 class Untimed:
     """What was found in a run of its own. Bytes; the peak is that beyond what was held before, None if unknown.
 
+    prefill_s: seconds of its prefill, with the counting in it.
     selection_share: of the time to the first token, spent on scores, ranking and gathering; the device is waited for
         before and after each of these, so that the share is a bound from above.
     prefill_waits, step_waits: calls that wait for the device, the choice of the token left out; of steps the most.
     """
 
+    prefill_s: float
     selection_share: float
     prefill_waits: int
     step_waits: int
@@ -67,11 +69,15 @@ class Untimed:
 
 @dataclass(frozen=True)
 class Case:
-    """A method, or transformers itself, against the baseline on prompts of one length."""
+    """A method, or transformers itself, against the baseline on prompts of one length.
+
+    boundaries: pruning layers between which tokens are selected, 0 of transformers.
+    """
 
     name: str
     tokens: int
     new_tokens: int
+    boundaries: int
     ideal_ttft_speedup: float
     prefill_flops: int
     baseline_prefill_flops: int
@@ -92,11 +98,13 @@ def measure(
 ) -> Case:
     """Alternate the baseline and the method on a prompt [n]; None is transformers' `model(...)` and `generate`.
 
-    baseline_untimed: of the baseline on the same prompt.
+    repeats: pairs to be timed after `warmup` such. 0 is for prompts that take many minutes: the only samples are then
+        those of the runs that count memory and waits, one right after the other, of the prefill alone.
+    baseline_untimed: of the baseline on the same prompt, just before.
     """
     n, config = prompt.shape[0], model.config
-    pairs = []
-    for repeat in range(warmup + repeats):
+    pairs, rate = [], product_rate(model, n)
+    for repeat in range(warmup + repeats if repeats else 0):
         runs: dict[bool, Run] = {}
         for is_baseline in (True, False) if repeat % 2 == 0 else (False, True):
             rate = product_rate(model, n)
@@ -107,17 +115,27 @@ def measure(
         if repeat >= warmup:
             pairs.append(Pair(runs[True], runs[False]))
     layers = config.num_hidden_layers
+    of_method = untimed(model, method, prompt, new_tokens) if method else None
+    if repeats == 0 and of_method is not None:
+        pairs = [Pair(*(Run(one.prefill_s, [], one.prefill_s, [], rate) for one in (baseline_untimed, of_method)))]
     return Case(
         name=name,
         tokens=n,
         new_tokens=new_tokens,
+        boundaries=_boundaries(method, layers),
         ideal_ttft_speedup=method.ideal_speedup(config, n) if method else 1.0,
         prefill_flops=prefill_flops(config, (method or Baseline()).tokens_per_layer(layers, n)),
         baseline_prefill_flops=prefill_flops(config, [n] * layers),
         pairs=pairs,
-        untimed=untimed(model, method, prompt, new_tokens) if method else None,
+        untimed=of_method,
         baseline_untimed=baseline_untimed,
     )
+
+
+def _boundaries(method: Method | None, layers: int) -> int:
+    if not isinstance(method, Lazy):
+        return 0
+    return sum(ratio < 1 for ratio in Schedule.parse(method.schedule, layers).keep.values())
 
 
 def product_rate(model: PreTrainedModel, n: int) -> float:
@@ -204,6 +222,7 @@ def untimed(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: 
                 session.step(0)
             step_waits = max(step_waits, len(in_step.found))
     return Untimed(
+        prefill_s=seconds,
         selection_share=selection_share,
         prefill_waits=len(in_prefill.found),
         step_waits=step_waits,

@@ -156,5 +156,27 @@ def test_the_command_line(tmp_path, capsys) -> None:
     assert keeping["untimed"]["kv_bytes"] == keeping["baseline_untimed"]["kv_bytes"] == 20 * 4 * 2 * 64 * 4
     assert hf["untimed"] is None
     assert shown.count("TTFT speedup") == 2
+    assert [(case["boundaries"], case["new_tokens"]) for case in (paper, keeping, hf)] == [(3, 11), (0, 11), (0, 11)]
     with pytest.raises(SystemExit, match="error: --shape is one of"):
         main(["--shape", "nothing"])
+
+
+def test_long_prompts_are_sampled_once(tmp_path, capsys) -> None:
+    file, shape = tmp_path / "out.json", "--shape layers=4,width=64,vocab=50,mlp=64 --dtype float32 --device cpu"
+    main([*f"{shape} --tokens 20 --new-tokens 1 --repeats 0 --method paper --json".split(), str(file)])
+    [case] = json.loads(file.read_text())["cases"]
+    [pair] = case["pairs"]
+    assert pair["other"]["ttft_s"] == case["untimed"]["prefill_s"]
+    assert pair["baseline"]["ttft_s"] == case["baseline_untimed"]["prefill_s"]
+    assert "TTFT speedup" in capsys.readouterr().out
+    for more in ("--new-tokens 2", "--new-tokens 1 --against hf"):
+        with pytest.raises(SystemExit, match="--repeats 0 is one prefill"):
+            main(f"{shape} --tokens 20 --repeats 0 {more}".split())
+
+
+def test_several_lengths_of_the_answer(tmp_path) -> None:
+    file, shape = tmp_path / "out.json", "--shape layers=4,width=64,vocab=50,mlp=64 --dtype float32 --device cpu"
+    main([*f"{shape} --tokens 20 30 --new-tokens 1 3 --repeats 1 --warmup 0 --json".split(), str(file)])
+    cases = json.loads(file.read_text())["cases"]
+    assert [(case["tokens"], case["new_tokens"]) for case in cases] == [(20, 1), (20, 3), (30, 1), (30, 3)]
+    assert [len(case["pairs"][0]["other"]["step_s"]) for case in cases] == [0, 2, 0, 2]
