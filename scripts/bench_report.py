@@ -1,0 +1,125 @@
+"""python -m scripts.bench_report FOLDER: a folder of benchmark results as one page with its table and pictures.
+
+FOLDER/*.json       what `python -m lazyllm.bench --json` or `python -m lazyllm.bench.reference FOLDER` wrote
+FOLDER/README.md    made: the table of targets, what was measured with, the pictures
+FOLDER/speed.png, .svg, .pdf    made: time to the first token by length of the prompt, whole generations by answer
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure as MplFigure
+
+from eval.figures.style import COLOURS, LINES, MARKERS, grid, new_figure, save, styled
+from eval.store import write_whole
+from lazyllm.bench.measure import Case
+from lazyllm.bench.targets import cases_of, read_reports, table
+
+_FACTS = ("device", "cpu", "threads", "commit")
+
+
+@styled
+def plot_speed(cases: Sequence[Case]) -> MplFigure:
+    """Left: seconds to the first token by prompt length; right: whole generations by length of the answer."""
+    figure = new_figure(9.6, 3.8)
+    left, right = figure.subplots(1, 2)
+    _plot_first_tokens(left, [case for case in cases if case.untimed is not None])
+    _plot_answers(right, [case for case in cases if case.untimed is not None and case.boundaries])
+    return figure
+
+
+def _plot_first_tokens(axes: Any, cases: Sequence[Case]) -> None:
+    curve = {case.tokens: case for case in cases if case.name == "paper" and case.new_tokens == 1}
+    lengths = sorted(curve)
+    baseline = [_median(pair.baseline.ttft_s for pair in curve[n].pairs) for n in lengths]
+    lazy = [_median(pair.other.ttft_s for pair in curve[n].pairs) for n in lengths]
+    ideal = [seconds / curve[n].ideal_ttft_speedup for seconds, n in zip(baseline, lengths, strict=True)]
+    axes.plot(lengths, baseline, color="#000000", marker="X", label="baseline")
+    axes.plot(lengths, ideal, color=COLOURS[1], linestyle=LINES[1], label="baseline / ideal speedup")
+    axes.plot(lengths, lazy, color=COLOURS[0], marker="o", label="LazyLLM, Figure 4's schedule")
+    axes.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="seconds to the first token")
+    axes.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
+    axes.minorticks_off()
+    axes.set_title("One token: as much faster as there is less arithmetic")
+    axes.legend()
+    grid(axes)
+
+
+def _plot_answers(axes: Any, cases: Sequence[Case]) -> None:
+    whole = [case for case in cases if all(len(pair.other.step_s) == case.new_tokens - 1 for pair in case.pairs)]
+    counts = {name: {case.new_tokens for case in whole if case.name == name} for name in _names(whole)}
+    for number, name in enumerate(name for name, lengths in counts.items() if len(lengths) > 1):
+        of_method = sorted((case for case in whole if case.name == name), key=lambda case: case.new_tokens)
+        tokens = statistics.multimode(case.tokens for case in of_method)[0]
+        points = {
+            case.new_tokens: _median(pair.other.total_s / pair.baseline.total_s for pair in case.pairs)
+            for case in of_method
+            if case.tokens == tokens
+        }
+        axes.plot(
+            points.keys(), points.values(), color=COLOURS[number], marker=MARKERS[number],
+            label=f"{name}, {tokens:,} prompt tokens",
+        )  # fmt: skip
+    axes.axhline(1, color="#000000", linewidth=1)
+    axes.set(xscale="log", xlabel="new tokens", ylabel="whole generation / baseline's", ylim=(0, 1.3))
+    axes.set_title("Whole answers, where random weights revive nearly everything")
+    axes.legend(loc="lower right")
+    grid(axes)
+
+
+def _names(cases: Iterable[Case]) -> list[str]:
+    return list(dict.fromkeys(case.name for case in cases))
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+def page(reports: Sequence[dict[str, Any]], has_picture: bool) -> str:
+    """The folder's README."""
+    return "\n\n".join(
+        [
+            "# Speed against the targets",
+            "Made by `python -m scripts.bench_report` from the JSON files beside it, which hold every sample.",
+            table(reports),
+            *(["![Time to the first token, and whole generations](speed.png)"] if has_picture else []),
+            *(_measured_with(report) for report in reports),
+        ]
+    )
+
+
+def _measured_with(report: dict[str, Any]) -> str:
+    settings = {key: value for key, value in report["settings"].items() if value is not None}
+    facts = {key: report[key] for key in _FACTS} | report["versions"]
+    shown = ", ".join(f"{key} {value}" for key, value in facts.items() if value is not None)
+    given = " ".join(f"{key}={value}" for key, value in settings.items())
+    return f"- {shown}: {given}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench_report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args(arguments).folder
+    try:
+        reports = read_reports(folder)
+    except (OSError, ValueError, TypeError) as error:
+        sys.exit(f"error: {error}")
+    cases = [case for report in reports for case in cases_of(report)]
+    has_picture = any(case.name == "paper" and case.new_tokens == 1 for case in cases)
+    if has_picture:
+        save(plot_speed(cases), folder / "speed", ("png", "svg", "pdf"))
+    write_whole(folder / "README.md", page(reports, has_picture) + "\n")
+    print(f"{folder / 'README.md'}: {len(cases)} cases of {len(reports)} files")
+
+
+if __name__ == "__main__":
+    main()
