@@ -2,6 +2,7 @@
 
 from lazyllm import methods
 from lazyllm.decoder import UnsupportedModelError
+from lazyllm.generate_with import generate_with, using
 from lazyllm.generation import Generation, generate
 from lazyllm.models import ModelError, load_model
 from lazyllm.prompt import Prompt
@@ -16,6 +17,8 @@ __all__ = [
     "TokenizerError",
     "UnsupportedModelError",
     "generate",
+    "generate_with",
     "load_model",
     "methods",
+    "using",
 ]
