@@ -285,6 +285,15 @@ def test_processors_and_criteria_see_what_those_of_transformers_see() -> None:
     assert scores_seen[:8] == scores_seen[8:]
 
 
+def test_of_a_batch_they_see_one_row_after_the_other_without_its_padding() -> None:
+    recorder = Recorder()
+    out = ours(PRUNE, BATCH, logits_processor=LogitsProcessorList([recorder]), return_dict_in_generate=True)
+    expected = []
+    for prompt, row in zip((SHORT, LONG), out.generations, strict=True):
+        expected += [[prompt + row.token_ids[:step]] for step in range(8)]
+    assert [ids for ids, _ in recorder.calls] == expected
+
+
 def test_a_processor_that_calls_the_model_is_refused() -> None:
     processors = LogitsProcessorList([lambda ids, scores: scores + MODEL(ids).logits[:, -1]])
     with pytest.raises(RuntimeError, match="model of their own"):
