@@ -145,7 +145,7 @@ def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt
     if prompt.ndim != 1 or prompt.shape[0] == 0 or prompt.is_floating_point():
         raise ValueError(
             f"input_ids is one prompt of at least one token id, [n] or [1, n]; got shape {list(prompt.shape)}, "
-            f"{prompt.dtype}. Batches are not supported: prompts are run one at a time"
+            f"{prompt.dtype}. Batches are not supported here: use model.generate with lazyllm.generate_with(method)"
         )
     vocabulary = model.config.vocab_size
     if prompt.min() < 0 or prompt.max() >= vocabulary:
