@@ -1,7 +1,17 @@
-"""LazyLLM (arXiv 2407.14057): prune prompt tokens layer by layer, so that long prompts start fast."""
+"""LazyLLM (arXiv 2407.14057): prune prompt tokens layer by layer, so that long prompts start fast.
+
+import lazyllm
+
+model, tokenizer = lazyllm.load_model("tiny")
+inputs = tokenizer("entry zanur lantern copper. the old house was quiet. Question: entry zanur", return_tensors="pt")
+method = lazyllm.methods.Lazy({2: 0.5, 5: 0.5})  # after layer 2 keep half of the tokens, after layer 5 half of those
+output = model.generate(**inputs.to(model.device), custom_generate=lazyllm.generate_with(method), max_new_tokens=8)
+print(tokenizer.decode(output[0], skip_special_tokens=True))
+"""
 
 from lazyllm import methods
 from lazyllm.decoder import UnsupportedModelError
+from lazyllm.generate_with import generate_with, using
 from lazyllm.generation import Generation, generate
 from lazyllm.models import ModelError, load_model
 from lazyllm.prompt import Prompt
@@ -16,6 +26,8 @@ __all__ = [
     "TokenizerError",
     "UnsupportedModelError",
     "generate",
+    "generate_with",
     "load_model",
     "methods",
+    "using",
 ]

@@ -1,10 +1,13 @@
-"""Greedy generation with any method, timed, with everything counted that the paper reports."""
+"""Generation with any method, timed, with everything counted that the paper reports.
+
+`generate` chooses greedily. `continue_prompt` is the loop behind it, for whoever chooses otherwise.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -17,10 +20,13 @@ from lazyllm.decoder import open_decoder, sliding_window
 from lazyllm.methods.base import Method
 from lazyllm.prompt import Prompt
 
+# [v] logits -> the next token, and whether it is the last one
+Choose = Callable[[Tensor], tuple[int, bool]]
+
 
 @dataclass(frozen=True)
 class Generation:
-    """What one call of `generate` gave.
+    """What was generated after one prompt, and at what cost.
 
     token_ids: the generated tokens, the end token included where one was reached.
     first_logits: [vocab] the logits that chose the first token, on the model's device, in its dtype.
@@ -53,7 +59,6 @@ class Generation:
         return float(100 * self.computed[-1].mean() / self.prompt_tokens)
 
 
-@torch.inference_mode()
 def generate(
     model: PreTrainedModel,
     input_ids: Tensor | Sequence[int] | Prompt,
@@ -75,23 +80,47 @@ def generate(
     Raises ValueError for bad arguments, UnsupportedModelError for a model that the loop over layers would get wrong,
     FloatingPointError where the logits are not finite.
     """
-    prompt = _as_prompt(model, input_ids)
+    prompt = as_prompt(model, input_ids)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is at least 1, got {max_new_tokens}")
-    method.tokens_per_layer(model.config.num_hidden_layers, len(prompt))  # refuses what does not fit the depth
-    _check_window(model, len(prompt) + max_new_tokens)
+    check_fits(model, method, prompt, max_new_tokens)
     end_ids = _end_ids(model) if eos_token_ids is None else frozenset(eos_token_ids)
+    return continue_prompt(model, prompt, method, max_new_tokens, _greedy(end_ids, min_new_tokens))
+
+
+@torch.inference_mode()
+def continue_prompt(
+    model: PreTrainedModel,
+    prompt: Prompt,
+    method: Method,
+    max_new_tokens: int,
+    choose: Choose,
+    put: Callable[[int], None] | None = None,
+) -> Generation:
+    """Continue one prompt, checked by `as_prompt` and `check_fits`, with the tokens that `choose` takes.
+
+    choose: called once a token, first with the prompt's logits. It runs in inference mode, and its one transfer from
+        the device is the only one that a token costs beside the method's own.
+    put: gets each token when the clock has been read, so its time counts with the next step's, if there is one.
+
+    Raises UnsupportedModelError, and what the method or `choose` raise.
+    """
     method.prepare(model)
     with open_decoder(model) as decoder:
         start = read_clock(decoder.device)
         session = method.start(decoder, prompt, max_new_tokens)
         first_logits = logits = session.prefill(prompt.token_ids.to(decoder.device))
-        token_ids = [_choose(logits, end_ids if min_new_tokens > 0 else frozenset())]
-        clock = [start, read_clock(decoder.device)]
-        while len(token_ids) < max_new_tokens and token_ids[-1] not in end_ids:
-            logits = session.step(token_ids[-1])
-            token_ids.append(_choose(logits, end_ids if len(token_ids) < min_new_tokens else frozenset()))
+        token_ids: list[int] = []
+        clock = [start]
+        while True:
+            token_id, ended = choose(logits)
+            token_ids.append(token_id)
             clock.append(read_clock(decoder.device))
+            if put is not None:
+                put(token_id)
+            if ended or len(token_ids) == max_new_tokens:
+                break
+            logits = session.step(token_id)
     return Generation(
         token_ids=token_ids,
         first_logits=first_logits,
@@ -107,7 +136,7 @@ def generate(
     )
 
 
-def _as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt) -> Prompt:
+def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt) -> Prompt:
     """The prompt. Raises ValueError where it is not one non-empty prompt of known tokens."""
     given = input_ids if isinstance(input_ids, Prompt) else Prompt(torch.as_tensor(input_ids))
     prompt = given.token_ids
@@ -116,7 +145,7 @@ def _as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Promp
     if prompt.ndim != 1 or prompt.shape[0] == 0 or prompt.is_floating_point():
         raise ValueError(
             f"input_ids is one prompt of at least one token id, [n] or [1, n]; got shape {list(prompt.shape)}, "
-            f"{prompt.dtype}. Batches are not supported: prompts are run one at a time"
+            f"{prompt.dtype}. Batches are not supported here: use model.generate with lazyllm.generate_with(method)"
         )
     vocabulary = model.config.vocab_size
     if prompt.min() < 0 or prompt.max() >= vocabulary:
@@ -125,6 +154,13 @@ def _as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Promp
             "is the tokenizer another model's?"
         )
     return replace(given, token_ids=prompt.to(torch.long))
+
+
+def check_fits(model: PreTrainedModel, method: Method, prompt: Prompt, max_new_tokens: int) -> None:
+    """Refuse, before anything runs, what the method or the model cannot do with this prompt. Raises ValueError."""
+    method.tokens_per_layer(model.config.num_hidden_layers, len(prompt))  # refuses what does not fit the depth
+    method.check_prompt(prompt)
+    _check_window(model, len(prompt) + max_new_tokens)
 
 
 def _check_window(model: PreTrainedModel, length: int) -> None:
@@ -144,17 +180,24 @@ def _end_ids(model: PreTrainedModel) -> frozenset[int]:
     return frozenset([own] if isinstance(own, int) else own)
 
 
-def _choose(logits: Tensor, forbidden: frozenset[int]) -> int:
+def _greedy(end_ids: frozenset[int], min_new_tokens: int) -> Choose:
     """The token with the highest logit; of equals the one that `torch.argmax` finds, as in transformers."""
-    if forbidden:
-        logits = logits.clone()
-        logits[list(forbidden)] = float("-inf")
-    highest, token_id = logits.max(dim=0)
-    # one transfer for both; float64 holds every token id
-    value, chosen = torch.stack([highest.double(), token_id.double()]).tolist()
-    if not math.isfinite(value):
-        raise FloatingPointError("the model's logits are not finite (NaN or infinite)")
-    return int(chosen)
+    chosen = 0
+
+    def choose(logits: Tensor) -> tuple[int, bool]:
+        nonlocal chosen
+        if end_ids and chosen < min_new_tokens:
+            logits = logits.clone()
+            logits[list(end_ids)] = float("-inf")
+        highest, token_id = logits.max(dim=0)
+        # one transfer for both; float64 holds every token id
+        value, token_id = torch.stack([highest.double(), token_id.double()]).tolist()
+        if not math.isfinite(value):
+            raise FloatingPointError("the model's logits are not finite (NaN or infinite)")
+        chosen += 1
+        return int(token_id), int(token_id) in end_ids
+
+    return choose
 
 
 def read_clock(device: torch.device) -> float:
