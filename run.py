@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from eval.config import ConfigError, check_launcher, register_schema, to_run_config
+from eval.config import ConfigError, check_choice, check_launcher, register_schema, to_run_config
 from eval.run import USER_ERRORS, compare, run
 
 register_schema()
@@ -55,6 +55,7 @@ if __name__ == "__main__":
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         check_launcher(sys.argv[1:])
+        check_choice(sys.argv[1:])
     except ConfigError as error:
         sys.exit(f"error: {error}")
     main()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING as MISSING_VALUE
 from omegaconf import MissingMandatoryValue, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from eval import presets
 from eval.data import DataError, resolve_datasets
@@ -18,7 +19,7 @@ from eval.prompts import chat_format
 from eval.shards import parse_shard
 from eval.tasks import Dataset
 from eval.tracking import MODES, TRACKERS, TrackerConfig
-from lazyllm.methods import METHODS, Method
+from lazyllm.methods import METHODS, Method, MethodError, by_name, known, make, settings_of
 from lazyllm.models import as_device, as_dtype
 
 # Launcher -> (the plugin's package, the extra of pyproject.toml that installs it)
@@ -119,10 +120,55 @@ class RunConfig:
 def register_schema() -> None:
     """Make the schema known to Hydra, so that an unknown key or a value of another type is refused.
 
-    Also `${keys:${compare}}`: the labels of a mapping, as a sweep wants its choices.
+    Also `${keys:${compare}}`: the labels of a mapping, as a sweep wants its choices. And the methods that installed
+    packages add, as if each had a file in conf/method; one that cannot be used is refused when it is asked for.
     """
     OmegaConf.register_new_resolver("keys", lambda mapping: ",".join(mapping), replace=True)
     ConfigStore.instance().store(name="schema", node=RunConfig)
+    for name in known():
+        if name not in METHODS:
+            ConfigStore.instance().store(group="method", name=name, node=_config_of(name))
+
+
+def _config_of(name: str) -> dict[str, Any]:
+    """What a file in conf/method would hold: the method's name and the defaults of its hyperparameters.
+
+    A `seed` is the run's, as everywhere. Of a method that cannot be used the name alone: `check_choice` says why.
+    """
+    try:
+        return {"name": name, **_defaults(name)}
+    except (MethodError, ConfigError):
+        return {"name": name}
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    """{hyperparameter: default} as configs write it. Raises MethodError or ConfigError."""
+    defaults: dict[str, Any] = {}
+    for key, default in settings_of(by_name(name)).items():
+        written = MISSING_VALUE if default is MISSING else default
+        try:
+            OmegaConf.create({key: written})
+        except OmegaConfBaseException as error:
+            raise ConfigError(
+                f"method {name!r} has {default!r} as the default of {key!r}: a config holds only numbers, texts, true, "
+                "false, null, and lists and mappings of these"
+            ) from error
+        defaults[key] = "${seed}" if key == "seed" else written
+    return defaults
+
+
+def check_choice(arguments: Sequence[str]) -> None:
+    """Refuse an installed package's method that cannot be used, before Hydra says no more than that a key is unknown.
+
+    arguments: the command line without the program's name. Raises ConfigError.
+    """
+    chosen = [one.partition("=")[2] for one in arguments if one.startswith("method=")]
+    for name in [part for one in chosen for part in one.split(",")]:
+        if name in known():
+            try:
+                _defaults(name)
+            except MethodError as error:
+                raise ConfigError(str(error)) from error
 
 
 def check_launcher(arguments: Sequence[str]) -> None:
@@ -149,7 +195,10 @@ def to_run_config(config: Any) -> RunConfig:
     try:
         plain = OmegaConf.to_object(config)
     except MissingMandatoryValue as error:
-        raise ConfigError(f"{error}: give it on the command line, e.g. model.name=FOLDER_OR_HUB_ID") from error
+        value = "FOLDER_OR_HUB_ID" if error.full_key == "model.name" else "VALUE"
+        raise ConfigError(
+            f"{error.full_key} has no default: give it on the command line, {error.full_key}={value}"
+        ) from error
     assert isinstance(plain, RunConfig)
     _require(
         plain.model.load_format in ("auto", "dummy"), "model.load_format", plain.model.load_format, "auto or dummy"
@@ -216,31 +265,19 @@ def canonical(settings: dict[str, Any]) -> dict[str, Any]:
     """
     method = build_method(presets.check(settings))
     written = {"name": settings["name"]}
-    for one in fields(method):  # type: ignore[arg-type]  # every method is a dataclass
-        value = settings.get(one.name, one.default)
-        if one.name in _NAMING or value != one.default:
-            written[one.name] = value
+    for key, default in settings_of(type(method)).items():
+        value = settings.get(key, default)
+        if key in _NAMING or value != default:
+            written[key] = value
     return written
 
 
 def build_method(settings: dict[str, Any]) -> Method:
     """A method from its config: `name`, and its dataclass's fields. Raises ConfigError, naming what is known."""
-    settings = dict(settings)
-    name = settings.pop("name", None)
-    if name not in METHODS:
-        raise ConfigError(f"unknown method {name!r}; known are {', '.join(METHODS)}")
-    kind = METHODS[name]
-    known = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]  # every method is a dataclass
-    unknown = [key for key in settings if key not in known]
-    if unknown:
-        raise ConfigError(f"method {name!r} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none at all'}")
-    missing = [key for key, one in known.items() if key not in settings and one.default is MISSING]
-    if missing:
-        raise ConfigError(f"method {name!r} needs method.{missing[0]}=...")
     try:
-        return kind(**settings)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"method {name!r}: {error}") from error
+        return make(settings.get("name", ""), {key: value for key, value in settings.items() if key != "name"})
+    except MethodError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _require(holds: bool, key: str, value: Any, expected: str) -> None:

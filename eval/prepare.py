@@ -21,6 +21,7 @@ from eval.shards import Shard, parse_shard, split
 from eval.store import fingerprint
 from eval.tasks import TASKS, Dataset
 from lazyllm.decoder import sliding_window
+from lazyllm.methods import code_of
 from lazyllm.models import as_device, load_config, load_end_ids, load_tokenizer_of, source_of
 
 if TYPE_CHECKING:
@@ -233,6 +234,7 @@ def _identity(
     dummy = config.model.load_format == "dummy"
     local = Path(source).is_dir()
     scorer = config.method.get("scorer")
+    code = code_of(config.method["name"])  # of lazyllm's own methods it is in "code"
     return {
         "model": config.model.name if local else source,
         "revision": config.model.revision or getattr(model_config, "_commit_hash", None),
@@ -244,6 +246,7 @@ def _identity(
         "attn_implementation": config.model.attn_implementation,
         "max_prompt_tokens": config.model.max_prompt_tokens,
         "chat": config.model.chat,
+        **({"method_code": code} if code is not None else {}),
         **({"scorer_weights": provenance.weights_sha256(source_of(scorer))} if scorer else {}),
         "data": {one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in loaded},
         "max_new_tokens": config.max_new_tokens,

@@ -19,7 +19,7 @@ from eval.store import StoreError, read_failures, read_run
 from eval.tasks import DATASETS
 
 # What may differ between the runs of one model that lie in one table
-_FREE = {"method", "parameters", "data", "seed", "paired", "warmup", "scorer_weights"}
+_FREE = {"method", "parameters", "data", "seed", "paired", "warmup", "scorer_weights", "method_code"}
 # Columns of `as_frame` that a measurement gives
 MEASURED = (
     "score", "rouge_l", "ttft_s", "scoring_s", "total_s", "step_s", "tokens", "pct_computed",
@@ -158,6 +158,15 @@ def _refuse_mixtures(runs: Sequence[StoredRun]) -> None:
                     f"{run.folder} and {other.folder} differ in {key} ({here!r} and {there!r}): they do not share a "
                     "table. Give folders that hold one of them only"
                 )
+    code: dict[tuple[str, str], StoredRun] = {}
+    for run in runs:
+        other = code.setdefault((run.model, run.method), run)
+        here, there = run.identity.get("method_code"), other.identity.get("method_code")
+        if here != there:
+            raise StoreError(
+                f"{run.folder} and {other.folder} were measured with different code of {run.method} ({here} and "
+                f"{there}): they do not share a table. Give folders that hold one of them only"
+            )
     data: dict[tuple[str, str], StoredRun] = {}
     for run in runs:
         for name, there in run.identity["data"].items():

@@ -213,6 +213,7 @@ def lazy_reference(
     max_new_tokens: int,
     eos_token_ids: Collection[int] = (),
     prune_generated: bool = False,
+    forced: Sequence[int] = (),
 ) -> ReferenceOutput:
     """Greedy generation with LazyLLM's pruning (sections 3.2 to 3.4 of the paper; `shared/paper/lazyllm.md`, 1 to 6).
 
@@ -223,6 +224,7 @@ def lazy_reference(
         max_new_tokens: at most so many tokens are generated, >= 1.
         eos_token_ids: generation stops after one of these.
         prune_generated: in decoding, the generated tokens but the newest are candidates too, and count.
+        forced: the first so many tokens are these, whatever the logits say (teacher forcing).
 
     Returns:
         Tokens, logits, selections and counts; see :class:`ReferenceOutput`.
@@ -306,7 +308,8 @@ def lazy_reference(
         out.importance.append(importance_here)
         out.logits.append(hand.logits(hidden[newest]))
         computed.append([sum(p < num_prompt for p in kv[layer]) for layer in layers])
-        token = int(np.argmax(out.logits[-1]))  # the lowest id wins ties
+        step = len(out.token_ids)
+        token = forced[step] if step < len(forced) else int(np.argmax(out.logits[-1]))  # the lowest id wins ties
         out.token_ids.append(token)
         if token in eos_token_ids or len(out.token_ids) == max_new_tokens:
             break

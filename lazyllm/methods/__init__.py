@@ -1,8 +1,19 @@
-"""The methods, one file each. A new one is a file, a row here, a config, a row in `tests/lazyllm/method_matrix.py`."""
+"""The methods, one file each. A new one is a file, a row here, a config, a row in `tests/lazyllm/method_matrix.py`.
 
+Installed packages can add methods too (`lazyllm.methods.plugins`): `make` and `by_name` know both kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from lazyllm.methods import plugins
 from lazyllm.methods.base import Method
 from lazyllm.methods.baseline import Baseline
 from lazyllm.methods.lazy import Lazy
+from lazyllm.methods.plugins import MethodError
 from lazyllm.methods.prompt_compression import PromptCompression
 from lazyllm.methods.random_drop import RandomDrop
 from lazyllm.methods.static_pruning import StaticPruning
@@ -15,4 +26,71 @@ METHODS: dict[str, type[Method]] = {
     "static_pruning": StaticPruning,
 }
 
-__all__ = ["METHODS", "Baseline", "Lazy", "Method", "PromptCompression", "RandomDrop", "StaticPruning"]
+
+def known() -> list[str]:
+    """The names of all methods: lazyllm's own, then those that installed packages add."""
+    return [*METHODS, *(name for name in plugins.installed() if name not in METHODS)]
+
+
+def by_name(name: str) -> type[Method]:
+    """The method's class, of lazyllm or of an installed package.
+
+    Raises MethodError: no such method (the message lists those there are), two of that name, or a broken package.
+    """
+    plugin = plugins.only(name, plugins.installed().get(name, ()), METHODS)
+    if plugin is not None:
+        return plugin.load()
+    if name not in METHODS:
+        raise MethodError(f"unknown method {name!r}; known are {', '.join(known())}")
+    return METHODS[name]
+
+
+def code_of(name: str) -> str | None:
+    """What the code of an installed package's method is told apart by; None for lazyllm's own. Raises MethodError."""
+    plugin = plugins.only(name, plugins.installed().get(name, ()), METHODS)
+    return None if plugin is None else plugin.code()
+
+
+def settings_of(kind: type[Method]) -> dict[str, Any]:
+    """{hyperparameter: its default}, `dataclasses.MISSING` where it has none."""
+    settings = {}
+    for one in fields(kind):  # type: ignore[arg-type]  # every method is a dataclass
+        if one.init:
+            settings[one.name] = one.default if one.default_factory is MISSING else one.default_factory()
+    return settings
+
+
+def make(name: str, settings: Mapping[str, Any] | None = None) -> Method:
+    """A method from its name and hyperparameters: `make("lazy", {"schedule": {9: 0.7}})`.
+
+    Raises MethodError, as `by_name` does, and for a setting that is unknown, missing or refused by the method.
+    """
+    settings, kind = dict(settings or {}), by_name(name)
+    has = settings_of(kind)
+    unknown = [key for key in settings if key not in has]
+    if unknown:
+        raise MethodError(f"method {name!r} has no setting {unknown[0]!r}; it has {', '.join(has) or 'none at all'}")
+    missing = [key for key, default in has.items() if default is MISSING and key not in settings]
+    if missing:
+        raise MethodError(f"method {name!r} needs {missing[0]}=...; its settings are {', '.join(has)}")
+    try:
+        return kind(**settings)
+    except (TypeError, ValueError) as error:
+        raise MethodError(f"method {name!r}: {error}") from error
+
+
+__all__ = [
+    "METHODS",
+    "Baseline",
+    "Lazy",
+    "Method",
+    "MethodError",
+    "PromptCompression",
+    "RandomDrop",
+    "StaticPruning",
+    "by_name",
+    "code_of",
+    "known",
+    "make",
+    "settings_of",
+]

@@ -1,0 +1,100 @@
+"""Methods that other installed packages add, through the entry point group `lazyllm.methods`.
+
+In such a package's pyproject.toml:
+
+    [project.entry-points."lazyllm.methods"]
+    keep_last = "my_package.keep_last:KeepLast"
+
+Nothing is looked up when lazyllm is imported, and no package is imported before its method is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, is_dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from lazyllm.methods.base import Method
+
+GROUP = "lazyllm.methods"
+
+
+class MethodError(ValueError):
+    """A method that is unknown or cannot be used, or a setting that it does not take; the message says what it has."""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A method that an installed package adds.
+
+    name: what it is asked for by. package, version: the distribution's. target: where its class is, `module:Class`.
+    """
+
+    name: str
+    package: str
+    version: str
+    target: str
+
+    def load(self) -> type[Method]:
+        """The method's class. Raises MethodError where the package is broken, or what it names is no method."""
+        where = f"method {self.name!r} of the package {self.package} {self.version} ({self.target})"
+        try:
+            kind = EntryPoint(self.name, self.target, GROUP).load()
+        except Exception as error:  # whatever another package does when it is imported
+            raise MethodError(f"{where} could not be loaded: {type(error).__name__}: {error}") from error
+        if not (isinstance(kind, type) and issubclass(kind, Method) and is_dataclass(kind)):
+            raise MethodError(f"{where} is no method: expected a dataclass derived from lazyllm.methods.Method")
+        return kind
+
+    def code(self) -> str:
+        """What tells two versions of the method's code apart: package, version, and SHA-256 of the sources, shortened.
+
+        The sources are all of the package that the class is in: a method may use what lies beside it.
+        Raises MethodError as `load` does.
+        """
+        digest = hashlib.sha256()
+        for name, content in _sources(self.load().__module__):
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+        return f"{self.package} {self.version} {digest.hexdigest()[:16]}"
+
+
+@cache
+def installed() -> dict[str, tuple[Plugin, ...]]:
+    """{name: the methods of that name}, looked up once a process; more than one of a name are in each other's way."""
+    found: dict[str, tuple[Plugin, ...]] = {}
+    for one in sorted(entry_points(group=GROUP), key=lambda one: one.name):
+        assert one.dist is not None  # which only an entry point that was made by hand is without
+        plugin = Plugin(one.name, one.dist.name, one.dist.version, one.value)
+        found[plugin.name] = (*found.get(plugin.name, ()), plugin)
+    return found
+
+
+def only(name: str, plugins: tuple[Plugin, ...], built_in: Iterable[str]) -> Plugin | None:
+    """The one among the plugins of that name; None where there is none. Raises MethodError where a name is taken."""
+    packages = " and ".join(sorted({one.package for one in plugins}))
+    if plugins and name in built_in:
+        raise MethodError(
+            f"method {name!r} is lazyllm's own, and the package {packages} adds one of the same name: "
+            "give that one another name in its entry points, or uninstall the package"
+        )
+    if len(plugins) > 1:
+        raise MethodError(f"method {name!r} is added more than once, by {packages}: uninstall one of them")
+    return plugins[0] if plugins else None
+
+
+def _sources(module_name: str) -> list[tuple[str, bytes]]:
+    """(name, content) of every source file of the outermost package with an `__init__.py`; of a lone module, its own.
+
+    A namespace package above it belongs to other distributions too.
+    """
+    parts = module_name.split(".")
+    files = [getattr(sys.modules.get(".".join(parts[:end])), "__file__", None) for end in range(1, len(parts) + 1)]
+    outermost = Path(next(file for file in files if file))
+    if outermost.name != "__init__.py":
+        return [(outermost.name, outermost.read_bytes())]
+    folder = outermost.parent
+    return [(file.relative_to(folder).as_posix(), file.read_bytes()) for file in sorted(folder.rglob("*.py"))]

@@ -1,0 +1,68 @@
+"""`python run.py method=NAME`, with a method that only an installed package knows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval.runs import find_runs
+from eval.store import StoreError, read_run
+from tests.own_package import install_own_package
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICK = ("dataset=lookup", "limit=2", "max_new_tokens=2", "timing.warmup=0", "model.dtype=float32")
+OWN = ("method=keep_last", "method.layer=2", "method.keep=0.3")
+
+
+def call(folder: Path, installed: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """`python run.py ...` in `folder`, offline, with the package."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "run.py"), *QUICK, *overrides],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={"PATH": os.defpath, "HOME": str(folder), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(installed)},
+    )
+
+
+def test_from_the_command_to_the_table_and_never_two_versions_in_one(tmp_path: Path) -> None:
+    older = install_own_package(tmp_path)
+    done = call(tmp_path, older, *OWN, "out=run")
+    assert done.returncode == 0, done.stderr
+    about, records = read_run(tmp_path / "run")
+    assert about["identity"]["method"] == {"name": "keep_last", "layer": 2, "keep": 0.3}
+    assert about["identity"]["method_code"].startswith("own-methods 0.1 ")
+    assert len(records) == 2
+    for record in records:
+        n = record.prompt_tokens
+        kept = -(-3 * n // 10)  # ceil(0.3 n) go on after layer 2 of 8
+        assert record.method.pct_prompt_tokens_computed == pytest.approx(100 * (2 * n + 6 * kept) / (8 * n))
+        assert record.baseline is not None
+    assert "lookup" in done.stdout
+
+    newer = install_own_package(tmp_path, "0.2", helper="SHARE = 0.5\n")
+    mixed = call(tmp_path, newer, *OWN, "out=run")
+    assert mixed.returncode == 1
+    assert re.search(
+        "holds a run that differs .*method_code: .own-methods 0.1 .* there, .own-methods 0.2", mixed.stderr
+    )
+    assert "Traceback" not in mixed.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["identity"] == about["identity"]
+
+    shutil.copytree(tmp_path / "run", tmp_path / "newer")  # beside it, they do not meet in a table either
+    about["identity"]["method_code"] = "own-methods 0.2 0123456789abcdef"
+    (tmp_path / "newer" / "run.json").write_text(json.dumps(about))
+    with pytest.raises(StoreError, match=r"different code of keep_last \(own-methods 0"):
+        find_runs([tmp_path / "run", tmp_path / "newer"])
+
+    broken = call(tmp_path, newer, "method=breaks_at_import", "method.keep=0.3")
+    assert broken.returncode == 1
+    assert "error: method 'breaks_at_import' of the package own-methods 0.2" in broken.stderr
+    assert "Traceback" not in broken.stderr

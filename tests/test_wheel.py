@@ -1,0 +1,103 @@
+"""What a new user gets: the wheel, installed by itself, and the README's example run far from the repository."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import lazyllm
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("lazyllm", "eval")
+WITH_TRANSFORMERS = """
+import torch, lazyllm
+
+model, tokenizer = lazyllm.load_model("tiny", dtype="float32", device="cpu")
+inputs = tokenizer("entry zanur lantern copper. the old house was quiet. Question: entry zanur", return_tensors="pt")
+method = lazyllm.methods.Lazy(lazyllm.Schedule({2: 0.5, 5: 0.5}))
+own = lazyllm.generate(model, inputs.input_ids, method, max_new_tokens=8)
+ids = model.generate(**inputs, custom_generate=lazyllm.generate_with(method), max_new_tokens=8, do_sample=False)
+assert ids[0, inputs.input_ids.shape[1]:].tolist() == own.token_ids
+"""
+
+
+def pip(*arguments: str) -> None:
+    own = ["--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
+    subprocess.run([sys.executable, "-m", "pip", arguments[0], *own, *arguments[1:]], check=True)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: a build leaves files behind, and an older one's would get into the wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    pip("wheel", "--no-build-isolation", "--wheel-dir", str(folder / "dist"), str(folder))
+    (built,) = (folder / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("installed")
+    pip("install", "--target", str(target), str(wheel))
+    return target
+
+
+def run_as_a_new_user(installed: Path, folder: Path, script: str) -> str:
+    """What `script` prints, run in `folder` with the installed wheel and third-party packages, without the repository.
+
+    -I -S: no environment variables, no folder of the script, no .pth files, so no editable install either.
+    """
+    paths = [str(installed), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    file = folder / "example.py"
+    file.write_text(script)
+    start = (
+        f"import sys, runpy; sys.path[:0] = {paths!r}; runpy.run_path({str(file)!r}, run_name='__main__'); "
+        f"import lazyllm; assert lazyllm.__file__.startswith({str(installed)!r}), lazyllm.__file__; "
+        f"assert not [path for path in sys.path if path.startswith({str(ROOT)!r}) and 'site-packages' not in path]"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", start],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={"PATH": os.defpath, "HOME": str(folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
+    here = {
+        file.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for file in (ROOT / package).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    there = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert there == here
+    assert "lazyllm/tiny/model.safetensors" in there
+    assert "eval/report/page.html.jinja" in there
+
+
+def test_the_readmes_example(installed: Path, tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    example = next(block for block in blocks if "lazyllm.generate(" in block)
+    printed = run_as_a_new_user(installed, tmp_path, example)
+    assert "lantern copper" in printed  # the entry that the prompt asks for
+
+
+@pytest.mark.skipif(not hasattr(lazyllm, "generate_with"), reason="lazyllm.generate_with is not there yet")
+def test_the_same_through_transformers(installed: Path, tmp_path: Path) -> None:
+    run_as_a_new_user(installed, tmp_path, WITH_TRANSFORMERS)
