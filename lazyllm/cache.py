@@ -49,6 +49,11 @@ class GroupCache:
         return self._positions[: self.length]
 
     @property
+    def stored_layers(self) -> frozenset[int]:
+        """The layers that have stored K and V."""
+        return frozenset(self._keys)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of K and V of the stored tokens, over the group's layers (spare slots not counted)."""
         buffers = [*self._keys.values(), *self._values.values()]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lazyllm.decoder import open_decoder, sliding_window
+from lazyllm.decoder import open_decoder
 from lazyllm.methods.base import Method
 from lazyllm.prompt import Prompt
 
@@ -79,7 +79,6 @@ def generate(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is at least 1, got {max_new_tokens}")
     method.tokens_per_layer(model.config.num_hidden_layers, len(prompt))  # refuses what does not fit the depth
-    _check_window(model, len(prompt) + max_new_tokens)
     end_ids = _end_ids(model) if eos_token_ids is None else frozenset(eos_token_ids)
     method.prepare(model)
     with open_decoder(model) as decoder:
@@ -125,15 +124,6 @@ def _as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Promp
             "is the tokenizer another model's?"
         )
     return replace(given, token_ids=prompt.to(torch.long))
-
-
-def _check_window(model: PreTrainedModel, length: int) -> None:
-    window = sliding_window(model.config)
-    if window is not None and length > window:
-        raise ValueError(
-            f"{type(model).__name__} attends to the last {window} tokens only (sliding window), which pruning does not "
-            f"honour: keep prompt and answer within {window} tokens (got {length})"
-        )
 
 
 def _end_ids(model: PreTrainedModel) -> frozenset[int]:
