@@ -99,6 +99,8 @@ class Decoder:
         """
         self.probe.watch(watched)
         self.probe.decodes = group.added < group.length
+        # with all tokens of the text stored in their order, the last slots are a window: no mask, and fewer to read
+        by_slots = self.probe.decodes and chosen is None and group.in_order and group.length == length
         masks: dict[int | None, Tensor | None] = {}
         position_ids = positions[None]
         with products_of(hidden, self._largest_matrix) if self.probe.decodes else nullcontext():
@@ -106,6 +108,10 @@ class Decoder:
                 window = self.layout.windows[layer]
                 if window is not None and length <= window:
                     window = None  # nothing is far enough away
+                # importance is wanted of all that is stored
+                group.attended = window if by_slots and layer not in watched else None
+                if group.attended is not None:
+                    window = None
                 if window not in masks:
                     masks[window] = self._mask(group, positions, chosen, window, length)
                 of_layer = 2 * self.layout.rope_of[layer]

@@ -117,16 +117,6 @@ def _trace(model: PreTrainedModel, past: int) -> _Trace:
     made: list[tuple[RopeCall, Any]] = []
     embedded: list[Tensor] = []
 
-    def stand_in(index: int, layer: nn.Module) -> Callable[..., Tensor]:
-        parameters = inspect.signature(layer.forward)
-
-        def forward(*args: Any, **kwargs: Any) -> Tensor:
-            bound = parameters.bind(*args, **kwargs).arguments
-            given.append({"index": index} | bound | bound.pop("kwargs", {}))
-            return bound["hidden_states"]
-
-        return forward
-
     hooks = [inner.embed_tokens.register_forward_hook(lambda module, args, output: embedded.append(output))]
     for child_name, child in inner.named_children():
         if child_name not in ("embed_tokens", "layers", "norm"):
@@ -136,9 +126,13 @@ def _trace(model: PreTrainedModel, past: int) -> _Trace:
     cache.update(filler, filler, 0)
     # position 0: a RoPE that grows with the length (dynamic NTK) begins anew
     one = torch.zeros(1, 1, dtype=torch.long, device=inner.embed_tokens.weight.device)
-    stand_ins = [(layer, stand_in(index, layer)) for index, layer in enumerate(inner.layers)]
+    stand_ins = nn.ModuleList(_StandIn(index, layer, given) for index, layer in enumerate(inner.layers))
     try:
-        with _own_masks(model), _forwards(stand_ins), _in_place_of(inner, "norm", nn.Identity()):
+        with (
+            _own_masks(model),
+            _in_place_of(inner, "layers", stand_ins),
+            _in_place_of(inner, "norm", nn.Identity()),
+        ):
             out = inner(input_ids=one, position_ids=one, past_key_values=cache, use_cache=True).last_hidden_state
     finally:
         for hook in hooks:
@@ -165,6 +159,26 @@ def _trace(model: PreTrainedModel, past: int) -> _Trace:
         rope_of.append(ropes.index(call))
     plain = len(embedded) == 1 and torch.equal(embedded[0], entered)
     return _Trace([one["attention_mask"] for one in given], ropes, rope_of, plain)
+
+
+class _StandIn(nn.Module):
+    """In place of a layer: takes down what it is given, and gives the hidden states back as they are."""
+
+    def __init__(self, index: int, layer: nn.Module, given: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self._index = index
+        self._given = given
+        self._parameters_of_layer = inspect.signature(layer.forward)
+        self.__dict__["_layer"] = layer  # not a part of this module
+
+    def __getattr__(self, name: str) -> Any:
+        """What a model asks its layers about (their type, say), the layer answers."""
+        return getattr(self.__dict__["_layer"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        bound = self._parameters_of_layer.bind(*args, **kwargs).arguments
+        self._given.append({"index": self._index} | bound | bound.get("kwargs", {}))
+        return bound["hidden_states"]
 
 
 def _note_rope(name: str, made: list[tuple[RopeCall, Any]]) -> Callable[..., None]:
@@ -243,18 +257,3 @@ def _in_place_of(parent: nn.Module, name: str, other: nn.Module) -> Iterator[Non
         yield
     finally:
         modules[name] = own
-
-
-@contextmanager
-def _forwards(replaced: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Give modules other forwards for a while. A forward that someone else has put in is put back."""
-    saved = [module.__dict__.get("forward") for module, _ in replaced]
-    for module, forward in replaced:
-        module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        for (module, _), own in zip(replaced, saved, strict=True):
-            del module.__dict__["forward"]
-            if own is not None:
-                module.__dict__["forward"] = own
