@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +19,6 @@ from eval.prompts import build_prompt, end_token_ids
 from eval.shards import Shard, parse_shard, split
 from eval.store import fingerprint
 from eval.tasks import TASKS, Dataset
-from lazyllm.decoder import sliding_window
 from lazyllm.methods import code_of
 from lazyllm.models import as_device, load_config, load_end_ids, load_tokenizer_of, source_of
 
@@ -157,7 +155,7 @@ def _cases(
     end_ids: tuple[int, ...],
 ) -> Iterator[Case]:
     """Every example of the run with its prompt. What the model cannot hold, or the method not use, is refused here."""
-    longest = min(model_config.max_position_embeddings, sliding_window(model_config) or sys.maxsize)
+    longest = model_config.max_position_embeddings
     examples = _examples(config, loaded)
     for one in loaded:
         method = build_method(parameters[one.dataset.name])
@@ -181,8 +179,8 @@ def _cases(
             if length > longest:
                 raise ConfigError(
                     f"{one.dataset.name}, row {example.id}: {len(prompt.token_ids)} prompt tokens and up to "
-                    f"{max_new_tokens} new ones are more than the {longest} that the model can see at once "
-                    "(its positions, or its sliding window): set a lower model.max_prompt_tokens"
+                    f"{max_new_tokens} new ones are more than the {longest} positions that the model has: "
+                    "set a lower model.max_prompt_tokens"
                 )
             yield Case(one.dataset, example, prompt, method, max_new_tokens, dataset_end_ids)
 

@@ -29,12 +29,17 @@ class GroupCache:
     layers: indices (from 0) of the group's layers.
     capacity: slots to make at the first step; grows where more are needed.
     max_positions: how long the whole text can become.
+
+    in_order: whether no step but the first has added more than one token, so that slots follow positions.
+    attended: how many of the last slots the next layer attends to; None for all.
     """
 
     def __init__(self, layers: range, capacity: int, max_positions: int, device: torch.device) -> None:
         self.layers = layers
         self.length = 0
         self.added = 0
+        self.in_order = True
+        self.attended: int | None = None
         self._capacity = capacity
         self._max_positions = max_positions
         self._positions = torch.empty(max_positions, dtype=torch.long, device=device)
@@ -49,6 +54,11 @@ class GroupCache:
         return self._positions[: self.length]
 
     @property
+    def stored_layers(self) -> frozenset[int]:
+        """The layers that have stored K and V."""
+        return frozenset(self._keys)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of K and V of the stored tokens, over the group's layers (spare slots not counted)."""
         buffers = [*self._keys.values(), *self._values.values()]
@@ -58,13 +68,14 @@ class GroupCache:
         """Make room for the tokens at `positions` [m], which this step computes in every layer of the group."""
         self.added = positions.shape[0]
         start, self.length = self.length, self.length + self.added
+        self.in_order &= start == 0 or self.added == 1
         if self.length > self._capacity:
             self._grow(min(self._max_positions, self.length + max(GROWTH, self.length // 8)))
         self._positions[start : self.length] = positions
         self.slot_of[positions] = self._slots[start : self.length]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store K and V [1, g, m, d] of the step's tokens; return all that are stored, [1, g, s, d]."""
+        """Store K and V [1, g, m, d] of the step's tokens; return what is attended to, [1, g, s, d]."""
         start = self.length - self.added
         if layer_idx not in self._keys:
             shape = (*key.shape[:2], self._capacity, key.shape[3])
@@ -75,7 +86,8 @@ class GroupCache:
         values[:, :, start : self.length] = value
         if start == 0:
             return key, value  # prefill attends to just what it computed, in the layout that the kernels like best
-        return keys[:, :, : self.length], values[:, :, : self.length]
+        first = 0 if self.attended is None else max(0, self.length - self.attended)
+        return keys[:, :, first : self.length], values[:, :, first : self.length]
 
     def retain(self, slots: Tensor) -> None:
         """Forget all tokens but those in `slots` [k] (ascending), and give their memory back."""

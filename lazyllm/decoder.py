@@ -18,13 +18,17 @@ from transformers import PreTrainedModel
 from lazyllm.attention import Probe, installed_attention, part_mask
 from lazyllm.cache import GroupCache
 from lazyllm.flops import LayerShape
+from lazyllm.layout import (
+    Layout,
+    UnsupportedModelError,
+    find_layout,
+    hidden_before_layers,
+    logits_of_normed,
+    windows_of,
+)
 from lazyllm.products import products_of
 
-Rope = tuple[Tensor, Tensor]  # cos and sin, [1, m, d] each
-
-
-class UnsupportedModelError(ValueError):
-    """The model does something that the loop over its layers would not reproduce."""
+Rope = tuple[Tensor, ...]  # cos and sin, [1, m, d] each, for every kind of layer that has its own
 
 
 class Decoder:
@@ -33,9 +37,10 @@ class Decoder:
     Use `open_decoder`, which installs the observing attention and removes it again.
     """
 
-    def __init__(self, model: PreTrainedModel, probe: Probe) -> None:
+    def __init__(self, model: PreTrainedModel, probe: Probe, layout: Layout) -> None:
         self.model = model
         self.probe = probe
+        self.layout = layout
         self._inner: Any = model.model
         self.layers: Any = self._inner.layers
         self.config = model.config
@@ -46,13 +51,33 @@ class Decoder:
         self._share = shape.heads // shape.kv_heads
         self._largest_matrix = shape.width * max(shape.mlp_width, shape.heads * shape.head_dim)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[m] token ids -> [1, m, w] hidden states before layer 1."""
-        return self._inner.embed_tokens(token_ids[None])
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """[m] token ids -> [1, m, w] hidden states before layer 1 of the tokens at `positions` [m]."""
+        if self.layout.plain_embeddings:
+            return self._inner.embed_tokens(token_ids[None])
+        return hidden_before_layers(self.model, token_ids, positions)
 
     def rope(self, hidden: Tensor, positions: Tensor) -> Rope:
-        """cos and sin of the tokens at `positions` [m]."""
-        return self._inner.rotary_emb(hidden, position_ids=positions[None])
+        """cos and sin of the tokens at `positions` [m], one pair after the other where layers differ in it."""
+        position_ids = positions[None]
+        return tuple(
+            part
+            for call in self.layout.ropes
+            for part in getattr(self._inner, call.module)(hidden, position_ids=position_ids, **dict(call.extras))
+        )
+
+    def check_lengths(self, prompt_tokens: int, max_new_tokens: int) -> None:
+        """Refuse a generation during which the frequencies of a LongRoPE would change. Raises ValueError.
+
+        The model's own `generate` then computes all K and V anew; tokens that are computed once cannot.
+        """
+        for switch in _rope_switches(self.config):
+            if prompt_tokens <= switch < prompt_tokens + max_new_tokens:
+                raise ValueError(
+                    f"{type(self.model).__name__} changes its RoPE for all tokens when a text grows beyond {switch} "
+                    f"tokens: {prompt_tokens} prompt tokens and up to {max_new_tokens} new ones would cross that; keep "
+                    "the whole text within it, or the prompt beyond it"
+                )
 
     def run(
         self,
@@ -62,36 +87,82 @@ class Decoder:
         rope: Rope,
         chosen: Tensor | None,
         watched: range,
+        length: int,
     ) -> Tensor:
         """Run the group's layers over hidden [1, m, w]; K and V go into `group`, which must have been extended.
 
         chosen: [m, s] bool, which stored tokens each query attends to; None for causal attention over the m tokens
-            (prefill), or over everything stored (a single query, decoding).
+            (prefill), or over everything stored (a single query, decoding). A layer with a sliding window attends to
+            those of them whose positions lie in the window.
         watched: the layers whose mean importance (Eq. 1) is left in `probe`.
+        length: of the whole text; all positions, stored ones too, are below it.
         """
         self.probe.watch(watched)
         self.probe.decodes = group.added < group.length
-        mask = self._prefill_mask(hidden) if chosen is None else part_mask(chosen, self._share, self.dtype)
+        # with all tokens of the text stored in their order, the last slots are a window: no mask, and fewer to read
+        by_slots = self.probe.decodes and chosen is None and group.in_order and group.length == length
+        masks: dict[int | None, Tensor | None] = {}
         position_ids = positions[None]
         with products_of(hidden, self._largest_matrix) if self.probe.decodes else nullcontext():
             for layer in group.layers:
+                window = self.layout.windows[layer]
+                if window is not None and length <= window:
+                    window = None  # nothing is far enough away
+                # importance is wanted of all that is stored
+                group.attended = window if by_slots and layer not in watched else None
+                if group.attended is not None:
+                    window = None
+                if window not in masks:
+                    masks[window] = self._mask(group, positions, chosen, window, length)
+                of_layer = 2 * self.layout.rope_of[layer]
                 hidden = self.layers[layer](
                     hidden,
-                    attention_mask=mask,
+                    attention_mask=masks[window],
                     position_ids=position_ids,
                     past_key_values=group,
                     use_cache=True,
-                    position_embeddings=rope,
+                    position_embeddings=rope[of_layer : of_layer + 2],
                 )
         return hidden
 
+    def norm(self, hidden: Tensor) -> Tensor:
+        """The model's last norm, of hidden [1, m, w]."""
+        return self._inner.norm(hidden)
+
+    def head(self, normed: Tensor) -> Tensor:
+        """[m, v] logits of hidden states [m, w] behind the last norm, scaled and capped as the model does it."""
+        return self.model.lm_head(normed) if self.layout.plain_logits else logits_of_normed(self.model, normed[None])[0]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[v] logits of the last of the tokens in hidden [1, m, w], and of no other."""
-        return self.model.lm_head(self._inner.norm(hidden[:, -1:]))[0, -1]
+        return self.head(self.norm(hidden[:, -1:])[0])[0]
 
-    def _prefill_mask(self, hidden: Tensor) -> Tensor | None:
-        """Only eager attention has no causality of its own: it needs an additive mask [1, 1, m, m]."""
-        m = hidden.shape[1]
+    def _mask(
+        self, group: GroupCache, positions: Tensor, chosen: Tensor | None, window: int | None, length: int
+    ) -> Tensor | None:
+        """What a layer's attention gets as its mask; None for plain causal attention, or for everything stored."""
+        if window is None:
+            if chosen is not None:
+                return part_mask(chosen, self._share, self.dtype)
+            return self._causal_mask(positions.shape[0])
+        m = positions.shape[0]
+        query = positions[:, None]
+        if self.probe.decodes:
+            stored = group.positions
+            near = stored > query - window
+            chosen = near if chosen is None else chosen & near
+            return part_mask(chosen, self._share, self.dtype)
+        if self.probe.own_window and m == length:
+            return None  # no gaps between positions: the window that the model's own attention knows is the right one
+        seen = (positions <= query) & (positions > query - window)
+        if self.probe.own_attention_is_eager:
+            return torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(
+                ~seen, torch.finfo(self.dtype).min
+            )[None, None]
+        return seen[None, None] if self.probe.own_masks else part_mask(seen, self._share, self.dtype)
+
+    def _causal_mask(self, m: int) -> Tensor | None:
+        """Only eager attention has no causality of its own: in prefill it needs an additive mask [1, 1, m, m]."""
         if m == 1 or not self.probe.own_attention_is_eager:
             return None
         lowest = torch.finfo(self.dtype).min
@@ -102,64 +173,104 @@ class Decoder:
 def open_decoder(model: PreTrainedModel) -> Iterator[Decoder]:
     """A `Decoder` over `model`; on exit the model is as it was.
 
-    Raises UnsupportedModelError where the model's structure is not the one that the loop reproduces.
+    Raises UnsupportedModelError where the model is not one that the loop reproduces.
     """
     check_structure(model)
+    layout = find_layout(model)
     with installed_attention(model) as probe:
-        yield Decoder(model, probe)
+        try:
+            yield Decoder(model, probe, layout)
+        finally:
+            if any("dynamic" in str(one.get("rope_type")) for one in _rope_parameters(model.config)):
+                find_layout(model)  # runs a token at position 0, upon which a RoPE that has grown is what it was
 
 
 def check_structure(model: PreTrainedModel) -> None:
     """Refuse, by name of the cause, what can be seen without running the model. Raises UnsupportedModelError."""
     name = type(model).__name__
     inner: Any = getattr(model, "model", None)
-    missing = [part for part in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(inner, part)]
+    missing = [part for part in ("embed_tokens", "layers", "norm") if not hasattr(inner, part)]
     if missing or not hasattr(model, "lm_head"):
         raise UnsupportedModelError(
             f"{name} is not built like a Llama (no {', '.join(missing) or 'lm_head'}); "
-            "supported: decoders with embed_tokens, layers, norm, rotary_emb and lm_head (Llama, Mistral, Qwen2, Qwen3)"
+            "supported: decoders with embed_tokens, layers, norm and lm_head, see docs/architectures.md"
         )
-    accepted = inspect.signature(inner.layers[0].forward).parameters
-    for keyword in ("position_embeddings", "position_ids", "past_key_values", "attention_mask"):
-        if keyword not in accepted:  # else **kwargs would swallow it without a word
-            raise UnsupportedModelError(f"the layers of {name} take no `{keyword}`, unlike those of transformers 5")
-    for knob in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(model.config, knob, None) is not None:
-            raise UnsupportedModelError(f"{name} caps logits ({knob}), which the importance of Eq. 1 would not see")
+    windows_of(model.config)
+    for layer in inner.layers:
+        accepted = inspect.signature(layer.forward).parameters
+        for keyword in ("position_embeddings", "past_key_values", "attention_mask"):
+            if keyword not in accepted:  # else **kwargs would swallow it without a word
+                raise UnsupportedModelError(f"the layers of {name} take no `{keyword}`, unlike those of transformers 5")
     if model.training:
         raise UnsupportedModelError(f"{name} is in training mode (dropout): call model.eval() first")
 
 
 def sliding_window(config: Any) -> int | None:
     """The shortest attention window of any layer, in tokens; None where every layer sees everything."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if window is None or (kinds is not None and "sliding_attention" not in kinds):
-        return None
-    return window
+    return min((window for window in windows_of(config) if window is not None), default=None)
+
+
+def _rope_switches(config: Any) -> Iterator[int]:
+    """The text lengths beyond which a LongRoPE takes its other frequencies."""
+    for one in _rope_parameters(config):
+        if one.get("rope_type") == "longrope":
+            yield one["original_max_position_embeddings"]
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """Those of all layers, or those of each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+
+
+CHECKED_STEPS = 2  # decoding steps of the start-up check
+CHECKED_WINDOW = 512  # tokens: for longer windows the check of the masks alone must do (see `lazyllm.layout`)
 
 
 @torch.inference_mode()
 def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
     """Run a few tokens through the loop over the layers and through `model(...)`: the logits must be the same.
 
-    This finds what no list of names does: scaled embeddings or logits, layers that mix tokens outside attention,
-    a RoPE of its own per layer. Raises UnsupportedModelError where they differ.
+    Most of the tokens are run as a prompt, the others as decoding steps: a layer that keeps anything but K and V, or
+    mixes tokens outside attention, cannot give the same then. A window of up to `CHECKED_WINDOW` tokens is exceeded.
+    Raises UnsupportedModelError where they differ, or where a layer does not attend as transformers' layers do.
     """
-    token_ids = torch.arange(length, device=model.device) % model.config.vocab_size
-    positions = torch.arange(length, device=model.device)
-    expected = model(token_ids[None], logits_to_keep=1).logits[0, -1]
+    name = type(model).__name__
     with open_decoder(model) as decoder:
-        hidden = decoder.embed(token_ids)
-        group = GroupCache(range(len(decoder.layers)), length, length, decoder.device)
-        group.extend(positions)
-        hidden = decoder.run(group, hidden, positions, decoder.rope(hidden, positions), None, range(1))
-        found = decoder.logits(hidden)
-        decoder.probe.take()
+        shortest = sliding_window(model.config)
+        if shortest is not None and shortest <= CHECKED_WINDOW:
+            length = max(length, shortest + CHECKED_STEPS + 2)
+        token_ids = torch.arange(length, device=model.device) % model.config.vocab_size
+        try:
+            found = _logits_of_loop(decoder, token_ids)
+        except (RuntimeError, TypeError, AttributeError, KeyError) as error:
+            raise UnsupportedModelError(f"the layers of {name} cannot be run one by one: {error}") from error
+    expected = model(token_ids[None], logits_to_keep=1 + CHECKED_STEPS, use_cache=False).logits[0]
     worst = (found - expected).abs().max().item()
-    if not worst <= 1e-2 * expected.abs().max().item():
+    share = 1e-2 if torch.finfo(model.dtype).eps < 1e-3 else 5e-2
+    if not worst <= share * expected.abs().max().item():
         raise UnsupportedModelError(
-            f"{type(model).__name__}: running its layers one by one gives other logits than the model does "
-            f"(they differ by up to {worst:.3g}), so it does something between or around its layers that the loop "
-            "would leave out; this architecture is not supported"
+            f"{name}: running its layers one by one gives other logits than the model does (they differ by up to "
+            f"{worst:.3g}), so it does something between or around its layers, or mixes tokens outside attention, "
+            "which the loop would leave out; this architecture is not supported"
         )
+
+
+def _logits_of_loop(decoder: Decoder, token_ids: Tensor) -> Tensor:
+    """[1 + CHECKED_STEPS, v] of the last tokens: the last of a prompt, and those of decoding steps."""
+    n, layers = token_ids.shape[0], range(len(decoder.layers))
+    all_positions = torch.arange(n, device=token_ids.device)
+    group = GroupCache(layers, n, n, decoder.device)
+    found = []
+    ends = range(n - CHECKED_STEPS, n + 1)
+    for start, end in zip([0, *ends], ends, strict=False):
+        positions = all_positions[start:end]
+        hidden = decoder.embed(token_ids[start:end], positions)
+        group.extend(positions)
+        hidden = decoder.run(group, hidden, positions, decoder.rope(hidden, positions), None, layers, end)
+        decoder.probe.take()  # raises RuntimeError where a layer attends in a way of its own
+        found.append(decoder.logits(hidden))
+    without = [layer + 1 for layer in layers if layer not in group.stored_layers]
+    if without:
+        raise RuntimeError(f"layers {without} store no K and V of their own")
+    return torch.stack(found)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lazyllm.layout import windows_of
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -19,7 +21,7 @@ class LayerShape:
 
     @classmethod
     def of(cls, config: Any) -> LayerShape:
-        """Read the shape from a transformers config of a Llama-like decoder."""
+        """Read the shape from a transformers config of a decoder with gated MLPs, fused or not (no experts)."""
         heads = config.num_attention_heads
         return cls(
             width=config.hidden_size,
@@ -45,13 +47,24 @@ class LayerShape:
 def prefill_flops(config: Any, tokens_per_layer: Sequence[int], logits: int = 1) -> int:
     """FLOPs of a prefill in which `tokens_per_layer[l]` tokens enter layer l, with logits at so many positions.
 
-    A multiplication and an addition count as two. Attention counts the pairs that causality leaves, n (n + 1) / 2.
+    A multiplication and an addition count as two. Attention counts the pairs that causality and the layer's sliding
+    window leave. Of tokens that are not all of the text there may be fewer within a window: it is counted as if they
+    were next to each other, and so at most too much.
     Left out, as below 1 %: norms, RoPE, softmax, activations, and the selection itself (one row of attention per
     pruning layer, which the layer computes anyway).
     """
     shape = LayerShape.of(config)
-    layers = sum(n * shape.linear_flops + n * (n + 1) // 2 * shape.pair_flops for n in tokens_per_layer)
+    layers = sum(
+        n * shape.linear_flops + _pairs(n, window) * shape.pair_flops
+        for n, window in zip(tokens_per_layer, windows_of(config), strict=True)
+    )
     return layers + logits * 2 * shape.width * config.vocab_size
+
+
+def _pairs(n: int, window: int | None) -> int:
+    """How many (query, key) pairs n tokens have of which the key is the query or one of the `window` - 1 before it."""
+    near = n if window is None else min(n, window)
+    return near * (near + 1) // 2 + (n - near) * near
 
 
 def ideal_speedup(config: Any, n: int, tokens_per_layer: Sequence[int]) -> float:

@@ -170,7 +170,7 @@ class GenerateWith:
         ids_on_host = input_ids.cpu()
         prompts = [as_prompt(model, ids_on_host[row, left:]) for row, left in enumerate(padding)]
         for prompt in prompts:
-            check_fits(model, self.method, prompt, max_new_tokens)
+            check_fits(model, self.method, prompt)
 
         wanted = generation_config.return_dict_in_generate
         rows: list[_Row] = []

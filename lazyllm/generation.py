@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lazyllm.decoder import open_decoder, sliding_window
+from lazyllm.decoder import open_decoder
 from lazyllm.methods.base import Method
 from lazyllm.prompt import Prompt
 
@@ -83,7 +83,7 @@ def generate(
     prompt = as_prompt(model, input_ids)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is at least 1, got {max_new_tokens}")
-    check_fits(model, method, prompt, max_new_tokens)
+    check_fits(model, method, prompt)
     end_ids = _end_ids(model) if eos_token_ids is None else frozenset(eos_token_ids)
     return continue_prompt(model, prompt, method, max_new_tokens, _greedy(end_ids, min_new_tokens))
 
@@ -156,20 +156,10 @@ def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt
     return replace(given, token_ids=prompt.to(torch.long))
 
 
-def check_fits(model: PreTrainedModel, method: Method, prompt: Prompt, max_new_tokens: int) -> None:
-    """Refuse, before anything runs, what the method or the model cannot do with this prompt. Raises ValueError."""
+def check_fits(model: PreTrainedModel, method: Method, prompt: Prompt) -> None:
+    """Refuse, before anything runs, what the method cannot do with this prompt. Raises ValueError."""
     method.tokens_per_layer(model.config.num_hidden_layers, len(prompt))  # refuses what does not fit the depth
     method.check_prompt(prompt)
-    _check_window(model, len(prompt) + max_new_tokens)
-
-
-def _check_window(model: PreTrainedModel, length: int) -> None:
-    window = sliding_window(model.config)
-    if window is not None and length > window:
-        raise ValueError(
-            f"{type(model).__name__} attends to the last {window} tokens only (sliding window), which pruning does not "
-            f"honour: keep prompt and answer within {window} tokens (got {length})"
-        )
 
 
 def _end_ids(model: PreTrainedModel) -> frozenset[int]:

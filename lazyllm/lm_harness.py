@@ -29,7 +29,7 @@ except ImportError as error:
         f"lm-evaluation-harness is not here, or not whole ({error}): pip install 'lazyllm-bench[lm-eval]'"
     ) from error
 
-from lazyllm.decoder import Decoder, UnsupportedModelError, open_decoder, sliding_window
+from lazyllm.decoder import Decoder, UnsupportedModelError, open_decoder
 from lazyllm.methods import MethodError, code_of, make
 from lazyllm.models import (
     DTYPES,
@@ -136,11 +136,6 @@ class PrunedLM(_HFLM):
             revision=self._given_revision,
             attn_implementation=self._attn_implementation,
         )
-
-    @property
-    def max_length(self) -> int:
-        """Tokens that a request may have, context and continuation; a longer one loses its beginning."""
-        return min(super().max_length, sliding_window(self.config) or sys.maxsize)
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes beside its results."""

@@ -7,7 +7,6 @@ Notation:
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lazyllm.decoder import Decoder, sliding_window
+from lazyllm.decoder import Decoder
 from lazyllm.flops import prefill_flops
 
 # Logits of so many positions are there at once: 33 MB in float32 for a vocabulary of 32,000
@@ -48,8 +47,8 @@ def windows(length: int, size: int) -> Iterator[Window]:
 
 
 def window_limit(config: Any) -> int:
-    """The most tokens that a model can see at once: its positions, or its sliding window."""
-    return min(config.max_position_embeddings, sliding_window(config) or sys.maxsize)
+    """The most tokens that a model can see at once: its positions. (Sliding windows are the layers' own affair.)"""
+    return config.max_position_embeddings
 
 
 def window_size(config: Any, window: int | None) -> int:
@@ -88,7 +87,7 @@ def self_information(decoder: Decoder, token_ids: Tensor, window: int | None = N
         for first in range(one.first, one.stop, CHUNK):
             stop = min(first + CHUNK, one.stop)
             before = hidden[first - 1 - one.start : stop - 1 - one.start]
-            logits = decoder.model.lm_head(before).to(exact)  # [chunk, v]
+            logits = decoder.head(before).to(exact)  # [chunk, v]
             info[first:stop] = F.cross_entropy(logits, sequence[first:stop], reduction="none")
     return info if bos is None else info[1:]
 
@@ -114,12 +113,12 @@ class _Unstored:
 
 def _last_hidden(decoder: Decoder, token_ids: Tensor) -> Tensor:
     """[n, w] the hidden states behind the model's last norm."""
-    hidden = decoder.embed(token_ids)
-    positions = torch.arange(token_ids.shape[0], device=decoder.device)
-    layers: Any = _Unstored(range(len(decoder.layers)), token_ids.shape[0])
-    hidden = decoder.run(layers, hidden, positions, decoder.rope(hidden, positions), None, range(0))
-    inner: Any = decoder.model.model
-    return inner.norm(hidden)[0]
+    n = token_ids.shape[0]
+    positions = torch.arange(n, device=decoder.device)
+    hidden = decoder.embed(token_ids, positions)
+    layers: Any = _Unstored(range(len(decoder.layers)), n)
+    hidden = decoder.run(layers, hidden, positions, decoder.rope(hidden, positions), None, range(0), n)
+    return decoder.norm(hidden)[0]
 
 
 def carried_over(info: np.ndarray, from_spans: np.ndarray, to_spans: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ from lazyllm.decoder import Decoder, Rope
 
 @dataclass(frozen=True)
 class Batch:
-    """The tokens that a group computes in one step: hidden [1, m, w], positions [m] ascending, cos and sin."""
+    """The tokens that a group computes in one step: hidden [1, m, w], positions [m] ascending, their cos and sin."""
 
     hidden: Tensor
     positions: Tensor
@@ -32,8 +32,7 @@ class Batch:
 
     def __getitem__(self, rows: Tensor | slice) -> Batch:
         """The batch of some of its rows."""
-        cos, sin = self.rope
-        return Batch(self.hidden[:, rows], self.positions[rows], (cos[:, rows], sin[:, rows]))
+        return Batch(self.hidden[:, rows], self.positions[rows], tuple(part[:, rows] for part in self.rope))
 
     def __len__(self) -> int:
         return self.positions.shape[0]
@@ -59,9 +58,11 @@ class Session:
     Call `prefill` once, then `step` with each generated token.
 
     decoder: the open model. groups: all layers, in order. prompt_tokens: n. max_new_tokens: the most to be generated.
+    Raises ValueError for a length at which the model's RoPE would change (`Decoder.check_lengths`).
     """
 
     def __init__(self, decoder: Decoder, groups: Sequence[Group], prompt_tokens: int, max_new_tokens: int) -> None:
+        decoder.check_lengths(prompt_tokens, max_new_tokens)
         self.decoder = decoder
         self.groups = groups
         self.prompt_tokens = prompt_tokens
@@ -129,7 +130,7 @@ class Session:
         return None
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Batch:
-        hidden = self.decoder.embed(token_ids)
+        hidden = self.decoder.embed(token_ids, positions)
         return Batch(hidden, positions, self.decoder.rope(hidden, positions))
 
     def _run(self, index: int, batch: Batch) -> Batch:
@@ -138,7 +139,8 @@ class Session:
         cache.extend(batch.positions)
         in_prefill = cache.added == cache.length
         watched = group.watched if in_prefill or group.watched_in_steps else range(0)
-        hidden = self.decoder.run(cache, batch.hidden, batch.positions, batch.rope, self.chosen(cache, batch), watched)
+        chosen = self.chosen(cache, batch)
+        hidden = self.decoder.run(cache, batch.hidden, batch.positions, batch.rope, chosen, watched, self.length)
         return Batch(hidden, batch.positions, batch.rope)
 
     def _count(self) -> None:

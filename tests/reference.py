@@ -2,7 +2,8 @@
 
 Nothing here is fast and nothing is shared with the ``lazyllm`` package: tokens live in dictionaries (position ->
 hidden vector; per layer, position -> key and value), attention is computed for one query token at a time, and the whole
-forward pass (RMSNorm, RoPE, grouped-query attention, SwiGLU) is written out in float64 numpy from the model's weights.
+forward pass (norms, RoPE and its scalings, grouped-query attention, sliding windows, softcaps, gated MLPs, the
+multipliers of some models) is written out in float64 numpy from the model's weights and its config.
 ``tests/test_reference.py`` proves it equal to transformers' own forward pass, and the pruning equal to a formulation
 with dense, masked attention and no cache.
 
@@ -26,6 +27,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+KNOWN_TYPES = (*ARCHITECTURES, "phi3", "gemma2", "gemma3_text", "olmo2", "granite", "smollm3")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -49,12 +51,68 @@ def _silu(x: np.ndarray) -> np.ndarray:
     return x / (1.0 + np.exp(-x))
 
 
-class HandModel:
-    """The weights of a Llama, Mistral, Qwen2 or Qwen3 model in float64 numpy, and one token's way through a layer.
+def _gelu_tanh(x: np.ndarray) -> np.ndarray:
+    """GELU, approximated by tanh (Hendrycks and Gimpel 2016), elementwise."""
+    return 0.5 * x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def _capped(x: np.ndarray, cap: float | None) -> np.ndarray:
+    """Softcap of logits (Gemma 2, arXiv 2408.00118): cap * tanh(x / cap)."""
+    return x if cap is None else cap * np.tanh(x / cap)
+
+
+def rope_frequencies(rope: Mapping[str, Any], width: int, max_positions: int, reach: int) -> tuple[np.ndarray, float]:
+    """Radians per position of each pair of dimensions, [width / 2], and the factor on cos and sin.
 
     Args:
-        model: a Hugging Face causal language model of one of these architectures, full attention in every layer,
-            default RoPE. Its weights are copied; the model is neither run nor changed.
+        rope: the config's RoPE parameters, for one kind of layer.
+        width: dimensions that are rotated.
+        max_positions: the config's max_position_embeddings.
+        reach: length of the text when the token was computed (dynamic NTK and LongRoPE depend on it).
+    """
+    theta, pairs = rope["rope_theta"], np.arange(width // 2)
+    plain = theta ** (-2.0 * pairs / width)
+    factor: Any = rope.get("factor")
+    match rope["rope_type"]:
+        case "default":
+            return plain, 1.0
+        case "linear":  # Chen et al. 2023, arXiv 2306.15595
+            return plain / factor, 1.0
+        case "dynamic":  # NTK-aware: the base grows with the text once it is longer than the model was made for
+            grown = max(reach, max_positions) / max_positions
+            theta = theta * (factor * grown - (factor - 1)) ** (width / (width - 2))
+            return theta ** (-2.0 * pairs / width), 1.0
+        case "yarn":  # Peng et al. 2023, arXiv 2309.00071, with the rounded bounds of its authors' code
+            original = rope["original_max_position_embeddings"]
+
+            def pair_that_turns(times: float) -> float:
+                return width * np.log(original / (times * 2 * np.pi)) / (2 * np.log(theta))
+
+            low = max(np.floor(pair_that_turns(32)), 0)
+            high = min(np.ceil(pair_that_turns(1)), width - 1)
+            ramp = np.clip((pairs - low) / (high - low), 0, 1)  # 0: as it was, 1: stretched
+            return plain * (1 - ramp) + plain / factor * ramp, 0.1 * np.log(factor) + 1
+        case "llama3":  # as published with Llama 3.1
+            original, slow, fast = (
+                rope[name] for name in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+            )
+            turns = original * plain / (2 * np.pi)  # within the original length
+            smooth = np.clip((turns - slow) / (fast - slow), 0, 1)
+            return plain * smooth + plain / factor * (1 - smooth), 1.0
+        case "longrope":  # Ding et al. 2024, arXiv 2402.13753, as published with Phi-3
+            original = rope["original_max_position_embeddings"]
+            stretch = np.array(rope["long_factor"] if reach > original else rope["short_factor"])
+            return plain / stretch, np.sqrt(1 + np.log(max_positions / original) / np.log(original))
+        case other:
+            raise ValueError(f"the reference knows no RoPE of type {other!r}")
+
+
+class HandModel:
+    """The weights of a model in float64 numpy, and one token's way through a layer.
+
+    Args:
+        model: a Hugging Face causal language model of one of `KNOWN_TYPES`. Its weights are copied; the model is
+            neither run nor changed.
 
     Raises:
         ValueError: the model has a feature that is not written out here.
@@ -62,27 +120,56 @@ class HandModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
-        if config.model_type not in ARCHITECTURES:
-            raise ValueError(f"model type {config.model_type!r} is not one of {ARCHITECTURES}")
-        if config.hidden_act != "silu":
-            raise ValueError(f"activation {config.hidden_act!r} is not 'silu'")
-        layer_types = getattr(config, "layer_types", None) or []
-        sliding_mistral = config.model_type == "mistral" and config.sliding_window is not None
-        if sliding_mistral or any(kind != "full_attention" for kind in layer_types):
-            raise ValueError("the reference knows full attention only, no sliding window")
-        rope = config.rope_parameters
-        if rope["rope_type"] != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(f"the reference knows default RoPE only, not {rope}")
+        self.kind: str = config.model_type
+        if self.kind not in KNOWN_TYPES:
+            raise ValueError(f"model type {self.kind!r} is not one of {KNOWN_TYPES}")
+        activation = getattr(config, "hidden_activation", None) or config.hidden_act
+        if activation not in ("silu", "gelu_pytorch_tanh"):
+            raise ValueError(f"activation {activation!r} is not 'silu' or 'gelu_pytorch_tanh'")
+        self.activation = _silu if activation == "silu" else _gelu_tanh
+        self.is_gemma = self.kind in ("gemma2", "gemma3_text")
 
         self.num_layers: int = config.num_hidden_layers
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = config.num_key_value_heads
         self.eps: float = config.rms_norm_eps
-        self.theta: float = rope["rope_theta"]
+        self.max_positions: int = config.max_position_embeddings
         self.weights = {
             name: tensor.detach().cpu().to(torch.float64).numpy().copy() for name, tensor in model.state_dict().items()
         }
-        self.head_dim: int = self.weights["model.layers.0.self_attn.q_proj.weight"].shape[0] // self.num_heads
+        self.head_dim: int = self.weights["model.layers.0.self_attn.o_proj.weight"].shape[1] // self.num_heads
+
+        # how far a token sees back, by layer: itself and `window` - 1 positions before it
+        window = config.sliding_window if hasattr(config, "sliding_window") else None
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * self.num_layers
+        if set(kinds) - {"full_attention", "sliding_attention"}:
+            raise ValueError(f"the reference knows no layers of types {set(kinds)}")
+        self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
+
+        # RoPE by layer; None where a layer has none (SmolLM3 marks the layers that have one with 1)
+        ropes = config.rope_parameters
+        self.ropes = [ropes.get(kind, ropes) for kind in kinds]
+        if self.kind == "smollm3":
+            self.ropes = [rope if has else None for rope, has in zip(self.ropes, config.no_rope_layers, strict=True)]
+
+        self.attention_scale = 1 / np.sqrt(self.head_dim)
+        self.attention_cap = self.logits_cap = None
+        self.embedding_factor = self.residual_factor = self.logits_divisor = 1.0
+        if self.is_gemma:
+            self.attention_scale = config.query_pre_attn_scalar**-0.5
+            self.embedding_factor = config.hidden_size**0.5
+            self.logits_cap = config.final_logit_softcapping
+            self.attention_cap = config.attn_logit_softcapping if self.kind == "gemma2" else None
+        elif self.kind == "granite":
+            self.attention_scale = config.attention_multiplier
+            self.embedding_factor = config.embedding_multiplier
+            self.residual_factor = config.residual_multiplier
+            self.logits_divisor = config.logits_scaling
+
+    def sees(self, layer: int, position: int, other: int) -> bool:
+        """Whether a token attends to another one in this layer, where both are there."""
+        window = self.windows[layer - 1]
+        return other <= position and (window is None or position - other < window)
 
     def _linear(self, name: str, x: np.ndarray) -> np.ndarray:
         """W x + b, without b where the layer has none."""
@@ -91,37 +178,68 @@ class HandModel:
         return y if bias is None else y + bias
 
     def _norm(self, name: str, x: np.ndarray) -> np.ndarray:
-        return _rms_norm(x, self.weights[f"{name}.weight"], self.eps)
-
-    def _head_norm(self, name: str, x: np.ndarray) -> np.ndarray:
-        """Qwen3's norm of each head's query or key (x: [heads, d]); the other architectures have none."""
+        """RMSNorm; Gemma's weights are counted from 1. Where the model has no such norm, nothing happens."""
         if f"{name}.weight" not in self.weights:
             return x
+        return _rms_norm(x, self.weights[f"{name}.weight"] + (1.0 if self.is_gemma else 0.0), self.eps)
+
+    def _head_norm(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Norm of queries or keys (x: [heads, d]): OLMo 2's over all heads together, of others over each head."""
+        if self.kind == "olmo2":
+            return self._norm(name, x.reshape(-1)).reshape(x.shape)
         return np.stack([self._norm(name, head) for head in x])
 
-    def _rope(self, x: np.ndarray, position: int) -> np.ndarray:
+    def _rope(self, x: np.ndarray, layer: int, position: int, reach: int) -> np.ndarray:
         """Rotary position embedding (Su et al. 2021), rotate-half convention. x: [heads, d]."""
-        half = self.head_dim // 2
-        angle = position / self.theta ** (2.0 * np.arange(half) / self.head_dim)  # [d/2]
-        first, second = x[:, :half], x[:, half:]
-        return np.concatenate(
-            [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)], axis=1
-        )
+        rope = self.ropes[layer - 1]
+        if rope is None:
+            return x
+        width = int(self.head_dim * rope.get("partial_rotary_factor", 1.0))
+        frequencies, factor = rope_frequencies(rope, width, self.max_positions, reach)
+        angle = position * frequencies  # [width / 2]
+        cos, sin = factor * np.cos(angle), factor * np.sin(angle)
+        first, second, rest = x[:, : width // 2], x[:, width // 2 : width], x[:, width:]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=1)
+
+    def _query_key_value(self, layer: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[H, d], [G, d], [G, d], from one matrix (Phi-3) or three; before norms and RoPE."""
+        attention = f"model.layers.{layer - 1}.self_attn"
+        if f"{attention}.qkv_proj.weight" in self.weights:
+            all_heads = self._linear(f"{attention}.qkv_proj", x).reshape(-1, self.head_dim)
+            q, k, v = np.split(all_heads, [self.num_heads, self.num_heads + self.num_kv_heads])
+            return q, k, v
+        q, k, v = (self._linear(f"{attention}.{name}_proj", x).reshape(-1, self.head_dim) for name in "qkv")
+        return q, k, v
+
+    def _mlp(self, layer: int, x: np.ndarray) -> np.ndarray:
+        mlp = f"model.layers.{layer - 1}.mlp"
+        if f"{mlp}.gate_up_proj.weight" in self.weights:
+            gate, up = np.split(self._linear(f"{mlp}.gate_up_proj", x), 2)
+        else:
+            gate, up = self._linear(f"{mlp}.gate_proj", x), self._linear(f"{mlp}.up_proj", x)
+        return self._linear(f"{mlp}.down_proj", self.activation(gate) * up)
 
     def embed(self, token_id: int) -> np.ndarray:
         """The hidden state [D] that enters layer 1."""
-        return self.weights["model.embed_tokens.weight"][token_id]
+        return self.weights["model.embed_tokens.weight"][token_id] * self.embedding_factor
 
-    def key_value(self, layer: int, hidden: np.ndarray, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """Key (after RoPE) and value of one token in one layer. hidden: [D]; returns two arrays [G, d]."""
-        attention = f"model.layers.{layer - 1}.self_attn"
+    def key_value(self, layer: int, hidden: np.ndarray, position: int, reach: int) -> tuple[np.ndarray, np.ndarray]:
+        """Key (after RoPE) and value of one token in one layer. hidden: [D]; returns two arrays [G, d].
+
+        reach: as in :func:`rope_frequencies`.
+        """
         x = self._norm(f"model.layers.{layer - 1}.input_layernorm", hidden)
-        k = self._linear(f"{attention}.k_proj", x).reshape(self.num_kv_heads, self.head_dim)
-        v = self._linear(f"{attention}.v_proj", x).reshape(self.num_kv_heads, self.head_dim)
-        return self._rope(self._head_norm(f"{attention}.k_norm", k), position), v
+        _, k, v = self._query_key_value(layer, x)
+        k = self._head_norm(f"model.layers.{layer - 1}.self_attn.k_norm", k)
+        return self._rope(k, layer, position, reach), v
 
     def layer(
-        self, layer: int, hidden: np.ndarray, position: int, attended: Sequence[tuple[np.ndarray, np.ndarray]]
+        self,
+        layer: int,
+        hidden: np.ndarray,
+        position: int,
+        reach: int,
+        attended: Sequence[tuple[np.ndarray, np.ndarray]],
     ) -> tuple[np.ndarray, np.ndarray]:
         """One token through one layer.
 
@@ -129,40 +247,48 @@ class HandModel:
             layer: the layer, from 1.
             hidden: the token's hidden state before the layer, [D].
             position: the token's position in the text.
+            reach: as in :func:`rope_frequencies`.
             attended: key and value, each [G, d], of every token it attends to (itself among them), ``t`` of them.
 
         Returns:
             The hidden state after the layer, [D], and the attention probabilities, [H, t].
         """
         prefix = f"model.layers.{layer - 1}"
-        x = self._norm(f"{prefix}.input_layernorm", hidden)
-        q = self._linear(f"{prefix}.self_attn.q_proj", x).reshape(self.num_heads, self.head_dim)
-        q = self._rope(self._head_norm(f"{prefix}.self_attn.q_norm", q), position)
+        q, _, _ = self._query_key_value(layer, self._norm(f"{prefix}.input_layernorm", hidden))
+        q = self._rope(self._head_norm(f"{prefix}.self_attn.q_norm", q), layer, position, reach)
         probabilities, outputs = [], []
         for head in range(self.num_heads):
             kv_head = head // (self.num_heads // self.num_kv_heads)
             keys = np.stack([k[kv_head] for k, _ in attended])  # [t, d]
             values = np.stack([v[kv_head] for _, v in attended])  # [t, d]
-            p = _softmax(keys @ q[head] / np.sqrt(self.head_dim))
+            p = _softmax(_capped(keys @ q[head] * self.attention_scale, self.attention_cap))
             probabilities.append(p)
             outputs.append(p @ values)
-        hidden = hidden + self._linear(f"{prefix}.self_attn.o_proj", np.concatenate(outputs))
-        x = self._norm(f"{prefix}.post_attention_layernorm", hidden)
-        x = _silu(self._linear(f"{prefix}.mlp.gate_proj", x)) * self._linear(f"{prefix}.mlp.up_proj", x)
-        return hidden + self._linear(f"{prefix}.mlp.down_proj", x), np.stack(probabilities)
+        attention = self._linear(f"{prefix}.self_attn.o_proj", np.concatenate(outputs))
+        if self.is_gemma or self.kind == "olmo2":  # the norm of this name comes behind attention, not before the MLP
+            attention, before_mlp = self._norm(f"{prefix}.post_attention_layernorm", attention), "pre_feedforward"
+        else:
+            before_mlp = "post_attention"
+        hidden = hidden + self.residual_factor * attention
+        mlp = self._mlp(layer, self._norm(f"{prefix}.{before_mlp}_layernorm", hidden))
+        mlp = self._norm(f"{prefix}.post_feedforward_layernorm", mlp)
+        return hidden + self.residual_factor * mlp, np.stack(probabilities)
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Final norm and language-model head: hidden state after the last layer [D] -> [V]."""
-        return self._linear("lm_head", self._norm("model.norm", hidden))
+        logits = self._linear("lm_head", self._norm("model.norm", hidden)) / self.logits_divisor
+        return _capped(logits, self.logits_cap)
 
 
 def forward_reference(model: PreTrainedModel, input_ids: Sequence[int]) -> np.ndarray:
     """Logits [N, V] of all positions, without any pruning: what ``model(input_ids).logits[0]`` should be."""
     hand = HandModel(model)
     hidden = {position: hand.embed(token) for position, token in enumerate(input_ids)}
+    reach = len(input_ids)
     for layer in range(1, hand.num_layers + 1):
-        kv = {p: hand.key_value(layer, hidden[p], p) for p in hidden}
-        hidden = {p: hand.layer(layer, hidden[p], p, [kv[other] for other in kv if other <= p])[0] for p in hidden}
+        kv = {p: hand.key_value(layer, hidden[p], p, reach) for p in hidden}
+        seen = {p: [kv[other] for other in kv if hand.sees(layer, p, other)] for p in hidden}
+        hidden = {p: hand.layer(layer, hidden[p], p, reach, seen[p])[0] for p in hidden}
     return np.stack([hand.logits(hidden[p]) for p in sorted(hidden)])
 
 
@@ -214,6 +340,7 @@ def lazy_reference(
     eos_token_ids: Collection[int] = (),
     prune_generated: bool = False,
     forced: Sequence[int] = (),
+    revive: bool = True,
 ) -> ReferenceOutput:
     """Greedy generation with LazyLLM's pruning (sections 3.2 to 3.4 of the paper; `shared/paper/lazyllm.md`, 1 to 6).
 
@@ -225,6 +352,7 @@ def lazy_reference(
         eos_token_ids: generation stops after one of these.
         prune_generated: in decoding, the generated tokens but the newest are candidates too, and count.
         forced: the first so many tokens are these, whatever the logits say (teacher forcing).
+        revive: False for the ablation without section 3.3: decoding stays with the prefill's selections.
 
     Returns:
         Tokens, logits, selections and counts; see :class:`ReferenceOutput`.
@@ -253,20 +381,23 @@ def lazy_reference(
         # the others have their key and value there already.
         active = set(range(newest + 1))
         hidden = {p: hand.embed(text[p]) for p in new_positions}
+        reach = {p: max(num_prompt, p + 1) for p in active}  # how long the text was when the token was new
         selected_here: dict[int, list[int]] = {}
         revived_here: dict[int, list[int]] = {}
         importance_here: dict[int, dict[int, float]] = {}
 
         for layer in layers:
             for p in hidden:
-                kv[layer][p] = hand.key_value(layer, hidden[p], p)
+                kv[layer][p] = hand.key_value(layer, hidden[p], p, reach[p])
                 counts[layer, p] += 1
             importance: dict[int, float] = {}
             for p in sorted(hidden):
-                attended = sorted(other for other in active if other <= p)
-                hidden[p], probabilities = hand.layer(layer, hidden[p], p, [kv[layer][other] for other in attended])
-                if p == newest:  # equation 1: the mean over the heads
-                    importance = dict(zip(attended, probabilities.mean(axis=0).tolist(), strict=True))
+                attended = sorted(other for other in active if hand.sees(layer, p, other))
+                here = [kv[layer][other] for other in attended]
+                hidden[p], probabilities = hand.layer(layer, hidden[p], p, reach[p], here)
+                if p == newest:  # equation 1: the mean over the heads; 0 for tokens outside the layer's window
+                    seen = dict(zip(attended, probabilities.mean(axis=0).tolist(), strict=True))
+                    importance = {other: seen.get(other, 0.0) for other in sorted(active)}
 
             if layer not in schedule:
                 continue
@@ -278,6 +409,8 @@ def lazy_reference(
             else:
                 candidates = {p for p in active if p < num_prompt or (prune_generated and p != newest)}
                 kept_count = keep_count(schedule[layer], len(candidates))
+            if not prefill and not revive:
+                importance = {p: float(p in out.selected[0][layer]) for p in active}
             ranking = sorted(candidates, key=lambda p: (-importance[p], p))
             kept, dropped = ranking[:kept_count], ranking[kept_count:]
             if kept and dropped:
@@ -321,6 +454,50 @@ def lazy_reference(
     out.compute_counts = dict(counts)
     out.aux = {boundary: set(held) for boundary, held in aux.items()}
     return out
+
+
+def static_reference(
+    model: PreTrainedModel, input_ids: Sequence[int], layer: int, ratio: float, steps: int
+) -> ReferenceOutput:
+    """Static token pruning: once, in prefill, after `layer`, by the importance averaged over layers 1 to `layer`.
+
+    What is pruned is gone for all layers. Fills in `token_ids`, `logits` and `selected` (of the prefill) only.
+    """
+    hand, out = HandModel(model), ReferenceOutput()
+    n = len(input_ids)
+    kv: dict[int, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
+    hidden = {p: hand.embed(token) for p, token in enumerate(input_ids)}
+    total = dict.fromkeys(hidden, 0.0)
+    for number in range(1, hand.num_layers + 1):
+        kv[number] = {p: hand.key_value(number, hidden[p], p, n) for p in hidden}
+        for p in sorted(hidden):
+            attended = [other for other in sorted(hidden) if hand.sees(number, p, other)]
+            here = [kv[number][other] for other in attended]
+            hidden[p], probabilities = hand.layer(number, hidden[p], p, n, here)
+            if p == n - 1 and number <= layer:
+                for other, value in zip(attended, probabilities.mean(axis=0).tolist(), strict=True):
+                    total[other] += value / layer
+        if number == layer:
+            ranking = sorted(range(n - 1), key=lambda p: (-total[p], p))
+            keep = keep_count(ratio, n) - 1
+            gaps = [total[ranking[keep - 1]] - total[ranking[keep]]] if 0 < keep < n - 1 else []
+            out.margin = min((gap for gap in gaps if gap > 0), default=out.margin)
+            kept = sorted([*ranking[:keep], n - 1])
+            out.selected.append({layer: kept})
+            hidden = {p: hidden[p] for p in kept}
+            kv = {number: {p: stored[p] for p in kept} for number, stored in kv.items()}
+    newest = hidden[n - 1]
+    while True:
+        out.logits.append(hand.logits(newest))
+        out.token_ids.append(int(np.argmax(out.logits[-1])))
+        if len(out.token_ids) == steps:
+            return out
+        position = n + len(out.token_ids) - 1
+        newest = hand.embed(out.token_ids[-1])
+        for number in range(1, hand.num_layers + 1):
+            kv[number][position] = hand.key_value(number, newest, position, position + 1)
+            here = [pair for other, pair in kv[number].items() if hand.sees(number, position, other)]
+            newest, _ = hand.layer(number, newest, position, position + 1, here)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -411,17 +588,7 @@ def random_model(
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=attn_implementation, dtype=torch.float64
         ).eval()
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(False)
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        if "norm" in name:
-            parameter.copy_(1.0 + 0.3 * noise)
-        elif "embed_tokens" in name:
-            parameter.copy_(noise)
-        else:
-            parameter.copy_(0.25 * noise)
-
+    _randomise(model, seed)
     if float64_throughout:
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
@@ -432,17 +599,127 @@ def random_model(
     return model
 
 
+def _randomise(model: PreTrainedModel, seed: int) -> None:
+    """Every parameter random, as `random_model` describes; without gradients."""
+    counted_from_1 = model.config.model_type in ("gemma2", "gemma3_text")
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(False)
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        if "norm" in name:
+            parameter.copy_((0.0 if counted_from_1 else 1.0) + 0.3 * noise)
+        elif "embed_tokens" in name:
+            parameter.copy_(noise)
+        else:
+            parameter.copy_(0.25 * noise)
+
+
+_PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+WINDOW = 7
+
+# One row for each way of being built that the library supports: model type, and what is not `random_model`'s. Lengths
+# at which something changes (windows, RoPEs that depend on the length) are short enough for prompts of a few tokens.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, linear RoPE": ("llama", {"rope_parameters": _PLAIN | {"rope_type": "linear", "factor": 3.0}}),
+    "llama, dynamic NTK": (
+        "llama",
+        {"rope_parameters": _PLAIN | {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 19},
+    ),
+    "llama, YaRN": (
+        "llama",
+        {
+            "rope_parameters": _PLAIN
+            | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 100.0}
+        },
+    ),
+    "llama, Llama 3 RoPE": (
+        "llama",
+        {
+            "rope_parameters": _PLAIN
+            | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            | {"original_max_position_embeddings": 32}
+        },
+    ),
+    "mistral, window": ("mistral", {"sliding_window": WINDOW}),
+    "qwen2": ("qwen2", {"sliding_window": None}),
+    "qwen2, window in some layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16, "sliding_window": None}),
+    "phi3, partial RoPE": ("phi3", {"rope_parameters": _PLAIN | {"partial_rotary_factor": 0.5}}),
+    "phi3, LongRoPE and window": (
+        "phi3",
+        {
+            "max_position_embeddings": 64,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": _PLAIN
+            | {"rope_type": "longrope", "original_max_position_embeddings": 16}
+            | {"short_factor": [1.0 + 0.1 * pair for pair in range(8)]}
+            | {"long_factor": [1.0 + 1.5 * pair for pair in range(8)]},
+            "sliding_window": WINDOW,
+        },
+    ),
+    "gemma2": ("gemma2", {"sliding_window": WINDOW, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": _ALTERNATING,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 20.0,
+            "rope_parameters": {
+                "full_attention": _PLAIN | {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+                "sliding_attention": _PLAIN | {"rope_theta": 1e3},
+            },
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 2.5},
+    ),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": False}),
+}
+
+
+def random_variant(
+    name: str, seed: int, attn_implementation: str = "sdpa", dtype: torch.dtype = torch.float64, **overrides: Any
+) -> PreTrainedModel:
+    """A small random model of 4 layers for one of :data:`VARIANTS`, transformers' own modules throughout.
+
+    In float64, to be run within :func:`casts_in_float64`, in which its constants are made too.
+    """
+    model_type, own = VARIANTS[name]
+    fields: dict[str, Any] = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5, "rope_parameters": _PLAIN, "tie_word_embeddings": False,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    config = AutoConfig.for_model(model_type, **(fields | own | overrides))
+    exact = casts_in_float64() if dtype == torch.float64 else contextlib.nullcontext()
+    with torch.random.fork_rng(devices=[]), exact:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=dtype).eval()
+    _randomise(model, seed)
+    return model
+
+
 @contextlib.contextmanager
 def casts_in_float64() -> Iterator[None]:
     """Within it, Python code that asks for float32 gets float64: transformers' eager softmax, RMSNorm and RoPE too.
 
-    By replacing the names ``torch.float32``, ``torch.float`` and ``Tensor.float``: for a few lines around a model's
-    forward pass in a test, not for more.
+    By replacing the names ``torch.float32``, ``torch.float`` and ``Tensor.float``, and the default dtype: for a few
+    lines around a model's forward pass in a test, not for more.
     """
-    saved = torch.float32, torch.float, torch.Tensor.float
+    saved, default = (torch.float32, torch.float, torch.Tensor.float), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
     torch.float32 = torch.float = torch.float64
     torch.Tensor.float = torch.Tensor.double
     try:
         yield
     finally:
         torch.float32, torch.float, torch.Tensor.float = saved
+        torch.set_default_dtype(default)

@@ -102,9 +102,7 @@ def test_every_parameter_of_a_random_model_is_random_and_seeded():
 @pytest.mark.parametrize(
     ("architecture", "overrides"),
     [
-        ("mistral", {"sliding_window": 8}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
+        ("llama", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 10000.0, "factor": 2.0}}),
         ("llama", {"hidden_act": "gelu"}),
     ],
 )

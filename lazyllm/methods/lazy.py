@@ -182,12 +182,12 @@ class LazySession(Session):
             return newest
         revived = entering[:-1]
         assert self._prompt_rope is not None
-        cos, sin = (
+        rope = tuple(
             torch.cat([of_prompt[:, revived], of_newest], dim=1)
             for of_prompt, of_newest in zip(self._prompt_rope, newest.rope, strict=True)
         )
         hidden = torch.cat([aux.take(revived)[None], newest.hidden], dim=1)
-        return Batch(hidden, entering, (cos, sin))
+        return Batch(hidden, entering, rope)
 
     def _note_layers_that_keep_all(self, index: int) -> None:
         inside = self.groups[index].layers

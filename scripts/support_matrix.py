@@ -1,0 +1,161 @@
+"""Run the matrix of supported architectures and write it down: docs/architectures.md.
+
+    python -m scripts.support_matrix            # some minutes on one core
+
+The cells and what is checked in each are those of `tests/lazyllm/architecture_matrix.py`; nothing is written unless
+all of them hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lazyllm import UnsupportedModelError
+from lazyllm.decoder import check_same_as_model, check_structure
+from tests.lazyllm.architecture_matrix import COLUMNS, METHODS, Cell, cells, check
+from tests.reference import VARIANTS
+
+OUT = Path(__file__).parent.parent / "docs" / "architectures.md"
+
+_SMALL: dict[str, Any] = dict(
+    vocab_size=97, hidden_size=64, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
+    pad_token_id=None,
+)  # fmt: skip
+# What is refused: model type, what it is built with beside `_SMALL`, and the heart of the message
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "GPT-2": ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 97}, "is not built like a Llama"),
+    "Mamba": ("mamba", {}, "is not built like a Llama"),
+    "Jamba": ("jamba", {}, "is not built like a Llama"),
+    "LFM2 (convolutions)": ("lfm2", {}, "is not built like a Llama"),
+    "Qwen3-Next (linear attention)": ("qwen3_next", {}, "layers of type linear_attention"),
+    "MiniMax (linear attention)": ("minimax", {}, "layers of type linear_attention"),
+    "Granite 4 hybrid (Mamba)": ("granitemoehybrid", {}, "layers of type linear_attention"),
+    "Llama 4 (chunked attention)": ("llama4_text", {}, "layers of type chunked_attention"),
+    "Gemma 3n (states between layers)": (
+        "gemma3n_text",
+        {"num_kv_shared_layers": 0},
+        "changes the hidden states between its layers",
+    ),
+    "Gemma 4 (inputs by layer)": ("gemma4_text", {}, "gives its layers per_layer_input"),
+    "GPT-OSS (attention sinks)": ("gpt_oss", {"num_local_experts": 4}, "attends with s_aux"),
+    "DiffLlama (two attentions a layer)": ("diffllama", {}, "8 of 4 watched layers"),
+}
+
+
+def refusal_of(name: str) -> str:
+    """The message with which a model of `REFUSED` is refused at start-up; "" where it is not."""
+    kind, own, _ = REFUSED[name]
+    config = AutoConfig.for_model(kind, **(({} if kind == "gpt2" else _SMALL) | own))
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    try:
+        check_structure(model)
+        check_same_as_model(model)
+    except UnsupportedModelError as error:
+        return str(error)
+    return ""
+
+
+def table(holds: Mapping[Cell, bool]) -> str:
+    """The matrix as Markdown: a row for each architecture and method, a column for each dtype and attention."""
+    short = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "flash_attention_2": "flash"}
+    names = [f"{short[dtype]} {short.get(attention, attention)}" for dtype, attention in COLUMNS]
+    lines = ["| architecture | method | " + " | ".join(names) + " |", "|" + "---|" * (2 + len(names))]
+    for architecture in VARIANTS:
+        for method in METHODS:
+            marks = []
+            for dtype, attention in COLUMNS:
+                cell = Cell(architecture, method, dtype, attention)
+                marks.append("n/a" if cell not in holds else "yes" if holds[cell] else "NO")
+            lines.append(f"| {architecture} | {method} | " + " | ".join(marks) + " |")
+    return "\n".join(lines)
+
+
+def document(holds: Mapping[Cell, bool]) -> str:
+    """docs/architectures.md."""
+    number = len(holds)
+    refused = "\n".join(f"| {name} | {reason} |" for name, (_, _, reason) in REFUSED.items())
+    return f"""# Which models work
+
+Written by `python -m scripts.support_matrix` with torch {torch.__version__.split("+")[0]} and transformers \
+{transformers.__version__} on a CPU: {number} combinations, all of which hold.
+
+What a model is, is found out from the model and not from its name: its own code is run once with its layers left out,
+which shows what enters layer 1, which cos and sin and which mask each layer gets, and what becomes of the logits
+(`lazyllm/layout.py`); then a prompt and two decoding steps are run through the loop over the layers and through
+`model(...)`, and must give the same logits (`check_same_as_model`). So a decoder that is not in this table but is built
+like one that is (Ministral, OLMo 3, Cohere 2, Mixtral, Nemotron, ...) works too; only those of the table are held
+against an independent reference. FLOPs and ideal speedups are counted for gated MLPs without experts.
+
+## What is checked in each cell
+
+Small random models of 4 layers, a prompt longer than every sliding window, and lengths that cross those at which a RoPE
+changes ("Llama 3 RoPE", "YaRN", ... are the `rope_type`s of transformers).
+
+- Every cell: with parameters that keep everything, the tokens are those of `model.generate` and the first logits are
+  those of `model(...)`, bit for bit; with parameters that prune, as many tokens are computed as the method says.
+- float64 and float32: pruned tokens, selections and the logits of all steps are those of the reference
+  (`tests/reference.py`: dictionaries of tokens, numpy, float64), the logits to 1e-9 and 1e-3; in float32 only where
+  the reference itself has no two importances closer than 1e-5 at the edge of a selection.
+- Columns "flash": **not FlashAttention itself**, which needs a GPU and is not installed where this was run, but a
+  stand-in with its conventions (no masks, windows counted in slots, softcaps), computed by PyTorch.
+- "n/a": transformers builds no such model (SDPA cannot cap attention logits: Gemma 2 needs
+  `model.attn_implementation=eager` or FlashAttention).
+
+## What to know
+
+- **Sliding windows** count positions: a token attends to those stored tokens that lie in its window in the text,
+  however many of those between them were pruned. Outside the newest token's window the importance of Eq. 1 is 0, and
+  ties go to the lower position: in models that alternate (Gemma 2 and 3), let pruning layers be layers with full
+  attention. K and V of tokens that have left a window are kept.
+- **Dynamic NTK**: a token keeps the frequencies of the step that computed it, as in `model.generate`. Every prompt
+  begins anew. **LongRoPE** (Phi-3): a text that would grow beyond the length at which the frequencies change is refused
+  before it starts; one that is beyond it from the start, or stays within it, is exact.
+- Gemma 3 as `Gemma3ForCausalLM` (text); the models with images are refused.
+
+## The matrix
+
+{table(holds)}
+
+## What is refused at start-up
+
+| architecture | reason |
+|---|---|
+{refused}
+"""
+
+
+def main() -> int:
+    """Check every cell; write the document if all of them hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    torch.set_num_threads(1)
+    holds = {}
+    for cell in cells():
+        try:
+            check(cell)
+            holds[cell] = True
+        except AssertionError as error:
+            holds[cell] = False
+            print(f"{cell}: {error}", file=sys.stderr)
+    not_refused = [name for name, (_, _, reason) in REFUSED.items() if reason not in refusal_of(name)]
+    if not all(holds.values()) or not_refused:
+        print(f"not written: see above; not refused as expected: {not_refused}", file=sys.stderr)
+        return 1
+    OUT.parent.mkdir(exist_ok=True)
+    OUT.write_text(document(holds), encoding="utf-8")
+    print(f"{OUT.name}: {len(holds)} combinations")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
