@@ -19,17 +19,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lazyllm.placement import home_of
+
 
 class Probe:
     """What the installed attention function is asked for, and what it found.
 
     own_attention_is_eager: whether the model's own attention has no causality of its own.
     decodes: whether this is a decoding step, whose mask, if there is one, is that of `part_mask`.
+    home: the device that importance is brought to, whichever one its layer is on.
     """
 
-    def __init__(self, own_attention_is_eager: bool) -> None:
+    def __init__(self, own_attention_is_eager: bool, home: torch.device) -> None:
         self.own_attention_is_eager = own_attention_is_eager
         self.decodes = False
+        self._home = home
         self._watched: range = range(0)
         self._found: list[Tensor] = []
 
@@ -42,7 +46,7 @@ class Probe:
 
     def look(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> None:
         """Take down `last_token_importance` of a watched layer."""
-        self._found.append(last_token_importance(query, key, mask, scaling))
+        self._found.append(last_token_importance(query, key, mask, scaling).to(self._home))
 
     def take(self) -> Tensor:
         """[s] the newest token's attention probability on each stored token, mean over heads and watched layers.
@@ -67,7 +71,7 @@ def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
     own_name = model.config._attn_implementation
     is_sdpa = own_name == "sdpa"
     is_flash = own_name is not None and own_name.startswith("flash")
-    probe = Probe(own_attention_is_eager=own_name == "eager")
+    probe = Probe(own_attention_is_eager=own_name == "eager", home=home_of(model))
     name = f"lazyllm_{id(probe)}"  # of its own, so that two models may generate at the same time
 
     def attention(

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from lazyllm.attention import Probe, installed_attention, part_mask
 from lazyllm.cache import GroupCache
 from lazyllm.flops import LayerShape
+from lazyllm.placement import device_of, devices_of, home_of, is_spread, moved
 from lazyllm.products import products_of
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, [1, m, d] each
@@ -31,6 +32,9 @@ class Decoder:
     """The parts of a transformers causal language model, and how a group of its layers is run.
 
     Use `open_decoder`, which installs the observing attention and removes it again.
+
+    device: where everything is that no layer owns; `devices`: all that compute. Layers may be elsewhere: then what they
+    need is brought there, and what leaves a group of them is brought back.
     """
 
     def __init__(self, model: PreTrainedModel, probe: Probe) -> None:
@@ -39,7 +43,9 @@ class Decoder:
         self._inner: Any = model.model
         self.layers: Any = self._inner.layers
         self.config = model.config
-        self.device = model.device
+        self.device = home_of(model)
+        self.devices = devices_of(model)
+        self._layer_devices = [device_of(layer) if is_spread(model) else self.device for layer in self.layers]
         self.dtype = model.dtype
         self.width: int = model.config.hidden_size
         shape = LayerShape.of(model.config)
@@ -52,7 +58,7 @@ class Decoder:
 
     def rope(self, hidden: Tensor, positions: Tensor) -> Rope:
         """cos and sin of the tokens at `positions` [m]."""
-        return self._inner.rotary_emb(hidden, position_ids=positions[None])
+        return moved(self._inner.rotary_emb(hidden, position_ids=positions[None]), self.device)
 
     def run(
         self,
@@ -72,9 +78,12 @@ class Decoder:
         self.probe.watch(watched)
         self.probe.decodes = group.added < group.length
         mask = self._prefill_mask(hidden) if chosen is None else part_mask(chosen, self._share, self.dtype)
-        position_ids = positions[None]
+        position_ids, device = positions[None], self.device
         with products_of(hidden, self._largest_matrix) if self.probe.decodes else nullcontext():
             for layer in group.layers:
+                if self._layer_devices[layer] != device:  # moved here, once: accelerate would for every layer anew
+                    device = self._layer_devices[layer]
+                    hidden, mask, position_ids, rope = moved((hidden, mask, position_ids, rope), device)
                 hidden = self.layers[layer](
                     hidden,
                     attention_mask=mask,
@@ -83,11 +92,11 @@ class Decoder:
                     use_cache=True,
                     position_embeddings=rope,
                 )
-        return hidden
+        return moved(hidden, self.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[v] logits of the last of the tokens in hidden [1, m, w], and of no other."""
-        return self.model.lm_head(self._inner.norm(hidden[:, -1:]))[0, -1]
+        return moved(self.model.lm_head(self._inner.norm(hidden[:, -1:]))[0, -1], self.device)
 
     def _prefill_mask(self, hidden: Tensor) -> Tensor | None:
         """Only eager attention has no causality of its own: it needs an additive mask [1, 1, m, m]."""
@@ -146,9 +155,10 @@ def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
     This finds what no list of names does: scaled embeddings or logits, layers that mix tokens outside attention,
     a RoPE of its own per layer. Raises UnsupportedModelError where they differ.
     """
-    token_ids = torch.arange(length, device=model.device) % model.config.vocab_size
-    positions = torch.arange(length, device=model.device)
-    expected = model(token_ids[None], logits_to_keep=1).logits[0, -1]
+    home = home_of(model)
+    token_ids = torch.arange(length, device=home) % model.config.vocab_size
+    positions = torch.arange(length, device=home)
+    expected = model(token_ids[None], logits_to_keep=1).logits[0, -1].to(home)
     with open_decoder(model) as decoder:
         hidden = decoder.embed(token_ids)
         group = GroupCache(range(len(decoder.layers)), length, length, decoder.device)

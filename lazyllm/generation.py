@@ -83,15 +83,15 @@ def generate(
     end_ids = _end_ids(model) if eos_token_ids is None else frozenset(eos_token_ids)
     method.prepare(model)
     with open_decoder(model) as decoder:
-        start = read_clock(decoder.device)
+        start = read_clock(*decoder.devices)
         session = method.start(decoder, prompt, max_new_tokens)
         first_logits = logits = session.prefill(prompt.token_ids.to(decoder.device))
         token_ids = [_choose(logits, end_ids if min_new_tokens > 0 else frozenset())]
-        clock = [start, read_clock(decoder.device)]
+        clock = [start, read_clock(*decoder.devices)]
         while len(token_ids) < max_new_tokens and token_ids[-1] not in end_ids:
             logits = session.step(token_ids[-1])
             token_ids.append(_choose(logits, end_ids if len(token_ids) < min_new_tokens else frozenset()))
-            clock.append(read_clock(decoder.device))
+            clock.append(read_clock(*decoder.devices))
     return Generation(
         token_ids=token_ids,
         first_logits=first_logits,
@@ -157,8 +157,9 @@ def _choose(logits: Tensor, forbidden: frozenset[int]) -> int:
     return int(chosen)
 
 
-def read_clock(device: torch.device) -> float:
-    """Seconds on a monotonic clock, read when the device has done all its work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def read_clock(*devices: torch.device) -> float:
+    """Seconds on a monotonic clock, read when the devices have done all their work."""
+    for device in devices:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
     return time.perf_counter()
