@@ -59,6 +59,8 @@ def check_hub_files(source: str, revision: str | None = None) -> None:
 def _shards(folder: Path, index: str) -> list[str]:
     try:
         named = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()
+        if not all(isinstance(one, str) for one in named):
+            raise ValueError("weight_map does not map names to files")
         return sorted(set(named))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{folder / index} could not be used ({type(error).__name__}: {error})") from error

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.import_utils import is_accelerate_available, is_bitsandbytes_available, is_torchao_available
 
 from lazyllm.checkpoint import ModelError
@@ -84,8 +85,6 @@ def check_quantised(source: str, config: Any, device_map: Any) -> None:
     own = _own(config)
     if own is None:
         return
-    from transformers.quantizers.auto import AutoHfQuantizer  # not at the top: it imports torchao, which is slow
-
     kind = quantised_by(config)
     require("accelerate", f"{source}, which is quantised ({kind}),")
     try:
