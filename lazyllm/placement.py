@@ -22,20 +22,18 @@ def device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
-def home_of(model: nn.Module) -> torch.device:
-    """The device of the token embedding: hidden states start from there, and are chosen from there at boundaries."""
-    inner: Any = model.model
-    return device_of(inner.embed_tokens)
+def home_of(model: Any) -> torch.device:
+    """The device that the model's tokens are embedded on: where a generation keeps all that no layer owns."""
+    return device_of(model.model.embed_tokens) if is_spread(model) else model.device
 
 
-def devices_of(model: nn.Module) -> tuple[torch.device, ...]:
+def devices_of(model: Any) -> tuple[torch.device, ...]:
     """Every device that the model computes on, its home first."""
-    inner: Any = model.model
-    parts = [*inner.layers, inner.norm, model.lm_head] if is_spread(model) else []
-    return tuple(dict.fromkeys([home_of(model), *map(device_of, parts)]))  # type: ignore[arg-type]
+    parts = [*model.model.layers, model.model.norm, model.lm_head] if is_spread(model) else []
+    return tuple(dict.fromkeys([home_of(model), *map(device_of, parts)]))
 
 
-def is_spread(model: nn.Module) -> bool:
+def is_spread(model: Any) -> bool:
     """Whether accelerate moves the model's inputs or weights."""
     return hasattr(model, "hf_device_map")
 

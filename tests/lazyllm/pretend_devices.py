@@ -1,7 +1,7 @@
 """Several devices on a machine that has one: tensors that say where they are, and refuse to meet others elsewhere.
 
-All arithmetic is the CPU's, so that results can be compared bit for bit; only the bookkeeping is of several devices. What
-a real accelerator does beyond that (its kernels, its streams) is not pretended.
+All arithmetic is the CPU's, so that results can be compared bit for bit; only the bookkeeping is of several devices.
+What a real accelerator does beyond that (its kernels, its streams) is not pretended.
 """
 
 from __future__ import annotations

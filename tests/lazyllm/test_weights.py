@@ -251,7 +251,7 @@ SPREADS = {
 
 
 def spread(model: PreTrainedModel, places: list[torch.device]) -> PreTrainedModel:
-    """The model with its parts on pretended devices, and accelerate's own hooks on them as `dispatch_model` has them."""
+    """The model with its parts on pretended devices, and accelerate's hooks on them as `dispatch_model` has them."""
     place_of_part = dict(zip(PARTS, places, strict=True)) | {"model.rotary_emb": places[-1]}
     for name, place in place_of_part.items():
         for part in model.get_submodule(name).modules():
