@@ -20,7 +20,7 @@ from eval.shards import parse_shard
 from eval.tasks import Dataset
 from eval.tracking import MODES, TRACKERS, TrackerConfig
 from lazyllm.methods import METHODS, Method, MethodError, by_name, known, make, settings_of
-from lazyllm.models import as_device, as_dtype
+from lazyllm.models import check_settings
 
 # Launcher -> (the plugin's package, the extra of pyproject.toml that installs it)
 LAUNCHERS = {
@@ -47,9 +47,9 @@ class ConfigError(ValueError):
 class ModelConfig:
     """name: preset, folder or hub id. load_format: "auto" or "dummy" (random weights, nothing downloaded).
 
-    dtype, device, revision, attn_implementation: as in `lazyllm.load_model`. tokenizer: folder or hub id where it is
-    not the model's own. max_prompt_tokens: LongBench's limit, beyond which the middle of a prompt is cut out; null for
-    none. chat: how prompts are wrapped: none, llama2, xgen or auto (the tokenizer's own template).
+    dtype, device, revision, attn_implementation, quantise, device_map: as in `lazyllm.load_model`. tokenizer: folder or
+    hub id where it is not the model's own. max_prompt_tokens: LongBench's limit, beyond which the middle of a prompt is
+    cut out; null for none. chat: how prompts are wrapped: none, llama2, xgen or auto (the tokenizer's own template).
     paper: the column of the paper's tables that the model is compared with: llama2, xgen or null.
     """
 
@@ -60,6 +60,8 @@ class ModelConfig:
     revision: str | None = None
     tokenizer: str | None = None
     attn_implementation: str = "sdpa"
+    quantise: str | None = None
+    device_map: Any = None
     max_prompt_tokens: int | None = None
     chat: str = "none"
     paper: str | None = None
@@ -210,8 +212,14 @@ def to_run_config(config: Any) -> RunConfig:
         _require(value is None or value >= 1, key, value, "1 or more, or null")
     _require(plain.tracker.name in TRACKERS, "tracker.name", plain.tracker.name, " or ".join(TRACKERS))
     _require(plain.tracker.mode in MODES, "tracker.mode", plain.tracker.mode, ", ".join(MODES))
-    as_dtype(plain.model.dtype)
-    as_device(plain.model.device)
+    check_settings(
+        plain.model.load_format,
+        plain.model.dtype,
+        plain.model.device,
+        plain.model.attn_implementation,
+        plain.model.quantise,
+        plain.model.device_map,
+    )
     chat_format(plain.model.chat)
     _require(plain.only is None or plain.only in plain.compare, "only", plain.only, ", ".join(plain.compare) or "null")
     compared = {plain.only: plain.compare[plain.only]} if plain.only is not None else plain.compare

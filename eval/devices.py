@@ -6,8 +6,8 @@ import fcntl
 import logging
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -47,17 +47,27 @@ def held(device: torch.device, holder: str) -> Iterator[None]:
         yield
 
 
-def load(device: torch.device) -> dict[str, Any]:
+@contextmanager
+def all_held(devices: Sequence[torch.device], holder: str) -> Iterator[None]:
+    """Hold all of these devices (see `held`), taken in one order by every run: no two wait for each other."""
+    with ExitStack() as stack:
+        for device in sorted(devices, key=_device_id):
+            stack.enter_context(held(device, holder))
+        yield
+
+
+def load(*devices: torch.device) -> dict[str, Any]:
     """What the machine does at this moment.
 
     average: processes that ran or wanted to, mean over the last 1, 5 and 15 minutes (`os.getloadavg`). cpu_count: the
     cores that they share. gpu_processes: how many use the GPU, by nvidia-smi, this one included once its model is
-    loaded; None on CPU or where it cannot be asked.
+    loaded (of several GPUs: the busiest); None on CPU or where it cannot be asked.
     """
+    counts = [_gpu_processes(device) for device in devices]
     return {
         "average": [round(one, 2) for one in os.getloadavg()],
         "cpu_count": os.cpu_count(),
-        "gpu_processes": _gpu_processes(device),
+        "gpu_processes": max((one for one in counts if one is not None), default=None),
     }
 
 

@@ -13,6 +13,7 @@ from eval.tasks import Dataset
 from lazyllm import Generation, generate
 from lazyllm.memory import read_peak, reset_peak
 from lazyllm.methods import Baseline, Method
+from lazyllm.placement import devices_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -92,9 +93,10 @@ class Bench:
         )
 
     def _measure(self, case: Case, method: Method) -> Measurement:
-        reset_peak(self.model.device)
+        devices = devices_of(self.model)
+        reset_peak(*devices)
         out = generate_case(self.model, case, method)
-        peak = read_peak(self.model.device)
+        peak = read_peak(*devices)
         decoded = self.tokenizer.decode(out.token_ids, skip_special_tokens=True)
         assert isinstance(decoded, str)
         text = post_process(decoded, self.chat)

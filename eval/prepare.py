@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,8 @@ from eval.shards import Shard, parse_shard, split
 from eval.store import fingerprint
 from eval.tasks import TASKS, Dataset
 from lazyllm.methods import code_of
-from lazyllm.models import as_device, load_config, load_end_ids, load_tokenizer_of, source_of
+from lazyllm.models import check_loading, devices_in_use, load_config, load_end_ids, load_tokenizer_of, source_of
+from lazyllm.quantisation import QUANTISATIONS, quantised_by
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -35,7 +37,8 @@ class Plan:
     cases: all its examples, in order. ours: the keys of those that this job measures (`eval.shards`). traced: of which
     of these cases a trace is wanted. identity: what must agree for two records to lie in one folder. about: config and
     provenance. file_part: what this job's files in the folder are told apart by; "" for a run in one job.
-    skipped: bad rows that were left out, for a message; None for none.
+    devices: all that
+    the model may compute on. skipped: bad rows that were left out, for a message; None for none.
     """
 
     config: RunConfig
@@ -48,7 +51,7 @@ class Plan:
     about: dict[str, Any]
     file_part: str
     tokenizer: PreTrainedTokenizerBase
-    device: torch.device
+    devices: tuple[torch.device, ...]
     paired: bool
     skipped: str | None
 
@@ -59,9 +62,19 @@ def prepare(config: RunConfig) -> Plan:
     Raises ConfigError, DataError, PromptError, ModelError or TokenizerError with one message for the user.
     """
     check_method(config.method)
-    device = as_device(config.model.device)
+    devices = devices_in_use(config.model.device, config.model.device_map)
+    device = devices[0]
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
-    model_config = load_config(config.model.name, _load_format(config), config.model.revision)
+    model_config = check_loading(
+        config.model.name,
+        _load_format(config),
+        config.model.dtype,
+        config.model.device,
+        revision=config.model.revision,
+        attn_implementation=config.model.attn_implementation,
+        quantise=config.model.quantise,
+        device_map=config.model.device_map,
+    )
     settings = _settings(config, model_config)
     tokenizer = _tokenizer(config)
     loaded = [load_rows(dataset, config.data.dir, _on_error(config)) for dataset in datasets_of(config)]
@@ -69,7 +82,7 @@ def prepare(config: RunConfig) -> Plan:
     paired = config.timing.paired and settings["name"] != "baseline"
     parameters = {one.dataset.name: _resolved(config, settings, one.dataset, model_config) for one in loaded}
     cases = list(_cases(config, loaded, parameters, tokenizer, model_config, end_ids))
-    identity = _identity(config, loaded, model_config, tokenizer, end_ids, device, paired) | {
+    identity = _identity(config, loaded, model_config, tokenizer, end_ids, devices, paired) | {
         "method": _plain(canonical(settings)),
         "parameters": _plain(parameters) if presets.uses_preset(settings) else None,
     }
@@ -91,7 +104,7 @@ def prepare(config: RunConfig) -> Plan:
         },
         file_part=shard.file_part if shard is not None else "",
         tokenizer=tokenizer,
-        device=device,
+        devices=devices,
         paired=paired,
         skipped=_skipped(loaded),
     )
@@ -224,7 +237,7 @@ def _identity(
     model_config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     end_ids: tuple[int, ...],
-    device: torch.device,
+    devices: tuple[torch.device, ...],
     paired: bool,
 ) -> dict[str, Any]:
     """What must agree for two records to lie in one folder. `limit` is not part of it: a run can be widened."""
@@ -242,6 +255,8 @@ def _identity(
         "load_format": config.model.load_format,
         "dtype": config.model.dtype,
         "attn_implementation": config.model.attn_implementation,
+        "quantise": config.model.quantise,
+        "device_map": config.model.device_map,  # times depend on it, and so do what kernels of two kinds of device give
         "max_prompt_tokens": config.model.max_prompt_tokens,
         "chat": config.model.chat,
         **({"method_code": code} if code is not None else {}),
@@ -251,11 +266,18 @@ def _identity(
         "seed": config.seed,
         "paired": paired,
         "warmup": config.timing.warmup,
-        "versions": provenance.versions(),
+        "versions": provenance.versions() | _version_of_quantiser(config, model_config),
         "code": provenance.code_sha256()[:16],
-        "device": provenance.device_name(device),
-        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "device": " + ".join(map(provenance.device_name, devices)),
+        "threads": torch.get_num_threads() if devices[0].type == "cpu" else None,
     }
+
+
+def _version_of_quantiser(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, str]:
+    """The version of the package that rounds the weights; none where they are not quantised by one of ours."""
+    packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
+    package = packages.get(config.model.quantise or quantised_by(model_config) or "")
+    return {package: version(package)} if package is not None else {}
 
 
 def _plain(value: Any) -> Any:

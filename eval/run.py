@@ -43,6 +43,7 @@ from eval.tracking import Tracker, open_tracker, track_pictures
 from lazyllm import ModelError, TokenizerError, UnsupportedModelError
 from lazyllm.memory import release_memory
 from lazyllm.models import load_weights
+from lazyllm.placement import devices_of
 
 log = logging.getLogger(__name__)
 
@@ -154,9 +155,9 @@ def _check_prompts(cases: list[Case], store: RunStore) -> None:
 
 
 @contextmanager
-def _noted(store: RunStore, device: torch.device, examples: int) -> Iterator[None]:
+def _noted(store: RunStore, used: tuple[torch.device, ...], examples: int) -> Iterator[None]:
     """Write down when a job begins and ends to measure, why it ended early, and the machine's load at both times."""
-    store.note({"event": "begin", "time": provenance.now(), "examples": examples, "load": devices.load(device)})
+    store.note({"event": "begin", "time": provenance.now(), "examples": examples, "load": devices.load(*used)})
     error = None
     try:
         yield
@@ -164,7 +165,7 @@ def _noted(store: RunStore, device: torch.device, examples: int) -> Iterator[Non
         error = f"{type(caught).__name__}: {caught}"
         raise
     finally:
-        store.note({"event": "end", "time": provenance.now(), "error": error, "load": devices.load(device)})
+        store.note({"event": "end", "time": provenance.now(), "error": error, "load": devices.load(*used)})
 
 
 def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker) -> None:
@@ -178,7 +179,7 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker) -> None:
         transformers_logging.disable_progress_bar()
     settings = plan.config.model
     holder = f"process {os.getpid()} for {plan.folder}"
-    with devices.held(plan.device, holder), _noted(store, plan.device, len(todo)):
+    with devices.all_held(plan.devices, holder), _noted(store, plan.devices, len(todo)):
         model = load_weights(
             settings.name,
             settings.load_format,  # type: ignore[arg-type]  # checked with the config
@@ -187,7 +188,11 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker) -> None:
             revision=settings.revision,
             attn_implementation=settings.attn_implementation,
             seed=plan.config.seed,
+            quantise=settings.quantise,
+            device_map=settings.device_map,
         )
+        if settings.device_map is not None:
+            log.info("layers are computed on %s", ", ".join(map(str, devices_of(model))))
         bench = Bench(model, plan.tokenizer, settings.chat, plan.paired)
         try:
             _measure_cases(bench, todo, store, tracker, plan.config.timing.warmup)
@@ -196,7 +201,7 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker) -> None:
                     _trace_case(bench, case, store)
         finally:
             del model, bench
-            release_memory(plan.device)  # before another run has the device
+            release_memory(*plan.devices)  # before another run has the device
 
 
 def _measure_cases(bench: Bench, cases: list[Case], store: RunStore, tracker: Tracker, warmup: int) -> None:
@@ -211,14 +216,14 @@ def _measure_cases(bench: Bench, cases: list[Case], store: RunStore, tracker: Tr
             raise
         except Exception as error:  # the first example may be one that does not fit; what fails is written down below
             log.warning("warming up on %s, row %s failed (%s: %s)", *case.key, type(error).__name__, error)
-            release_memory(bench.model.device)
+            release_memory(*devices_of(bench.model))
     with progress(len(cases)) as advance:
         for number, case in enumerate(cases):
             outcome = _measure(bench, case, baseline_first=number % 2 == 0)
             if isinstance(outcome, Failure):
                 log.warning("%s, row %s failed: %s", *outcome.key, outcome.reason)
                 store.fail(outcome)
-                release_memory(bench.model.device)
+                release_memory(*devices_of(bench.model))
             else:
                 store.append(outcome)
                 tracker.record(outcome)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lazyllm.layout import UnsupportedModelError
+from lazyllm.placement import home_of
 
 
 class Probe:
@@ -30,13 +31,17 @@ class Probe:
         `part_mask` are for `attend_to_chosen` in any case.
     own_window: whether the model's own attention has sliding windows of its own, over tokens without gaps.
     decodes: whether this is a decoding step, whose mask, if there is one, is that of `part_mask`.
+    home: the device that importance is brought to, whichever one its layer is on.
     """
 
-    def __init__(self, own_attention_is_eager: bool, own_masks: bool = True, own_window: bool = False) -> None:
+    def __init__(
+        self, own_attention_is_eager: bool, home: torch.device, own_masks: bool = True, own_window: bool = False
+    ) -> None:
         self.own_attention_is_eager = own_attention_is_eager
         self.own_masks = own_masks
         self.own_window = own_window
         self.decodes = False
+        self._home = home
         self._watched: range = range(0)
         self._found: list[Tensor] = []
 
@@ -51,7 +56,7 @@ class Probe:
         self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, softcap: float | None = None
     ) -> None:
         """Take down `last_token_importance` of a watched layer."""
-        self._found.append(last_token_importance(query, key, mask, scaling, softcap))
+        self._found.append(last_token_importance(query, key, mask, scaling, softcap).to(self._home))
 
     def take(self) -> Tensor:
         """[s] the newest token's attention probability on each stored token, mean over heads and watched layers.
@@ -77,7 +82,7 @@ def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
     is_sdpa = own_name == "sdpa"
     is_eager = own_name is None or own_name == "eager"
     is_flash = own_name is not None and own_name.startswith("flash")
-    probe = Probe(is_eager, own_masks=is_eager or is_sdpa, own_window=is_flash)
+    probe = Probe(is_eager, home_of(model), own_masks=is_eager or is_sdpa, own_window=is_flash)
     name = f"lazyllm_{id(probe)}"  # of its own, so that two models may generate at the same time
 
     def attention(

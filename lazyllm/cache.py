@@ -96,7 +96,7 @@ class GroupCache:
         spare = self._capacity - self.length
         for buffers in (self._keys, self._values):
             for layer, old in buffers.items():
-                kept = old[:, :, slots]
+                kept = old[:, :, slots.to(old.device)]  # K and V are where their layer is
                 buffers[layer] = torch.cat([kept, kept.new_empty((*kept.shape[:2], spare, kept.shape[3]))], dim=2)
         self.length = positions.shape[0]
         self._capacity = self.length + spare

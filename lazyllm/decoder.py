@@ -26,6 +26,7 @@ from lazyllm.layout import (
     logits_of_normed,
     windows_of,
 )
+from lazyllm.placement import device_of, devices_of, home_of, is_spread, moved
 from lazyllm.products import products_of
 
 Rope = tuple[Tensor, ...]  # cos and sin, [1, m, d] each, for every kind of layer that has its own
@@ -35,6 +36,9 @@ class Decoder:
     """The parts of a transformers causal language model, and how a group of its layers is run.
 
     Use `open_decoder`, which installs the observing attention and removes it again.
+
+    device: where everything is that no layer owns; `devices`: all that compute. Layers may be elsewhere: then what they
+    need is brought there, and what leaves a group of them is brought back.
     """
 
     def __init__(self, model: PreTrainedModel, probe: Probe, layout: Layout) -> None:
@@ -44,7 +48,9 @@ class Decoder:
         self._inner: Any = model.model
         self.layers: Any = self._inner.layers
         self.config = model.config
-        self.device = model.device
+        self.device = home_of(model)
+        self.devices = devices_of(model)
+        self._layer_devices = [device_of(layer) if is_spread(model) else self.device for layer in self.layers]
         self.dtype = model.dtype
         self.width: int = model.config.hidden_size
         shape = LayerShape.of(model.config)
@@ -60,11 +66,12 @@ class Decoder:
     def rope(self, hidden: Tensor, positions: Tensor) -> Rope:
         """cos and sin of the tokens at `positions` [m], one pair after the other where layers differ in it."""
         position_ids = positions[None]
-        return tuple(
+        ropes = tuple(
             part
             for call in self.layout.ropes
             for part in getattr(self._inner, call.module)(hidden, position_ids=position_ids, **dict(call.extras))
         )
+        return moved(ropes, self.device)
 
     def check_lengths(self, prompt_tokens: int, max_new_tokens: int) -> None:
         """Refuse a generation during which the frequencies of a LongRoPE would change. Raises ValueError.
@@ -102,7 +109,7 @@ class Decoder:
         # with all tokens of the text stored in their order, the last slots are a window: no mask, and fewer to read
         by_slots = self.probe.decodes and chosen is None and group.in_order and group.length == length
         masks: dict[int | None, Tensor | None] = {}
-        position_ids = positions[None]
+        position_ids, device = positions[None], self.device
         with products_of(hidden, self._largest_matrix) if self.probe.decodes else nullcontext():
             for layer in group.layers:
                 window = self.layout.windows[layer]
@@ -112,8 +119,12 @@ class Decoder:
                 group.attended = window if by_slots and layer not in watched else None
                 if group.attended is not None:
                     window = None
+                if self._layer_devices[layer] != device:  # moved here, once: accelerate would for every layer anew
+                    device = self._layer_devices[layer]
+                    hidden, position_ids, rope = moved((hidden, position_ids, rope), device)
+                    masks = {of_window: moved(mask, device) for of_window, mask in masks.items()}
                 if window not in masks:
-                    masks[window] = self._mask(group, positions, chosen, window, length)
+                    masks[window] = moved(self._mask(group, positions, chosen, window, length), device)
                 of_layer = 2 * self.layout.rope_of[layer]
                 hidden = self.layers[layer](
                     hidden,
@@ -123,7 +134,7 @@ class Decoder:
                     use_cache=True,
                     position_embeddings=rope[of_layer : of_layer + 2],
                 )
-        return hidden
+        return moved(hidden, self.device)
 
     def norm(self, hidden: Tensor) -> Tensor:
         """The model's last norm, of hidden [1, m, w]."""
@@ -135,7 +146,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[v] logits of the last of the tokens in hidden [1, m, w], and of no other."""
-        return self.head(self.norm(hidden[:, -1:])[0])[0]
+        return moved(self.head(self.norm(hidden[:, -1:])[0])[0], self.device)
 
     def _mask(
         self, group: GroupCache, positions: Tensor, chosen: Tensor | None, window: int | None, length: int
@@ -233,19 +244,21 @@ def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
 
     Most of the tokens are run as a prompt, the others as decoding steps: a layer that keeps anything but K and V, or
     mixes tokens outside attention, cannot give the same then. A window of up to `CHECKED_WINDOW` tokens is exceeded.
-    Raises UnsupportedModelError where they differ, or where a layer does not attend as transformers' layers do.
+    Raises UnsupportedModelError where they differ, or where a layer does not attend as transformers' layers do. Rounded
+    weights need no other tolerance: both ways run the same weights on the same rows, and differ by the order of
+    attention's sums only.
     """
     name = type(model).__name__
     with open_decoder(model) as decoder:
         shortest = sliding_window(model.config)
         if shortest is not None and shortest <= CHECKED_WINDOW:
             length = max(length, shortest + CHECKED_STEPS + 2)
-        token_ids = torch.arange(length, device=model.device) % model.config.vocab_size
+        token_ids = torch.arange(length, device=decoder.device) % model.config.vocab_size
         try:
             found = _logits_of_loop(decoder, token_ids)
         except (RuntimeError, TypeError, AttributeError, KeyError) as error:
             raise UnsupportedModelError(f"the layers of {name} cannot be run one by one: {error}") from error
-    expected = model(token_ids[None], logits_to_keep=1 + CHECKED_STEPS, use_cache=False).logits[0]
+    expected = model(token_ids[None], logits_to_keep=1 + CHECKED_STEPS, use_cache=False).logits[0].to(found.device)
     worst = (found - expected).abs().max().item()
     share = 1e-2 if torch.finfo(model.dtype).eps < 1e-3 else 5e-2
     if not worst <= share * expected.abs().max().item():

@@ -107,7 +107,7 @@ def continue_prompt(
     """
     method.prepare(model)
     with open_decoder(model) as decoder:
-        start = read_clock(decoder.device)
+        start = read_clock(*decoder.devices)
         session = method.start(decoder, prompt, max_new_tokens)
         first_logits = logits = session.prefill(prompt.token_ids.to(decoder.device))
         token_ids: list[int] = []
@@ -115,7 +115,7 @@ def continue_prompt(
         while True:
             token_id, ended = choose(logits)
             token_ids.append(token_id)
-            clock.append(read_clock(decoder.device))
+            clock.append(read_clock(*decoder.devices))
             if put is not None:
                 put(token_id)
             if ended or len(token_ids) == max_new_tokens:
@@ -190,8 +190,9 @@ def _greedy(end_ids: frozenset[int], min_new_tokens: int) -> Choose:
     return choose
 
 
-def read_clock(device: torch.device) -> float:
-    """Seconds on a monotonic clock, read when the device has done all its work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def read_clock(*devices: torch.device) -> float:
+    """Seconds on a monotonic clock, read when the devices have done all their work."""
+    for device in devices:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
     return time.perf_counter()

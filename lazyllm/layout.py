@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from lazyllm.placement import home_of
+
 
 class UnsupportedModelError(ValueError):
     """The model does something that the loop over its layers would not reproduce."""
@@ -122,10 +124,10 @@ def _trace(model: PreTrainedModel, past: int) -> _Trace:
         if child_name not in ("embed_tokens", "layers", "norm"):
             hooks.append(child.register_forward_hook(_note_rope(child_name, made), with_kwargs=True))
     cache = DynamicCache()
-    filler = torch.zeros(1, 1, past, 1, device=model.device, dtype=model.dtype)
+    filler = torch.zeros(1, 1, past, 1, device=home_of(model), dtype=model.dtype)
     cache.update(filler, filler, 0)
     # position 0: a RoPE that grows with the length (dynamic NTK) begins anew
-    one = torch.zeros(1, 1, dtype=torch.long, device=inner.embed_tokens.weight.device)
+    one = torch.zeros(1, 1, dtype=torch.long, device=home_of(model))
     stand_ins = nn.ModuleList(_StandIn(index, layer, given) for index, layer in enumerate(inner.layers))
     try:
         with (
@@ -216,8 +218,8 @@ class _Gives(nn.Module):
 def _has_plain_logits(model: Any) -> bool:
     """Whether what `lm_head` gives reaches the caller unchanged."""
     # large and small values: a cap or a factor changes some of them in any dtype
-    ramp = torch.linspace(-100, 100, 64, dtype=model.dtype, device=model.device)[None, None]
-    hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    ramp = torch.linspace(-100, 100, 64, dtype=model.dtype, device=home_of(model))[None, None]
+    hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=home_of(model))
     with _in_place_of(model, "lm_head", _Gives(ramp)):
         return torch.equal(logits_of_normed(model, hidden), ramp)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,8 +20,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lazyllm.checkpoint import ModelError, check_files, check_hub_files
 from lazyllm.decoder import check_same_as_model, check_structure
 from lazyllm.hub import HubError, hub_file
+from lazyllm.quantisation import check_quantise, check_quantised, quantisation_config, quantised_by, require
 from lazyllm.tokenizers import TokenizerError, load_tokenizer
 
 LoadFormat = Literal["auto", "dummy"]
@@ -30,10 +33,8 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-
-
-class ModelError(RuntimeError):
-    """A model that cannot be loaded; the message says which, why, and what to do instead."""
+ATTENTION = ("sdpa", "eager", "flash_attention_2")
+DeviceMap = Literal["auto"] | Mapping[str, int | str]
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ def load_model(
     tokenizer: str | None = None,
     attn_implementation: str = "sdpa",
     seed: int = 0,
+    quantise: str | None = None,
+    device_map: DeviceMap | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """A model in eval mode and its tokenizer.
 
@@ -85,12 +88,24 @@ def load_model(
         where there is one.
     revision: branch, tag or commit of a hub id. tokenizer: folder or hub id, where it is not the model's.
     attn_implementation: "sdpa", "eager" or "flash_attention_2". seed: of the random weights.
+    quantise: round a checkpoint's weights while it is read: "int8" or "int4" by torchao, "bnb_int8" (LLM.int8) or
+        "bnb_nf4" by bitsandbytes. None leaves them as they are: a checkpoint that is quantised already stays so.
+    device_map: "auto" spreads the layers over all accelerators, and what does not fit over the host's memory; a mapping
+        {module: accelerator's number, "cpu" or "disk"} says it for each. Needs accelerate, and `device="auto"`.
 
     With "dummy", the tokenizer is None unless `tokenizer` names one or the model is a folder.
     Raises ModelError or TokenizerError with one clear message; UnsupportedModelError for other architectures.
     """
     model = load_weights(
-        name, load_format, dtype, device, revision=revision, attn_implementation=attn_implementation, seed=seed
+        name,
+        load_format,
+        dtype,
+        device,
+        revision=revision,
+        attn_implementation=attn_implementation,
+        seed=seed,
+        quantise=quantise,
+        device_map=device_map,
     )
     return model, load_tokenizer_of(name, load_format, revision=revision, tokenizer=tokenizer)
 
@@ -116,21 +131,129 @@ def load_weights(
     revision: str | None = None,
     attn_implementation: str = "sdpa",
     seed: int = 0,
+    quantise: str | None = None,
+    device_map: DeviceMap | None = None,
 ) -> PreTrainedModel:
     """The model that `load_model` gives, without its tokenizer. Same arguments, same errors."""
+    config = check_loading(
+        name,
+        load_format,
+        dtype,
+        device,
+        revision=revision,
+        attn_implementation=attn_implementation,
+        quantise=quantise,
+        device_map=device_map,
+    )
     torch_dtype, torch_device = as_dtype(dtype), as_device(device)
-    config = load_config(name, load_format, revision)
-    match load_format:
-        case "dummy":
-            model = random_weights(config, torch_dtype, torch_device, attn_implementation, seed)
-        case "auto":
-            model = _checkpoint(source_of(name), revision, torch_dtype, torch_device, attn_implementation)
-        case _:
-            raise ModelError(f"unknown load_format {load_format!r}: give 'auto' or 'dummy'")
+    if load_format == "dummy":
+        model = random_weights(config, torch_dtype, torch_device, attn_implementation, seed)
+    else:
+        source, place = source_of(name), device_map
+        if place is None and (quantise is not None or quantised_by(config) is not None):
+            place = {"": torch_device}  # how quantised weights are packed depends on the device: they are made on it
+        how: dict[str, Any] = {"dtype": torch_dtype, "attn_implementation": attn_implementation}
+        if quantise is not None:
+            how["quantization_config"] = quantisation_config(quantise, torch_dtype)
+        if place is not None:
+            how["device_map"] = place if isinstance(place, str) else dict(place)
+        model = _checkpoint(source, revision, how)
+        if place is None:
+            model = model.to(torch_device)  # type: ignore[arg-type]
     model.eval()
     check_structure(model)
     check_same_as_model(model)
     return model
+
+
+def check_loading(
+    name: str,
+    load_format: LoadFormat = "auto",
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    *,
+    revision: str | None = None,
+    attn_implementation: str = "sdpa",
+    quantise: str | None = None,
+    device_map: DeviceMap | None = None,
+) -> PreTrainedConfig:
+    """The model's config, once all is refused that `load_weights` can refuse without reading weights. Same errors."""
+    check_settings(load_format, dtype, device, attn_implementation, quantise, device_map)
+    config = load_config(name, load_format, revision)
+    if load_format == "dummy":
+        if quantised_by(config) is not None:
+            raise ModelError(f"{name} is quantised ({quantised_by(config)}), which random weights would not be")
+        return config
+    source = source_of(name)
+    if quantise is not None and quantised_by(config) is not None:
+        raise ModelError(f"{source} is quantised already ({quantised_by(config)}): leave out quantise={quantise}")
+    check_quantised(source, config, device_map)
+    if Path(source).is_dir():
+        check_files(source, getattr(config, "transformers_weights", None))
+    return config
+
+
+def check_settings(
+    load_format: str,
+    dtype: str,
+    device: str,
+    attn_implementation: str,
+    quantise: str | None,
+    device_map: DeviceMap | None,
+) -> None:
+    """Refuse settings of `load_model` that are none, contradict each other or cannot be had here. Raises ModelError."""
+    if load_format not in ("auto", "dummy"):
+        raise ModelError(f"unknown load_format {load_format!r}: give 'auto' or 'dummy'")
+    torch_dtype, torch_device = as_dtype(dtype), as_device(device)
+    if attn_implementation not in ATTENTION:
+        raise ModelError(f"unknown attn_implementation {attn_implementation!r}: give one of {', '.join(ATTENTION)}")
+    if load_format == "dummy" and (quantise is not None or device_map is not None):
+        raise ModelError(
+            "load_format=dummy makes random weights in one dtype, on one device: quantise and device_map are for "
+            "checkpoints; leave them out"
+        )
+    if device_map is not None:
+        require("accelerate", "device_map")
+        if device != "auto":
+            raise ModelError(
+                f"device_map says where every layer goes, so device={device} has nothing to say: leave it out"
+            )
+        devices_in_use(device, device_map)
+    if quantise is not None:
+        check_quantise(quantise, torch_dtype, torch_device)
+
+
+def devices_in_use(device: str, device_map: DeviceMap | None = None) -> tuple[torch.device, ...]:
+    """The devices that a model of these settings may compute on, known before it loads. Raises ModelError.
+
+    With `device_map="auto"`: all accelerators of this process, or the CPU where there is none.
+    """
+    if device_map is None:
+        return (as_device(device),)
+    first = as_device("auto")
+    accelerators = [
+        torch.device(first.type, number)
+        for number in range(torch.accelerator.device_count() if first.type != "cpu" else 0)
+    ]
+    if isinstance(device_map, str):
+        if device_map != "auto":
+            raise ModelError(f"unknown device_map {device_map!r}: give 'auto', or a mapping from modules to devices")
+        return tuple(accelerators) or (first,)
+    if not device_map:
+        raise ModelError("device_map is empty: give 'auto', or a mapping from modules to devices")
+    named = dict.fromkeys(one for one in device_map.values() if one not in ("cpu", "disk"))
+    # what is held on the host or on disk is computed on the first accelerator that the map names, or on the CPU
+    return tuple(_numbered(one, accelerators) for one in named) or (torch.device("cpu"),)
+
+
+def _numbered(one: int | str, accelerators: list[torch.device]) -> torch.device:
+    found = [device for device in accelerators if str(one) in (str(device.index), str(device))]
+    if not found:
+        raise ModelError(
+            f"device_map names {one!r}, but torch sees {', '.join(map(str, accelerators)) or 'no accelerator'}: "
+            "give an accelerator's number, 'cpu' or 'disk'"
+        )
+    return found[0]
 
 
 def load_config(name: str, load_format: LoadFormat = "auto", revision: str | None = None) -> PreTrainedConfig:
@@ -223,23 +346,28 @@ def device_name(device: torch.device) -> str:
         return platform.processor() or platform.machine()
 
 
-def _checkpoint(
-    source: str, revision: str | None, dtype: torch.dtype, device: torch.device, attn_implementation: str
-) -> PreTrainedModel:
+def _checkpoint(source: str, revision: str | None, how: Mapping[str, Any]) -> PreTrainedModel:
+    """The checkpoint's model, loaded as `how` says, every one of its weights from the checkpoint. Raises ModelError."""
+    if not Path(source).is_dir():
+        check_hub_files(source, revision)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            revision=revision,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            use_safetensors=True,
-            trust_remote_code=False,
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, revision=revision, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **how
         )
-    except (OSError, ValueError, ImportError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, ImportError, RuntimeError, AssertionError, SafetensorError) as error:
         raise ModelError(
             f"{source} could not be loaded: {error}\nOnly safetensors are read (pickles can run code); no remote code."
         ) from error
-    return model.to(device)
+    model, found = loaded
+    if found["missing_keys"]:  # transformers gives these random values, and a warning
+        missing = sorted(found["missing_keys"])
+        raise ModelError(
+            f"{source} lacks {len(missing)} of the model's weights, the first: {missing[0]}. The checkpoint is not "
+            "complete, or another architecture's"
+        )
+    return model
 
 
 def random_weights(
@@ -262,14 +390,19 @@ def _instead(name: str) -> str:
 
 
 __all__ = [
+    "ATTENTION",
     "DTYPES",
     "PRESETS",
+    "DeviceMap",
     "ModelError",
     "Preset",
     "TokenizerError",
     "as_device",
     "as_dtype",
+    "check_loading",
+    "check_settings",
     "device_name",
+    "devices_in_use",
     "load_config",
     "load_end_ids",
     "load_model",

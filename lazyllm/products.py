@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 # One row is what MKL is good at. From about so many rows on it reaches the rate that it has in prefill, where it is
@@ -44,6 +45,8 @@ class _ProductsByOneDNN(TorchFunctionMode):
     ) -> Any:
         if func is F.linear and len(args) >= 2 and not kwargs:
             rows, weight = args[:2]
-            if weight.numel() >= LARGE_MATRIX and weight.layout == torch.strided:
+            # quantised weights look like others, but are a class of their own, with products of their own
+            is_plain = type(weight) in (Tensor, Parameter) and weight.layout == torch.strided
+            if is_plain and weight.numel() >= LARGE_MATRIX:
                 return F.linear(rows.to_mkldnn(), *args[1:]).to_dense()
         return func(*args, **(kwargs or {}))

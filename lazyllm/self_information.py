@@ -88,7 +88,7 @@ def self_information(decoder: Decoder, token_ids: Tensor, window: int | None = N
             stop = min(first + CHUNK, one.stop)
             before = hidden[first - 1 - one.start : stop - 1 - one.start]
             logits = decoder.head(before).to(exact)  # [chunk, v]
-            info[first:stop] = F.cross_entropy(logits, sequence[first:stop], reduction="none")
+            info[first:stop] = F.cross_entropy(logits, sequence[first:stop].to(logits.device), reduction="none")
     return info if bos is None else info[1:]
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
 from eval.config import LAUNCHERS, ConfigError, build_method, datasets_of, register_schema, to_run_config
+from eval.prepare import prepare
+from eval.store import fingerprint
 from eval.tasks import DATASETS, TASKS
+from lazyllm import ModelError
 from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop
 from lazyllm.models import PRESETS, load_config
 
@@ -134,3 +138,19 @@ def test_experiments_compare_at_the_same_ideal_speedup(experiment: str, tokens: 
     assert len(methods) == {"claim": 4, "demo": 3}[experiment]
     speedups = [build_method(method).ideal_speedup(load_config("tiny"), tokens) for method in methods]
     assert max(speedups) / min(speedups) < 1.05
+
+
+def test_weights_and_devices_are_part_of_what_a_run_is() -> None:
+    found = {
+        setting: prepare(config_of("model=tiny", "dataset=lookup", "limit=1", *setting)).identity
+        for setting in ((), ("model.quantise=int8",), ("model.device_map=auto",), ("+model.device_map.lm_head=cpu",))
+    }
+    assert len({fingerprint(one) for one in found.values()}) == len(found)
+    assert "torchao" not in found[()]["versions"]
+    assert found["model.quantise=int8",]["versions"]["torchao"] == version("torchao")
+
+
+@pytest.mark.parametrize("setting", ["model.quantise=int9", "model.device_map=both", "model.attn_implementation=flash"])
+def test_what_the_model_cannot_be_told_is_refused_with_the_config(setting: str) -> None:
+    with pytest.raises(ModelError, match=setting.partition("=")[2]):
+        config_of(setting)

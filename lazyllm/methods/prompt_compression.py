@@ -21,6 +21,7 @@ from lazyllm.flops import prefill_flops
 from lazyllm.methods.base import Method
 from lazyllm.methods.random_drop import DropSession
 from lazyllm.models import DTYPES, load_config, load_tokenizer_of, load_weights
+from lazyllm.placement import home_of
 from lazyllm.prompt import Prompt
 from lazyllm.schedule import check_ratio, keep_count
 from lazyllm.self_information import carried_over, scoring_flops, self_information, window_size
@@ -92,7 +93,7 @@ class PromptCompression(Method):
         if self.unit != "token":
             load_splitter(self.unit)
         if self.scorer is not None:
-            self._load_scorer(model.dtype, model.device)
+            self._load_scorer(model.dtype, home_of(model))
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         self.check_prompt(prompt)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -45,7 +46,8 @@ def test_a_second_run_waits_and_says_for_whom(tmp_path: Path) -> None:
         assert first.stdout.readline() == "has it\n"
         second = start_holder(tmp_path)
         assert second.stderr is not None
-        assert "mps is in use by the other run: waiting until it is free" in second.stderr.readline()
+        # packages may have words of their own before it
+        assert any("mps is in use by the other run: waiting until it is free" in line for line in second.stderr)
         assert second.poll() is None
         first.communicate()  # closes its input
         assert second.stdout is not None
@@ -77,6 +79,25 @@ def test_devices_of_their_own_and_the_cpu_are_not_waited_for(tmp_path: Path, mon
         assert {file.name for file in (tmp_path / "locks").iterdir()} == {"aaa.lock", "bbb.lock"}
         with held(torch.device("cpu"), "c"), held(torch.device("cpu"), "d"):
             assert len(list((tmp_path / "locks").iterdir())) == 2
+
+
+def test_all_devices_of_a_run_are_taken_in_one_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs that name the same two devices the other way round would else wait for each other for ever."""
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
+    uuids = {0: "bbb", 1: "aaa"}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda one: SimpleNamespace(uuid=uuids[one.index]))
+    taken: list[int] = []
+    own = devices.held
+    monkeypatch.setattr(devices, "held", lambda device, holder: (taken.append(device.index), own(device, holder))[1])
+    cuda = [torch.device("cuda", number) for number in (0, 1)]
+    for given in (cuda, cuda[::-1]):
+        with devices.all_held(given, "this run"):
+            for uuid in uuids.values():
+                with (tmp_path / "locks" / f"{uuid}.lock").open() as file, pytest.raises(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert taken == [1, 0, 1, 0]
+    with devices.all_held([torch.device("cpu")], "this run"):
+        pass
 
 
 def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch, caplog) -> None:

@@ -39,8 +39,8 @@ def calls(monkeypatch) -> list[tuple]:
         return generation(6 if isinstance(method, Baseline) else 5)
 
     monkeypatch.setattr(measure, "generate", generate)
-    monkeypatch.setattr(measure, "reset_peak", lambda device: seen.append(("reset",)))
-    monkeypatch.setattr(measure, "read_peak", lambda device: 123)
+    monkeypatch.setattr(measure, "reset_peak", lambda *devices: seen.append(("reset",)))
+    monkeypatch.setattr(measure, "read_peak", lambda *devices: 123)
     return seen
 
 

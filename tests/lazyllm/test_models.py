@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import lazyllm
-from lazyllm import ModelError, hub
+from lazyllm import ModelError, checkpoint, hub
 from lazyllm.models import PRESETS, as_device, load_config, load_end_ids, load_weights, source_of
 from tests.reference import random_model
 
@@ -129,7 +131,7 @@ def test_pickles_and_remote_code_are_not_read(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(TINY)
     (tmp_path / "pickled" / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="Only safetensors are read"):
+    with pytest.raises(ModelError, match=r"its weights are pickles \(pytorch_model.bin\)"):
         lazyllm.load_model(str(tmp_path / "pickled"), device="cpu")
     shutil.copytree(TINY, tmp_path / "remote")
     config = json.loads((TINY / "config.json").read_text()) | {
@@ -160,3 +162,135 @@ def test_end_tokens_are_the_generation_configs(tmp_path: Path) -> None:
 def test_auto_device_is_one_that_works() -> None:
     assert torch.ones(2, device=as_device("auto")).sum() == 2
     assert as_device("cpu") == torch.device("cpu")
+
+
+class _Bomb:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.mark,)
+
+
+def pickled(folder: Path, name: str, mark: Path) -> None:
+    """A pickle with a model's weights, and a mark that appears when somebody reads it."""
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    torch.save({**model.state_dict(), "bomb": _Bomb(mark)}, folder / name)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("pytorch_model.bin", {}),
+        ("pytorch_model-00001-of-00001.bin", {"model.safetensors.index.json": True}),
+        ("adapter_model.bin", {"transformers_weights": "adapter_model.bin"}),
+        ("weights.pt", {}),
+    ],
+)
+def test_no_pickle_is_opened_whatever_names_it(tmp_path: Path, file: str, changes: dict) -> None:
+    folder, mark = tmp_path / "pickled", tmp_path / "mark"
+    shutil.copytree(TINY, folder)
+    pickled(folder, file, mark)
+    torch.load(folder / file, weights_only=False)
+    assert mark.exists()  # that is what reading it would do
+    mark.unlink()
+    (folder / "model.safetensors").unlink()
+    if "model.safetensors.index.json" in changes:
+        names = dict.fromkeys(AutoModelForCausalLM.from_pretrained(TINY).state_dict(), file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    else:
+        config = json.loads((TINY / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=rf"its weights are pickles \({file}\).*refused.*save_pretrained"):
+        lazyllm.load_model(str(folder), device="cpu")
+    assert not mark.exists()
+
+
+def test_what_the_refusal_says_makes_the_checkpoint_readable(tmp_path: Path) -> None:
+    folder = tmp_path / "pickled"
+    shutil.copytree(TINY, folder)
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    (folder / "model.safetensors").unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(ModelError) as caught:
+        load_weights(str(folder), dtype="float32", device="cpu")
+    command = re.search(r'python -c "(.*)",', str(caught.value))
+    assert command is not None
+    exec(command[1].replace("FOLDER", str(folder)), {})
+    loaded = load_weights(str(folder), dtype="float32", device="cpu")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+
+
+def test_a_hub_repository_without_safetensors_is_refused_and_not_converted(monkeypatch, tmp_path: Path) -> None:
+    """transformers would ask the hub to convert it."""
+    asked = []
+
+    def hub_file(source: str, name: str, revision: str | None = None) -> Path | None:
+        asked.append(name)
+        return TINY / name if name == "config.json" else None
+
+    monkeypatch.setattr(lazyllm.models, "hub_file", hub_file)
+    monkeypatch.setattr(checkpoint, "hub_file", hub_file)
+    monkeypatch.setattr(lazyllm.models.AutoConfig, "from_pretrained", lambda *_, **__: random_model("llama", 0).config)
+    monkeypatch.setattr(
+        lazyllm.models.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded")
+    )
+    with pytest.raises(ModelError, match=r"owner/old: its weights are no safetensors.*refused"):
+        load_weights("owner/old", device="cpu")
+    assert asked == ["config.json", "model.safetensors", "model.safetensors.index.json"]
+
+
+def sharded(folder: Path) -> list[Path]:
+    AutoModelForCausalLM.from_pretrained(TINY).save_pretrained(folder, max_shard_size="500KB")
+    return sorted(folder.glob("*.safetensors"))
+
+
+def test_a_checkpoint_in_shards_is_whole_or_refused(tmp_path: Path) -> None:
+    shards = sharded(tmp_path / "shards")
+    assert len(shards) > 2
+    whole = load_weights(str(tmp_path / "shards"), dtype="float32", device="cpu")
+    expected = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), expected.parameters(), strict=True))
+    content = shards[1].read_bytes()
+
+    def refused(message: str) -> None:
+        with pytest.raises(ModelError, match=message):
+            load_weights(str(tmp_path / "shards"), dtype="float32", device="cpu")
+
+    for end in (0, 7, 100, len(content) // 2, len(content) - 1):
+        shards[1].write_bytes(content[:end])
+        refused(f"{shards[1].name} is damaged or cut short")
+    shards[1].write_bytes(b"\xff" * len(content))
+    refused("is damaged or cut short")
+    shards[1].unlink()
+    refused(f"{shards[1].name} is missing")
+    shards[1].write_bytes(content)
+    index = tmp_path / "shards" / "model.safetensors.index.json"
+    named = json.loads(index.read_text())
+    first = next(iter(named["weight_map"]))
+    for outside in ("../elsewhere.safetensors", "/etc/elsewhere.safetensors"):
+        index.write_text(json.dumps(named | {"weight_map": named["weight_map"] | {first: outside}}))
+        refused("is not a file of the folder: refused")
+    for garbled in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
+        index.write_text(garbled)
+        refused("model.safetensors.index.json could not be used")
+
+
+def test_weights_that_a_checkpoint_lacks_are_not_made_up(tmp_path: Path) -> None:
+    folder = tmp_path / "part"
+    shutil.copytree(TINY, folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.3.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"lacks 1 of the model's weights, the first: model.layers.3.mlp.up_proj.weight"
+    ):
+        load_weights(str(folder), device="cpu")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="holds no weights"):
+        load_weights(str(folder), device="cpu")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="is an adapter: merge it into its model"):
+        load_weights(str(folder), device="cpu")

@@ -1,0 +1,123 @@
+"""Several devices on a machine that has one: tensors that say where they are, and refuse to meet others elsewhere.
+
+All arithmetic is the CPU's, so that results can be compared bit for bit; only the bookkeeping is of several devices.
+What a real accelerator does beyond that (its kernels, its streams) is not pretended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+CPU = torch.device("cpu")
+_COPIES = ("_to_copy", "copy_")  # what may have tensors of two devices
+
+
+class Placed(torch.Tensor):
+    """A tensor on the CPU that passes for one on `place`."""
+
+    place: torch.device
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor, place: torch.device) -> Placed:
+        out: Any = torch.Tensor._make_wrapper_subclass(
+            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=CPU
+        )
+        out.held, out.place = held, place
+        return out
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Placed({self.held}, {self.place})"
+
+    def tolist(self) -> Any:
+        return self.held.tolist()
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+
+def place_of(tensor: torch.Tensor) -> torch.device:
+    return tensor.place if isinstance(tensor, Placed) else CPU
+
+
+def placed(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+    held = tensor.held if isinstance(tensor, Placed) else tensor
+    return held if place == CPU else Placed(held, place)
+
+
+class Pretending(TorchFunctionMode):
+    """Within it, a device with a number is a pretended one. `moves` counts the copies from device to device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moves: Counter[tuple[str, str]] = Counter()
+        self._below = _Below()
+
+    def __enter__(self) -> Any:
+        self._below.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *caught: Any) -> None:
+        super().__exit__(*caught)
+        self._below.__exit__(*caught)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        # a new object at every look, so not `is`
+        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            return place_of(args[0])
+        if func is torch.Tensor.cpu:
+            return self._moved(args[0], CPU)
+        if func is torch.Tensor.to:
+            asked = [one for one in (*args[1:], *kwargs.values()) if isinstance(one, torch.device)]
+            others = [one for one in args[1:] if not isinstance(one, torch.device)]
+            kwargs.pop("device", None)
+            kwargs.pop("non_blocking", None)
+            out = func(args[0], *others, **kwargs) if others or kwargs else args[0]
+            return self._moved(out, asked[0]) if asked else out
+        place = kwargs.pop("device", None)
+        if place is None:
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs, device=CPU)
+        return placed(out, torch.device(place))
+
+    def _moved(self, tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+        if place == place_of(tensor):
+            return tensor
+        self.moves[str(place_of(tensor)), str(place)] += 1
+        return placed(tensor.clone(), place)
+
+
+class _Below(TorchDispatchMode):
+    """Sees operations on plain tensors too, so that one on the host meets none that is not."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """The operation on what is held, its result where its arguments are. RuntimeError where these are in two places."""
+    name = func.overloadpacket.__name__
+    given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+    places = {place_of(one) for one in given if one.ndim or isinstance(one, Placed)}  # numbers of the host go anywhere
+    if len(places) > 1 and name not in _COPIES:
+        raise RuntimeError(f"{name}: tensors on {' and '.join(sorted(map(str, places)))} met")
+    home = place_of(args[0]) if name == "copy_" else next(iter(places), CPU)
+    out = func(*tree_map(_held, args), **tree_map(_held, kwargs))
+    if given and any(out is _held(one) for one in given):  # in place
+        return next(one for one in given if _held(one) is out)
+    return tree_map(lambda one: placed(one, home) if isinstance(one, torch.Tensor) else one, out)
+
+
+def _held(one: Any) -> Any:
+    return one.held if isinstance(one, Placed) else one
