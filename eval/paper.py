@@ -129,7 +129,7 @@ def _sections(runs: Sequence[StoredRun]) -> list[tuple[str, str | None, str]]:
     there = {
         (run.model, run.paper_model if suite == "longbench" else None, suite)
         for run in runs
-        for suite in {DATASETS[record.dataset].suite for record in run.records}
+        for suite in {DATASETS[name].suite for name in run.datasets}
     }
     of_paper = [
         section
