@@ -117,15 +117,20 @@ class LineRecords(StoredRecords):
 
     def table(self, names: Sequence[str] | None = None) -> pa.Table:
         schema = SCHEMA if names is None else _part_of_schema({*names, "dataset", "id"})
-        try:
-            tables = [_table_of_lines(file.read_bytes(), schema) for file in files_of(self.folder, "records")]
-            table = pa.concat_tables(tables) if tables else schema.empty_table()
-            regular = not repeated(table).any()
-        except (*_NO_RECORD, OSError):
-            regular = False
-        if not regular:
+        files = self.by_file(schema)
+        table = pa.concat_tables([schema.empty_table(), *files.values()]) if files is not None else None
+        if table is None or repeated(table).any():
             table = to_table(read_run(self.folder)[1], schema)
         return table if names is None else _flat(table).select(list(names))
+
+    def by_file(self, schema: pa.Schema = SCHEMA) -> dict[str, pa.Table] | None:
+        """{name: the records of that file}, what stands twice included; None where a line is no record."""
+        try:
+            return {
+                file.name: _table_of_lines(file.read_bytes(), schema) for file in files_of(self.folder, "records")
+            }
+        except (*_NO_RECORD, OSError):
+            return None
 
     def sha256(self) -> dict[str, str]:
         return {
@@ -170,20 +175,13 @@ def to_records(table: pa.Table) -> Iterator[Record]:
         yield Record.of(values)
 
 
-def lines_of(data: bytes) -> pa.Table:
-    """The complete lines of a records file as a table of `SCHEMA`; the half line that a kill leaves is not one.
-
-    Raises ValueError, TypeError, KeyError or AttributeError where a line is no record.
-    """
-    return _table_of_lines(data, SCHEMA)
-
-
 def repeated(table: pa.Table) -> np.ndarray:
     """[rows] bool: whether the same example stands in an earlier row."""
     return table.select(["dataset", "id"]).to_pandas().duplicated().to_numpy()
 
 
 def _table_of_lines(data: bytes, schema: pa.Schema) -> pa.Table:
+    """The complete lines; the half line that a kill leaves is not one. Raises one of `_NO_RECORD`."""
     lines = data[: data.rfind(b"\n") + 1].split(b"\n")[:-1]
     parts = [schema.empty_table()]
     with _no_garbage():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +37,7 @@ COLUMNS = [
 _USUAL = {"revive": True, "prune_generated": False}
 _KEY = ["model", "method", "settings", "seed", "dataset", "id"]
 
+PLANNED = "examples.json"  # in a run folder: {dataset: ids of its examples that the run is to measure}
 CAMPAIGN = "campaign.json"  # beside the records that `eval.collect` has put into one file
 CAMPAIGN_SCHEMA = 1
 CAMPAIGN_RECORDS = "records.parquet"
@@ -107,6 +108,27 @@ class StoredRun:
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(self.folder, "records")}
 
     @property
+    def planned(self) -> list[tuple[str, str]] | None:
+        """(dataset, id) of the examples that the run's last job wanted of it; None for runs of before that was kept.
+
+        Raises StoreError.
+        """
+        file = self.folder / PLANNED
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            return [(dataset, one) for dataset, ids in content.items() for one in ids]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise StoreError(f"{file}: cannot be read ({type(error).__name__}: {error}); remove it") from error
+
+    @property
+    def missing(self) -> list[tuple[str, str]]:
+        """Of the planned examples those without a record, failed ones too; none where it is not known what was planned."""
+        done = set(self.keys)
+        return [key for key in self.planned or () if key not in done]
+
+    @property
     def traces(self) -> list[Path]:
         """Files of `eval.trace`, one a traced example."""
         return sorted((self.folder / "traces").glob("*.json"))
@@ -134,6 +156,14 @@ def stored_runs(folders: Sequence[Path]) -> list[StoredRun]:
     raw = {file.parent for folder in folders for file in folder.rglob("run.json")} - collected.keys()
     runs = {folder: StoredRun(folder, read_about(folder / "run.json"), LineRecords(folder)) for folder in raw}
     return [run for _, run in sorted((runs | collected).items())]
+
+
+def planned_text(keys: Iterable[tuple[str, str]]) -> str:
+    """The content of `PLANNED`."""
+    content: dict[str, list[str]] = {}
+    for dataset, one in keys:
+        content.setdefault(dataset, []).append(one)
+    return json.dumps(content) + "\n"
 
 
 def _collected_runs(campaign: Path) -> list[StoredRun]:

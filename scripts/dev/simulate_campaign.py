@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from eval.runs import label_of
+from eval.runs import PLANNED, label_of, planned_text
 from eval.store import SCHEMA, fingerprint
 from eval.tasks import DATASETS, Dataset
 
@@ -89,6 +89,8 @@ def _write_run(
     folder = out / f"{model}-{settings['name']}-all-{fingerprint(identity)[:8]}"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    planned = ((one.name, _id(one, number)) for one in datasets for number in range(sizes[one.name]))
+    (folder / PLANNED).write_text(planned_text(planned))
     files = [(folder / f"records-{one + 1}-of-{_SHARDS}.jsonl").open("wb") for one in range(_SHARDS)]
     for place, dataset in enumerate(datasets):
         rng = np.random.default_rng([seed, number, place, list(MODELS).index(model)])
@@ -97,6 +99,10 @@ def _write_run(
     for file in files:
         file.close()
     return sum(sizes.values())
+
+
+def _id(dataset: Dataset, number: int) -> str:
+    return f"{dataset.name}{number:044d}"
 
 
 def _lines(
@@ -119,7 +125,7 @@ def _lines(
         grown = np.minimum(1, np.array(keep) + np.linspace(0, 0.2, steps)[:, None] * rng.random())
         line = {
             "dataset": dataset.name,
-            "id": f"{dataset.name}{one:044d}",
+            "id": _id(dataset, one),
             "prompt_sha256": f"{one:064x}",
             "prompt_tokens": tokens,
             "prompt_tokens_before_truncation": tokens * 2,
