@@ -120,8 +120,20 @@ class LineRecords(StoredRecords):
         files = self.by_file(schema)
         table = pa.concat_tables([schema.empty_table(), *files.values()]) if files is not None else None
         if table is None or repeated(table).any():
-            table = to_table(read_run(self.folder)[1], schema)
+            table = self._as_the_store_reads_it(schema)
         return table if names is None else _flat(table).select(list(names))
+
+    def _as_the_store_reads_it(self, schema: pa.Schema) -> pa.Table:
+        records = read_run(self.folder)[1]
+        try:
+            table = to_table(records, schema)
+            _refuse_gaps(table)
+        except _NO_RECORD as error:
+            raise StoreError(
+                f"{self.folder}: a record holds what no record does ({error}). Nothing was changed: remove its line to "
+                "have its example redone"
+            ) from error
+        return table
 
     def by_file(self, schema: pa.Schema = SCHEMA) -> dict[str, pa.Table] | None:
         """{name: the records of that file}, what stands twice included; None where a line is no record."""

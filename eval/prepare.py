@@ -54,26 +54,34 @@ class Plan:
     skipped: str | None
 
 
+@dataclass(frozen=True)
+class Identified:
+    """What a run is, before its prompts are built. identity: as in `Plan`. parameters: the method's, by dataset."""
+
+    identity: dict[str, Any]
+    parameters: dict[str, dict[str, Any]]
+    examples: dict[str, list[Example]]
+    loaded: list[LoadedDataset]
+    model_config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: tuple[int, ...]
+    device: torch.device
+    paired: bool
+
+    @property
+    def keys(self) -> list[tuple[str, str]]:
+        """(dataset, id) of all its examples, in order."""
+        return [(name, example.id) for name, examples in self.examples.items() for example in examples]
+
+
 def prepare(config: RunConfig) -> Plan:
     """Everything that a run needs but the model's weights.
 
     Raises ConfigError, DataError, PromptError, ModelError or TokenizerError with one message for the user.
     """
-    check_method(config.method)
-    device = as_device(config.model.device)
-    torch.set_num_threads(config.threads or DEFAULT_THREADS)
-    model_config = load_config(config.model.name, _load_format(config), config.model.revision)
-    settings = _settings(config, model_config)
-    tokenizer = _tokenizer(config)
-    loaded = [load_rows(dataset, config.data.dir, _on_error(config)) for dataset in datasets_of(config)]
-    end_ids = load_end_ids(config.model.name, _load_format(config), config.model.revision)
-    paired = config.timing.paired and settings["name"] != "baseline"
-    parameters = {one.dataset.name: _resolved(config, settings, one.dataset, model_config) for one in loaded}
-    cases = list(_cases(config, loaded, parameters, tokenizer, model_config, end_ids))
-    identity = _identity(config, loaded, model_config, tokenizer, end_ids, device, paired) | {
-        "method": _plain(canonical(settings)),
-        "parameters": _plain(parameters) if presets.uses_preset(settings) else None,
-    }
+    found = identify(config)
+    loaded, identity = found.loaded, found.identity
+    cases = list(_cases(config, found))
     shard = parse_shard(config.shard) if config.shard is not None else None
     ours = _keys_of(shard, cases)
     return Plan(
@@ -86,15 +94,44 @@ def prepare(config: RunConfig) -> Plan:
         identity=identity,
         about={
             "config": asdict(replace(config, shard=None)),
-            "provenance": _provenance(device),
+            "provenance": _provenance(found.device),
             # what `limit` and `sample` choose from
             "examples": {one.dataset.name: len(one.examples) for one in loaded},
         },
         file_part=shard.file_part if shard is not None else "",
+        tokenizer=found.tokenizer,
+        device=found.device,
+        paired=found.paired,
+        skipped=_skipped(loaded),
+    )
+
+
+def identify(config: RunConfig) -> Identified:
+    """What decides which run a config asks for, without its prompts. Raises as `prepare`, but for PromptError."""
+    check_method(config.method)
+    device = as_device(config.model.device)
+    torch.set_num_threads(config.threads or DEFAULT_THREADS)
+    model_config = load_config(config.model.name, _load_format(config), config.model.revision)
+    settings = _settings(config, model_config)
+    tokenizer = _tokenizer(config)
+    loaded = [load_rows(dataset, config.data.dir, _on_error(config)) for dataset in datasets_of(config)]
+    end_ids = load_end_ids(config.model.name, _load_format(config), config.model.revision)
+    paired = config.timing.paired and settings["name"] != "baseline"
+    parameters = {one.dataset.name: _resolved(config, settings, one.dataset, model_config) for one in loaded}
+    identity = _identity(config, loaded, model_config, tokenizer, end_ids, device, paired) | {
+        "method": _plain(canonical(settings)),
+        "parameters": _plain(parameters) if presets.uses_preset(settings) else None,
+    }
+    return Identified(
+        identity=identity,
+        parameters=parameters,
+        examples=_examples(config, loaded),
+        loaded=loaded,
+        model_config=model_config,
         tokenizer=tokenizer,
+        end_ids=end_ids,
         device=device,
         paired=paired,
-        skipped=_skipped(loaded),
     )
 
 
@@ -147,22 +184,15 @@ def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _cases(
-    config: RunConfig,
-    loaded: list[LoadedDataset],
-    parameters: dict[str, dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    model_config: PreTrainedConfig,
-    end_ids: tuple[int, ...],
-) -> Iterator[Case]:
+def _cases(config: RunConfig, found: Identified) -> Iterator[Case]:
     """Every example of the run with its prompt. What the model cannot hold, or the method not use, is refused here."""
+    model_config, tokenizer = found.model_config, found.tokenizer
     longest = min(model_config.max_position_embeddings, sliding_window(model_config) or sys.maxsize)
-    examples = _examples(config, loaded)
-    for one in loaded:
-        method = build_method(parameters[one.dataset.name])
-        dataset_end_ids = end_token_ids(tokenizer, end_ids, one.dataset)
+    for one in found.loaded:
+        method = build_method(found.parameters[one.dataset.name])
+        dataset_end_ids = end_token_ids(tokenizer, found.end_ids, one.dataset)
         max_new_tokens = min(one.max_new_tokens, config.max_new_tokens or one.max_new_tokens)
-        for example in examples[one.dataset.name]:
+        for example in found.examples[one.dataset.name]:
             prompt = build_prompt(
                 example,
                 one.template,

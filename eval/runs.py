@@ -123,12 +123,6 @@ class StoredRun:
             raise StoreError(f"{file}: cannot be read ({type(error).__name__}: {error}); remove it") from error
 
     @property
-    def missing(self) -> list[tuple[str, str]]:
-        """Of the planned examples those without a record, failed ones too; none where it is not known what was planned."""
-        done = set(self.keys)
-        return [key for key in self.planned or () if key not in done]
-
-    @property
     def traces(self) -> list[Path]:
         """Files of `eval.trace`, one a traced example."""
         return sorted((self.folder / "traces").glob("*.json"))
