@@ -73,7 +73,9 @@ def collect(folders: Sequence[Path], out: Path) -> list[Collected]:
     _check_out(out, folders, runs)
     for run in runs:
         if run.about.get("fingerprint") != fingerprint(run.identity):
-            raise StoreError(f"{run.folder / 'run.json'}: the fingerprint is not the identity's: it was changed by hand")
+            raise StoreError(
+                f"{run.folder / 'run.json'}: the fingerprint is not the identity's: it was changed by hand"
+            )
     refuse_mixtures(runs)
     root = Path(os.path.commonpath([run.folder.parent.absolute() for run in runs])) if runs else Path()
     with _whole_folder(out) as partial:

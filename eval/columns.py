@@ -138,16 +138,12 @@ class LineRecords(StoredRecords):
     def by_file(self, schema: pa.Schema = SCHEMA) -> dict[str, pa.Table] | None:
         """{name: the records of that file}, what stands twice included; None where a line is no record."""
         try:
-            return {
-                file.name: _table_of_lines(file.read_bytes(), schema) for file in files_of(self.folder, "records")
-            }
+            return {file.name: _table_of_lines(file.read_bytes(), schema) for file in files_of(self.folder, "records")}
         except (*_NO_RECORD, OSError):
             return None
 
     def sha256(self) -> dict[str, str]:
-        return {
-            file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(self.folder, "records")
-        }
+        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(self.folder, "records")}
 
 
 class CollectedRecords(StoredRecords):

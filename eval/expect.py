@@ -43,7 +43,8 @@ class Expected:
         if self.refused is not None:
             return False
         ours, theirs = (
-            {key: value for key, value in one.items() if key not in _OF_THE_MACHINE} for one in (self.identity, identity)
+            {key: value for key, value in one.items() if key not in _OF_THE_MACHINE}
+            for one in (self.identity, identity)
         )
         return json.loads(json.dumps(ours)) == theirs
 
@@ -88,6 +89,8 @@ def _expected(config: RunConfig) -> Expected:
         label = label_of(config.method["name"], settings)
         found = identify(config)
     except USER_ERRORS as error:
-        label = label_of(config.method.get("name", ""), {key: one for key, one in config.method.items() if key != "name"})
+        label = label_of(
+            config.method.get("name", ""), {key: one for key, one in config.method.items() if key != "name"}
+        )
         return Expected(f"{model}, {label}", model, label, seed, {}, [], f"refused before it began: {error}")
     return Expected(f"{model}, {label}, seed {seed}", model, label, seed, found.identity, found.keys, None)

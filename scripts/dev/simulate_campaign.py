@@ -68,9 +68,7 @@ def write_campaign(out: Path, campaign: Campaign) -> int:
     return records
 
 
-def _write_run(
-    out: Path, campaign: Campaign, model: str, number: int, settings: dict[str, Any], seed: int
-) -> int:
+def _write_run(out: Path, campaign: Campaign, model: str, number: int, settings: dict[str, Any], seed: int) -> int:
     datasets = [one for one in DATASETS.values() if one.suite == "longbench"]
     sizes = {one.name: max(2, round(campaign.share * _SIZES.get(one.name, 200))) for one in datasets}
     method = settings | ({"seed": seed} if settings["name"] == "random_drop" else {})
