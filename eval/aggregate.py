@@ -214,7 +214,8 @@ def _seed_scores(frame: pd.DataFrame, codes: np.ndarray, sizes: dict[str, int]) 
     """{dataset: {seed: official score}} of the seeds that have every example of the dataset; codes: as above."""
     found: dict[str, dict[int, float]] = {name: {} for name in sizes}
     keys: Any
-    means = frame["score"].groupby([frame["dataset"], frame["seed"], codes], sort=False).mean()
+    values: Any = frame["score"]
+    means = values.groupby([frame["dataset"], frame["seed"], codes], sort=False).mean()
     for keys, scores in means.groupby(level=[0, 1], sort=False):
         dataset, seed = keys
         if len(scores) == sizes[dataset]:

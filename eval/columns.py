@@ -207,9 +207,9 @@ def _values(line: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError:  # NaN, which Python's own parser takes
         values = json.loads(line)
     baseline = values["baseline"]
-    if values.keys() == _FIELDS and values["method"].keys() == _MEASURED_FIELDS:
-        if baseline is None or baseline.keys() == _MEASURED_FIELDS:
-            return values
+    is_whole = values.keys() == _FIELDS and values["method"].keys() == _MEASURED_FIELDS
+    if is_whole and (baseline is None or baseline.keys() == _MEASURED_FIELDS):
+        return values
     return asdict(Record.from_json(line.decode()))
 
 

@@ -50,7 +50,7 @@ class Expected:
 
 
 def expected(arguments: Sequence[str]) -> list[Expected]:
-    """The runs of `python run.py -m ARGUMENTS`, each once, in the sweep's order. Raises ValueError: not such arguments."""
+    """The runs of `python run.py -m ARGUMENTS`, each once, in the sweep's order. Raises ValueError: bad arguments."""
     found: dict[str, Expected] = {}
     for config in configs(arguments):
         one = _expected(config)

@@ -203,7 +203,7 @@ def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
     described = [_described(run) for run in runs]
     fixed = {name: np.repeat(np.array([one[name] for one in described], dtype=object), sizes) for name in described[0]}
     fixed |= {"seed": fixed["seed"].astype(int), "paired": fixed["paired"].astype(bool)}
-    table = pd.concat([pd.DataFrame(fixed), examples], axis=1)[COLUMNS]
+    table: Any = pd.concat([pd.DataFrame(fixed), examples], axis=1)[COLUMNS]
     settings = {(one["model"], one["method"], one["settings"], one["seed"]) for one in described}
     if len(settings) == len(runs):  # and a run holds an example once
         return table
@@ -306,13 +306,17 @@ def _measured(prefix: str, values: dict[str, pa.ChunkedArray]) -> dict[str, np.n
         "scoring_s": _numbers(values["scoring_s"]),
         "total_s": _numbers(values["total_s"]),
         "step_s": _mean_of_each(steps),
-        "tokens": _numbers(pc.list_value_length(values["token_ids"])),
+        "tokens": _numbers(_lengths(values["token_ids"])),
         "pct_computed": _numbers(values["pct_prompt_tokens_computed"]),
         "kv_bytes": _numbers(values["kv_bytes"]),
         "aux_bytes": _numbers(values["aux_bytes"]),
         "peak_bytes": _numbers(values["peak_memory_bytes"]),
     }
     return {f"{prefix}{name}": columns[name] for name in MEASURED}
+
+
+def _lengths(lists: Any) -> Any:
+    return pc.call_function("list_value_length", [lists])
 
 
 def _numbers(column: pa.ChunkedArray) -> np.ndarray:
@@ -324,7 +328,7 @@ def _numbers(column: pa.ChunkedArray) -> np.ndarray:
 
 def _mean_of_each(lists: pa.ListArray) -> np.ndarray:
     """[rows] the mean of each list, as `numpy.mean` computes it; NaN where it is empty or missing."""
-    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
+    lengths = pc.fill_null(_lengths(lists), 0).to_numpy()
     starts, values = lists.offsets.to_numpy()[:-1], lists.values.to_numpy()
     means = np.full(len(lengths), np.nan)
     for length in np.unique(lengths[lengths > 0]):

@@ -1,6 +1,6 @@
-"""How far a sweep is: python -m eval.status RUNS [RUNS ...] [--json] [--expect experiment=table1 model=llama2,xgen]
+"""How far a sweep is: python -m eval.status RUNS [...] [--json] [--expect experiment=table1 model=llama2,xgen]
 
-A line for each run: done, running, failed (and why), or incomplete (what is missing), with the time that the rest needs.
+A line for each run: done, running, failed (and why), or incomplete (what is missing), and the time that is left.
 With the sweep's own arguments after --expect, runs that never began are there too, as missing, and those that are
 refused before they begin say why. Exit status: 0 all done, 1 some failed, 3 some not finished and none failed, 2 for
 folders that cannot be read at all.
@@ -14,10 +14,11 @@ import json
 import os
 import socket
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -176,15 +177,16 @@ def expected_count(about: dict[str, Any]) -> int | None:
 
 
 class _Times:
-    """Seconds that an example takes, baseline included: of the same run and dataset, else of the model's, else known."""
+    """Seconds that an example takes, baseline included: of the same run and dataset, else of what is nearest."""
 
     def __init__(self, runs: Sequence[_Run]) -> None:
         self._means: dict[tuple[str, ...], float] = {}
-        sums: Counter[tuple[str, ...]] = Counter()
+        sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
         numbers: Counter[tuple[str, ...]] = Counter()
         measured = worked = 0.0
         for run in runs:
-            examples, stored = run.stored.examples, run.stored
+            stored = run.stored
+            examples: Any = stored.examples
             seconds = examples["total_s"] + examples["baseline_total_s"].fillna(0)
             for dataset, group in seconds.groupby(examples["dataset"]):
                 for key in self._keys(str(stored.folder), stored.model, str(dataset)):
@@ -320,7 +322,7 @@ def _waiting(run: _Run) -> list[str]:
 def _last_sign(folder: Path) -> str:
     """When a run's files were written to last, in UTC."""
     times = [file.stat().st_mtime for name in ("records", "failures", "jobs") for file in files_of(folder, name)]
-    return datetime.utcfromtimestamp(max(times)).strftime("%Y-%m-%dT%H:%M:%SZ") if times else "never"
+    return datetime.fromtimestamp(max(times), UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if times else "never"
 
 
 def _damaged(folder: Path, error: Exception) -> Status:
@@ -364,7 +366,7 @@ def _eta(line: Status) -> str:
 def duration(seconds: float) -> str:
     """`2 d 4 h`, `3 h 5 min`, `12 min`, `40 s`: two units at most."""
     units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    for (name, size), (below, part) in zip(units, units[1:], strict=False):
+    for (name, size), (below, part) in pairwise(units):
         if seconds >= size:
             rest = int(seconds % size // part) if name != "min" else 0
             return f"{int(seconds // size)} {name}" + (f" {rest} {below}" if rest else "")

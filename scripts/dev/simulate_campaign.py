@@ -1,6 +1,6 @@
 """Run folders of a campaign that was never run: for trying collecting, tables and figures at full size.
 
-python -m scripts.dev.simulate_campaign OUT                 2 models x 9 settings x 16 datasets x 5 seeds, 337,500 records
+python -m scripts.dev.simulate_campaign OUT                 2 models, 9 settings, 16 datasets, 5 seeds: 337,500 records
 python -m scripts.dev.simulate_campaign OUT --share 0.1     a tenth of each dataset's examples
 python -m scripts.dev.simulate_campaign OUT --steps 1 64    answers of 1 to 64 tokens
 
@@ -43,7 +43,7 @@ _STARTS = [1, 10, 20, 29]  # first layers of LazyLLM's groups
 _WORDS = (
     "the of and to in is that it was for on are as with his they at be this from have or by one had not but what all "
     "were when we there can an your which their said if do will each about how up out them then she many some so"
-).split()
+)
 _SHARDS = 2
 
 
@@ -110,7 +110,7 @@ def _lines(
     # what belongs to the examples is the same in every run
     own = np.random.default_rng([longest, *dataset.name.encode()])
     lengths = np.minimum(longest, own.lognormal(8.4, 0.6, n).astype(int) + 200)
-    words = np.array(_WORDS)
+    words = np.array(_WORDS.split())
     ends = [" ".join(words[own.integers(0, len(words), 150)])[-600:] for _ in range(n)]
     answers = [" ".join(words[own.integers(0, len(words), 6)]) for _ in range(n)]
     speedup = 1 + len(label_of(settings["name"], settings)) % 5 / 3

@@ -111,7 +111,7 @@ def test_the_tables_are_those_of_a_slow_version(campaign: Path) -> None:
         of_tasks = {task: {one: mean([row[one] for row in rows]) for one in values} for task, rows in tasks.items()}
         slow |= {(*key, task): row for task, row in of_tasks.items()}
         slow[(*key, "all")] = {one: mean([row[one] for row in of_tasks.values()]) for one in values}
-    table = by_task(as_frame(find_runs([campaign / "collected"])))
+    table: Any = by_task(as_frame(find_runs([campaign / "collected"])))
     rows = {
         (row["model"], row["method"], row["settings"], row["name"]): row
         for row in table[table["method"] != "baseline"].to_dict("records")
@@ -196,7 +196,7 @@ def test_mixtures_are_refused(tmp_path: Path) -> None:
         collect([tmp_path / "code"], tmp_path / "out")
     write_run(tmp_path / "cell" / "a", [record(0)])
     write_run(tmp_path / "cell" / "b", [record(0)], warmup=9)
-    with pytest.raises(StoreError, match="measured twice, in .*/a and .*/b"):
+    with pytest.raises(StoreError, match=r"measured twice, in .*/a and .*/b"):
         collect([tmp_path / "cell"], tmp_path / "out")
     write_run(tmp_path / "prompts" / "a", [record(0)])
     write_run(tmp_path / "prompts" / "b", [replace(record(0), prompt_sha256="other")], seed=1)
