@@ -229,3 +229,25 @@ def test_what_is_expected_is_what_a_job_makes() -> None:
     assert one.examples == [case.key for case in plan.cases]
     assert one.is_of(json.loads(json.dumps(plan.identity)))
     assert not one.is_of(json.loads(json.dumps(prepare(config_of(*QUICK, "seed=1")).identity)))
+
+
+def test_a_sweep_that_is_launched_again_loads_no_model_for_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import eval.run
+    from tests.test_configs import config_of
+
+    monkeypatch.chdir(tmp_path)
+    config = config_of(*QUICK, "max_new_tokens=2")
+    eval.run.run(config, show=False)
+    (jobs,) = tmp_path.glob("runs/*/jobs.jsonl")
+    before = jobs.read_bytes()
+
+    def no_model(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(eval.run, "load_weights", no_model)
+    eval.run.run(config, show=False)
+    assert jobs.read_bytes() == before
+    (line,) = status([tmp_path])
+    assert (line.state, line.done, line.expected) == ("done", 4, 4)
