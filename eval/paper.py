@@ -129,7 +129,7 @@ def _sections(runs: Sequence[StoredRun]) -> list[tuple[str, str | None, str]]:
     there = {
         (run.model, run.paper_model if suite == "longbench" else None, suite)
         for run in runs
-        for suite in {DATASETS[record.dataset].suite for record in run.records}
+        for suite in {DATASETS[name].suite for name in run.datasets}
     }
     of_paper = [
         section
@@ -292,6 +292,7 @@ def ttft_share(runs: Sequence[StoredRun]) -> Table:
         answer=_bucket(frame["tokens"], _ANSWERS),
     )
     keys = [*_SECTION, "method", "settings", "label"]
+    frame = frame[[*keys, "id", "ttft_s", "total_s", "prompt", "answer"]]  # four times: no more than is counted
     parts = [
         frame.assign(**everything)
         for everything in ({}, {"prompt": "all"}, {"answer": "all"}, {"prompt": "all", "answer": "all"})

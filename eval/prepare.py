@@ -37,8 +37,7 @@ class Plan:
     cases: all its examples, in order. ours: the keys of those that this job measures (`eval.shards`). traced: of which
     of these cases a trace is wanted. identity: what must agree for two records to lie in one folder. about: config and
     provenance. file_part: what this job's files in the folder are told apart by; "" for a run in one job.
-    devices: all that
-    the model may compute on. skipped: bad rows that were left out, for a message; None for none.
+    devices: all that the model may compute on. skipped: bad rows that were left out, for a message; None for none.
     """
 
     config: RunConfig
@@ -56,14 +55,62 @@ class Plan:
     skipped: str | None
 
 
+@dataclass(frozen=True)
+class Identified:
+    """What a run is, before its prompts are built. identity: as in `Plan`. parameters: the method's, by dataset."""
+
+    identity: dict[str, Any]
+    parameters: dict[str, dict[str, Any]]
+    examples: dict[str, list[Example]]
+    loaded: list[LoadedDataset]
+    model_config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: tuple[int, ...]
+    devices: tuple[torch.device, ...]
+    paired: bool
+
+    @property
+    def keys(self) -> list[tuple[str, str]]:
+        """(dataset, id) of all its examples, in order."""
+        return [(name, example.id) for name, examples in self.examples.items() for example in examples]
+
+
 def prepare(config: RunConfig) -> Plan:
     """Everything that a run needs but the model's weights.
 
     Raises ConfigError, DataError, PromptError, ModelError or TokenizerError with one message for the user.
     """
+    found = identify(config)
+    loaded, identity = found.loaded, found.identity
+    cases = list(_cases(config, found))
+    shard = parse_shard(config.shard) if config.shard is not None else None
+    ours = _keys_of(shard, cases)
+    return Plan(
+        config=config,
+        folder=Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity),
+        title=f"{config.model.name}, {config.method['name']}, {_data_label(loaded)}",
+        cases=cases,
+        ours=ours,
+        traced=[case for case in _first_of_each(cases, config.trace) if case.key in ours],
+        identity=identity,
+        about={
+            "config": asdict(replace(config, shard=None)),
+            "provenance": _provenance(found.devices),
+            # what `limit` and `sample` choose from
+            "examples": {one.dataset.name: len(one.examples) for one in loaded},
+        },
+        file_part=shard.file_part if shard is not None else "",
+        tokenizer=found.tokenizer,
+        devices=found.devices,
+        paired=found.paired,
+        skipped=_skipped(loaded),
+    )
+
+
+def identify(config: RunConfig) -> Identified:
+    """What decides which run a config asks for, without its prompts. Raises as `prepare`, but for PromptError."""
     check_method(config.method)
     devices = devices_in_use(config.model.device, config.model.device_map)
-    device = devices[0]
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
     model_config = check_loading(
         config.model.name,
@@ -81,32 +128,20 @@ def prepare(config: RunConfig) -> Plan:
     end_ids = load_end_ids(config.model.name, _load_format(config), config.model.revision)
     paired = config.timing.paired and settings["name"] != "baseline"
     parameters = {one.dataset.name: _resolved(config, settings, one.dataset, model_config) for one in loaded}
-    cases = list(_cases(config, loaded, parameters, tokenizer, model_config, end_ids))
     identity = _identity(config, loaded, model_config, tokenizer, end_ids, devices, paired) | {
         "method": _plain(canonical(settings)),
         "parameters": _plain(parameters) if presets.uses_preset(settings) else None,
     }
-    shard = parse_shard(config.shard) if config.shard is not None else None
-    ours = _keys_of(shard, cases)
-    return Plan(
-        config=config,
-        folder=Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity),
-        title=f"{config.model.name}, {config.method['name']}, {_data_label(loaded)}",
-        cases=cases,
-        ours=ours,
-        traced=[case for case in _first_of_each(cases, config.trace) if case.key in ours],
+    return Identified(
         identity=identity,
-        about={
-            "config": asdict(replace(config, shard=None)),
-            "provenance": _provenance(device),
-            # what `limit` and `sample` choose from
-            "examples": {one.dataset.name: len(one.examples) for one in loaded},
-        },
-        file_part=shard.file_part if shard is not None else "",
+        parameters=parameters,
+        examples=_examples(config, loaded),
+        loaded=loaded,
+        model_config=model_config,
         tokenizer=tokenizer,
+        end_ids=end_ids,
         devices=devices,
         paired=paired,
-        skipped=_skipped(loaded),
     )
 
 
@@ -159,22 +194,15 @@ def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _cases(
-    config: RunConfig,
-    loaded: list[LoadedDataset],
-    parameters: dict[str, dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    model_config: PreTrainedConfig,
-    end_ids: tuple[int, ...],
-) -> Iterator[Case]:
+def _cases(config: RunConfig, found: Identified) -> Iterator[Case]:
     """Every example of the run with its prompt. What the model cannot hold, or the method not use, is refused here."""
+    model_config, tokenizer = found.model_config, found.tokenizer
     longest = model_config.max_position_embeddings
-    examples = _examples(config, loaded)
-    for one in loaded:
-        method = build_method(parameters[one.dataset.name])
-        dataset_end_ids = end_token_ids(tokenizer, end_ids, one.dataset)
+    for one in found.loaded:
+        method = build_method(found.parameters[one.dataset.name])
+        dataset_end_ids = end_token_ids(tokenizer, found.end_ids, one.dataset)
         max_new_tokens = min(one.max_new_tokens, config.max_new_tokens or one.max_new_tokens)
-        for example in examples[one.dataset.name]:
+        for example in found.examples[one.dataset.name]:
             prompt = build_prompt(
                 example,
                 one.template,
@@ -284,11 +312,11 @@ def _plain(value: Any) -> Any:
     return {str(key): _plain(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
-def _provenance(device: torch.device) -> dict[str, Any]:
+def _provenance(devices: tuple[torch.device, ...]) -> dict[str, Any]:
     return {
         "git_commit": provenance.git_commit(),
         "versions": provenance.versions(),
-        "machine": provenance.machine(device),
+        "machine": provenance.machine(devices[0]),
         "started": provenance.now(),
     }
 

@@ -75,7 +75,11 @@ class Record(Line):
     @classmethod
     def from_json(cls, line: str) -> Record:
         """The record of a line. Raises ValueError, TypeError or KeyError where it is none."""
-        values: dict[str, Any] = json.loads(line)
+        return cls.of(json.loads(line))
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Record:
+        """The record of a line's values, which it takes over. Raises TypeError or KeyError where they are none."""
         method, baseline = values.pop("method"), values.pop("baseline")
         paired = None if baseline is None else Measurement(**baseline)
         return cls(**values, method=Measurement(**method), baseline=paired)

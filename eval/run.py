@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from eval.prepare import Plan, check_comparison, prepare
 from eval.progress import progress
 from eval.prompts import PromptError
 from eval.record import Failure, Record
-from eval.runs import StoredRun
+from eval.runs import PLANNED, StoredRun, planned_text
 from eval.store import RunStore, StoreError, open_store, read_run, write_whole
 from eval.summary import (
     Summary,
@@ -85,6 +86,7 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
     part = plan.file_part
     with open_store(plan.folder, plan.identity, plan.about, part) as store:
         _check_prompts(plan.cases, store)
+        store.write(PLANNED, planned_text(case.key for case in plan.cases))
         group = config.label if config.label != DEFAULT_LABEL else None
         with open_tracker(config.tracker, StoredRun(plan.folder, *read_run(plan.folder)), group, part) as tracker:
             _measure_missing(plan, store, tracker)
@@ -157,7 +159,8 @@ def _check_prompts(cases: list[Case], store: RunStore) -> None:
 @contextmanager
 def _noted(store: RunStore, used: tuple[torch.device, ...], examples: int) -> Iterator[None]:
     """Write down when a job begins and ends to measure, why it ended early, and the machine's load at both times."""
-    store.note({"event": "begin", "time": provenance.now(), "examples": examples, "load": devices.load(*used)})
+    begin = {"event": "begin", "time": provenance.now(), "host": socket.gethostname(), "process": os.getpid()}
+    store.note({**begin, "examples": examples, "load": devices.load(*used)})
     error = None
     try:
         yield

@@ -183,7 +183,7 @@ def _locked(file: Path, how: int) -> Iterator[None]:
 
 def read_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
     """A stored run for tables and figures: run.json's content and the records. Raises StoreError."""
-    return _read_about(folder / "run.json"), list(_read_records(folder).values())
+    return read_about(folder / "run.json"), list(_read_records(folder).values())
 
 
 def read_failures(folder: Path) -> list[Failure]:
@@ -199,7 +199,7 @@ def _check_identity(folder: Path, identity: dict[str, Any], about: dict[str, Any
         content = {"schema": SCHEMA, "fingerprint": fingerprint(identity), "identity": identity, **about}
         write_whole(file, json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
         return
-    before = _read_about(file)["identity"]
+    before = read_about(file)["identity"]
     now = json.loads(_canonical(identity))
     if before != now:
         differing = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
@@ -210,7 +210,8 @@ def _check_identity(folder: Path, identity: dict[str, Any], about: dict[str, Any
         )
 
 
-def _read_about(file: Path) -> dict[str, Any]:
+def read_about(file: Path) -> dict[str, Any]:
+    """A run.json's content. Raises StoreError."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         schema = content["schema"]

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from eval.aggregate import rows_of
 from eval.record import Failure, Record
-from eval.runs import example_row
+from eval.runs import example_rows
 from eval.tables import cell, markdown_lines
 from eval.tasks import DATASETS
 
@@ -78,7 +78,7 @@ def summarise(records: Sequence[Record], failures: Sequence[Failure] = ()) -> Su
     """The table of a run. failures: of examples without a record. Raises ValueError where there is no record."""
     if not records:
         raise ValueError("no record to summarise")
-    rows = rows_of(pd.DataFrame([{"seed": 0, **example_row(record)} for record in records]))
+    rows = rows_of(example_rows(records).assign(seed=0))
     if sum(row["level"] == "task" for row in rows) == 1:
         rows.pop()  # the mean over one task is that task
     failed, zeroed = _with_failures(rows, failures)

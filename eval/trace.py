@@ -11,13 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.measure import Case, generate_case
 from eval.record import compact_counts
-from lazyllm.importance import importance_of_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from eval.measure import Case
     from eval.prompts import Prompt
 
 
@@ -69,6 +68,9 @@ def read_trace(file: Path) -> Trace:
 
 def trace(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case) -> Trace:
     """Generate once more, keeping what the records leave out."""
+    from eval.measure import generate_case  # not at the top: a stored trace is drawn without torch
+    from lazyllm.importance import importance_of_layers
+
     out = generate_case(model, case, case.method)
     found = importance_of_layers(model, case.prompt.token_ids)
     group_starts, computed = compact_counts(out.computed)

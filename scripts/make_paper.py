@@ -9,7 +9,6 @@ OUT/provenance.json   the runs they were made from: fingerprint, commit, version
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ import pandas as pd
 
 from eval.paper import TABLES
 from eval.runs import StoredRun, find_runs
-from eval.store import StoreError, files_of, write_whole
+from eval.store import StoreError, write_whole
 from eval.tables import Table
 
 Save = Callable[[Any, Path, Sequence[str]], list[Path]]
@@ -73,11 +72,9 @@ def provenance(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
             "method": run.identity["method"],
             "parameters": run.identity.get("parameters"),
             "seed": run.seed,
-            "examples": len(run.records),
+            "examples": len(run.examples),
             "failed": len(run.failures),
-            "records_sha256": {
-                file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(run.folder, "records")
-            },
+            "records_sha256": run.records_sha256,
             "provenance": run.about.get("provenance"),
         }
         for run in runs
@@ -141,7 +138,7 @@ def _figure_section(figure: Any, has_run: bool) -> str:
 
 
 def _index(runs: Sequence[StoredRun], sections: Sequence[str], missing: Sequence[str]) -> str:
-    examples = sum(len(run.records) for run in runs)
+    examples = sum(len(run.examples) for run in runs)
     lines = [
         "# Tables and figures",
         "",

@@ -121,14 +121,14 @@ def _filter(runs: Sequence[StoredRun], group: str | None) -> str:
 
 def _tasks(runs: Sequence[StoredRun]) -> list[str]:
     """The tasks that the runs have, in the tables' order; all where no run is given."""
-    found = {DATASETS[record.dataset].task for run in runs for record in run.records}
+    found = {DATASETS[name].task for run in runs for name in run.datasets}
     return [task for task in TASKS if task in found or not runs]
 
 
 def _introduction(runs: Sequence[StoredRun], group: str | None) -> str:
     if not runs:
         return f"Runs of {'the project' if group is None else f'group {group}'}, as W&B has them."
-    examples = len({(record.dataset, record.id) for run in runs for record in run.records})
+    examples = len({key for run in runs for key in run.keys})
     commits = {run.about.get("provenance", {}).get("git_commit") or "unknown" for run in runs}
     devices = {run.identity["device"] for run in runs}
     models = {run.model for run in runs}

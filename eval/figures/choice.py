@@ -24,7 +24,7 @@ def shown_lazy(runs: Sequence[StoredRun]) -> list[StoredRun]:
         examples: Counter[str] = Counter()
         for run in lazy:
             if run.model == model:
-                examples[setting_of(run)] += len(run.records)
+                examples[setting_of(run)] += len(run.examples)
         setting = min(examples, key=lambda one: (one != setting_of_the_paper(), -examples[one], one))
         chosen += [run for run in lazy if run.model == model and setting_of(run) == setting]
     return chosen

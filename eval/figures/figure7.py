@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,10 @@ import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import FuncFormatter
 
+from eval.columns import table_of
 from eval.figures.base import Figure
 from eval.figures.choice import setting_of, shown_lazy
 from eval.figures.style import COLOURS, GREY, LINES, MARKERS, direct_labels, grid, new_figure, styled
-from eval.record import Record
 from eval.runs import StoredRun
 
 _LINEAR_STEPS = 40  # longer generations get a logarithmic axis: most happens in the first steps
@@ -29,8 +30,8 @@ def data(runs: Sequence[StoredRun]) -> pd.DataFrame:
     settings = dict.fromkeys((run.model, setting_of(run)) for run in chosen)
     parts = []
     for model, label in settings:
-        records = [record for run in chosen if run.model == model for record in run.records]
-        parts.append(_curves(records).assign(model=model, label=label))
+        counters = [_counters(run) for run in chosen if run.model == model]
+        parts.append(_curves(counters).assign(model=model, label=label))
     if not parts:
         return pd.DataFrame()
     columns = ["model", "label", "group", "layers", "step", "examples", "generating", "pct_computed"]
@@ -52,22 +53,55 @@ def plot(frame: Any) -> MplFigure:
     return figure
 
 
-def _curves(records: Sequence[Record]) -> pd.DataFrame:
+@dataclass(frozen=True)
+class _Counters:
+    """The method's counters of a run's examples: what `eval.record.Measurement` has as lists, one after the other.
+
+    prompt_tokens: [examples]. starts: [all groups of all examples]; own_starts: [examples + 1] where each one's begin.
+    steps: [examples + 1] where each one's steps begin; rows: [all steps + 1] where each one's values begin.
+    computed: [all steps, their groups, in one dimension].
+    """
+
+    prompt_tokens: np.ndarray
+    starts: np.ndarray
+    own_starts: np.ndarray
+    steps: np.ndarray
+    rows: np.ndarray
+    computed: np.ndarray
+
+
+def _counters(run: StoredRun) -> _Counters:
+    table = table_of(run.records, ["prompt_tokens", "method.group_starts", "method.computed"])
+    starts, computed = (table[f"method.{name}"].combine_chunks() for name in ("group_starts", "computed"))
+    return _Counters(
+        prompt_tokens=table["prompt_tokens"].to_numpy(),
+        starts=starts.values.to_numpy(),
+        own_starts=starts.offsets.to_numpy(),
+        steps=computed.offsets.to_numpy(),
+        rows=computed.values.offsets.to_numpy(),
+        computed=computed.values.values.to_numpy(),
+    )
+
+
+def _curves(parts: Sequence[_Counters]) -> pd.DataFrame:
     """Examples may lack a boundary where two groups of theirs happen to agree: groups are those of all examples."""
-    starts = sorted({start for record in records for start in record.method.group_starts})
-    steps = max(len(record.method.computed) for record in records)
-    lengths = np.array([len(record.method.computed) for record in records])
-    shares = np.stack([_shares(record, starts, steps) for record in records])  # [examples, steps, groups]
+    starts = np.unique(np.concatenate([part.starts for part in parts])).tolist()
+    lengths = np.concatenate([np.diff(part.steps) for part in parts])
+    steps = int(lengths.max())
     names = _layer_names(starts)
+    means = [
+        [float(np.concatenate([_shares(part, start, step) for part in parts]).mean()) for step in range(steps)]
+        for start in starts
+    ]
     return pd.DataFrame(
         [
             {
                 "group": group + 1,
                 "layers": names[group],
                 "step": step,
-                "examples": len(records),
+                "examples": len(lengths),
                 "generating": int((lengths > step).sum()),
-                "pct_computed": float(shares[:, step, group].mean()),
+                "pct_computed": means[group][step],
             }
             for group in range(len(starts))
             for step in range(steps)
@@ -75,12 +109,11 @@ def _curves(records: Sequence[Record]) -> pd.DataFrame:
     )
 
 
-def _shares(record: Record, starts: Sequence[int], steps: int) -> np.ndarray:
-    """[steps, groups] per cent of the prompt's tokens; after the record's last step its last value."""
-    computed = np.array(record.method.computed)
-    own = np.searchsorted(record.method.group_starts, starts, side="right") - 1
-    step = np.minimum(np.arange(steps), len(computed) - 1)
-    return 100 * computed[step][:, own] / record.prompt_tokens
+def _shares(part: _Counters, layer: int, step: int) -> np.ndarray:
+    """[examples] per cent of the prompt's tokens computed in a layer; after an example's last step its last value."""
+    group = np.add.reduceat((part.starts <= layer).astype(int), part.own_starts[:-1]) - 1
+    row = part.steps[:-1] + np.minimum(step, np.diff(part.steps) - 1)
+    return 100 * part.computed[part.rows[row] + group].astype(int) / part.prompt_tokens
 
 
 def _layer_names(starts: Sequence[int]) -> list[str]:

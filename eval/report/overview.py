@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
 from eval.aggregate import by_task
+from eval.columns import table_of
 from eval.report.tables import Grid, grid
 from eval.runs import StoredRun, as_frame, label_of
 
@@ -26,14 +28,14 @@ _SHOWN_ELSEWHERE = {"method", "versions", "seed", "paired"}
 
 def facts(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
     """The first lines of the page: (what, which)."""
-    examples = {(run.model, *record.key) for run in runs for record in run.records}
+    examples = {(run.model, *key) for run in runs for key in run.keys}
     started = sorted(_moment(run) for run in runs)
     return [
         ("Models", _list(run.model for run in runs)),
         ("Methods", _list(run.method for run in runs)),
         ("Runs", f"{len(runs)}, of {len({label(run) for run in runs})} settings"),
-        ("Datasets", _list(record.dataset for run in runs for record in run.records)),
-        ("Examples", f"{len(examples):,}, in {sum(len(run.records) for run in runs):,} records"),
+        ("Datasets", _list(name for run in runs for name in run.datasets)),
+        ("Examples", f"{len(examples):,}, in {sum(len(run.examples) for run in runs):,} records"),
         ("Measured", started[0] if started[0] == started[-1] else f"{started[0]} to {started[-1]}"),
         ("On", _list(run.about["provenance"]["machine"]["device"] for run in runs)),
     ]
@@ -55,8 +57,8 @@ def runs_grid(runs: Sequence[StoredRun]) -> Grid:
             "model": run.model,
             "setting": label(run),
             "seed": run.seed,
-            "examples": len(run.records),
-            "datasets": len({record.dataset for record in run.records}),
+            "examples": len(run.examples),
+            "datasets": len(run.datasets),
             "paired": "yes" if run.identity["paired"] else "no",
             "started": _moment(run),
             "fingerprint": run.about["fingerprint"],
@@ -112,7 +114,7 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
     unpaired = [run for run in runs if not run.identity["paired"] and run.method != "baseline"]
     changed = [run for run in runs if (run.about["provenance"]["git_commit"] or "+changes").endswith("+changes")]
     cold = [run for run in runs if run.identity["warmup"] == 0]
-    textless = [run for run in runs if any(not record.prompt_end for record in run.records)]
+    textless = [run for run in runs if _lacks_prompt_ends(run)]
     concerned = [
         (unpaired, "measured without a paired baseline: no speedup, and no answer to compare with"),
         (cold, "timed without warm-up: the first examples' times hold one-off costs"),
@@ -132,10 +134,10 @@ def _missing(runs: Sequence[StoredRun]) -> list[str]:
     found = []
     for model in dict.fromkeys(run.model for run in runs):
         of_model = [run for run in runs if run.model == model]
-        wanted = frozenset(record.key for run in of_model for record in run.records)
+        wanted = frozenset(key for run in of_model for key in run.keys)
         without: dict[frozenset[tuple[str, str]], list[StoredRun]] = {}
         for run in of_model:
-            without.setdefault(wanted - {record.key for record in run.records}, []).append(run)
+            without.setdefault(wanted - set(run.keys), []).append(run)
         for lacking, concerned in without.items():
             if lacking:
                 verb, means = ("lacks", "its means are") if len(concerned) == 1 else ("lack", "their means are")
@@ -147,10 +149,11 @@ def _missing(runs: Sequence[StoredRun]) -> list[str]:
 
 
 def _sizes(run: StoredRun) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for record in run.records:
-        sizes[record.dataset] = sizes.get(record.dataset, 0) + 1
-    return sizes
+    return Counter(run.examples["dataset"])
+
+
+def _lacks_prompt_ends(run: StoredRun) -> bool:
+    return "" in table_of(run.records, ["prompt_end"])["prompt_end"].unique().to_pylist()
 
 
 def _identity(run: StoredRun) -> dict[str, Any]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from eval.columns import StoredRecords
 from eval.record import Measurement, Record
 from eval.runs import StoredRun, label_of
 
@@ -35,7 +38,7 @@ def embed_records(runs: Sequence[StoredRun], most: int | None = None) -> dict[st
         "records": [
             _embed(number, record, strings)
             for number, run in enumerate(runs)
-            for record in _first_of_each_dataset(run.records, most)
+            for record in _first_of_each_dataset(run, most)
         ],
         "strings": strings.all(),
     }
@@ -46,14 +49,11 @@ def embed_run(run: StoredRun) -> dict[str, Any]:
     return {"model": run.model, "label": label_of(run.method, run.settings), "seed": run.seed}
 
 
-def _first_of_each_dataset(records: Sequence[Record], most: int | None) -> list[Record]:
-    seen: dict[str, int] = {}
-    chosen = []
-    for record in records:
-        seen[record.dataset] = seen.get(record.dataset, 0) + 1
-        if most is None or seen[record.dataset] <= most:
-            chosen.append(record)
-    return chosen
+def _first_of_each_dataset(run: StoredRun, most: int | None) -> Sequence[Record]:
+    if most is None:
+        return run.records
+    first = np.flatnonzero(run.examples.groupby("dataset").cumcount() < most).tolist()
+    return run.records.take(first) if isinstance(run.records, StoredRecords) else [run.records[one] for one in first]
 
 
 def _embed(run: int, record: Record, strings: Strings) -> dict[str, Any]:
