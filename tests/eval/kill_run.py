@@ -22,7 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ import torch
 import eval.prepare
 import eval.run
 from eval.config import ModelConfig, RunConfig, TimingConfig
-from eval.record import Record
+from eval.record import Measurement, Record
 from eval.store import read_run
 
 EXAMPLES = 10  # of each of two datasets
@@ -42,25 +42,23 @@ HANG_S = 120  # a job that takes longer hangs
 
 @dataclass
 class Counts:
-    """What happened. kills: jobs that died by SIGKILL. half_lines: of those, how many left a line without its end.
+    """What happened.
 
-    mid_run: how many found the run unfinished when they were restarted. runs: run folders that were brought to their end.
-    redone: examples whose half line was there, and that were measured again. by_phase: how many lines of records there
-    were at the kill. ended_first: jobs that were done before their kill came.
+    kills: jobs that died by SIGKILL; of those: restarts (each was started again), half_lines (left a record without its
+    end), before_any_record and after_all_records (when it came). examples_redone: examples of which there was a half
+    line, and whose record was there in the end. runs: run folders brought to their end, and equal to the undisturbed.
     """
 
     kills: int = 0
-    half_lines: int = 0
-    half_records: int = 0
-    redone: int = 0
     restarts: int = 0
+    half_lines: int = 0
+    examples_redone: int = 0
+    before_any_record: int = 0
+    after_all_records: int = 0
     runs: int = 0
-    ended_first: int = 0
-    kills_before_any_record: int = 0
-    kills_after_all_records: int = 0
 
 
-def config_of(out: Path) -> RunConfig:
+def config_of() -> RunConfig:
     """A quick run: short prompts, short answers, the baseline beside each."""
     return RunConfig(
         model=ModelConfig(name="tiny", dtype="float32", device="cpu", max_prompt_tokens=96),
@@ -70,19 +68,20 @@ def config_of(out: Path) -> RunConfig:
         limit=EXAMPLES,
         max_new_tokens=4,
         threads=1,
-        out=str(out),
+        out="run",
     )
 
 
-def job(out: Path, before: Callable[[], None] = lambda: None) -> int:
-    """Fork a job that makes the run; its pid. before: called in the job first."""
+def job(folder: Path, before: Callable[[], None] = lambda: None) -> int:
+    """Fork a job that makes the run in `folder`/run; its pid. before: called in the job first."""
     pid = os.fork()
     if pid:
         return pid
     status = 1
     try:
+        os.chdir(folder)
         before()
-        eval.run.run(config_of(out), show=False)
+        eval.run.run(config_of(), show=False)
         status = 0
     finally:
         os._exit(status)
@@ -100,6 +99,13 @@ def ended_by(pid: int) -> int:
     code = os.waitstatus_to_exitcode(status)
     assert code in (0, -signal.SIGKILL), f"a job ended with {code}"
     return -code
+
+
+def wait_at_most(pid: int, seconds: float) -> None:
+    """Wait until the job has ended, or the time is over; the job stays to be waited for."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        time.sleep(0.002)
 
 
 def die_at_size(size: int) -> None:
@@ -139,54 +145,63 @@ def without_times(folder: Path) -> dict[str, str]:
 def outcomes(folder: Path) -> list[tuple[Any, ...]]:
     """What the run's records say, in their order, but for times."""
     return [
-        (one.key, one.prompt_sha256, one.answers)
-        + tuple((side.text, side.token_ids, side.score, side.computed) for side in (one.method, one.baseline) if side)
+        (one.key, one.prompt_sha256, one.answers, _outcome(one.method), _outcome(one.baseline))
         for one in read_run(folder)[1]
     ]
+
+
+def _outcome(side: Measurement | None) -> tuple[Any, ...] | None:
+    return None if side is None else (side.text, side.token_ids, side.score, side.computed)
 
 
 def kill_run(folder: Path, kills: int, seed: int) -> Counts:
     """Kill runs below `folder` so many times; raises AssertionError where something is lost, twice there or changed."""
     rng, counts = random.Random(seed), Counts()
+    undisturbed = folder / "undisturbed" / "run"
+    undisturbed.parent.mkdir()
+    assert ended_by(job(undisturbed.parent)) == 0
     started = time.monotonic()
-    assert ended_by(job(folder / "whole")) == 0
+    (folder / "again").mkdir()
+    assert ended_by(job(folder / "again")) == 0
     whole_s = time.monotonic() - started
-    whole, expected = without_times(folder / "whole"), outcomes(folder / "whole")
-    longest = max(map(len, whole_lines(folder / "whole" / "records.jsonl"))) + 1
+    whole, expected = without_times(undisturbed), outcomes(undisturbed)
+    longest = max(map(len, whole_lines(undisturbed / "records.jsonl"))) + 1
     assert len(expected) == 2 * EXAMPLES
 
+    def next_job(parent: Path, lines: list[bytes]) -> int:
+        if counts.kills == kills:
+            return job(parent)
+        if rng.random() < 0.5:
+            size = sum(len(line) + 1 for line in lines) + rng.randrange(3 * longest)
+            return job(parent, lambda: die_at_size(size))
+        pid = job(parent)
+        wait_at_most(pid, rng.uniform(0, whole_s * (0.3 + 0.7 * (1 - len(lines) / len(expected)))))
+        os.kill(pid, signal.SIGKILL)  # a job that has ended by itself is still there until it is waited for
+        return pid
+
     while counts.kills < kills:
-        out = folder / f"run-{counts.runs}"
+        out = folder / str(counts.runs) / "run"
+        out.parent.mkdir()
         file = out / "records.jsonl"
-        done = False
+        done, halves = False, set[int]()  # the numbers of the lines that were there by half
         while not done:
-            lines, half = whole_lines(file), tail_of(file)
-            if counts.kills == kills:
-                pid = job(out)
-            elif counts.kills % 2:
-                size = sum(len(line) + 1 for line in lines) + rng.randrange(3 * longest)
-                pid = job(out, lambda size=size: die_at_size(size))
-            else:
-                pid = job(out)
-                left = 1 - len(lines) / len(expected)
-                time.sleep(rng.uniform(0, (0.3 + 0.7 * left) * whole_s))
-                os.kill(pid, signal.SIGKILL)
-            if ended_by(pid) == 0:
-                counts.ended_first += counts.kills < kills
-                done = True
-            else:
-                counts.kills += 1
-                counts.restarts += 1
-                tails = [tail for name in ("records", "jobs") if (tail := tail_of(out / f"{name}.jsonl"))]
-                counts.half_lines += bool(tails)
-                counts.half_records += bool(tail_of(file))
-                counts.kills_before_any_record += not whole_lines(file)
-                counts.kills_after_all_records += len(whole_lines(file)) == len(expected)
+            lines = whole_lines(file)
+            signal_number = ended_by(next_job(out.parent, lines))
+            done = signal_number == 0
+            whole_s *= 0.8 if done else 1.05  # the machine may be as busy as it likes: most kills come in time
             now = whole_lines(file)
             assert now[: len(lines)] == lines, f"{file}: a finished example was changed or lost"
             keys = Counter(Record.from_json(line.decode()).key for line in now)
             assert set(keys.values()) <= {1}, f"{file}: an example is there twice"
-            counts.redone += bool(half) and len(now) > len(lines)
+            if not done:
+                counts.kills += 1
+                counts.restarts += 1
+                counts.before_any_record += not now
+                counts.after_all_records += len(now) == len(expected)
+                if tail_of(file):
+                    counts.half_lines += 1
+                    halves.add(len(now))
+        counts.examples_redone += len(halves)
         counts.runs += 1
         assert outcomes(out) == expected, f"{out}: other records than the undisturbed run's"
         assert without_times(out) == whole, f"{out}: another summary than the undisturbed run's"
@@ -206,7 +221,7 @@ def main(kills: int = 100, seed: int = 0) -> None:
 
 
 def _datasets() -> dict[str, Any]:
-    return {dataset.name: dataset for dataset in eval.prepare.datasets_of(config_of(Path()))}
+    return {dataset.name: dataset for dataset in eval.prepare.datasets_of(config_of())}
 
 
 if __name__ == "__main__":
