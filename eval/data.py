@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import stat
+import struct
 import tempfile
 import urllib.error
 import urllib.request
@@ -188,8 +189,16 @@ def unpack_rows(archive: Path, folder: Path) -> dict[str, str]:
                     name = PurePosixPath(member.filename).name
                     with opened.open(member) as stream:
                         checksums[name] = _put(stream, folder / name)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+    except DataError:
+        raise
+    # what damaged headers raise is not all BadZipFile
+    except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, ValueError) as error:
         raise DataError(f"{archive}: not a usable zip file ({error}); delete it to have it fetched anew") from error
+    except OSError as error:
+        raise DataError(
+            f"{archive}: could not be unpacked into {folder} ({error}): a full disk or a damaged file: make room, "
+            "or delete it to have it fetched anew"
+        ) from error
     if not checksums:
         raise DataError(f"{archive}: holds no data/<dataset>.jsonl, so it is not LongBench's {HUB_FILE}")
     return checksums
@@ -507,6 +516,8 @@ def _check_members(archive: Path, members: list[zipfile.ZipInfo]) -> None:
             raise refuse(f"its member {name!r} is a link")
         if member.flag_bits & 1:
             raise refuse(f"its member {name!r} is encrypted")
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise refuse(f"its member {name!r} is packed by method {member.compress_type}, not stored or deflated")
         if member.file_size > MAX_MEMBER_BYTES:
             raise refuse(f"its member {name!r} would be larger than {MAX_MEMBER_BYTES} bytes")
         if member.file_size > max(RATIO_FROM_BYTES, MAX_RATIO * member.compress_size):
