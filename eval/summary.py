@@ -191,7 +191,8 @@ def flat(row: Any) -> dict[str, Any]:
 
 
 def _flat_csv(rows: Sequence[Any]) -> str:
-    return pd.DataFrame([flat(row) for row in rows]).to_csv(index=False)
+    table = pd.DataFrame([flat(row) for row in rows])
+    return table.astype({"failed": "Int64"}).to_csv(index=False)  # a whole number, also beside rows that have none
 
 
 def to_json(summary: Summary, about: dict[str, Any]) -> str:
