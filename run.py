@@ -19,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from eval import interrupt
 from eval.config import ConfigError, check_choice, check_launcher, register_schema, to_run_config
 from eval.run import USER_ERRORS, compare, run
 
@@ -46,8 +47,8 @@ def main(config: DictConfig) -> None:
             sys.exit(f"error: {error}")
         raise
     except KeyboardInterrupt:
-        print("stopped: every finished example is safe, and the same command goes on from there", file=sys.stderr)
-        sys.exit(130)  # as a shell reports a program that Ctrl-C ended
+        print(interrupt.MESSAGE, file=sys.stderr)
+        sys.exit(interrupt.STATUS)
 
 
 if __name__ == "__main__":
@@ -58,4 +59,5 @@ if __name__ == "__main__":
         check_choice(sys.argv[1:])
     except ConfigError as error:
         sys.exit(f"error: {error}")
+    interrupt.end_soon_after_ctrl_c()
     main()

@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import stat
+import struct
 import tempfile
 import urllib.error
 import urllib.request
@@ -48,6 +49,7 @@ EMBEDDED_ROWS = 240  # 80 of each prompt length; a run takes the first `limit` o
 MAX_MEMBERS = 1000
 MAX_MEMBER_BYTES = 2 * 2**30
 MAX_TOTAL_BYTES = 4 * 2**30
+MAX_RATIO, RATIO_FROM_BYTES = 100, 2**20  # text packs to a fifth; small members may do better
 MAX_CONFIG_BYTES = 2**20
 
 _RECORD = "data.zip.json"  # written beside the unpacked rows: where they came from, and their checksums
@@ -174,7 +176,7 @@ def unpack_rows(archive: Path, folder: Path) -> dict[str, str]:
 
     Returns {file name: sha256}. Members for other files are left in the archive.
     Raises DataError: no zip file, or one that LongBench's cannot be: a member with an absolute path or `..`, a link, an
-        encrypted or repeated member, implausibly many or large members, a checksum that does not hold.
+        encrypted or repeated member, implausibly many, large or tightly packed members, a checksum that does not hold.
     """
     wanted = {f"data/{dataset.name}.jsonl" for dataset in DATASETS.values() if dataset.suite == "longbench"}
     checksums = {}
@@ -187,8 +189,16 @@ def unpack_rows(archive: Path, folder: Path) -> dict[str, str]:
                     name = PurePosixPath(member.filename).name
                     with opened.open(member) as stream:
                         checksums[name] = _put(stream, folder / name)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+    except DataError:
+        raise
+    # what damaged headers raise is not all BadZipFile
+    except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, ValueError) as error:
         raise DataError(f"{archive}: not a usable zip file ({error}); delete it to have it fetched anew") from error
+    except OSError as error:
+        raise DataError(
+            f"{archive}: could not be unpacked into {folder} ({error}): a full disk or a damaged file: make room, "
+            "or delete it to have it fetched anew"
+        ) from error
     if not checksums:
         raise DataError(f"{archive}: holds no data/<dataset>.jsonl, so it is not LongBench's {HUB_FILE}")
     return checksums
@@ -240,7 +250,7 @@ def _examples(
             example = _example(dataset, row)
             if example.id in places:
                 raise DataError(f"the same _id as in {places[example.id]} ({example.id!r}); expected each row once")
-        except DataError as error:
+        except (DataError, RecursionError) as error:  # a row may be nested so deeply that it can be read and not shown
             if on_error == "raise":
                 raise DataError(f"{where}: {error}. {_SKIP_HINT}") from error
             skipped.append(Skipped(where, str(error)))
@@ -276,7 +286,7 @@ def _example(dataset: Dataset, row: Any) -> Example:
     identity = row.get("_id")
     if identity is None:
         identity = hashlib.sha256(_canonical(row).encode()).hexdigest()[:48]
-    elif not isinstance(identity, str) or not identity:
+    elif not _is_text(identity) or not identity:
         raise DataError(f"field '_id' must be a string that is not empty, got {_short(identity)}")
     return Example(
         dataset=dataset.name,
@@ -506,8 +516,12 @@ def _check_members(archive: Path, members: list[zipfile.ZipInfo]) -> None:
             raise refuse(f"its member {name!r} is a link")
         if member.flag_bits & 1:
             raise refuse(f"its member {name!r} is encrypted")
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise refuse(f"its member {name!r} is packed by method {member.compress_type}, not stored or deflated")
         if member.file_size > MAX_MEMBER_BYTES:
             raise refuse(f"its member {name!r} would be larger than {MAX_MEMBER_BYTES} bytes")
+        if member.file_size > max(RATIO_FROM_BYTES, MAX_RATIO * member.compress_size):
+            raise refuse(f"its member {name!r} would be more than {MAX_RATIO} times as large as it is packed")
         if name in names:
             raise refuse(f"its member {name!r} is there twice")
         names.add(name)

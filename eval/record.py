@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+
+from eval.tasks import DATASETS
 
 PROMPT_END = 600  # characters of a prompt that its record keeps, for people to read
 
@@ -39,6 +42,26 @@ class Measurement:
     aux_bytes: int
     peak_memory_bytes: int | None
 
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> Measurement:
+        """The measurement of a stored line's values. Raises ValueError or TypeError where they are none.
+
+        Of lists only is looked at that they are lists: there are hundreds of thousands of lines to read.
+        """
+        one = cls(**values)
+        _check("text", one.text, str)
+        for name in ("token_ids", "decode_step_s", "group_starts", "computed"):
+            _check(name, getattr(one, name), list)
+        for name in ("score", "ttft_s", "scoring_s", "total_s", "pct_prompt_tokens_computed"):
+            _check(name, getattr(one, name), int, float)
+        for name in ("kv_bytes", "aux_bytes"):
+            _check(name, getattr(one, name), int)
+        if one.rouge_l is not None:
+            _check("rouge_l", one.rouge_l, int, float)
+        if one.peak_memory_bytes is not None:
+            _check("peak_memory_bytes", one.peak_memory_bytes, int)
+        return one
+
 
 @dataclass(frozen=True)
 class Line:
@@ -50,6 +73,13 @@ class Line:
     @property
     def key(self) -> tuple[str, str]:
         return self.dataset, self.id
+
+    def check_key(self) -> None:
+        """Raise ValueError or TypeError where dataset and id are none."""
+        _check("dataset", self.dataset, str)
+        _check("id", self.id, str)
+        if self.dataset not in DATASETS:
+            raise ValueError(f"there is no dataset {self.dataset!r}")
 
     def to_json(self) -> str:
         """One line of JSON, without a newline at its end."""
@@ -75,14 +105,24 @@ class Record(Line):
     @classmethod
     def from_json(cls, line: str) -> Record:
         """The record of a line. Raises ValueError, TypeError or KeyError where it is none."""
-        return cls.of(json.loads(line))
+        return cls.of(_values(line))
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Record:
-        """The record of a line's values, which it takes over. Raises TypeError or KeyError where they are none."""
+        """The record of a line's values, which it takes over.
+
+        Raises ValueError, TypeError or KeyError where they are none.
+        """
         method, baseline = values.pop("method"), values.pop("baseline")
-        paired = None if baseline is None else Measurement(**baseline)
-        return cls(**values, method=Measurement(**method), baseline=paired)
+        paired = None if baseline is None else Measurement.from_values(baseline)
+        one = cls(**values, method=Measurement.from_values(method), baseline=paired)
+        one.check_key()
+        for name in ("prompt_sha256", "prompt_end"):
+            _check(name, getattr(one, name), str)
+        for name in ("prompt_tokens", "prompt_tokens_before_truncation"):
+            _check(name, getattr(one, name), int)
+        _check("answers", one.answers, list)
+        return one
 
 
 @dataclass(frozen=True)
@@ -95,7 +135,11 @@ class Failure(Line):
     @classmethod
     def from_json(cls, line: str) -> Failure:
         """The failure of a line. Raises ValueError or TypeError where it is none."""
-        return cls(**json.loads(line))
+        one = cls(**_values(line))
+        one.check_key()
+        _check("reason", one.reason, str)
+        _check("traceback", one.traceback, str)
+        return one
 
 
 def compact_counts(computed: np.ndarray) -> tuple[list[int], list[list[int]]]:
@@ -103,3 +147,17 @@ def compact_counts(computed: np.ndarray) -> tuple[list[int], list[list[int]]]:
     differs = (computed[:, 1:] != computed[:, :-1]).any(axis=0)
     first = np.concatenate([[0], 1 + np.flatnonzero(differs)])
     return (first + 1).tolist(), computed[:, first].tolist()
+
+
+def _values(line: str) -> dict[str, Any]:
+    values = json.loads(line)
+    _check("the line", values, dict)
+    return values
+
+
+def _check(name: str, value: Any, *types: type) -> None:
+    """Raise TypeError where a stored value has another type, ValueError where it is a number that is not finite."""
+    if type(value) not in types:  # JSON gives plain types, and True is no number
+        raise TypeError(f"{name} is {type(value).__name__}, not {' or '.join(one.__name__ for one in types)}")
+    if type(value) is float and not math.isfinite(value):
+        raise ValueError(f"{name} is {value}")

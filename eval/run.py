@@ -42,6 +42,7 @@ from eval.summary import (
 from eval.trace import Trace, trace
 from eval.tracking import Tracker, open_tracker, track_pictures
 from lazyllm import ModelError, TokenizerError, UnsupportedModelError
+from lazyllm.generation import read_clock
 from lazyllm.memory import release_memory
 from lazyllm.models import load_weights
 from lazyllm.placement import devices_of
@@ -159,16 +160,21 @@ def _check_prompts(cases: list[Case], store: RunStore) -> None:
 @contextmanager
 def _noted(store: RunStore, used: tuple[torch.device, ...], examples: int) -> Iterator[None]:
     """Write down when a job begins and ends to measure, why it ended early, and the machine's load at both times."""
+
+    def end(error: str | None) -> None:
+        store.note({"event": "end", "time": provenance.now(), "error": error, "load": devices.load(*used)})
+
     begin = {"event": "begin", "time": provenance.now(), "host": socket.gethostname(), "process": os.getpid()}
     store.note({**begin, "examples": examples, "load": devices.load(*used)})
-    error = None
     try:
         yield
     except BaseException as caught:
-        error = f"{type(caught).__name__}: {caught}"
+        try:
+            end(f"{type(caught).__name__}: {caught}")
+        except StoreError as error:  # a full disk, say: what ended the job is what the user must hear
+            log.warning("%s", error)
         raise
-    finally:
-        store.note({"event": "end", "time": provenance.now(), "error": error, "load": devices.load(*used)})
+    end(None)
 
 
 def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker) -> None:
@@ -204,7 +210,10 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker) -> None:
                     _trace_case(bench, case, store)
         finally:
             del model, bench
-            release_memory(*plan.devices)  # before another run has the device
+            try:
+                release_memory(*plan.devices)  # before another run has the device
+            except RuntimeError as error:  # what ended the run goes first
+                log.warning("%s: its memory could not be freed (%s)", ", ".join(map(str, plan.devices)), error)
 
 
 def _measure_cases(bench: Bench, cases: list[Case], store: RunStore, tracker: Tracker, warmup: int) -> None:
@@ -219,18 +228,30 @@ def _measure_cases(bench: Bench, cases: list[Case], store: RunStore, tracker: Tr
             raise
         except Exception as error:  # the first example may be one that does not fit; what fails is written down below
             log.warning("warming up on %s, row %s failed (%s: %s)", *case.key, type(error).__name__, error)
-            release_memory(*devices_of(bench.model))
+            _free(*devices_of(bench.model))
     with progress(len(cases)) as advance:
         for number, case in enumerate(cases):
             outcome = _measure(bench, case, baseline_first=number % 2 == 0)
             if isinstance(outcome, Failure):
                 log.warning("%s, row %s failed: %s", *outcome.key, outcome.reason)
                 store.fail(outcome)
-                release_memory(*devices_of(bench.model))
+                _free(*devices_of(bench.model))
             else:
                 store.append(outcome)
                 tracker.record(outcome)
             advance(case.dataset.name)
+
+
+def _free(*used: torch.device) -> None:
+    """Give back what a failed example has left. Raises RunError where a device itself has failed."""
+    try:
+        release_memory(*used)
+        read_clock(*used)  # waits for them
+    except RuntimeError as error:
+        raise RunError(
+            f"{', '.join(map(str, used))} does not recover from the last failure ({' '.join(str(error).split())}): "
+            "every other example would end the same. Finished ones are safe; give the same command again"
+        ) from error
 
 
 def _trace_case(bench: Bench, case: Case, store: RunStore) -> None:

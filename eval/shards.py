@@ -42,7 +42,7 @@ def split(tokens: Mapping[tuple[str, str], int], count: int) -> dict[tuple[str, 
     into the shard that holds the fewest tokens so far: no shard gets more than 4/3 of what the best split gives its
     fullest one (Graham, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17(2), 1969).
     """
-    filled = [0] * count
+    filled = [0] * min(count, len(tokens))  # shards beyond that get nothing
     numbers = {}
     for key in sorted(tokens, key=lambda key: (-tokens[key], key)):
         emptiest = filled.index(min(filled))

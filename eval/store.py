@@ -7,6 +7,8 @@ jobs.jsonl      when a job began and ended to measure, how, and the load that it
 summary.*       made from the records at the end (`eval.summary`)
 
 A shard of a run (`eval.shards`) writes records-2-of-4.jsonl and so on; a run's records are those of all its files.
+What a kill leaves of a last line is cut off when its job goes on; any other damage is refused, and `eval.repair` mends
+it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -29,6 +31,9 @@ log = logging.getLogger(__name__)
 Line = TypeVar("Line", Record, Failure)
 
 SCHEMA = 2  # of run.json and records.jsonl
+
+# What a line that is none raises where it is parsed
+NO_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 class StoreError(RuntimeError):
@@ -52,8 +57,9 @@ class RunStore:
             folder / f"{name}{part}.jsonl" for name in ("records", "failures", "jobs")
         )
         self.reload()
-        for file in (self._file, self._failures_file, self._jobs_file):
-            _cut_half_line(file)
+        _mend_end(self._file, Record.from_json)
+        _mend_end(self._failures_file, Failure.from_json)
+        _mend_end(self._jobs_file, json.loads)
 
     def reload(self) -> None:
         """Read again what the run's jobs have measured, this one and those of other shards. Raises StoreError."""
@@ -92,26 +98,49 @@ class RunStore:
 
 
 def _append_line(file: Path, line: str) -> None:
+    """Write one line to the disk, or leave the file as it was. Raises StoreError."""
+    before = None
     try:
-        with file.open("a", encoding="utf-8", newline="") as opened:
-            opened.write(line + "\n")
+        with file.open("ab") as opened:
+            before = opened.tell()
+            opened.write(f"{line}\n".encode())
             opened.flush()
             os.fsync(opened.fileno())
     except OSError as error:
+        if before is not None:
+            with suppress(OSError):  # what is left of the line then is cut off when the run goes on
+                os.truncate(file, before)
         raise StoreError(
-            f"{file}: the record could not be written ({error}). Those before it are safe: make room, then "
+            f"{file}: the line could not be written ({error}). Those before it are safe: make room, then "
             "give the same command again"
         ) from error
 
 
 def _read_records(folder: Path) -> dict[tuple[str, str], Record]:
-    return {record.key: record for record in _read_all(folder, "records", Record.from_json)}
+    """The run's records by example. Raises StoreError: a line that is none, two different records of one example."""
+    records: dict[tuple[str, str], Record] = {}
+    places: dict[tuple[str, str], str] = {}
+    for file in files_of(folder, "records"):
+        for number, record in _read_lines(file, Record.from_json):
+            where = f"{file}:{number}"
+            other = records.setdefault(record.key, record)
+            first = places.setdefault(record.key, where)
+            if other is record:
+                continue
+            if other != record:
+                raise StoreError(
+                    f"{where}: another record of {record.dataset}, row {record.id}, than {first}. Nothing was changed: "
+                    f"remove the wrong one, or {_to_repair(folder)}"
+                )
+            log.warning("%s: the same line as %s; it counts once", where, first)
+    return records
 
 
-def _read_all(folder: Path, name: str, parse: Callable[[str], Line]) -> Iterator[Line]:
-    """The lines of the whole run's file and of each shard's. Raises StoreError."""
-    for file in files_of(folder, name):
-        yield from _read_lines(file, parse)
+def _to_repair(folder: Path) -> str:
+    return (
+        f"let `python -m eval.repair {folder}` set damaged files aside and keep what is good of them, then the run's "
+        "command measures the lost examples again"
+    )
 
 
 def files_of(folder: Path, name: str) -> list[Path]:
@@ -120,28 +149,59 @@ def files_of(folder: Path, name: str) -> list[Path]:
     return [*([whole] if whole.exists() else []), *sorted(folder.glob(f"{name}-*-of-*.jsonl"))]
 
 
-def _read_lines(file: Path, parse: Callable[[str], Line]) -> Iterator[Line]:
-    """All complete lines; a last line without its end, which a kill leaves, is not one. Raises StoreError."""
-    if not file.exists():
-        return
-    data = file.read_bytes()
-    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
-        try:
-            yield parse(line.decode())
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+def lines_of(file: Path, parse: Callable[[str], Any]) -> Iterator[tuple[int, str, Any]]:
+    """(number from 1, text, what `parse` makes of it or the exception that it raises) of every line that is not blank.
+
+    A last line without its end counts if it is whole: what a kill leaves of one is no JSON. Raises StoreError where the
+    file cannot be read.
+    """
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{file}: cannot be read ({error}); mend that, or start a new run with out=FOLDER") from error
+    *lines, tail = data.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield number, line.decode(errors="replace"), _parsed(line, parse)
+    whole = _parsed(tail, parse)
+    if not isinstance(whole, Exception):
+        yield len(lines) + 1, tail.decode(), whole
+
+
+def _parsed(line: bytes, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(line.decode())
+    except NO_LINE as error:
+        return error
+
+
+def _read_lines(file: Path, parse: Callable[[str], Line]) -> Iterator[tuple[int, Line]]:
+    """(number, line parsed) of a file. Raises StoreError at the first that is none."""
+    for number, _, line in lines_of(file, parse):
+        if isinstance(line, Exception):
             raise StoreError(
-                f"{file}:{number}: not a record ({type(error).__name__}: {error}). Nothing was changed: "
-                "remove that line to have its example redone, or start a new run with out=FOLDER"
-            ) from error
+                f"{file}:{number}: not a record ({type(line).__name__}: {line}). Nothing was changed: remove that line "
+                f"to have its example redone, or {_to_repair(file.parent)}; or start a new run with out=FOLDER"
+            ) from line
+        yield number, line
 
 
-def _cut_half_line(file: Path) -> None:
-    """Remove what a kill left of a last line, so that the next record begins on its own."""
+def _mend_end(file: Path, parse: Callable[[str], Any]) -> None:
+    """End a last line that lacks its end, or remove what a kill left of one, so that the next begins on its own."""
     if not file.exists():
         return
-    with file.open("r+b") as opened:
-        data = opened.read()
-        opened.truncate(data.rfind(b"\n") + 1)
+    try:
+        with file.open("r+b") as opened:
+            data = opened.read()
+            end = data.rfind(b"\n") + 1
+            if isinstance(_parsed(data[end:], parse), Exception):
+                opened.truncate(end)
+            else:
+                opened.write(b"\n")
+    except OSError as error:
+        raise StoreError(
+            f"{file}: cannot be written ({error}); mend that, or start a new run with out=FOLDER"
+        ) from error
 
 
 @contextmanager
@@ -158,7 +218,16 @@ def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any], pa
             locks.enter_context(_locked(folder / f".lock{part}", fcntl.LOCK_EX | fcntl.LOCK_NB))
         with _locked(folder / ".lock-run.json", fcntl.LOCK_EX):  # shards may begin at the same time
             _check_identity(folder, identity, about)
+        if not part:
+            _remove_partial(folder)
         yield RunStore(folder, part)
+
+
+@contextmanager
+def held_alone(folder: Path) -> Iterator[None]:
+    """Hold a run folder against all other processes until the block ends. Raises StoreError: another works in it."""
+    with _locked(folder / ".lock", fcntl.LOCK_EX | fcntl.LOCK_NB):
+        yield
 
 
 @contextmanager
@@ -188,7 +257,9 @@ def read_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
 
 def read_failures(folder: Path) -> list[Failure]:
     """The last failure of each example; some may have a record by now. Raises StoreError."""
-    return list({failure.key: failure for failure in _read_all(folder, "failures", Failure.from_json)}.values())
+    files = files_of(folder, "failures")
+    lines = (failure for file in files for _, failure in _read_lines(file, Failure.from_json))
+    return list({failure.key: failure for failure in lines}.values())
 
 
 def _check_identity(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> None:
@@ -196,8 +267,7 @@ def _check_identity(folder: Path, identity: dict[str, Any], about: dict[str, Any
     if not file.exists():
         if any(folder.glob("records*.jsonl")):
             raise StoreError(f"{folder}: holds records but no run.json that says whose; give another with out=FOLDER")
-        content = {"schema": SCHEMA, "fingerprint": fingerprint(identity), "identity": identity, **about}
-        write_whole(file, json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
+        write_whole(file, about_text(identity, about))
         return
     before = read_about(file)["identity"]
     now = json.loads(_canonical(identity))
@@ -210,14 +280,24 @@ def _check_identity(folder: Path, identity: dict[str, Any], about: dict[str, Any
         )
 
 
+def about_text(identity: dict[str, Any], about: dict[str, Any]) -> str:
+    """What run.json holds."""
+    content = {"schema": SCHEMA, "fingerprint": fingerprint(identity), "identity": identity, **about}
+    return json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
+
+
 def read_about(file: Path) -> dict[str, Any]:
-    """A run.json's content. Raises StoreError."""
+    """The content of a run.json. Raises StoreError: none, damaged, or written by another version."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         schema = content["schema"]
-        content["identity"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{file}: cannot be read as a run's description ({type(error).__name__}: {error})") from error
+        if not isinstance(content["identity"], dict):
+            raise TypeError(f"identity is {_short(content['identity'])}")
+    except (OSError, *NO_LINE) as error:
+        raise StoreError(
+            f"{file}: cannot be read as a run's description ({type(error).__name__}: {error}). Nothing was changed: "
+            f"put the right one there, or {_to_repair(file.parent)}; or start a new run with out=FOLDER"
+        ) from error
     if schema != SCHEMA:
         raise StoreError(f"{file}: written with schema {schema}, this version reads {SCHEMA}; give another out=FOLDER")
     return content
@@ -234,8 +314,19 @@ def write_whole(file: Path, text: str) -> None:
             os.fsync(opened.fileno())
         partial.replace(file)
     except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise StoreError(f"{file}: could not be written ({error})") from error
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise StoreError(
+            f"{file}: could not be written ({error}). What was there before is unchanged: make room (or whatever "
+            "it lacks), then give the same command again"
+        ) from error
+
+
+def _remove_partial(folder: Path) -> None:
+    """Remove what a killed process left of files that it was writing (`write_whole`)."""
+    for file in folder.glob(".*.partial"):
+        with suppress(OSError):
+            file.unlink()
 
 
 def _canonical(value: Any) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -149,25 +149,29 @@ _SHOWN: _Columns = (
     ("generation_speedup", "generation speedup", 2),
     ("pct_prompt_tokens_computed", "% tokens computed", 1),
 )
+# Beside the score where examples failed: how many, and the score with them
+_WITH_FAILED: _Columns = (("failed", "failed", 0), ("score_failed_as_zero", "score, failed as 0", 2))
 
 
 def as_table(summary: Summary, title: str) -> Table:
     """The table for a terminal; task rows in bold below their datasets."""
-    table = _empty_table(title, _caption(summary), ["dataset, task"], _SHOWN)
+    columns = _columns(_SHOWN, [summary])
+    table = _empty_table(title, _caption(summary), ["dataset, task"], columns)
     for row in summary.rows:
         style = None if row.kind == "dataset" else "bold"
         name = f"  {row.name}" if row.kind == "dataset" else row.name
-        table.add_row(name, str(row.examples), *_cells(row, _SHOWN), style=style, end_section=row.kind != "dataset")
+        table.add_row(name, str(row.examples), *_cells(row, columns), style=style, end_section=row.kind != "dataset")
     return table
 
 
 def to_markdown(summary: Summary, title: str) -> str:
     """The same table in Markdown, task rows in bold."""
+    columns = _columns(_SHOWN, [summary])
     rows = [
-        [row.name if row.kind == "dataset" else f"**{row.name}**", str(row.examples), *_cells(row, _SHOWN)]
+        [row.name if row.kind == "dataset" else f"**{row.name}**", str(row.examples), *_cells(row, columns)]
         for row in summary.rows
     ]
-    return _markdown(title, _caption(summary), ["dataset, **task**"], _SHOWN, rows)
+    return _markdown(title, _caption(summary), ["dataset, **task**"], columns, rows)
 
 
 def to_csv(summary: Summary) -> str:
@@ -187,7 +191,8 @@ def flat(row: Any) -> dict[str, Any]:
 
 
 def _flat_csv(rows: Sequence[Any]) -> str:
-    return pd.DataFrame([flat(row) for row in rows]).to_csv(index=False)
+    table = pd.DataFrame([flat(row) for row in rows])
+    return table.astype({"failed": "Int64"}).to_csv(index=False)  # a whole number, also beside rows that have none
 
 
 def to_json(summary: Summary, about: dict[str, Any]) -> str:
@@ -207,6 +212,8 @@ class _Compared:
     ttft_speedup: Value | None
     generation_speedup: Value | None
     pct_prompt_tokens_computed: Value | None
+    failed: int | None  # None for the baseline, of which only what stands beside a measured example is known
+    score_failed_as_zero: float | None
 
 
 _COMPARED = tuple(column for column in _SHOWN if column[0] != "baseline_score")
@@ -225,7 +232,17 @@ def _compared(summaries: dict[str, Summary]) -> list[_Compared]:
         if one.baseline_score is not None:
             unit = Value(1.0, None, None)
             lines.append(
-                _Compared(task, "baseline", one.examples, one.baseline_score, unit, unit, Value(100.0, None, None))
+                _Compared(
+                    task,
+                    "baseline",
+                    one.examples,
+                    one.baseline_score,
+                    unit,
+                    unit,
+                    Value(100.0, None, None),
+                    None,
+                    None,
+                )
             )
         for label, row in found.items():
             lines.append(
@@ -237,6 +254,8 @@ def _compared(summaries: dict[str, Summary]) -> list[_Compared]:
                     row.ttft_speedup,
                     row.generation_speedup,
                     row.pct_prompt_tokens_computed,
+                    row.failed,
+                    row.score_failed_as_zero,
                 )
             )
     return lines
@@ -244,18 +263,20 @@ def _compared(summaries: dict[str, Summary]) -> list[_Compared]:
 
 def compared_table(summaries: dict[str, Summary], title: str) -> Table:
     """Methods by tasks for a terminal, as in the paper's Table 1; each method beside its own paired baseline."""
-    table = _empty_table(title, _compared_caption(summaries), ["task", "method"], _COMPARED)
+    columns = _columns(_COMPARED, summaries.values())
+    table = _empty_table(title, _compared_caption(summaries), ["task", "method"], columns)
     lines = _compared(summaries)
     for line, following in zip(lines, [*lines[1:], None], strict=True):
         ends = following is None or following.task != line.task
-        table.add_row(line.task, line.method, str(line.examples), *_cells(line, _COMPARED), end_section=ends)
+        table.add_row(line.task, line.method, str(line.examples), *_cells(line, columns), end_section=ends)
     return table
 
 
 def compared_markdown(summaries: dict[str, Summary], title: str) -> str:
     """The same in Markdown."""
-    rows = [[line.task, line.method, str(line.examples), *_cells(line, _COMPARED)] for line in _compared(summaries)]
-    return _markdown(title, _compared_caption(summaries), ["task", "method"], _COMPARED, rows)
+    columns = _columns(_COMPARED, summaries.values())
+    rows = [[line.task, line.method, str(line.examples), *_cells(line, columns)] for line in _compared(summaries)]
+    return _markdown(title, _compared_caption(summaries), ["task", "method"], columns, rows)
 
 
 def compared_csv(summaries: dict[str, Summary]) -> str:
@@ -281,8 +302,19 @@ def _markdown(title: str, caption: str, names: Sequence[str], columns: _Columns,
 
 
 def _cells(row: Row | _Compared, columns: _Columns) -> list[str]:
-    values = [(getattr(row, column), digits) for column, _, digits in columns]
-    return ["-" if value is None else cell(value.mean, value.low, value.high, digits) for value, digits in values]
+    return [_cell(getattr(row, column), digits) for column, _, digits in columns]
+
+
+def _cell(value: Value | float | None, digits: int) -> str:
+    if value is None:
+        return "-"
+    return cell(value.mean, value.low, value.high, digits) if isinstance(value, Value) else f"{value:.{digits}f}"
+
+
+def _columns(columns: _Columns, summaries: Iterable[Summary]) -> _Columns:
+    """The columns, and those that say what failed where something did."""
+    first, *rest = columns
+    return (first, *(_WITH_FAILED if any(summary.failed for summary in summaries) else ()), *rest)
 
 
 def _caption(summary: Summary) -> str:

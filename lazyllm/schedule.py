@@ -127,6 +127,8 @@ def _at_depth(layer: Any, num_layers: int) -> Any:
     if not (isinstance(layer, str) and layer.strip().endswith("%")):
         return layer
     try:
+        if "e" in layer.lower():  # a Fraction writes out every digit of 1e999999999
+            raise ValueError("an exponent")
         share = Fraction(layer.strip()[:-1].strip()) / 100
     except (ValueError, ZeroDivisionError) as error:
         raise ValueError(

@@ -7,6 +7,7 @@ import http.server
 import io
 import json
 import stat
+import sys
 import threading
 import time
 import warnings
@@ -26,6 +27,7 @@ from eval.data import (
 )
 from eval.tasks import DATASETS
 from tests.eval import official
+from tests.eval.test_store import full_disk
 
 LONGBENCH_NAMES = [name for name, dataset in DATASETS.items() if dataset.suite == "longbench"]
 QASPER = DATASETS["qasper"]
@@ -143,6 +145,7 @@ BAD_ROWS = [
     (ROW | {"all_classes": "cat"}, "field 'all_classes' must be a list of strings or null"),
     (ROW | {"dataset": "lcc"}, "field 'dataset' must be 'qasper'"),
     (ROW | {"_id": 7}, "field '_id' must be a string"),
+    (json.dumps(ROW | {"_id": "\ud800"}), "field '_id' must be a string"),
     (ROW, "the same _id as in"),
     (json.dumps(ROW | {"_id": "half a pair", "input": "\ud800"}), "field 'input' must be a string"),
     *[({k: v for k, v in ROW.items() if k != field}, f"field '{field}' is missing") for field in ROW if field != "_id"],
@@ -160,6 +163,16 @@ def test_a_bad_row_is_named_or_skipped(folder, row, reason):
     assert [example.id for example in loaded.examples] == ["one", "three"]
     assert [skipped.where for skipped in loaded.skipped] == [f"{file}:2"]
     assert loaded.skipped[0].reason.startswith(reason)
+
+
+def test_rows_nested_to_the_last_level_that_can_be_read_are_named(folder):
+    """At some depth, JSON can just be read and the value no longer shown, a few calls further down."""
+    marked = json.dumps({key: value for key, value in ROW.items() if key != "_id"} | {"input": "@"})
+    nested = [marked.replace('"@"', "[" * depth + "]" * depth) for depth in range(1, sys.getrecursionlimit() + 10)]
+    write_rows(folder, ROW, *nested)
+    loaded = load(folder, "skip")
+    assert len(loaded.examples) == 1
+    assert len(loaded.skipped) == len(nested)
 
 
 def test_bytes_that_are_no_utf8_are_named(folder):
@@ -377,6 +390,78 @@ def test_a_damaged_archive_is_refused_and_leaves_nothing(tmp_path):
     (tmp_path / "no.zip").write_bytes(b"<html>")
     with pytest.raises(DataError, match="not a usable zip file"):
         unpack_rows(tmp_path / "no.zip", target)
+
+
+def test_a_bomb_is_refused_before_anything_is_unpacked(tmp_path):
+    """50 MB of zeros in 50 kB, wherever it lies in the archive."""
+    for name in ("data/qasper.jsonl", "data/other"):
+        archive = make_zip(tmp_path / "data.zip", {"data/lcc.jsonl": b"x", name: bytes(50_000_000)})
+        assert archive.stat().st_size < 100_000
+        target = tmp_path / "target"
+        target.mkdir(exist_ok=True)
+        with pytest.raises(DataError, match=f"refused, its member '{name}' would be more than 100 times as large"):
+            unpack_rows(archive, target)
+        assert list(target.iterdir()) == []
+
+
+def test_a_member_that_says_to_be_smaller_than_it_is_is_refused(tmp_path):
+    """A bomb whose headers lie: nothing beyond the size that they name is ever unpacked."""
+    archive = make_zip(tmp_path / "data.zip", {"data/qasper.jsonl": bytes(50_000_000)})
+    true, false = (50_000_000).to_bytes(4, "little"), (1000).to_bytes(4, "little")
+    content = archive.read_bytes()
+    assert content.count(true) == 2  # in the member's own header and in the directory
+    archive.write_bytes(content.replace(true, false))
+    target = tmp_path / "target"
+    target.mkdir()
+    with pytest.raises(DataError, match="not a usable zip file"):
+        unpack_rows(archive, target)
+    assert list(target.iterdir()) == []
+
+
+def test_too_many_members_are_refused(tmp_path):
+    names = [f"data/{number}" for number in range(data.MAX_MEMBERS)]
+    archive = make_zip(tmp_path / "data.zip", {"data/qasper.jsonl": b"x"} | dict.fromkeys(names, b""))
+    with pytest.raises(DataError, match="refused, it has 1001 members, more than 1000"):
+        unpack_rows(archive, tmp_path)
+    assert not (tmp_path / "qasper.jsonl").exists()
+
+
+def test_an_encrypted_member_is_refused(tmp_path):
+    archive = make_zip(tmp_path / "data.zip", {"data/qasper.jsonl": b"x"})
+    content = bytearray(archive.read_bytes())
+    for signature, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):  # the flags in both headers; bit 0: encrypted
+        content[content.index(signature) + offset] |= 1
+    archive.write_bytes(content)
+    with pytest.raises(DataError, match=r"refused, its member 'data/qasper\.jsonl' is encrypted"):
+        unpack_rows(archive, tmp_path)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_another_way_of_packing_is_refused(tmp_path, method):
+    archive = tmp_path / "data.zip"
+    with zipfile.ZipFile(archive, "w", method) as opened:
+        opened.writestr("data/qasper.jsonl", "x")
+    with pytest.raises(DataError, match=r"refused, .* not stored or deflated"):
+        unpack_rows(archive, tmp_path)
+
+
+def test_a_link_in_the_target_is_replaced_and_not_followed(tmp_path):
+    outside, target = tmp_path / "outside", tmp_path / "target"
+    outside.write_text("mine")
+    target.mkdir()
+    (target / "qasper.jsonl").symlink_to(outside)
+    unpack_rows(make_zip(tmp_path / "data.zip", {"data/qasper.jsonl": b"x"}), target)
+    assert outside.read_text() == "mine"
+    assert (target / "qasper.jsonl").read_bytes() == b"x"
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path):
+    archive = make_zip(tmp_path / "data.zip", {"data/qasper.jsonl": b"xyz" * 1000})
+    target = tmp_path / "target"
+    target.mkdir()
+    with full_disk(100), pytest.raises(DataError, match=r"could not be unpacked .*: make room"):
+        unpack_rows(archive, target)
+    assert list(target.iterdir()) == []
 
 
 def test_an_archive_without_rows_is_refused(tmp_path):

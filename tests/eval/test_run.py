@@ -12,17 +12,20 @@ import torch
 import eval.measure
 from eval.config import ModelConfig, RunConfig, TimingConfig
 from eval.record import Record
-from eval.run import RunError, run
+from eval.repair import repair
+from eval.run import RunError, _free, run
 from eval.runs import as_frame, find_runs
-from eval.store import read_run
+from eval.store import RunStore, StoreError, about_text, read_failures, read_run
 from lazyllm import Generation, ModelError
+from lazyllm.models import load_weights
+from tests.eval.test_store import full_disk
 
 generate = eval.measure.generate
 
 
 def config_of(out: Path) -> RunConfig:
     return RunConfig(
-        model=ModelConfig(name="tiny", dtype="float32", device="cpu"),
+        model=ModelConfig(name="tiny", dtype="float32", device="cpu", max_prompt_tokens=96),
         method={"name": "lazy", "schedule": {2: 0.5}},
         dataset={"lookup": True, "shots": True},
         timing=TimingConfig(warmup=0),
@@ -126,3 +129,137 @@ def test_a_job_that_breaks_off_says_why(tmp_path: Path, monkeypatch) -> None:
     begin, end = (json.loads(line) for line in (tmp_path / "run" / "jobs.jsonl").read_text().splitlines())
     assert (begin["event"], begin["examples"]) == ("begin", 6)
     assert (end["event"], end["error"]) == ("end", "ModelError: no such weights")
+
+
+def test_logits_that_are_not_finite_fail_their_example_only(tmp_path: Path, monkeypatch) -> None:
+    """A real model whose head gives NaN now and then: no token is chosen from that, and no score made of it."""
+    calls = 0
+
+    def broken(*arguments, **settings):
+        model = load_weights(*arguments, **settings)
+
+        def now_and_then(_module, _inputs, logits: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return logits * float("nan") if calls in (3, 7) else logits
+
+        model.lm_head.register_forward_hook(now_and_then)
+        return model
+
+    monkeypatch.setattr("eval.run.load_weights", broken)
+    result = run(config_of(tmp_path / "run"), show=False)
+    failures = read_failures(tmp_path / "run")
+    assert {one.reason for one in failures} == {
+        "FloatingPointError: the model's logits are not finite (NaN or infinite)"
+    }
+    records = read_run(tmp_path / "run")[1]
+    assert {one.key for one in records}.isdisjoint(one.key for one in failures)
+    assert len(records) + len(failures) == 6
+    assert result.summary is not None
+    assert result.summary.failed == len(failures) == 2
+
+
+def test_what_a_failed_example_has_taken_is_given_back_before_the_next(tmp_path: Path, monkeypatch) -> None:
+    freed: list[int] = []
+    records = tmp_path / "run" / "records.jsonl"
+
+    def release(_: torch.device) -> None:
+        freed.append(records.read_text().count("\n") if records.exists() else 0)
+
+    monkeypatch.setattr("eval.run.release_memory", release)
+    failing(monkeypatch, {1: torch.OutOfMemoryError("CUDA out of memory"), 7: RuntimeError("an exception in a method")})
+    run(config_of(tmp_path / "run"), show=False)
+    assert freed == [0, 2, 4]  # at the first failure, at the second with two records since, and at the end
+
+
+def test_a_device_that_does_not_recover_ends_the_run_with_what_is_safe(tmp_path: Path, monkeypatch, caplog) -> None:
+    def broken(_: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory\naccess was encountered")
+
+    monkeypatch.setattr("eval.run.release_memory", broken)
+    failing(monkeypatch, {5: RuntimeError("CUDA error: an illegal memory access was encountered")})
+    with pytest.raises(RunError, match=r"cpu does not recover .*illegal memory access.*give the same command again"):
+        run(config_of(tmp_path / "run"), show=False)
+    assert len(read_run(tmp_path / "run")[1]) == 2
+    assert len(read_failures(tmp_path / "run")) == 1
+    assert "its memory could not be freed" in caplog.text
+
+
+def test_an_accelerator_is_asked_whether_it_still_answers(monkeypatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr("eval.run.release_memory", lambda _: None)
+    monkeypatch.setattr("torch.accelerator.synchronize", asked.append)
+    _free(torch.device("cuda", 1))
+    assert asked == [torch.device("cuda", 1)]
+
+    def gone(_: torch.device) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr("torch.accelerator.synchronize", gone)
+    with pytest.raises(RunError, match="cuda:1 does not recover"):
+        _free(torch.device("cuda", 1))
+
+
+def test_a_disk_that_fills_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run")
+    run(replace(config, out=str(tmp_path / "whole")), show=False)
+    size = (tmp_path / "whole" / "records.jsonl").stat().st_size
+    about = (tmp_path / "whole" / "run.json").stat().st_size
+    assert about < 0.7 * size
+    with (
+        full_disk(int(0.7 * size)),
+        pytest.raises(
+            StoreError, match=r"records\.jsonl: the line could not be written .*make room, then give the same"
+        ),
+    ):
+        run(config, show=False)
+    file = tmp_path / "run" / "records.jsonl"
+    before = file.read_bytes()
+    assert before.endswith(b"\n")
+    assert 1 <= before.count(b"\n") < 6
+    assert "StoreError" in json.loads((tmp_path / "run" / "jobs.jsonl").read_text().splitlines()[-1])["error"]
+    assert not (tmp_path / "run" / "summary.json").exists()
+    run(config, show=False)
+    assert file.read_bytes().startswith(before)
+    assert len({one.key for one in read_run(tmp_path / "run")[1]}) == file.read_bytes().count(b"\n") == 6
+
+
+def test_what_ended_a_job_is_told_even_if_it_cannot_be_noted(tmp_path: Path, monkeypatch, caplog) -> None:
+    def no_model(*_: object, **__: object) -> None:
+        raise ModelError("no such weights")
+
+    def full(_self: RunStore, event: dict) -> None:
+        if event["event"] == "end":
+            raise StoreError("jobs.jsonl: no room")
+
+    monkeypatch.setattr("eval.run.load_weights", no_model)
+    monkeypatch.setattr(RunStore, "note", full)
+    with pytest.raises(ModelError, match="no such weights"):
+        run(config_of(tmp_path / "run"), show=False)
+    assert "jobs.jsonl: no room" in caplog.text
+
+
+def test_a_damaged_run_is_mended_and_goes_on_with_the_lost_examples_only(tmp_path: Path, monkeypatch) -> None:
+    config = config_of(tmp_path / "run")
+    run(config, show=False)
+    file = tmp_path / "run" / "records.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([*lines[:2], b"garbled\n", *lines[3:]]))
+    (tmp_path / "run" / "run.json").write_text("{")
+    for damage in ("run.json: cannot be read", "records.jsonl:3: not a record"):
+        if damage.startswith("records"):
+            (tmp_path / "run" / "run.json").write_text(about_text(*_about(tmp_path / "run" / "summary.json")))
+        with pytest.raises(StoreError, match=damage):
+            run(config, show=False)
+    (tmp_path / "run" / "run.json").write_text("{")
+    assert len(repair(tmp_path / "run")) == 2
+    failing(monkeypatch, dict.fromkeys(range(2, 99), RuntimeError("more than one example is measured")))
+    run(config, show=False)
+    assert [Record.from_json(line).key for line in file.read_text().splitlines()] == [
+        Record.from_json(lines[number].decode()).key for number in (0, 1, 3, 4, 5, 2)
+    ]
+
+
+def _about(summary: Path) -> tuple[dict, dict]:
+    content = json.loads(summary.read_text())
+    return content["identity"], {key: one for key, one in content.items() if key not in ("rows", "identity")}

@@ -48,6 +48,11 @@ def test_shards_are_within_4_3_of_the_best_of_all_splits(lengths: list[int], cou
     assert 3 * fullest(tokens, split(tokens, count)) <= 4 * best
 
 
+def test_more_shards_than_examples_cost_nothing() -> None:
+    assert split(keyed([3, 2, 1]), 10**12) == split(keyed([3, 2, 1]), 3)
+    assert split({}, 10**12) == {}
+
+
 def test_a_split_by_hand() -> None:
     tokens = {("trec", "a"): 100, ("trec", "b"): 60, ("trec", "c"): 50, ("trec", "d"): 30}
     # a to the first; b to the second, now 60; c joins it, 110; d joins a, 130

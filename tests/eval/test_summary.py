@@ -145,3 +145,30 @@ def test_failures_are_counted_and_the_score_shown_with_them_as_zero() -> None:
     assert text in to_markdown(summary, "title")
     assert f"lazy: {text}" in compared_markdown({"static": summarise(RECORDS), "lazy": summary}, "title")
     assert "failed" not in to_markdown(summarise(RECORDS), "title")
+
+
+def test_tables_show_the_score_with_and_without_what_failed() -> None:
+    """Side by side in every form; a run in which nothing failed has no such columns."""
+    summary = summarise(RECORDS, [Failure("hotpotqa", "x", "NaN", ""), Failure("hotpotqa", "y", "NaN", "")])
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(as_table(summary, "a run"))
+    console.print(compared_table({"lazy": summary, "static": summarise(RECORDS)}, "two"))
+    text = console.export_text()
+    (line,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["hotpotqa"]]
+    assert (line[1], line[2]) == ("2", "50.00")  # two were measured
+    assert "25.00" in line  # of four
+    markdown = to_markdown(summary, "a run")
+    assert "| score | failed | score, failed as 0 | baseline score |" in markdown
+    (line,) = [line.split(" | ") for line in markdown.splitlines() if line.startswith("| hotpotqa |")]
+    assert line[1] == "2"
+    assert line[2].startswith("50.00")
+    assert line[3:5] == ["2", "25.00"]
+    compared = compared_markdown({"lazy": summary, "static": summarise(RECORDS)}, "two")
+    lines = {tuple(line.split(" | ")[:2]): line.split(" | ") for line in compared.splitlines()}
+    assert lines["| multi_doc_qa", "lazy"][4:6] == ["2", f"{(25 + 33.33) / 2:.2f}"]
+    assert lines["| multi_doc_qa", "static"][4:6] == ["0", f"{(50 + 33.33) / 2:.2f}"]
+    assert lines["| multi_doc_qa", "baseline"][4:6] == ["-", "-"]
+    rows = {row["method"]: row for row in csv.DictReader(io.StringIO(compared_csv({"lazy": summary})))}
+    assert rows["lazy"]["failed"] == "2"
+    for untouched in (to_markdown(summarise(RECORDS), "a run"), compared_markdown({"a": summarise(RECORDS)}, "one")):
+        assert "failed" not in untouched

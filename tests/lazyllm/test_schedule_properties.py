@@ -1,0 +1,111 @@
+"""Schedules from arbitrary values: exact decimal arithmetic as the oracle, and ValueError or TypeError for the rest."""
+
+from __future__ import annotations
+
+import json
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lazyllm import Schedule
+
+DEPTHS = st.integers(1, 100)
+RATIOS = st.decimals("0.0001", "1", places=4).map(float) | st.floats(0, 1, exclude_min=True)
+KEEPS = st.dictionaries(st.integers(1, 100), RATIOS, max_size=6)
+LAYERS = st.one_of(
+    st.integers(-3, 120),
+    st.text(max_size=6),
+    st.integers(-3, 120).map(str),
+    st.floats(-10, 120).map(lambda share: f"{share}%"),
+    st.text("0123456789.eE+-/_ %", max_size=14),
+    st.floats(),
+    st.booleans(),
+    st.none(),
+    st.tuples(),
+)
+ANY_RATIOS = st.one_of(RATIOS, st.floats(), st.integers(), st.text(max_size=4), st.booleans(), st.none())
+ANYTHING = st.one_of(
+    st.text(max_size=8),
+    st.dictionaries(LAYERS, ANY_RATIOS, max_size=4),
+    st.lists(st.integers(), max_size=2),
+    st.floats(),
+    st.none(),
+    st.integers(),
+)
+
+
+def decimal_keep(ratio: float, n: int) -> int:
+    return int((Decimal(repr(ratio)) * n).to_integral_value(ROUND_CEILING))
+
+
+@given(KEEPS)
+def test_a_schedule_comes_back_from_what_it_is_written_as(keep: dict[int, float]) -> None:
+    schedule = Schedule(keep)
+    assert schedule.keep == keep
+    assert list(schedule.keep) == sorted(keep)
+    for written in (schedule, keep, dict(reversed(keep.items())), schedule.keep, json.loads(json.dumps(keep))):
+        parsed = Schedule.parse(written, 100)
+        assert parsed == schedule
+        assert hash(parsed) == hash(schedule)
+
+
+@given(KEEPS)
+def test_a_schedule_comes_back_from_the_command_line(keep: dict[int, float]) -> None:
+    text = "{" + ", ".join(f"{layer}: {ratio!r}" for layer, ratio in keep.items()) + "}"
+    (override,) = OverridesParser.create().parse_overrides([f"method.schedule={text}"])
+    assert Schedule.parse(override.value(), 100) == Schedule(keep)  # type: ignore[arg-type]
+
+
+@given(ANYTHING, DEPTHS)
+@example({"1e999999999%": 0.5}, 8)
+@example({"1e-999999999%": 0.5}, 8)
+@example({"9" * 5000: 0.5}, 8)
+@example({"9" * 5000 + "%": 0.5}, 8)
+@example({1: 10**400}, 8)
+@example({"１": 0.5}, 8)
+def test_anything_else_is_refused_with_a_word(value: Any, num_layers: int) -> None:
+    try:
+        schedule = Schedule.parse(value, num_layers)
+    except (ValueError, TypeError) as error:
+        message = str(error)
+        assert message
+        return
+    assert all(type(layer) is int and 1 <= layer <= num_layers for layer in schedule.keep)
+    assert all(type(ratio) is float and 0 < ratio <= 1 for ratio in schedule.keep.values())
+    assert list(schedule.keep) == sorted(schedule.keep)
+    assert Schedule.parse(json.loads(json.dumps(dict(schedule.keep))), num_layers) == schedule
+    if isinstance(value, dict):
+        assert len(schedule.keep) == len(value)
+    assert schedule.tokens_per_layer(num_layers, 1) == [1] * num_layers  # a prompt of one token cannot get shorter
+
+
+@given(st.decimals(0, 100, places=3), DEPTHS, st.sampled_from(["", " "]), RATIOS)
+def test_a_share_of_the_depth_rounds_down(share: Decimal, num_layers: int, space: str, ratio: float) -> None:
+    layer = int((share * num_layers / 100).to_integral_value(ROUND_FLOOR))
+    written = {f"{share}{space}%": ratio}
+    if layer:
+        assert Schedule.parse(written, num_layers).keep == {layer: ratio}
+    else:
+        with pytest.raises(ValueError, match="count from 1"):
+            Schedule.parse(written, num_layers)
+
+
+@given(KEEPS, st.integers(1, 100_000))
+def test_tokens_enter_layers_as_decimal_numbers_say(keep: dict[int, float], n: int) -> None:
+    counts = Schedule(keep).tokens_per_layer(100, n)
+    for layer in range(1, 101):
+        assert counts[layer - 1] == n
+        if layer in keep:
+            n = decimal_keep(keep[layer], n)
+        assert n >= 1
+
+
+@given(DEPTHS)
+def test_the_papers_schedule_fits_every_depth(num_layers: int) -> None:
+    shares = [Decimal(tenths) * num_layers / 10 for tenths in (3, 6, 9)]
+    layers = sorted({int(share) for share in shares} - {0})
+    assert Schedule.parse("paper", num_layers).keep == dict.fromkeys(layers, 0.7)
