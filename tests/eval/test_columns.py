@@ -110,11 +110,18 @@ def test_an_example_that_stands_twice_counts_as_the_store_says(tmp_path: Path) -
     assert len(stored) == 2
 
 
-def test_lines_of_before_and_of_numbers_that_are_none_are_read(tmp_path: Path) -> None:
+def test_lines_of_before_are_read(tmp_path: Path) -> None:
     write_run(tmp_path, [])
-    values = asdict(record(0)) | {"method": asdict(measurement(ttft_s=math.nan))}
+    values = asdict(record(0))
     del values["prompt_end"], values["answers"]
     (tmp_path / "records.jsonl").write_text(json.dumps(values) + "\n")
     (one,) = LineRecords(tmp_path)
     assert (one.prompt_end, one.answers) == ("", [])
-    assert math.isnan(one.method.ttft_s)
+
+
+def test_numbers_that_are_none_are_refused_as_the_store_refuses_them(tmp_path: Path) -> None:
+    write_run(tmp_path, [])
+    values = asdict(record(0)) | {"method": asdict(measurement(ttft_s=math.nan))}
+    (tmp_path / "records.jsonl").write_text(json.dumps(values) + "\n")
+    with pytest.raises(StoreError, match=r"records\.jsonl:1: not a record \(ValueError: ttft_s is nan\)"):
+        list(LineRecords(tmp_path))
