@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -202,10 +201,7 @@ def _table_of_lines(data: bytes, schema: pa.Schema) -> pa.Table:
 
 def _values(line: bytes) -> dict[str, Any]:
     """A line's values, none missing; what is not exactly a record of this version goes the way of `Record`."""
-    try:
-        values = orjson.loads(line)
-    except orjson.JSONDecodeError:  # NaN, which Python's own parser takes
-        values = json.loads(line)
+    values = orjson.loads(line)  # refuses NaN, which Python's own parser takes
     baseline = values["baseline"]
     is_whole = values.keys() == _FIELDS and values["method"].keys() == _MEASURED_FIELDS
     if is_whole and (baseline is None or baseline.keys() == _MEASURED_FIELDS):

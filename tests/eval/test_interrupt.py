@@ -19,8 +19,8 @@ HANG_S = 300  # only against a test that never ends: what blocks below would do 
 BLOCK = """
 import hashlib, sys
 def block():
-    print("blocked", flush=True)
     try:
+        print("blocked", flush=True)
         hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
     except KeyboardInterrupt:  # it came just before that began
         hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
