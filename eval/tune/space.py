@@ -1,0 +1,132 @@
+"""The schedules that a search may try, and the arithmetic that refuses some of them before a model runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from eval.tasks import DATASETS, TASKS
+from lazyllm.flops import prefill_flops
+from lazyllm.methods import Lazy
+from lazyllm.schedule import Schedule
+
+if TYPE_CHECKING:
+    from optuna import Trial
+
+LOWEST, HIGHEST = 5, 95  # keep ratios in per cent, every whole one
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A drawn schedule. cuts: (layer, per cent kept) in order of layers; a layer may stand twice: then it is none."""
+
+    cuts: tuple[tuple[int, int], ...]
+
+    @property
+    def clashes(self) -> int:
+        """How many cuts fall onto the layer of another one."""
+        return len(self.cuts) - len(dict(self.cuts))
+
+    @property
+    def schedule(self) -> dict[int, float]:
+        """{layer: keep ratio}, as a method takes it."""
+        return {layer: percent / 100 for layer, percent in self.cuts}
+
+    @property
+    def name(self) -> str:
+        """For files: 2_30-5_50 keeps 30 % after layer 2 and 50 % of those after layer 5."""
+        return "-".join(f"{layer}_{percent}" for layer, percent in self.cuts)
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """What Optuna would draw to draw this one."""
+        drawn = {"cuts": len(self.cuts)}
+        for number, (layer, percent) in enumerate(self.cuts, start=1):
+            drawn |= {f"layer_{number}": layer, f"keep_{number}": percent}
+        return drawn
+
+
+@dataclass(frozen=True)
+class Space:
+    """One to `max_cuts` pruning layers before the last one of `num_layers`, a keep ratio for each."""
+
+    num_layers: int
+    max_cuts: int
+
+    def draw(self, trial: Trial) -> Candidate:
+        """A candidate by the trial's sampler. Which cut is called the first does not matter: they are put in order."""
+        cuts = []
+        for number in range(1, trial.suggest_int("cuts", 1, self.max_cuts) + 1):
+            layer = trial.suggest_int(f"layer_{number}", 1, self.num_layers - 1)
+            cuts.append((layer, trial.suggest_int(f"keep_{number}", LOWEST, HIGHEST)))
+        return Candidate(tuple(sorted(cuts)))
+
+    def holds(self, candidate: Candidate) -> bool:
+        """Whether the candidate can be drawn."""
+        return len(candidate.cuts) <= self.max_cuts and all(LOWEST <= keep <= HIGHEST for _, keep in candidate.cuts)
+
+    @property
+    def fastest(self) -> Candidate:
+        """The candidate of the fewest FLOPs."""
+        return Candidate(tuple((layer, LOWEST) for layer in range(1, self.max_cuts + 1)))
+
+
+@dataclass(frozen=True)
+class Ideal:
+    """Ideal TTFT speedups over many prompts, put together as measured ones are (`eval.aggregate`).
+
+    lengths: {dataset: {prompt tokens: how many prompts}}. Of a dataset: the baseline's summed FLOPs over the
+    schedule's; of a task: the mean over its datasets; of everything: the mean over tasks.
+    """
+
+    model_config: Any
+    lengths: Mapping[str, Mapping[int, int]]
+
+    @classmethod
+    def of(cls, model_config: Any, prompts: Sequence[tuple[str, int]]) -> Ideal:
+        """Of the (dataset, tokens) of each prompt."""
+        lengths: dict[str, Counter[int]] = {}
+        for dataset, tokens in prompts:
+            lengths.setdefault(dataset, Counter())[tokens] += 1
+        return cls(model_config, lengths)
+
+    def speedup(self, schedule: Mapping[int, float]) -> float:
+        """The schedule's ideal speedup; one prompt's is `Method.ideal_speedup`."""
+        method = Lazy(Schedule(schedule))
+        layers = self.model_config.num_hidden_layers
+        flops = {
+            n: [
+                prefill_flops(self.model_config, tokens)
+                for tokens in ([n] * layers, method.tokens_per_layer(layers, n))
+            ]
+            for n in {n for counts in self.lengths.values() for n in counts}
+        }
+        of_dataset = {
+            name: sum(flops[n][0] * times for n, times in counts.items())
+            / sum(flops[n][1] * times for n, times in counts.items())
+            for name, counts in self.lengths.items()
+        }
+        by_task = [[of_dataset[name] for name in of_dataset if DATASETS[name].task == task] for task in TASKS]
+        return mean(mean(of_task) for of_task in by_task if of_task)
+
+
+def references(space: Space, ideal: Ideal, target: float | None) -> dict[str, Candidate]:
+    """The schedules that the tuned one is set beside: those of {"paper": ..., "uniform": ...} that reach the target.
+
+    paper: after 30, 60 and 90 % of the depth (Figure 4). uniform: after as many layers as a schedule may have, evenly
+    spaced. Both keep one ratio: 70 % as the paper has it where there is no target, else the highest that reaches it.
+    """
+    depth = space.num_layers
+    even = {depth * number // (space.max_cuts + 1) for number in range(1, space.max_cuts + 1)} - {0}
+    places = {"paper": sorted(Schedule.paper(depth).keep), "uniform": sorted(even)}
+    found = {}
+    for name, layers in places.items():
+        for percent in range(HIGHEST, LOWEST - 1, -1) if target is not None else [70]:
+            candidate = Candidate(tuple((layer, percent) for layer in layers))
+            if target is None or ideal.speedup(candidate.schedule) >= target:
+                found[name] = candidate
+                break
+    return found
