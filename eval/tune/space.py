@@ -16,8 +16,6 @@ from lazyllm.schedule import Schedule
 if TYPE_CHECKING:
     from optuna import Trial
 
-LOWEST, HIGHEST = 5, 95  # keep ratios in per cent, every whole one
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -51,27 +49,38 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Space:
-    """One to `max_cuts` pruning layers before the last one of `num_layers`, a keep ratio for each."""
+    """One to `max_cuts` pruning layers before the last one of `num_layers`, a keep ratio for each.
+
+    lowest, highest, step: the keep ratios, in per cent.
+    """
 
     num_layers: int
     max_cuts: int
+    lowest: int = 5
+    highest: int = 95
+    step: int = 1
 
     def draw(self, trial: Trial) -> Candidate:
         """A candidate by the trial's sampler. Which cut is called the first does not matter: they are put in order."""
         cuts = []
         for number in range(1, trial.suggest_int("cuts", 1, self.max_cuts) + 1):
             layer = trial.suggest_int(f"layer_{number}", 1, self.num_layers - 1)
-            cuts.append((layer, trial.suggest_int(f"keep_{number}", LOWEST, HIGHEST)))
+            cuts.append((layer, trial.suggest_int(f"keep_{number}", self.lowest, self.highest, step=self.step)))
         return Candidate(tuple(sorted(cuts)))
 
     def holds(self, candidate: Candidate) -> bool:
         """Whether the candidate can be drawn."""
-        return len(candidate.cuts) <= self.max_cuts and all(LOWEST <= keep <= HIGHEST for _, keep in candidate.cuts)
+        return len(candidate.cuts) <= self.max_cuts and all(keep in self.ratios for _, keep in candidate.cuts)
+
+    @property
+    def ratios(self) -> range:
+        """The keep ratios in per cent, ascending."""
+        return range(self.lowest, self.highest + 1, self.step)
 
     @property
     def fastest(self) -> Candidate:
         """The candidate of the fewest FLOPs."""
-        return Candidate(tuple((layer, LOWEST) for layer in range(1, self.max_cuts + 1)))
+        return Candidate(tuple((layer, self.lowest) for layer in range(1, self.max_cuts + 1)))
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,7 @@ def references(space: Space, ideal: Ideal, target: float | None) -> dict[str, Ca
     places = {"paper": sorted(Schedule.paper(depth).keep), "uniform": sorted(even)}
     found = {}
     for name, layers in places.items():
-        for percent in range(HIGHEST, LOWEST - 1, -1) if target is not None else [70]:
+        for percent in reversed(space.ratios) if target is not None else [70]:
             candidate = Candidate(tuple((layer, percent) for layer in layers))
             if target is None or ideal.speedup(candidate.schedule) >= target:
                 found[name] = candidate
