@@ -43,7 +43,7 @@ _HELD_OUT = ("score", "ttft_speedup", "difference")  # columns of the held-out h
 
 
 def best(tried: Sequence[Tried]) -> Tried:
-    """The best score on the tuning half; of equals the slowest: as near to the target as the others it stands beside."""
+    """The best score on the tuning half; of equals the slowest, which is as near to the target as can be."""
     return max(tried, key=lambda one: (one.scored.score, -one.ideal_speedup))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from lazyllm.schedule import Schedule
 
 if TYPE_CHECKING:
     from optuna import Trial
+
+_POWERS = 2**12  # how finely a candidate's strength is set
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,33 @@ class Space:
     step: int = 1
 
     def draw(self, trial: Trial) -> Candidate:
-        """A candidate by the trial's sampler. Which cut is called the first does not matter: they are put in order."""
+        """A candidate by the trial's sampler. Which cut is called the first does not matter: they are put in order.
+
+        With a target it is drawn as a shape, which `fitted` makes as strong as the target asks for.
+        """
         cuts = []
         for number in range(1, trial.suggest_int("cuts", 1, self.max_cuts) + 1):
             layer = trial.suggest_int(f"layer_{number}", 1, self.num_layers - 1)
             cuts.append((layer, trial.suggest_int(f"keep_{number}", self.lowest, self.highest, step=self.step)))
         return Candidate(tuple(sorted(cuts)))
+
+    def fitted(self, candidate: Candidate, ideal: Ideal, target: float) -> Candidate:
+        """The candidate, pruned as little as reaches the target: every keep ratio to one power, then to a whole step.
+
+        What prunes more than it has to is no better, so no model is run for it. Where the candidate's layers cannot
+        reach the target, it is the one that prunes most there.
+        """
+        weak, strong = 0, _POWERS  # 1 / _POWERS of the greatest power, which takes even the mildest cut to the end
+        while strong - weak > 1:
+            middle = (weak + strong) // 2
+            reaches = ideal.speedup(self._raised(candidate, middle).schedule) >= target
+            weak, strong = (weak, middle) if reaches else (middle, strong)
+        return self._raised(candidate, strong)
+
+    def _raised(self, candidate: Candidate, power: int) -> Candidate:
+        greatest = math.log(self.lowest / 100) / math.log(self.highest / 100)
+        raised = [(layer, 100 * (keep / 100) ** (power / _POWERS * greatest)) for layer, keep in candidate.cuts]
+        return Candidate(tuple((layer, min(self.ratios, key=lambda one: abs(one - keep))) for layer, keep in raised))
 
     def holds(self, candidate: Candidate) -> bool:
         """Whether the candidate can be drawn."""

@@ -21,7 +21,7 @@ from uuid import uuid4
 
 import numpy as np
 import optuna
-from optuna.samplers import TPESampler
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.storages.journal._file import get_lock_file
@@ -32,7 +32,7 @@ from eval.tune.space import Candidate, Ideal, Space
 
 log = logging.getLogger(__name__)
 
-IN_VAIN = 300  # so many candidates in a row that need no model: nothing new is to be expected
+IN_VAIN = 100  # so many candidates in a row that need no model: nothing new is to be expected
 _NAME = "schedules"
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 
@@ -85,11 +85,11 @@ class Study:
         """
         with locked(self.folder / ".lock"):
             self._retire_the_dead()
-            for _ in range(IN_VAIN):
+            for vain in range(IN_VAIN):
                 counts = self.counts()
                 if counts.measured + counts.running >= trials:
                     return None
-                found = self._draw()
+                found = self._draw(at_random=vain >= IN_VAIN // 4)
                 if found is not None:
                     return found
         log.info("%d candidates in a row were refused or known: the search ends", IN_VAIN)
@@ -108,12 +108,11 @@ class Study:
 
     def counts(self) -> Counts:
         trials = self._trials()
-        complete = [one for one in trials if one.state == TrialState.COMPLETE]
-        repeated = sum("repeats" in one.user_attrs for one in complete)
+        repeated = sum("repeats" in one.user_attrs for one in trials)
         states = [one.state for one in trials]
         return Counts(
-            measured=len(complete) - repeated,
-            refused=states.count(TrialState.PRUNED),
+            measured=states.count(TrialState.COMPLETE),
+            refused=states.count(TrialState.PRUNED) - repeated,
             repeated=repeated,
             failed=states.count(TrialState.FAIL),
             running=states.count(TrialState.RUNNING),
@@ -128,18 +127,20 @@ class Study:
                 Scored(one.values[0], one.user_attrs["tasks"], one.user_attrs["examples"]),
             )
             for one in self._trials()
-            if one.state == TrialState.COMPLETE and "repeats" not in one.user_attrs
+            if one.state == TrialState.COMPLETE
         ]
 
-    def _draw(self) -> tuple[Trial, Candidate] | None:
-        """The next candidate, if it is one to be measured."""
+    def _draw(self, at_random: bool) -> tuple[Trial, Candidate] | None:
+        """The next candidate, if it is one to be measured. at_random: not where good ones were, all are known there."""
         ended = sum(one.state in _ENDED for one in self._trials())
         # a sampler for each trial, seeded by what the study holds: a search that goes on after a kill draws what it
         # would have drawn, and two processes do not draw the same
-        self.optuna.sampler = _sampler(self.seed, ended + self.counts().running)
+        self.optuna.sampler = _sampler(self.seed, ended + self.counts().running, at_random)
         trial = self.optuna.ask()
-        candidate = self.space.draw(trial)
         trial.set_user_attr("worker", self.worker)
+        candidate = self.space.draw(trial)
+        if self.target is not None and not candidate.clashes:
+            candidate = self.space.fitted(candidate, self.ideal, self.target)
         trial.set_user_attr("cuts", candidate.cuts)
         trial.set_constraint("layers that stand twice", candidate.clashes)
         if candidate.clashes:
@@ -157,7 +158,7 @@ class Study:
                 continue
             if other.state == TrialState.COMPLETE:
                 trial.set_user_attr("repeats", other.number)
-                self.optuna.tell(trial, other.values)
+                self.optuna.tell(trial, state=TrialState.PRUNED)  # its score again would draw the sampler to it
                 return None
             if other.state == TrialState.RUNNING:
                 self.fail(trial, f"trial {other.number} measures the same")
@@ -265,10 +266,12 @@ def locked(file: Path) -> Iterator[None]:
         yield
 
 
-def _sampler(seed: int, number: int) -> TPESampler:
+def _sampler(seed: int, number: int, at_random: bool) -> BaseSampler:
+    drawn = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+    if at_random:
+        return RandomSampler(drawn)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # `group`
-        drawn = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
         # group: how many cuts there are decides which parameters there are
         return TPESampler(seed=drawn, multivariate=True, group=True)
 

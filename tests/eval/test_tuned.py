@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.config import ConfigError
@@ -23,6 +23,7 @@ def written(folder: Path, schedule: dict[int, float], layers: int) -> str:
     return f"tuned/{folder}"
 
 
+@settings(deadline=None)
 @given(SCHEDULES)
 def test_what_is_written_is_read(schedule: dict[int, float]) -> None:
     content = yaml.safe_load(as_yaml("NAME", schedule, 32, {"model": "a: b # c", "score": [99.5, None]}))

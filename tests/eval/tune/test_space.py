@@ -66,3 +66,25 @@ def test_a_candidate_is_its_own_parameters() -> None:
     assert Space(8, 2).holds(candidate)
     assert not Space(8, 1).holds(candidate)
     assert not Space(8, 2, 5, 95, 20).holds(candidate)
+
+
+def test_a_fitted_candidate_prunes_as_little_as_reaches_the_target() -> None:
+    space, ideal = Space(8, 3), Ideal.of(SHAPE, [("lookup", 512), ("hops", 100)])
+    for cuts in (((2, 50),), ((2, 5), (5, 95)), ((3, 95), (4, 90), (6, 70)), ((1, 40), (2, 40), (3, 40))):
+        for target in (1.3, 1.8, 2.0):
+            found = space.fitted(Candidate(cuts), ideal, target)
+            assert [layer for layer, _ in found.cuts] == [layer for layer, _ in cuts]
+            assert target <= ideal.speedup(found.schedule) < 1.03 * target
+            ratios = [keep for _, keep in found.cuts]
+            order = sorted(range(len(cuts)), key=lambda one: cuts[one][1])
+            assert [ratios[one] for one in order] == sorted(ratios)  # the shape is kept
+            assert all(space.lowest <= keep <= space.highest for keep in ratios)
+    equal = space.fitted(Candidate(((2, 30), (4, 30), (7, 30))), ideal, 1.8)
+    assert equal == references(space, ideal, 1.8)["paper"]
+
+
+def test_layers_that_cannot_reach_the_target_prune_most_and_are_refused_for_it() -> None:
+    space, ideal = Space(8, 3), Ideal.of(SHAPE, [("lookup", 512)])
+    found = space.fitted(Candidate(((6, 50), (7, 95))), ideal, 3.0)
+    assert found == Candidate(((6, 5), (7, 5)))
+    assert ideal.speedup(found.schedule) < 3

@@ -38,9 +38,9 @@ def scored(candidate: Candidate) -> Scored:
     return Scored(quality(candidate), {"single_doc_qa": quality(candidate)}, 1)
 
 
-def opened(folder: Path, target: float | None = 2.0, seed: int = 0, first=(), **identity):
+def opened(folder: Path, target: float | None = 2.0, seed: int = 0, first=(), space=SPACE, **identity):
     return open_study(
-        folder, {"seed": seed, **identity}, {}, space=SPACE, ideal=IDEAL, target=target, seed=seed, first=first
+        folder, {"seed": seed, **identity}, {}, space=space, ideal=IDEAL, target=target, seed=seed, first=first
     )
 
 
@@ -48,12 +48,10 @@ def always() -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("target", [1.5, 2.0])
+@pytest.mark.parametrize(("target", "seed"), [(1.5, 0), (2.0, 1)])
 def test_the_best_under_the_target_is_that_of_an_exhaustive_search(tmp_path: Path, target: float, seed: int) -> None:
     feasible = [one for one in EVERY if IDEAL.speedup(one.schedule) >= target]
     assert len(EVERY) == 4 * 4 + 6 * 16
-    assert len(feasible) > 30
     asked = []
 
     def noted(candidate: Candidate) -> Scored:
@@ -61,29 +59,31 @@ def test_the_best_under_the_target_is_that_of_an_exhaustive_search(tmp_path: Pat
         return scored(candidate)
 
     with opened(tmp_path, target, seed) as study:
-        search(study, noted, 30, always)
+        search(study, noted, 24, always)
         tried, counts = study.tried(), study.counts()
     assert best(tried).candidate == max(feasible, key=quality)
     # no model for a candidate that arithmetic refuses, and none twice
-    assert len(asked) == len(set(asked)) == counts.measured == 30
+    assert len(asked) == len(set(asked)) == counts.measured <= 24 < len(feasible) / 2
     assert set(asked) <= set(feasible)
-    assert counts.refused > 0
+    assert counts.refused + counts.repeated > 0
     assert [one.candidate for one in tried] == asked
 
 
 def test_the_whole_front_is_that_of_an_exhaustive_search(tmp_path: Path) -> None:
-    with opened(tmp_path, None) as study:
-        search(study, scored, len(EVERY), always)
-        found = front(study.tried())
-    points = {one: (quality(one), IDEAL.speedup(one.schedule)) for one in EVERY}
-    expected = [
+    space = Space(5, 1, 20, 80, 20)
+    every = [one for one in EVERY if len(one.cuts) == 1]
+    with opened(tmp_path, None, space=space) as study:
+        search(study, scored, len(every), always)
+        tried = study.tried()
+    assert {one.candidate for one in tried} == set(every)
+    points = {one: (quality(one), IDEAL.speedup(one.schedule)) for one in every}
+    expected = {
         one
         for one, (score, speed) in points.items()
         if not any(s >= score and v >= speed and (s, v) != (score, speed) for s, v in points.values())
-    ]
-    missing = {points[one] for one in expected} - {points[one.candidate] for one in found}
-    assert len(missing) <= 0.1 * len(expected)  # what the sampler has not drawn before it draws nothing new
-    assert [one.ideal_speedup for one in found] == sorted(one.ideal_speedup for one in found)
+    }
+    assert 1 < len(expected) < len(every)
+    assert {one.candidate for one in front(tried)} == expected
 
 
 def test_the_front_and_a_choice_of_it() -> None:
