@@ -217,7 +217,7 @@ def _cells(row: Any) -> list[str]:
 def _verdicts(finalists: Any) -> list[str]:
     """What the held-out half says of each tuned schedule against the paper's, in a sentence."""
     if "paper" not in set(finalists["kind"]):
-        return ["The paper's depths do not reach the target, so there is nothing to compare with."]
+        return ["No schedule of one keep ratio at the paper's depths, or at earlier ones, reaches the target."]
     lines = []
     for _, row in finalists[finalists["kind"].str.startswith("tuned")].iterrows():
         low, high = row["difference_low"], row["difference_high"]

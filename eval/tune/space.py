@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from eval.presets import DEPTHS
 from eval.tasks import DATASETS, TASKS
 from lazyllm.flops import prefill_flops
 from lazyllm.methods import Lazy
@@ -149,17 +150,22 @@ class Ideal:
 def references(space: Space, ideal: Ideal, target: float | None) -> dict[str, Candidate]:
     """The schedules that the tuned one is set beside: those of {"paper": ..., "uniform": ...} that reach the target.
 
-    paper: after 30, 60 and 90 % of the depth (Figure 4). uniform: after as many layers as a schedule may have, evenly
-    spaced. Both keep one ratio: 70 % as the paper has it where there is no target, else the highest that reaches it.
+    paper: after 30, 60 and 90 % of the depth (Figure 4), or the next earlier ones of `eval.presets.DEPTHS` that reach
+    the target. uniform: evenly spaced, after as many layers as a schedule may have, or as many more as it takes. Both
+    keep one ratio: 70 % as the paper has it where there is no target, else the highest that reaches it.
     """
     depth = space.num_layers
-    even = {depth * number // (space.max_cuts + 1) for number in range(1, space.max_cuts + 1)} - {0}
-    places = {"paper": sorted(Schedule.paper(depth).keep), "uniform": sorted(even)}
+    even = [[depth * number // (cuts + 1) for number in range(1, cuts + 1)] for cuts in range(space.max_cuts, depth)]
+    places = {"paper": [[depth * share // 100 for share in shares] for shares in DEPTHS], "uniform": even}
     found = {}
-    for name, layers in places.items():
-        for percent in reversed(space.ratios) if target is not None else [70]:
-            candidate = Candidate(tuple((layer, percent) for layer in layers))
-            if target is None or ideal.speedup(candidate.schedule) >= target:
-                found[name] = candidate
-                break
+    for name, choices in places.items():
+        equal = (
+            Candidate(tuple((layer, percent) for layer in sorted({*layers} - {0})))
+            for layers in choices
+            for percent in (reversed(space.ratios) if target is not None else [70])
+        )
+        reaching = (one for one in equal if target is None or ideal.speedup(one.schedule) >= target)
+        candidate = next(reaching, None)
+        if candidate is not None:
+            found[name] = candidate
     return found

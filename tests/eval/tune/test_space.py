@@ -55,7 +55,17 @@ def test_references_reach_the_target_and_no_more() -> None:
     for candidate in references(space, ideal, 2.0).values():
         slower = {layer: ratio + 0.01 for layer, ratio in candidate.schedule.items()}
         assert ideal.speedup(slower) < 2.0 <= ideal.speedup(candidate.schedule)
-    assert references(space, ideal, ideal.speedup(space.fastest.schedule)) == {}
+    assert references(space, ideal, 99.0) == {}
+
+
+def test_references_begin_earlier_where_they_must() -> None:
+    space, ideal = Space(8, 3), Ideal.of(SHAPE, [("lookup", 512)])
+    late = max(ideal.speedup({layer: 0.05 for layer in layers}) for layers in ((2, 4, 7), (2, 4, 6)))
+    found = references(space, ideal, late + 0.01)
+    assert list(found["paper"].schedule) == [1, 4, 6]  # 20, 50, 80 % of 8
+    assert list(found["uniform"].schedule) == [1, 3, 4, 6]  # fifths of 8
+    assert space.holds(found["paper"])
+    assert not space.holds(found["uniform"])
 
 
 def test_a_candidate_is_its_own_parameters() -> None:

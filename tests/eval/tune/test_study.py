@@ -101,7 +101,7 @@ def test_what_is_given_is_tried_first_and_a_study_goes_on_where_it_stopped(tmp_p
     with opened(tmp_path / "whole", first=first) as study:
         search(study, scored, 12, always)
         whole = study.tried()
-    assert [one.candidate for one in whole[:2]] == first
+    assert [one.candidate for one in whole[:2]] == [SPACE.fitted(one, IDEAL, 2.0) for one in first]
     for trials in (3, 3, 12):
         with opened(tmp_path / "parts", first=first) as study:
             search(study, scored, trials, always)
