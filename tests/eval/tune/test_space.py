@@ -60,7 +60,7 @@ def test_references_reach_the_target_and_no_more() -> None:
 
 def test_references_begin_earlier_where_they_must() -> None:
     space, ideal = Space(8, 3), Ideal.of(SHAPE, [("lookup", 512)])
-    late = max(ideal.speedup({layer: 0.05 for layer in layers}) for layers in ((2, 4, 7), (2, 4, 6)))
+    late = max(ideal.speedup(dict.fromkeys(layers, 0.05)) for layers in ((2, 4, 7), (2, 4, 6)))
     found = references(space, ideal, late + 0.01)
     assert list(found["paper"].schedule) == [1, 4, 6]  # 20, 50, 80 % of 8
     assert list(found["uniform"].schedule) == [1, 3, 4, 6]  # fifths of 8
