@@ -46,10 +46,10 @@ def read_tuned(reference: str, num_layers: int) -> dict[int, float]:
 
 
 def as_yaml(name: str, schedule: dict[int, float], num_layers: int, about: dict[str, Any]) -> str:
-    """The text of the file NAME that `read_tuned` reads. about: what it was found on and for, for people."""
+    """The text of conf/tuned/NAME.yaml, or of a file that may be copied there. about: what it was found on and for."""
     flow = "{" + ", ".join(f"{layer}: {ratio:g}" for layer, ratio in schedule.items()) + "}"
     lines = [f"{key}: {json.dumps(value)}" for key, value in about.items()]  # JSON is YAML
-    head = f"# python run.py method.schedule=tuned/{name}      (found by python -m eval.tune)"
+    head = f"# python run.py method.schedule=tuned/{name}      (as conf/tuned/{name}.yaml; from elsewhere: tuned/PATH)"
     return "\n".join([head, f"schedule: {flow}", f"layers: {num_layers}  # of the model", *lines, ""])
 
 

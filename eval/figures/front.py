@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 
 from eval.figures.style import COLOURS, GREY, around, grid, new_figure, styled
 
-_BESIDE = {"paper": ("the paper's depths", "s", COLOURS[1]), "uniform": ("evenly spaced", "^", COLOURS[2])}
+_BESIDE = {"paper": ("paper's, or earlier", "s", COLOURS[1]), "uniform": ("evenly spaced", "^", COLOURS[2])}
 _TUNED = ("found by search", "o", COLOURS[0])
 
 

@@ -3,7 +3,7 @@
 front.csv, .md, .svg, .pdf, .png   every measured schedule on the tuning half; the finalists on the held-out one too
 front.json                         the same with the study's identity, config, counts and provenance
 tuned.yaml, tuned-1.80x.yaml, ...  what `method.schedule=tuned/...` takes: the best one at the target, or the front
-final/LABEL/                       the finalists' runs, each example paired with the baseline
+final/SCHEDULE/                    the finalists' runs, each example paired with the baseline
 """
 
 from __future__ import annotations
@@ -69,12 +69,11 @@ def report(config: TuneConfig, study: Study, beside: Mapping[str, Candidate], nu
         chosen = {"tuned": best(tried).candidate}
     else:
         chosen = {f"tuned-{one.ideal_speedup:.2f}x": one.candidate for one in evenly(front(tried), config.finalists)}
-    records = {name: _finalist(config, study, name, one) for name, one in {**beside, **chosen}.items()}
+    records = {name: _finalist(config, study, one) for name, one in {**beside, **chosen}.items()}
     table = _table(study, tried, {**beside, **chosen}, records)
     for name, candidate in chosen.items():
-        text = as_yaml(
-            _reference(study.folder, name), candidate.schedule, num_layers, _about(config, study, table, name)
-        )
+        shipped = study.folder.name + name.removeprefix("tuned")  # its name once it is copied into conf/tuned
+        text = as_yaml(shipped, candidate.schedule, num_layers, _about(config, study, table, name))
         write_whole(study.folder / (FILE if name == "tuned" else f"{name}.yaml"), text)
     title = f"{Path(config.model.name).name}, {_aim(config)}"
     content = json.loads((study.folder / "study.json").read_text(encoding="utf-8")) | {
@@ -94,10 +93,10 @@ def report(config: TuneConfig, study: Study, beside: Mapping[str, Candidate], nu
     )
 
 
-def _finalist(config: TuneConfig, study: Study, name: str, candidate: Candidate) -> list[Record]:
+def _finalist(config: TuneConfig, study: Study, candidate: Candidate) -> list[Record]:
     """The schedule's records on the held-out half, paired with the baseline; those that are there are not redone."""
     settings = RunConfig(**{one.name: getattr(config, one.name) for one in fields(RunConfig)})
-    folder = study.folder / "final" / (name if name == "paper" or name == "uniform" else candidate.name)
+    folder = study.folder / "final" / candidate.name
     settings = replace(
         settings,
         method={**config.method, "schedule": candidate.schedule},
@@ -190,7 +189,7 @@ def _about(config: TuneConfig, study: Study, table: pd.DataFrame, name: str) -> 
 def _markdown(table: pd.DataFrame, title: str, config: TuneConfig, study: Study) -> str:
     """The finalists, what the columns mean, and whether the search was worth it."""
     finalists: Any = table[table["kind"] != "trial"]
-    headings = ["schedule", "", "ideal speedup", "tuning score", "held-out score", "TTFT speedup", "less the paper's"]
+    headings = ["schedule", "", "ideal speedup", "tuning score", "held-out score", "TTFT speedup", "less paper's"]
     lines = markdown_lines(headings, [_cells(row) for _, row in finalists.iterrows()], keys=2)
     counts, first, tuned_on = study.counts(), finalists.iloc[0], max(one.scored.examples for one in study.tried())
     caption = (
@@ -198,7 +197,9 @@ def _markdown(table: pd.DataFrame, title: str, config: TuneConfig, study: Study)
         f"{counts.refused} more refused by arithmetic. The held-out half has {int(first['held_out_examples'])} other "
         f"examples ({RULE}). Scores 0 to 100, mean over tasks; the baseline's on the held-out half is "
         f"{first['baseline_score']:.2f}. ±: half of the 95 % bootstrap interval over examples; in the last column both "
-        "schedules have the same examples. Ideal speedups are of the prompts tuned on."
+        "schedules have the same examples. Ideal speedups are of the prompts tuned on. paper: after the layers of the "
+        "paper's Figure 4, or earlier ones where these cannot reach the target; uniform: after evenly spaced layers; "
+        "each with one keep ratio."
     )
     return "\n".join([f"# {title}", "", *lines, "", caption, "", *_verdicts(finalists), ""])
 
@@ -222,7 +223,5 @@ def _verdicts(finalists: Any) -> list[str]:
     for _, row in finalists[finalists["kind"].str.startswith("tuned")].iterrows():
         low, high = row["difference_low"], row["difference_high"]
         said = "better than" if low > 0 else "worse than" if high < 0 else "not told apart from"
-        lines.append(
-            f"{row['kind']} is {said} the paper's schedule: {row['difference']:+.2f} [{low:+.2f}, {high:+.2f}]."
-        )
+        lines.append(f"{row['kind']} is {said} paper: {row['difference']:+.2f} [{low:+.2f}, {high:+.2f}].")
     return lines
