@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from eval import presets
 from eval.data import DataError, resolve_datasets
+from eval.halves import HALVES
 from eval.prompts import chat_format
 from eval.shards import parse_shard
 from eval.tasks import Dataset
@@ -91,7 +92,9 @@ class RunConfig:
     seed: of random weights, and of a method that draws lots (its `seed` is this one unless set).
     threads: CPU threads; null leaves torch's choice.
     out: the run folder; null makes one below `runs/` whose name ends in the run's fingerprint.
-    sample: so many examples, drawn by `seed` from all that the datasets and `limit` leave.
+    sample: so many examples, drawn by `seed` from all that the datasets, `limit` and `half` leave.
+    half: tuning or held-out: of what `limit` leaves, the half that schedules are searched on, or the other one
+        (`eval.halves`); null for both.
     trace: of the first so many examples of each dataset, keep what happened inside (`eval.trace`).
     compare: several methods, {label: settings like `method`'s}, run one after the other and put into one table, which
         is also written to runs/<label>-<model>.md and .csv; then `method` is not used.
@@ -112,6 +115,7 @@ class RunConfig:
     threads: int | None = None
     out: str | None = None
     sample: int | None = None
+    half: str | None = None
     trace: int = 0
     only: str | None = None
     compare: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -210,6 +214,7 @@ def to_run_config(config: Any) -> RunConfig:
     for key in ("limit", "sample", "max_new_tokens", "threads"):
         value = getattr(plain, key)
         _require(value is None or value >= 1, key, value, "1 or more, or null")
+    _require(plain.half in (None, *HALVES), "half", plain.half, f"{' or '.join(HALVES)}, or null")
     _require(plain.tracker.name in TRACKERS, "tracker.name", plain.tracker.name, " or ".join(TRACKERS))
     _require(plain.tracker.mode in MODES, "tracker.mode", plain.tracker.mode, ", ".join(MODES))
     check_settings(

@@ -15,6 +15,7 @@ import torch
 from eval import presets, provenance
 from eval.config import ConfigError, RunConfig, build_method, canonical, check_method, datasets_of
 from eval.data import Example, LoadedDataset, load_rows
+from eval.halves import in_half
 from eval.measure import Case
 from eval.prompts import build_prompt, end_token_ids
 from eval.shards import Shard, parse_shard, split
@@ -83,12 +84,13 @@ def prepare(config: RunConfig) -> Plan:
     found = identify(config)
     loaded, identity = found.loaded, found.identity
     cases = list(_cases(config, found))
+    half = f", {config.half} half" if config.half is not None else ""
     shard = parse_shard(config.shard) if config.shard is not None else None
     ours = _keys_of(shard, cases)
     return Plan(
         config=config,
         folder=Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity),
-        title=f"{config.model.name}, {config.method['name']}, {_data_label(loaded)}",
+        title=f"{config.model.name}, {config.method['name']}, {_data_label(loaded)}" + half,
         cases=cases,
         ours=ours,
         traced=[case for case in _first_of_each(cases, config.trace) if case.key in ours],
@@ -227,8 +229,15 @@ def _cases(config: RunConfig, found: Identified) -> Iterator[Case]:
 
 
 def _examples(config: RunConfig, loaded: list[LoadedDataset]) -> dict[str, list[Example]]:
-    """What `limit` and `sample` leave of each dataset, in the dataset's order."""
-    pairs = [(one.dataset.name, example) for one in loaded for example in one.examples[: config.limit]]
+    """What `limit`, `half` and `sample` leave of each dataset, in the dataset's order."""
+    pairs = [
+        (one.dataset.name, example)
+        for one in loaded
+        for example in in_half(one.dataset.name, one.examples[: config.limit], config.half)
+    ]
+    empty = [one.dataset.name for one in loaded if one.dataset.name not in {name for name, _ in pairs}]
+    if config.half is not None and empty:
+        raise ConfigError(f"half={config.half} leaves no example of {empty[0]}: give limit=2 or more, or half=null")
     if config.sample is not None and config.sample < len(pairs):
         drawn = np.random.default_rng(config.seed).choice(len(pairs), config.sample, replace=False)
         pairs = [pairs[number] for number in sorted(drawn.tolist())]

@@ -26,6 +26,7 @@ from typing import Any
 import pandas as pd
 
 from eval.tasks import DATASETS, Dataset
+from eval.tuned import is_tuned, read_tuned
 from lazyllm.methods import METHODS, Lazy, Method, RandomDrop, StaticPruning
 from lazyllm.models import load_config
 from lazyllm.schedule import Schedule
@@ -74,8 +75,13 @@ def check(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def at_depth(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """The settings with a schedule's shares of the depth (`50%`) turned into layers. Raises ValueError."""
-    schedule = settings.get("schedule")
+    """The settings with a schedule's shares of the depth (`50%`) turned into layers, and `tuned/NAME` into its file's.
+
+    Raises ValueError.
+    """
+    schedule: Any = settings.get("schedule")
+    if is_tuned(schedule):
+        return settings | {"schedule": read_tuned(schedule, num_layers)}
     if not isinstance(schedule, dict):
         return settings
     return settings | {"schedule": dict(Schedule.parse(schedule, num_layers).keep)}

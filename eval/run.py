@@ -16,6 +16,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 from rich.console import Console
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from eval import devices, provenance
@@ -177,6 +178,25 @@ def _noted(store: RunStore, used: tuple[torch.device, ...], examples: int) -> It
     end(None)
 
 
+def load_model(config: RunConfig) -> PreTrainedModel:
+    """The model that a config names, as its run measures it. Raises as `lazyllm.load_model`."""
+    settings = config.model
+    model = load_weights(
+        settings.name,
+        settings.load_format,  # type: ignore[arg-type]  # checked with the config
+        settings.dtype,
+        settings.device,
+        revision=settings.revision,
+        attn_implementation=settings.attn_implementation,
+        seed=config.seed,
+        quantise=settings.quantise,
+        device_map=settings.device_map,
+    )
+    if settings.device_map is not None:
+        log.info("layers are computed on %s", ", ".join(map(str, devices_of(model))))
+    return model
+
+
 def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker) -> None:
     """Load the model and measure this job's examples that the store does not hold, if there are any."""
     todo = [case for case in plan.cases if case.key in plan.ours and case.key not in store.records]
@@ -186,23 +206,10 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker) -> None:
         return
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    settings = plan.config.model
     holder = f"process {os.getpid()} for {plan.folder}"
     with devices.all_held(plan.devices, holder), _noted(store, plan.devices, len(todo)):
-        model = load_weights(
-            settings.name,
-            settings.load_format,  # type: ignore[arg-type]  # checked with the config
-            settings.dtype,
-            settings.device,
-            revision=settings.revision,
-            attn_implementation=settings.attn_implementation,
-            seed=plan.config.seed,
-            quantise=settings.quantise,
-            device_map=settings.device_map,
-        )
-        if settings.device_map is not None:
-            log.info("layers are computed on %s", ", ".join(map(str, devices_of(model))))
-        bench = Bench(model, plan.tokenizer, settings.chat, plan.paired)
+        model = load_model(plan.config)
+        bench = Bench(model, plan.tokenizer, plan.config.model.chat, plan.paired)
         try:
             _measure_cases(bench, todo, store, tracker, plan.config.timing.warmup)
             for case in untraced:

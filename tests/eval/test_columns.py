@@ -104,10 +104,14 @@ def test_a_damaged_line_is_no_record(tmp_path: Path, change: Any) -> None:
 def test_an_example_that_stands_twice_counts_as_the_store_says(tmp_path: Path) -> None:
     write_run(tmp_path, [record(0), record(1)])
     with (tmp_path / "records.jsonl").open("a") as opened:
-        opened.write(record(0, score=1.0).to_json() + "\n")
+        opened.write(record(0).to_json() + "\n")
     stored = LineRecords(tmp_path)
     assert list(stored) == read_run(tmp_path)[1]
     assert len(stored) == 2
+    with (tmp_path / "records.jsonl").open("a") as opened:
+        opened.write(record(1, score=1.0).to_json() + "\n")
+    with pytest.raises(StoreError, match="another record of hotpotqa, row row-1"):
+        len(LineRecords(tmp_path))
 
 
 def test_lines_of_before_are_read(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Pruning schedules by search: `python -m eval.tune`."""

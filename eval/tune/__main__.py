@@ -1,0 +1,67 @@
+"""Search pruning layers and keep ratios, on one half of the examples; report on the other one.
+
+python -m eval.tune model=tiny dataset=embedded target_speedup=2.3      the best score at an ideal TTFT speedup
+python -m eval.tune model=tiny dataset=embedded                         the whole front of score against speedup
+python -m eval.tune -m worker=1,2,3,4 hydra/launcher=joblib ...         four processes on one study
+python -m eval.tune --help                                              every setting
+
+The same command goes on with a study that was stopped or killed. What is found is in the study's folder (front.md), and
+a run takes it as method.schedule=tuned/FOLDER.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from eval.config import ConfigError, check_launcher
+from eval.run import USER_ERRORS
+from eval.tune.config import check_installed, register_tune_schema, to_tune_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+register_tune_schema()
+
+
+@hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")
+def main(config: DictConfig) -> None:
+    from eval.tune.tune import tune  # not at the top: it needs Optuna
+
+    job = HydraConfig.get()
+    os.chdir(job.runtime.cwd)  # Ray's workers start elsewhere
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr, force=True
+    )
+    for chatty in ("absl", "httpx", "datasets", "fontTools"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    try:
+        tune(to_tune_config(config))
+    except Exception as error:
+        if job.mode == RunMode.MULTIRUN:  # the sweep's other jobs go on; Hydra ends it with the first error
+            logging.error("job failed (%s): %s: %s", " ".join(job.overrides.task), type(error).__name__, error)
+            traceback.clear_frames(error.__traceback__)  # Hydra keeps the error, and it would keep the model
+            raise
+        if isinstance(error, USER_ERRORS):
+            sys.exit(f"error: {error}")
+        raise
+    except KeyboardInterrupt:
+        print("stopped: every finished trial is safe, and the same command goes on from there", file=sys.stderr)
+        sys.exit(130)  # as a shell reports a program that Ctrl-C ended
+
+
+if __name__ == "__main__":
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    try:
+        check_installed()
+        check_launcher(sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    main()
