@@ -15,14 +15,16 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 import eval.measure
-from eval.config import ConfigError, register_schema
+from eval.config import ConfigError, build_method, register_schema, to_run_config
 from eval.halves import in_half
 from eval.prepare import prepare
+from eval.presets import at_depth
 from eval.record import Measurement, Record
 from eval.store import StoreError
 from eval.tune.config import register_tune_schema, to_tune_config
 from eval.tune.report import difference
 from eval.tune.tune import tune
+from lazyllm.models import load_config
 from tests.eval.test_halves import examples_of
 from tests.eval.test_run import config_of as run_config_of
 
@@ -218,3 +220,17 @@ def test_unknown_keys_and_a_missing_optuna_are_one_message(tmp_path: Path) -> No
         assert message in done.stderr
         assert "Traceback" not in done.stderr
     assert not any(tmp_path.glob("**/study.json"))
+
+
+def test_the_experiment_compares_at_the_same_ideal_speedup() -> None:
+    register_schema()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        experiment = to_run_config(compose("config", overrides=["experiment=tuned"]))
+    assert experiment.half == "held-out"
+    methods = {label: build_method(at_depth(method, 8)) for label, method in experiment.compare.items()}
+    for tokens in (512, 1024, 2048):
+        speedups = {label: one.ideal_speedup(load_config("tiny"), tokens) for label, one in methods.items()}
+        for target in ("1.8x", "4.2x"):
+            of_target = [speedup for label, speedup in speedups.items() if label.endswith(target)]
+            assert len(of_target) == 3
+            assert max(of_target) / min(of_target) < 1.05
