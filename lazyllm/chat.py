@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from lazyllm.generate_with import using
 from lazyllm.generation import Generation
-from lazyllm.methods import Baseline, Lazy, Method
+from lazyllm.methods import Baseline, Lazy, Method, make
 from lazyllm.models import as_device, as_dtype, load_config, load_tokenizer_of, load_weights
 from lazyllm.schedule import Schedule
 
@@ -42,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sampling = sampling_options(options)
         as_dtype(options.dtype)
         as_device(options.device)
-        method = method_of(options.schedule, load_config(options.model).num_hidden_layers)
+        config = load_config(options.model)
+        method = method_of(options.schedule, options.method, config.num_hidden_layers)
+        method.check(config)
         tokenizer = load_tokenizer_of(options.model, tokenizer=options.tokenizer)
         model = load_weights(options.model, dtype=options.dtype, device=options.device)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
@@ -59,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except KeyboardInterrupt:
             sys.exit(130)
         return
-    print(f"{options.model}, schedule {options.schedule}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
+    print(
+        f"{options.model}, {options.method or options.schedule}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr
+    )
     for text in _lines():
         try:
             chat.answer(text)
@@ -144,16 +148,27 @@ def summary(generation: Generation) -> str:
     )
 
 
-def method_of(schedule: str, num_layers: int) -> Method:
-    """The method that `--schedule` names. Raises ValueError or TypeError for what is no schedule of such a model."""
-    try:
-        given = json.loads(schedule) if schedule.lstrip().startswith("{") else schedule
-    except ValueError as error:
-        raise ValueError(
-            f'--schedule is paper, none or JSON such as {{"9": 0.7}}, got {schedule!r}: {error}'
-        ) from error
+def method_of(schedule: str, name: str | None, num_layers: int) -> Method:
+    """LazyLLM with what `--schedule` names, or what `--method` names, which may be an installed package's.
+
+    Raises ValueError or TypeError for what is no schedule of such a model, MethodError for what is no method.
+    """
+    if name is not None:
+        name, _, settings = name.partition(" ")
+        return make(name, _json_of(settings or "{}", "--method is a NAME, or NAME and JSON such as"))
+    given = _json_of(schedule, "--schedule is paper, none or JSON such as") if schedule.startswith("{") else schedule
     parsed = Schedule.parse(given, num_layers)
     return Lazy(parsed) if parsed.keep else Baseline()
+
+
+def _json_of(text: str, wanted: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f'{wanted} {{"9": 0.7}}, got {text!r}: {error}') from error
+    if not isinstance(found, dict):
+        raise ValueError(f'{wanted} {{"9": 0.7}}, got {text!r}')
+    return found
 
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -228,6 +243,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument(
         "--schedule", default="paper", help="paper (Figure 4's), none (no pruning), or JSON {layer: keep ratio}"
+    )
+    parser.add_argument(
+        "--method", help="another method, instead of a schedule: NAME, or 'NAME {\"parameter\": value}'"
     )
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")

@@ -176,20 +176,20 @@ class GenerateWith:
         rows: list[_Row] = []
         generations: list[Generation] = []
         put = None if streamer is None else functools.partial(_put, streamer)
-        with _not_called(model):
-            for index, (prompt, left) in enumerate(zip(prompts, padding, strict=True)):
-                row = _Row(
-                    ids=input_ids[index : index + 1],
-                    left=left,
-                    processors=[_of_row(one, input_ids, index, left) for one in logits_processor],
-                    criteria=stopping_criteria,
-                    generator=self._generator(index, input_ids.device),
-                    samples=bool(generation_config.do_sample),
-                    scores=() if wanted and generation_config.output_scores else None,
-                    logits=() if wanted and generation_config.output_logits else None,
-                )
-                generations.append(continue_prompt(model, prompt, self.method, max_new_tokens, row.choose, put))
-                rows.append(row)
+        for index, (prompt, left) in enumerate(zip(prompts, padding, strict=True)):
+            row = _Row(
+                model=model,
+                ids=input_ids[index : index + 1],
+                left=left,
+                processors=[_of_row(one, input_ids, index, left) for one in logits_processor],
+                criteria=stopping_criteria,
+                generator=self._generator(index, input_ids.device),
+                samples=bool(generation_config.do_sample),
+                scores=() if wanted and generation_config.output_scores else None,
+                logits=() if wanted and generation_config.output_logits else None,
+            )
+            generations.append(continue_prompt(model, prompt, self.method, max_new_tokens, row.choose, put))
+            rows.append(row)
         if streamer is not None:
             streamer.end()
         sequences = _sequences(input_ids, generations, pad_id)
@@ -214,6 +214,7 @@ class _Row:
     ids: [1, t], padding included. left: tokens of padding before the prompt. scores, logits: per step [1, v], or None.
     """
 
+    model: PreTrainedModel
     ids: Tensor
     left: int
     processors: Sequence[Any]
@@ -229,7 +230,7 @@ class _Row:
 
     def choose(self, last_logits: Tensor) -> tuple[int, bool]:
         """A `lazyllm.generation.Choose`. Tensors of processors and results are ordinary ones, as in transformers."""
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), _not_called(self.model):
             # [v] -> [1, v]; processors may write into it
             logits = last_logits[None].to(device=self.ids.device, dtype=torch.float32, copy=True)
             scores = logits

@@ -30,13 +30,13 @@ except ImportError as error:
     ) from error
 
 from lazyllm.decoder import Decoder, UnsupportedModelError, open_decoder
+from lazyllm.generate_with import generate_with
 from lazyllm.methods import MethodError, code_of, make
 from lazyllm.models import (
     DTYPES,
     ModelError,
     as_device,
     load_config,
-    load_end_ids,
     load_tokenizer_of,
     load_weights,
 )
@@ -44,8 +44,6 @@ from lazyllm.prompt import Prompt
 from lazyllm.schedule import Schedule
 from lazyllm.tokenizers import TokenizerError
 
-# What `generate_until` may be told beside lengths and stop strings: without sampling it changes nothing
-_OF_SAMPLING = {"do_sample", "temperature", "top_p", "top_k", "min_p"}
 _HFLM: Any = huggingface.HFLM  # its decorator hides its type
 _Request = tuple[Any, list[int], list[int]]  # what the cache knows it by, context, continuation
 
@@ -63,7 +61,7 @@ class PrunedLM(_HFLM):
         continuations of one token, and by one longer one.
     loglikelihood_rolling: as lm-eval defines it, the whole text is continuation, after a prompt of one token. There is
         nothing to prune, so methods that prune prompt tokens only give the baseline's perplexity, one token at a time.
-    generate_until: greedy.
+    generate_until: as in lm-eval's `hf`, sampled where the task says so; beams are refused (`lazyllm.generate_with`).
 
     Raises MethodError, ModelError, TokenizerError or UnsupportedModelError before the weights load, wherever that can
     be known.
@@ -99,7 +97,6 @@ class PrunedLM(_HFLM):
         self.method_code = code_of(method)
         self._given_revision = revision
         self._attn_implementation = attn_implementation
-        self._end_ids = frozenset(load_end_ids(pretrained, revision=revision))
         given = {
             "max_length": max_length,
             "softmax_dtype": softmax_dtype,
@@ -205,34 +202,10 @@ class PrunedLM(_HFLM):
         return total, bool((logits.argmax(dim=-1) == wanted).all())
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
-        """context [1, n] -> [1, n + generated], greedily until an end token, a stop string or `max_length` tokens."""
-        settings.pop("attention_mask", None)  # all ones: rows are never padded
-        unknown = sorted(set(settings) - _OF_SAMPLING)
-        if settings.get("do_sample") or unknown:
-            raise ValueError(
-                "--model lazyllm generates greedily, with until and max_gen_toks; got "
-                + (", ".join(unknown) or "do_sample=True")
-                + ": set --gen_kwargs do_sample=False and leave the others out of the task"
-            )
-        given = context[0].tolist()
-        prompt = _prompt_of(given)
-        tokenizer: Any = self.tokenizer
-        criteria = huggingface.stop_sequences_criteria(tokenizer, stop, len(given), 1)
-        generated: list[int] = []
-        with torch.inference_mode(), open_decoder(self.model) as decoder:
-            session = self.method.start(decoder, prompt, max_length - len(given))
-            logits = session.prefill(prompt.token_ids.to(decoder.device))
-            while True:
-                highest, token_id = (value.item() for value in logits.max(dim=0))
-                if not math.isfinite(highest):
-                    raise FloatingPointError("the model's logits are not finite (NaN or infinite)")
-                generated.append(int(token_id))
-                whole = torch.tensor([given + generated])
-                # every criterion keeps a state, so all of them are asked
-                stops = [bool(torch.as_tensor(one(whole, logits[None])).all()) for one in criteria]
-                if any(stops) or generated[-1] in self._end_ids or whole.shape[1] >= max_length:
-                    return whole
-                logits = session.step(generated[-1])
+        """context [1, n] -> [1, n + generated], by lm-eval's own call of `model.generate`."""
+        return super()._model_generate(
+            context, max_length, stop, custom_generate=generate_with(self.method), **settings
+        )
 
 
 def _as_settings(given: dict[str, Any], num_layers: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList
 
 import lazyllm
 from lazyllm.chat import Chat, main, method_of
-from lazyllm.methods import Baseline, Lazy
+from lazyllm.methods import Baseline, Lazy, MethodError, RandomDrop
 
 TEXT = "entry zanur lantern copper. the old house was quiet. Question: entry zanur"
 METHOD = Lazy({2: 0.5, 5: 0.5})
@@ -159,9 +159,18 @@ def test_errors_come_before_the_model(arguments: list[str], message: str, monkey
 
 
 def test_schedules() -> None:
-    assert method_of("none", 8) == Baseline()
-    assert method_of("paper", 10) == Lazy(lazyllm.Schedule({3: 0.7, 6: 0.7, 9: 0.7}))
-    assert method_of('{"50%": 0.7}', 8) == Lazy(lazyllm.Schedule({4: 0.7}))
+    assert method_of("none", None, 8) == Baseline()
+    assert method_of("paper", None, 10) == Lazy(lazyllm.Schedule({3: 0.7, 6: 0.7, 9: 0.7}))
+    assert method_of('{"50%": 0.7}', None, 8) == Lazy(lazyllm.Schedule({4: 0.7}))
+
+
+def test_methods() -> None:
+    assert method_of("paper", "baseline", 8) == Baseline()
+    assert method_of("paper", 'random_drop {"keep": 0.5}', 8) == RandomDrop(0.5)
+    with pytest.raises(MethodError, match="unknown method 'nosuch'; known are"):
+        method_of("paper", "nosuch", 8)
+    with pytest.raises(ValueError, match="--method is a NAME, or NAME and JSON"):
+        method_of("paper", "random_drop 0.5", 8)
 
 
 def test_the_packages_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 pytest.importorskip("lm_eval")
@@ -228,13 +229,22 @@ def test_what_cannot_work_is_refused_before_the_weights_load(
         PrunedLM(**({"pretrained": "tiny", "device": "cpu"} | settings))
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [({"do_sample": True, "temperature": 0.7}, "do_sample=True"), ({"num_beams": 4}, "num_beams")],
-)
-def test_only_greedy_answers(pruned: PrunedLM, settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=f"generates greedily.* got {named}"):
-        pruned.generate_until(instances("generate_until", (CONTEXT, {"until": ["x"], "max_gen_toks": 2, **settings})))
+def test_sampled_answers_are_those_of_hf_after_the_same_seed(hf: HFLM) -> None:
+    keeps_all = PrunedLM("tiny", **KEEPS_ALL, **CPU)
+    wanted = {"until": ["never this"], "max_gen_toks": 6, "do_sample": True, "temperature": 3.0}
+    answers = []
+    for lm in (keeps_all, hf):
+        torch.manual_seed(7)
+        answers.append(lm.generate_until(instances("generate_until", (CONTEXT, wanted))))
+    assert answers[0] == answers[1]
+    torch.manual_seed(8)
+    assert keeps_all.generate_until(instances("generate_until", (CONTEXT, wanted))) != answers[0]
+
+
+def test_beams_are_refused(pruned: PrunedLM) -> None:
+    beams = {"until": ["x"], "max_gen_toks": 2, "num_beams": 4}
+    with pytest.raises(ValueError, match="num_beams"):
+        pruned.generate_until(instances("generate_until", (CONTEXT, beams)))
 
 
 @pytest.mark.parametrize("written", ["2:0.6+5:0.5", "5:0.5 + 25%:0.6", {"2": 0.6, "5": 0.5}])
