@@ -30,3 +30,9 @@ def shared() -> Path:
     if not (folder / "longbench").is_dir():
         pytest.skip(f"real LongBench rows are not here: {folder.name}/ beside the repository is absent")
     return folder
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What needs an extra that `make setup` does not install is skipped without it, and says so."""
+    if item.get_closest_marker("quantised"):
+        pytest.importorskip("torchao", reason="needs the extra [quantised]")

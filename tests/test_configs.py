@@ -144,6 +144,7 @@ def test_experiments_compare_at_the_same_ideal_speedup(experiment: str, tokens: 
     assert max(speedups) / min(speedups) < 1.05
 
 
+@pytest.mark.quantised
 def test_weights_and_devices_are_part_of_what_a_run_is() -> None:
     found = {
         setting: prepare(config_of("model=tiny", "dataset=lookup", "limit=1", *setting)).identity

@@ -25,7 +25,6 @@ from tests.lazyllm.method_matrix import KEEPING, PRUNING
 from tests.lazyllm.pretend_devices import Placed, Pretending
 from tests.reference import random_model
 
-torchao = pytest.importorskip("torchao")
 hooks = pytest.importorskip("accelerate.hooks")
 
 STEPS = 6
@@ -56,6 +55,7 @@ def same(one: lazyllm.Generation, other: lazyllm.Generation) -> None:
 # ---------------------------------------------------------------------------------------------------- quantised weights
 
 
+@pytest.mark.quantised
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_int8_weights_in_every_method(saved: str, dtype: str, attention: str) -> None:
@@ -73,6 +73,7 @@ def test_int8_weights_in_every_method(saved: str, dtype: str, attention: str) ->
         assert out.computed.shape == (STEPS, 4)
 
 
+@pytest.mark.quantised
 def test_int8_weights_are_rounded_to_the_nearest_of_255(saved: str) -> None:
     plain = load_weights(saved, dtype="float32", device="cpu")
     model = load_weights(saved, dtype="float32", device="cpu", quantise="int8")
@@ -90,6 +91,7 @@ def test_int8_weights_are_rounded_to_the_nearest_of_255(saved: str) -> None:
     assert (model.dtype, model.device.type) == (torch.float32, "cpu")
 
 
+@pytest.mark.quantised
 def test_a_probe_of_quantised_weights_needs_no_more_tolerance(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways run the same rounded weights on the same rows: they differ by what attention's kernels do, not more."""
     for quantise in (None, "int8"):
@@ -109,6 +111,7 @@ def test_a_probe_of_quantised_weights_needs_no_more_tolerance(saved: str, monkey
         monkeypatch.undo()
 
 
+@pytest.mark.quantised
 def test_quantised_weights_keep_their_own_products(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN's products know float32 weights only: others would be read as what they are not."""
     model = load_weights(saved, dtype="float32", device="cpu", quantise="int8")
@@ -121,6 +124,7 @@ def test_quantised_weights_keep_their_own_products(saved: str, monkeypatch: pyte
     assert (found.token_ids, found.selected) == (expected.token_ids, expected.selected)
 
 
+@pytest.mark.quantised
 def test_a_checkpoint_that_is_quantised_loads_as_it_is(saved: str, tmp_path: Path) -> None:
     once = load_weights(saved, dtype="float32", device="cpu", quantise="int8")
     once.save_pretrained(tmp_path / "int8")
@@ -152,6 +156,7 @@ def test_a_checkpoint_quantised_by_what_is_not_there_is_refused_before_it_loads(
             load_weights(str(folder), device="cpu")
 
 
+@pytest.mark.quantised
 @pytest.mark.parametrize(
     ("settings", "absent", "message"),
     [
