@@ -24,7 +24,7 @@ PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge", "ro
 # What decides a record, apart from the method library
 EVAL_FILES = ("data.py", "measure.py", "metrics.py", "presets.py", "prompts.py", "tasks.py")
 # Interfaces of the library that no run goes through
-_NOT_RUN = frozenset({"chat.py", "generate_options.py", "generate_with.py", "lm_harness.py"})
+_NOT_RUN = frozenset({"bench", "chat.py", "generate_options.py", "generate_with.py", "lm_harness.py"})
 _SAMPLES, _SAMPLE_BYTES = 256, 2**14  # of a weight file, spread evenly over it
 
 
