@@ -219,8 +219,12 @@ def _verdicts(finalists: Any) -> list[str]:
     if "paper" not in set(finalists["kind"]):
         return ["No schedule of one keep ratio at the paper's depths, or at earlier ones, reaches the target."]
     lines = []
+    paper = finalists[finalists["kind"] == "paper"].iloc[0]
     for _, row in finalists[finalists["kind"].str.startswith("tuned")].iterrows():
         low, high = row["difference_low"], row["difference_high"]
-        said = "better than" if low > 0 else "worse than" if high < 0 else "not told apart from"
-        lines.append(f"{row['kind']} is {said} paper: {row['difference']:+.2f} [{low:+.2f}, {high:+.2f}].")
+        said = "better than" if low > 0 else "worse than" if high < 0 else "as well, within the interval, as"
+        lines.append(
+            f"- {row['kind']}, {row['ideal_speedup']:.2f} times as fast in FLOPs, scores {said} paper with "
+            f"{paper['ideal_speedup']:.2f}: {row['difference']:+.2f} [{low:+.2f}, {high:+.2f}]."
+        )
     return lines

@@ -24,7 +24,6 @@ import optuna
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
-from optuna.storages.journal._file import get_lock_file
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from eval.store import StoreError, fingerprint, write_whole
@@ -314,8 +313,13 @@ def _mended_journal(folder: Path, worker: str) -> Path:
     if not any(_is_held(file) for file in others):
         journal.with_name("journal.log.lock").unlink(missing_ok=True)
     if journal.exists():
-        with get_lock_file(JournalFileSymlinkLock(str(journal))), journal.open("r+b") as opened:
-            opened.truncate(opened.read().rfind(b"\n") + 1)
+        lock = JournalFileSymlinkLock(str(journal))  # Optuna's own: other processes may be writing
+        lock.acquire()
+        try:
+            with journal.open("r+b") as opened:
+                opened.truncate(opened.read().rfind(b"\n") + 1)
+        finally:
+            lock.release()
     return journal
 
 

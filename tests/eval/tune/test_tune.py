@@ -92,7 +92,7 @@ def test_the_output(study: Path) -> None:
     text = (study / "front.md").read_text()
     assert "6 other examples" in text
     assert "of each two neighbours" in text
-    assert re.search(r"tuned is (better than|worse than|not told apart from) paper: ", text)
+    assert re.search(r"tuned, .* scores (better than|worse than|as well, within the interval, as) paper with ", text)
     content = json.loads((study / "front.json").read_text())
     assert content["counts"]["measured"] == 3
     assert content["provenance"]["versions"]["torch"]
