@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class Decoder:
         The model's own `generate` then computes all K and V anew; tokens that are computed once cannot.
         """
         for switch in _rope_switches(self.config):
-            if prompt_tokens <= switch < prompt_tokens + max_new_tokens:
+            if prompt_tokens <= switch < prompt_tokens + max_new_tokens - 1:  # the last new token is not run
                 raise ValueError(
                     f"{type(self.model).__name__} changes its RoPE for all tokens when a text grows beyond {switch} "
                     f"tokens: {prompt_tokens} prompt tokens and up to {max_new_tokens} new ones would cross that; keep "
@@ -181,24 +182,41 @@ class Decoder:
 
 
 @contextmanager
-def open_decoder(model: PreTrainedModel) -> Iterator[Decoder]:
+def open_decoder(model: PreTrainedModel, layout: Layout | None = None) -> Iterator[Decoder]:
     """A `Decoder` over `model`; on exit the model is as it was.
 
-    Raises UnsupportedModelError where the model is not one that the loop reproduces.
+    layout: of this model, where it is known already. Raises UnsupportedModelError where the model is not one that the
+    loop reproduces, as far as that shows without running its layers (`check_same_as_model` runs them).
     """
-    check_structure(model)
-    layout = find_layout(model)
-    with installed_attention(model) as probe:
-        try:
-            yield Decoder(model, probe, layout)
-        finally:
-            if any("dynamic" in str(one.get("rope_type")) for one in _rope_parameters(model.config)):
-                find_layout(model)  # runs a token at position 0, upon which a RoPE that has grown is what it was
+    if layout is None:
+        check_structure(model)
+        layout = find_layout(model)
+    with _ropes_put_back(model), installed_attention(model) as probe:
+        yield Decoder(model, probe, layout)
+
+
+@contextmanager
+def _ropes_put_back(model: Any) -> Iterator[None]:
+    """Leave a RoPE that grows with the text as it was: not every release of transformers does so itself."""
+    grows = any("dynamic" in str(one.get("rope_type")) for one in _rope_parameters(model.config))
+    parts = ("embed_tokens", "layers", "norm")
+    ropes = [child for name, child in model.model.named_children() if name not in parts] if grows else []
+    held = [({k: v for k, v in vars(rope).items() if k[0] != "_"}, dict(rope._buffers)) for rope in ropes]
+    try:
+        yield
+    finally:
+        for rope, (values, buffers) in zip(ropes, held, strict=True):
+            for key in [key for key in vars(rope) if key[0] != "_"]:
+                del rope.__dict__[key]
+            rope.__dict__.update(values)
+            rope._buffers.update(buffers)
 
 
 def check_structure(model: PreTrainedModel) -> None:
     """Refuse, by name of the cause, what can be seen without running the model. Raises UnsupportedModelError."""
     name = type(model).__name__
+    if hasattr(model, "_orig_mod"):
+        raise UnsupportedModelError(f"{name} is what torch.compile made of a model: give the model itself")
     inner: Any = getattr(model, "model", None)
     missing = [part for part in ("embed_tokens", "layers", "norm") if not hasattr(inner, part)]
     if missing or not hasattr(model, "lm_head"):
@@ -206,6 +224,9 @@ def check_structure(model: PreTrainedModel) -> None:
             f"{name} is not built like a Llama (no {', '.join(missing) or 'lm_head'}); "
             "supported: decoders with embed_tokens, layers, norm and lm_head, see docs/architectures.md"
         )
+    count, said = len(inner.layers), model.config.num_hidden_layers
+    if count != said:
+        raise UnsupportedModelError(f"{name} has {count} modules in `layers`, but num_hidden_layers={said}")
     windows_of(model.config)
     for layer in inner.layers:
         accepted = inspect.signature(layer.forward).parameters
@@ -246,7 +267,7 @@ def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
     mixes tokens outside attention, cannot give the same then. A window of up to `CHECKED_WINDOW` tokens is exceeded.
     Raises UnsupportedModelError where they differ, or where a layer does not attend as transformers' layers do. Rounded
     weights need no other tolerance: both ways run the same weights on the same rows, and differ by the order of
-    attention's sums only.
+    attention's sums only. Raises FloatingPointError where the model's own logits are not finite.
     """
     name = type(model).__name__
     with open_decoder(model) as decoder:
@@ -256,9 +277,13 @@ def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
         token_ids = torch.arange(length, device=decoder.device) % model.config.vocab_size
         try:
             found = _logits_of_loop(decoder, token_ids)
+        except torch.OutOfMemoryError:  # of this moment, not of the model
+            raise
         except (RuntimeError, TypeError, AttributeError, KeyError) as error:
             raise UnsupportedModelError(f"the layers of {name} cannot be run one by one: {error}") from error
     expected = model(token_ids[None], logits_to_keep=1 + CHECKED_STEPS, use_cache=False).logits[0].to(found.device)
+    if not expected.isfinite().all():
+        raise FloatingPointError(f"{name}: the model's own logits are not finite (NaN or infinite)")
     worst = (found - expected).abs().max().item()
     share = 1e-2 if torch.finfo(model.dtype).eps < 1e-3 else 5e-2
     if not worst <= share * expected.abs().max().item():
@@ -267,6 +292,18 @@ def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
             f"{worst:.3g}), so it does something between or around its layers, or mixes tokens outside attention, "
             "which the loop would leave out; this architecture is not supported"
         )
+    _SAME_AS_MODEL.add(model)
+
+
+# Models that have passed the check, so that each is checked once, whoever loaded it
+_SAME_AS_MODEL: WeakSet[PreTrainedModel] = WeakSet()
+
+
+def check_once(model: PreTrainedModel) -> None:
+    """`check_same_as_model`, unless this model has passed it. Raises UnsupportedModelError."""
+    if model not in _SAME_AS_MODEL:
+        check_structure(model)
+        check_same_as_model(model)
 
 
 def _logits_of_loop(decoder: Decoder, token_ids: Tensor) -> Tensor:

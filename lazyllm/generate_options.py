@@ -61,11 +61,13 @@ INERT = frozenset(
 
 def check_options(config: GenerationConfig, assistant_model: Any = None) -> None:
     """Refuse each generation option that a pruned generation would not honour. Raises ValueError."""
+    if assistant_model is not None:  # before what transformers sets for it
+        raise ValueError(f"an assistant_model does not go together with a pruning method: {_ONE_SEQUENCE}")
     for name, (accepted, instead) in REFUSED.items():
         value = getattr(config, name, None)
         if value not in accepted:
             raise ValueError(f"{name}={value!r} does not go together with a pruning method: {instead}")
-    mode = config.get_generation_mode(assistant_model)
+    mode = config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
         raise ValueError(f"generation mode {mode.value} does not go together with a pruning method: {_ONE_SEQUENCE}")
     known, defaults = HONOURED | REFUSED.keys() | INERT, GenerationConfig()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lazyllm.decoder import open_decoder
+from lazyllm.decoder import check_once, open_decoder
 from lazyllm.methods.base import Method
 from lazyllm.prompt import Prompt
 
@@ -105,6 +105,7 @@ def continue_prompt(
 
     Raises UnsupportedModelError, and what the method or `choose` raise.
     """
+    check_once(model)
     method.prepare(model)
     with open_decoder(model) as decoder:
         start = read_clock(*decoder.devices)

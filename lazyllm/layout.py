@@ -76,7 +76,7 @@ _GIVEN = frozenset(
 def find_layout(model: PreTrainedModel) -> Layout:
     """Run one token through the model's own code, its layers left out, behind more tokens than any window has.
 
-    The model must have passed `lazyllm.decoder.check_structure`. No weight matrix is read.
+    The model must have passed `lazyllm.decoder.check_structure`. No weight matrix is multiplied with.
     Raises UnsupportedModelError where that shows something that the loop over layers cannot reproduce.
     """
     name = type(model).__name__
@@ -84,6 +84,8 @@ def find_layout(model: PreTrainedModel) -> Layout:
     past = max((window for window in windows if window is not None), default=8) + 1
     try:
         trace, plain_logits = _trace(model, past), _has_plain_logits(model)
+    except torch.OutOfMemoryError:  # of this moment, not of the model
+        raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise UnsupportedModelError(f"{name} cannot be run without its layers: {error}") from error
     for layer, (mask, window) in enumerate(zip(trace.masks, windows, strict=True)):
@@ -119,7 +121,12 @@ def _trace(model: PreTrainedModel, past: int) -> _Trace:
     made: list[tuple[RopeCall, Any]] = []
     embedded: list[Tensor] = []
 
-    hooks = [inner.embed_tokens.register_forward_hook(lambda module, args, output: embedded.append(output))]
+    def note_embedded(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        # not what the table holds: a padding token's row is zero, on which no scale would show
+        embedded.append(torch.linspace(1, 2, output.numel(), dtype=output.dtype, device=output.device).view_as(output))
+        return embedded[-1]
+
+    hooks = [inner.embed_tokens.register_forward_hook(note_embedded)]
     for child_name, child in inner.named_children():
         if child_name not in ("embed_tokens", "layers", "norm"):
             hooks.append(child.register_forward_hook(_note_rope(child_name, made), with_kwargs=True))
@@ -135,7 +142,8 @@ def _trace(model: PreTrainedModel, past: int) -> _Trace:
             _in_place_of(inner, "layers", stand_ins),
             _in_place_of(inner, "norm", nn.Identity()),
         ):
-            out = inner(input_ids=one, position_ids=one, past_key_values=cache, use_cache=True).last_hidden_state
+            given_back = inner(input_ids=one, position_ids=one, past_key_values=cache, use_cache=True, return_dict=True)
+            out = given_back.last_hidden_state
     finally:
         for hook in hooks:
             hook.remove()
@@ -228,14 +236,17 @@ def logits_of_normed(model: Any, normed: Tensor) -> Tensor:
     """[1, m, v] logits by the model's own code, all of it that follows the last norm. normed: [1, m, w]."""
     # of a mixture of experts' outputs, too, the logits are made
     with _in_place_of(model, "model", _Gives(MoeModelOutputWithPast(last_hidden_state=normed))):
-        return model(inputs_embeds=normed, use_cache=False).logits
+        # not by calling it: hooks that a user has put on the model are for its own runs
+        return model.forward(inputs_embeds=normed, use_cache=False, return_dict=True).logits
 
 
 def hidden_before_layers(model: Any, token_ids: Tensor, positions: Tensor) -> Tensor:
     """[1, m, w] what enters layer 1, by the model's own code. token_ids, positions: [m]."""
     inner = model.model
     with _in_place_of(inner, "layers", nn.ModuleList()), _in_place_of(inner, "norm", nn.Identity()):
-        return inner(input_ids=token_ids[None], position_ids=positions[None], use_cache=False).last_hidden_state
+        return inner(
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
+        ).last_hidden_state
 
 
 @contextmanager

@@ -162,7 +162,10 @@ def load_weights(
             model = model.to(torch_device)  # type: ignore[arg-type]
     model.eval()
     check_structure(model)
-    check_same_as_model(model)
+    try:
+        check_same_as_model(model)
+    except FloatingPointError as error:
+        raise ModelError(f"{name}: {error} in {dtype}; are its weights whole? Another dtype may hold them") from error
     return model
 
 

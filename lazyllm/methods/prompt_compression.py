@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from lazyllm.decoder import Decoder, open_decoder
 from lazyllm.flops import prefill_flops
+from lazyllm.layout import Layout, find_layout
 from lazyllm.methods.base import Method
 from lazyllm.methods.random_drop import DropSession
 from lazyllm.models import DTYPES, load_config, load_tokenizer_of, load_weights
@@ -220,13 +221,14 @@ class _Scorer:
 
     model: PreTrainedModel
     tokenizer: Any
+    layout: Layout  # found before the clock starts, as that of the model that generates
 
     def self_information(self, text: str, spans: np.ndarray, window: int | None) -> np.ndarray:
         """[n] float64, on the host, of tokens that stand for the character ranges `spans` [n, 2] of `text`."""
         own = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
         )
-        with open_decoder(self.model) as decoder:
+        with open_decoder(self.model, self.layout) as decoder:
             token_ids = torch.tensor(own["input_ids"], device=decoder.device)
             info = self_information(decoder, token_ids, window).double().cpu().numpy()
         return carried_over(info, np.asarray(own["offset_mapping"], dtype=np.int64), spans)
@@ -235,4 +237,5 @@ class _Scorer:
 @lru_cache(maxsize=1)
 def _load_scorer(name: str, dtype: str, device: str) -> _Scorer:
     """The scoring model, kept for the prompts that follow: methods have no state, and a run has one scorer."""
-    return _Scorer(load_weights(name, dtype=dtype, device=device), load_tokenizer_of(name))
+    model = load_weights(name, dtype=dtype, device=device)
+    return _Scorer(model, load_tokenizer_of(name), find_layout(model))

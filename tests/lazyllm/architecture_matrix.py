@@ -127,7 +127,7 @@ def by_reference(architecture: str, dtype: str, method: str) -> ReferenceOutput:
     match pruning:
         case Lazy():
             schedule = dict(lazyllm.Schedule.parse(pruning.schedule, 4).keep)
-            return lazy_reference(model, PROMPT, schedule, STEPS, (), pruning.prune_generated, pruning.revive)
+            return lazy_reference(model, PROMPT, schedule, STEPS, (), pruning.prune_generated, revive=pruning.revive)
         case StaticPruning():
             return static_reference(model, PROMPT, pruning.layer, pruning.keep, STEPS)
         case RandomDrop():  # the draw is this project's (tests/lazyllm/test_methods.py); what it leaves is a prompt

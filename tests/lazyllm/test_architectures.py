@@ -94,8 +94,10 @@ def test_lengths_at_which_a_longrope_changes_are_refused() -> None:
     model = random_variant("phi3, LongRoPE and window", 0)
     assert len(lazyllm.generate(model, list(range(10)), Lazy({2: 0.5}), 6, ()).token_ids) == 6
     assert len(lazyllm.generate(model, list(range(17)), Lazy({2: 0.5}), 6, ()).token_ids) == 6
-    with pytest.raises(ValueError, match="beyond 16 tokens: 10 prompt tokens and up to 7 new ones would cross that"):
-        lazyllm.generate(model, list(range(10)), Lazy({2: 0.5}), 7, ())
+    # the last new token is not run
+    assert len(lazyllm.generate(model, list(range(10)), Lazy({2: 0.5}), 7, ()).token_ids) == 7
+    with pytest.raises(ValueError, match="beyond 16 tokens: 10 prompt tokens and up to 8 new ones would cross that"):
+        lazyllm.generate(model, list(range(10)), Lazy({2: 0.5}), 8, ())
     # what counts is the prompt that the model sees
     assert len(lazyllm.generate(model, list(range(17)), RandomDrop(0.5), 3, ()).token_ids) == 3
 
@@ -148,6 +150,35 @@ def test_layers_that_mix_tokens_outside_attention_are_refused() -> None:
     model.model.layers[2].mlp = nn.Sequential(Mixing(), model.model.layers[2].mlp)
     with pytest.raises(UnsupportedModelError, match="gives other logits than the model does"):
         check_same_as_model(model)
+
+
+def test_a_model_that_lazyllm_did_not_load_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _llama()
+    model.model.layers[2].mlp = nn.Sequential(Mixing(), model.model.layers[2].mlp)
+    with pytest.raises(UnsupportedModelError, match="gives other logits than the model does"):
+        lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
+    model = _llama()
+    lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
+    monkeypatch.setattr("lazyllm.decoder.check_same_as_model", lambda _: pytest.fail("checked again"))
+    lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
+
+
+def test_a_full_memory_is_no_unsupported_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = _llama()
+    for place in ("lazyllm.decoder._logits_of_loop", "lazyllm.layout._trace"):
+        monkeypatch.setattr(place, full)
+        with pytest.raises(torch.OutOfMemoryError):
+            check_same_as_model(model)
+
+
+def test_what_has_another_number_of_layers_than_it_says_is_refused() -> None:
+    model = _llama()
+    model.model.layers = model.model.layers[:2]
+    with pytest.raises(UnsupportedModelError, match="has 2 modules in `layers`, but num_hidden_layers=4"):
+        lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
 
 
 def test_a_mask_that_is_not_the_configs_is_refused() -> None:

@@ -528,7 +528,7 @@ def test_options_that_are_in_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"inputs_embeds": torch.zeros(1, 3, MODEL.config.hidden_size, dtype=torch.float64)}, "give input_ids"),
         ({"input_ids": ids_of(LONG), "past_key_values": DynamicCache()}, "past_key_values were given"),
-        ({"input_ids": ids_of(LONG), "assistant_model": MODEL}, "assisted_generation"),
+        ({"input_ids": ids_of(LONG), "assistant_model": MODEL}, "an assistant_model does not go together"),
         ({"input_ids": ids_of(LONG), "synced_gpus": True}, "synced_gpus"),
         ({"input_ids": ids_of(LONG), "position_ids": torch.arange(WIDTH)[None] + 2}, "position_ids"),
         ({"input_ids": ids_of(LONG), "labels": ids_of(LONG)}, "labels: nothing like it"),

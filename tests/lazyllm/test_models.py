@@ -294,3 +294,12 @@ def test_weights_that_a_checkpoint_lacks_are_not_made_up(tmp_path: Path) -> None
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelError, match="is an adapter: merge it into its model"):
         load_weights(str(folder), device="cpu")
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "broken")
+    weights = load_file(tmp_path / "broken" / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="logits are not finite .* in float32; are its weights whole"):
+        load_weights(str(tmp_path / "broken"), dtype="float32", device="cpu")
