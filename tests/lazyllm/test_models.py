@@ -301,5 +301,5 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "broken" / "model.safetensors")
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="logits are not finite .* in float32; are its weights whole"):
+    with pytest.raises(ModelError, match=r"logits are not finite .* in float32; are its weights whole"):
         load_weights(str(tmp_path / "broken"), dtype="float32", device="cpu")
