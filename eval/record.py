@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from types import NoneType
 from typing import Any
 
@@ -137,6 +138,15 @@ class Failure(Line):
         _check("reason", one.reason, str)
         _check("traceback", one.traceback, str)
         return one
+
+
+def job_event(line: str) -> dict[str, Any]:
+    """A line of jobs.jsonl: "event", which is begin or end, its "time", and more. Raises as `Record.from_json`."""
+    values = _values(line)
+    if values["event"] not in ("begin", "end"):
+        raise ValueError(f"event is {values['event']!r}, not begin or end")
+    datetime.fromisoformat(values["time"])
+    return values
 
 
 def compact_counts(computed: np.ndarray) -> tuple[list[int], list[list[int]]]:
