@@ -17,6 +17,7 @@ from eval.record import Failure
 from eval.runs import PLANNED, planned_text
 from eval.status import Status, as_table, duration, exit_code, expected_count, main, status, total
 from eval.store import open_store
+from lazyllm import ModelError
 from tests.eval.test_runs import write_run
 from tests.eval.test_store import record
 
@@ -257,6 +258,33 @@ def test_a_sweeps_runs_that_never_began_are_missing_and_refused_ones_say_why(tmp
     assert "only 8 layers" in refused.why
     assert (missing.state, missing.done, missing.expected) == ("missing", 0, 4)
     assert "layer=3" in missing.run
+
+
+def test_a_sweep_for_a_gpu_is_known_on_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: Any) -> None:
+        raise ModelError("not on this machine")
+
+    monkeypatch.setattr("lazyllm.models.check_quantise", absent)  # as where torchao or the kernels are not
+    (gpu,) = expected(["model.device=cuda", "model.quantise=int4", *QUICK])
+    assert (gpu.refused, gpu.identity["quantise"], gpu.identity["device_map"]) == (None, "int4", None)
+    (placed,) = expected(["model.device=auto", "model.device_map={lm_head:1}", *QUICK])
+    assert (placed.refused, placed.identity["device_map"]) == (None, {"lm_head": 1})
+    (plain,) = expected(QUICK)
+    assert not plain.is_of(gpu.identity)
+    assert gpu.is_of(gpu.identity | {"device": "a GPU", "threads": None})
+
+
+def test_one_bad_job_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["model.dtype=foo,float32", "model.quantise=null,foo", *QUICK]
+    dtype, both, good, quantise = expected(arguments)
+    assert (good.refused, len(good.examples)) == (None, 4)
+    assert "unknown dtype 'foo'" in str(dtype.refused)
+    assert "model.dtype=foo model.quantise=null" in dtype.name
+    for one in (both, quantise):
+        assert "model.quantise=foo: expected int8, int4" in str(one.refused)
+    make(tmp_path / "a", 1, 1)
+    assert main([str(tmp_path), "--expect", *arguments]) == 1
+    assert "unknown dtype 'foo'" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_experiments_methods_are_a_run_each() -> None:
