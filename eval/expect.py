@@ -73,7 +73,7 @@ def expected(arguments: Sequence[str]) -> list[Expected]:
     return list(found.values())
 
 
-def _jobs(given: Sequence[str]) -> list[Sequence[str]]:
+def _jobs(given: Sequence[str]) -> list[list[str]]:
     """The sweep's jobs, each as what it overrides. Raises HydraException."""
     parser = OverridesParser.create()
     fixed = [one.input_line for one in parser.parse_overrides(list(given)) if not one.is_sweep_override()]
@@ -87,7 +87,8 @@ def _of_job(job: Sequence[str]) -> list[Expected]:
     composed = compose("config", list(job))
     try:
         _check_quantise(composed.model.quantise)
-        asked = {key: OmegaConf.to_container(composed.model)[key] for key in _PLACED}
+        model: Any = OmegaConf.to_container(composed.model)
+        asked = {key: model[key] for key in _PLACED}
         # status need not run where there is a GPU, nor what quantises there: only the job's own machine can check these
         composed.model.update({"device": "cpu", **dict.fromkeys(_PLACED)})
         return [_expected(one, asked) for one in _runs_of(to_run_config(composed))]
