@@ -64,7 +64,7 @@ class Collected:
 
 
 def collect(folders: Sequence[Path], out: Path) -> list[Collected]:
-    """Write the campaign of all runs with records in or below the folders.
+    """Write the campaign of all runs in or below the folders, also of those without a record.
 
     At most two runs' records are in memory at a time. Raises StoreError: no run, a mixture, damage, or a folder `out`
     that lies below the runs or holds something else.
@@ -80,7 +80,7 @@ def collect(folders: Sequence[Path], out: Path) -> list[Collected]:
     root = Path(os.path.commonpath([run.folder.parent.absolute() for run in runs])) if runs else Path()
     with _whole_folder(out) as partial:
         entries, done = _write_records(runs, root, partial)
-        if not entries:
+        if not any(one.records for one in done):
             raise StoreError(f"no run with records below {', '.join(map(str, folders))}")
         content = {"schema": CAMPAIGN_SCHEMA, "runs": entries}
         write_whole(partial / CAMPAIGN, json.dumps(content, indent=1, sort_keys=True) + "\n")
@@ -94,16 +94,18 @@ def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> tuple[li
     done: list[Collected] = []
     prompts: dict[tuple[str, str, str], str] = {}
     writing: Future[None] | None = None
+    groups = 0
     options: Any = {"compression": "zstd", "use_dictionary": ["dataset"], "write_statistics": False}
     with pq.ParquetWriter(out / CAMPAIGN_RECORDS, SCHEMA, **options) as writer, ThreadPoolExecutor(1) as pool:
         for run in runs:
             table, files, twice = _records_of(run)
-            if not len(table):
-                continue
             _check_prompts(run, table, prompts)
-            if writing is not None:
-                writing.result()
-            writing = pool.submit(writer.write_table, table, row_group_size=len(table))
+            first_group = groups
+            if len(table):
+                if writing is not None:
+                    writing.result()
+                writing = pool.submit(writer.write_table, table, row_group_size=len(table))
+                groups += 1
             name = run.folder.absolute().relative_to(root).as_posix()
             _copy_files(run.folder, out / name)
             keys = set(zip(table["dataset"].to_pylist(), table["id"].to_pylist(), strict=True))
@@ -115,7 +117,7 @@ def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> tuple[li
                 {
                     "folder": name,
                     "records": len(table),
-                    "row_groups": [len(entries), len(entries) + 1],
+                    "row_groups": [first_group, groups],
                     "records_sha256": run.records_sha256,
                     "missing": missing,
                 }
@@ -224,6 +226,8 @@ def describe(done: Sequence[Collected], out: Path) -> str:
             more = f" and {len(one.missing) - _SHOWN} more" if len(one.missing) > _SHOWN else ""
             failed = f", {one.failed} of them failed" if one.failed else ""
             lines.append(f"{one.folder}: {len(one.missing)} examples are missing{failed}: {named}{more}")
+        elif not one.records:
+            lines.append(f"{one.folder}: it has no record, and {one.failed} examples failed")
     unknown = sum(one.missing is None for one in done)
     if unknown:
         lines.append(f"{unknown} runs do not say what they were to measure, so nobody knows what they lack")

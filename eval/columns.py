@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +21,8 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eval.record import Record
-from eval.store import StoreError, files_of, read_run
+from eval.record import Record, check_example, check_measurement
+from eval.store import NO_LINE, StoreError, files_of, read_run
 
 _MEASUREMENT = pa.struct(
     [
@@ -188,12 +188,16 @@ def repeated(table: pa.Table) -> np.ndarray:
 
 
 def _table_of_lines(data: bytes, schema: pa.Schema) -> pa.Table:
-    """The complete lines; the half line that a kill leaves is not one. Raises one of `_NO_RECORD`."""
-    lines = data[: data.rfind(b"\n") + 1].split(b"\n")[:-1]
+    """The lines; the half one that a kill leaves at the end is none. Raises one of `_NO_RECORD`."""
+    *lines, tail = data.split(b"\n")
+    last: list[Record] = []
     parts = [schema.empty_table()]
     with _no_garbage():
         for start in range(0, len(lines), BLOCK):
             parts.append(pa.Table.from_pylist([_values(line) for line in lines[start : start + BLOCK]], schema=schema))
+    with suppress(*NO_LINE):  # without its end, as the store reads it: whole, or not there
+        last.append(Record.from_json(tail.decode()))
+    parts.append(to_table(last, schema))
     table = pa.concat_tables(parts)
     _refuse_gaps(table)
     return table
@@ -205,6 +209,10 @@ def _values(line: bytes) -> dict[str, Any]:
     baseline = values["baseline"]
     is_whole = values.keys() == _FIELDS and values["method"].keys() == _MEASURED_FIELDS
     if is_whole and (baseline is None or baseline.keys() == _MEASURED_FIELDS):
+        check_example(values)  # Arrow makes of true, 1.0 and "1" what a column wants
+        check_measurement(values["method"])
+        if baseline is not None:
+            check_measurement(baseline)
         return values
     return asdict(Record.from_json(line.decode()))
 

@@ -5,12 +5,28 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from types import NoneType
 from typing import Any
 
 import numpy as np
 
 from eval.tasks import DATASETS
 
+# The types that a stored line's values may have
+_MEASURED: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("token_ids", "decode_step_s", "group_starts", "computed"), (list,)),
+    **dict.fromkeys(("score", "ttft_s", "scoring_s", "total_s", "pct_prompt_tokens_computed"), (int, float)),
+    **dict.fromkeys(("kv_bytes", "aux_bytes"), (int,)),
+    "text": (str,),
+    "rouge_l": (int, float, NoneType),
+    "peak_memory_bytes": (int, NoneType),
+}
+_OF_THE_EXAMPLE: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("prompt_sha256", "prompt_end"), (str,)),
+    **dict.fromkeys(("prompt_tokens", "prompt_tokens_before_truncation"), (int,)),
+    "answers": (list,),
+}
 PROMPT_END = 600  # characters of a prompt that its record keeps, for people to read
 
 
@@ -49,17 +65,7 @@ class Measurement:
         Of lists only is looked at that they are lists: there are hundreds of thousands of lines to read.
         """
         one = cls(**values)
-        _check("text", one.text, str)
-        for name in ("token_ids", "decode_step_s", "group_starts", "computed"):
-            _check(name, getattr(one, name), list)
-        for name in ("score", "ttft_s", "scoring_s", "total_s", "pct_prompt_tokens_computed"):
-            _check(name, getattr(one, name), int, float)
-        for name in ("kv_bytes", "aux_bytes"):
-            _check(name, getattr(one, name), int)
-        if one.rouge_l is not None:
-            _check("rouge_l", one.rouge_l, int, float)
-        if one.peak_memory_bytes is not None:
-            _check("peak_memory_bytes", one.peak_memory_bytes, int)
+        check_measurement(values)
         return one
 
 
@@ -76,10 +82,7 @@ class Line:
 
     def check_key(self) -> None:
         """Raise ValueError or TypeError where dataset and id are none."""
-        _check("dataset", self.dataset, str)
-        _check("id", self.id, str)
-        if self.dataset not in DATASETS:
-            raise ValueError(f"there is no dataset {self.dataset!r}")
+        _check_key(self.dataset, self.id)
 
     def to_json(self) -> str:
         """One line of JSON, without a newline at its end."""
@@ -116,12 +119,7 @@ class Record(Line):
         method, baseline = values.pop("method"), values.pop("baseline")
         paired = None if baseline is None else Measurement.from_values(baseline)
         one = cls(**values, method=Measurement.from_values(method), baseline=paired)
-        one.check_key()
-        for name in ("prompt_sha256", "prompt_end"):
-            _check(name, getattr(one, name), str)
-        for name in ("prompt_tokens", "prompt_tokens_before_truncation"):
-            _check(name, getattr(one, name), int)
-        _check("answers", one.answers, list)
+        check_example(vars(one))
         return one
 
 
@@ -142,11 +140,43 @@ class Failure(Line):
         return one
 
 
+def job_event(line: str) -> dict[str, Any]:
+    """A line of jobs.jsonl: "event", which is begin or end, its "time", and more. Raises as `Record.from_json`."""
+    values = _values(line)
+    if values["event"] not in ("begin", "end"):
+        raise ValueError(f"event is {values['event']!r}, not begin or end")
+    datetime.fromisoformat(values["time"])
+    return values
+
+
 def compact_counts(computed: np.ndarray) -> tuple[list[int], list[list[int]]]:
     """(group_starts, computed) of [steps, layers] counts: neighbouring layers that always agree are one group."""
     differs = (computed[:, 1:] != computed[:, :-1]).any(axis=0)
     first = np.concatenate([[0], 1 + np.flatnonzero(differs)])
     return (first + 1).tolist(), computed[:, first].tolist()
+
+
+def check_measurement(values: dict[str, Any]) -> None:
+    """Refuse a measurement's values, none missing, of which one is none. Raises ValueError or TypeError."""
+    for name, types in _MEASURED.items():
+        _check(name, values[name], *types)
+
+
+def check_example(values: dict[str, Any]) -> None:
+    """Refuse a record's values, none missing, of which one is none; its measurements are not looked at.
+
+    Raises ValueError or TypeError.
+    """
+    _check_key(values["dataset"], values["id"])
+    for name, types in _OF_THE_EXAMPLE.items():
+        _check(name, values[name], *types)
+
+
+def _check_key(dataset: Any, one: Any) -> None:
+    _check("dataset", dataset, str)
+    _check("id", one, str)
+    if dataset not in DATASETS:
+        raise ValueError(f"there is no dataset {dataset!r}")
 
 
 def _values(line: str) -> dict[str, Any]:

@@ -22,13 +22,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from eval.record import Failure, Record
+from eval.record import Failure, Record, job_event
 from eval.store import NO_LINE, SCHEMA, StoreError, about_text, files_of, held_alone, lines_of, read_about, write_whole
 
 _PARSE: dict[str, Callable[[str], Any]] = {
     "records": Record.from_json,
     "failures": Failure.from_json,
-    "jobs": json.loads,
+    "jobs": job_event,
 }
 
 
@@ -47,7 +47,7 @@ def repair(folder: Path) -> list[str]:
             for file in files_of(folder, name):
                 reasons = bad.get(file, {}) if name == "records" else _damaged_lines(file, parse)
                 if reasons:
-                    done.append(_take_out(file, reasons))
+                    done.append(_take_out(file, reasons, parse))
     return done
 
 
@@ -134,9 +134,9 @@ def _damaged_records(folder: Path) -> dict[Path, dict[int, str]]:
     return bad
 
 
-def _take_out(file: Path, reasons: dict[int, str]) -> str:
+def _take_out(file: Path, reasons: dict[int, str], parse: Callable[[str], Any]) -> str:
     """Take lines out of a file, which is kept beside as it was."""
-    kept = [text for number, text, line in lines_of(file, json.loads) if number not in reasons]
+    kept = [text for number, text, _ in lines_of(file, parse) if number not in reasons]
     aside = _copy_aside(file)
     write_whole(file, "".join(f"{text}\n" for text in kept))
     listed = "; ".join(f"line {number}: {reason}" for number, reason in sorted(reasons.items())[:5])

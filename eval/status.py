@@ -26,8 +26,9 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.columns import LineRecords
+from eval.record import job_event
 from eval.runs import CAMPAIGN, StoredRun, label_of
-from eval.store import StoreError, files_of, read_about
+from eval.store import StoreError, files_of, lines_of, read_about
 
 DONE, RUNNING, UNCLEAR, FAILED, INCOMPLETE, MISSING = "done", "running", "unclear", "failed", "incomplete", "missing"
 _EXIT = {FAILED: 1, UNCLEAR: 3, RUNNING: 3, INCOMPLETE: 3, MISSING: 3, DONE: 0}
@@ -73,11 +74,18 @@ class _Run:
 
     def __init__(self, folder: Path) -> None:
         self.stored = StoredRun(folder, read_about(folder / "run.json"), LineRecords(folder))
-        self.done = len(self.stored.examples)  # read now, where a fault is the run's and not the table's
+        # read now, where a fault is the run's and not the table's
+        self._keys = set(self.stored.keys)
         self.jobs = last_jobs(folder)
+        self.wall_s = _wall_seconds(folder)
         self.failures = self.stored.failures
         self.planned = self.stored.planned
         self.held = [job for job in self.jobs if is_held(folder, job)] or _held_without_job(folder)
+
+    @property
+    def done(self) -> int:
+        """Of the examples that are wanted of it; a run may hold others, of a wider command."""
+        return len(self._keys if self.planned is None else self._keys.intersection(self.planned))
 
     @property
     def expected(self) -> int | None:
@@ -87,29 +95,36 @@ class _Run:
     def missing(self) -> list[tuple[str, str | None]]:
         """(dataset, id) of the examples without a record; None for what is only known by its number."""
         if self.planned is not None:
-            done = set(self.stored.keys)
-            return [key for key in self.planned if key not in done]
+            return [key for key in self.planned if key not in self._keys]
         return [("", None)] * max(0, (self.expected or 0) - self.done)
 
 
 def last_jobs(folder: Path) -> list[Job]:
     """The last job of each jobs file. Raises StoreError where a line is none."""
     jobs = []
-    for file in files_of(folder, "jobs"):
+    for part, events in _events(folder).items():
         begin, end = None, None
-        data = file.read_bytes()
-        for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
-            try:
-                event = json.loads(line)
-                begin, end = (event, None) if event["event"] == "begin" else (begin, event)
-                event["time"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise StoreError(f"{file}:{number}: not a job's begin or end; remove the line") from error
+        for event in events:
+            begin, end = (event, None) if event["event"] == "begin" else (begin, event)
         if begin is not None:
-            part = file.stem.removeprefix("jobs")
             ended, error = (end["time"], end.get("error")) if end is not None else (None, None)
             jobs.append(Job(part, begin.get("host"), begin.get("process"), begin["time"], ended, error))
     return jobs
+
+
+def _events(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """{part: what its jobs file says}, without half a last line. Raises StoreError where a line is none."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for file in files_of(folder, "jobs"):
+        events = found[file.stem.removeprefix("jobs")] = []
+        for number, _, event in lines_of(file, job_event):
+            if isinstance(event, Exception):
+                raise StoreError(
+                    f"{file}:{number}: not a job's begin or end ({type(event).__name__}: {event}); let "
+                    f"`python -m eval.repair {folder}` take the line out"
+                ) from event
+            events.append(event)
+    return found
 
 
 def is_held(folder: Path, job: Job) -> bool:
@@ -192,9 +207,8 @@ class _Times:
                 for key in self._keys(str(stored.folder), stored.model, str(dataset)):
                     sums[key] += float(group.sum())
                     numbers[key] += len(group)
-            wall = _wall_seconds(stored.folder)
-            if wall is not None and len(examples):
-                measured, worked = measured + float(seconds.sum()), worked + wall
+            if run.wall_s is not None and len(examples):
+                measured, worked = measured + float(seconds.sum()), worked + run.wall_s
         # loading, warming up, writing: what jobs that have ended took beside their examples
         self._overhead = max(1.0, worked / measured) if measured else 1.0
         self._means = {key: sums[key] / number for key, number in numbers.items()}
@@ -217,10 +231,9 @@ class _Times:
 def _wall_seconds(folder: Path) -> float | None:
     """How long a run's jobs have measured; None while one is not known to have ended."""
     total = 0.0
-    for file in files_of(folder, "jobs"):
+    for events in _events(folder).values():
         begun = None
-        for line in file.read_text(encoding="utf-8").splitlines():
-            event = json.loads(line)
+        for event in events:
             if event["event"] == "begin":
                 if begun is not None:  # killed without a word
                     return None
@@ -242,18 +255,25 @@ def _seconds(time: str) -> float:
 def status(folders: Sequence[Path], wanted: Sequence[Any] = ()) -> list[Status]:
     """Every run in or below the folders, then every job of `wanted` (`eval.expect.Expected`) that has none.
 
-    Raises StoreError where a folder is not there.
+    Raises StoreError where a folder is not there or is a collected campaign, and where there is nothing to tell of.
     """
     absent = [str(folder) for folder in folders if not folder.is_dir()]
     if absent:
         raise StoreError(f"{absent[0]}: no such folder; give the folder that the runs lie in, e.g. runs")
     collected = {file.parent for folder in folders for file in folder.rglob(CAMPAIGN)}
     found = sorted({file.parent for folder in folders for file in folder.rglob("run.json")})
+    found = [folder for folder in found if not any(folder.is_relative_to(one) for one in collected)]
+    if not found and collected:
+        one = min(collected)
+        raise StoreError(
+            f"{one}: a collected campaign, in which nothing runs: {one / CAMPAIGN} says what its runs lack. Give the "
+            "folder that it was collected from"
+        )
+    if not found and not wanted:
+        raise StoreError(f"no run in or below {', '.join(map(str, folders))}; give the folder that the runs lie in")
     runs: list[_Run] = []
     lines: list[Status] = []
     for folder in found:
-        if any(folder.is_relative_to(one) for one in collected):
-            continue
         try:
             runs.append(_Run(folder))
         except (StoreError, ValueError, KeyError, TypeError) as error:
@@ -298,8 +318,11 @@ def _state(run: _Run) -> tuple[str, str]:
     if run.expected is not None and not run.missing:
         return DONE, ""
     here = socket.gethostname()
+    stopped = ""
     for job in run.jobs:
-        if job.error is not None:
+        if job.error is not None and job.error.startswith(KeyboardInterrupt.__name__):
+            stopped = "stopped; "  # by Ctrl-C, which is no failure
+        elif job.error is not None:
             said.append(f"job{job.part} ended at {job.ended}: {job.error}")
         elif job.ended is None and job.host in (None, here):
             said.append(f"job{job.part} began at {job.began} and died without a word (killed, or out of memory)")
@@ -311,8 +334,8 @@ def _state(run: _Run) -> tuple[str, str]:
     if said:
         return FAILED, "; ".join(said)
     if run.expected is None:
-        return INCOMPLETE, "it is not known how many examples the run was to have"
-    return INCOMPLETE, f"{len(run.missing)} examples are missing; the same command goes on"
+        return INCOMPLETE, f"{stopped}it is not known how many examples the run was to have"
+    return INCOMPLETE, f"{stopped}{len(run.missing)} examples are missing; the same command goes on"
 
 
 def _waiting(run: _Run) -> list[str]:
@@ -386,6 +409,15 @@ def total(lines: Sequence[Status]) -> str:
     return f"{len(lines)} runs: {counted}{left}{shared}"
 
 
+def _as_text(lines: Sequence[Status]) -> str:
+    """The table and the line below it, in colour where a terminal shows it."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=160)
+    with console.capture() as captured:
+        console.print(as_table(lines))
+    return captured.get() + total(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -405,12 +437,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (StoreError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if given.json:
-        print(json.dumps([asdict(line) for line in lines], indent=2))
-    else:
-        console = Console()
-        (console if console.is_terminal else Console(width=160)).print(as_table(lines))
-        print(total(lines))
+    try:
+        print(json.dumps([asdict(line) for line in lines], indent=2) if given.json else _as_text(lines), flush=True)
+    except BrokenPipeError:  # `| head` has seen enough; nothing is left to be written at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return exit_code(lines)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from eval.record import Failure, Record
+from eval.record import Failure, Record, job_event
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class RunStore:
         self.reload()
         _mend_end(self._file, Record.from_json)
         _mend_end(self._failures_file, Failure.from_json)
-        _mend_end(self._jobs_file, json.loads)
+        _mend_end(self._jobs_file, job_event)
 
     def reload(self) -> None:
         """Read again what the run's jobs have measured, this one and those of other shards. Raises StoreError."""

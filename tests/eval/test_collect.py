@@ -18,7 +18,7 @@ from eval.collect import collect, describe, main
 from eval.figures import FIGURES
 from eval.record import Failure
 from eval.report.__main__ import main as report
-from eval.runs import PLANNED, as_frame, find_runs, planned_text
+from eval.runs import PLANNED, as_frame, find_runs, planned_text, stored_runs
 from eval.store import StoreError, open_store
 from eval.tasks import DATASETS
 from scripts.dev.simulate_campaign import Campaign, write_campaign
@@ -244,10 +244,37 @@ def test_what_is_missing_and_what_failed_is_named(tmp_path: Path, capsys: pytest
     assert "a: 5 examples are missing, 1 of them failed: hotpotqa, row row-1" in said
     assert "row-3 and 2 more" in said
     out = tmp_path / "runs-collected"
-    (entry,) = json.loads((out / "campaign.json").read_text())["runs"]
+    assert "begun: it has no record, and 0 examples failed" in said
+    entry, begun = json.loads((out / "campaign.json").read_text())["runs"]
+    assert (begun["folder"], begun["records"], begun["missing"]) == ("begun", 0, None)
     assert [tuple(key) for key in entry["missing"]] == keys[1:]
     (run,) = find_runs([out])
     assert [failure.id for failure in run.failures] == ["row-4"]
+
+
+def test_a_run_of_which_every_example_failed_is_kept(tmp_path: Path) -> None:
+    keys = [("hotpotqa", "row-0"), ("hotpotqa", "row-1")]
+    for number, name in enumerate("abc"):
+        folder = write_run(tmp_path / "runs" / name, [] if name == "b" else [record(0), record(1)], seed=number)
+        (folder / PLANNED).write_text(planned_text(keys))
+    folder = tmp_path / "runs" / "b"
+    with open_store(folder, json.loads((folder / "run.json").read_text())["identity"], {}) as store:
+        for key in keys:
+            store.fail(Failure(*key, "RuntimeError: no", ""))
+    done = collect([tmp_path / "runs"], tmp_path / "once")
+    assert [(one.folder, one.records, one.missing, one.failed) for one in done] == [
+        ("a", 2, [], 0),
+        ("b", 0, keys, 2),
+        ("c", 2, [], 0),
+    ]
+    assert "b: 2 examples are missing, 2 of them failed" in describe(done, tmp_path)
+    collect([tmp_path / "once"], tmp_path / "twice")
+    for name in ("once", "twice"):
+        assert (tmp_path / name / "b" / "failures.jsonl").read_bytes() == (folder / "failures.jsonl").read_bytes()
+        runs = stored_runs([tmp_path / name])
+        assert [list(run.records) for run in runs] == [[record(0), record(1)], [], [record(0), record(1)]]
+        assert [len(run.failures) for run in runs] == [0, 2, 0]
+        assert [run.folder.name for run in find_runs([tmp_path / name])] == ["a", "c"]
 
 
 def test_a_collected_campaign_without_its_records_says_so(tmp_path: Path) -> None:

@@ -83,12 +83,13 @@ def test_every_value_is_the_records_to_the_last_bit() -> None:
             assert found == value or (math.isnan(found) and math.isnan(value)), name
 
 
-@pytest.mark.parametrize("cut", [1, 40, 400])
-def test_half_a_last_line_is_not_a_record(tmp_path: Path, cut: int) -> None:
+@pytest.mark.parametrize(("cut", "left"), [(1, 2), (2, 1), (40, 1), (400, 1)])
+def test_a_last_line_without_its_end_counts_if_it_is_whole(tmp_path: Path, cut: int, left: int) -> None:
     write_run(tmp_path, [record(0), record(1)])
     file = tmp_path / "records.jsonl"
     file.write_bytes(file.read_bytes()[:-cut])
-    assert list(LineRecords(tmp_path)) == [record(0)]
+    assert list(LineRecords(tmp_path)) == [record(0), record(1)][:left]
+    assert read_run(tmp_path)[1] == [record(0), record(1)][:left]
 
 
 @pytest.mark.parametrize("change", [{"id": None}, {"prompt_tokens": "many"}, {"method": None}, {"odd": 1}, "text"])
@@ -129,3 +130,31 @@ def test_numbers_that_are_none_are_refused_as_the_store_refuses_them(tmp_path: P
     (tmp_path / "records.jsonl").write_text(json.dumps(values) + "\n")
     with pytest.raises(StoreError, match=r"records\.jsonl:1: not a record \(ValueError: ttft_s is nan\)"):
         list(LineRecords(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("example", "measured"),
+    [
+        ({}, {"score": True}),
+        ({}, {"kv_bytes": 123.0}),
+        ({}, {"peak_memory_bytes": 123.0}),
+        ({}, {"text": None}),
+        ({"prompt_tokens": 512.0}, {}),
+        ({"dataset": "nosuch"}, {}),
+    ],
+)
+@pytest.mark.parametrize("side", ["method", "baseline"])
+def test_what_the_store_refuses_is_refused_by_its_line(
+    tmp_path: Path, example: dict[str, Any], measured: dict[str, Any], side: str
+) -> None:
+    write_run(tmp_path, [record(0)])
+    values = asdict(record(1)) | example
+    values[side] |= measured
+    with (tmp_path / "records.jsonl").open("a") as opened:
+        opened.write(json.dumps(values) + "\n")
+    with pytest.raises(StoreError, match=r"records\.jsonl:2: not a record"):
+        read_run(tmp_path)
+    with pytest.raises(StoreError, match=r"records\.jsonl:2: not a record"):
+        LineRecords(tmp_path).table(["id"])
+    with pytest.raises(StoreError, match=r"records\.jsonl:2: not a record"):
+        example_rows(LineRecords(tmp_path))

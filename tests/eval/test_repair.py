@@ -9,10 +9,11 @@ import pytest
 
 from eval.record import Failure
 from eval.repair import main, repair
+from eval.status import status
 from eval.store import StoreError, fingerprint, open_store, read_failures, read_run
 from tests.eval.test_store import IDENTITY, record
 
-ABOUT = {"config": {"limit": 3}, "provenance": {"started": "then"}}
+ABOUT = {"config": {"limit": 3, "model": {"name": "tiny"}}, "provenance": {"started": "then"}}
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
         for number in range(3):
             store.append(record(number))
         store.fail(Failure("hotpotqa", "row-7", "no memory", "..."))
-        store.note({"event": "begin"})
+        store.note({"event": "begin", "time": "2026-11-21T10:00:00Z"})
         store.write("summary.json", json.dumps({"rows": [], **ABOUT, "identity": IDENTITY}))
     return tmp_path
 
@@ -59,6 +60,27 @@ def test_garbled_lines_are_taken_out_and_the_file_is_kept_as_it_was(folder: Path
     repair(folder)
     assert (folder / "records.jsonl.damaged-1").read_bytes() == damaged  # nothing is overwritten
     assert (folder / "records.jsonl.damaged-2").exists()
+
+
+def test_a_tail_that_is_json_and_no_record_is_not_kept(folder: Path) -> None:
+    lines = (folder / "records.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "records.jsonl").write_bytes(lines[0] + b"x\n" + lines[2] + b"17")
+    repair(folder)
+    assert [one.id for one in read_run(folder)[1]] == ["row-0", "row-2"]
+    assert repair(folder) == []
+
+
+@pytest.mark.parametrize("line", ["[]", '{"time": "2026-11-21T10:00:00Z"}', '{"event": "begin", "time": "then"}'])
+def test_what_status_cannot_read_of_the_jobs_is_taken_out(folder: Path, line: str) -> None:
+    before = (folder / "jobs.jsonl").read_text()
+    (folder / "jobs.jsonl").write_text(f"{line}\n{before}")
+    (damaged,) = status([folder])
+    assert (damaged.state, "jobs.jsonl:1: not a job's begin or end" in damaged.why) == ("failed", True)
+    assert f"python -m eval.repair {folder}" in damaged.why
+    (done,) = repair(folder)
+    assert done.startswith("jobs.jsonl: 1 lines taken out, 1 kept")
+    assert (folder / "jobs.jsonl").read_text() == before
+    assert "not a job's" not in status([folder])[0].why
 
 
 def test_of_copies_one_stays_and_of_different_records_none(folder: Path) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from eval.collect import collect
 from eval.expect import expected
 from eval.record import Failure
 from eval.runs import PLANNED, planned_text
 from eval.status import Status, as_table, duration, exit_code, expected_count, main, status, total
 from eval.store import open_store
+from lazyllm import ModelError
 from tests.eval.test_runs import write_run
 from tests.eval.test_store import record
 
@@ -106,6 +108,52 @@ def test_a_job_that_ended_early_says_why_until_the_run_is_done(tmp_path: Path) -
     assert one(tmp_path).state == "incomplete"
     make(folder, 3)
     assert one(tmp_path).state == "done"
+
+
+def test_a_run_that_was_stopped_has_not_failed(tmp_path: Path) -> None:
+    job(make(tmp_path / "a", 2, 3), error="KeyboardInterrupt: ")
+    line = one(tmp_path)
+    assert (line.state, exit_code([line])) == ("incomplete", 3)
+    assert line.why == "stopped; 1 examples are missing; the same command goes on"
+
+
+def test_records_that_are_not_wanted_do_not_count(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a", 4, 2)
+    assert (one(tmp_path).done, one(tmp_path).expected) == (2, 2)
+    (folder / PLANNED).write_text(planned_text([("hotpotqa", "row-3"), ("hotpotqa", "row-9")]))
+    assert (one(tmp_path).state, one(tmp_path).done, one(tmp_path).expected) == ("incomplete", 1, 2)
+
+
+def test_half_a_last_line_of_the_jobs_is_not_there(tmp_path: Path) -> None:
+    job(make(tmp_path / "a", 1, 4))
+    job(make(tmp_path / "b", 4, 4, seed=1))
+    with (tmp_path / "a" / "jobs.jsonl").open("a") as opened:
+        opened.write('{"event": "beg')
+    assert [line.state for line in status([tmp_path])] == ["incomplete", "done"]
+
+
+def test_where_there_is_no_run_nothing_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / "empty")]) == 2
+    assert "no run in or below" in capsys.readouterr().err
+    make(tmp_path / "runs" / "a", 1, 1)
+    collect([tmp_path / "runs"], tmp_path / "collected")
+    assert main([str(tmp_path / "collected")]) == 2
+    assert f"{tmp_path / 'collected'}: a collected campaign" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path, how: list[str]) -> None:
+    make(tmp_path / "a", 1, 4)
+    command = [sys.executable, "-m", "eval.status", str(tmp_path), *how]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (3, "")
 
 
 def test_a_job_of_another_machine_is_running_or_died_there(tmp_path: Path) -> None:
@@ -204,12 +252,39 @@ def test_a_sweeps_runs_that_never_began_are_missing_and_refused_ones_say_why(tmp
     about["identity"] = wanted[0].identity | {"device": "another", "threads": None, "code": "of then"}
     (folder / "run.json").write_text(json.dumps(about))
     begun, refused, missing = status([tmp_path], wanted)
-    assert (begun.state, begun.done, begun.expected) == ("incomplete", 1, 4)  # four of the sweep, none of them row-0
+    assert (begun.state, begun.done, begun.expected) == ("incomplete", 0, 4)  # row-0 is none of the sweep's four
     assert (refused.state, exit_code([refused])) == ("failed", 1)
     assert "refused before it began" in refused.why
     assert "only 8 layers" in refused.why
     assert (missing.state, missing.done, missing.expected) == ("missing", 0, 4)
     assert "layer=3" in missing.run
+
+
+def test_a_sweep_for_a_gpu_is_known_on_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: Any) -> None:
+        raise ModelError("not on this machine")
+
+    monkeypatch.setattr("lazyllm.models.check_quantise", absent)  # as where torchao or the kernels are not
+    (gpu,) = expected(["model.device=cuda", "model.quantise=int4", *QUICK])
+    assert (gpu.refused, gpu.identity["quantise"], gpu.identity["device_map"]) == (None, "int4", None)
+    (placed,) = expected(["model.device=auto", "model.device_map={lm_head:1}", *QUICK])
+    assert (placed.refused, placed.identity["device_map"]) == (None, {"lm_head": 1})
+    (plain,) = expected(QUICK)
+    assert not plain.is_of(gpu.identity)
+    assert gpu.is_of(gpu.identity | {"device": "a GPU", "threads": None})
+
+
+def test_one_bad_job_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["model.dtype=foo,float32", "model.quantise=null,foo", *QUICK]
+    dtype, both, good, quantise = expected(arguments)
+    assert (good.refused, len(good.examples)) == (None, 4)
+    assert "unknown dtype 'foo'" in str(dtype.refused)
+    assert "model.dtype=foo model.quantise=null" in dtype.name
+    for one in (both, quantise):
+        assert "model.quantise=foo: expected int8, int4" in str(one.refused)
+    make(tmp_path / "a", 1, 1)
+    assert main([str(tmp_path), "--expect", *arguments]) == 1
+    assert "unknown dtype 'foo'" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_experiments_methods_are_a_run_each() -> None:

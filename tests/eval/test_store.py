@@ -392,7 +392,7 @@ def test_a_disk_that_is_full_within_a_line_leaves_the_file_as_it_was(tmp_path: P
         ):
             store.append(record(0))
             store.fail(replace(failure, id="row-8"))
-            store.note({"event": "begin"})
+            store.note({"event": "begin", "time": "2026-11-21T10:00:00Z"})
             file = tmp_path / name
             before = file.read_bytes()
             room = cut if cut >= 0 else len(line) + 1 + cut
