@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-import lazyllm
-
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("lazyllm", "eval")
 WITH_TRANSFORMERS = """
@@ -93,11 +91,10 @@ def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
 
 def test_the_readmes_example(installed: Path, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    example = next(block for block in blocks if "lazyllm.generate(" in block)
+    example = next(block for block in blocks if "lazyllm.generate_with(" in block)
     printed = run_as_a_new_user(installed, tmp_path, example)
     assert "lantern copper" in printed  # the entry that the prompt asks for
 
 
-@pytest.mark.skipif(not hasattr(lazyllm, "generate_with"), reason="lazyllm.generate_with is not there yet")
-def test_the_same_through_transformers(installed: Path, tmp_path: Path) -> None:
+def test_the_same_by_itself_and_through_transformers(installed: Path, tmp_path: Path) -> None:
     run_as_a_new_user(installed, tmp_path, WITH_TRANSFORMERS)

@@ -15,6 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import lazyllm
+from lazyllm.decoder import check_same_as_model
 from lazyllm.flops import prefill_flops
 from lazyllm.methods import Baseline, PromptCompression
 from lazyllm.methods import prompt_compression as module
@@ -210,6 +211,7 @@ def test_the_other_text_line_breaks_and_indentation_stay() -> None:
 @pytest.mark.parametrize("unit", ["token", "sentence"])
 def test_with_nothing_to_drop_nothing_is_scored(unit: str) -> None:
     model = model_of()
+    check_same_as_model(model)  # as `load_model` does: else the first generation would
     runs: list[int] = []
     hook = model.model.layers[0].register_forward_hook(lambda *_: runs.append(1))
     without_context = text_prompt(context=())
@@ -256,6 +258,7 @@ def test_what_the_machine_or_the_model_lacks_is_refused_before_one_loads(monkeyp
 
 def test_logits_that_are_not_finite_are_an_error() -> None:
     model = model_of()
+    check_same_as_model(model)
     model.lm_head.weight.data[3] = float("nan")
     with pytest.raises(FloatingPointError, match="scoring model"):
         lazyllm.generate(model, text_prompt(), PromptCompression(0.5, "token"), 1, ())
