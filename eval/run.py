@@ -236,21 +236,21 @@ def _measure_cases(bench: Bench, cases: list[Case], store: RunStore, tracker: Tr
             raise
         except Exception as error:  # the first example may be one that does not fit; what fails is written down below
             log.warning("warming up on %s, row %s failed (%s: %s)", *case.key, type(error).__name__, error)
-            _free(*devices_of(bench.model))
+            free(*devices_of(bench.model))
     with progress(len(cases)) as advance:
         for number, case in enumerate(cases):
             outcome = _measure(bench, case, baseline_first=number % 2 == 0)
             if isinstance(outcome, Failure):
                 log.warning("%s, row %s failed: %s", *outcome.key, outcome.reason)
                 store.fail(outcome)
-                _free(*devices_of(bench.model))
+                free(*devices_of(bench.model))
             else:
                 store.append(outcome)
                 tracker.record(outcome)
             advance(case.dataset.name)
 
 
-def _free(*used: torch.device) -> None:
+def free(*used: torch.device) -> None:
     """Give back what a failed example has left. Raises RunError where a device itself has failed."""
     try:
         release_memory(*used)

@@ -13,7 +13,7 @@ import eval.measure
 from eval.config import ModelConfig, RunConfig, TimingConfig
 from eval.record import Record
 from eval.repair import repair
-from eval.run import RunError, _free, compare, run
+from eval.run import RunError, compare, free, run
 from eval.runs import as_frame, find_runs
 from eval.store import RunStore, StoreError, about_text, read_failures, read_run
 from lazyllm import Generation, ModelError
@@ -213,7 +213,7 @@ def test_an_accelerator_is_asked_whether_it_still_answers(monkeypatch) -> None:
     asked: list[torch.device] = []
     monkeypatch.setattr("eval.run.release_memory", lambda _: None)
     monkeypatch.setattr("torch.accelerator.synchronize", asked.append)
-    _free(torch.device("cuda", 1))
+    free(torch.device("cuda", 1))
     assert asked == [torch.device("cuda", 1)]
 
     def gone(_: torch.device) -> None:
@@ -221,7 +221,7 @@ def test_an_accelerator_is_asked_whether_it_still_answers(monkeypatch) -> None:
 
     monkeypatch.setattr("torch.accelerator.synchronize", gone)
     with pytest.raises(RunError, match="cuda:1 does not recover"):
-        _free(torch.device("cuda", 1))
+        free(torch.device("cuda", 1))
 
 
 def test_a_disk_that_fills_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) -> None:
