@@ -47,8 +47,7 @@ def main(config: DictConfig) -> None:
             sys.exit(f"error: {error}")
         raise
     except KeyboardInterrupt:
-        print(interrupt.MESSAGE, file=sys.stderr)
-        sys.exit(interrupt.STATUS)
+        interrupt.end()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
+from typing import NoReturn
 
 GRACE_S = 0.7  # for the regular way out, which frees the device and writes down when the job ended
 STATUS = 130  # as a shell reports a program that Ctrl-C ended
@@ -28,9 +30,24 @@ def end_soon_after_ctrl_c(grace_s: float = GRACE_S) -> None:
     threading.Thread(target=_watch, args=(reader, grace_s), name="ctrl-c", daemon=True).start()
 
 
+def end() -> NoReturn:
+    """End this process with `STATUS` now, and say how to go on; for after Ctrl-C, when all that is open is closed.
+
+    Nothing else is waited for: torch and the threads that it has started keep an interpreter busy for seconds.
+    """
+    with suppress(OSError, ValueError):  # a reader that Ctrl-C has ended too, or a stream that was closed
+        sys.stdout.flush()
+    _end()
+
+
+def _end() -> NoReturn:
+    with suppress(OSError, ValueError):
+        print(MESSAGE, file=sys.stderr, flush=True)
+    os._exit(STATUS)
+
+
 def _watch(reader: int, grace_s: float) -> None:
     while os.read(reader, 1) != bytes([signal.SIGINT]):
         pass
     threading.Event().wait(grace_s)
-    print(MESSAGE, file=sys.stderr, flush=True)
-    os._exit(STATUS)
+    _end()  # standard output is left alone: what does not end may be what holds it

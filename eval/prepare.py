@@ -297,6 +297,7 @@ def _identity(
         "max_prompt_tokens": config.model.max_prompt_tokens,
         "chat": config.model.chat,
         **({"method_code": code} if code is not None else {}),
+        **({"half": config.half} if config.half is not None else {}),  # what is tuned on shares no table with the rest
         **({"scorer_weights": provenance.weights_sha256(source_of(scorer))} if scorer else {}),
         "data": {one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in loaded},
         "max_new_tokens": config.max_new_tokens,

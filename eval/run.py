@@ -118,10 +118,11 @@ def compare(config: RunConfig) -> list[RunResult]:
     # every run has its table: shards are refused beside compare
     summaries = {label: result.summary for label, result in results.items() if result.summary is not None}
     console = _console()
-    console.print(compared_table(summaries, config.label))
+    title = config.label if config.half is None else f"{config.label}, {config.half} half"
+    console.print(compared_table(summaries, title))
     runs = {label: read_run(result.folder)[0] for label, result in results.items()}
     texts = {
-        "md": compared_markdown(summaries, config.label),
+        "md": compared_markdown(summaries, title),
         "csv": compared_csv(summaries),
         "json": json.dumps({"config": asdict(config), "runs": runs}, indent=2, sort_keys=True, default=str) + "\n",
     }
@@ -129,7 +130,7 @@ def compare(config: RunConfig) -> list[RunResult]:
     stem = Path("runs") / f"{config.label}-{model}"
     for suffix, text in texts.items():
         write_whole(Path(f"{stem}.{suffix}"), text)
-    pictures = save(plot_comparison(pd.read_csv(f"{stem}.csv"), f"{model}, {config.label}"), stem)
+    pictures = save(plot_comparison(pd.read_csv(f"{stem}.csv"), f"{model}, {title}"), stem)
     track_pictures(config.tracker, Path("runs"), config.label, pictures)
     console.print("Files:")
     for path in (*(result.folder for result in results.values()), Path(f"{stem}.md"), *pictures):
@@ -235,21 +236,21 @@ def _measure_cases(bench: Bench, cases: list[Case], store: RunStore, tracker: Tr
             raise
         except Exception as error:  # the first example may be one that does not fit; what fails is written down below
             log.warning("warming up on %s, row %s failed (%s: %s)", *case.key, type(error).__name__, error)
-            _free(*devices_of(bench.model))
+            free(*devices_of(bench.model))
     with progress(len(cases)) as advance:
         for number, case in enumerate(cases):
             outcome = _measure(bench, case, baseline_first=number % 2 == 0)
             if isinstance(outcome, Failure):
                 log.warning("%s, row %s failed: %s", *outcome.key, outcome.reason)
                 store.fail(outcome)
-                _free(*devices_of(bench.model))
+                free(*devices_of(bench.model))
             else:
                 store.append(outcome)
                 tracker.record(outcome)
             advance(case.dataset.name)
 
 
-def _free(*used: torch.device) -> None:
+def free(*used: torch.device) -> None:
     """Give back what a failed example has left. Raises RunError where a device itself has failed."""
     try:
         release_memory(*used)
@@ -293,7 +294,7 @@ def _summarise(plan: Plan, store: RunStore) -> Summary | None:
     done = [store.records[case.key] for case in plan.cases if case.key in store.records]
     keys = {case.key for case in plan.cases}
     failed = [failure for failure in store.failures if failure.key in keys]
-    if failed and not done:
+    if len(failed) == len(plan.cases):  # fewer where other shards have not begun
         raise RunError(_all_failed(store, failed))
     if failed:
         log.warning("%s", _some_failed(store, failed, len(plan.cases)))

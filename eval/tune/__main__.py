@@ -22,6 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from eval import interrupt
 from eval.config import ConfigError, check_launcher
 from eval.run import USER_ERRORS
 from eval.tune.config import check_installed, register_tune_schema, to_tune_config
@@ -53,8 +54,7 @@ def main(config: DictConfig) -> None:
             sys.exit(f"error: {error}")
         raise
     except KeyboardInterrupt:
-        print("stopped: every finished trial is safe, and the same command goes on from there", file=sys.stderr)
-        sys.exit(130)  # as a shell reports a program that Ctrl-C ended
+        interrupt.end()
 
 
 if __name__ == "__main__":
@@ -64,4 +64,5 @@ if __name__ == "__main__":
         check_launcher(sys.argv[1:])
     except ConfigError as error:
         sys.exit(f"error: {error}")
+    interrupt.end_soon_after_ctrl_c()
     main()

@@ -49,6 +49,11 @@ def to_tune_config(config: Any) -> TuneConfig:
     for key in _NOT_HERE:
         if getattr(plain, key) != getattr(default, key):
             raise ConfigError(f"{key}={getattr(plain, key)}: means nothing to a search; leave it away")
+    if not plain.timing.paired:
+        raise ConfigError(
+            "timing.paired=false: means nothing to a search, whose trials are never paired and whose finalists always "
+            "are; leave it away"
+        )
     if plain.method["name"] != "lazy":
         raise ConfigError(
             f"method={plain.method['name']}: only LazyLLM has a schedule to be searched; give method=lazy"

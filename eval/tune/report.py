@@ -27,8 +27,8 @@ from eval.figures.front import plot_front
 from eval.figures.style import save
 from eval.halves import HELD_OUT, RULE
 from eval.record import Record
-from eval.run import run
-from eval.runs import example_rows
+from eval.run import RunError, run
+from eval.runs import StoredRun, example_rows
 from eval.store import read_run, write_whole
 from eval.summary import summarise
 from eval.tables import cell, markdown_lines
@@ -56,6 +56,15 @@ def front(tried: Sequence[Tried]) -> list[Tried]:
     return found[::-1]
 
 
+def told_apart(points: Sequence[Tried]) -> list[Tried]:
+    """Of a front's points, the slowest first, those whose names differ; of equal ones the best score, the slowest."""
+    return list({_name(one): one for one in reversed(points)}.values())[::-1]
+
+
+def _name(point: Tried) -> str:
+    return f"tuned-{point.ideal_speedup:.2f}x"
+
+
 def evenly(points: Sequence[Tried], count: int) -> list[Tried]:
     """At most `count` of the points, from the first to the last one, evenly spaced."""
     numbers = np.linspace(0, len(points) - 1, min(count, len(points))).round().astype(int)
@@ -68,13 +77,17 @@ def report(config: TuneConfig, study: Study, beside: Mapping[str, Candidate], nu
     if config.target_speedup is not None:
         chosen = {"tuned": best(tried).candidate}
     else:
-        chosen = {f"tuned-{one.ideal_speedup:.2f}x": one.candidate for one in evenly(front(tried), config.finalists)}
+        points = evenly(told_apart(front(tried)), config.finalists)
+        chosen = {_name(one): one.candidate for one in points}
     records = {name: _finalist(config, study, one) for name, one in {**beside, **chosen}.items()}
     table = _table(study, tried, {**beside, **chosen}, records)
     for name, candidate in chosen.items():
         shipped = study.folder.name + name.removeprefix("tuned")  # its name once it is copied into conf/tuned
         text = as_yaml(shipped, candidate.schedule, num_layers, _about(config, study, table, name))
         write_whole(study.folder / (FILE if name == "tuned" else f"{name}.yaml"), text)
+    for file in study.folder.glob("tuned-*x.yaml"):  # of an earlier front, before the search was widened
+        if file.stem not in chosen:
+            file.unlink()
     title = f"{Path(config.model.name).name}, {_aim(config)}"
     content = json.loads((study.folder / "study.json").read_text(encoding="utf-8")) | {
         "counts": asdict(study.counts()),
@@ -94,7 +107,10 @@ def report(config: TuneConfig, study: Study, beside: Mapping[str, Candidate], nu
 
 
 def _finalist(config: TuneConfig, study: Study, candidate: Candidate) -> list[Record]:
-    """The schedule's records on the held-out half, paired with the baseline; those that are there are not redone."""
+    """The schedule's records on the held-out half, paired with the baseline; those that are there are not redone.
+
+    Raises RunError where an example failed.
+    """
     settings = RunConfig(**{one.name: getattr(config, one.name) for one in fields(RunConfig)})
     folder = study.folder / "final" / candidate.name
     settings = replace(
@@ -105,7 +121,15 @@ def _finalist(config: TuneConfig, study: Study, candidate: Candidate) -> list[Re
         timing=TimingConfig(paired=True, warmup=config.timing.warmup),
     )
     run(settings, show=False)
-    return read_run(folder)[1]
+    measured = StoredRun(folder, *read_run(folder))
+    if measured.failures:  # a schedule without its hardest examples does not compare with the others
+        first = measured.failures[0]
+        raise RunError(
+            f"{len(measured.failures)} held-out examples failed with schedule {candidate.schedule}, the first: "
+            f"{first.dataset}, row {first.id}: {first.reason}. Nothing is reported without them: the same command "
+            "tries them again"
+        )
+    return list(measured.records)
 
 
 def _table(

@@ -18,7 +18,7 @@ from eval.config import ConfigError
 from eval.halves import RULE
 from eval.measure import Bench, Case
 from eval.prepare import Plan, prepare
-from eval.run import USER_ERRORS, load_model
+from eval.run import USER_ERRORS, free, load_model
 from eval.store import RunStore, fingerprint
 from eval.summary import summarise
 from eval.tune.config import TuneConfig, as_run, plain_config
@@ -104,7 +104,10 @@ class _Scorer:
 
     def __exit__(self, *_: object) -> None:
         self._model = None
-        release_memory(*self._plan.devices)  # before the finalists are timed
+        try:
+            release_memory(*self._plan.devices)  # before the finalists are timed
+        except RuntimeError as error:  # what ended the search goes first
+            log.warning("%s: its memory could not be freed (%s)", ", ".join(map(str, self._plan.devices)), error)
 
     def _score(self, candidate: Candidate) -> Scored:
         folder = self._folder / "trials" / candidate.name
@@ -132,7 +135,7 @@ class _Scorer:
         except USER_ERRORS:
             raise
         except Exception as error:  # out of memory, logits that are not finite: no score, and never a 0
-            release_memory(*self._plan.devices)
+            free(*self._plan.devices)
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise TrialFailed(f"{case.dataset.name}, row {case.example.id}: {reason}") from error
 

@@ -12,6 +12,9 @@ from eval.config import ConfigError
 from eval.data import Example
 from eval.halves import HALVES, in_half
 from eval.prepare import prepare
+from eval.run import run
+from eval.runs import find_runs
+from eval.store import StoreError
 from tests.eval.test_run import config_of
 
 IDS = st.lists(st.text(max_size=8), unique=True, max_size=40)
@@ -64,3 +67,15 @@ def test_a_run_takes_its_half(tmp_path) -> None:
     with pytest.raises(ConfigError, match="leaves no example of lookup: give limit=2 or more"):
         for half in HALVES:  # a single example lies in one of them
             prepare(replace(whole, dataset={"lookup": True}, limit=1, half=half))
+
+
+def test_halves_have_folders_of_their_own_and_share_no_table(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = replace(config_of(tmp_path), dataset={"lookup": True}, limit=2, out=None)
+    folders = {run(replace(config, half=half), show=False).folder for half in HALVES}
+    assert len(folders) == 2
+    assert [len(find_runs([folder])[0].records) for folder in folders] == [1, 1]
+    with pytest.raises(StoreError, match="differ in half"):
+        find_runs([tmp_path])
+    with pytest.raises(StoreError, match=r"holds a run that differs \(half: "):
+        run(replace(config, half="tuning", out=str(run(replace(config, half="held-out"), show=False).folder)))

@@ -66,6 +66,21 @@ sys.argv = ["run.py", "dataset=lookup", "limit=4", "max_new_tokens=2", "timing.w
 runpy.run_path({path!r}, run_name="__main__")
 """
 )
+SHORT = ["dataset=lookup", "limit=4", "max_new_tokens=2", "timing.warmup=0", "threads=1", "model.max_prompt_tokens=96"]
+COMMANDS = {
+    "run": f"sys.argv = ['run.py', *{SHORT!r}]; runpy.run_path({str(ROOT / 'run.py')!r}, run_name='__main__')",
+}
+# A measurement that hears of Ctrl-C, where nobody ends it from beside, and what an interpreter does before it ends
+HEARS = """
+import atexit, runpy, sys, time
+import eval.interrupt, eval.measure
+def hear(*arguments, **settings):
+    print("blocked", flush=True)
+    time.sleep(10**6)
+eval.measure.generate = hear
+eval.interrupt.end_soon_after_ctrl_c = lambda: print("watched", file=sys.stderr)
+atexit.register(print, "waited for", flush=True)
+"""
 
 
 def interrupt(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -116,3 +131,13 @@ def test_a_run_ends_while_it_loads_and_within_a_step(
     assert len(lines) == records
     assert all(Record.from_json(line) for line in lines)
     assert (tmp_path / "run" / "run.json").exists()
+
+
+@pytest.mark.parametrize("command", ["run"])
+def test_every_command_ends_at_once(tmp_path: Path, command: str) -> None:
+    done = interrupt(HEARS + COMMANDS[command], tmp_path)
+    assert done.returncode == STATUS
+    assert done.stderr.endswith(f"{MESSAGE}\n")
+    assert "Traceback" not in done.stderr
+    assert "watched" in done.stderr.splitlines()
+    assert "waited for" not in done.stdout

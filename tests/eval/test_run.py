@@ -13,7 +13,7 @@ import eval.measure
 from eval.config import ModelConfig, RunConfig, TimingConfig
 from eval.record import Record
 from eval.repair import repair
-from eval.run import RunError, _free, run
+from eval.run import RunError, compare, free, run
 from eval.runs import as_frame, find_runs
 from eval.store import RunStore, StoreError, about_text, read_failures, read_run
 from lazyllm import Generation, ModelError
@@ -79,6 +79,30 @@ def test_a_run_in_which_all_fails_says_why(tmp_path: Path, monkeypatch) -> None:
         run(config_of(tmp_path / "run"), show=False)
     assert not (tmp_path / "run" / "summary.json").exists()
     assert (tmp_path / "run" / "failures.jsonl").read_text().count("\n") == 6
+
+
+def test_a_shard_in_which_all_fails_does_not_speak_for_the_others(tmp_path: Path, monkeypatch, caplog) -> None:
+    first, second = (replace(config_of(tmp_path / "run"), shard=f"{number}/2") for number in (1, 2))
+    failing(monkeypatch, dict.fromkeys(range(99), RuntimeError("no kernel image")))
+    assert run(first, show=False).summary is None
+    failed = len(read_failures(tmp_path / "run"))
+    assert 0 < failed < 6
+    assert f"{failed} of 6 examples failed and are not in the table" in caplog.text
+    with pytest.raises(RunError, match="all 6 examples failed"):
+        run(second, show=False)
+
+
+def test_a_comparison_says_which_half_it_is_of(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("eval.figures.save", lambda *_: [])
+    titles = []
+    monkeypatch.setattr("eval.figures.plot_comparison", lambda _, title: titles.append(title))
+    config = replace(config_of(tmp_path), out=None, limit=2, dataset={"lookup": True}, label="two")
+    for half, title in (("held-out", "two, held-out half"), (None, "two")):
+        compare(replace(config, half=half, compare={"lazy": config.method}))
+        assert capsys.readouterr().out.splitlines()[0].strip() == title
+        assert (tmp_path / "runs" / "two-tiny.md").read_text().startswith(f"# {title}\n")
+    assert titles == ["tiny, two, held-out half", "tiny, two"]
 
 
 def test_shards_measure_each_example_once_and_the_last_makes_the_table(tmp_path: Path) -> None:
@@ -189,7 +213,7 @@ def test_an_accelerator_is_asked_whether_it_still_answers(monkeypatch) -> None:
     asked: list[torch.device] = []
     monkeypatch.setattr("eval.run.release_memory", lambda _: None)
     monkeypatch.setattr("torch.accelerator.synchronize", asked.append)
-    _free(torch.device("cuda", 1))
+    free(torch.device("cuda", 1))
     assert asked == [torch.device("cuda", 1)]
 
     def gone(_: torch.device) -> None:
@@ -197,7 +221,7 @@ def test_an_accelerator_is_asked_whether_it_still_answers(monkeypatch) -> None:
 
     monkeypatch.setattr("torch.accelerator.synchronize", gone)
     with pytest.raises(RunError, match="cuda:1 does not recover"):
-        _free(torch.device("cuda", 1))
+        free(torch.device("cuda", 1))
 
 
 def test_a_disk_that_fills_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) -> None:

@@ -20,9 +20,12 @@ from eval.halves import in_half
 from eval.prepare import prepare
 from eval.presets import at_depth
 from eval.record import Measurement, Record
+from eval.run import RunError
 from eval.store import StoreError
 from eval.tune.config import register_tune_schema, to_tune_config
-from eval.tune.report import difference
+from eval.tune.report import difference, told_apart
+from eval.tune.space import Candidate
+from eval.tune.study import Scored, Tried
 from eval.tune.tune import tune
 from lazyllm.models import load_config
 from tests.eval.test_halves import examples_of
@@ -159,6 +162,46 @@ def test_a_broken_off_trial_goes_on_with_its_next_example(tmp_path: Path, monkey
     assert yaml.safe_load(front[0].read_text())["target_speedup"] is None
 
 
+def test_a_device_that_fails_ends_the_search_and_no_trial_is_blamed(tmp_path: Path, monkeypatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    for name in ("eval.measure.generate", "eval.run.release_memory", "eval.tune.tune.release_memory"):
+        monkeypatch.setattr(name, broken)
+    with pytest.raises(RunError, match="cpu does not recover from the last failure"):
+        tune(config_of(*QUICK, f"out={tmp_path / 'study'}"))
+
+
+def test_nothing_is_reported_while_held_out_examples_failed(tmp_path: Path, monkeypatch) -> None:
+    generate, pairs = eval.measure.generate, []
+
+    def generate_or_fail(*arguments, **settings):
+        if (tmp_path / "study" / "final").exists():
+            pairs.append(1)
+            if len(pairs) == 1:
+                raise RuntimeError("out of memory")
+        return generate(*arguments, **settings)
+
+    monkeypatch.setattr(eval.measure, "generate", generate_or_fail)
+    config = config_of(*QUICK, "trials=1", "finalists=1", f"out={tmp_path / 'study'}")
+    with pytest.raises(RunError, match=r"1 held-out examples failed .* the first: lookup, .*: out of memory"):
+        tune(config)
+    assert not (tmp_path / "study" / "front.csv").exists()
+    (tmp_path / "study" / "tuned-9.99x.yaml").write_text("of an earlier front")
+    tune(config)  # tries it again
+    finals = ids_below(tmp_path / "study" / "final")
+    assert all(len(keys) == 6 for keys in finals.values())
+    files = [file.stem for file in (tmp_path / "study").glob("tuned*.yaml")]
+    table = pd.read_csv(tmp_path / "study" / "front.csv")
+    assert files == [kind for kind in table["kind"] if kind.startswith("tuned")]
+
+
+def test_points_of_one_name_do_not_take_each_others_place() -> None:
+    speeds = (1.2, 1.301, 1.304, 1.306, 1.9)
+    points = [Tried(Candidate(()), speed, Scored(90 - number, {}, 1)) for number, speed in enumerate(speeds)]
+    assert [one.ideal_speedup for one in told_apart(points)] == [1.2, 1.301, 1.306, 1.9]
+
+
 def test_the_difference_is_of_the_same_examples() -> None:
     def records(scores: dict[str, list[float]]) -> list[Record]:
         one = Measurement("", [1], 0.0, None, 1.0, 0.0, 1.0, [], 100.0, [1], [[1]], 1, 0, None)
@@ -188,6 +231,7 @@ def test_the_difference_is_of_the_same_examples() -> None:
         (["trials=0"], "trials=0: expected 1 or more"),
         (["timeout_s=0"], "timeout_s=0"),
         (["half=tuning"], "half=tuning: means nothing to a search"),
+        (["timing.paired=false"], "timing.paired=false: means nothing to a search"),
         (["shard=1/2"], "shard=1/2: means nothing"),
         (["experiment=demo"], "compare="),
     ],
