@@ -46,13 +46,13 @@ def quantisation_config(quantise: str, dtype: torch.dtype) -> Any:
     """What `from_pretrained` is told. Its package must be installed (`check_quantise`)."""
     match quantise:
         case "int8":
-            from torchao.quantization import Int8WeightOnlyConfig
+            from torchao.quantization import Int8WeightOnlyConfig  # pyright: ignore[reportMissingImports]
 
             # torchao would also change torch's settings for the compiler and for float32 products, of the whole process
             return transformers.TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
         case "int4":
-            from torchao.quantization import Int4WeightOnlyConfig
-            from torchao.quantization.quantize_.workflows import Int4PackingFormat
+            from torchao.quantization import Int4WeightOnlyConfig  # pyright: ignore[reportMissingImports]
+            from torchao.quantization.quantize_.workflows import Int4PackingFormat  # pyright: ignore[reportMissingImports]
 
             return transformers.TorchAoConfig(
                 Int4WeightOnlyConfig(
