@@ -67,8 +67,11 @@ def _plot_answers(axes: Any, cases: Sequence[Case]) -> None:
             label=f"{name}, {tokens:,} prompt tokens",
         )  # fmt: skip
     axes.axhline(1, color="#000000", linewidth=1)
+    lengths = sorted(set().union(*counts.values()))
     axes.set(xscale="log", xlabel="new tokens", ylabel="whole generation / baseline's", ylim=(0, 1.3))
-    axes.set_title("Whole answers, where random weights revive nearly everything")
+    axes.set_xticks(lengths, map(str, lengths))
+    axes.minorticks_off()
+    axes.set_title("Whole answers: random weights revive nearly all")
     axes.legend(loc="lower right")
     grid(axes)
 

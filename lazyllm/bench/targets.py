@@ -12,7 +12,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -180,16 +179,18 @@ def _memory(case: Case) -> Iterable[float]:
 
 
 def _peak_growth(cases: Sequence[Case]) -> Iterable[tuple[Case, float]]:
-    """From one length to the next of the same method: growth of the peak beyond the weights over the prompt's growth.
+    """From a method's shortest prompt to each other one: growth of the peak beyond the weights over the prompt's.
 
-    What is linear gives 1, less where something does not grow at all; what is quadratic gives the prompt's growth.
+    What is linear gives 1, less where something does not grow at all; what is quadratic gives the prompt's growth. On a
+    CPU the peak is the process', and what the C library holds back comes on top.
     """
     for name in dict.fromkeys(case.name for case in cases):
         of_method = {case.tokens: case for case in cases if case.name == name and case.tokens >= LONG and case.untimed}
-        for before, after in pairwise(sorted(of_method)):
-            peaks = [_peak(of_method[tokens]) for tokens in (before, after)]
-            if peaks[0] and peaks[1]:
-                yield of_method[after], peaks[1] / peaks[0] / (after / before)
+        for tokens in sorted(of_method)[1:]:
+            shortest = min(of_method)
+            before, after = _peak(of_method[shortest]), _peak(of_method[tokens])
+            if before and after:
+                yield of_method[tokens], after / before / (tokens / shortest)
 
 
 def _peak(case: Case) -> int | None:
