@@ -37,6 +37,8 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # a shell has the commands that it starts in the background ignore Ctrl-C, and whatever these start
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(folder), "LAZYLLM_BENCH_CACHE": str(folder)},
     )
 
