@@ -184,6 +184,7 @@ def test_refused_before_anything_is_read(monkeypatch, settings: dict, absent: st
         lazyllm.load_model("tiny", **settings)
 
 
+@pytest.mark.quantised
 def test_what_transformers_is_told() -> None:
     """As far as the other kinds go without their packages and a GPU."""
     int8 = quantisation_config("bnb_int8", torch.float16)
