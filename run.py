@@ -9,45 +9,27 @@ python run.py --help                                             every setting
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import traceback
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from eval import interrupt
 from eval.config import ConfigError, check_choice, check_launcher, register_schema, to_run_config
-from eval.run import USER_ERRORS, compare, run
+from eval.job import run_job
+from eval.run import compare, run
 
 register_schema()
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config: DictConfig) -> None:
-    job = HydraConfig.get()
-    os.chdir(job.runtime.cwd)  # Ray's workers start elsewhere
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr, force=True
-    )
-    for chatty in ("absl", "httpx", "datasets"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
-    try:
+    def work() -> None:
         settings = to_run_config(config)
         compare(settings) if settings.compare else run(settings)
-    except Exception as error:
-        if job.mode == RunMode.MULTIRUN:  # the sweep's other jobs go on; Hydra ends it with the first error
-            logging.error("job failed (%s): %s: %s", " ".join(job.overrides.task), type(error).__name__, error)
-            traceback.clear_frames(error.__traceback__)  # Hydra keeps the error, and it would keep the model
-            raise
-        if isinstance(error, USER_ERRORS):
-            sys.exit(f"error: {error}")
-        raise
-    except KeyboardInterrupt:
-        interrupt.end()
+
+    run_job(work)
 
 
 if __name__ == "__main__":

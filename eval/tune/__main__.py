@@ -11,20 +11,16 @@ a run takes it as method.schedule=tuned/FOLDER.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import traceback
 from pathlib import Path
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from eval import interrupt
 from eval.config import ConfigError, check_launcher
-from eval.run import USER_ERRORS
+from eval.job import run_job
 from eval.tune.config import check_installed, register_tune_schema, to_tune_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,25 +32,7 @@ register_tune_schema()
 def main(config: DictConfig) -> None:
     from eval.tune.tune import tune  # not at the top: it needs Optuna
 
-    job = HydraConfig.get()
-    os.chdir(job.runtime.cwd)  # Ray's workers start elsewhere
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr, force=True
-    )
-    for chatty in ("absl", "httpx", "datasets", "fontTools"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
-    try:
-        tune(to_tune_config(config))
-    except Exception as error:
-        if job.mode == RunMode.MULTIRUN:  # the sweep's other jobs go on; Hydra ends it with the first error
-            logging.error("job failed (%s): %s: %s", " ".join(job.overrides.task), type(error).__name__, error)
-            traceback.clear_frames(error.__traceback__)  # Hydra keeps the error, and it would keep the model
-            raise
-        if isinstance(error, USER_ERRORS):
-            sys.exit(f"error: {error}")
-        raise
-    except KeyboardInterrupt:
-        interrupt.end()
+    run_job(lambda: tune(to_tune_config(config)))
 
 
 if __name__ == "__main__":
