@@ -30,21 +30,24 @@ class GroupCache:
     capacity: slots to make at the first step; grows where more are needed.
     max_positions: how long the whole text can become.
 
-    in_order: whether no step but the first has added more than one token, so that slots follow positions.
     attended: how many of the last slots the next layer attends to; None for all.
+    slot_of: [max_positions] the slot of the token at each position, -1 where it is not stored. The tokens to come have
+        theirs already: one follows the other until a step adds more than the newest, which then moves them on. So a
+        step that revives nothing has nothing to write down here.
     """
 
     def __init__(self, layers: range, capacity: int, max_positions: int, device: torch.device) -> None:
         self.layers = layers
         self.length = 0
         self.added = 0
-        self.in_order = True
         self.attended: int | None = None
         self._capacity = capacity
-        self._max_positions = max_positions
+        self._text_length = 0
+        self._in_order = True  # no step but the first has added more than one token: slots follow positions
         self._positions = torch.empty(max_positions, dtype=torch.long, device=device)
-        self.slot_of = torch.full((max_positions,), -1, dtype=torch.long, device=device)  # -1: not stored
-        self._slots = torch.arange(max_positions, device=device)
+        self.slot_of = torch.full((max_positions,), -1, dtype=torch.long, device=device)
+        self._absent: Tensor | None = None
+        self._all = torch.arange(max_positions, device=device)  # positions, or slots
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
@@ -52,6 +55,18 @@ class GroupCache:
     def positions(self) -> Tensor:
         """[s] the position of the token in each slot."""
         return self._positions[: self.length]
+
+    @property
+    def absent(self) -> Tensor:
+        """[max_positions] bool: whose K and V are not stored, of the tokens of the text; False for those to come."""
+        if self._absent is None:
+            self._absent = self.slot_of < 0
+        return self._absent
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all tokens of the text are stored, each in the slot of its position."""
+        return self._in_order and self.length == self._text_length
 
     @property
     def stored_layers(self) -> frozenset[int]:
@@ -64,15 +79,19 @@ class GroupCache:
         buffers = [*self._keys.values(), *self._values.values()]
         return sum(self.length * buffer[:, :, 0].nbytes for buffer in buffers)
 
-    def extend(self, positions: Tensor) -> None:
-        """Make room for the tokens at `positions` [m], which this step computes in every layer of the group."""
+    def extend(self, positions: Tensor, text_length: int) -> None:
+        """Make room for the tokens at `positions` [m], which this step computes in every layer of the group.
+
+        text_length: tokens of the text by now. After the first step one token alone is always the text's newest.
+        """
         self.added = positions.shape[0]
         start, self.length = self.length, self.length + self.added
-        self.in_order &= start == 0 or self.added == 1
+        self._text_length = text_length
         if self.length > self._capacity:
-            self._grow(min(self._max_positions, self.length + max(GROWTH, self.length // 8)))
-        self._positions[start : self.length] = positions
-        self.slot_of[positions] = self._slots[start : self.length]
+            self._grow(min(self._all.shape[0], self.length + max(GROWTH, self.length // 8)))
+        if start == 0 or self.added > 1:
+            self._in_order &= start == 0
+            self._place(start, positions)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store K and V [1, g, m, d] of the step's tokens; return what is attended to, [1, g, s, d]."""
@@ -100,8 +119,17 @@ class GroupCache:
                 buffers[layer] = torch.cat([kept, kept.new_empty((*kept.shape[:2], spare, kept.shape[3]))], dim=2)
         self.length = positions.shape[0]
         self._capacity = self.length + spare
-        self._positions[: self.length] = positions
-        self.slot_of[positions] = self._slots[: self.length]
+        self._place(0, positions)
+
+    def _place(self, start: int, positions: Tensor) -> None:
+        """Write down that the last slots, from `start` on, are those of `positions`, and which slots follow."""
+        stop, text = self.length, self._text_length
+        self._positions[start:stop] = positions
+        self.slot_of[positions] = self._all[start:stop]
+        to_come = self._all[text:]
+        self._positions[stop : stop + len(to_come)] = to_come
+        self.slot_of[text:] = self._all[stop : stop + len(to_come)]
+        self._absent = None
 
     def _grow(self, capacity: int) -> None:
         used = self.length - self.added

@@ -108,7 +108,7 @@ class Decoder:
         self.probe.watch(watched)
         self.probe.decodes = group.added < group.length
         # with all tokens of the text stored in their order, the last slots are a window: no mask, and fewer to read
-        by_slots = self.probe.decodes and chosen is None and group.in_order and group.length == length
+        by_slots = self.probe.decodes and chosen is None and group.is_whole
         masks: dict[int | None, Tensor | None] = {}
         position_ids, device = positions[None], self.device
         with products_of(hidden, self._largest_matrix) if self.probe.decodes else nullcontext():
@@ -316,7 +316,7 @@ def _logits_of_loop(decoder: Decoder, token_ids: Tensor) -> Tensor:
     for start, end in zip([0, *ends], ends, strict=False):
         positions = all_positions[start:end]
         hidden = decoder.embed(token_ids[start:end], positions)
-        group.extend(positions)
+        group.extend(positions, end)
         hidden = decoder.run(group, hidden, positions, decoder.rope(hidden, positions), None, layers, end)
         decoder.probe.take()  # raises RuntimeError where a layer attends in a way of its own
         found.append(decoder.logits(hidden))

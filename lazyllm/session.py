@@ -136,7 +136,7 @@ class Session:
     def _run(self, index: int, batch: Batch) -> Batch:
         """Run a group's layers over the batch."""
         cache, group = self.caches[index], self.groups[index]
-        cache.extend(batch.positions)
+        cache.extend(batch.positions, self.length)
         in_prefill = cache.added == cache.length
         watched = group.watched if in_prefill or group.watched_in_steps else range(0)
         chosen = self.chosen(cache, batch)

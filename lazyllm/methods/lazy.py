@@ -141,9 +141,7 @@ class LazySession(Session):
         always = self.length - end
         keep = self._schedule.kept(layer, self._num_present - always)
         if self._revives:
-            importance = self.importance(index)[self.caches[index].slot_of[:end]]
-            # where a position is not stored the lookup finds some other token's; nothing is less important than -1
-            best = select(torch.where(self._present[:end], importance, -1.0), keep)
+            best = select(self._importance_of_candidates(index), keep)
             self._present = (self._all_positions[: self.length] >= end).index_fill_(0, best, True)
         else:
             self._present = torch.cat([self._selected[0][layer], self._everything[:always]])
@@ -154,6 +152,15 @@ class LazySession(Session):
     def importance(self, index: int) -> Tensor:
         """[s] Eq. 1's importance of the tokens stored in group `index`, whose layers have just run."""
         return self.decoder.probe.take()
+
+    def _importance_of_candidates(self, index: int) -> Tensor:
+        """[candidates] by position; less than any importance where a token is not in the set."""
+        importance, cache, end = self.importance(index), self.caches[index], self._num_candidates
+        # where a position is not stored the lookup finds some other token's, but such a token is not in the set
+        importance = importance[:end] if cache.is_whole else importance[cache.slot_of[:end]]
+        if self._num_present == self.length:
+            return importance
+        return torch.where(self._present[:end], importance, -1.0)
 
     def chosen(self, cache: GroupCache, batch: Batch) -> Tensor | None:
         """The stored tokens that are in this step's set and not after the query; None where that is all of them."""
@@ -177,17 +184,16 @@ class LazySession(Session):
         if into.length == self.length - 1:
             return newest  # the next group has computed all that came before
         # the only wait for the device at this boundary
-        entering = (self._present & (into.slot_of[: self.length] < 0)).nonzero()[:, 0]
-        if entering.shape[0] == 1:
+        revived = (self._present & into.absent[: self.length]).nonzero()[:, 0]
+        if revived.shape[0] == 0:
             return newest
-        revived = entering[:-1]
         assert self._prompt_rope is not None
         rope = tuple(
             torch.cat([of_prompt[:, revived], of_newest], dim=1)
             for of_prompt, of_newest in zip(self._prompt_rope, newest.rope, strict=True)
         )
         hidden = torch.cat([aux.take(revived)[None], newest.hidden], dim=1)
-        return Batch(hidden, entering, rope)
+        return Batch(hidden, torch.cat([revived, newest.positions]), rope)
 
     def _note_layers_that_keep_all(self, index: int) -> None:
         inside = self.groups[index].layers

@@ -93,18 +93,20 @@ def test_select_breaks_ties_downwards() -> None:
     assert select(torch.zeros(5), 2).tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(8))
 def test_group_cache_against_lists(seed: int) -> None:
+    """Some of a prompt, then steps with the newest token alone or behind earlier ones: what a list of them says."""
     rng = random.Random(seed)
-    cache = GroupCache(range(3, 5), capacity=4, max_positions=400, device=CPU)
+    prompt_tokens, steps = rng.randint(1, 200), 60
+    cache = GroupCache(range(3, 5), capacity=4, max_positions=prompt_tokens + steps, device=CPU)
     stored: list[int] = []
     rows: dict[int, list[torch.Tensor]] = {3: [], 4: []}
-    waiting = list(range(400))
-    rng.shuffle(waiting)
-    while waiting:
-        count = rng.randint(1, 90)
-        positions, waiting = sorted(waiting[:count]), waiting[count:]
-        cache.extend(torch.tensor(positions))
+    for step in range(steps + 1):
+        text = prompt_tokens + step
+        absent = [position for position in range(text - 1) if position not in stored]
+        most = len(absent) // 2 if step == 0 else rng.choice([0, 0, 3, 20])
+        positions = [*sorted(rng.sample(absent, min(most, len(absent)))), text - 1]
+        cache.extend(torch.tensor(positions), text)
         stored += positions
         for layer in (3, 4):
             key = torch.randn(1, 2, len(positions), 3)
@@ -114,7 +116,10 @@ def test_group_cache_against_lists(seed: int) -> None:
             assert torch.equal(found_key, expected)
             assert torch.equal(found_value, -expected)
         assert cache.positions.tolist() == stored
-        assert cache.slot_of.tolist() == [stored.index(p) if p in stored else -1 for p in range(400)]
+        slots = [stored.index(position) if position in stored else -1 for position in range(text)]
+        assert cache.slot_of[:text].tolist() == slots
+        assert cache.absent.tolist() == [slot < 0 for slot in slots] + [False] * (steps - step)
+        assert cache.is_whole == (stored == list(range(text)))
         assert cache.nbytes == 2 * 2 * len(stored) * 2 * 3 * 4  # layers, K and V, tokens, heads, width, bytes
 
 
@@ -153,16 +158,19 @@ def test_hidden_states_go_to_their_home_and_indices_stay() -> None:
 def test_group_cache_forgets_for_good() -> None:
     cache = GroupCache(range(2), capacity=9, max_positions=12, device=CPU)
     key = torch.randn(1, 2, 6, 3)
-    cache.extend(torch.arange(6))
+    cache.extend(torch.arange(6), 6)
     for layer in range(2):
         cache.update(key, -key, layer)
     before = cache.nbytes
     cache.retain(torch.tensor([1, 4, 5]))
     assert cache.nbytes == before // 2
     assert cache.positions.tolist() == [1, 4, 5]
-    assert cache.slot_of.tolist() == [-1, 0, -1, -1, 1, 2, *[-1] * 6]
+    assert cache.slot_of[:6].tolist() == [-1, 0, -1, -1, 1, 2]
+    assert not cache.is_whole
     newest = torch.randn(1, 2, 1, 3)
-    cache.extend(torch.tensor([6]))
+    cache.extend(torch.tensor([6]), 7)
+    assert cache.positions.tolist() == [1, 4, 5, 6]
+    assert cache.slot_of[:7].tolist() == [-1, 0, -1, -1, 1, 2, 3]
     found, values = cache.update(newest, -newest, 1)
     assert torch.equal(found, torch.cat([key[:, :, [1, 4, 5]], newest], dim=2))
     assert torch.equal(values, -found)
