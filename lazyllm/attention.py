@@ -156,9 +156,9 @@ def part_mask(chosen: Tensor, share: int, dtype: torch.dtype) -> Tensor:
     """
     m, s = chosen.shape
     # CUDA's kernels want rows that begin at multiples of 16 elements, else each layer makes such a copy of the mask
-    mask = chosen.new_empty((1, 1 if m == 1 else share, m, -(-s // 16) * 16), dtype=dtype)[..., :s]
-    torch.log(chosen.expand(mask.shape), out=mask)  # log 1 = 0, log 0 = -inf
-    return mask.flatten(1, 2)[None]
+    rows = chosen.new_empty((1 if m == 1 else share, m, -(-s // 16) * 16), dtype=dtype)
+    mask = rows[..., :s].fill_(float("-inf")).masked_fill_(chosen, 0)
+    return mask.flatten(0, 1)[None, None]
 
 
 def last_token_importance(
