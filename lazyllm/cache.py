@@ -32,8 +32,8 @@ class GroupCache:
 
     attended: how many of the last slots the next layer attends to; None for all.
     slot_of: [max_positions] the slot of the token at each position, -1 where it is not stored. The tokens to come have
-        theirs already: one follows the other until a step adds more than the newest, which then moves them on. So a
-        step that revives nothing has nothing to write down here.
+        theirs already, one after the other, and a step that adds more than the newest token moves them on: a step that
+        revives nothing has nothing to write down.
     """
 
     def __init__(self, layers: range, capacity: int, max_positions: int, device: torch.device) -> None:
