@@ -25,7 +25,7 @@ def run_job(work: Callable[[], object]) -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr, force=True
     )
-    for chatty in ("absl", "httpx", "datasets", "fontTools"):
+    for chatty in ("absl", "httpx", "datasets", "fontTools", "matplotlib"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         work()

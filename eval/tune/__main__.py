@@ -30,9 +30,12 @@ register_tune_schema()
 
 @hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")
 def main(config: DictConfig) -> None:
-    from eval.tune.tune import tune  # not at the top: it needs Optuna
+    def search() -> None:
+        from eval.tune.tune import tune  # not at the top: it needs Optuna
 
-    run_job(lambda: tune(to_tune_config(config)))
+        tune(to_tune_config(config))
+
+    run_job(search)
 
 
 if __name__ == "__main__":

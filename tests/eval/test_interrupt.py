@@ -69,6 +69,7 @@ runpy.run_path({path!r}, run_name="__main__")
 SHORT = ["dataset=lookup", "limit=4", "max_new_tokens=2", "timing.warmup=0", "threads=1", "model.max_prompt_tokens=96"]
 COMMANDS = {
     "run": f"sys.argv = ['run.py', *{SHORT!r}]; runpy.run_path({str(ROOT / 'run.py')!r}, run_name='__main__')",
+    "eval.tune": f"sys.argv = ['', *{SHORT!r}, 'target_speedup=1.2']; runpy.run_module('eval.tune', run_name='__main__')",
 }
 # A measurement that hears of Ctrl-C, where nobody ends it from beside, and what an interpreter does before it ends
 HEARS = """
@@ -97,14 +98,14 @@ def interrupt(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
     try:
         assert process.stdout is not None
-        first = process.stdout.readline()
-        if first == "blocked\n":
+        blocked = any(line == "blocked\n" for line in process.stdout)
+        if blocked:
             process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=HANG_S)
     finally:
         process.kill()
         process.wait()
-    assert first == "blocked\n", stderr
+    assert blocked, stderr
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
@@ -135,7 +136,7 @@ def test_a_run_ends_while_it_loads_and_within_a_step(
     assert (tmp_path / "run" / "run.json").exists()
 
 
-@pytest.mark.parametrize("command", ["run"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_ends_at_once(tmp_path: Path, command: str) -> None:
     done = interrupt(HEARS + COMMANDS[command], tmp_path)
     assert done.returncode == STATUS
