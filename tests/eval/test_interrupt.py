@@ -67,9 +67,10 @@ runpy.run_path({path!r}, run_name="__main__")
 """
 )
 SHORT = ["dataset=lookup", "limit=4", "max_new_tokens=2", "timing.warmup=0", "threads=1", "model.max_prompt_tokens=96"]
+TARGET = "target_speedup=1.2"
 COMMANDS = {
     "run": f"sys.argv = ['run.py', *{SHORT!r}]; runpy.run_path({str(ROOT / 'run.py')!r}, run_name='__main__')",
-    "eval.tune": f"sys.argv = ['', *{SHORT!r}, 'target_speedup=1.2']; runpy.run_module('eval.tune', run_name='__main__')",
+    "eval.tune": f"sys.argv = ['', *{SHORT!r}, {TARGET!r}]; runpy.run_module('eval.tune', run_name='__main__')",
 }
 # A measurement that hears of Ctrl-C, where nobody ends it from beside, and what an interpreter does before it ends
 HEARS = """
