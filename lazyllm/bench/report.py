@@ -119,11 +119,18 @@ ROWS: dict[str, Callable[[Case], str]] = {
         lambda case: [utilisation(pair.baseline, case.baseline_prefill_flops) for pair in case.pairs]
     ),
     "FLOPs utilisation": _median(lambda case: [utilisation(pair.other, case.prefill_flops) for pair in case.pairs]),
-    "selection, share of TTFT": lambda case: "-" if case.untimed is None else f"{case.untimed.selection_share:.4f}",
+    "selection, share of TTFT": lambda case: (
+        "-"
+        if case.untimed is None
+        else f"{case.untimed.selection_share:.4f} ({case.untimed.selection_share * case.untimed.prefill_s:.2g} s)"
+    ),
     "baseline's step": _median(lambda case: [step for pair in case.pairs for step in pair.baseline.step_s], " s"),
+    "step": _median(lambda case: [step for pair in case.pairs for step in pair.other.step_s], " s"),
     "step, nothing revived / baseline's": _spread(idle_step_ratio),
     "step that revives / baseline's": _spread(reviving_step_ratio),
     "cost of revival / its FLOPs' time": _cost,
+    "baseline's whole generation": _median(lambda case: [pair.baseline.total_s for pair in case.pairs], " s"),
+    "whole generation": _median(lambda case: [pair.other.total_s for pair in case.pairs], " s"),
     "whole generation / baseline's": _spread(total_ratio),
     "waits: prefill, step": lambda case: (
         "-" if case.untimed is None else f"{case.untimed.prefill_waits}, {case.untimed.step_waits}"
