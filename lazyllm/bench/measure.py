@@ -1,4 +1,4 @@
-"""The clock: pairs of neighbouring runs, and one more run of each method, untimed, for what would disturb the clock."""
+"""The clock: pairs of runs, and one more run of each method, untimed, for what would disturb the clock."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import gc
 import statistics
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lazyllm.bench.rate import product_rate
+from lazyllm.bench.turns import Turns, in_turns
 from lazyllm.bench.waits import Waits
 from lazyllm.decoder import open_decoder
 from lazyllm.flops import LayerShape, prefill_flops
-from lazyllm.generation import Generation, generate, read_clock
+from lazyllm.generation import read_clock
 from lazyllm.memory import read_peak, reset_peak
 from lazyllm.methods import Baseline, Lazy, Method
 from lazyllm.prompt import Prompt
@@ -31,7 +32,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Run:
-    """One timed generation. step_s: seconds of each decoding step; revived: FLOPs of what each of them revived."""
+    """One timed generation. step_s: seconds of each decoding step; revived_flops: of what each of them revived.
+
+    product_flops_per_s: of a plain matrix product just before its prefill.
+    """
 
     ttft_s: float
     step_s: list[float]
@@ -42,7 +46,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two runs, one right after the other, on the same prompt."""
+    """Two runs on the same prompt: token by token in turns, or with transformers itself one after the other."""
 
     baseline: Run
     other: Run
@@ -96,27 +100,26 @@ def measure(
     warmup: int,
     baseline_untimed: Untimed,
 ) -> Case:
-    """Alternate the baseline and the method on a prompt [n]; None is transformers' `model(...)` and `generate`.
+    """The baseline and the method on a prompt [n], in turns; None is transformers' `model(...)` and `generate`.
 
     repeats: pairs to be timed after `warmup` such. 0 is for prompts that take many minutes: the only samples are then
         those of the runs that count memory and waits, one right after the other, of the prefill alone.
     baseline_untimed: of the baseline on the same prompt, just before.
     """
     n, config = prompt.shape[0], model.config
-    pairs, rate = [], product_rate(model, n)
+    pairs = []
     for repeat in range(warmup + repeats if repeats else 0):
-        runs: dict[bool, Run] = {}
-        for is_baseline in (True, False) if repeat % 2 == 0 else (False, True):
-            rate = product_rate(model, n)
-            one = Baseline() if is_baseline else method
-            runs[is_baseline] = (
-                _timed(model, one, prompt, new_tokens, rate) if one else _hf(model, prompt, new_tokens, rate)
-            )
+        baseline_first = repeat % 2 == 0
+        if method is None:
+            pair = _beside_transformers(model, prompt, new_tokens, baseline_first)
+        else:
+            pair = _beside_baseline(model, method, prompt, new_tokens, baseline_first)
         if repeat >= warmup:
-            pairs.append(Pair(runs[True], runs[False]))
+            pairs.append(pair)
     layers = config.num_hidden_layers
     of_method = untimed(model, method, prompt, new_tokens) if method else None
     if repeats == 0 and of_method is not None:
+        rate = product_rate(model, n)
         pairs = [Pair(*(Run(one.prefill_s, [], one.prefill_s, [], rate) for one in (baseline_untimed, of_method)))]
     return Case(
         name=name,
@@ -138,29 +141,40 @@ def _boundaries(method: Method | None, layers: int) -> int:
     return sum(ratio < 1 for ratio in Schedule.parse(method.schedule, layers).keep.values())
 
 
-def product_rate(model: PreTrainedModel, n: int) -> float:
-    """FLOP/s of one product of the prompt's size with a matrix of the MLP's, by PyTorch's `linear`."""
-    width, mlp = model.config.hidden_size, model.config.intermediate_size
-    draw = torch.Generator(model.device).manual_seed(0)
-    rows = torch.rand(n, width, device=model.device, generator=draw).to(model.dtype)
-    weight = torch.rand(mlp, width, device=model.device, generator=draw).to(model.dtype)
-    F.linear(rows[:1], weight)
-    start = read_clock(model.device)
-    repeats = 10 if model.device.type != "cpu" else 1
-    for _ in range(repeats):
-        F.linear(rows, weight)
-    return repeats * 2 * n * width * mlp / (read_clock(model.device) - start)
+def _beside_baseline(
+    model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int, baseline_first: bool
+) -> Pair:
+    """The two in turns: a pair, whichever of them begins."""
+    order = [Baseline(), method] if baseline_first else [method, Baseline()]
+    runs = [_run(model, one, done) for one, done in zip(order, in_turns(model, order, prompt, new_tokens), strict=True)]
+    return Pair(*(runs if baseline_first else reversed(runs)))
 
 
-def _timed(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int, rate: float) -> Run:
-    out = generate(model, prompt, method, new_tokens, eos_token_ids=())
-    revived = revived_flops(model, method, out) if isinstance(method, Lazy) else [0] * len(out.decode_step_s)
-    return Run(out.ttft_s, out.decode_step_s, out.total_s, revived, rate)
+def _beside_transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int, baseline_first: bool) -> Pair:
+    """The baseline and transformers itself, one whole generation after the other."""
+    if baseline_first:
+        return Pair(_alone(model, prompt, new_tokens), _transformers(model, prompt, new_tokens))
+    other = _transformers(model, prompt, new_tokens)
+    return Pair(_alone(model, prompt, new_tokens), other)
+
+
+def _alone(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> Run:
+    [done] = in_turns(model, [Baseline()], prompt, new_tokens)
+    return _run(model, Baseline(), done)
+
+
+def _run(model: PreTrainedModel, method: Method, done: Turns) -> Run:
+    first, *steps = done.seconds
+    revived = [0] * len(steps)
+    if isinstance(method, Lazy):
+        revived = revived_flops(model, method, done.selected, done.prompt_tokens)
+    return Run(first, steps, sum(done.seconds), revived, done.product_flops_per_s)
 
 
 @torch.inference_mode()
-def _hf(model: PreTrainedModel, prompt: Tensor, new_tokens: int, rate: float) -> Run:
-    """transformers' own prefill, logits of the last token only as ours, and the mean step of its own `generate`."""
+def _transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> Run:
+    """Its own prefill, logits of the last token only as ours, and its own `generate`, each step their mean."""
+    rate = product_rate(model, len(prompt))
     token_ids = prompt[None].to(model.device)
 
     def seconds(call: Callable[[], Tensor]) -> float:
@@ -178,20 +192,26 @@ def _hf(model: PreTrainedModel, prompt: Tensor, new_tokens: int, rate: float) ->
         return Run(ttft, [], ttft, [], rate)
     total = seconds(lambda: generated(new_tokens))
     step = (total - seconds(lambda: generated(1))) / (new_tokens - 1)
-    return Run(ttft, [step], total, [0], rate)
+    return Run(ttft, [step] * (new_tokens - 1), total, [0] * (new_tokens - 1), rate)
 
 
-def revived_flops(model: PreTrainedModel, method: Lazy, out: Generation) -> list[int]:
-    """For each decoding step, the FLOPs that its revived tokens take where they are computed, from the selections."""
+def revived_flops(
+    model: PreTrainedModel, method: Lazy, selected: Sequence[Mapping[int, list[int]]], prompt_tokens: int
+) -> list[int]:
+    """For each decoding step, the FLOPs that its revived tokens take where they are computed, from the selections.
+
+    selected: prefill's and each step's, as in `Generation`. A prompt token that is in one for the first time is revived
+    in that step.
+    """
     layers = model.config.num_hidden_layers
     shape = LayerShape.of(model.config)
     cuts = [cut for cut in Schedule.parse(method.schedule, layers).keep if cut < layers]
-    per_step = [0] * (len(out.selected) - 1)
+    per_step = [0] * (len(selected) - 1)
     for cut, end in zip(cuts, [*cuts[1:], layers], strict=True):
-        stored = set(out.selected[0][cut])
-        for step, selected in enumerate(out.selected[1:]):
-            present = selected[cut]
-            revived = [position for position in present if position not in stored and position < out.prompt_tokens]
+        stored = set(selected[0][cut])
+        for step, of_step in enumerate(selected[1:]):
+            present = of_step[cut]
+            revived = [position for position in present if position not in stored and position < prompt_tokens]
             stored.update(revived)
             pairs = sum(bisect_right(present, position) for position in revived)
             per_step[step] += (end - cut) * (len(revived) * shape.linear_flops + pairs * shape.pair_flops)

@@ -30,24 +30,28 @@ def total_ratio(pair: Pair) -> float:
 
 
 def idle_step_ratio(pair: Pair) -> float | None:
-    """The median step in which nothing is revived, over the baseline's median step; None where there is no such."""
-    return _step_ratio(pair, revives=False)
+    """The median, over the steps in which nothing is revived, of its seconds over those of the baseline's same step.
+
+    None where there is no such step.
+    """
+    return _median_ratio(_steps(pair, revives=False))
 
 
 def reviving_step_ratio(pair: Pair) -> float | None:
-    """The median step in which something is revived, over the baseline's median step; None where there is no such."""
-    return _step_ratio(pair, revives=True)
+    """The same over the steps in which something is revived."""
+    return _median_ratio(_steps(pair, revives=True))
 
 
 def revival_cost(pair: Pair, prefill_flops: int) -> float | None:
     """Seconds of the reviving steps beyond such that do not, over the revived tokens' FLOPs at prefill's rate.
 
+    A step that did not revive would take as much more than the baseline's same step as those that do not.
     prefill_flops: of the method's own prefill, whose measured seconds give the rate. None without steps of each kind.
     """
-    idle, reviving = _steps(pair.other, revives=False), _steps(pair.other, revives=True)
-    if not idle or not reviving:
+    idle, reviving = idle_step_ratio(pair), _steps(pair, revives=True)
+    if idle is None or not reviving:
         return None
-    beyond = sum(reviving) - len(reviving) * statistics.median(idle)
+    beyond = sum(seconds - idle * of_baseline for seconds, of_baseline in reviving)
     return beyond / (sum(pair.other.revived_flops) / prefill_flops * pair.other.ttft_s)
 
 
@@ -56,13 +60,15 @@ def utilisation(run: Run, prefill_flops: int) -> float:
     return prefill_flops / run.ttft_s / run.product_flops_per_s
 
 
-def _steps(run: Run, revives: bool) -> list[float]:
-    return [seconds for seconds, flops in zip(run.step_s, run.revived_flops, strict=True) if (flops > 0) == revives]
+def _steps(pair: Pair, revives: bool) -> list[tuple[float, float]]:
+    """(seconds, of the baseline's same step) of the steps of one kind."""
+    other = pair.other
+    steps = zip(other.step_s, pair.baseline.step_s, other.revived_flops, strict=True)
+    return [(seconds, of_baseline) for seconds, of_baseline, flops in steps if (flops > 0) == revives]
 
 
-def _step_ratio(pair: Pair, revives: bool) -> float | None:
-    steps = _steps(pair.other, revives)
-    return statistics.median(steps) / statistics.median(pair.baseline.step_s) if steps else None
+def _median_ratio(steps: Sequence[tuple[float, float]]) -> float | None:
+    return statistics.median(seconds / of_baseline for seconds, of_baseline in steps) if steps else None
 
 
 def _spread(of_pair: Callable[[Pair], float | None]) -> Callable[[Case], str]:

@@ -28,11 +28,12 @@ PAIR = Pair(Run(8.0, [2.0, 4.0, 1.0], 15.0, [0, 0, 0], 50.0), Run(4.0, [3.0, 2.0
 
 
 def test_ratios_by_hand() -> None:
-    assert idle_step_ratio(PAIR) == 2.0 / 2.0
-    assert reviving_step_ratio(PAIR) == 4.0 / 2.0
+    assert idle_step_ratio(PAIR) == 2 / 4
+    assert reviving_step_ratio(PAIR) == (3 / 2 + 5 / 1) / 2
     assert total_ratio(PAIR) == 14.0 / 15.0
-    # 3 + 5 - 2 * 2 s beyond steps that revive nothing; 40 FLOPs at 80 FLOPs in 4 s are 2 s
-    assert revival_cost(PAIR, prefill_flops=80) == 4.0 / 2.0
+    # had they revived nothing, steps of 3 and 5 s would take half of the baseline's 2 and 1 s; 40 FLOPs at 80 in 4 s
+    # are 2 s
+    assert revival_cost(PAIR, prefill_flops=80) == (3 - 1 + 5 - 0.5) / 2
     assert utilisation(PAIR.other, prefill_flops=80) == 80 / 4.0 / 50.0
     nothing = Pair(PAIR.baseline, Run(4.0, [2.0, 2.0, 2.0], 10.0, [0, 0, 0], 50.0))
     assert (reviving_step_ratio(nothing), revival_cost(nothing, 80)) == (None, None)
@@ -48,7 +49,7 @@ def test_revived_flops_are_those_of_the_products_that_run() -> None:
     prompt = torch.randint(0, 97, (24,), generator=torch.Generator().manual_seed(1))
     method = Lazy(schedule)
     out = lazyllm.generate(model, prompt, method, 6, ())
-    found = revived_flops(model, method, out)
+    found = revived_flops(model, method, out.selected, 24)
     shape = LayerShape.of(model.config)
     with torch.inference_mode(), open_decoder(model) as decoder:
         session = method.start(decoder, Prompt(prompt), 6)
@@ -69,12 +70,10 @@ def test_revived_flops_are_those_of_the_products_that_run() -> None:
 
 def test_attention_of_what_is_revived_is_counted_pair_by_pair() -> None:
     model, shape = random_model("llama", 0, num_layers=3), LayerShape.of(random_model("llama", 0, num_layers=3).config)
-    out = lazyllm.generate(model, [1, 2, 3, 4, 5, 6], Lazy({1: 0.5}), 3, ())
     # prefill goes on with 0, 4, 5; the first step's set holds 0, 2, 3 and itself, the second's 0, 2, 5
     selected = [{1: [0, 4, 5]}, {1: [0, 2, 3, 6]}, {1: [0, 2, 5, 6, 7]}]
-    object.__setattr__(out, "selected", selected)
     # revived: 2, which attends to 0 and 2, and 3, which attends to 0, 2 and 3; in each of two layers
-    assert revived_flops(model, Lazy({1: 0.5}), out) == [2 * (2 * shape.linear_flops + 5 * shape.pair_flops), 0]
+    assert revived_flops(model, Lazy({1: 0.5}), selected, 6) == [2 * (2 * shape.linear_flops + 5 * shape.pair_flops), 0]
 
 
 def test_steered_sessions_revive_when_they_are_told_to() -> None:

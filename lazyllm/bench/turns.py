@@ -1,0 +1,67 @@
+"""Generations that take turns, token by token: what slows a machine for a while slows each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lazyllm.bench.rate import product_rate
+from lazyllm.decoder import Decoder, open_decoder
+from lazyllm.generation import read_clock
+from lazyllm.methods import Method
+from lazyllm.prompt import Prompt
+from lazyllm.session import Session
+
+
+class Turns:
+    """One generation, as `lazyllm.generate` makes it, a token at a call.
+
+    seconds: of each token, the first one's with the start of the session. product_flops_per_s: see `product_rate`.
+    """
+
+    def __init__(self, decoder: Decoder, method: Method, prompt: Tensor, new_tokens: int) -> None:
+        self.seconds: list[float] = []
+        self.product_flops_per_s = 0.0
+        self._decoder = decoder
+        self._method = method
+        self._prompt = prompt
+        self._new_tokens = new_tokens
+        self._session: Session | None = None
+        self._token_id = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._prompt)
+
+    @property
+    def selected(self) -> list[dict[int, list[int]]]:
+        """As in `lazyllm.generation.Generation`."""
+        assert self._session is not None
+        return [{layer: kept.tolist() for layer, kept in step.items()} for step in self._session.selected]
+
+    def take(self) -> None:
+        """Generate the next token."""
+        if self._session is None:
+            self.product_flops_per_s = product_rate(self._decoder.model, self.prompt_tokens)
+        start = read_clock(self._decoder.device)
+        if self._session is None:
+            self._session = self._method.start(self._decoder, Prompt(self._prompt), self._new_tokens)
+            logits = self._session.prefill(self._prompt.to(self._decoder.device))
+        else:
+            logits = self._session.step(self._token_id)
+        self._token_id = int(logits.argmax())
+        self.seconds.append(read_clock(self._decoder.device) - start)
+
+
+@torch.inference_mode()
+def in_turns(model: PreTrainedModel, methods: Sequence[Method], prompt: Tensor, new_tokens: int) -> list[Turns]:
+    """Continue a prompt [n] with each of the methods, the first token of each before the second of any."""
+    with open_decoder(model) as decoder:
+        generations = [Turns(decoder, method, prompt, new_tokens) for method in methods]
+        for _ in range(new_tokens):
+            for one in generations:
+                one.take()
+    return generations
