@@ -126,9 +126,9 @@ class GroupCache:
         stop, text = self.length, self._text_length
         self._positions[start:stop] = positions
         self.slot_of[positions] = self._all[start:stop]
-        to_come = self._all[text:]
-        self._positions[stop : stop + len(to_come)] = to_come
-        self.slot_of[text:] = self._all[stop : stop + len(to_come)]
+        last = stop + self._all.shape[0] - text
+        self._positions[stop:last] = self._all[text:]
+        self.slot_of[text:] = self._all[stop:last]
         self._absent = None
 
     def _grow(self, capacity: int) -> None:

@@ -85,7 +85,7 @@ def generate(
         raise ValueError(f"max_new_tokens is at least 1, got {max_new_tokens}")
     check_fits(model, method, prompt)
     end_ids = _end_ids(model) if eos_token_ids is None else frozenset(eos_token_ids)
-    return continue_prompt(model, prompt, method, max_new_tokens, _greedy(end_ids, min_new_tokens))
+    return continue_prompt(model, prompt, method, max_new_tokens, greedy(end_ids, min_new_tokens))
 
 
 @torch.inference_mode()
@@ -171,8 +171,12 @@ def _end_ids(model: PreTrainedModel) -> frozenset[int]:
     return frozenset([own] if isinstance(own, int) else own)
 
 
-def _greedy(end_ids: frozenset[int], min_new_tokens: int) -> Choose:
-    """The token with the highest logit; of equals the one that `torch.argmax` finds, as in transformers."""
+def greedy(end_ids: frozenset[int] = frozenset(), min_new_tokens: int = 0) -> Choose:
+    """The token with the highest logit; of equals the one that `torch.argmax` finds, as in transformers.
+
+    end_ids, min_new_tokens: as in `generate`. The chooser counts, so each generation needs one of its own; it raises
+    FloatingPointError where the highest logit is not finite.
+    """
     chosen = 0
 
     def choose(logits: Tensor) -> tuple[int, bool]:

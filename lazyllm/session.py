@@ -122,7 +122,7 @@ class Session:
         return batch
 
     def cross_in_step(self, index: int, batch: Batch) -> Batch:
-        """What group `index + 1` computes in this decoding step, the newest token last."""
+        """What group `index + 1` computes in this decoding step: the newest token, behind others or alone."""
         return batch
 
     def chosen(self, cache: GroupCache, batch: Batch) -> Tensor | None:

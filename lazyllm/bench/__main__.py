@@ -2,7 +2,8 @@
 
 One process, random weights, a seeded random prompt. The baseline and a method generate in turns, token by token, so
 that what slows the machine for a while slows both; transformers itself and the baseline, one whole generation after the
-other. Ratios are those of such a pair, reported as the median over the pairs with its quartiles.
+other. Ratios are those of such a pair, reported as the median over the pairs with its quartiles. Two generations in
+turns hold their KV caches at once.
 
     python -m lazyllm.bench --shape llama-1b --threads 1 --tokens 2000 --new-tokens 33 --method paper --against hf
     python -m lazyllm.bench --shape llama2-7b --tokens 1000 3500 --new-tokens 65 --method paper@0.02 --json out.json

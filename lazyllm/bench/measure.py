@@ -34,7 +34,8 @@ T = TypeVar("T")
 class Run:
     """One timed generation. step_s: seconds of each decoding step; revived_flops: of what each of them revived.
 
-    product_flops_per_s: of a plain matrix product just before its prefill.
+    Of transformers' own the mean step alone is known. product_flops_per_s: of a plain matrix product just before its
+    prefill.
     """
 
     ttft_s: float
@@ -117,9 +118,9 @@ def measure(
         if repeat >= warmup:
             pairs.append(pair)
     layers = config.num_hidden_layers
+    rate = product_rate(model, n)
     of_method = untimed(model, method, prompt, new_tokens) if method else None
     if repeats == 0 and of_method is not None:
-        rate = product_rate(model, n)
         pairs = [Pair(*(Run(one.prefill_s, [], one.prefill_s, [], rate) for one in (baseline_untimed, of_method)))]
     return Case(
         name=name,
@@ -146,7 +147,7 @@ def _beside_baseline(
 ) -> Pair:
     """The two in turns: a pair, whichever of them begins."""
     order = [Baseline(), method] if baseline_first else [method, Baseline()]
-    runs = [_run(model, one, done) for one, done in zip(order, in_turns(model, order, prompt, new_tokens), strict=True)]
+    runs = [_run(model, done) for done in in_turns(model, order, prompt, new_tokens)]
     return Pair(*(runs if baseline_first else reversed(runs)))
 
 
@@ -160,20 +161,20 @@ def _beside_transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int
 
 def _alone(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> Run:
     [done] = in_turns(model, [Baseline()], prompt, new_tokens)
-    return _run(model, Baseline(), done)
+    return _run(model, done)
 
 
-def _run(model: PreTrainedModel, method: Method, done: Turns) -> Run:
+def _run(model: PreTrainedModel, done: Turns) -> Run:
     first, *steps = done.seconds
     revived = [0] * len(steps)
-    if isinstance(method, Lazy):
-        revived = revived_flops(model, method, done.selected, done.prompt_tokens)
+    if isinstance(done.method, Lazy):
+        revived = revived_flops(model, done.method, done.selected, done.prompt_tokens)
     return Run(first, steps, sum(done.seconds), revived, done.product_flops_per_s)
 
 
 @torch.inference_mode()
 def _transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> Run:
-    """Its own prefill, logits of the last token only as ours, and its own `generate`, each step their mean."""
+    """Its own prefill, logits of the last token only as ours, and the mean step of its own `generate`."""
     rate = product_rate(model, len(prompt))
     token_ids = prompt[None].to(model.device)
 
@@ -192,7 +193,7 @@ def _transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> Ru
         return Run(ttft, [], ttft, [], rate)
     total = seconds(lambda: generated(new_tokens))
     step = (total - seconds(lambda: generated(1))) / (new_tokens - 1)
-    return Run(ttft, [step] * (new_tokens - 1), total, [0] * (new_tokens - 1), rate)
+    return Run(ttft, [step], total, [0], rate)
 
 
 def revived_flops(

@@ -36,7 +36,7 @@ def _methods(*methods: str) -> list[str]:
 _STEPS = [*_methods("paper", "paper@0.02", "keep1"), "--against", "hf"]
 
 ON_CPU: Mapping[str, Sequence[str]] = {
-    "steps": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "17", *_STEPS, "--repeats", "3",
+    "steps": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "33", *_STEPS, "--repeats", "3",
               "--warmup", "1"],
     "answers": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "1", "17", "129", "512",
                 *_methods("paper", '{"2": 0.4, "6": 0.5}'), "--repeats", "1", "--warmup", "0"],

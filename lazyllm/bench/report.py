@@ -29,10 +29,17 @@ def total_ratio(pair: Pair) -> float:
     return pair.other.total_s / pair.baseline.total_s
 
 
+def step_ratio(pair: Pair) -> float | None:
+    """The mean step over the baseline's mean step; None where one token alone was generated."""
+    if not pair.other.step_s:
+        return None
+    return statistics.fmean(pair.other.step_s) / statistics.fmean(pair.baseline.step_s)
+
+
 def idle_step_ratio(pair: Pair) -> float | None:
     """The median, over the steps in which nothing is revived, of its seconds over those of the baseline's same step.
 
-    None where there is no such step.
+    None where there is no such step, and of transformers, whose single steps are not known.
     """
     return _median_ratio(_steps(pair, revives=False))
 
@@ -45,13 +52,13 @@ def reviving_step_ratio(pair: Pair) -> float | None:
 def revival_cost(pair: Pair, prefill_flops: int) -> float | None:
     """Seconds of the reviving steps beyond such that do not, over the revived tokens' FLOPs at prefill's rate.
 
-    A step that did not revive would take as much more than the baseline's same step as those that do not.
+    Without what it revives, a step would take as much more than the baseline's median one as those that revive nothing.
     prefill_flops: of the method's own prefill, whose measured seconds give the rate. None without steps of each kind.
     """
     idle, reviving = idle_step_ratio(pair), _steps(pair, revives=True)
     if idle is None or not reviving:
         return None
-    beyond = sum(seconds - idle * of_baseline for seconds, of_baseline in reviving)
+    beyond = sum(seconds for seconds, _ in reviving) - len(reviving) * idle * statistics.median(pair.baseline.step_s)
     return beyond / (sum(pair.other.revived_flops) / prefill_flops * pair.other.ttft_s)
 
 
@@ -62,8 +69,10 @@ def utilisation(run: Run, prefill_flops: int) -> float:
 
 def _steps(pair: Pair, revives: bool) -> list[tuple[float, float]]:
     """(seconds, of the baseline's same step) of the steps of one kind."""
-    other = pair.other
-    steps = zip(other.step_s, pair.baseline.step_s, other.revived_flops, strict=True)
+    baseline, other = pair.baseline, pair.other
+    if len(other.step_s) != len(baseline.step_s):
+        return []  # transformers' own
+    steps = zip(other.step_s, baseline.step_s, other.revived_flops, strict=True)
     return [(seconds, of_baseline) for seconds, of_baseline, flops in steps if (flops > 0) == revives]
 
 
@@ -132,8 +141,9 @@ ROWS: dict[str, Callable[[Case], str]] = {
     ),
     "baseline's step": _median(lambda case: [step for pair in case.pairs for step in pair.baseline.step_s], " s"),
     "step": _median(lambda case: [step for pair in case.pairs for step in pair.other.step_s], " s"),
-    "step, nothing revived / baseline's": _spread(idle_step_ratio),
-    "step that revives / baseline's": _spread(reviving_step_ratio),
+    "step / baseline's": _spread(step_ratio),
+    "  nothing revived / baseline's": _spread(idle_step_ratio),
+    "  reviving / baseline's": _spread(reviving_step_ratio),
     "cost of revival / its FLOPs' time": _cost,
     "baseline's whole generation": _median(lambda case: [pair.baseline.total_s for pair in case.pairs], " s"),
     "whole generation": _median(lambda case: [pair.other.total_s for pair in case.pairs], " s"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lazyllm.bench.measure import Case, Pair, Run, Untimed
-from lazyllm.bench.report import idle_step_ratio, revival_cost, total_ratio, ttft_speedup
+from lazyllm.bench.report import idle_step_ratio, revival_cost, step_ratio, total_ratio, ttft_speedup
 
 LONG = 2000  # tokens from which on a prefill is held against the arithmetic
 
@@ -130,9 +130,8 @@ def _step_against_transformers(case: Case) -> Iterable[float]:
 
 
 def _step_over_other(pair: Pair) -> float | None:
-    if not pair.other.step_s:
-        return None
-    return statistics.median(pair.baseline.step_s) / statistics.median(pair.other.step_s)
+    ratio = step_ratio(pair)
+    return None if ratio is None else 1 / ratio
 
 
 def _keep_one(case: Case) -> Iterable[float]:

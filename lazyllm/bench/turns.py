@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from lazyllm.bench.rate import product_rate
 from lazyllm.decoder import Decoder, open_decoder
-from lazyllm.generation import read_clock
+from lazyllm.generation import greedy, read_clock
 from lazyllm.methods import Method
 from lazyllm.prompt import Prompt
 from lazyllm.session import Session
@@ -25,11 +25,12 @@ class Turns:
     def __init__(self, decoder: Decoder, method: Method, prompt: Tensor, new_tokens: int) -> None:
         self.seconds: list[float] = []
         self.product_flops_per_s = 0.0
+        self.method = method
         self._decoder = decoder
-        self._method = method
         self._prompt = prompt
         self._new_tokens = new_tokens
         self._session: Session | None = None
+        self._choose = greedy()
         self._token_id = 0
 
     @property
@@ -48,17 +49,22 @@ class Turns:
             self.product_flops_per_s = product_rate(self._decoder.model, self.prompt_tokens)
         start = read_clock(self._decoder.device)
         if self._session is None:
-            self._session = self._method.start(self._decoder, Prompt(self._prompt), self._new_tokens)
+            self._session = self.method.start(self._decoder, Prompt(self._prompt), self._new_tokens)
             logits = self._session.prefill(self._prompt.to(self._decoder.device))
         else:
             logits = self._session.step(self._token_id)
-        self._token_id = int(logits.argmax())
+        self._token_id, _ = self._choose(logits)
         self.seconds.append(read_clock(self._decoder.device) - start)
 
 
 @torch.inference_mode()
 def in_turns(model: PreTrainedModel, methods: Sequence[Method], prompt: Tensor, new_tokens: int) -> list[Turns]:
-    """Continue a prompt [n] with each of the methods, the first token of each before the second of any."""
+    """Continue a prompt [n] with each of the methods, the first token of each before the second of any.
+
+    All of them hold their K and V at once. Raises FloatingPointError where logits are not finite.
+    """
+    for method in methods:
+        method.prepare(model)
     with open_decoder(model) as decoder:
         generations = [Turns(decoder, method, prompt, new_tokens) for method in methods]
         for _ in range(new_tokens):

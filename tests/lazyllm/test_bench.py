@@ -12,7 +12,14 @@ from transformers import LlamaConfig
 import lazyllm
 from lazyllm.bench.__main__ import main, method_of
 from lazyllm.bench.measure import Pair, Run, quartiles, revived_flops
-from lazyllm.bench.report import idle_step_ratio, revival_cost, reviving_step_ratio, total_ratio, utilisation
+from lazyllm.bench.report import (
+    idle_step_ratio,
+    revival_cost,
+    reviving_step_ratio,
+    step_ratio,
+    total_ratio,
+    utilisation,
+)
 from lazyllm.bench.shapes import SHAPES, build, config_of
 from lazyllm.bench.steered import SteeredLazy
 from lazyllm.bench.waits import Waits
@@ -31,14 +38,17 @@ def test_ratios_by_hand() -> None:
     assert idle_step_ratio(PAIR) == 2 / 4
     assert reviving_step_ratio(PAIR) == (3 / 2 + 5 / 1) / 2
     assert total_ratio(PAIR) == 14.0 / 15.0
-    # had they revived nothing, steps of 3 and 5 s would take half of the baseline's 2 and 1 s; 40 FLOPs at 80 in 4 s
+    assert step_ratio(PAIR) == (10 / 3) / (7 / 3)
+    # had they revived nothing, steps of 3 and 5 s would take half of the baseline's median 2 s; 40 FLOPs at 80 in 4 s
     # are 2 s
-    assert revival_cost(PAIR, prefill_flops=80) == (3 - 1 + 5 - 0.5) / 2
+    assert revival_cost(PAIR, prefill_flops=80) == (3 - 1 + 5 - 1) / 2
     assert utilisation(PAIR.other, prefill_flops=80) == 80 / 4.0 / 50.0
     nothing = Pair(PAIR.baseline, Run(4.0, [2.0, 2.0, 2.0], 10.0, [0, 0, 0], 50.0))
     assert (reviving_step_ratio(nothing), revival_cost(nothing, 80)) == (None, None)
     always = Pair(PAIR.baseline, Run(4.0, [2.0, 2.0, 2.0], 10.0, [1, 1, 1], 50.0))
     assert (idle_step_ratio(always), revival_cost(always, 80)) == (None, None)
+    transformers = Pair(PAIR.baseline, Run(9.0, [7.0], 23.0, [0], 50.0))
+    assert (step_ratio(transformers), idle_step_ratio(transformers)) == (3.0, None)
     assert quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == (2.0, 3.0, 4.0)
     assert quartiles([7.0]) == (7.0, 7.0, 7.0)
 

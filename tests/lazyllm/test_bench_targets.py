@@ -40,7 +40,7 @@ HF = Case(
     1.0,
     120,
     120,
-    [Pair(run(12, [1.5, 1.5], [0, 0]), run(12.5, [2.0, 2.0], [0, 0]))],
+    [Pair(run(12, [1.5, 1.5], [0, 0]), run(12.5, [2.0], [0]))],
     None,
     untimed(400),
 )
@@ -86,7 +86,7 @@ def test_targets_that_are_missed() -> None:
     slow = Pair(run(12, [1.5, 1.5], [0, 0]), run(10, [4.5, 3.0], [8, 0]))
     worse = replace(LAZY, pairs=[slow], untimed=untimed(300, kv=70, aux=14, waits=(1, 5), share=0.02))
     quadratic = replace(LAZY, tokens=4000, untimed=untimed(1200))
-    hf = replace(HF, pairs=[Pair(run(12, [1.5, 1.5], [0, 0]), run(11, [1.0, 1.0], [0, 0]))])
+    hf = replace(HF, pairs=[Pair(run(12, [1.5, 1.5], [0, 0]), run(11, [1.0], [0]))])
     keep = replace(KEEP, pairs=[Pair(run(12, [1.5, 1.5], [0, 0]), run(12, [1.8, 1.8], [0, 0]))])
     found = rows(worse, quadratic, hf, keep)
     assert {what for what, cells in found.items() if not cells[3].startswith("missed")} == set()

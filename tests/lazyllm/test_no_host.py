@@ -1,7 +1,8 @@
 """Nothing in a prefill or a step needs a number that is on the device, but for one question at each boundary.
 
-The model and all tensors are on "meta", a device without numbers that every machine has: whoever asked for one, in a
-way that no counter of calls knows (`item`, a mask as an index, a transfer to the host), would fail.
+The model and all tensors are on "meta", a device without numbers that every machine has: whoever asks for one, also by a
+call that nobody has thought of counting, fails. What would wait on an accelerator and needs no number here (a mask as an
+index to write at, a transfer) is refused.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class OnDevice(TorchDispatchMode):
         target = args[1].device if name == "copy_" else (kwargs or {}).get("device")
         if name in ("copy_", "_to_copy") and target not in (None, args[0].device):
             raise AssertionError("a transfer between the host and the device")
+        if name.startswith("index_put") and any(one is not None and one.dtype == torch.bool for one in args[1]):
+            raise AssertionError("a mask as an index")
         out = func(*args, **(kwargs or {}))
         self.host += [name for one in tree_leaves((args, kwargs, out)) if torch.is_tensor(one) and one.device != META]
         return out
@@ -87,6 +90,8 @@ def test_what_it_would_find() -> None:
         device.sum().item()
     with pytest.raises(AssertionError, match="a transfer"), OnDevice(0):
         device.to("cpu")
+    with pytest.raises(AssertionError, match="a mask"), OnDevice(0):
+        device[device > 0] = 2.0
     with OnDevice(0) as watch:
         torch.zeros(2)
     assert watch.host == ["zeros"]
