@@ -1,8 +1,8 @@
 """Nothing in a prefill or a step needs a number that is on the device, but for one question at each boundary.
 
-The model and all tensors are on "meta", a device without numbers that every machine has: whoever asks for one, also by a
-call that nobody has thought of counting, fails. What would wait on an accelerator and needs no number here (a mask as an
-index to write at, a transfer) is refused.
+The model and all tensors are on "meta", a device without numbers that every machine has: whoever asks for one, also by
+a call that nobody has thought of counting, fails. What would wait on an accelerator and needs no number here (a mask as
+an index to write at, a transfer) is refused.
 """
 
 from __future__ import annotations
