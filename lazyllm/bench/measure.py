@@ -154,8 +154,8 @@ def _beside_baseline(
 def _beside_transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int, baseline_first: bool) -> Pair:
     """The baseline and transformers itself, one whole generation after the other."""
     if baseline_first:
-        return Pair(_alone(model, prompt, new_tokens), _transformers(model, prompt, new_tokens))
-    other = _transformers(model, prompt, new_tokens)
+        return Pair(_alone(model, prompt, new_tokens), _transformers(model, prompt, new_tokens, prefill_first=True))
+    other = _transformers(model, prompt, new_tokens, prefill_first=False)
     return Pair(_alone(model, prompt, new_tokens), other)
 
 
@@ -173,8 +173,11 @@ def _run(model: PreTrainedModel, done: Turns) -> Run:
 
 
 @torch.inference_mode()
-def _transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> Run:
-    """Its own prefill, logits of the last token only as ours, and the mean step of its own `generate`."""
+def _transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int, prefill_first: bool) -> Run:
+    """Its own prefill, logits of the last token only as ours, and the mean step of its own `generate`.
+
+    prefill_first: the order of the two, for the prefill to be next to the baseline's.
+    """
     rate = product_rate(model, len(prompt))
     token_ids = prompt[None].to(model.device)
 
@@ -188,12 +191,16 @@ def _transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> Ru
             token_ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
         )
 
-    ttft = seconds(lambda: model(token_ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax().cpu())
+    def prefill() -> float:
+        return seconds(lambda: model(token_ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax().cpu())
+
     if new_tokens == 1:
+        ttft = prefill()
         return Run(ttft, [], ttft, [], rate)
-    total = seconds(lambda: generated(new_tokens))
-    step = (total - seconds(lambda: generated(1))) / (new_tokens - 1)
-    return Run(ttft, [step], total, [0], rate)
+    before = [prefill()] if prefill_first else []
+    total, one = seconds(lambda: generated(new_tokens)), seconds(lambda: generated(1))
+    [ttft] = before or [prefill()]
+    return Run(ttft, [(total - one) / (new_tokens - 1)], total, [0], rate)
 
 
 def revived_flops(

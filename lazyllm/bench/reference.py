@@ -38,6 +38,9 @@ _STEPS = [*_methods("paper", "paper@0.02", "keep1"), "--against", "hf"]
 ON_CPU: Mapping[str, Sequence[str]] = {
     "steps": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "33", *_STEPS, "--repeats", "3",
               "--warmup", "1"],
+    # whole generations one after the other: it takes more pairs to see through the machine's ups and downs
+    "transformers": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "9", *_methods("keep1"), "--against",
+                     "hf", "--repeats", "9", "--warmup", "1"],
     "answers": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "1", "17", "129", "512",
                 *_methods("paper", '{"2": 0.4, "6": 0.5}'), "--repeats", "1", "--warmup", "0"],
     "curve": ["--shape", "llama-1b", "--tokens", "1000", "2000", "4000", "8000", "--new-tokens", "1",
