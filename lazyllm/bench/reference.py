@@ -41,8 +41,10 @@ ON_CPU: Mapping[str, Sequence[str]] = {
     # whole generations one after the other: it takes more pairs to see through the machine's ups and downs
     "transformers": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "9", *_methods("keep1"), "--against",
                      "hf", "--repeats", "9", "--warmup", "1"],
-    "answers": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "1", "17", "129", "512",
-                *_methods("paper", '{"2": 0.4, "6": 0.5}'), "--repeats", "1", "--warmup", "0"],
+    "answers": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "1", "17",
+                *_methods("paper", '{"2": 0.4, "6": 0.5}'), "--repeats", "3", "--warmup", "0"],
+    "long_answers": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "129", "512",
+                     *_methods("paper", '{"2": 0.4, "6": 0.5}'), "--repeats", "1", "--warmup", "0"],
     "curve": ["--shape", "llama-1b", "--tokens", "1000", "2000", "4000", "8000", "--new-tokens", "1",
               *_methods("paper"), "--repeats", "2", "--warmup", "0"],
     "long": ["--shape", "llama-1b", "--tokens", "16000", "32000", "--new-tokens", "1", *_methods("paper"),
