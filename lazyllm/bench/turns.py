@@ -19,10 +19,12 @@ from lazyllm.session import Session
 class Turns:
     """One generation, as `lazyllm.generate` makes it, a token at a call.
 
-    seconds: of each token, the first one's with the start of the session. product_flops_per_s: see `product_rate`.
+    token_ids: so far. seconds: of each of them, the first one's with the start of the session. product_flops_per_s: see
+        `product_rate`, just before the first.
     """
 
     def __init__(self, decoder: Decoder, method: Method, prompt: Tensor, new_tokens: int) -> None:
+        self.token_ids: list[int] = []
         self.seconds: list[float] = []
         self.product_flops_per_s = 0.0
         self.method = method
@@ -31,7 +33,6 @@ class Turns:
         self._new_tokens = new_tokens
         self._session: Session | None = None
         self._choose = greedy()
-        self._token_id = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -52,9 +53,10 @@ class Turns:
             self._session = self.method.start(self._decoder, Prompt(self._prompt), self._new_tokens)
             logits = self._session.prefill(self._prompt.to(self._decoder.device))
         else:
-            logits = self._session.step(self._token_id)
-        self._token_id, _ = self._choose(logits)
+            logits = self._session.step(self.token_ids[-1])
+        token_id, _ = self._choose(logits)
         self.seconds.append(read_clock(self._decoder.device) - start)
+        self.token_ids.append(token_id)
 
 
 @torch.inference_mode()

@@ -22,10 +22,11 @@ from lazyllm.bench.report import (
 )
 from lazyllm.bench.shapes import SHAPES, build, config_of
 from lazyllm.bench.steered import SteeredLazy
+from lazyllm.bench.turns import in_turns
 from lazyllm.bench.waits import Waits
 from lazyllm.decoder import open_decoder
 from lazyllm.flops import LayerShape
-from lazyllm.methods import Lazy
+from lazyllm.methods import Baseline, Lazy
 from lazyllm.prompt import Prompt
 from tests.reference import random_model
 
@@ -119,6 +120,19 @@ def test_waits_are_seen(call, waits: int) -> None:
     with Waits() as counter:
         call(numbers)
     assert len(counter.found) == waits
+
+
+def test_generations_in_turns_are_those_alone() -> None:
+    model = random_model("llama", 5, num_layers=4)
+    prompt = torch.randint(0, 97, (30,), generator=torch.Generator().manual_seed(2))
+    methods = [Lazy({1: 0.5, 3: 0.6}), Baseline(), Lazy({2: 0.3})]
+    alone = [lazyllm.generate(model, prompt, method, 7, ()) for method in methods]
+    assert len({tuple(one.token_ids) for one in alone}) > 1
+    for done, expected in zip(in_turns(model, methods, prompt, 7), alone, strict=True):
+        assert (done.token_ids, done.selected) == (expected.token_ids, expected.selected)
+        assert len(done.seconds) == 7
+        assert done.product_flops_per_s > 0
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_shapes() -> None:
