@@ -38,7 +38,9 @@ _STEPS = [*_methods("paper", "paper@0.02", "keep1"), "--against", "hf"]
 ON_CPU: Mapping[str, Sequence[str]] = {
     "steps": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "33", *_STEPS, "--repeats", "3",
               "--warmup", "1"],
-    # whole generations one after the other: it takes more pairs to see through the machine's ups and downs
+    # what does not take turns token by token needs more pairs to see through the machine's ups and downs
+    "prefill": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "1", *_methods("paper"), "--against", "hf",
+                "--repeats", "12", "--warmup", "1"],
     "transformers": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "9", *_methods("keep1"), "--against",
                      "hf", "--repeats", "9", "--warmup", "1"],
     "answers": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "1", "17",

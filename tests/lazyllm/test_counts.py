@@ -90,6 +90,28 @@ def test_operations_of_a_step_in_which_nothing_is_revived(kv_heads: int) -> None
     assert [step.work for step in keeping] == [step.work for step in baseline[:3]]
 
 
+@pytest.mark.parametrize("kv_heads", [HEADS, 1])
+def test_the_baseline_does_no_more_than_the_model_itself(kv_heads: int) -> None:
+    """Every large operation as often as `model(...)`, and no more small ones: nothing that LazyLLM is held against."""
+    model, prompt = small_llama(kv_heads, dtype=torch.bfloat16), prompt_of(200)
+    with torch.inference_mode():
+        with Seen() as their_prefill:
+            cache = model(prompt[None], use_cache=True, logits_to_keep=1).past_key_values
+        with Seen() as their_step:
+            model(prompt[None, :1], use_cache=True, logits_to_keep=1, past_key_values=cache)
+        with open_decoder(model) as decoder:
+            session = Baseline().start(decoder, Prompt(prompt), 2)
+            with Seen() as our_prefill:
+                session.prefill(prompt)
+            with Seen() as our_step:
+                session.step(int(prompt[0]))
+    for ours, theirs in ((our_prefill, their_prefill), (our_step, their_step)):
+        for name in ("linear", "scaled_dot_product_attention", "mul", "add", "pow", "mean", "silu"):
+            assert abs(ours.names[name] - theirs.names[name]) <= (name == "add")
+    assert our_prefill.work <= their_prefill.work + 2  # where the prompt's tokens are stored, written down once
+    assert our_step.work <= their_step.work
+
+
 def test_operations_of_a_step_that_revives() -> None:
     model, boundaries = small_llama(), 3
     baseline, _ = steps_of(model, Baseline(), 200, 1)
