@@ -108,6 +108,7 @@ def measure(
     baseline_untimed: of the baseline on the same prompt, just before.
     """
     n, config = prompt.shape[0], model.config
+    rate = 0.0 if repeats else product_rate(model, n)  # each pair takes its own
     pairs = []
     for repeat in range(warmup + repeats if repeats else 0):
         baseline_first = repeat % 2 == 0
@@ -118,7 +119,6 @@ def measure(
         if repeat >= warmup:
             pairs.append(pair)
     layers = config.num_hidden_layers
-    rate = product_rate(model, n)
     of_method = untimed(model, method, prompt, new_tokens) if method else None
     if repeats == 0 and of_method is not None:
         pairs = [Pair(*(Run(one.prefill_s, [], one.prefill_s, [], rate) for one in (baseline_untimed, of_method)))]
@@ -197,10 +197,9 @@ def _transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int, prefi
     if new_tokens == 1:
         ttft = prefill()
         return Run(ttft, [], ttft, [], rate)
-    before = [prefill()] if prefill_first else []
+    ttft = prefill() if prefill_first else None
     total, one = seconds(lambda: generated(new_tokens)), seconds(lambda: generated(1))
-    [ttft] = before or [prefill()]
-    return Run(ttft, [(total - one) / (new_tokens - 1)], total, [0], rate)
+    return Run(prefill() if ttft is None else ttft, [(total - one) / (new_tokens - 1)], total, [0], rate)
 
 
 def revived_flops(

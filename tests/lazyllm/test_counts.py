@@ -92,7 +92,7 @@ def test_operations_of_a_step_in_which_nothing_is_revived(kv_heads: int) -> None
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 1])
 def test_the_baseline_does_no_more_than_the_model_itself(kv_heads: int) -> None:
-    """Every large operation as often as `model(...)`, and no more small ones: nothing that LazyLLM is held against."""
+    """Every large operation as often as `model(...)`; of small ones two more in prefill, and no more in a step."""
     model, prompt = small_llama(kv_heads, dtype=torch.bfloat16), prompt_of(200)
     with torch.inference_mode():
         with Seen() as their_prefill:
