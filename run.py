@@ -3,7 +3,7 @@
 python run.py                                                    the embedded default, offline
 python run.py model=llama2 method=lazy dataset=hotpotqa          a checkpoint on LongBench
 python run.py -m experiment=table1 model=llama2,xgen             a job for each model and method
-python run.py -m ... hydra/launcher=submitit_slurm               the same on a cluster (conf/hydra/launcher)
+python run.py -m ... hydra/launcher=submitit_slurm               the same on a cluster (eval/conf/hydra/launcher)
 python run.py --help                                             every setting
 """
 
@@ -15,15 +15,15 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from eval import interrupt
-from eval.config import ConfigError, check_choice, check_launcher, register_schema, to_run_config
-from eval.job import run_job
-from eval.run import compare, run
+from eval.run import interrupt
+from eval.run.config import ConfigError, check_choice, check_launcher, register_schema, to_run_config
+from eval.run.job import run_job
+from eval.run.loop import compare, run
 
 register_schema()
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@hydra.main(version_base="1.3", config_path="eval/conf", config_name="config")
 def main(config: DictConfig) -> None:
     def work() -> None:
         settings = to_run_config(config)

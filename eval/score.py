@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.metrics import dataset_score, gold_problem, rouge_score_f, score_example, scored_text
-from eval.tasks import DATASETS, TASKS, Dataset
+from eval.benchmarks.datasets import DATASETS, TASKS, Dataset
+from eval.benchmarks.metrics import dataset_score, gold_problem, rouge_score_f, score_example, scored_text
 
 # LongBench's Chinese datasets: official folders hold them beside the English ones; the paper leaves them out.
 CHINESE_DATASETS = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")

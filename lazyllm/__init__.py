@@ -10,13 +10,13 @@ print(tokenizer.decode(output[0], skip_special_tokens=True))
 """
 
 from lazyllm import methods
-from lazyllm.decoder import UnsupportedModelError
-from lazyllm.generate_with import generate_with, using
-from lazyllm.generation import Generation, generate
-from lazyllm.models import ModelError, load_model
-from lazyllm.prompt import Prompt
-from lazyllm.schedule import Schedule
-from lazyllm.tokenizers import TokenizerError
+from lazyllm.engine.decoder import UnsupportedModelError
+from lazyllm.engine.generation import Generation, generate
+from lazyllm.engine.prompt import Prompt
+from lazyllm.integrations.transformers_generate import generate_with, using
+from lazyllm.methods.schedule import Schedule
+from lazyllm.models.load import ModelError, load_model
+from lazyllm.models.tokenizers import TokenizerError
 
 __all__ = [
     "Generation",

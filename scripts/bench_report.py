@@ -1,6 +1,6 @@
 """python -m scripts.bench_report FOLDER: a folder of benchmark results as one page with its table and pictures.
 
-FOLDER/*.json       what `python -m lazyllm.bench --json` or `python -m lazyllm.bench.reference FOLDER` wrote
+FOLDER/*.json       what `python -m lazyllm.bench --json` or `python -m lazyllm.bench.measure_all FOLDER` wrote
 FOLDER/README.md    made: the table of targets, what was measured with, the pictures
 FOLDER/speed.png, .svg, .pdf    made: time to the first token by length of the prompt, whole generations by answer
 """
@@ -16,9 +16,9 @@ from typing import Any
 
 from matplotlib.figure import Figure as MplFigure
 
-from eval.figures.style import COLOURS, LINES, MARKERS, grid, new_figure, save, styled
-from eval.store import write_whole
-from lazyllm.bench.measure import Case
+from eval.paper.figures.style import COLOURS, LINES, MARKERS, grid, new_figure, save, styled
+from eval.store.folder import write_whole
+from lazyllm.bench.clock import Case
 from lazyllm.bench.targets import cases_of, read_reports, table
 
 _FACTS = ("device", "cpu", "threads", "commit")

@@ -17,14 +17,14 @@ from typing import Any
 
 import pandas as pd
 
-from eval.paper import TABLES
-from eval.runs import StoredRun, find_runs
-from eval.store import StoreError, write_whole
-from eval.tables import Table
+from eval.paper.table import Table
+from eval.paper.tables import TABLES
+from eval.store.folder import StoreError, write_whole
+from eval.store.frame import StoredRun, find_runs
 
 Save = Callable[[Any, Path, Sequence[str]], list[Path]]
 
-# What to run for what is missing: an experiment of conf/experiment, or what any run gives
+# What to run for what is missing: an experiment of eval/conf/experiment, or what any run gives
 _COMMANDS = {
     "table1": "python run.py -m experiment=table1 model=llama2,xgen",
     "table2": "python run.py -m experiment=table2 model=llama2,xgen",
@@ -41,7 +41,7 @@ _ANY_RUN = "python run.py model=tiny method=lazy"
 def make_paper(runs: Sequence[StoredRun], out: Path, figures: Mapping[str, Any], save: Save) -> list[Path]:
     """Write everything into `out`, made if it is not there. Returns the paths, README.md first.
 
-    figures: {name: `eval.figures.Figure`}. save: `eval.figures.save`. Raises StoreError where a file cannot be written.
+    figures: {name: `Figure`}. save: `eval.paper.figures.save`. Raises StoreError where a file cannot be written.
     """
     for folder in ("tables", "figures"):
         (out / folder).mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         runs = find_runs(given.runs)
-        from eval.figures import FIGURES, save  # not at the top: matplotlib is slow to import, and writes caches
+        from eval.paper.figures import FIGURES, save  # not at the top: matplotlib is slow to import, and writes caches
 
         paths = make_paper(runs, given.out, FIGURES, save)
     except StoreError as error:

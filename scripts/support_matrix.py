@@ -2,7 +2,8 @@
 
     python -m scripts.support_matrix            # some minutes on one core
 
-The cells and what is checked in each are those of `tests/lazyllm/architecture_matrix.py`; nothing is written unless
+The cells and what is checked in each are those of `tests/lazyllm/engine/architecture_matrix.py`; nothing is written
+unless
 all of them hold.
 """
 
@@ -19,8 +20,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lazyllm import UnsupportedModelError
-from lazyllm.decoder import check_same_as_model, check_structure
-from tests.lazyllm.architecture_matrix import COLUMNS, METHODS, Cell, cells, check
+from lazyllm.engine.decoder import check_same_as_model, check_structure
+from tests.lazyllm.engine.architecture_matrix import COLUMNS, METHODS, Cell, cells, check
 from tests.reference import VARIANTS
 
 OUT = Path(__file__).parent.parent / "docs" / "architectures.md"
@@ -91,7 +92,8 @@ Written by `python -m scripts.support_matrix` with torch {torch.__version__.spli
 
 What a model is, is found out from the model and not from its name: its own code is run once with its layers left out,
 which shows what enters layer 1, which cos and sin and which mask each layer gets, and what becomes of the logits
-(`lazyllm/layout.py`); then a prompt and two decoding steps are run through the loop over the layers and through
+(`lazyllm/engine/architecture.py`); then a prompt and two decoding steps are run through the loop over the layers and
+through
 `model(...)`, and must give the same logits (`check_same_as_model`). So a decoder that is not in this table but is built
 like one that is (Ministral, OLMo 3, Cohere 2, Mixtral, Nemotron, ...) works too; only those of the table are held
 against an independent reference. FLOPs and ideal speedups are counted for gated MLPs without experts.

@@ -1,9 +1,11 @@
-"""Train the tiny Llama of `lazyllm/tiny` from scratch on the CPU, for the embedded suite (`eval/embedded.py`).
+"""Train the tiny Llama of `lazyllm/models/tiny` from scratch on the CPU, for the embedded suite
+(`eval/benchmarks/embedded.py`).
 
     nice -n 10 python scripts/train_tiny.py                     # train, resuming where a checkpoint lies in --work
-    python scripts/train_tiny.py --evaluate lazyllm/tiny        # score a saved model on the test split, from disk
+    python scripts/train_tiny.py --evaluate lazyllm/models/tiny        # score a saved model on the test split, from
+    disk
     python scripts/train_tiny.py --figure results/tiny          # draw the log
-    python scripts/train_tiny.py --placeholder lazyllm/tiny     # tokenizer and random weights only
+    python scripts/train_tiny.py --placeholder lazyllm/models/tiny     # tokenizer and random weights only
 
 Half of the early sequences are copying (random tokens of the whole vocabulary of which segments come again at varying
 distance), half are contexts of the suite with several questions. Contexts begin short, with few facts over few keys and
@@ -31,7 +33,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from eval import embedded  # noqa: E402
+from eval.benchmarks import embedded  # noqa: E402
 
 IGNORE = -100
 COPY = "copy"
@@ -457,8 +459,8 @@ def evaluate(folder: Path, count: int, split: str = "test", batch: int = 20) -> 
         One dict for each pair: `dataset, length, examples, score` (0 to 100, by the dataset's metric) and `exact` (% of
         answers that are the gold text, end and punctuation included).
     """
-    from eval.metrics import score_example
-    from eval.tasks import DATASETS
+    from eval.benchmarks.datasets import DATASETS
+    from eval.benchmarks.metrics import score_example
 
     model, tokenizer = load_folder(folder)
     results = []
@@ -525,7 +527,9 @@ def draw(log: Path, folder: Path) -> None:
                 rotation=90,  # stages may follow each other closely
                 fontsize="x-small",
             )
-    top.set_title("Training of lazyllm/tiny (grey: a new stage, with its sequence length in tokens)", fontsize="medium")
+    top.set_title(
+        "Training of lazyllm/models/tiny (grey: a new stage, with its sequence length in tokens)", fontsize="medium"
+    )
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / "training.png", dpi=120)
     figure.savefig(folder / "training.svg", metadata={"Date": None})

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.record import Record
-from eval.runs import StoredRun, as_frame, find_runs
-from eval.store import StoreError, write_whole
-from eval.summary import compared_markdown, summarise
-from eval.tasks import DATASETS, TASKS
-from eval.tracking import key_is_configured
+from eval.benchmarks.datasets import DATASETS, TASKS
+from eval.paper.summary import compared_markdown, summarise
+from eval.run.tracking import key_is_configured
+from eval.store.folder import StoreError, write_whole
+from eval.store.frame import StoredRun, as_frame, find_runs
+from eval.store.record import Record
 
 if TYPE_CHECKING:
     from wandb_workspaces.reports.v2.interface import Report

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import pytest
 
-from eval.config import LAUNCHERS, ConfigError, check_launcher
-from eval.runs import as_frame, find_runs
-from eval.store import read_run
+from eval.run.config import LAUNCHERS, ConfigError, check_launcher
+from eval.store.folder import read_run
+from eval.store.frame import as_frame, find_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 SLURM = ROOT / "scripts" / "dev" / "slurm_single_node.sh"
@@ -116,7 +116,7 @@ def test_a_launcher_that_is_not_installed_is_refused_with_what_to_do(launcher: s
     def no_package(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("eval.config.version", no_package)
+    monkeypatch.setattr("eval.run.config.version", no_package)
     package, extra = LAUNCHERS[launcher]
     with pytest.raises(ConfigError, match=rf"={launcher} needs the package {package}: .*--editable '\.\[{extra}\]'"):
         check_launcher(["-m", "seed=0,1", f"hydra/launcher={launcher}"])
@@ -125,7 +125,7 @@ def test_a_launcher_that_is_not_installed_is_refused_with_what_to_do(launcher: s
 
 
 def test_a_launcher_without_a_sweep_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr("eval.config.version", lambda _: "1.0")
+    monkeypatch.setattr("eval.run.config.version", lambda _: "1.0")
     with pytest.raises(ConfigError, match="give -m too"):
         check_launcher(["hydra/launcher=ray"])
     for fine in (["-m", "hydra/launcher=ray"], ["--cfg", "job", "hydra/launcher=ray"], ["hydra/launcher=basic"], []):

@@ -13,12 +13,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from eval.figures import FIGURES
-from eval.paper import TABLES
-from eval.runs import StoredRun, find_runs
+from eval.paper.figures import FIGURES
+from eval.paper.tables import TABLES
+from eval.store.frame import StoredRun, find_runs
 from scripts.make_paper import main, make_paper
-from tests.eval.test_runs import write_run
-from tests.eval.test_store import record
+from tests.eval.store.test_folder import record
+from tests.eval.store.test_frame import write_run
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESET = {"name": "lazy", "schedule": "table1", "prune_generated": False, "revive": True}

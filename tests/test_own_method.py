@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.runs import find_runs
-from eval.store import StoreError, read_run
+from eval.store.folder import StoreError, read_run
+from eval.store.frame import find_runs
 from tests.own_package import install_own_package
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eval.data import resolve_datasets
-from eval.record import Record
-from eval.store import read_run
-from eval.trace import read_trace
+from eval.benchmarks.longbench import resolve_datasets
+from eval.run.tracing import read_trace
+from eval.store.folder import read_run
+from eval.store.record import Record
 from lazyllm import Schedule
 from lazyllm.methods import METHODS
 

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval import embedded
+from eval.benchmarks import embedded
 from scripts import train_tiny
 
-TINY = Path(__file__).resolve().parents[1] / "lazyllm" / "tiny"
+TINY = Path(__file__).resolve().parents[1] / "lazyllm" / "models" / "tiny"
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_loaded_tokenizer_is_lossless_and_the_built_one(tokenizer):
 
 
 def test_real_rows_survive_the_tokenizer(tokenizer):
-    files = sorted((TINY.parents[1].parent / "shared" / "longbench").glob("**/*.jsonl"))
+    files = sorted((TINY.parents[2].parent / "shared" / "longbench").glob("**/*.jsonl"))
     if not files:
         pytest.skip("no LongBench rows: ../shared/longbench is absent")
     for path in files[:16]:

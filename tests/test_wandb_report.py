@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from eval.record import Measurement, Record
-from eval.store import fingerprint, open_store
-from eval.tasks import TASKS
+from eval.benchmarks.datasets import TASKS
+from eval.store.folder import fingerprint, open_store
+from eval.store.record import Measurement, Record
 
 pytest.importorskip("wandb_workspaces", reason="the extra wandb-report is not installed")
 

@@ -85,7 +85,7 @@ def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
     }
     there = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert there == here
-    assert "lazyllm/tiny/model.safetensors" in there
+    assert "lazyllm/models/tiny/model.safetensors" in there
     assert "eval/report/page.html.jinja" in there
 
 

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.figures import FIGURES
-from eval.paper import TABLES
+from eval.paper.figures import FIGURES
+from eval.paper.tables import TABLES
 from eval.report.page import render
-from eval.runs import find_runs
-from eval.store import StoreError, write_whole
+from eval.store.folder import StoreError, write_whole
+from eval.store.frame import find_runs
 
 LARGE_MB = 30
 

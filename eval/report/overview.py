@@ -9,10 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from eval.aggregate import by_task
-from eval.columns import table_of
-from eval.report.tables import Grid, grid
-from eval.runs import StoredRun, as_frame, label_of
+from eval.paper.aggregate import by_task
+from eval.report.grid import Grid, grid
+from eval.store.columns import table_of
+from eval.store.frame import StoredRun, as_frame, label_of
 
 _RESULTS = (
     ("score", "score", 2),

@@ -12,14 +12,14 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from eval.figures import Figure
+from eval.paper.figures import Figure
+from eval.paper.table import Table
 from eval.report import overview
-from eval.report.pictures import inline_svg
-from eval.report.records import embed_records
-from eval.report.tables import Grid, grid
-from eval.report.traces import embed_traces
-from eval.runs import StoredRun
-from eval.tables import Table
+from eval.report.grid import Grid, grid
+from eval.report.inline_svg import inline_svg
+from eval.report.record_browser import embed_records
+from eval.report.trace_view import embed_traces
+from eval.store.frame import StoredRun
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("tables.js", "records.js", "traces.js")
@@ -41,9 +41,10 @@ def render(
     figures: Mapping[str, Figure],
     most: int | None = None,
 ) -> str:
-    """The page of some runs, as `eval.runs.find_runs` gives them.
+    """The page of some runs, as `eval.store.frame.find_runs` gives them.
 
-    tables, figures: by name, as `eval.paper.TABLES` and `eval.figures.FIGURES` are. most: how many records of each run
+    tables, figures: by name, as `eval.paper.tables.TABLES` and `eval.paper.figures.FIGURES` are. most: how many
+    records of each run
     and dataset are shown, None for all. Raises ValueError where a trace cannot be read, StoreError where runs do not
     share a table.
     """

@@ -18,20 +18,20 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from eval import interrupt
-from eval.config import ConfigError, check_launcher
-from eval.job import run_job
-from eval.tune.config import check_installed, register_tune_schema, to_tune_config
+from eval.run import interrupt
+from eval.run.config import ConfigError, check_launcher
+from eval.run.job import run_job
+from eval.tune.settings import check_installed, register_tune_schema, to_tune_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
 register_tune_schema()
 
 
-@hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")
+@hydra.main(version_base="1.3", config_path=str(ROOT / "eval" / "conf"), config_name="config")
 def main(config: DictConfig) -> None:
     def search() -> None:
-        from eval.tune.tune import tune  # not at the top: it needs Optuna
+        from eval.tune.search import tune  # not at the top: it needs Optuna
 
         tune(to_tune_config(config))
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from eval.presets import DEPTHS
-from eval.tasks import DATASETS, TASKS
-from lazyllm.flops import prefill_flops
+from eval.benchmarks.datasets import DATASETS, TASKS
+from eval.run.speedup_targets import DEPTHS
+from lazyllm.engine.flops import prefill_flops
 from lazyllm.methods import Lazy
-from lazyllm.schedule import Schedule
+from lazyllm.methods.schedule import Schedule
 
 if TYPE_CHECKING:
     from optuna import Trial
@@ -110,7 +110,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Ideal:
-    """Ideal TTFT speedups over many prompts, put together as measured ones are (`eval.aggregate`).
+    """Ideal TTFT speedups over many prompts, put together as measured ones are (`eval.paper.aggregate`).
 
     lengths: {dataset: {prompt tokens: how many prompts}}. Of a dataset: the baseline's summed FLOPs over the
     schedule's; of a task: the mean over its datasets; of everything: the mean over tasks.
@@ -150,7 +150,8 @@ class Ideal:
 def references(space: Space, ideal: Ideal, target: float | None) -> dict[str, Candidate]:
     """The schedules that the tuned one is set beside: those of {"paper": ..., "uniform": ...} that reach the target.
 
-    paper: after 30, 60 and 90 % of the depth (Figure 4), or the next earlier ones of `eval.presets.DEPTHS` that reach
+    paper: after 30, 60 and 90 % of the depth (Figure 4), or the next earlier ones of
+    `eval.run.speedup_targets.DEPTHS` that reach
     the target. uniform: evenly spaced, after as many layers as a schedule may have, or as many more as it takes. Both
     keep one ratio: 70 % as the paper has it where there is no target, else the highest that reaches it.
     """

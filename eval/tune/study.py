@@ -26,7 +26,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from eval.store import StoreError, fingerprint, write_whole
+from eval.store.folder import StoreError, fingerprint, write_whole
 from eval.tune.space import Candidate, Ideal, Space
 
 log = logging.getLogger(__name__)

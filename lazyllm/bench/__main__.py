@@ -8,7 +8,7 @@ turns hold their KV caches at once.
     python -m lazyllm.bench --shape llama-1b --threads 1 --tokens 2000 --new-tokens 33 --method paper --against hf
     python -m lazyllm.bench --shape llama2-7b --tokens 1000 3500 --new-tokens 65 --method paper@0.02 --json out.json
     python -m lazyllm.bench --shape layers=16,width=1024 --dtype float32 --method '{"2": 0.4, "5": 0.5}'
-    python -m lazyllm.bench.reference results/reference    # all that the targets ask for, on this machine
+    python -m lazyllm.bench.measure_all results/reference    # all that the targets ask for, on this machine
 
 A method is a schedule: `paper` (Figure 4's), `none`, `keep1` (Figure 4's layers, keep ratio 1), or JSON
 {layer: keep ratio}. Random weights attend to everything alike and revive in nearly every step; SCHEDULE@SHARE selects
@@ -33,13 +33,13 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from lazyllm.bench.measure import Case, measure, untimed
-from lazyllm.bench.report import table
+from lazyllm.bench.case_table import table
+from lazyllm.bench.clock import Case, measure, untimed
 from lazyllm.bench.shapes import SHAPES, build, config_of
 from lazyllm.bench.steered import SteeredLazy
 from lazyllm.methods import Baseline, Lazy
-from lazyllm.models import as_device, as_dtype, device_name
-from lazyllm.schedule import Schedule
+from lazyllm.methods.schedule import Schedule
+from lazyllm.models.load import as_device, as_dtype, device_name
 
 HF = "hf"
 

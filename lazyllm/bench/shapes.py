@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
-from lazyllm.decoder import check_same_as_model
-from lazyllm.models import PRESETS, random_weights
+from lazyllm.engine.decoder import check_same_as_model
+from lazyllm.models.load import PRESETS, random_weights
 
 # The facts are those of the published config.json files
 _LLAMA_1B = dict(

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lazyllm.decoder import Decoder
+from lazyllm.engine.decoder import Decoder
+from lazyllm.engine.prompt import Prompt
 from lazyllm.methods import Lazy
 from lazyllm.methods.lazy import LazySession
-from lazyllm.prompt import Prompt
-from lazyllm.schedule import Schedule
+from lazyllm.methods.schedule import Schedule
 
 
 @dataclass(frozen=True)

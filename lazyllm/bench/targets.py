@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lazyllm.bench.measure import Case, Pair, Run, Untimed
-from lazyllm.bench.report import idle_step_ratio, revival_cost, step_ratio, total_ratio, ttft_speedup
+from lazyllm.bench.case_table import idle_step_ratio, revival_cost, step_ratio, total_ratio, ttft_speedup
+from lazyllm.bench.clock import Case, Pair, Run, Untimed
 
 LONG = 2000  # tokens from which on a prefill is held against the arithmetic
 

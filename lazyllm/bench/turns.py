@@ -9,11 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lazyllm.bench.rate import product_rate
-from lazyllm.decoder import Decoder, open_decoder
-from lazyllm.generation import greedy, read_clock
+from lazyllm.engine.decoder import Decoder, open_decoder
+from lazyllm.engine.generation import greedy, read_clock
+from lazyllm.engine.prompt import Prompt
+from lazyllm.engine.session import Session
 from lazyllm.methods import Method
-from lazyllm.prompt import Prompt
-from lazyllm.session import Session
 
 
 class Turns:
@@ -40,7 +40,7 @@ class Turns:
 
     @property
     def selected(self) -> list[dict[int, list[int]]]:
-        """As in `lazyllm.generation.Generation`."""
+        """As in `lazyllm.engine.generation.Generation`."""
         assert self._session is not None
         return [{layer: kept.tolist() for layer, kept in step.items()} for step in self._session.selected]
 

@@ -1,4 +1,5 @@
-"""The methods, one file each. A new one is a file, a row here, a config, a row in `tests/lazyllm/method_matrix.py`.
+"""The methods, one file each. A new one is a file, a row here, a config, a row in
+`tests/lazyllm/methods/method_matrix.py`.
 
 Installed packages can add methods too (`lazyllm.methods.plugins`): `make` and `by_name` know both kinds.
 """
@@ -9,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+from lazyllm.engine.method import Method
 from lazyllm.methods import plugins
-from lazyllm.methods.base import Method
 from lazyllm.methods.baseline import Baseline
 from lazyllm.methods.lazy import Lazy
 from lazyllm.methods.plugins import MethodError
-from lazyllm.methods.prompt_compression import PromptCompression
+from lazyllm.methods.prompt_compression.compression import PromptCompression
 from lazyllm.methods.random_drop import RandomDrop
 from lazyllm.methods.static_pruning import StaticPruning
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lazyllm.decoder import Decoder
-from lazyllm.methods.base import Method
-from lazyllm.prompt import Prompt
-from lazyllm.session import Group, Session
+from lazyllm.engine.decoder import Decoder
+from lazyllm.engine.method import Method
+from lazyllm.engine.prompt import Prompt
+from lazyllm.engine.session import Group, Session
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lazyllm.cache import AuxCache, GroupCache
-from lazyllm.decoder import Decoder, Rope
-from lazyllm.methods.base import Method
-from lazyllm.prompt import Prompt
-from lazyllm.schedule import Schedule
-from lazyllm.selection import select, split_prompt
-from lazyllm.session import Batch, Group, Session
+from lazyllm.engine.cache import AuxCache, GroupCache
+from lazyllm.engine.decoder import Decoder, Rope
+from lazyllm.engine.method import Method
+from lazyllm.engine.prompt import Prompt
+from lazyllm.engine.session import Batch, Group, Session
+from lazyllm.methods.schedule import Schedule
+from lazyllm.methods.selection import select, split_prompt
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from lazyllm.methods.base import Method
+from lazyllm.engine.method import Method
 
 GROUP = "lazyllm.methods"
 

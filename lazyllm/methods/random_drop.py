@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lazyllm.decoder import Decoder
-from lazyllm.methods.base import Method
-from lazyllm.prompt import Prompt
-from lazyllm.schedule import check_ratio, keep_count
-from lazyllm.session import Group, Session
+from lazyllm.engine.decoder import Decoder
+from lazyllm.engine.method import Method
+from lazyllm.engine.prompt import Prompt
+from lazyllm.engine.session import Group, Session
+from lazyllm.methods.schedule import check_ratio, keep_count
 
 
 @dataclass(frozen=True)

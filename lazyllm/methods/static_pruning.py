@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lazyllm.decoder import Decoder
-from lazyllm.methods.base import Method
-from lazyllm.prompt import Prompt
-from lazyllm.schedule import check_ratio, keep_count
-from lazyllm.selection import split_prompt
-from lazyllm.session import Batch, Group, Session
+from lazyllm.engine.decoder import Decoder
+from lazyllm.engine.method import Method
+from lazyllm.engine.prompt import Prompt
+from lazyllm.engine.session import Batch, Group, Session
+from lazyllm.methods.schedule import check_ratio, keep_count
+from lazyllm.methods.selection import split_prompt
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ python -m scripts.dev.simulate_campaign OUT --share 0.1     a tenth of each data
 python -m scripts.dev.simulate_campaign OUT --steps 1 64    answers of 1 to 64 tokens
 
 Numbers are drawn from a seed: they have the sizes and the spread of real ones, and mean nothing. Lines and run.json are
-those of `eval.store`; every run is in two shards.
+those of `eval.store.folder`; every run is in two shards.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from eval.runs import PLANNED, label_of, planned_text
-from eval.store import SCHEMA, fingerprint
-from eval.tasks import DATASETS, Dataset
+from eval.benchmarks.datasets import DATASETS, Dataset
+from eval.store.folder import SCHEMA, fingerprint
+from eval.store.frame import PLANNED, label_of, planned_text
 
 # LongBench's examples by dataset; 200 where it is not named
 _SIZES = {"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}

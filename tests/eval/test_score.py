@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from eval.metrics import dataset_score
+from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.metrics import dataset_score
 from eval.score import ScoreError, as_text, main, score_folder
-from eval.tasks import DATASETS
 from tests.eval import official
 
 ROOT = Path(__file__).resolve().parents[2]

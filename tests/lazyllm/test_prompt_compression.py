@@ -15,12 +15,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import lazyllm
-from lazyllm.decoder import check_same_as_model
-from lazyllm.flops import prefill_flops
+from lazyllm.engine.decoder import check_same_as_model
+from lazyllm.engine.flops import prefill_flops
 from lazyllm.methods import Baseline, PromptCompression
 from lazyllm.methods import prompt_compression as module
-from lazyllm.methods.prompt_compression import droppable, most_informative
-from lazyllm.self_information import scoring_flops
+from lazyllm.methods.prompt_compression.compression import droppable, most_informative
+from lazyllm.methods.prompt_compression.self_information import scoring_flops
 from tests.reference import random_model
 
 BOS = 1
@@ -251,7 +251,7 @@ def test_what_the_machine_or_the_model_lacks_is_refused_before_one_loads(monkeyp
         PromptCompression(0.5, "sentence", scorer="tiny", window=4097).check(config)
     with pytest.raises(lazyllm.ModelError, match="'nosuch' is no model"):
         PromptCompression(0.5, "sentence", scorer="nosuch").check(config)
-    monkeypatch.setattr("lazyllm.units.find_spec", lambda name: None)
+    monkeypatch.setattr("lazyllm.methods.prompt_compression.segments.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="spaCy, which is not installed"):
         PromptCompression(0.5, "phrase").check(config)
 
@@ -314,7 +314,7 @@ def test_another_model_scores_with_its_own_tokens(unit: str, scorer) -> None:
 def test_the_scorer_is_loaded_once_and_before_the_clock(scorer, monkeypatch) -> None:
     name, _ = scorer
     loads: list[str] = []
-    load_weights, now = module.load_weights, lazyllm.generation.read_clock
+    load_weights, now = module.load_weights, lazyllm.engine.generation.read_clock
 
     def counted(*args, **kwargs):
         loads.append("load")
@@ -325,7 +325,7 @@ def test_the_scorer_is_loaded_once_and_before_the_clock(scorer, monkeypatch) -> 
         return now(device)
 
     monkeypatch.setattr(module, "load_weights", counted)
-    monkeypatch.setattr(lazyllm.generation, "read_clock", clock)
+    monkeypatch.setattr(lazyllm.engine.generation, "read_clock", clock)
     for _ in range(3):
         lazyllm.generate(model_of(), text_prompt(), PromptCompression(0.5, "token", scorer=name), 1, ())
     assert loads == ["load"] + ["clock", "clock"] * 3

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.store import StoreError
-from eval.tune.report import best, evenly, front
+from eval.store.folder import StoreError
+from eval.tune.findings import best, evenly, front
 from eval.tune.space import Candidate, Ideal, Space
 from eval.tune.study import Scored, TrialFailed, Tried, open_study, search
 from tests.eval.tune.test_space import SHAPE

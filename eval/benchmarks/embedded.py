@@ -1,0 +1,451 @@
+"""The embedded suite: six small datasets, one per LongBench task, made at run time for the tiny model.
+
+Every row is drawn from a seeded generator; nothing is stored. Rows have LongBench's schema, so that the code that runs
+LongBench runs them. All six ask for the same skill, finding what stood behind a key somewhere in a long prompt, because
+that is what a model of a million parameters can learn and what pruning can break:
+
+| name     | task           | needles in the context           | the prompt ends with  | the answer                |
+|----------|----------------|----------------------------------|-----------------------|---------------------------|
+| lookup   | single_doc_qa  | `entry KEY a b c.`               | `Question: entry KEY` | `a b c.`                  |
+| hops     | multi_doc_qa   | `link KEY K2.`, `entry K2 a b.`  | `Chain: link KEY`     | `K2 a b.`                 |
+| digest   | summarization  | `entry KEY a b c.`, `first KEY.` | `Digest: first`       | `a b c. second d e f. ...`|
+| shots    | few_shot       | `Example ... KEY class.` thrice  | `Example ... KEY`     | `class.`                  |
+| retrieve | synthetic      | `a b c 7.` in paragraph 7        | `Where: a b c`        | `7.`                      |
+| complete | code           | `proc KEY a b c;`                | `call KEY`            | `a b c;`                  |
+
+All other needles of a context are distractors of the same form. Needles stand at every depth. A prompt has exactly
+512, 1024 or 2048 tokens of the tiny tokenizer (`<|begin|>` included), because a context is composed of whole tokens: a
+list of strings each of which is one token of `vocabulary()`; a leading space belongs to its word.
+
+A row is of the test split where the hash of its text says so (`is_test`), whatever seed drew it: so no training
+sequence of `scripts/train_tiny.py`, which asks the same function, can hold a question of the test split.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+LENGTHS = (512, 1024, 2048)
+"""Prompt lengths in tokens of the tiny tokenizer, in turn over the rows."""
+
+BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
+"""The tiny tokenizer's special tokens: the first of every prompt, the last of every answer, filling in training."""
+
+Tokens = list[str]
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """The words of a text."""
+    return tuple(text.split())
+
+
+VALUES = _words(
+    """
+    amber anchor apple arrow autumn badge bamboo banner barrel basket beacon beaver bishop blanket blossom
+    bottle bridge bronze bucket button cabin cactus camel candle canoe canyon carbon carpet castle cedar cello
+    chalk chapel cherry chimney cinder circle clover cobalt coffee comet copper coral cotton cousin cradle
+    crater cricket crimson crystal curtain cypress dagger daisy desert diamond dolphin donkey dragon drawer
+    eagle ember emerald engine envelope falcon feather fennel ferry fiddle flannel flint flute forest fossil
+    fountain galaxy garlic garnet geyser ginger glacier goblet granite grape gravel guitar hammer harbor harvest
+    hazel helmet heron hollow honey horizon hornet icicle indigo insect island ivory jacket jaguar jasmine jelly
+    jewel jungle juniper kernel kettle kitten ladder lagoon lantern lattice laurel lemon lentil leopard library
+    lilac linen lizard lobster locket lotus lumber magnet mango maple marble mantle meadow medal melon mirror
+    monsoon mortar mosaic muffin mustard nectar needle nickel nutmeg oasis ocean olive onion opal orange orchard
+    orchid otter oyster paddle palace panther papaya parcel parrot pasture pebble pelican pepper piano pigeon
+    pillow pioneer planet plaza plum pocket pollen pony poplar poppy portal potato prairie prism pumpkin puppet
+    puzzle python quarry quartz quilt rabbit raccoon radish raven reef ribbon ridge rocket rooster rosemary ruby
+    saddle saffron salmon sapphire satin saturn scarlet shadow shelter signal silver socket sparrow spider
+    spinach spiral spruce stable statue summit sunset swallow syrup tablet tango teapot temple thicket thistle
+    thunder ticket timber tobacco tomato topaz torch tractor trumpet tulip tunnel turban turtle umber valley
+    vanilla velvet vessel violet violin volcano wagon walnut walrus whistle willow window winter wizard yarrow
+    yogurt zebra zenith zephyr zinc
+    """
+)
+"""Words that answers are made of."""
+
+_DETERMINERS = _words("the a one this that every some another")
+_ADJECTIVES = _words("old small quiet long busy narrow pleasant dusty tall gentle plain early late distant common")
+_NOUNS = _words("town road house man woman market garden boat river table letter door morning evening story teacher")
+_VERBS = _words("was stood came went stayed looked seemed turned waited remained")
+_PREPOSITIONS = _words("in near behind under over with from beside")
+_ADVERBS = _words("again slowly there today often perhaps")
+_PATTERN = (
+    _DETERMINERS,
+    _ADJECTIVES,
+    _NOUNS,
+    _VERBS,
+    _PREPOSITIONS,
+    _DETERMINERS,
+    _ADJECTIVES,
+    _NOUNS,
+    _ADVERBS,
+)
+_CODE = _words("set add load store test jump push pop x y z w")
+
+CLASSES = ("animal", "color", "food", "machine", "number", "person", "sound", "place")
+"""The class names of `shots`; none is a part of another."""
+
+PARAGRAPHS = 40
+"""The highest paragraph number of `retrieve` and document number of `hops`."""
+
+_ORDINALS = ("first", "second", "third")
+
+
+@cache
+def keys() -> tuple[str, ...]:
+    """The 256 invented names that facts are filed under, such as "bavim", in a fixed shuffled order."""
+    names = ["".join(letters) for letters in product("bdgklmnprstvz", "aeiou", "dklmnrvz", "aiou", "klmnrsx")]
+    random.Random("keys").shuffle(names)
+    taken = {*VALUES, *_NOUNS, *_ADJECTIVES}
+    return tuple(name for name in names if name not in taken)[:256]
+
+
+@cache
+def vocabulary() -> tuple[str, ...]:
+    """Every string that is one token in the suite's prompts and answers, single bytes (punctuation, newline) aside."""
+    spaced = [*keys(), *VALUES, *CLASSES, *_ORDINALS, *map(str, range(1, PARAGRAPHS + 1)), "entry", "link", "aside"]
+    for words in (*_PATTERN, _CODE):
+        spaced += words
+    bare = _words(
+        "Ledger Question Documents Document Chain Notes Digest Example Paragraph Where Pages File proc call Learn"
+    )
+    return tuple(dict.fromkeys([*bare, *(f" {word}" for word in spaced)]))
+
+
+_HEADS: dict[str, Tokens] = {
+    "lookup": ["Ledger", ":"],
+    "hops": ["Documents", ":", "\n"],
+    "digest": ["Notes", ":"],
+    "shots": ["Learn", ":", "\n"],
+    "retrieve": ["Pages", ":", "\n"],
+    "complete": ["File", ":", "\n"],
+}
+"""What stands before the context."""
+
+_TAILS: dict[str, Tokens] = {
+    "lookup": ["\n", "Question", ":", " entry"],
+    "hops": ["\n", "Chain", ":", " link"],
+    "digest": ["\n", "Digest", ":"],
+    "shots": ["\n", "Example"],
+    "retrieve": ["\n", "Where", ":"],
+    "complete": ["\n", "call"],
+}
+"""What stands between the context and the input."""
+
+TEMPLATES: dict[str, str] = {
+    "lookup": "Ledger: {context}\nQuestion: entry {input}",
+    "hops": "Documents:\n{context}\nChain: link {input}",
+    "digest": "Notes: {context}\nDigest: {input}",
+    "shots": "Learn:\n{context}\nExample {input}",
+    "retrieve": "Pages:\n{context}\nWhere: {input}",
+    "complete": "File:\n{context}\ncall {input}",
+}
+"""The prompts, as LongBench's `dataset2prompt.json` gives them: placeholders {context} and {input}."""
+
+MAX_NEW_TOKENS: dict[str, int] = {"lookup": 8, "hops": 8, "digest": 20, "shots": 4, "retrieve": 4, "complete": 8}
+"""The limit of new tokens per dataset: the longest answer, its end token and a little more."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """How hard a context is: the suite's own levels are `Level.full`, training begins with easier ones.
+
+    context: tokens of the context. facts: needles in it. keys, values: how many names and words are drawn from.
+    """
+
+    context: int
+    facts: int
+    keys: int = 256
+    values: int = len(VALUES)
+
+    @classmethod
+    def full(cls, context: int, length: int) -> Level:
+        """The suite's own difficulty for prompts of `length` tokens: one needle in 32 tokens, every name and word."""
+        return cls(context, length // 32)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of a context: the tokens of the input, and of the answer without the end token."""
+
+    input: Tokens
+    answer: Tokens
+
+
+def _draw(rng: random.Random, pool: Sequence[str], count: int) -> Tokens:
+    """`count` words of the pool as tokens, all different where the pool is big enough."""
+    words = rng.sample(pool, count) if count <= len(pool) else rng.choices(pool, k=count)
+    return [f" {word}" for word in words]
+
+
+def _sentence(rng: random.Random, size: int) -> Tokens:
+    """A filler sentence of exactly `size` tokens, full stop included."""
+    return [f" {rng.choice(_PATTERN[i % len(_PATTERN)])}" for i in range(size - 1)] + ["."]
+
+
+def _sizes(rng: random.Random, total: int, low: int, high: int) -> list[int]:
+    """Sizes of `low` to `high` that sum to `total` exactly; the last one may be smaller."""
+    sizes: list[int] = []
+    while total > 0:
+        size = min(total, rng.randint(low, high))
+        sizes.append(size)
+        total -= size
+    return sizes
+
+
+def _among_filler(rng: random.Random, needles: list[Tokens], total: int) -> Tokens:
+    """`needles` in their order, at random depths among filler sentences, `total` tokens altogether."""
+    filler = [_sentence(rng, size) for size in _sizes(rng, total - sum(map(len, needles)), 5, 10)]
+    places = set(rng.sample(range(len(needles) + len(filler)), len(needles)))
+    waiting, filling = iter(needles), iter(filler)
+    tokens: Tokens = []
+    for place in range(len(needles) + len(filler)):
+        tokens += next(waiting) if place in places else next(filling)
+    return tokens
+
+
+def _lookup(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
+    """Facts of two to four words under a key, among filler."""
+    names = _draw(rng, keys()[: level.keys], level.facts)
+    sizes = [rng.randint(2, 4) for _ in names]
+    words = iter(_draw(rng, VALUES[: level.values], sum(sizes)))
+    answers = [[*(next(words) for _ in range(size)), "."] for size in sizes]
+    needles = [[" entry", name, *answer] for name, answer in zip(names, answers, strict=True)]
+    questions = [Question([name], answer) for name, answer in zip(names, answers, strict=True)]
+    return _among_filler(rng, needles, level.context), questions
+
+
+def _defined_before(rng: random.Random, pairs: list[tuple[Tokens, Tokens]]) -> list[Tokens]:
+    """All sentences of `pairs` in random order, but of each pair the first before the second."""
+    order = [i for i in range(len(pairs)) for _ in range(2)]
+    rng.shuffle(order)
+    waiting = [iter(pair) for pair in pairs]
+    return [next(waiting[i]) for i in order]
+
+
+def _hops(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
+    """Documents in which a link leads from one key to a second, whose entry stands in another place."""
+    chains = max(1, level.facts // 2)
+    names = _draw(rng, keys()[: level.keys], 2 * chains)
+    sizes = [rng.randint(2, 3) for _ in range(chains)]
+    words = iter(_draw(rng, VALUES[: level.values], sum(sizes)))
+    needles: list[Tokens] = []
+    questions: list[Question] = []
+    for name, second, size in zip(names[:chains], names[chains:], sizes, strict=True):
+        value = [*(next(words) for _ in range(size)), "."]
+        needles += [[" link", name, second, "."], [" entry", second, *value]]
+        questions.append(Question([name], [second, *value]))
+    rng.shuffle(needles)
+    documents = max(1, min(PARAGRAPHS, level.context // 128))
+    shares = [needles[i::documents] for i in range(documents)]
+    rest = level.context - documents * 4 + 1
+    tokens: Tokens = []
+    for number, share in enumerate(shares, start=1):
+        size = rest // documents if number < documents else rest - rest // documents * (documents - 1)
+        tokens += ["Document", f" {number}", ".", *_among_filler(rng, share, size), "\n"]
+    return tokens[:-1], questions
+
+
+def _digest(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
+    """Three numbered points, each a key that an earlier entry explains: the digest writes them out, in order.
+
+    Among asides of the same form, which stay out of the digest, and filler.
+    """
+    size = 3
+    count = max(len(_ORDINALS), level.facts // 2)
+    names = _draw(rng, keys()[: level.keys], count)
+    words = iter(_draw(rng, VALUES[: level.values], size * count))
+    values = [[*(next(words) for _ in range(size)), "."] for _ in names]
+    needles = _defined_before(
+        rng, [([" entry", name, *value], [" aside", name, "."]) for name, value in zip(names, values, strict=True)]
+    )
+    said = [i for i, needle in enumerate(needles) if needle[0] == " aside"]
+    answer: Tokens = []
+    for place, ordinal in zip(sorted(rng.sample(said, len(_ORDINALS))), _ORDINALS, strict=True):
+        needles[place] = [f" {ordinal}", *needles[place][1:]]
+        answer += [f" {ordinal}", *values[names.index(needles[place][1])]]
+    return _among_filler(rng, needles, level.context), [Question([" first"], answer[1:])]
+
+
+def _spread(rng: random.Random, total: int, parts: int) -> list[int]:
+    """`parts` random numbers from 0 that sum to `total`."""
+    sizes = [0] * parts
+    for _ in range(total):
+        sizes[rng.randrange(parts)] += 1
+    return sizes
+
+
+def _shots(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
+    """Labelled examples, three for each key, and new ones to label: the last word decides the class."""
+    overhead, shown = 5, 3
+    count = max(1, min(level.facts // 2, level.context // (shown * (overhead + 2))))
+    names = _draw(rng, keys()[: level.keys], count)
+    labels = [f" {rng.choice(CLASSES)}" for _ in names]
+    lines = [(name, label) for name, label in zip(names, labels, strict=True) for _ in range(shown)]
+    rng.shuffle(lines)
+    tokens: Tokens = []
+    filler = _spread(rng, level.context + 1 - overhead * len(lines), len(lines))
+    for (name, label), size in zip(lines, filler, strict=True):
+        tokens += ["Example", *_sentence(rng, size + 1)[:-1], name, label, ".", "\n"]
+    questions = [
+        Question([*_sentence(rng, 4)[:-1], name], [label, "."]) for name, label in zip(names, labels, strict=True)
+    ]
+    return tokens[:-1], questions
+
+
+def _retrieve(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
+    """Numbered paragraphs; a sentence of one of them is quoted, its number is asked for."""
+    count = max(1, min(level.facts // 2, PARAGRAPHS, level.values))
+    ends = _draw(rng, VALUES[: level.values], count)
+    numbers = [f" {number}" for number in range(1, count + 1)]
+    rest = level.context - 4 * count + 1
+    sizes = [rest // count + (i < rest % count) for i in range(count)]
+    tokens: Tokens = []
+    questions: list[Question] = []
+    for end, number, size in zip(ends, numbers, sizes, strict=True):
+        quote = [*_draw(rng, keys()[: level.keys], 2), end]
+        tokens += ["Paragraph", number, ".", *_among_filler(rng, [[*quote, number, "."]], size), "\n"]
+        questions.append(Question(quote, [number, "."]))
+    return tokens[:-1], questions
+
+
+def _complete(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
+    """A file of procedures; the last line calls one of them, and its arguments are to be written."""
+    names = _draw(rng, keys()[: level.keys], max(1, level.facts // 2))
+    sizes = [rng.randint(2, 4) for _ in names]
+    words = iter(_draw(rng, VALUES[: level.values], sum(sizes)))
+    tokens: Tokens = []
+    questions: list[Question] = []
+    rest = level.context + 1 - sum(sizes) - 4 * len(names)
+    for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
+        answer = [*(next(words) for _ in range(size)), ";"]
+        tokens += ["proc", name, *answer, "\n"]
+        share = rest // (len(names) - i)
+        rest -= share
+        for line in _sizes(rng, share, 6, 8):
+            tokens += _code_line(rng, line)
+        questions.append(Question([name], answer))
+    return tokens[:-1], questions
+
+
+def _code_line(rng: random.Random, size: int) -> Tokens:
+    """A line of a procedure's body of exactly `size` tokens, newline included."""
+    if size < 4:
+        return ["\n"] * size
+    return [" ", *(f" {rng.choice(_CODE)}" for _ in range(size - 3)), ";", "\n"]
+
+
+GENERATORS: dict[str, Callable[[random.Random, Level], tuple[Tokens, list[Question]]]] = {
+    "lookup": _lookup,
+    "hops": _hops,
+    "digest": _digest,
+    "shots": _shots,
+    "retrieve": _retrieve,
+    "complete": _complete,
+}
+"""For each dataset: a context of exactly `level.context` tokens and every question that can be asked of it."""
+
+
+def _direct_digest(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
+    """`_digest` with points that hold their words themselves."""
+    size = 4
+    asides = max(0, level.facts // 2 - len(_ORDINALS))
+    words = iter(_draw(rng, VALUES[: level.values], size * (asides + len(_ORDINALS))))
+    marks = [" aside"] * asides
+    for place, ordinal in zip(sorted(rng.sample(range(asides + 3), 3)), _ORDINALS, strict=True):
+        marks.insert(place, f" {ordinal}")
+    needles = [[mark, *(next(words) for _ in range(size)), "."] for mark in marks]
+    points = [needle for needle in needles if needle[0] != " aside"]
+    answer = [token for point in points for token in point][1:]
+    return _among_filler(rng, needles, level.context), [Question([" first"], answer)]
+
+
+WARM_UP = {**GENERATORS, "digest": _direct_digest}
+"""What training begins with: the suite with an easier digest, in which nothing is looked up twice. Not in the suite."""
+
+NAMES = tuple(GENERATORS)
+
+
+def head(name: str) -> Tokens:
+    """The tokens of dataset `name`'s prompt before the context, the begin token included."""
+    return [BEGIN, *_HEADS[name]]
+
+
+def tail(name: str) -> Tokens:
+    """The tokens of dataset `name`'s prompt between the context and the input."""
+    return list(_TAILS[name])
+
+
+def _text(tokens: Tokens) -> str:
+    """Tokens as the text of a field: the space before the first word belongs to the template."""
+    return "".join(tokens).removeprefix(" ")
+
+
+def is_test(context: Tokens, question: Question) -> bool:
+    """Whether this question of this context is of the test split: a quarter of all are, by the hash of their text."""
+    return hashlib.sha256((_text(context) + "\0" + _text(question.input)).encode()).digest()[0] % 4 == 0
+
+
+_GOLDEN = 0.6180339887498949
+
+
+def _row(name: str, split: str, index: int) -> dict[str, Any]:
+    """Row `index` of a split; draws again until the row's hash is of that split."""
+    length = LENGTHS[index % len(LENGTHS)]
+    inputs = {"shots": 4, "retrieve": 3}.get(name, 1)
+    level = Level.full(length - len(head(name)) - len(tail(name)) - inputs, length)
+    rng = random.Random(f"{name}-{split}-{index}")
+    while True:
+        context, questions = GENERATORS[name](rng, level)
+        # Needles are asked for in turn, in steps of the golden ratio, so that few rows already cover all depths.
+        turn = (index // len(LENGTHS) * _GOLDEN + rng.random() * 0.1) % 1
+        question = questions[int(turn * len(questions))]
+        if is_test(context, question) == (split == "test"):
+            break
+    # Code is compared letter by letter, so its gold is the exact continuation, the space before it included.
+    gold = "".join(question.answer) if name == "complete" else _text(question.answer).rstrip(".")
+    return {
+        "input": _text(question.input),
+        "context": _text(context),
+        "answers": [f"Paragraph {gold}" if name == "retrieve" else gold],
+        "length": len(_text(context).split()),
+        "dataset": name,
+        "language": "en",
+        "all_classes": list(CLASSES) if name == "shots" else None,
+        "_id": f"{name}-{split}-{length}-{index:04d}",
+    }
+
+
+def rows(name: str, split: str = "test", count: int = 12) -> list[dict[str, Any]]:
+    """The first `count` rows of an embedded dataset, in LongBench's schema.
+
+    Args:
+        name: one of `NAMES`.
+        split: "test", or "train" for rows of the kind that training may see.
+        count: rows; the lengths of `LENGTHS` take turns, so a multiple of three has as many of each.
+
+    Returns:
+        Rows with `input, context, answers, length, dataset, language, all_classes, _id`. `length` is in words as
+        LongBench's is; the prompt's length in tokens is the third part of `_id`: "lookup-test-1024-0007".
+
+    Raises:
+        ValueError: for an unknown name or split.
+    """
+    if name not in GENERATORS:
+        raise ValueError(
+            f"unknown embedded dataset {name!r}: expected one of {', '.join(NAMES)} (eval/benchmarks/embedded.py)"
+        )
+    if split not in ("test", "train"):
+        raise ValueError(f"unknown split {split!r} of {name}: expected 'test' or 'train'")
+    return [_row(name, split, index) for index in range(count)]
+
+
+def token_length(row: dict[str, Any]) -> int:
+    """The prompt's length of an embedded row in tokens of the tiny tokenizer, read from its `_id`."""
+    return int(str(row["_id"]).split("-")[2])

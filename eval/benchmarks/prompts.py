@@ -1,0 +1,319 @@
+"""Prompts as LongBench's `pred.py` builds them (commit 2e00731), per model, and what its answers go through.
+
+The order matters and is the official one: render the template; count its tokens, special ones included; where they are
+more than the limit, keep `int(limit / 2)` tokens of each end, decode the halves without special tokens and join the
+*texts*; wrap the text for chat models, except for the datasets that are exempt; tokenise again. So a truncated prompt's
+final number of tokens may be a little above or below the limit.
+
+Along the way the place of the context is followed, for methods that shorten it and nothing else (`Prompt.context`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import string
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import lazyllm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from eval.benchmarks.datasets import Dataset
+    from eval.benchmarks.longbench import Example
+
+# The header that xgen-7b-8k-inst was tuned with: its published prompt format, byte for byte with both newlines.
+_XGEN_HEADER = (
+    "A chat between a curious human and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the human's questions.\n\n"
+)
+
+
+Ranges = list[tuple[int, int]]  # half-open ranges of characters, ascending and disjoint
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be built; the message says what was given and what was expected."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a model's prompts are wrapped and its answers cleaned.
+
+    name: the name in configs.
+    before, after: what stands around the prompt.
+    from_tokenizer: wrap by the tokenizer's own chat template instead.
+    strip: answers lose the white space around them.
+    delete: then this text, wherever it occurs in the answer; "" for none.
+    """
+
+    name: str
+    before: str = ""
+    after: str = ""
+    from_tokenizer: bool = False
+    strip: bool = False
+    delete: str = ""
+
+
+CHAT_FORMATS: dict[str, ChatFormat] = {
+    chat.name: chat
+    for chat in (
+        ChatFormat("none"),
+        ChatFormat("llama2", before="[INST]", after="[/INST]"),
+        ChatFormat("xgen", before=f"{_XGEN_HEADER} ### Human: ", after="\n###", strip=True, delete="Assistant:"),
+        ChatFormat("auto", from_tokenizer=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One example's prompt, ready for the model.
+
+    text: the prompt, truncated and wrapped.
+    token_ids: its tokens as the model gets them, special ones included.
+    tokens_before_truncation: of the rendered template, special ones included, before truncation and wrap.
+    truncated: whether the middle was cut out.
+    sha256: of the token ids, written in decimal and joined by commas: two runs saw the same prompt if these agree.
+    context: ranges of `text` that a method may shorten: what the template's {context} gave, less the answers of its
+        examples, as far as truncation has left it.
+    spans: [n, 2] the range of `text` that each token stands for; None where that is not known: the tokenizer is no
+        fast one, or its chat template changes the prompt.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    tokens_before_truncation: int
+    truncated: bool
+    sha256: str
+    context: tuple[tuple[int, int], ...] = ()
+    spans: np.ndarray | None = field(default=None, compare=False, repr=False)
+
+    def as_input(self) -> lazyllm.Prompt:
+        """The prompt as `lazyllm.generate` takes it."""
+        spans = () if self.spans is None else tuple(map(tuple, self.spans.tolist()))
+        return lazyllm.Prompt(torch.tensor(self.token_ids), self.text, spans, self.context)
+
+
+def chat_format(chat: str | ChatFormat) -> ChatFormat:
+    """The format of that name, or the one given. Raises PromptError: an unknown name."""
+    if isinstance(chat, ChatFormat):
+        return chat
+    if chat not in CHAT_FORMATS:
+        raise PromptError(f"unknown chat format {chat!r}; known are {', '.join(CHAT_FORMATS)}")
+    return CHAT_FORMATS[chat]
+
+
+def build_prompt(
+    example: Example,
+    template: str,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int | None = None,
+    chat: str | ChatFormat = "none",
+    chat_wrap: bool = True,
+    protected: str = "",
+) -> Prompt:
+    """The prompt of one example, in the official order (see the top of this file).
+
+    template: with placeholders that are names of the row's fields, `{context}` and `{input}` as a rule.
+    max_prompt_tokens: the limit that middle truncation keeps to (Llama 2 chat 3500, XGen 7500); None for none.
+    chat: a name in `CHAT_FORMATS` or a format; "auto" is the tokenizer's own chat template.
+    chat_wrap: False for the datasets that are exempt from the wrap (`Dataset.chat_wrap`).
+    protected: what in the context is not to be shortened (`Dataset.protected`). It changes no token.
+    Raises PromptError: a placeholder that is no field of a row, an unknown chat format or none in the tokenizer, a
+        limit that leaves no tokens, a prompt without tokens.
+    """
+    chat = chat_format(chat)
+    if max_prompt_tokens is not None and max_prompt_tokens < 2:
+        raise PromptError(f"max_prompt_tokens must be at least 2 (one for each end) or null, got {max_prompt_tokens}")
+    text, contexts = render(template, example)
+    context = _without(contexts, text, protected)
+    ids = _tokenize(tokenizer, text)
+    before = len(ids)
+    truncated = max_prompt_tokens is not None and before > max_prompt_tokens
+    if max_prompt_tokens is not None and truncated:
+        half = max_prompt_tokens // 2
+        left, right = _decode(tokenizer, ids[:half]), _decode(tokenizer, ids[-half:])
+        text, context = left + right, _after_cut(context, text, left, right)
+    if chat_wrap and chat.from_tokenizer:
+        inner, text = text, _apply_own_template(tokenizer, text)
+        # The template has written the special tokens out, BOS among them where the model wants one: none is added.
+        ids, spans = _tokenize_with_spans(tokenizer, text, special_tokens=False)
+        moved = _after_own_template(context, inner, text)
+        context, spans = ([], None) if moved is None else (moved, spans)
+    else:
+        if chat_wrap:
+            text, context = f"{chat.before}{text}{chat.after}", _moved(context, len(chat.before))
+        ids, spans = _tokenize_with_spans(tokenizer, text)
+    if not ids:
+        raise PromptError(f"{example.dataset}, row {example.id!r}: the prompt has no tokens (its text is {text!r})")
+    return Prompt(text, tuple(ids), before, truncated, token_ids_sha256(ids), tuple(context), spans)
+
+
+def render(template: str, example: Example) -> tuple[str, Ranges]:
+    """The template with the row's fields filled in, and where in it the row's context stands.
+
+    Raises PromptError: another placeholder, a stray brace.
+    """
+    fields = {
+        "input": example.input,
+        "context": example.context,
+        "answers": list(example.answers),
+        "length": example.length,
+        "dataset": example.dataset,
+        "language": example.language,
+        "all_classes": list(example.all_classes) or None,
+        "_id": example.id,
+    }
+    try:
+        pieces = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise PromptError(
+            f"template of {example.dataset}: {error}; literal braces are written {{{{ and }}}}"
+        ) from error
+    text, contexts = "", []
+    for literal, name, spec, conversion in pieces:
+        text += literal
+        if name is None:
+            continue
+        if name not in fields or spec or conversion:
+            raise PromptError(
+                f"template of {example.dataset}: placeholder {{{name}}} is no plain field of a row; expected one of "
+                f"{', '.join(fields)} (literal braces are written {{{{ and }}}})"
+            )
+        value = str(fields[name])
+        if name == "context":
+            contexts.append((len(text), len(text) + len(value)))
+        text += value
+    return text, contexts
+
+
+def _without(ranges: Ranges, text: str, protected: str) -> Ranges:
+    """What the pattern (`Dataset.protected`) leaves of the ranges; it sees each of them by itself."""
+    if not protected:
+        return ranges
+    left = []
+    for start, stop in ranges:
+        free = start
+        for match in re.finditer(protected, text[start:stop], re.MULTILINE):
+            left.append((free, start + match.start()))
+            free = start + match.end()
+        left.append((free, stop))
+    return [(start, stop) for start, stop in left if start < stop]
+
+
+def _after_cut(ranges: Ranges, text: str, left: str, right: str) -> Ranges:
+    """Where in `left + right` the ranges of `text` are, of which the two are the ends.
+
+    Only what stands there letter for letter counts: the decoded ends differ from the text where the cut went through a
+    character (of several tokens), or where the tokenizer does not give back what it was given. Such letters belong to
+    no range, so that no method touches them.
+    """
+    same_left = _same(text, left)
+    same_right = _same(reversed(text), reversed(right))
+    found = _clipped(ranges, 0, same_left)
+    of_right = _clipped(ranges, len(text) - same_right, len(text))
+    for start, stop in _moved(of_right, len(left) + len(right) - len(text)):
+        if found and found[-1][1] == start:  # the cut went through this range
+            start = found.pop()[0]
+        found.append((start, stop))
+    return found
+
+
+def _after_own_template(ranges: Ranges, text: str, wrapped: str) -> Ranges | None:
+    """Where in `wrapped` the ranges of `text` are; None where it does not hold the text (stripped, maybe) just once."""
+    inner = text.strip()
+    if wrapped.count(inner) != 1:
+        return None
+    start = text.index(inner)
+    return _moved(_clipped(ranges, start, start + len(inner)), wrapped.index(inner) - start)
+
+
+def _same(one: Iterable[str], other: Iterable[str]) -> int:
+    """How many letters at the beginning are the same in both."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _moved(ranges: Ranges, by: int) -> Ranges:
+    return [(start + by, stop + by) for start, stop in ranges]
+
+
+def _clipped(ranges: Ranges, lowest: int, highest: int) -> Ranges:
+    clipped = [(max(start, lowest), min(stop, highest)) for start, stop in ranges]
+    return [(start, stop) for start, stop in clipped if start < stop]
+
+
+def post_process(text: str, chat: str | ChatFormat) -> str:
+    """A model's answer as `pred.py` writes it: unchanged but for XGen, whose are stripped and lose "Assistant:"."""
+    chat = chat_format(chat)
+    if chat.strip:
+        text = text.strip()
+    return text.replace(chat.delete, "") if chat.delete else text
+
+
+def end_token_ids(
+    tokenizer: PreTrainedTokenizerBase, model_eos_ids: int | Sequence[int] | None, dataset: Dataset
+) -> tuple[int, ...]:
+    """The tokens that end an answer: the model's own and, for samsum, the newline token (`Dataset.newline_ends`).
+
+    model_eos_ids: what the model's generation config names; where it names none, the tokenizer's end token counts.
+    Raises PromptError: the newline is needed and the tokenizer has no token for it.
+    """
+    if isinstance(model_eos_ids, int):
+        model_eos_ids = (model_eos_ids,)
+    ends = list(model_eos_ids or ())
+    own: Any = tokenizer.eos_token_id
+    if not ends and own is not None:
+        ends.append(own)
+    if dataset.newline_ends:
+        newline = _tokenize(tokenizer, "\n", special_tokens=False)
+        if not newline:
+            raise PromptError(f"{dataset.name}: a newline ends its answers, and the tokenizer has no token for it")
+        ends.append(newline[-1])
+    return tuple(dict.fromkeys(ends))
+
+
+def token_ids_sha256(token_ids: Sequence[int]) -> str:
+    """The sha256 of token ids, written in decimal and joined by commas."""
+    return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool = True) -> list[int]:
+    # verbose=False: a prompt above the model's length is what truncation is for, and no reason to warn.
+    ids: Any = tokenizer(text, truncation=False, add_special_tokens=special_tokens, verbose=False)["input_ids"]
+    return ids
+
+
+def _tokenize_with_spans(
+    tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool = True
+) -> tuple[list[int], np.ndarray | None]:
+    """Token ids, and the range of the text that each stands for where the tokenizer can say it (`Prompt.spans`)."""
+    if not getattr(tokenizer, "is_fast", False):
+        return _tokenize(tokenizer, text, special_tokens), None
+    found: Any = tokenizer(
+        text, truncation=False, add_special_tokens=special_tokens, verbose=False, return_offsets_mapping=True
+    )
+    return found["input_ids"], np.array(found["offset_mapping"], dtype=np.int32).reshape(-1, 2)
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    text: Any = tokenizer.decode(ids, skip_special_tokens=True)
+    return text
+
+
+def _apply_own_template(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    if not tokenizer.chat_template:
+        raise PromptError(
+            "chat=auto asks for the tokenizer's own chat template, and it has none; "
+            f"use one of {', '.join(name for name in CHAT_FORMATS if name != 'auto')}"
+        )
+    message = [{"role": "user", "content": text}]
+    wrapped: Any = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    return wrapped

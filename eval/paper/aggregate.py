@@ -1,0 +1,228 @@
+"""From examples to datasets, tasks and the mean over tasks, with 95 % percentile bootstrap intervals.
+
+Of a dataset: scores, lengths, seconds and bytes are means over its examples; a speedup is the baseline's summed time
+over the method's, on the same examples. Of a task: the mean over its datasets, for every column, as LongBench does for
+scores; of everything: the mean over tasks. Examples are drawn within each dataset, the same ones for every column, so
+that an example's own baseline stays with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from eval.benchmarks.datasets import DATASETS, TASKS
+from eval.benchmarks.metrics import dataset_score
+from eval.store.frame import MEASURED
+
+RESAMPLES = 2000
+
+_BOTH = (*MEASURED, *(f"baseline_{name}" for name in MEASURED))  # of the method, and of its paired baseline
+_SPEEDUPS = {"ttft_speedup": "ttft_s", "generation_speedup": "total_s", "step_speedup": "step_s"}
+VALUES = (*_BOTH, "cache_bytes", "baseline_cache_bytes", *_SPEEDUPS, "relative_score")
+_COLUMN = {name: number for number, name in enumerate(VALUES)}
+_SETTING = ("model", "paper_model", "method", "settings", "label", "suite")
+COLUMNS = [
+    *_SETTING, "seeds", "level", "name", "task", "examples", "datasets", "score_seed_std",
+    *(f"{name}{end}" for name in VALUES for end in ("", "_low", "_high")),
+]  # fmt: skip
+
+
+def by_task(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per setting and dataset, task ("task" rows) and suite ("all" rows, the mean over its tasks).
+
+    frame: as `eval.store.frame.as_frame` makes it. Columns: model, paper_model, method, settings, label, suite,
+    level ("dataset", "task" or "all"), name (the dataset's, the task's, "all"), task ("all" where level is),
+    seeds, examples and datasets (how many), score_seed_std (sample standard deviation of the seeds' scores, of those
+    seeds that have every example of the row; NaN for fewer than two), and v, v_low, v_high for each v of `VALUES`:
+    the measured columns of `as_frame` and of the paired baseline, and
+
+    cache_bytes, baseline_cache_bytes: KV and Aux Cache together.
+    ttft_speedup, generation_speedup, step_speedup: whole answers may differ in length, a mean decoding step does not.
+    relative_score: 100 * score / baseline_score of the row.
+
+    A dataset's score is rounded as LongBench rounds it. Several seeds of an example count as one example: its mean, and
+    in speedups the sum of the times. A value is NaN where not every example has it, where a baseline's score is 0, and
+    at both ends of an interval where a dataset has one example only.
+
+    Settings `baseline`: runs of that method, and for examples that none of the model's baseline runs holds, the paired
+    baselines of the other methods' runs (all of them, as seeds are). It is compared with itself: speedups of 1.
+    """
+    rows = []
+    for _, group in with_baselines(frame).groupby(["model", "method", "settings", "suite"], sort=False):
+        setting = {key: group[key].iloc[0] for key in _SETTING} | {"seeds": group["seed"].nunique()}
+        rows += [{**setting, **row} for row in rows_of(group)]
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of one setting on one suite, without its name: each task's datasets, then the task; last "all".
+
+    Columns and rules as in `by_task`; frame needs dataset, id, seed and the measured columns.
+    """
+    key = _digest(frame)
+    rows = _known_rows.get(key)
+    if rows is None:
+        rows = _known_rows[key] = _rows_of(frame)
+        while len(_known_rows) > _KNOWN:
+            del _known_rows[next(iter(_known_rows))]
+    return [dict(row) for row in rows]
+
+
+# The rows of what was asked for lately, by all that they are made from: tables and figures share most settings, and the
+# bootstrap is what they cost
+_known_rows: dict[bytes, list[dict[str, Any]]] = {}
+_KNOWN = 256  # settings, each with some 100 kB
+
+
+def _digest(frame: pd.DataFrame) -> bytes:
+    """A hash of all columns that `rows_of` reads."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in ("dataset", "id"):
+        digest.update(json.dumps(frame[name].to_list()).encode())
+    for name in ("seed", *_BOTH):
+        digest.update(frame[name].to_numpy(dtype=float).tobytes())
+    return digest.digest()
+
+
+def _rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    codes = frame.groupby(["dataset", "id"], sort=False).ngroup().to_numpy()
+    examples = _per_example(frame, codes)
+    groups = {str(name): group for name, group in examples.groupby("dataset", sort=False)}
+    sizes = {name: len(group) for name, group in groups.items()}
+    drawn = {name: _dataset(name, group) for name, group in groups.items()}
+    seeds = _seed_scores(frame, codes, sizes)
+    rows, task_draws, task_seeds = [], [], []
+    for task in TASKS:
+        names = [name for name in DATASETS if name in sizes and DATASETS[name].task == task]
+        for name in names:
+            rows.append(_row("dataset", name, task, [sizes[name]], drawn[name], seeds[name]))
+        if names:
+            task_draws.append(_mean([drawn[name] for name in names]))
+            task_seeds.append(_mean_of_common([seeds[name] for name in names]))
+            rows.append(_row("task", task, task, [sizes[name] for name in names], task_draws[-1], task_seeds[-1]))
+    return [
+        *rows,
+        _row("all", "all", "all", list(sizes.values()), _mean(task_draws), _mean_of_common(task_seeds)),
+    ]
+
+
+def with_baselines(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with a `baseline` setting that has every example some baseline was measured on."""
+    theirs = {f"baseline_{name}": name for name in MEASURED}
+    is_own = frame["method"] == "baseline"
+    own, others = frame[is_own], frame[~is_own]
+    example = ["model", "dataset", "id"]
+    known = frame.set_index(example).index.isin(own.set_index(example).index)
+    paired: Any = frame[~is_own & ~known & frame["baseline_ttft_s"].notna()]
+    paired = paired.drop(columns=list(MEASURED)).rename(columns=theirs)
+    paired = paired.assign(method="baseline", settings="{}", label="baseline", seed=0)  # the same model for all seeds
+    baselines: Any = pd.concat([own.drop(columns=list(theirs)), paired])
+    baselines = baselines.assign(**{beside: baselines[name] for beside, name in theirs.items()})
+    return pd.concat([baselines, others], ignore_index=True)  # type: ignore[return-value]
+
+
+def _per_example(frame: pd.DataFrame, codes: np.ndarray) -> pd.DataFrame:
+    """One row an example, in order of appearance: dataset, means over seeds, and `<time>_sum` for the speedups.
+
+    codes: [rows] the number of each row's example, from 0 in order of appearance.
+    """
+    times = np.bincount(codes)
+    # bincount, not pandas: a value that one seed lacks must stay missing
+    sums = {name: np.bincount(codes, weights=frame[name].to_numpy(dtype=float)) for name in _BOTH}
+    examples = pd.DataFrame({"dataset": frame["dataset"].to_numpy()[np.unique(codes, return_index=True)[1]]})
+    means = pd.DataFrame({name: total / times for name, total in sums.items()})
+    for prefix in ("", "baseline_"):
+        means[f"{prefix}cache_bytes"] = means[f"{prefix}kv_bytes"] + means[f"{prefix}aux_bytes"]
+    clocks = [f"{prefix}{clock}" for clock in _SPEEDUPS.values() for prefix in ("", "baseline_")]
+    totals = pd.DataFrame({f"{clock}_sum": sums[clock] for clock in clocks})
+    return pd.concat([examples, means, totals], axis=1)
+
+
+# ----------------------------------------------------------------------------------------------------------- bootstrap
+# Arrays are [1 + RESAMPLES, columns of VALUES]: the value itself in the first row, then those of the resamples.
+
+
+@lru_cache(maxsize=32)
+def _weights(dataset: str, n: int) -> np.ndarray:
+    """[1 + RESAMPLES, n] how often each example is taken: once each in the first row, then drawn with replacement.
+
+    A seed of its own per dataset, so that a row does not depend on which others are there.
+    """
+    picks = np.random.default_rng(list(dataset.encode())).integers(0, n, size=(RESAMPLES, n))
+    offsets = n * np.arange(RESAMPLES)[:, None]
+    counts = np.bincount((picks + offsets).ravel(), minlength=RESAMPLES * n).reshape(RESAMPLES, n)
+    return np.vstack([np.ones((1, n)), counts])
+
+
+def _dataset(name: str, examples: pd.DataFrame) -> np.ndarray:
+    columns = list(examples.columns.drop("dataset"))
+    weights = _weights(name, len(examples))
+    sums = dict(zip(columns, (weights @ examples[columns].to_numpy()).T, strict=True))  # one product: it is the cost
+    drawn = np.full((len(weights), len(VALUES)), np.nan)
+    for column in VALUES:
+        if column in sums:
+            drawn[:, _COLUMN[column]] = sums[column] / len(examples)
+    for speedup, clock in _SPEEDUPS.items():
+        drawn[:, _COLUMN[speedup]] = sums[f"baseline_{clock}_sum"] / sums[f"{clock}_sum"]
+    for column in ("score", "baseline_score"):
+        # the official score is rounded before it is averaged over datasets
+        drawn[0, _COLUMN[column]] = dataset_score((examples[column] / 100).to_list())
+    return _with_relative_score(drawn)
+
+
+def _mean(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return _with_relative_score(np.mean(parts, axis=0))
+
+
+def _with_relative_score(drawn: np.ndarray) -> np.ndarray:
+    score, baseline = drawn[:, _COLUMN["score"]], drawn[:, _COLUMN["baseline_score"]]
+    drawn[:, _COLUMN["relative_score"]] = 100 * score / np.where(baseline == 0, np.nan, baseline)
+    return drawn
+
+
+def _row(
+    level: str, name: str, task: str, sizes: Sequence[int], drawn: np.ndarray, seed_scores: dict[int, float]
+) -> dict[str, Any]:
+    low, high = np.full((2, len(VALUES)), np.nan)
+    if min(sizes) > 1:  # one example of a dataset does not tell how much its examples differ
+        low, high = np.percentile(drawn[1:], [2.5, 97.5], axis=0)
+    values = {}
+    for column, number in _COLUMN.items():
+        values |= {column: drawn[0, number], f"{column}_low": low[number], f"{column}_high": high[number]}
+    return {
+        "level": level,
+        "name": name,
+        "task": task,
+        "examples": sum(sizes),
+        "datasets": len(sizes),
+        "score_seed_std": np.std(list(seed_scores.values()), ddof=1) if len(seed_scores) > 1 else float("nan"),
+        **values,
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------- seeds
+
+
+def _seed_scores(frame: pd.DataFrame, codes: np.ndarray, sizes: dict[str, int]) -> dict[str, dict[int, float]]:
+    """{dataset: {seed: official score}} of the seeds that have every example of the dataset; codes: as above."""
+    found: dict[str, dict[int, float]] = {name: {} for name in sizes}
+    keys: Any
+    values: Any = frame["score"]
+    means = values.groupby([frame["dataset"], frame["seed"], codes], sort=False).mean()
+    for keys, scores in means.groupby(level=[0, 1], sort=False):
+        dataset, seed = keys
+        if len(scores) == sizes[dataset]:
+            found[dataset][seed] = dataset_score((scores / 100).to_list())
+    return found
+
+
+def _mean_of_common(parts: Sequence[dict[int, float]]) -> dict[int, float]:
+    """{seed: mean over the parts} of the seeds that all parts have."""
+    return {seed: float(np.mean([part[seed] for part in parts])) for seed in parts[0] if all(seed in p for p in parts)}

@@ -1,0 +1,41 @@
+"""A comparison of methods (`compare`, `experiment=demo`): score against speedup."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from eval.paper.figures.style import COLOURS, MARKERS, around, new_figure
+
+
+def plot_comparison(table: pd.DataFrame, title: str) -> Any:
+    """Score against TTFT speedup, one colour a method.
+
+    Small marks are tasks; the large one, with its intervals, is the mean over tasks.
+    table: as `eval.paper.summary.compared_csv` writes it. Returns a matplotlib figure.
+    """
+    figure = new_figure(7.2, 4.4)
+    axes = figure.subplots()
+    overall = table["task"].iloc[-1]  # the mean over tasks, or the only task
+    for number, method in enumerate(dict.fromkeys(table["method"])):
+        rows = table[table["method"] == method]
+        style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+        tasks = rows[rows["task"] != overall]
+        axes.scatter(tasks["ttft_speedup"], tasks["score"], s=22, alpha=0.55, linewidths=0, **style)
+        mean: Any = rows[rows["task"] == overall]
+        for _, row in mean.iterrows():
+            axes.errorbar(
+                row["ttft_speedup"], row["score"],
+                xerr=around(row, "ttft_speedup"), yerr=around(row, "score"),
+                markersize=10, markeredgecolor="white", capsize=3, linestyle="none", label=method, **style,
+            )  # fmt: skip
+    axes.set_xlabel("TTFT speedup over the paired baseline")
+    axes.set_ylabel("score (0 to 100)")
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_ylim(-4, 104)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, title=f"large: {overall}\nsmall: one task", alignment="left", loc="center left",
+                bbox_to_anchor=(1.0, 0.5))  # fmt: skip
+    return figure

@@ -1,0 +1,206 @@
+"""Figure 5: what each method keeps of the baseline's score, against its TTFT speedup, task by task."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure as MplFigure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from eval.benchmarks.datasets import TASKS
+from eval.paper.aggregate import by_task
+from eval.paper.figures.base import Figure
+from eval.paper.figures.style import GREY, MethodStyle, around, grid, new_figure, styled, styles_of
+from eval.store.frame import StoredRun, as_frame
+
+MEASURED, PAPER, CLAIM = "measured", "paper, Table 1", "paper, text"
+# Section 5 of the paper, Llama 2 7B, multi-document QA: 2.34x at a loss of 1 % at most, 3.0x at 10 % at most
+CLAIMS = ((2.34, 99.0), (3.0, 90.0))
+
+_TABLE1 = Path(__file__).parents[1] / "published" / "table1.csv"
+_SPEEDUP = re.compile(r"\d+(\.\d+)?x")
+_NAMES = {"llama2": "Llama 2 7B", "xgen": "XGen 7B"}
+_TITLES = {"all": "mean over tasks"}
+_POINTS = ["relative_score", "ttft_speedup"]
+_VALUES = [f"{name}{end}" for name in _POINTS for end in ("", "_low", "_high")]
+
+
+def data(runs: Sequence[StoredRun]) -> pd.DataFrame:
+    """model, suite, task ("all": their mean), source, paper_model, method, label, settings, seeds, examples, on_curve;
+    relative_score (100 * score / the paired baseline's) and ttft_speedup, with `_low` and `_high`.
+
+    source: "measured"; "paper, Table 1" for its scores and speedups as published, in each of our tasks, of the column
+    `paper_model`: the model's own, or Llama 2's where the model is not in the paper; "paper, text" for the two claims.
+    on_curve: the method's settings that are given by their speedup (`2.0x`); of a method without such a sweep, those
+        that no other one beats in both score and speedup there.
+    """
+    table: Any = by_task(as_frame(runs))
+    table = table[(table["level"] != "dataset") & (table["method"] != "baseline")]
+    table = table.dropna(subset=_POINTS).assign(source=MEASURED)
+    if table.empty:
+        return pd.DataFrame()
+    table["on_curve"] = False
+    parts = []
+    for (model, suite), panel in table.groupby(["model", "suite"], sort=False):
+        panel = panel.copy()
+        for _, method in panel.groupby(["task", "method"]):
+            swept = method["settings"].map(_is_given_by_speedup)
+            panel.loc[method.index, "on_curve"] = swept if swept.any() else _undominated(method)
+        own = panel["paper_model"].iloc[0]
+        published = paper_points(own if isinstance(own, str) else "llama2", sorted(set(panel["task"])))
+        parts += [panel, published.assign(model=model, suite=suite)]
+    columns = ["model", "suite", "task", "source", "paper_model", "method", "label", "settings", "seeds", "examples"]
+    return pd.concat(parts, ignore_index=True).reindex(columns=[*columns, "on_curve", *_VALUES])
+
+
+def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
+    """The paper's points in the given tasks; "all": from the means of its scores and of its speedups over the tasks.
+
+    paper_model: llama2 or xgen. Its claims in the text are Llama 2's.
+    """
+    table: Any = pd.read_csv(_TABLE1).rename(
+        columns={f"{paper_model}_score": "score", f"{paper_model}_ttft_speedup": "ttft_speedup"}
+    )[["task", "method", "score", "ttft_speedup"]]
+    means: Any = table.groupby("method", sort=False)[["score", "ttft_speedup"]].mean().reset_index().assign(task="all")
+    table = pd.concat([table, means], ignore_index=True)
+    baseline = table[table["method"] == "baseline"].set_index("task")["score"]
+    table["relative_score"] = 100 * table["score"] / table["task"].map(baseline)
+    table = table[(table["method"] != "baseline") & table["task"].isin(tasks)].assign(source=PAPER)
+    if paper_model == "llama2" and "multi_doc_qa" in tasks:
+        claims = [{"ttft_speedup": speedup, "relative_score": score} for speedup, score in CLAIMS]
+        table = pd.concat(
+            [table, pd.DataFrame(claims).assign(task="multi_doc_qa", method="lazy", source=CLAIM)], ignore_index=True
+        )
+    return table.assign(paper_model=paper_model).drop(columns="score")
+
+
+@styled
+def plot(frame: Any) -> MplFigure:
+    """Eight cells for each model and suite: six tasks, their mean, the legend."""
+    panels = list(frame.groupby(["model", "suite"], sort=False))
+    styles = styles_of(frame["method"])
+    figure = new_figure(11, 5.3 * len(panels))
+    parts = figure.subfigures(len(panels), 1, squeeze=False)[:, 0]
+    for part, ((model, suite), rows) in zip(parts, panels, strict=True):
+        _draw_panel(part, rows, styles, f"{model}, {suite}")
+    return figure
+
+
+def _is_given_by_speedup(settings: str) -> bool:
+    return any(isinstance(one, str) and _SPEEDUP.fullmatch(one) for one in json.loads(settings).values())
+
+
+def _undominated(settings: Any) -> np.ndarray:
+    """[settings] bool: the best score among those that are at least as fast."""
+    order = settings.sort_values(["ttft_speedup", "relative_score"], ascending=False)
+    best = order["relative_score"].cummax()
+    is_new = order["relative_score"].gt(best.shift(fill_value=-np.inf))
+    return is_new.reindex(settings.index).to_numpy()
+
+
+def _draw_panel(part: Any, rows: Any, styles: dict[str, MethodStyle], title: str) -> None:
+    part.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
+    cells = part.subplots(2, 4, sharex=True, sharey=True).ravel()
+    tasks = [task for task in (*TASKS, "all") if task in set(rows["task"])]
+    low, high = rows["ttft_speedup"].min() / 1.15, rows["ttft_speedup"].max() * 1.15
+    top = max(106.0, 1.05 * rows["relative_score"].max())
+    for task, axes in zip(tasks, cells, strict=False):
+        _draw_task(axes, rows[rows["task"] == task], styles)
+        axes.set_title(_TITLES.get(task, task))
+        axes.set_xscale("log")
+        axes.set(xlim=(low, high), ylim=(-3, top))
+        axes.xaxis.set_major_locator(FixedLocator([0.1, 0.2, 0.5, 1, 2, 3, 5, 10]))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.tick_params(labelbottom=True, labelleft=True)
+    for axes in cells[len(tasks) :]:
+        axes.set_axis_off()
+    part.supxlabel("TTFT speedup over the paired baseline (times)", fontsize=9)
+    part.supylabel("score, % of the paired baseline's", fontsize=9)
+    if len(tasks) < len(cells):
+        _write_legend(cells[-1], rows, styles)
+
+
+def _draw_task(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
+    axes.axhline(100, color=GREY, linewidth=0.8, linestyle=(0, (1, 2)))
+    axes.axvline(1, color=GREY, linewidth=0.8, linestyle=(0, (1, 2)))
+    published_alpha = 0.9 if _is_own(rows) else 0.45
+    for method, points in rows[rows["source"] == PAPER].groupby("method"):
+        style = styles[method]
+        axes.plot(
+            points["ttft_speedup"], points["relative_score"], linestyle="none", marker=style.marker, markersize=8,
+            markerfacecolor="none", markeredgecolor=style.colour, markeredgewidth=1.4, alpha=published_alpha, zorder=2,
+        )  # fmt: skip
+    for method, points in rows[rows["source"] == MEASURED].groupby("method"):
+        style = styles[method]
+        on_curve = points["on_curve"].astype(bool)
+        others, curve = points[~on_curve], points[on_curve].sort_values("ttft_speedup")
+        axes.plot(others["ttft_speedup"], others["relative_score"], **style.drawn | {"linestyle": "none"},
+                  markersize=3.5, alpha=0.35, markeredgewidth=0)  # fmt: skip
+        axes.errorbar(
+            curve["ttft_speedup"], curve["relative_score"], xerr=around(curve, "ttft_speedup"),
+            yerr=around(curve, "relative_score"), markersize=5, elinewidth=0.8, zorder=3, **style.drawn,
+        )  # fmt: skip
+    for _, claim in rows[rows["source"] == CLAIM].iterrows():
+        x, y = claim["ttft_speedup"], claim["relative_score"]
+        axes.plot(x, y, marker="+", markersize=11, markeredgewidth=1.3, color="black", linestyle="none", zorder=4)
+    grid(axes)
+
+
+def _is_own(rows: Any) -> bool:
+    """Whether the paper's points are the model's own: they then name the column that its runs name."""
+    measured = rows.loc[rows["source"] == MEASURED, "paper_model"]
+    return bool(measured.notna().any())
+
+
+def _write_legend(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
+    measured = set(rows.loc[rows["source"] == MEASURED, "method"])
+    published = rows[rows["source"] == PAPER]
+    name = _NAMES[published["paper_model"].iloc[0]]
+    whose = f"the paper's, {name}" if _is_own(rows) else f"the paper's (of {name},\non LongBench)"
+    handles = [Line2D([], [], label=styles[one].name, markersize=5, **styles[one].drawn) for one in styles
+               if one in measured]  # fmt: skip
+    hollow: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 8, "color": GREY}
+    handles.append(Line2D([], [], label=f"hollow: {whose}", marker="o", **hollow))
+    missing = [one for one in styles if one not in measured and one in set(published["method"])]
+    handles += [
+        Line2D([], [], label=f"{styles[one].name} (the paper's only)", **hollow | {"color": styles[one].colour},
+               marker=styles[one].marker) for one in missing
+    ]  # fmt: skip
+    if (rows["source"] == CLAIM).any():
+        claims = ", ".join(f"{speedup:g}x at {score:g} %" for speedup, score in CLAIMS)
+        handles.append(
+            Line2D(
+                [],
+                [],
+                linestyle="none",
+                marker="+",
+                markersize=9,
+                color="black",
+                label=f"the paper's claims:\n{claims}",
+            )
+        )
+    axes.legend(handles=handles, loc="center left", title="small and faint: the method's\nother settings",
+                alignment="left")  # fmt: skip
+
+
+FIGURE = Figure(
+    name="figure5",
+    title="Score against TTFT speedup, task by task (the paper's Figure 5)",
+    caption=(
+        "Every setting of every method, on the tasks' own scores relative to the baseline that ran beside it; bars are "
+        "95 % bootstrap intervals over examples. Random token drop is pooled over its seeds. A curve joins the "
+        "settings that are given by their ideal speedup (1.5x, 2.0x, ...), or, where a method has none of these, those "
+        "that none of its others beats in both score and speedup, which flatters methods with many settings. Hollow: "
+        "the paper's Table 1 (its mean is made from its means); crosses: the claims in its text on multi-document QA."
+    ),
+    data=data,
+    plot=plot,
+)

@@ -1,0 +1,99 @@
+"""Figure 6: the score against the layer of a single pruning point, for several kept shares."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib import colormaps
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure as MplFigure
+
+from eval.paper.aggregate import by_task
+from eval.paper.figures.base import Figure
+from eval.paper.figures.style import GREY, LINES, MARKERS, around, direct_labels, grid, new_figure, styled
+from eval.store.frame import StoredRun, as_frame
+
+_VALUES = ("score", "baseline_score", "relative_score", "ttft_speedup")
+
+
+def single_points(runs: Sequence[StoredRun]) -> pd.DataFrame:
+    """LazyLLM's runs with one pruning layer, nothing else changed, averaged over the tasks: model, suite, layer, keep
+    (0 to 1), examples, and score, baseline_score, relative_score, ttft_speedup, with `_low` and `_high`.
+    """
+    table: Any = by_task(as_frame(runs))
+    table = table[(table["level"] == "all") & (table["method"] == "lazy")]
+    columns = ["model", "suite", "layer", "keep", "examples"]
+    columns += [f"{name}{end}" for name in _VALUES for end in ("", "_low", "_high")]
+    points = pd.DataFrame(
+        [_single_point(json.loads(one)) for one in table["settings"]], index=table.index, columns=["layer", "keep"]
+    )
+    table = table.join(points).dropna(subset="layer").astype({"layer": int, "keep": float})
+    return table.sort_values(["model", "suite", "keep", "layer"])[columns].reset_index(drop=True)
+
+
+@styled
+def plot(frame: Any) -> MplFigure:
+    """A panel a model and suite, a curve a kept share."""
+    panels = list(frame.groupby(["model", "suite"], sort=False))
+    figure = new_figure(5.6 * len(panels), 4)
+    for axes, ((model, suite), rows) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        _draw_panel(axes, rows)
+        axes.set_title(f"{model}, {suite}: mean over tasks, {rows['examples'].max()} examples")
+    return figure
+
+
+def shade_of(number: int, total: int) -> str:
+    """Ordered values get shades from dark to light, as far as light can be read on white."""
+    return to_hex(colormaps["viridis"](0.78 * number / max(1, total - 1)))
+
+
+def _single_point(settings: dict[str, Any]) -> tuple[int | None, float | None]:
+    """(layer, keep), or Nones for other settings."""
+    schedule = settings["schedule"]
+    changed = settings.get("prune_generated", False) or not settings.get("revive", True)
+    if changed or not isinstance(schedule, dict) or len(schedule) != 1:
+        return None, None
+    ((layer, keep),) = schedule.items()
+    return int(layer), float(keep)
+
+
+def _draw_panel(axes: Any, rows: Any) -> None:
+    shares = sorted(set(rows["keep"]))
+    last = rows["layer"].max()
+    drawn = rows[["score", "score_low", "score_high", "baseline_score"]].to_numpy()
+    low, high = np.nanmin(drawn), np.nanmax(drawn)  # there may be no intervals, and no baseline
+    margin = 0.06 * max(high - low, 1)
+    axes.set(ylim=(low - margin, high + margin))
+    labels = []
+    for number, keep in enumerate(shares):
+        curve, colour = rows[rows["keep"] == keep], shade_of(number, len(shares))
+        axes.errorbar(
+            curve["layer"], curve["score"], yerr=around(curve, "score"), color=colour, elinewidth=0.8, capsize=2,
+            marker=MARKERS[number % len(MARKERS)], linestyle=LINES[number % len(LINES)], markersize=5,
+        )  # fmt: skip
+        labels.append((float(curve["score"].iloc[-1]), f"keep {100 * keep:g} %", colour))
+    baseline = float(np.mean(rows["baseline_score"]))
+    if np.isfinite(baseline):
+        axes.axhline(baseline, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)))
+        labels.append((baseline, "baseline", GREY))
+    axes.set_xticks(sorted(set(rows["layer"])))
+    axes.set(xlabel="layer after which tokens are pruned, once", ylabel="score (0 to 100)")
+    direct_labels(axes, labels, last)
+    grid(axes)
+
+
+FIGURE = Figure(
+    name="figure6",
+    title="Score against the layer of a single pruning point (the paper's Figure 6)",
+    caption=(
+        "LazyLLM with one pruning layer: the score, mean over tasks, with 95 % bootstrap intervals over examples. The "
+        "paper's claims: the fewer tokens are kept the worse, the later they are pruned the better. It gives no "
+        "numbers that could be overlaid."
+    ),
+    data=single_points,
+    plot=plot,
+)

@@ -1,0 +1,172 @@
+"""Figure 7: how many of the prompt's tokens are computed, step by step, in each group of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure as MplFigure
+from matplotlib.ticker import FuncFormatter
+
+from eval.paper.figures.base import Figure
+from eval.paper.figures.choice import setting_of, shown_lazy
+from eval.paper.figures.style import COLOURS, GREY, LINES, MARKERS, direct_labels, grid, new_figure, styled
+from eval.store.columns import table_of
+from eval.store.frame import StoredRun
+
+_LINEAR_STEPS = 40  # longer generations get a logarithmic axis: most happens in the first steps
+
+
+def data(runs: Sequence[StoredRun]) -> pd.DataFrame:
+    """model, label, group (from 1), layers (for people), step (0: prefill), examples, generating, pct_computed.
+
+    pct_computed: 0 to 100, the mean over all `examples` of the distinct prompt tokens computed so far in the group's
+    layers. An example that has ended stays at its last value; `generating` counts those that have not.
+    """
+    chosen = shown_lazy(runs)
+    settings = dict.fromkeys((run.model, setting_of(run)) for run in chosen)
+    parts = []
+    for model, label in settings:
+        counters = [_counters(run) for run in chosen if run.model == model]
+        parts.append(_curves(counters).assign(model=model, label=label))
+    if not parts:
+        return pd.DataFrame()
+    columns = ["model", "label", "group", "layers", "step", "examples", "generating", "pct_computed"]
+    return pd.concat(parts, ignore_index=True).reindex(columns=columns)
+
+
+@styled
+def plot(frame: Any) -> MplFigure:
+    """A panel a model, one curve a group of layers; below it, how many examples are still generating."""
+    models = list(dict.fromkeys(frame["model"]))
+    figure = new_figure(6.4 * len(models), 4.4)
+    panels = figure.subplots(2, len(models), squeeze=False, sharex="col", height_ratios=(4, 1))
+    for model, upper, lower in zip(models, *panels, strict=True):
+        of_model = frame[frame["model"] == model]
+        _draw_curves(upper, of_model)
+        _draw_examples(lower, of_model)
+    panels[0][0].set_ylabel("% of prompt tokens computed so far")
+    panels[1][0].set_ylabel("examples")
+    return figure
+
+
+@dataclass(frozen=True)
+class _Counters:
+    """The method's counters of a run's examples: the lists of `eval.store.record.Measurement`, concatenated.
+
+    prompt_tokens: [examples]. starts: [all groups of all examples]; own_starts: [examples + 1] where each one's begin.
+    steps: [examples + 1] where each one's steps begin; rows: [all steps + 1] where each one's values begin.
+    computed: [all steps, their groups, in one dimension].
+    """
+
+    prompt_tokens: np.ndarray
+    starts: np.ndarray
+    own_starts: np.ndarray
+    steps: np.ndarray
+    rows: np.ndarray
+    computed: np.ndarray
+
+
+def _counters(run: StoredRun) -> _Counters:
+    table = table_of(run.records, ["prompt_tokens", "method.group_starts", "method.computed"])
+    starts, computed = (table[f"method.{name}"].combine_chunks() for name in ("group_starts", "computed"))
+    return _Counters(
+        prompt_tokens=table["prompt_tokens"].to_numpy(),
+        starts=starts.values.to_numpy(),
+        own_starts=starts.offsets.to_numpy(),
+        steps=computed.offsets.to_numpy(),
+        rows=computed.values.offsets.to_numpy(),
+        computed=computed.values.values.to_numpy(),
+    )
+
+
+def _curves(parts: Sequence[_Counters]) -> pd.DataFrame:
+    """Examples may lack a boundary where two groups of theirs happen to agree: groups are those of all examples."""
+    starts = np.unique(np.concatenate([part.starts for part in parts])).tolist()
+    lengths = np.concatenate([np.diff(part.steps) for part in parts])
+    steps = int(lengths.max())
+    names = _layer_names(starts)
+    means = [
+        [float(np.concatenate([_shares(part, start, step) for part in parts]).mean()) for step in range(steps)]
+        for start in starts
+    ]
+    return pd.DataFrame(
+        [
+            {
+                "group": group + 1,
+                "layers": names[group],
+                "step": step,
+                "examples": len(lengths),
+                "generating": int((lengths > step).sum()),
+                "pct_computed": means[group][step],
+            }
+            for group in range(len(starts))
+            for step in range(steps)
+        ]
+    )
+
+
+def _shares(part: _Counters, layer: int, step: int) -> np.ndarray:
+    """[examples] per cent of the prompt's tokens computed in a layer; after an example's last step its last value."""
+    group = np.add.reduceat((part.starts <= layer).astype(int), part.own_starts[:-1]) - 1
+    row = part.steps[:-1] + np.minimum(step, np.diff(part.steps) - 1)
+    return 100 * part.computed[part.rows[row] + group].astype(int) / part.prompt_tokens
+
+
+def _layer_names(starts: Sequence[int]) -> list[str]:
+    # the records do not say how many layers there are
+    names = [
+        f"layer {start}" if start == end else f"layers {start}\u2013{end}"
+        for start, end in zip(starts, [one - 1 for one in starts[1:]], strict=False)
+    ]
+    return [*names, f"layers {starts[-1]} and up" if len(starts) > 1 else "all layers"]
+
+
+def _draw_curves(axes: Any, frame: Any) -> None:
+    steps = int(frame["step"].max())
+    labels = []
+    for (_, name), curve in frame.groupby(["group", "layers"], sort=True):
+        number = int(curve["group"].iloc[0]) - 1
+        axes.plot(
+            curve["step"], curve["pct_computed"], color=COLOURS[number % len(COLOURS)],
+            linestyle=LINES[number % len(LINES)], marker=MARKERS[number % len(MARKERS)],
+            markersize=4.5 if steps <= _LINEAR_STEPS else 0, label=str(name), clip_on=False,
+        )  # fmt: skip
+        labels.append((float(curve["pct_computed"].iloc[-1]), str(name), COLOURS[number % len(COLOURS)]))
+    axes.set_ylim(0, 103)
+    axes.set_xlim(0, max(steps, 1))
+    axes.set_title(f"{frame['model'].iloc[0]}: {frame['label'].iloc[0]}, {frame['examples'].iloc[0]} examples")
+    direct_labels(axes, labels, max(steps, 1))
+    grid(axes)
+
+
+def _draw_examples(axes: Any, frame: Any) -> None:
+    counts = frame[frame["group"] == frame["group"].min()]
+    steps = int(counts["step"].max())
+    edges = np.append(counts["step"], steps + 1) - 0.5
+    axes.stairs(counts["generating"], edges, fill=True, color="#BDBDBD")
+    axes.set_ylim(0, 1.15 * counts["examples"].max())
+    axes.set_xlabel("generation step (0: prefill)")
+    axes.annotate("still generating", (1, 1), xycoords="axes fraction", ha="right", va="top", fontsize=8, color=GREY)
+    if steps > _LINEAR_STEPS:
+        axes.set_xscale("symlog", linthresh=1)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:g}"))
+    else:
+        axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+FIGURE = Figure(
+    name="figure7",
+    title="Prompt tokens computed, step by step, in each group of layers (the paper's Figure 7)",
+    caption=(
+        "Distinct prompt tokens computed so far, in % of the prompt, mean over all examples; an example that has "
+        "ended stays at its last value, so that the right end is what the answers needed (Table 2's quantity, "
+        "by group). Below: how many examples are still generating at each step. The paper averages 1000 random "
+        "LongBench examples."
+    ),
+    data=data,
+    plot=plot,
+)

@@ -1,0 +1,148 @@
+"""When TTFT matters: its share of the generation time, by the prompt's and the answer's length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure as MplFigure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from eval.paper.figures.base import Figure
+from eval.paper.figures.choice import shown_lazy
+from eval.paper.figures.figure6 import shade_of
+from eval.paper.figures.style import GREY, LINES, MARKERS, around, direct_labels, grid, new_figure, styled
+from eval.store.frame import StoredRun, as_frame
+
+# Of the introduction of the paper: Llama 2 7B on LongBench, its baseline
+PAPER = {"prompt_tokens": 3376, "tokens": 68, "ttft_share": 23.0}
+RESAMPLES = 2000
+
+_ANSWERS = ((1, 4), (5, 16), (17, 64), (65, 256), (257, 1024))
+
+
+def data(runs: Sequence[StoredRun]) -> pd.DataFrame:
+    """model, paper_model, label, answer ("5-16": so many generated tokens), prompt (a power of two, the nearest to the
+    examples' prompts), examples; means over these of prompt_tokens, tokens, and ttft_share (0 to 100, of each
+    example's generation time), with ttft_share_low and _high (95 % bootstrap).
+
+    Of each model the LazyLLM setting that `shown_lazy` names and the baseline that ran beside it.
+    """
+    lazy = shown_lazy(runs)
+    if not lazy:
+        return pd.DataFrame()
+    frame: Any = as_frame(lazy)
+    methods = [_generations(frame, prefix, label) for prefix, label in (("baseline_", "baseline"), ("", None))]
+    both: Any = pd.concat(methods, ignore_index=True)
+    both = both.dropna(subset="ttft_s").assign(ttft_share=lambda one: 100 * one["ttft_s"] / one["total_s"])
+    both["answer"] = [_answer(int(tokens)) for tokens in both["tokens"]]
+    both["prompt"] = 2 ** np.log2(both["prompt_tokens"]).round().astype(int)
+    rows = []
+    for keys, group in both.groupby(["model", "label", "answer", "prompt"], sort=False):
+        low, high = _interval(group["ttft_share"].to_numpy())
+        means = group[["prompt_tokens", "tokens", "ttft_share"]].mean().to_dict()
+        ends = {"ttft_share_low": low, "ttft_share_high": high}
+        named = dict(zip(("model", "label", "answer", "prompt"), keys, strict=True))
+        paper_model = group["paper_model"].iloc[0]
+        rows.append({"model": named.pop("model"), "paper_model": paper_model, **named, "examples": len(group), **means}
+                    | ends)  # fmt: skip
+    order = [f"{low}-{high}" for low, high in _ANSWERS] + [_answer(_ANSWERS[-1][1] + 1)]
+    table = pd.DataFrame(rows)
+    table["answer"] = pd.Categorical(table["answer"], order, ordered=True)
+    table = table.sort_values(["answer", "prompt"]).sort_values(
+        ["model", "label"],
+        key=lambda column: column.ne("baseline") if column.name == "label" else column,
+        kind="stable",
+    )
+    return table.astype({"answer": str}).reset_index(drop=True)
+
+
+@styled
+def plot(frame: Any) -> MplFigure:
+    """A row a model: the baseline on the left, LazyLLM on the right, a curve a range of answer lengths."""
+    models = list(dict.fromkeys(frame["model"]))
+    figure = new_figure(9.5, 3.7 * len(models))
+    answers = sorted(set(frame["answer"]), key=lambda one: int(one.split("-")[0].rstrip("+")))
+    for model, line in zip(
+        models, figure.subplots(len(models), 2, squeeze=False, sharex="row", sharey=True), strict=True
+    ):
+        of_model = frame[frame["model"] == model]
+        for label, axes in zip(dict.fromkeys(of_model["label"]), line, strict=False):
+            _draw_panel(axes, of_model, str(label), answers)
+            axes.set_title(f"{model}: {label}")
+        for axes in line[of_model["label"].nunique() :]:  # where no baseline was measured
+            axes.set_axis_off()
+        line[0].set_ylabel("TTFT, % of the generation time")
+    return figure
+
+
+def _generations(frame: Any, prefix: str, label: str | None) -> pd.DataFrame:
+    columns = {f"{prefix}{name}": name for name in ("ttft_s", "total_s", "tokens")}
+    found = frame[["model", "paper_model", "label", "prompt_tokens", *columns]].rename(columns=columns)
+    return found if label is None else found.assign(label=label)
+
+
+def _answer(tokens: int) -> str:
+    return next((f"{low}-{high}" for low, high in _ANSWERS if tokens <= high), f"{_ANSWERS[-1][1] + 1}+")
+
+
+def _interval(values: np.ndarray) -> tuple[float, float]:
+    if len(values) < 2:
+        return float("nan"), float("nan")
+    picks = np.random.default_rng(0).integers(0, len(values), size=(RESAMPLES, len(values)))
+    low, high = np.percentile(values[picks].mean(axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _draw_panel(axes: Any, of_model: Any, label: str, answers: Sequence[str]) -> None:
+    rows = of_model[of_model["label"] == label]
+    labels, last = [], of_model["prompt_tokens"].max()
+    axes.set_xscale("log")
+    axes.set(ylim=(0, 103), xlabel="prompt tokens")
+    for number, answer in enumerate(answers):
+        curve, colour = rows[rows["answer"] == answer], shade_of(number, len(answers))
+        if curve.empty:
+            continue
+        axes.errorbar(
+            curve["prompt_tokens"], curve["ttft_share"], yerr=around(curve, "ttft_share"), color=colour, capsize=2,
+            elinewidth=0.8, markersize=5, marker=MARKERS[number % len(MARKERS)], linestyle=LINES[number % len(LINES)],
+        )  # fmt: skip
+        labels.append((float(curve["ttft_share"].iloc[-1]), f"{answer.replace('-', chr(0x2013))} tokens", colour))
+    with_paper = _paper_applies(of_model)
+    if with_paper:  # in both panels, so that their axes agree
+        last = max(last, PAPER["prompt_tokens"])
+    if with_paper and label == "baseline":
+        own = (of_model["paper_model"] == "llama2").any()
+        x, y = PAPER["prompt_tokens"], PAPER["ttft_share"]
+        axes.plot(x, y, marker="o", markersize=8, markerfacecolor="none", markeredgecolor="black", linestyle="none",
+                  alpha=1 if own else 0.5)  # fmt: skip
+        axes.annotate(f"paper, Llama 2 7B:\n{PAPER['tokens']} tokens", (x, y), xytext=(0, -8), ha="right", va="top",
+                      textcoords="offset points", fontsize=7.5, color="black" if own else GREY,
+                      bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5})  # fmt: skip
+    ticks = 2.0 ** np.arange(4, 18)
+    axes.xaxis.set_major_locator(FixedLocator(ticks))  # pyright: ignore[reportArgumentType]
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    axes.set_xlim(of_model["prompt_tokens"].min() / 1.15, last * 1.15)
+    direct_labels(axes, labels, last * 1.15)
+    grid(axes)
+
+
+def _paper_applies(of_model: Any) -> bool:
+    """The paper gives the share for Llama 2; beside a model that it does not have, it is there to compare with."""
+    return bool((of_model["paper_model"].isna() | (of_model["paper_model"] == "llama2")).all())
+
+
+FIGURE = Figure(
+    name="ttft_share",
+    title="When the time to first token matters: its share of the generation time",
+    caption=(
+        "Mean over examples of TTFT / generation time, by the prompt's length (the nearest power of two) and the "
+        "number of generated tokens, with 95 % bootstrap intervals; left the baseline, right LazyLLM beside it. "
+        "Hollow: the paper's mean over LongBench with Llama 2 7B on an A100. Asked by the paper's reviewers."
+    ),
+    data=data,
+    plot=plot,
+)

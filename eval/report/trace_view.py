@@ -1,0 +1,72 @@
+"""Traced examples, as data that the page's script draws over the text: how deep each token got in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from eval.report.record_browser import embed_run
+from eval.run.tracing import Trace, read_trace
+from eval.store.frame import StoredRun
+
+
+def embed_traces(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
+    """All traces of the runs. Raises ValueError where a file is no trace."""
+    return [{**embed_run(run), **embed_trace(read_trace(file))} for run in runs for file in run.traces]
+
+
+def embed_trace(trace: Trace) -> dict[str, Any]:
+    """One trace. levels: the last layers that occur, ascending. steps: per step one character a token, prompt and
+    generated, whose code after "0" is an index into levels. revived: per step, positions. anew: whether the step
+    selected for itself.
+    """
+    depths = [last_layers(trace, step) for step in range(len(trace.selected))]
+    levels = sorted({int(layer) for depth in depths for layer in np.unique(depth)})
+    return {
+        "dataset": trace.dataset,
+        "id": trace.id,
+        "tokens": trace.tokens,
+        "generated": trace.generated,
+        "importance": trace.importance,
+        "layers": len(trace.importance),
+        "levels": levels,
+        "steps": ["".join(chr(ord("0") + levels.index(layer)) for layer in depth) for depth in depths],
+        "revived": revived(depths),
+        "anew": [bool(selected) for selected in trace.selected],
+    }
+
+
+def last_layers(trace: Trace, step: int) -> np.ndarray:
+    """[n + step] the last layer (from 1; 0 for none) in which each token is in the step's set.
+
+    Tokens are the prompt's and those generated ones that have been run. A step without a selection of its own stays
+    with the prefill's, which knows of no generated token.
+    """
+    n, layers = len(trace.tokens), len(trace.importance)
+    own = step == 0 or bool(trace.selected[step])
+    last = np.full(n + step, layers)
+    candidates = n + step if own else n
+    last[:candidates] = _last_of_nested(trace.selected[step if own else 0], candidates, layers)
+    return last
+
+
+def _last_of_nested(selected: Mapping[int, Sequence[int]], tokens: int, layers: int) -> np.ndarray:
+    last = np.full(tokens, layers)
+    for layer in sorted(selected, reverse=True):  # the first layer that leaves a token out decides
+        left_out = np.ones(tokens, dtype=bool)
+        left_out[[position for position in selected[layer] if position < tokens]] = False
+        last[left_out] = layer
+    return last
+
+
+def revived(depths: Sequence[np.ndarray]) -> list[list[int]]:
+    """Per step the tokens that it took into layers which no step before had computed them in."""
+    deepest, found = depths[0], [[]]
+    for before, now in pairwise(depths):
+        deeper = now[: len(before)] > deepest
+        found.append(np.flatnonzero(deeper).tolist())
+        deepest = np.append(np.maximum(deepest, now[: len(before)]), now[len(before) :])
+    return found

@@ -1,0 +1,359 @@
+"""From a config to what is to be measured: all that can be refused is refused here, before a model loads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from eval.benchmarks.datasets import TASKS, Dataset
+from eval.benchmarks.longbench import Example, LoadedDataset, load_rows
+from eval.benchmarks.prompts import build_prompt, end_token_ids
+from eval.benchmarks.split import in_half
+from eval.run import provenance, speedup_targets
+from eval.run.config import ConfigError, RunConfig, build_method, canonical, check_method, datasets_of
+from eval.run.measure import Case
+from eval.run.shards import Shard, parse_shard, split
+from eval.store.folder import fingerprint
+from lazyllm.methods import code_of
+from lazyllm.models.load import check_loading, devices_in_use, load_config, load_end_ids, load_tokenizer_of, source_of
+from lazyllm.models.quantisation import QUANTISATIONS, quantised_by
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+DEFAULT_THREADS = torch.get_num_threads()  # which a job of a sweep must find again after one that set its own
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, ready to be measured.
+
+    cases: all its examples, in order. ours: the keys of those that this job measures (`eval.run.shards`). traced: of
+    which
+    of these cases a trace is wanted. identity: what must agree for two records to lie in one folder. about: config and
+    provenance. file_part: what this job's files in the folder are told apart by; "" for a run in one job.
+    devices: all that the model may compute on. skipped: bad rows that were left out, for a message; None for none.
+    """
+
+    config: RunConfig
+    folder: Path
+    title: str
+    cases: list[Case]
+    ours: set[tuple[str, str]]
+    traced: list[Case]
+    identity: dict[str, Any]
+    about: dict[str, Any]
+    file_part: str
+    tokenizer: PreTrainedTokenizerBase
+    devices: tuple[torch.device, ...]
+    paired: bool
+    skipped: str | None
+
+
+@dataclass(frozen=True)
+class Identified:
+    """What a run is, before its prompts are built. identity: as in `Plan`. parameters: the method's, by dataset."""
+
+    identity: dict[str, Any]
+    parameters: dict[str, dict[str, Any]]
+    examples: dict[str, list[Example]]
+    loaded: list[LoadedDataset]
+    model_config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: tuple[int, ...]
+    devices: tuple[torch.device, ...]
+    paired: bool
+
+    @property
+    def keys(self) -> list[tuple[str, str]]:
+        """(dataset, id) of all its examples, in order."""
+        return [(name, example.id) for name, examples in self.examples.items() for example in examples]
+
+
+def prepare(config: RunConfig) -> Plan:
+    """Everything that a run needs but the model's weights.
+
+    Raises ConfigError, DataError, PromptError, ModelError or TokenizerError with one message for the user.
+    """
+    found = identify(config)
+    loaded, identity = found.loaded, found.identity
+    cases = list(_cases(config, found))
+    half = f", {config.half} half" if config.half is not None else ""
+    shard = parse_shard(config.shard) if config.shard is not None else None
+    ours = _keys_of(shard, cases)
+    return Plan(
+        config=config,
+        folder=Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity),
+        title=f"{config.model.name}, {config.method['name']}, {_data_label(loaded)}" + half,
+        cases=cases,
+        ours=ours,
+        traced=[case for case in _first_of_each(cases, config.trace) if case.key in ours],
+        identity=identity,
+        about={
+            "config": asdict(replace(config, shard=None)),
+            "provenance": _provenance(found.devices),
+            # what `limit` and `sample` choose from
+            "examples": {one.dataset.name: len(one.examples) for one in loaded},
+        },
+        file_part=shard.file_part if shard is not None else "",
+        tokenizer=found.tokenizer,
+        devices=found.devices,
+        paired=found.paired,
+        skipped=_skipped(loaded),
+    )
+
+
+def identify(config: RunConfig) -> Identified:
+    """What decides which run a config asks for, without its prompts. Raises as `prepare`, but for PromptError."""
+    check_method(config.method)
+    devices = devices_in_use(config.model.device, config.model.device_map)
+    torch.set_num_threads(config.threads or DEFAULT_THREADS)
+    model_config = check_loading(
+        config.model.name,
+        _load_format(config),
+        config.model.dtype,
+        config.model.device,
+        revision=config.model.revision,
+        attn_implementation=config.model.attn_implementation,
+        quantise=config.model.quantise,
+        device_map=config.model.device_map,
+    )
+    settings = _settings(config, model_config)
+    tokenizer = _tokenizer(config)
+    loaded = [load_rows(dataset, config.data.dir, _on_error(config)) for dataset in datasets_of(config)]
+    end_ids = load_end_ids(config.model.name, _load_format(config), config.model.revision)
+    paired = config.timing.paired and settings["name"] != "baseline"
+    parameters = {one.dataset.name: _resolved(config, settings, one.dataset, model_config) for one in loaded}
+    identity = _identity(config, loaded, model_config, tokenizer, end_ids, devices, paired) | {
+        "method": _plain(canonical(settings)),
+        "parameters": _plain(parameters) if speedup_targets.uses_preset(settings) else None,
+    }
+    return Identified(
+        identity=identity,
+        parameters=parameters,
+        examples=_examples(config, loaded),
+        loaded=loaded,
+        model_config=model_config,
+        tokenizer=tokenizer,
+        end_ids=end_ids,
+        devices=devices,
+        paired=paired,
+    )
+
+
+def check_comparison(config: RunConfig) -> None:
+    """Refuse the last of `config.compare` before the first one runs. Raises ConfigError."""
+    model_config = load_config(config.model.name, _load_format(config), config.model.revision)
+    for method in config.compare.values():
+        settings = _settings(replace(config, method=method), model_config)
+        for dataset in datasets_of(config):
+            _resolved(config, settings, dataset, model_config)
+
+
+def _load_format(config: RunConfig) -> Any:
+    return config.model.load_format
+
+
+def _on_error(config: RunConfig) -> Any:
+    return config.data.on_error
+
+
+def _settings(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
+    """The method's settings on this model's depth."""
+    try:
+        return speedup_targets.at_depth(config.method, model_config.num_hidden_layers)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"method: {error}") from error
+
+
+def _resolved(
+    config: RunConfig, settings: dict[str, Any], dataset: Dataset, model_config: PreTrainedConfig
+) -> dict[str, Any]:
+    """The method's settings for one dataset, without presets, checked against the model's depth."""
+    try:
+        resolved = speedup_targets.resolve(settings, dataset, model_config, config.model.paper)
+        build_method(resolved).check(model_config)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"method: {error}") from error
+    return resolved
+
+
+def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer_of(
+        config.model.name, _load_format(config), revision=config.model.revision, tokenizer=config.model.tokenizer
+    )
+    if tokenizer is None:
+        raise ConfigError(
+            "random weights (model.load_format=dummy) download nothing, so the tokenizer must be named: "
+            "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
+        )
+    return tokenizer
+
+
+def _cases(config: RunConfig, found: Identified) -> Iterator[Case]:
+    """Every example of the run with its prompt. What the model cannot hold, or the method not use, is refused here."""
+    model_config, tokenizer = found.model_config, found.tokenizer
+    longest = model_config.max_position_embeddings
+    for one in found.loaded:
+        method = build_method(found.parameters[one.dataset.name])
+        dataset_end_ids = end_token_ids(tokenizer, found.end_ids, one.dataset)
+        max_new_tokens = min(one.max_new_tokens, config.max_new_tokens or one.max_new_tokens)
+        for example in found.examples[one.dataset.name]:
+            prompt = build_prompt(
+                example,
+                one.template,
+                tokenizer,
+                config.model.max_prompt_tokens,
+                config.model.chat,
+                one.dataset.chat_wrap,
+                one.dataset.protected,
+            )
+            try:
+                method.check_prompt(prompt.as_input())
+            except ValueError as error:
+                raise ConfigError(f"{one.dataset.name}, row {example.id}: {error}") from error
+            length = len(prompt.token_ids) + max_new_tokens
+            if length > longest:
+                raise ConfigError(
+                    f"{one.dataset.name}, row {example.id}: {len(prompt.token_ids)} prompt tokens and up to "
+                    f"{max_new_tokens} new ones are more than the {longest} positions that the model has: "
+                    "set a lower model.max_prompt_tokens"
+                )
+            yield Case(one.dataset, example, prompt, method, max_new_tokens, dataset_end_ids)
+
+
+def _examples(config: RunConfig, loaded: list[LoadedDataset]) -> dict[str, list[Example]]:
+    """What `limit`, `half` and `sample` leave of each dataset, in the dataset's order."""
+    pairs = [
+        (one.dataset.name, example)
+        for one in loaded
+        for example in in_half(one.dataset.name, one.examples[: config.limit], config.half)
+    ]
+    empty = [one.dataset.name for one in loaded if one.dataset.name not in {name for name, _ in pairs}]
+    if config.half is not None and empty:
+        raise ConfigError(f"half={config.half} leaves no example of {empty[0]}: give limit=2 or more, or half=null")
+    if config.sample is not None and config.sample < len(pairs):
+        drawn = np.random.default_rng(config.seed).choice(len(pairs), config.sample, replace=False)
+        pairs = [pairs[number] for number in sorted(drawn.tolist())]
+    chosen: dict[str, list[Example]] = {one.dataset.name: [] for one in loaded}
+    for name, example in pairs:
+        chosen[name].append(example)
+    return chosen
+
+
+def _first_of_each(cases: list[Case], number: int) -> list[Case]:
+    """The first so many cases of each dataset."""
+    seen: Counter[str] = Counter()
+    first = []
+    for case in cases:
+        if seen[case.dataset.name] < number:
+            first.append(case)
+        seen[case.dataset.name] += 1
+    return first
+
+
+def _keys_of(shard: Shard | None, cases: list[Case]) -> set[tuple[str, str]]:
+    """The examples that the shard measures; all of them where there is none."""
+    tokens = {case.key: len(case.prompt.token_ids) for case in cases}
+    return (
+        set(tokens)
+        if shard is None
+        else {key for key, one in split(tokens, shard.count).items() if one == shard.number}
+    )
+
+
+def _identity(
+    config: RunConfig,
+    loaded: list[LoadedDataset],
+    model_config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: tuple[int, ...],
+    devices: tuple[torch.device, ...],
+    paired: bool,
+) -> dict[str, Any]:
+    """What must agree for two records to lie in one folder. `limit` is not part of it: a run can be widened."""
+    source = source_of(config.model.name)
+    dummy = config.model.load_format == "dummy"
+    local = Path(source).is_dir()
+    scorer = config.method.get("scorer")
+    code = code_of(config.method["name"])  # of lazyllm's own methods it is in "code"
+    return {
+        "model": config.model.name if local else source,
+        "revision": config.model.revision or getattr(model_config, "_commit_hash", None),
+        "weights": f"random, seed {config.seed}" if dummy else provenance.weights_sha256(source),
+        "tokenizer": provenance.tokenizer_sha256(tokenizer)[:16],
+        "end_ids": list(end_ids),
+        "load_format": config.model.load_format,
+        "dtype": config.model.dtype,
+        "attn_implementation": config.model.attn_implementation,
+        "quantise": config.model.quantise,
+        "device_map": config.model.device_map,  # times depend on it, and so do what kernels of two kinds of device give
+        "max_prompt_tokens": config.model.max_prompt_tokens,
+        "chat": config.model.chat,
+        **({"method_code": code} if code is not None else {}),
+        **({"half": config.half} if config.half is not None else {}),  # what is tuned on shares no table with the rest
+        **({"scorer_weights": provenance.weights_sha256(source_of(scorer))} if scorer else {}),
+        "data": {one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in loaded},
+        "max_new_tokens": config.max_new_tokens,
+        "seed": config.seed,
+        "paired": paired,
+        "warmup": config.timing.warmup,
+        "versions": provenance.versions() | _version_of_quantiser(config, model_config),
+        "code": provenance.code_sha256()[:16],
+        "device": " + ".join(map(provenance.device_name, devices)),
+        "threads": torch.get_num_threads() if devices[0].type == "cpu" else None,
+    }
+
+
+def _version_of_quantiser(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, str]:
+    """The version of the package that rounds the weights; none where they are not quantised by one of ours."""
+    packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
+    package = packages.get(config.model.quantise or quantised_by(model_config) or "")
+    return {package: version(package)} if package is not None else {}
+
+
+def _plain(value: Any) -> Any:
+    return {str(key): _plain(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def _provenance(devices: tuple[torch.device, ...]) -> dict[str, Any]:
+    return {
+        "git_commit": provenance.git_commit(),
+        "versions": provenance.versions(),
+        "machine": provenance.machine(devices[0]),
+        "started": provenance.now(),
+    }
+
+
+def _folder_name(config: RunConfig, loaded: list[LoadedDataset], identity: dict[str, Any]) -> str:
+    model = Path(config.model.name).name
+    return f"{model}-{config.method['name']}-{_data_label(loaded)}-{fingerprint(identity)[:8]}"
+
+
+def _data_label(loaded: list[LoadedDataset]) -> str:
+    """A short name for people: of one dataset, of a whole task, of a whole suite, or how many there are."""
+    names = {one.dataset.name for one in loaded}
+    if len(names) == 1:
+        return next(iter(names))
+    suites = {one.dataset.suite for one in loaded}
+    tasks = {one.dataset.task for one in loaded}
+    if len(tasks) == 1:
+        return next(iter(tasks))
+    if len(suites) == 1 and len(tasks) == len(TASKS):
+        return "all" if suites == {"longbench"} else next(iter(suites))
+    return f"{len(names)}_datasets"
+
+
+def _skipped(loaded: list[LoadedDataset]) -> str | None:
+    skipped = [row for one in loaded for row in one.skipped]
+    if not skipped:
+        return None
+    first = f"{skipped[0].where}: {skipped[0].reason}"
+    return f"{len(skipped)} rows were skipped (data.on_error=skip), the first: {first}"

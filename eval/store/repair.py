@@ -1,0 +1,196 @@
+"""Mends run folders that were damaged: `python -m eval.store.repair FOLDER ...`.
+
+A damaged file is kept beside as it was (records.jsonl.damaged-1); what is good of it stays in place, letter for letter:
+- lines that are no records are taken out, and so are all of several different records of one example, as none of them
+  can be told to be the right one: the run's command measures these examples again;
+- of a line that is there several times one stays;
+- run.json is put together again from summary.json. Without that it cannot be said whose the records are, and nothing is
+  changed; where there are no records, it is set aside and the run's command begins anew.
+
+What a kill leaves of a last line is no damage, and is left to the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from eval.store.folder import (
+    NO_LINE,
+    SCHEMA,
+    StoreError,
+    about_text,
+    files_of,
+    held_alone,
+    lines_of,
+    read_about,
+    write_whole,
+)
+from eval.store.record import Failure, Record, job_event
+
+_PARSE: dict[str, Callable[[str], Any]] = {
+    "records": Record.from_json,
+    "failures": Failure.from_json,
+    "jobs": job_event,
+}
+
+
+def repair(folder: Path) -> list[str]:
+    """Mend one run folder; what was done, for people, a line for each file that was damaged.
+
+    Raises StoreError: no run folder, another process works in it, written by another version, or nothing says whose
+    its records are. Then nothing was changed.
+    """
+    if not (folder / "run.json").exists() and not files_of(folder, "records"):
+        raise StoreError(f"{folder}: no run folder: it holds neither run.json nor records")
+    with held_alone(folder):
+        done = _mend_about(folder)
+        bad = _damaged_records(folder)
+        for name, parse in _PARSE.items():
+            for file in files_of(folder, name):
+                reasons = bad.get(file, {}) if name == "records" else _damaged_lines(file, parse)
+                if reasons:
+                    done.append(_take_out(file, reasons, parse))
+    return done
+
+
+def _mend_about(folder: Path) -> list[str]:
+    """Put run.json together again where it is damaged. Raises StoreError where that cannot be done."""
+    file = folder / "run.json"
+    schema = _schema(file)
+    if schema is not None and schema != SCHEMA:
+        raise StoreError(
+            f"{file}: written with schema {schema}, this version reads {SCHEMA}; nothing was changed: use the version "
+            "that wrote it"
+        )
+    with suppress(StoreError):
+        read_about(file)
+        return []
+    text = _about_from_summary(folder / "summary.json")
+    if text is None and files_of(folder, "records"):
+        raise StoreError(
+            f"{file}: cannot be read, and no summary.json says whose the records are; nothing was changed: put the "
+            "right run.json there (every run of the same command has the same identity in it), or start a new run"
+        )
+    if not file.exists():
+        aside = None
+    elif file.is_file():
+        aside = _copy_aside(file)
+    else:
+        raise StoreError(f"{file}: not a file; nothing was changed: take it away")
+    if text is None:
+        file.unlink()
+        return [f"run.json: could not be read; set aside as {aside}. There are no records: the run begins anew"]
+    write_whole(file, text)
+    kept = f"; as it was: {aside}" if aside else ""
+    return [f"run.json: could not be read; put together again from summary.json{kept}"]
+
+
+def _schema(file: Path) -> Any:
+    """The schema that run.json names; None where it cannot be read."""
+    try:
+        return json.loads(file.read_bytes())["schema"]
+    except (OSError, *NO_LINE):
+        return None
+
+
+def _about_from_summary(file: Path) -> str | None:
+    """run.json's text, from the summary that repeats it; None where that cannot be read either."""
+    try:
+        content = json.loads(file.read_bytes())
+        identity, config = content["identity"], content["config"]
+        if not isinstance(identity, dict) or not isinstance(config, dict):
+            return None
+        about = {key: value for key, value in content.items() if key not in ("rows", "identity")}
+    except (OSError, *NO_LINE):
+        return None
+    return about_text(identity, about)
+
+
+def _damaged_lines(file: Path, parse: Callable[[str], Any]) -> dict[int, str]:
+    """{line number: why it is none}."""
+    return {
+        number: f"{type(line).__name__}: {line}"
+        for number, _, line in lines_of(file, parse)
+        if isinstance(line, Exception)
+    }
+
+
+def _damaged_records(folder: Path) -> dict[Path, dict[int, str]]:
+    """{file: {line number: why it is taken out}}, over all files of the run: none, a copy, or one of several."""
+    bad: dict[Path, dict[int, str]] = {}
+    places: dict[tuple[str, str], list[tuple[Path, int, Record]]] = {}
+    for file in files_of(folder, "records"):
+        bad[file] = _damaged_lines(file, Record.from_json)
+        for number, _, line in lines_of(file, Record.from_json):
+            if isinstance(line, Record):
+                places.setdefault(line.key, []).append((file, number, line))
+    for (dataset, row), found in places.items():
+        first_file, first_number, first = found[0]
+        if all(record == first for _, _, record in found):
+            for file, number, _ in found[1:]:
+                bad[file][number] = f"the same as {first_file.name}:{first_number}"
+        else:
+            where = ", ".join(f"{file.name}:{number}" for file, number, _ in found)
+            for file, number, _ in found:
+                bad[file][number] = f"different records of {dataset}, row {row}, in {where}"
+    return bad
+
+
+def _take_out(file: Path, reasons: dict[int, str], parse: Callable[[str], Any]) -> str:
+    """Take lines out of a file, which is kept beside as it was."""
+    kept = [text for number, text, _ in lines_of(file, parse) if number not in reasons]
+    aside = _copy_aside(file)
+    write_whole(file, "".join(f"{text}\n" for text in kept))
+    listed = "; ".join(f"line {number}: {reason}" for number, reason in sorted(reasons.items())[:5])
+    more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
+    return f"{file.name}: {len(reasons)} lines taken out, {len(kept)} kept; as it was: {aside} ({listed}{more})"
+
+
+def _copy_aside(file: Path) -> str:
+    """Copy a file beside itself under a name that is free, and give that name. Raises StoreError."""
+    content = file.read_bytes()
+    for number in count(1):
+        copy = file.with_name(f"{file.name}.damaged-{number}")
+        try:
+            with copy.open("xb") as opened:
+                opened.write(content)
+                opened.flush()
+                os.fsync(opened.fileno())
+            return copy.name
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise StoreError(f"{copy}: could not be written ({error}); nothing was changed, make room first") from error
+    raise AssertionError("there is always a free name")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. 0: every folder is in order now; 1: one could not be mended."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.store.repair", description="Mends run folders that were damaged."
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run's folder")
+    status = 0
+    for folder in parser.parse_args(arguments).folders:
+        try:
+            done = repair(folder)
+        except StoreError as error:
+            print(f"error: {error}", file=sys.stderr)
+            status = 1
+            continue
+        print("\n".join(f"{folder / line}" for line in done) if done else f"{folder}: nothing to mend")
+        if done:
+            print(f"{folder}: the run's command, given again, measures what is missing")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

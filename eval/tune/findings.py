@@ -1,0 +1,254 @@
+"""What a search found: the finalists measured on the held-out half, the front as CSV, table and figure, the schedules.
+
+front.csv, .md, .svg, .pdf, .png   every measured schedule on the tuning half; the finalists on the held-out one too
+front.json                         the same with the study's identity, config, counts and provenance
+tuned.yaml, tuned-1.80x.yaml, ...  what `method.schedule=tuned/...` takes: the best one at the target, or the front
+final/SCHEDULE/                    the finalists' runs, each example paired with the baseline
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rich.console import Console
+
+from eval.benchmarks.split import HELD_OUT, RULE
+from eval.paper.aggregate import rows_of
+from eval.paper.figures.front import plot_front
+from eval.paper.figures.style import save
+from eval.paper.summary import summarise
+from eval.paper.table import cell, markdown_lines
+from eval.run import provenance
+from eval.run.config import RunConfig, TimingConfig
+from eval.run.loop import RunError, run
+from eval.run.tuned import FILE, as_yaml
+from eval.store.folder import read_run, write_whole
+from eval.store.frame import StoredRun, example_rows
+from eval.store.record import Record
+from eval.tune.settings import TuneConfig
+from eval.tune.space import Candidate, Ideal
+from eval.tune.study import Study, Tried
+
+log = logging.getLogger(__name__)
+
+_HELD_OUT = ("score", "ttft_speedup", "difference")  # columns of the held-out half that have intervals
+
+
+def best(tried: Sequence[Tried]) -> Tried:
+    """The best score on the tuning half; of equals the slowest, which is as near to the target as can be."""
+    return max(tried, key=lambda one: (one.scored.score, -one.ideal_speedup))
+
+
+def front(tried: Sequence[Tried]) -> list[Tried]:
+    """Those that no other one beats in score or speedup without losing in the other, the slowest first."""
+    found: list[Tried] = []
+    for one in sorted(tried, key=lambda one: (-one.ideal_speedup, -one.scored.score)):
+        if not found or one.scored.score > found[-1].scored.score:
+            found.append(one)
+    return found[::-1]
+
+
+def told_apart(points: Sequence[Tried]) -> list[Tried]:
+    """Of a front's points, the slowest first, those whose names differ; of equal ones the best score, the slowest."""
+    return list({_name(one): one for one in reversed(points)}.values())[::-1]
+
+
+def _name(point: Tried) -> str:
+    return f"tuned-{point.ideal_speedup:.2f}x"
+
+
+def evenly(points: Sequence[Tried], count: int) -> list[Tried]:
+    """At most `count` of the points, from the first to the last one, evenly spaced."""
+    numbers = np.linspace(0, len(points) - 1, min(count, len(points))).round().astype(int)
+    return [points[number] for number in dict.fromkeys(numbers.tolist())]
+
+
+def report(config: TuneConfig, study: Study, beside: Mapping[str, Candidate], num_layers: int) -> None:
+    """Measure the finalists and write all files into the study's folder. beside: the schedules to compare with."""
+    tried = study.tried()
+    if config.target_speedup is not None:
+        chosen = {"tuned": best(tried).candidate}
+    else:
+        points = evenly(told_apart(front(tried)), config.finalists)
+        chosen = {_name(one): one.candidate for one in points}
+    records = {name: _finalist(config, study, one) for name, one in {**beside, **chosen}.items()}
+    table = _table(study, tried, {**beside, **chosen}, records)
+    for name, candidate in chosen.items():
+        shipped = study.folder.name + name.removeprefix("tuned")  # its name once it is copied into eval/conf/tuned
+        text = as_yaml(shipped, candidate.schedule, num_layers, _about(config, study, table, name))
+        write_whole(study.folder / (FILE if name == "tuned" else f"{name}.yaml"), text)
+    for file in study.folder.glob("tuned-*x.yaml"):  # of an earlier front, before the search was widened
+        if file.stem not in chosen:
+            file.unlink()
+    title = f"{Path(config.model.name).name}, {_aim(config)}"
+    content = json.loads((study.folder / "study.json").read_text(encoding="utf-8")) | {
+        "counts": asdict(study.counts()),
+        "reported": provenance.now(),
+        "git_commit": provenance.git_commit(),
+        "rows": json.loads(table.to_json(orient="records") or "[]"),
+    }
+    write_whole(study.folder / "front.csv", table.to_csv(index=False, lineterminator="\n"))
+    write_whole(study.folder / "front.md", _markdown(table, title, config, study))
+    write_whole(study.folder / "front.json", json.dumps(content, indent=2, sort_keys=True) + "\n")
+    save(plot_front(pd.read_csv(study.folder / "front.csv"), title), study.folder / "front", ("svg", "pdf", "png"))
+    console = Console() if Console().is_terminal else Console(width=120)
+    console.print((study.folder / "front.md").read_text(encoding="utf-8"), markup=False, highlight=False)
+    console.print(
+        f"Run it: python run.py method.schedule={_reference(study.folder, next(iter(chosen)))}", highlight=False
+    )
+
+
+def _finalist(config: TuneConfig, study: Study, candidate: Candidate) -> list[Record]:
+    """The schedule's records on the held-out half, paired with the baseline; those that are there are not redone.
+
+    Raises RunError where an example failed.
+    """
+    settings = RunConfig(**{one.name: getattr(config, one.name) for one in fields(RunConfig)})
+    folder = study.folder / "final" / candidate.name
+    settings = replace(
+        settings,
+        method={**config.method, "schedule": candidate.schedule},
+        half=HELD_OUT,
+        out=str(folder),
+        timing=TimingConfig(paired=True, warmup=config.timing.warmup),
+    )
+    run(settings, show=False)
+    measured = StoredRun(folder, *read_run(folder))
+    if measured.failures:  # a schedule without its hardest examples does not compare with the others
+        first = measured.failures[0]
+        raise RunError(
+            f"{len(measured.failures)} held-out examples failed with schedule {candidate.schedule}, the first: "
+            f"{first.dataset}, row {first.id}: {first.reason}. Nothing is reported without them: the same command "
+            "tries them again"
+        )
+    return list(measured.records)
+
+
+def _table(
+    study: Study, tried: Sequence[Tried], finalists: Mapping[str, Candidate], records: Mapping[str, Sequence[Record]]
+) -> pd.DataFrame:
+    """kind ("trial", or a finalist's name), schedule, ideal_speedup (on the prompts tuned on), on_front,
+    tuning_score, tuning_examples; of finalists on the held-out half: held_out_examples, held_out_ideal_speedup,
+    baseline_score, and with `_low` and `_high` score, ttft_speedup, and difference: the score less the paper's, of the
+    same examples."""
+    by_candidate = {one.candidate: one for one in tried}
+    on_front = {one.candidate for one in front(tried)}
+    rows = [_row(study.ideal, "trial", one.candidate, one, one.candidate in on_front) for one in tried]
+    paper = records.get("paper")
+    for name, candidate in finalists.items():
+        row = _row(study.ideal, name, candidate, by_candidate.get(candidate), candidate in on_front)
+        held_out = summarise(records[name]).rows[-1]
+        assert held_out.baseline_score is not None
+        assert held_out.ttft_speedup is not None
+        prompts = [(one.dataset, one.prompt_tokens) for one in records[name]]
+        row |= {
+            "held_out_examples": held_out.examples,
+            "held_out_ideal_speedup": Ideal.of(study.ideal.model_config, prompts).speedup(candidate.schedule),
+            "baseline_score": held_out.baseline_score.mean,
+        }
+        compared = difference(records[name], paper) if paper is not None and name != "paper" else (math.nan,) * 3
+        values = [(one.mean, one.low, one.high) for one in (held_out.score, held_out.ttft_speedup)] + [compared]
+        for column, (mean, low, high) in zip(_HELD_OUT, values, strict=True):
+            row |= {column: mean, f"{column}_low": low, f"{column}_high": high}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def difference(one: Sequence[Record], other: Sequence[Record]) -> tuple[float, float, float]:
+    """The mean over tasks of one's scores less the other's, 0 to 100, of the examples that both have; low and high.
+
+    The interval is that of any score (`eval.paper.aggregate`): examples are drawn, each with both its scores.
+    """
+    theirs = {record.key: record.method.score for record in other}
+    frame = example_rows([record for record in one if record.key in theirs]).assign(seed=0)
+    keys = zip(frame["dataset"], frame["id"], strict=True)
+    frame["score"] = frame["score"] - [100 * theirs[key] for key in keys]
+    row = rows_of(frame)[-1]
+    return row["score"], row["score_low"], row["score_high"]
+
+
+def _row(ideal: Ideal, kind: str, candidate: Candidate, tried: Tried | None, on_front: bool) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "schedule": json.dumps(candidate.schedule),
+        "ideal_speedup": ideal.speedup(candidate.schedule),
+        "on_front": on_front,
+        "tuning_score": tried.scored.score if tried else math.nan,
+        "tuning_examples": tried.scored.examples if tried else math.nan,
+    }
+
+
+def _reference(folder: Path, name: str) -> str:
+    """How `method.schedule` names it."""
+    return f"tuned/{folder}" if name == "tuned" else f"tuned/{folder / name}.yaml"
+
+
+def _aim(config: TuneConfig) -> str:
+    target = config.target_speedup
+    return "score against ideal TTFT speedup" if target is None else f"schedules of an ideal TTFT speedup of {target:g}"
+
+
+def _about(config: TuneConfig, study: Study, table: pd.DataFrame, name: str) -> dict[str, Any]:
+    row = table[table["kind"] == name].iloc[0]
+    return {
+        "model": Path(config.model.name).name,
+        "datasets": sorted(study.ideal.lengths),
+        "target_speedup": config.target_speedup,
+        "ideal_speedup": round(float(row["ideal_speedup"]), 3),
+        "tuning_score": round(float(row["tuning_score"]), 2),
+        "held_out_score": [round(float(row[f"score{end}"]), 2) for end in ("", "_low", "_high")],
+        "study": json.loads((study.folder / "study.json").read_text(encoding="utf-8"))["fingerprint"],
+    }
+
+
+def _markdown(table: pd.DataFrame, title: str, config: TuneConfig, study: Study) -> str:
+    """The finalists, what the columns mean, and whether the search was worth it."""
+    finalists: Any = table[table["kind"] != "trial"]
+    headings = ["schedule", "", "ideal speedup", "tuning score", "held-out score", "TTFT speedup", "less paper's"]
+    lines = markdown_lines(headings, [_cells(row) for _, row in finalists.iterrows()], keys=2)
+    counts, first, tuned_on = study.counts(), finalists.iloc[0], max(one.scored.examples for one in study.tried())
+    caption = (
+        f"{counts.measured} schedules of at most {config.layers} pruning layers were measured on {tuned_on} examples, "
+        f"{counts.refused} more refused by arithmetic. The held-out half has {int(first['held_out_examples'])} other "
+        f"examples ({RULE}). Scores 0 to 100, mean over tasks; the baseline's on the held-out half is "
+        f"{first['baseline_score']:.2f}. ±: half of the 95 % bootstrap interval over examples; in the last column both "
+        "schedules have the same examples. Ideal speedups are of the prompts tuned on. paper: after the layers of the "
+        "paper's Figure 4, or earlier ones where these cannot reach the target; uniform: after evenly spaced layers; "
+        "each with one keep ratio."
+    )
+    return "\n".join([f"# {title}", "", *lines, "", caption, "", *_verdicts(finalists), ""])
+
+
+def _cells(row: Any) -> list[str]:
+    def shown(column: str, digits: int = 2) -> str:
+        return (
+            "-" if math.isnan(row[column]) else cell(row[column], row[f"{column}_low"], row[f"{column}_high"], digits)
+        )
+
+    schedule = ", ".join(f"{layer}: {ratio:g}" for layer, ratio in json.loads(row["schedule"]).items())
+    tuning = "-" if math.isnan(row["tuning_score"]) else f"{row['tuning_score']:.2f}"
+    return [row["kind"], f"{{{schedule}}}", f"{row['ideal_speedup']:.2f}", tuning, *map(shown, _HELD_OUT)]
+
+
+def _verdicts(finalists: Any) -> list[str]:
+    """What the held-out half says of each tuned schedule against the paper's, in a sentence."""
+    if "paper" not in set(finalists["kind"]):
+        return ["No schedule of one keep ratio at the paper's depths, or at earlier ones, reaches the target."]
+    lines = []
+    paper = finalists[finalists["kind"] == "paper"].iloc[0]
+    for _, row in finalists[finalists["kind"].str.startswith("tuned")].iterrows():
+        low, high = row["difference_low"], row["difference_high"]
+        said = "better than" if low > 0 else "worse than" if high < 0 else "as well, within the interval, as"
+        lines.append(
+            f"- {row['kind']}, {row['ideal_speedup']:.2f} times as fast in FLOPs, scores {said} paper with "
+            f"{paper['ideal_speedup']:.2f}: {row['difference']:+.2f} [{low:+.2f}, {high:+.2f}]."
+        )
+    return lines

@@ -1,0 +1,175 @@
+"""The search: config in; a study, its front and a schedule to run with out."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from eval.benchmarks.split import RULE
+from eval.paper.summary import summarise
+from eval.run import device_lock
+from eval.run.config import ConfigError
+from eval.run.loop import USER_ERRORS, free, load_model
+from eval.run.measure import Bench, Case
+from eval.run.plan import Plan, prepare
+from eval.store.folder import RunStore, fingerprint
+from eval.tune.findings import report
+from eval.tune.settings import TuneConfig, as_run, plain_config
+from eval.tune.space import Candidate, Ideal, Space, references
+from eval.tune.study import Scored, TrialFailed, locked, open_study, search
+from lazyllm.engine.memory import release_memory
+from lazyllm.methods import Lazy
+from lazyllm.models.load import load_config
+
+log = logging.getLogger(__name__)
+
+
+def tune(config: TuneConfig) -> Path:
+    """Search, then report; returns the study's folder.
+
+    Where other processes work in the same study, the last one to end its trial reports. Raises what `eval.run.loop.run`
+    raises, each with one message for the user, before a model loads where it can be known before.
+    """
+    started = time.monotonic()
+    plan = prepare(as_run(config))
+    model_config = load_config(config.model.name, config.model.load_format, config.model.revision)  # type: ignore[arg-type]  # checked with the config
+    space = Space(model_config.num_hidden_layers, config.layers)
+    ideal = Ideal.of(model_config, [(case.dataset.name, len(case.prompt.token_ids)) for case in plan.cases])
+    _check_reach(config, space, ideal)
+    beside = references(space, ideal, config.target_speedup)
+    identity = study_identity(config, plan)
+    folder = Path(config.out) if config.out else Path("studies") / _folder_name(config, plan, identity)
+    about = {"config": plain_config(config), "provenance": plan.about["provenance"], "split": RULE}
+    with open_study(
+        folder,
+        identity,
+        about,
+        space=space,
+        ideal=ideal,
+        target=config.target_speedup,
+        seed=config.seed,
+        first=[one for one in beside.values() if space.holds(one)],
+    ) as study:
+        log.info("%s: %d examples to tune on, %s", folder, len(plan.cases), study.counts())
+        with _Scorer(plan, folder) as score:
+            search(study, score, config.trials, lambda: _has_time(config.timeout_s, started))
+        with locked(folder / ".lock-report"):
+            counts = study.counts()
+            if counts.running:
+                log.info("%s: %d trials run in other processes; the last of them reports", folder, counts.running)
+            elif not counts.measured:
+                log.warning("%s: no schedule was measured yet; the same command goes on", folder)
+            else:
+                report(config, study, beside, model_config.num_hidden_layers)
+    return folder
+
+
+def study_identity(config: TuneConfig, plan: Plan) -> dict[str, Any]:
+    """What must agree for a study to be gone on with: the run's identity, the examples, the objective and the space.
+
+    How many trials there are is not part of it: a search can be widened.
+    """
+    keys = "\n".join(f"{dataset}\0{one}" for dataset, one in sorted(case.key for case in plan.cases))
+    method = {key: value for key, value in plan.identity["method"].items() if key != "schedule"}
+    run = {key: value for key, value in plan.identity.items() if key not in ("parameters", "paired", "warmup")}
+    return run | {
+        "method": method,
+        "tuned_on": f"{len(plan.cases)} examples, {hashlib.sha256(keys.encode()).hexdigest()[:16]}",
+        "search_code": _code_sha256(),
+        "target_speedup": config.target_speedup,
+        "layers": config.layers,
+    }
+
+
+class _Scorer:
+    """Scores candidates on the tuning half; the model loads with the first example that has not been measured.
+
+    A candidate's records stay in its folder below `trials`, so that a killed trial goes on with the next example.
+    """
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self._plan, self._folder = plan, folder
+        self._model: PreTrainedModel | None = None
+
+    def __enter__(self) -> Callable[[Candidate], Scored]:
+        return self._score
+
+    def __exit__(self, *_: object) -> None:
+        self._model = None
+        try:
+            release_memory(*self._plan.devices)  # before the finalists are timed
+        except RuntimeError as error:  # what ended the search goes first
+            log.warning("%s: its memory could not be freed (%s)", ", ".join(map(str, self._plan.devices)), error)
+
+    def _score(self, candidate: Candidate) -> Scored:
+        folder = self._folder / "trials" / candidate.name
+        folder.mkdir(parents=True, exist_ok=True)
+        store = RunStore(folder)
+        todo = [case for case in self._plan.cases if case.key not in store.records]
+        with device_lock.all_held(self._plan.devices, f"process {os.getpid()} for {folder}"):  # none is timed meanwhile
+            for case in todo:
+                self._measure(replace(case, method=self._method(case, candidate)), store)
+        rows = summarise([store.records[case.key] for case in self._plan.cases]).rows
+        return Scored(
+            score=rows[-1].score.mean,
+            tasks={row.name: row.score.mean for row in rows if row.kind == "task"},
+            examples=len(self._plan.cases),
+        )
+
+    def _method(self, case: Case, candidate: Candidate) -> Lazy:
+        assert isinstance(case.method, Lazy)
+        return replace(case.method, schedule=candidate.schedule)
+
+    def _measure(self, case: Case, store: RunStore) -> None:
+        bench = Bench(self._loaded(), self._plan.tokenizer, self._plan.config.model.chat, paired=False)
+        try:
+            store.append(bench.measure(case, baseline_first=True))
+        except USER_ERRORS:
+            raise
+        except Exception as error:  # out of memory, logits that are not finite: no score, and never a 0
+            free(*self._plan.devices)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise TrialFailed(f"{case.dataset.name}, row {case.example.id}: {reason}") from error
+
+    def _loaded(self) -> PreTrainedModel:
+        if self._model is None:
+            self._model = load_model(self._plan.config)
+        return self._model
+
+
+def _check_reach(config: TuneConfig, space: Space, ideal: Ideal) -> None:
+    if space.max_cuts >= space.num_layers:
+        raise ConfigError(
+            f"layers={config.layers}: expected less than the model's {space.num_layers}, as nothing is saved after the "
+            "last one"
+        )
+    best = ideal.speedup(space.fastest.schedule)
+    if config.target_speedup is not None and config.target_speedup > best:
+        raise ConfigError(
+            f"target_speedup={config.target_speedup}: out of reach. On these prompts the best ideal speedup of a "
+            f"schedule with layers={config.layers} is {best:.2f} ({space.fastest.schedule}); give less, or more layers"
+        )
+
+
+def _has_time(timeout_s: float | None, started: float) -> bool:
+    return timeout_s is None or time.monotonic() - started < timeout_s
+
+
+def _code_sha256() -> str:
+    """Of what decides which candidates are tried and what a score is, beside what decides a record."""
+    here = Path(__file__).parent
+    files = [here / "space.py", here / "study.py", *(here.parent / name for name in ("halves.py", "aggregate.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def _folder_name(config: TuneConfig, plan: Plan, identity: dict[str, Any]) -> str:
+    aim = "front" if config.target_speedup is None else f"{config.target_speedup:g}x"
+    return f"{plan.folder.name.rpartition('-')[0]}-{aim}-{fingerprint(identity)[:8]}"

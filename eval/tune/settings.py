@@ -1,0 +1,93 @@
+"""What a search is told: a run's settings, and its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from eval.benchmarks.split import TUNING
+from eval.run.config import ConfigError, RunConfig, TimingConfig, register_schema, to_run_config
+
+_NOT_HERE = ("compare", "only", "shard", "half", "trace")  # keys of a run that mean nothing to a search
+
+
+@dataclass
+class TuneConfig(RunConfig):
+    """A run's settings (`eval.run.config.RunConfig`), and the search's.
+
+    target_speedup: the ideal TTFT speedup that a schedule must reach; null searches the whole front of score against
+        speedup. trials: schedules to be measured; those that are refused by arithmetic alone do not count. layers: how
+        many pruning layers a schedule has at most. finalists: of a front, how many schedules are measured on the
+        held-out half. timeout_s: seconds after which this process begins no other trial; null for none.
+    worker: means nothing; a sweep over it (-m worker=1,2,3,4) starts so many processes on one study.
+    `seed` is the search's too. `out` is the study's folder; null makes studies/<name>-<fingerprint>.
+    """
+
+    target_speedup: float | None = None
+    trials: int = 64
+    layers: int = 3
+    finalists: int = 6
+    timeout_s: float | None = None
+    worker: int | None = None
+
+
+def register_tune_schema() -> None:
+    """Make the schema known to Hydra, in the place of a run's: the configs are the same."""
+    register_schema()
+    ConfigStore.instance().store(name="schema", node=TuneConfig)
+
+
+def to_tune_config(config: Any) -> TuneConfig:
+    """The composed config, checked as far as that goes without a model. Raises ConfigError."""
+    plain = to_run_config(config)
+    assert isinstance(plain, TuneConfig)
+    default = TuneConfig()
+    for key in _NOT_HERE:
+        if getattr(plain, key) != getattr(default, key):
+            raise ConfigError(f"{key}={getattr(plain, key)}: means nothing to a search; leave it away")
+    if not plain.timing.paired:
+        raise ConfigError(
+            "timing.paired=false: means nothing to a search, whose trials are never paired and whose finalists always "
+            "are; leave it away"
+        )
+    if plain.method["name"] != "lazy":
+        raise ConfigError(
+            f"method={plain.method['name']}: only LazyLLM has a schedule to be searched; give method=lazy"
+        )
+    if plain.method.get("schedule", "paper") != "paper":
+        raise ConfigError("method.schedule is what is searched: leave it away")
+    target = plain.target_speedup
+    if target is not None and target <= 1:
+        raise ConfigError(f"target_speedup={target}: expected more than 1, or null for the whole front")
+    for key in ("trials", "layers", "finalists"):
+        if getattr(plain, key) < 1:
+            raise ConfigError(f"{key}={getattr(plain, key)}: expected 1 or more")
+    if plain.timeout_s is not None and plain.timeout_s <= 0:
+        raise ConfigError(f"timeout_s={plain.timeout_s}: expected more than 0 seconds, or null")
+    return plain
+
+
+def as_run(config: TuneConfig) -> RunConfig:
+    """The run whose examples a search tunes on, unpaired: trials are compared by their scores."""
+    run = RunConfig(**{one.name: getattr(config, one.name) for one in fields(RunConfig)})
+    return replace(run, out=None, half=TUNING, timing=TimingConfig(paired=False, warmup=0))
+
+
+def check_installed() -> None:
+    """Raise ConfigError where Optuna is not installed."""
+    if find_spec("optuna") is None:
+        raise ConfigError(
+            "the search needs the package optuna: install it with pip install --editable '.[tune]', in the "
+            "repository's folder"
+        )
+
+
+def plain_config(config: TuneConfig) -> dict[str, Any]:
+    """The config as JSON can hold it."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}

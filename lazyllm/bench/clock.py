@@ -1,0 +1,292 @@
+"""The clock: pairs of runs, and one more run of each method, untimed, for what would disturb the clock."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lazyllm.bench.rate import product_rate
+from lazyllm.bench.turns import Turns, in_turns
+from lazyllm.bench.waits import Waits
+from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.engine.generation import read_clock
+from lazyllm.engine.memory import read_peak, reset_peak
+from lazyllm.engine.prompt import Prompt
+from lazyllm.methods import Baseline, Lazy, Method
+from lazyllm.methods.schedule import Schedule
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed generation. step_s: seconds of each decoding step; revived_flops: of what each of them revived.
+
+    Of transformers' own the mean step alone is known. product_flops_per_s: of a plain matrix product just before its
+    prefill.
+    """
+
+    ttft_s: float
+    step_s: list[float]
+    total_s: float
+    revived_flops: list[int]
+    product_flops_per_s: float
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs on the same prompt: token by token in turns, or with transformers itself one after the other."""
+
+    baseline: Run
+    other: Run
+
+
+@dataclass(frozen=True)
+class Untimed:
+    """What was found in a run of its own. Bytes; the peak is that beyond what was held before, None if unknown.
+
+    prefill_s: seconds of its prefill, with the counting in it.
+    selection_share: of the time to the first token, spent on scores, ranking and gathering; the device is waited for
+        before and after each of these, so that the share is a bound from above.
+    prefill_waits, step_waits: calls that wait for the device, the choice of the token left out; of steps the most.
+    """
+
+    prefill_s: float
+    selection_share: float
+    prefill_waits: int
+    step_waits: int
+    kv_bytes: int
+    aux_bytes: int
+    prefill_peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method, or transformers itself, against the baseline on prompts of one length.
+
+    boundaries: pruning layers between which tokens are selected, 0 of transformers.
+    """
+
+    name: str
+    tokens: int
+    new_tokens: int
+    boundaries: int
+    ideal_ttft_speedup: float
+    prefill_flops: int
+    baseline_prefill_flops: int
+    pairs: list[Pair]
+    untimed: Untimed | None
+    baseline_untimed: Untimed
+
+
+def measure(
+    model: PreTrainedModel,
+    name: str,
+    method: Method | None,
+    prompt: Tensor,
+    new_tokens: int,
+    repeats: int,
+    warmup: int,
+    baseline_untimed: Untimed,
+) -> Case:
+    """The baseline and the method on a prompt [n], in turns; None is transformers' `model(...)` and `generate`.
+
+    repeats: pairs to be timed after `warmup` such. 0 is for prompts that take many minutes: the only samples are then
+        those of the runs that count memory and waits, one right after the other, of the prefill alone.
+    baseline_untimed: of the baseline on the same prompt, just before.
+    """
+    n, config = prompt.shape[0], model.config
+    rate = 0.0 if repeats else product_rate(model, n)  # each pair takes its own
+    pairs = []
+    for repeat in range(warmup + repeats if repeats else 0):
+        baseline_first = repeat % 2 == 0
+        if method is None:
+            pair = _beside_transformers(model, prompt, new_tokens, baseline_first)
+        else:
+            pair = _beside_baseline(model, method, prompt, new_tokens, baseline_first)
+        if repeat >= warmup:
+            pairs.append(pair)
+    layers = config.num_hidden_layers
+    of_method = untimed(model, method, prompt, new_tokens) if method else None
+    if repeats == 0 and of_method is not None:
+        pairs = [Pair(*(Run(one.prefill_s, [], one.prefill_s, [], rate) for one in (baseline_untimed, of_method)))]
+    return Case(
+        name=name,
+        tokens=n,
+        new_tokens=new_tokens,
+        boundaries=_boundaries(method, layers),
+        ideal_ttft_speedup=method.ideal_speedup(config, n) if method else 1.0,
+        prefill_flops=prefill_flops(config, (method or Baseline()).tokens_per_layer(layers, n)),
+        baseline_prefill_flops=prefill_flops(config, [n] * layers),
+        pairs=pairs,
+        untimed=of_method,
+        baseline_untimed=baseline_untimed,
+    )
+
+
+def _boundaries(method: Method | None, layers: int) -> int:
+    if not isinstance(method, Lazy):
+        return 0
+    return sum(ratio < 1 for ratio in Schedule.parse(method.schedule, layers).keep.values())
+
+
+def _beside_baseline(
+    model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int, baseline_first: bool
+) -> Pair:
+    """The two in turns: a pair, whichever of them begins."""
+    order = [Baseline(), method] if baseline_first else [method, Baseline()]
+    runs = [_run(model, done) for done in in_turns(model, order, prompt, new_tokens)]
+    return Pair(*(runs if baseline_first else reversed(runs)))
+
+
+def _beside_transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int, baseline_first: bool) -> Pair:
+    """The baseline and transformers itself, one whole generation after the other."""
+    if baseline_first:
+        return Pair(_alone(model, prompt, new_tokens), _transformers(model, prompt, new_tokens, prefill_first=True))
+    other = _transformers(model, prompt, new_tokens, prefill_first=False)
+    return Pair(_alone(model, prompt, new_tokens), other)
+
+
+def _alone(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> Run:
+    [done] = in_turns(model, [Baseline()], prompt, new_tokens)
+    return _run(model, done)
+
+
+def _run(model: PreTrainedModel, done: Turns) -> Run:
+    first, *steps = done.seconds
+    revived = [0] * len(steps)
+    if isinstance(done.method, Lazy):
+        revived = revived_flops(model, done.method, done.selected, done.prompt_tokens)
+    return Run(first, steps, sum(done.seconds), revived, done.product_flops_per_s)
+
+
+@torch.inference_mode()
+def _transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int, prefill_first: bool) -> Run:
+    """Its own prefill, logits of the last token only as ours, and the mean step of its own `generate`.
+
+    prefill_first: the order of the two, for the prefill to be next to the baseline's.
+    """
+    rate = product_rate(model, len(prompt))
+    token_ids = prompt[None].to(model.device)
+
+    def seconds(call: Callable[[], Tensor]) -> float:
+        start = read_clock(model.device)
+        call()
+        return read_clock(model.device) - start
+
+    def generated(count: int) -> Tensor:
+        return model.generate(  # type: ignore[operator]
+            token_ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+
+    def prefill() -> float:
+        return seconds(lambda: model(token_ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax().cpu())
+
+    if new_tokens == 1:
+        ttft = prefill()
+        return Run(ttft, [], ttft, [], rate)
+    ttft = prefill() if prefill_first else None
+    total, one = seconds(lambda: generated(new_tokens)), seconds(lambda: generated(1))
+    return Run(prefill() if ttft is None else ttft, [(total - one) / (new_tokens - 1)], total, [0], rate)
+
+
+def revived_flops(
+    model: PreTrainedModel, method: Lazy, selected: Sequence[Mapping[int, list[int]]], prompt_tokens: int
+) -> list[int]:
+    """For each decoding step, the FLOPs that its revived tokens take where they are computed, from the selections.
+
+    selected: prefill's and each step's, as in `Generation`. A prompt token that is in one for the first time is revived
+    in that step.
+    """
+    layers = model.config.num_hidden_layers
+    shape = LayerShape.of(model.config)
+    cuts = [cut for cut in Schedule.parse(method.schedule, layers).keep if cut < layers]
+    per_step = [0] * (len(selected) - 1)
+    for cut, end in zip(cuts, [*cuts[1:], layers], strict=True):
+        stored = set(selected[0][cut])
+        for step, of_step in enumerate(selected[1:]):
+            present = of_step[cut]
+            revived = [position for position in present if position not in stored and position < prompt_tokens]
+            stored.update(revived)
+            pairs = sum(bisect_right(present, position) for position in revived)
+            per_step[step] += (end - cut) * (len(revived) * shape.linear_flops + pairs * shape.pair_flops)
+    return per_step
+
+
+@torch.inference_mode()
+def untimed(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int, steps: int = 8) -> Untimed:
+    """One more run, for what would disturb the clock of the others: memory, waits, and the share of selection."""
+    device, token_ids = model.device, prompt.to(model.device)
+    selecting = _SelectionClock(device)
+    with open_decoder(model) as decoder:
+        _trim()
+        reset_peak(device)
+        before = read_peak(device)
+        start = read_clock(device)
+        with Waits() as in_prefill:
+            session = method.start(decoder, Prompt(prompt), new_tokens)
+            session.cross_in_prefill = selecting.around(session.cross_in_prefill)
+            decoder.probe.look = selecting.around(decoder.probe.look)
+            session.prefill(token_ids)
+        seconds, peak = read_clock(device) - start, read_peak(device)
+        selection_share = selecting.seconds / seconds
+        kv_bytes, aux_bytes = session.kv_bytes, session.aux_bytes
+        step_waits = 0
+        for _ in range(min(steps, new_tokens - 1)):
+            with Waits() as in_step:
+                session.step(0)
+            step_waits = max(step_waits, len(in_step.found))
+    return Untimed(
+        prefill_s=seconds,
+        selection_share=selection_share,
+        prefill_waits=len(in_prefill.found),
+        step_waits=step_waits,
+        kv_bytes=kv_bytes,
+        aux_bytes=aux_bytes,
+        prefill_peak_bytes=None if peak is None or before is None else peak - before,
+    )
+
+
+def _trim() -> None:
+    """Give back to the system what the C library keeps of freed memory: else a peak does not show what hides in it."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # glibc has it, musl has not
+        trim(0)
+
+
+class _SelectionClock:
+    """Adds up the seconds of what is called through it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = 0.0
+        self._device = device
+
+    def around(self, call: Callable[P, T]) -> Callable[P, T]:
+        def timed(*args: P.args, **kwargs: P.kwargs) -> T:
+            start = read_clock(self._device)
+            found = call(*args, **kwargs)
+            self.seconds += read_clock(self._device) - start
+            return found
+
+        return timed
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """(first quartile, median, third quartile)."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high

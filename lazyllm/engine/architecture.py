@@ -1,0 +1,273 @@
+"""What a model does around its layers, found out from the model: its own code is run once, with its layers left out.
+
+Nothing here goes by a model's name. What the loop over the layers (`lazyllm.engine.decoder`) cannot reproduce is
+refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from lazyllm.engine.devices import home_of
+
+
+class UnsupportedModelError(ValueError):
+    """The model does something that the loop over its layers would not reproduce."""
+
+
+@dataclass(frozen=True)
+class RopeCall:
+    """How the model makes one cos and sin: by which of its modules, with what beside hidden states and positions."""
+
+    module: str
+    extras: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What surrounds a model's layers.
+
+    windows: per layer, how many tokens (positions, its own included) a token attends to; None for all before it.
+    ropes: the different ways in which cos and sin are made. rope_of: which of them each layer gets.
+    plain_embeddings: what enters layer 1 is just what `embed_tokens` gives.
+    plain_logits: the logits are just what `lm_head` gives.
+    """
+
+    windows: tuple[int | None, ...]
+    ropes: tuple[RopeCall, ...]
+    rope_of: tuple[int, ...]
+    plain_embeddings: bool
+    plain_logits: bool
+
+
+def windows_of(config: Any) -> list[int | None]:
+    """Per layer, how many tokens (positions, its own included) a token attends to; None where that is all before it.
+
+    Read from a transformers config; raises UnsupportedModelError where a layer is of another kind.
+    """
+    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    kinds = (
+        getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"] * layers
+    )
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UnsupportedModelError(
+            f"the {config.model_type} config has layers of type {', '.join(unknown)}; the loop over layers knows "
+            "full_attention and sliding_attention: others mix tokens in a way that pruning would change"
+        )
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+# What the loop gives the layers; a model that gives them other tensors has something that the loop would leave out
+_GIVEN = frozenset(
+    {"hidden_states", "attention_mask", "position_ids", "past_key_values", "position_embeddings", "cache_position"}
+)
+
+
+@torch.inference_mode()
+def find_layout(model: PreTrainedModel) -> Layout:
+    """Run one token through the model's own code, its layers left out, behind more tokens than any window has.
+
+    The model must have passed `lazyllm.engine.decoder.check_structure`. No weight matrix is multiplied with.
+    Raises UnsupportedModelError where that shows something that the loop over layers cannot reproduce.
+    """
+    name = type(model).__name__
+    windows = windows_of(model.config)
+    past = max((window for window in windows if window is not None), default=8) + 1
+    try:
+        trace, plain_logits = _trace(model, past), _has_plain_logits(model)
+    except torch.OutOfMemoryError:  # of this moment, not of the model
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+        raise UnsupportedModelError(f"{name} cannot be run without its layers: {error}") from error
+    for layer, (mask, window) in enumerate(zip(trace.masks, windows, strict=True)):
+        if mask is None or not _sees_the_last(mask, past, window):
+            says = "all tokens" if window is None else f"{window} tokens"
+            raise UnsupportedModelError(
+                f"layer {layer + 1} of {name} should let a token attend to the {says} up to itself, but the mask that "
+                "the model makes says otherwise; only causal attention and sliding windows are supported"
+            )
+    return Layout(
+        windows=tuple(windows),
+        ropes=tuple(trace.ropes),
+        rope_of=tuple(trace.rope_of),
+        plain_embeddings=trace.plain_embeddings,
+        plain_logits=plain_logits,
+    )
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """What the layers were given: per layer the attention mask, the distinct RoPE calls and which layer got which."""
+
+    masks: Sequence[Tensor | None]
+    ropes: Sequence[RopeCall]
+    rope_of: Sequence[int]
+    plain_embeddings: bool
+
+
+def _trace(model: PreTrainedModel, past: int) -> _Trace:
+    inner: Any = model.model
+    name = type(model).__name__
+    given: list[dict[str, Any]] = []
+    made: list[tuple[RopeCall, Any]] = []
+    embedded: list[Tensor] = []
+
+    def note_embedded(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        # not what the table holds: a padding token's row is zero, on which no scale would show
+        embedded.append(torch.linspace(1, 2, output.numel(), dtype=output.dtype, device=output.device).view_as(output))
+        return embedded[-1]
+
+    hooks = [inner.embed_tokens.register_forward_hook(note_embedded)]
+    for child_name, child in inner.named_children():
+        if child_name not in ("embed_tokens", "layers", "norm"):
+            hooks.append(child.register_forward_hook(_note_rope(child_name, made), with_kwargs=True))
+    cache = DynamicCache()
+    filler = torch.zeros(1, 1, past, 1, device=home_of(model), dtype=model.dtype)
+    cache.update(filler, filler, 0)
+    # position 0: a RoPE that grows with the length (dynamic NTK) begins anew
+    one = torch.zeros(1, 1, dtype=torch.long, device=home_of(model))
+    stand_ins = nn.ModuleList(_StandIn(index, layer, given) for index, layer in enumerate(inner.layers))
+    try:
+        with (
+            _own_masks(model),
+            _in_place_of(inner, "layers", stand_ins),
+            _in_place_of(inner, "norm", nn.Identity()),
+        ):
+            given_back = inner(input_ids=one, position_ids=one, past_key_values=cache, use_cache=True, return_dict=True)
+            out = given_back.last_hidden_state
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+    if [one["index"] for one in given] != list(range(len(inner.layers))):
+        raise UnsupportedModelError(f"{name} does not run each of its layers once, in their order")
+    entered = given[0]["hidden_states"]
+    if any(one["hidden_states"] is not entered for one in given) or out is not entered:
+        raise UnsupportedModelError(f"{name} changes the hidden states between its layers, which the loop would not")
+    others = {key for one in given for key, value in one.items() if torch.is_tensor(value)} - _GIVEN
+    if others:
+        raise UnsupportedModelError(
+            f"{name} gives its layers {', '.join(sorted(others))} beside hidden states, masks and positions"
+        )
+    ropes: list[RopeCall] = []
+    rope_of: list[int] = []
+    for one in given:
+        call = next((call for call, output in made if output is one.get("position_embeddings")), None)
+        if call is None or len(one["position_embeddings"]) != 2:
+            raise UnsupportedModelError(f"{name} gives its layers no cos and sin that a module of its own makes")
+        if call not in ropes:
+            ropes.append(call)
+        rope_of.append(ropes.index(call))
+    plain = len(embedded) == 1 and torch.equal(embedded[0], entered)
+    return _Trace([one["attention_mask"] for one in given], ropes, rope_of, plain)
+
+
+class _StandIn(nn.Module):
+    """In place of a layer: takes down what it is given, and gives the hidden states back as they are."""
+
+    def __init__(self, index: int, layer: nn.Module, given: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self._index = index
+        self._given = given
+        self._parameters_of_layer = inspect.signature(layer.forward)
+        self.__dict__["_layer"] = layer  # not a part of this module
+
+    def __getattr__(self, name: str) -> Any:
+        """What a model asks its layers about (their type, say), the layer answers."""
+        return getattr(self.__dict__["_layer"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        bound = self._parameters_of_layer.bind(*args, **kwargs).arguments
+        self._given.append({"index": self._index} | bound | bound.get("kwargs", {}))
+        return bound["hidden_states"]
+
+
+def _note_rope(name: str, made: list[tuple[RopeCall, Any]]) -> Callable[..., None]:
+    """A forward hook that takes down what a module was called with, and what it gave."""
+
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        extras = {key: value for key, value in bound.items() if not torch.is_tensor(value)}
+        if isinstance(output, tuple) and "position_ids" in bound:
+            made.append((RopeCall(name, tuple(extras.items())), output))
+
+    return hook
+
+
+def _sees_the_last(mask: Tensor, past: int, window: int | None) -> bool:
+    """Whether the mask's row (additive, of the token behind `past` others) leaves the window, and nothing else."""
+    row = mask.reshape(-1)
+    expected = torch.ones(past + 1, dtype=torch.bool, device=mask.device)
+    if window is not None:
+        expected[: past + 1 - window] = False
+    return row.shape == expected.shape and torch.equal(row == 0, expected)
+
+
+class _Gives(nn.Module):
+    """In place of a module: gives the same thing whatever it is asked."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self._given = given
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._given
+
+
+def _has_plain_logits(model: Any) -> bool:
+    """Whether what `lm_head` gives reaches the caller unchanged."""
+    # large and small values: a cap or a factor changes some of them in any dtype
+    ramp = torch.linspace(-100, 100, 64, dtype=model.dtype, device=home_of(model))[None, None]
+    hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=home_of(model))
+    with _in_place_of(model, "lm_head", _Gives(ramp)):
+        return torch.equal(logits_of_normed(model, hidden), ramp)
+
+
+def logits_of_normed(model: Any, normed: Tensor) -> Tensor:
+    """[1, m, v] logits by the model's own code, all of it that follows the last norm. normed: [1, m, w]."""
+    # of a mixture of experts' outputs, too, the logits are made
+    with _in_place_of(model, "model", _Gives(MoeModelOutputWithPast(last_hidden_state=normed))):
+        # not by calling it: hooks that a user has put on the model are for its own runs
+        return model.forward(inputs_embeds=normed, use_cache=False, return_dict=True).logits
+
+
+def hidden_before_layers(model: Any, token_ids: Tensor, positions: Tensor) -> Tensor:
+    """[1, m, w] what enters layer 1, by the model's own code. token_ids, positions: [m]."""
+    inner = model.model
+    with _in_place_of(inner, "layers", nn.ModuleList()), _in_place_of(inner, "norm", nn.Identity()):
+        return inner(
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
+        ).last_hidden_state
+
+
+@contextmanager
+def _own_masks(model: PreTrainedModel) -> Iterator[None]:
+    """Have the model make its masks as for eager attention, which is told everything by its mask."""
+    name = model.config._attn_implementation
+    model.config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = name
+
+
+@contextmanager
+def _in_place_of(parent: nn.Module, name: str, other: nn.Module) -> Iterator[None]:
+    """Have `parent` find another module under a name for a while."""
+    modules = parent._modules
+    own = modules[name]
+    modules[name] = other
+    try:
+        yield
+    finally:
+        modules[name] = own

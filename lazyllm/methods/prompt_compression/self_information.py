@@ -1,0 +1,146 @@
+"""Self-information of tokens, -log p(x_t | x_<t), by a language model, in windows where the text is long.
+
+Notation:
+    n  tokens to score      w  hidden width      v  vocabulary
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lazyllm.engine.decoder import Decoder
+from lazyllm.engine.flops import prefill_flops
+
+# Logits of so many positions are there at once: 33 MB in float32 for a vocabulary of 32,000
+CHUNK = 256
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens `start` to `stop` (excluded) of a sequence, run together to score those from `first` on."""
+
+    start: int
+    first: int
+    stop: int
+
+
+def windows(length: int, size: int) -> Iterator[Window]:
+    """Windows of at most `size` tokens (2 or more) that together score every token of a sequence but the first.
+
+    Every window but the first begins half a window before the first token that it scores, so that this token too is
+    scored with at least `size // 2` tokens before it.
+    """
+    window = Window(0, 1, min(size, length))
+    yield window
+    while window.stop < length:
+        start = window.stop - size // 2
+        window = Window(start, window.stop, min(start + size, length))
+        yield window
+
+
+def window_limit(config: Any) -> int:
+    """The most tokens that a model can see at once: its positions. (Sliding windows are the layers' own affair.)"""
+    return config.max_position_embeddings
+
+
+def window_size(config: Any, window: int | None) -> int:
+    """The window that is asked for, by default the model's limit. Raises ValueError where it is beyond the limit."""
+    limit = window_limit(config)
+    if window is not None and window > limit:
+        raise ValueError(f"window={window}: the scoring model sees at most {limit} tokens at once; give that or less")
+    return window or limit
+
+
+def bos_of(config: Any) -> int | None:
+    """The token that begins a text for this model, where its config names one."""
+    bos = getattr(config, "bos_token_id", None)
+    return bos if isinstance(bos, int) and 0 <= bos < config.vocab_size else None
+
+
+def self_information(decoder: Decoder, token_ids: Tensor, window: int | None = None) -> Tensor:
+    """[n] self-information in nats, at least float32, of token_ids [n], on the model's device.
+
+    decoder: the open model that scores. window: tokens to a window; None for what the model sees at once.
+
+    The text begins with the model's BOS; a model that has none knows nothing before the first token, which gets
+    log(v), as if all tokens were as likely. Later windows (see `windows`) begin in mid-text, without BOS, with
+    positions counted anew. Logits are there for `CHUNK` positions at a time.
+    Raises ValueError for a window beyond the model's limit.
+    """
+    size = window_size(decoder.config, window)
+    bos = bos_of(decoder.config)
+    sequence = token_ids if bos is None else torch.cat([token_ids.new_tensor([bos]), token_ids])
+    exact = torch.promote_types(decoder.dtype, torch.float32)
+    info = torch.full(sequence.shape, math.log(decoder.config.vocab_size), dtype=exact, device=decoder.device)
+    for one in windows(len(sequence), size):
+        if one.first == one.stop:
+            continue
+        hidden = _last_hidden(decoder, sequence[one.start : one.stop - 1])  # nothing is asked of the last token
+        for first in range(one.first, one.stop, CHUNK):
+            stop = min(first + CHUNK, one.stop)
+            before = hidden[first - 1 - one.start : stop - 1 - one.start]
+            logits = decoder.head(before).to(exact)  # [chunk, v]
+            info[first:stop] = F.cross_entropy(logits, sequence[first:stop].to(logits.device), reduction="none")
+    return info if bos is None else info[1:]
+
+
+def scoring_flops(config: Any, n: int, window: int | None = None) -> int:
+    """FLOPs of scoring n tokens: the layers over each window, logits at every scored position."""
+    length = n + (bos_of(config) is not None)
+    runs = windows(length, window_size(config, window))
+    layers = config.num_hidden_layers
+    return sum(prefill_flops(config, [one.stop - 1 - one.start] * layers, one.stop - one.first) for one in runs)
+
+
+class _Unstored:
+    """What the layers get in place of a cache: nothing is kept, every token attends to those of its own run."""
+
+    def __init__(self, layers: range, tokens: int) -> None:
+        self.layers = layers
+        self.added = self.length = tokens  # as in a prefill: all that there is was added now
+
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+def _last_hidden(decoder: Decoder, token_ids: Tensor) -> Tensor:
+    """[n, w] the hidden states behind the model's last norm."""
+    n = token_ids.shape[0]
+    positions = torch.arange(n, device=decoder.device)
+    hidden = decoder.embed(token_ids, positions)
+    layers: Any = _Unstored(range(len(decoder.layers)), n)
+    hidden = decoder.run(layers, hidden, positions, decoder.rope(hidden, positions), None, range(0), n)
+    return decoder.norm(hidden)[0]
+
+
+def carried_over(info: np.ndarray, from_spans: np.ndarray, to_spans: np.ndarray) -> np.ndarray:
+    """Self-information of one tokenizer's tokens as that of another's, over the characters that both stand for.
+
+    info: [k] of tokens that stand for the half-open character ranges from_spans [k, 2]. to_spans: [n, 2].
+    A token's information is spread evenly over its characters; that of a character is shared evenly by the tokens that
+    stand for it (several, where a tokenizer writes it in bytes). Returns [n] float64. An empty range counts as that
+    of the character it stands before.
+    """
+    length = int(max(from_spans.max(initial=0), to_spans.max(initial=0))) + 1
+    owner, character = _characters(from_spans)
+    share = info / np.bincount(owner, minlength=len(info))
+    of_character = np.bincount(character, weights=share[owner], minlength=length)
+    owner, character = _characters(to_spans)
+    readers = np.bincount(character, minlength=length)
+    return np.bincount(owner, weights=(of_character[character] / readers[character]), minlength=len(to_spans))
+
+
+def _characters(spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each token's characters, one pair (token, character) after the other."""
+    sizes = np.maximum(spans[:, 1] - spans[:, 0], 1)
+    owner = np.repeat(np.arange(len(spans)), sizes)
+    before = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return owner, spans[owner, 0] + np.arange(len(owner)) - before

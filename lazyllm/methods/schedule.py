@@ -1,0 +1,147 @@
+"""Which layers prune, and how much each keeps (LazyLLM, arXiv 2407.14057, section 3.2 and Figure 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+from lazyllm.engine.flops import ideal_speedup
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Pruning layers and their keep ratios: `Schedule({9: 0.7, 19: 0.7, 28: 0.7})`.
+
+    keep: {layer: ratio}. After layer `layer` (1-based, as in the paper) the share `ratio` (0 < ratio <= 1) of the
+        tokens that entered it goes on. An empty mapping prunes nothing: the baseline.
+
+    Ours: the paper gives a percentile, we give a keep ratio and keep exactly `ceil(ratio * n)` of n tokens. The ratio
+    is read as the decimal number that was written, so that 0.7 of 10 is 7 and not 8.
+
+    Raises ValueError for a layer below 1 or a ratio outside (0, 1]; TypeError for what is neither.
+    """
+
+    keep: Mapping[int, float]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.keep, Mapping):
+            raise TypeError(f"a schedule is a mapping {{layer: keep ratio}}, got {self.keep!r}")
+        pairs = sorted(
+            (_layer(layer), check_ratio(f"the keep ratio after layer {layer}", ratio))
+            for layer, ratio in self.keep.items()
+        )
+        if len({layer for layer, _ in pairs}) < len(pairs):
+            raise ValueError(f"a layer stands twice in the schedule {dict(self.keep)!r}")
+        object.__setattr__(self, "keep", dict(pairs))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.keep.items()))
+
+    @classmethod
+    def paper(cls, num_layers: int) -> Schedule:
+        """Figure 4's schedule: 30 % of the tokens dropped after 30, 60 and 90 % of the depth.
+
+        For 32 layers that is after 9, 19 and 28, the groups that Figure 7 names. Ours: other depths round down;
+        a boundary that falls before layer 1, or onto another one (fewer than 4 layers), is left out.
+        """
+        if num_layers < 1:
+            raise ValueError(f"a model has at least one layer, got num_layers={num_layers}")
+        layers = {num_layers * tenths // 10 for tenths in (3, 6, 9)} - {0}
+        return cls(dict.fromkeys(layers, 0.7))
+
+    @classmethod
+    def parse(cls, value: Schedule | Mapping[Any, Any] | str, num_layers: int) -> Schedule:
+        """A schedule for a model of `num_layers` layers from a name ("paper", "none"), a mapping or a schedule.
+
+        In a mapping a layer may also be given as a share of the depth, rounded down: `{"50%": 0.7}`.
+        Raises ValueError for an unknown name or a layer that the model does not have.
+        """
+        match value:
+            case Schedule():
+                schedule = value
+            case "paper":
+                schedule = cls.paper(num_layers)
+            case "none":
+                schedule = cls({})
+            case str():
+                raise ValueError(
+                    f"unknown schedule {value!r}: give 'paper', 'none' or a mapping such as {{9: 0.7, 19: 0.7}}"
+                )
+            case Mapping():
+                placed = {_at_depth(layer, num_layers): ratio for layer, ratio in value.items()}
+                if len(placed) < len(value):
+                    raise ValueError(f"two shares of the depth in {dict(value)!r} mean the same of {num_layers} layers")
+                schedule = cls(placed)
+            case _:
+                schedule = cls(value)
+        schedule.check_depth(num_layers)
+        return schedule
+
+    def check_depth(self, num_layers: int) -> None:
+        """Raise ValueError if a pruning layer lies beyond the model's last layer."""
+        beyond = [layer for layer in self.keep if layer > num_layers]
+        if beyond:
+            raise ValueError(
+                f"the schedule prunes after layer {beyond[0]}, but the model has only {num_layers} layers; "
+                f"Schedule.paper({num_layers}) is {dict(Schedule.paper(num_layers).keep)}"
+            )
+
+    def kept(self, layer: int, n: int) -> int:
+        """How many of the n tokens that entered pruning layer `layer` go on."""
+        return keep_count(self.keep[layer], n)
+
+    def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
+        """How many of n prompt tokens enter each layer in prefill, layer 1 first."""
+        self.check_depth(num_layers)
+        counts = []
+        for layer in range(1, num_layers + 1):
+            counts.append(n)
+            if layer in self.keep:
+                n = self.kept(layer, n)
+        return counts
+
+    def ideal_speedup(self, config: Any, n: int) -> float:
+        """FLOPs of the baseline's prefill over this schedule's, for n prompt tokens (`lazyllm.engine.flops`)."""
+        return ideal_speedup(config, n, self.tokens_per_layer(config.num_hidden_layers, n))
+
+
+def keep_count(ratio: float, n: int) -> int:
+    """ceil(ratio * n), in exact arithmetic on the ratio as it is written: 0.7 of 10 is 7."""
+    return ceil(Fraction(str(ratio)) * n)
+
+
+def check_ratio(what: str, ratio: Any) -> float:
+    """A keep ratio as a float. Raises TypeError or ValueError, naming `what`, where it is no number in (0, 1]."""
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
+        raise TypeError(f"{what} is a number in (0, 1], got {ratio!r}")
+    if not 0 < ratio <= 1:
+        raise ValueError(f"{what} lies in (0, 1], got {ratio}")
+    return float(ratio)
+
+
+def _at_depth(layer: Any, num_layers: int) -> Any:
+    """The layer that a share of the depth such as "12.5%" means; anything else unchanged."""
+    if not (isinstance(layer, str) and layer.strip().endswith("%")):
+        return layer
+    try:
+        if "e" in layer.lower():  # a Fraction writes out every digit of 1e999999999
+            raise ValueError("an exponent")
+        share = Fraction(layer.strip()[:-1].strip()) / 100
+    except (ValueError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"a pruning layer is a whole number or a share of the depth like 50%, got {layer!r}"
+        ) from error
+    return int(share * num_layers)
+
+
+def _layer(layer: Any) -> int:
+    # Hydra and JSON bring keys as text
+    number = int(layer) if isinstance(layer, str) and layer.strip().isdecimal() else layer
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"a pruning layer is a whole number, 1 for the first layer; got {layer!r}")
+    if number < 1:
+        raise ValueError(f"pruning layers count from 1, got {number}")
+    return number

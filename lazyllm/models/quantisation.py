@@ -1,0 +1,122 @@
+"""Quantised weights: by which names they are asked for, and what must be installed for them.
+
+Weights are quantised while a checkpoint is read, by torchao or bitsandbytes, through transformers: those of every
+linear layer but `lm_head`. Activations, K, V and hidden states stay in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils.import_utils import is_accelerate_available, is_bitsandbytes_available, is_torchao_available
+
+from lazyllm.models.checkpoint import ModelError
+
+# Name -> the package that does it
+QUANTISATIONS = {"int8": "torchao", "int4": "torchao", "bnb_int8": "bitsandbytes", "bnb_nf4": "bitsandbytes"}
+INT4_GROUP = 128  # weights of a row that share a scale
+
+_INSTALL = {
+    "accelerate": "pip install 'lazyllm-bench[devices]'",
+    "torchao": "pip install 'lazyllm-bench[quantised]'",
+    "bitsandbytes": "pip install bitsandbytes",
+}
+
+
+def check_quantise(quantise: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse, before anything loads, a name that is none, or what cannot be done here. Raises ModelError."""
+    if quantise not in QUANTISATIONS:
+        raise ModelError(f"unknown quantise {quantise!r}: give one of {', '.join(QUANTISATIONS)}, or null for none")
+    require(QUANTISATIONS[quantise], f"quantise={quantise}")
+    require("accelerate", f"quantise={quantise}")
+    if dtype == torch.float64:
+        raise ModelError(f"quantise={quantise} with dtype=float64: exact arithmetic on rounded weights is of no use")
+    if quantise == "int4" and (device.type != "cuda" or dtype != torch.bfloat16):
+        raise ModelError(
+            f"quantise=int4 is there in bfloat16 on CUDA only (torchao has kernels for no other), got "
+            f"{str(dtype).removeprefix('torch.')} on {device.type}: give quantise=int8 or bnb_nf4"
+        )
+
+
+def quantisation_config(quantise: str, dtype: torch.dtype) -> Any:
+    """What `from_pretrained` is told. Its package must be installed (`check_quantise`)."""
+    match quantise:
+        case "int8":
+            from torchao.quantization import Int8WeightOnlyConfig  # pyright: ignore[reportMissingImports]
+
+            # torchao would also change torch's settings for the compiler and for float32 products, of the whole process
+            return transformers.TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
+        case "int4":
+            from torchao.quantization import Int4WeightOnlyConfig  # pyright: ignore[reportMissingImports]
+            from torchao.quantization.quantize_.workflows import Int4PackingFormat  # pyright: ignore[reportMissingImports]
+
+            return transformers.TorchAoConfig(
+                Int4WeightOnlyConfig(
+                    group_size=INT4_GROUP,
+                    set_inductor_config=False,
+                    int4_packing_format=Int4PackingFormat.TILE_PACKED_TO_4D,
+                )
+            )
+        case "bnb_int8":
+            return transformers.BitsAndBytesConfig(load_in_8bit=True)
+        case "bnb_nf4":
+            return transformers.BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+            )
+        case _:
+            raise ValueError(quantise)
+
+
+def quantised_by(config: Any) -> str | None:
+    """How a checkpoint of this config is quantised already, by its own word; None where it is not."""
+    own = _own(config)
+    return None if own is None else str(own.get("quant_method", "unknown"))
+
+
+def check_quantised(source: str, config: Any, device_map: Any) -> None:
+    """Refuse a quantised checkpoint that cannot be read here, before it is. Raises ModelError.
+
+    transformers would take an unknown kind for no quantisation at all.
+    """
+    own = _own(config)
+    if own is None:
+        return
+    kind = quantised_by(config)
+    require("accelerate", f"{source}, which is quantised ({kind}),")
+    try:
+        if not AutoHfQuantizer.supports_quant_method(own):
+            raise ModelError(
+                f"{source} is quantised by {kind!r}, which transformers {transformers.__version__} cannot read"
+            )
+        AutoHfQuantizer.from_config(own, pre_quantized=True).validate_environment(
+            device_map=device_map, weights_only=True
+        )
+    except (ImportError, ValueError, RuntimeError, TypeError, AssertionError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{source} is quantised ({kind}) and cannot be read here: {error}") from error
+
+
+def require(package: str, what_for: str) -> None:
+    """Raises ModelError where the package is absent, or older than this transformers can use."""
+    is_there = {
+        "accelerate": is_accelerate_available,
+        "torchao": is_torchao_available,
+        "bitsandbytes": is_bitsandbytes_available,
+    }[package]
+    if not is_there():
+        raise ModelError(
+            f"{what_for} needs the package {package}, which is not installed, or too old for transformers "
+            f"{transformers.__version__}: {_INSTALL[package]}"
+        )
+
+
+def _own(config: Any) -> dict[str, Any] | None:
+    own = getattr(config, "quantization_config", None)
+    if own is None or isinstance(own, Mapping):
+        return None if own is None else dict(own)
+    return own.to_dict()

@@ -1,0 +1,183 @@
+"""Tokenizers: loaded as the checkpoints' authors meant them, without running any repository's code.
+
+What transformers 5 makes of a folder that holds only Llama 2's sentencepiece `tokenizer.model` is not what the model
+was trained with: `AutoTokenizer` and `LlamaTokenizer.from_pretrained` order the merges by vocabulary id instead of by
+score ("is.  See" gets the pieces "▁▁", "See" instead of "▁", "▁See"), and add no BOS token. `load_tokenizer` builds
+such a tokenizer itself, and tests compare its ids with the sentencepiece library's on whole LongBench prompts.
+XGen 7B's, which exists only as the repository's own code, is in `lazyllm/models/xgen_tokenizer.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lazyllm.models.hub import HubError, hub_file, is_offline, is_reachable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CONFIG = "tokenizer_config.json"
+_SPACE = "▁"  # how sentencepiece writes a space
+_BPE = 2  # sentencepiece's TrainerSpec.ModelType
+
+# What a `tokenizer_config.json` beside a `tokenizer.model` may say that changes token ids, texts or chat prompts.
+_CONFIG_KEYS = ("add_bos_token", "add_eos_token", "chat_template", "model_max_length", "clean_up_tokenization_spaces")
+
+
+_INSTEAD = (
+    "Give a local tokenizer with model.tokenizer=FOLDER (tokenizer.json, or sentencepiece's tokenizer.model; for "
+    "XGen 7B its tokenizer_config.json and GPT-2's merges.txt)."
+)
+
+
+class TokenizerError(RuntimeError):
+    """A tokenizer that cannot be loaded; the message says which, why, and what to give instead."""
+
+
+def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer from a folder, a sentencepiece file or the hub. No remote code is ever run.
+
+    source: a folder with `tokenizer.json`; a folder with only sentencepiece's `tokenizer.model` (BPE), or that file
+        itself; or a hub id whose repository holds one of the two. Where both are there, `tokenizer.json` is used.
+        Where neither is, a `tokenizer_config.json` that names XGen 7B's tokenizer is enough.
+    revision: branch, tag or commit of a hub id.
+    Raises TokenizerError: none of the files is there, one is damaged or of another kind, or the hub does not give it.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return sentencepiece_tokenizer(path)
+    if path.is_dir():
+        if (path / "tokenizer.json").is_file():
+            return _from_tokenizer_json(str(path), None, local_only=True)
+        if (path / "tokenizer.model").is_file():
+            return sentencepiece_tokenizer(path / "tokenizer.model")
+        if (path / _CONFIG).is_file() and (tokenizer := _xgen_or_none(path / _CONFIG)) is not None:
+            return tokenizer
+        raise TokenizerError(f"{path}: the folder holds neither tokenizer.json nor tokenizer.model")
+    if len(path.parts) > 2 or str(source).startswith((".", "/", "~")):
+        raise TokenizerError(f"{source}: no such file or folder, and not a hub id (owner/name) either")
+    return _from_hub(str(source), revision)
+
+
+def sentencepiece_tokenizer(model_file: Path) -> PreTrainedTokenizerBase:
+    """A tokenizer made from a sentencepiece BPE model of Llama's kind, with that library's token ids.
+
+    Settings of a `tokenizer_config.json` beside it are used; without one, BOS is added and EOS is not, as for Llama 2.
+    Raises TokenizerError: not a sentencepiece model, or one of another kind than Llama's (BPE, bytes for unknown
+    characters, no normalisation but the space put in front).
+    """
+    from tokenizers import normalizers
+    from transformers import LlamaTokenizer
+
+    proto = _sentencepiece_proto(model_file)
+    pieces = proto.pieces
+    kind = type(pieces[0])
+    vocab = {piece.piece: number for number, piece in enumerate(pieces)}
+    score = {piece.piece: piece.score for piece in pieces if piece.type == kind.NORMAL}
+    merges = [
+        (-score[piece], -cut, piece[:cut], piece[cut:])
+        for piece in score
+        for cut in range(1, len(piece))
+        if piece[:cut] in score and piece[cut:] in score
+    ]
+    # sentencepiece merges the pair with the best score first and, among equal ones, the leftmost. Only the runs of
+    # spaces have equal scores, and there "leftmost first" means: the longest left part first.
+    merges.sort()
+    spec = proto.trainer_spec
+    names = {name: pieces[getattr(spec, f"{name}_id")].piece for name in ("unk", "bos", "eos")}
+    tokenizer = LlamaTokenizer(
+        vocab=vocab,
+        merges=[(left, right) for _, _, left, right in merges],
+        legacy=True,
+        unk_token=names["unk"],
+        bos_token=names["bos"],
+        eos_token=names["eos"],
+        **_settings(model_file.parent / _CONFIG),
+    )
+    # transformers puts no space in front of a text that begins with one; sentencepiece always does.
+    backend: Any = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = None
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
+    tokenizer.name_or_path = str(model_file)
+    return tokenizer
+
+
+def _from_tokenizer_json(source: str, revision: str | None, local_only: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            source, revision=revision, trust_remote_code=False, local_files_only=local_only
+        )
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{source}: its tokenizer.json could not be loaded ({error}). {_INSTEAD}") from error
+
+
+def _from_hub(hub_id: str, revision: str | None) -> PreTrainedTokenizerBase:
+    """Whichever of the two files the repository holds decides how it is loaded; AutoTokenizer alone guesses wrong."""
+    from huggingface_hub import constants
+
+    try:
+        if hub_file(hub_id, "tokenizer.json", revision) is not None:
+            local_only = is_offline() or not is_reachable(constants.ENDPOINT)
+            return _from_tokenizer_json(hub_id, revision, local_only)
+        model_file = hub_file(hub_id, "tokenizer.model", revision)
+        config_file = hub_file(hub_id, _CONFIG, revision)
+    except HubError as error:
+        raise TokenizerError(f"{error}. {_INSTEAD}") from error
+    if model_file is not None:
+        return sentencepiece_tokenizer(model_file)
+    if config_file is not None and (tokenizer := _xgen_or_none(config_file)) is not None:
+        return tokenizer
+    raise TokenizerError(
+        f"{hub_id}: its repository holds neither tokenizer.json nor tokenizer.model, and a tokenizer that exists only "
+        f"as the repository's own code is not run. {_INSTEAD}"
+    )
+
+
+def _xgen_or_none(config_file: Path) -> PreTrainedTokenizerBase | None:
+    from lazyllm.models.xgen_tokenizer import (  # here, as that module needs this one's error
+        is_xgen,
+        load_xgen_tokenizer,
+    )
+
+    return load_xgen_tokenizer(config_file) if is_xgen(config_file) else None
+
+
+def _sentencepiece_proto(model_file: Path) -> Any:
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made by protobuf at run time
+    try:
+        proto.ParseFromString(model_file.read_bytes())
+    except DecodeError as error:
+        raise TokenizerError(f"{model_file}: not a sentencepiece model; give a folder with tokenizer.json") from error
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    llama_like = (
+        len(proto.pieces) > 0
+        and trainer.model_type == _BPE
+        and trainer.byte_fallback
+        and min(trainer.unk_id, trainer.bos_id, trainer.eos_id) >= 0
+        and not normalizer.precompiled_charsmap
+        and normalizer.add_dummy_prefix
+        and not normalizer.remove_extra_whitespaces
+        # Pieces that are taken whole before any merge: Llama's have none.
+        and not any(piece.type == type(piece).USER_DEFINED for piece in proto.pieces)
+    )
+    if not llama_like:
+        raise TokenizerError(
+            f"{model_file}: a sentencepiece model of another kind than Llama's (BPE with byte fallback and no "
+            "normalisation); give a folder with tokenizer.json"
+        )
+    return proto
+
+
+def _settings(config_file: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = {"add_bos_token": True, "add_eos_token": False}
+    if config_file.is_file():
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+        settings |= {key: config[key] for key in _CONFIG_KEYS if config.get(key) is not None}
+    return settings

@@ -1,0 +1,156 @@
+"""XGen 7B's tokenizer, without its repository's code.
+
+The checkpoint's own tokenizer is Python code over tiktoken (`tokenization_xgen.py`), which is not run, and which has
+been broken since transformers 4.34. What it does, this one does with transformers' fast tokenizer, which also knows the
+characters that a token stands for (offsets):
+
+- ids 0 to 50256 are GPT-2's: 256 bytes, 50,000 merges, `<|endoftext|>`. All of them follow from GPT-2's `merges.txt`.
+- ids 50257 to 50294 are runs of 31 down to 2 spaces, then of 9 down to 2 tabs. They are no added tokens, which would be
+  cut out of the text first: they are merged like GPT-2's own tokens, within what GPT-2's pattern keeps together (of the
+  spaces before a word, the last belongs to the word) and after all of GPT-2's merges. tiktoken merges the pair that
+  makes the lowest id, so a longer run before a shorter one: the leftmost run grows by one to its full length, then the
+  next one starts.
+- ids 50295 to 50312 are control tokens, StarCoder's. They are recognised in a text, and `skip_special_tokens` leaves
+  them in: only `<|endoftext|>` is special.
+
+The model has 51,200 rows of embeddings; ids from 50313 on have no token and decode to nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lazyllm.models.hub import HubError, hub_file
+from lazyllm.models.tokenizers import TokenizerError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT_ID = 50256  # the model's own: its config's eos_token_id
+LONGEST_RUN = {"Ġ": 31, "ĉ": 9}  # as GPT-2 writes a space and a tab; in the order of their ids
+CONTROL_TOKENS = (
+    "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<filename>", "<gh_stars>",
+    "<issue_start>", "<issue_comment>", "<issue_closed>",
+    "<jupyter_start>", "<jupyter_text>", "<jupyter_code>", "<jupyter_output>", "<empty_output>",
+    "<commit_before>", "<commit_msg>", "<commit_after>", "<reponame>",
+)  # fmt: skip
+
+GPT2 = "openai-community/gpt2"
+MERGES = "merges.txt"
+# of merges.txt in that repository, which is the `vocab.bpe` that OpenAI published and tiktoken checks by the same hash
+MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+
+_CLASS = "XgenTokenizer"
+# What the checkpoint's tokenizer_config.json may say that changes ids, and the only values that are XGen 7B's.
+_EXPECTED = {"eos_token": END_OF_TEXT, "add_eos_token": False, "add_special_tokens": True}
+_INSTEAD = (
+    f"XGen's tokenizer is made from GPT-2's {MERGES}: put the one of https://huggingface.co/{GPT2}/blob/main/{MERGES} "
+    "into a folder, beside the checkpoint's tokenizer_config.json, and give model.tokenizer=FOLDER"
+)
+
+
+def is_xgen(config_file: Path) -> bool:
+    """Whether a `tokenizer_config.json` names XGen 7B's tokenizer. Raises TokenizerError: the file is damaged."""
+    config = _read(config_file)
+    by_code = (config.get("auto_map") or {}).get("AutoTokenizer") or []  # the repository's module and class; or several
+    names = [config.get("tokenizer_class"), *([by_code] if isinstance(by_code, str) else by_code)]
+    return any(name is not None and name.rsplit(".", 1)[-1] == _CLASS for name in names)
+
+
+def load_xgen_tokenizer(config_file: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of an XGen 7B checkpoint: GPT-2's merges from the checkpoint's folder, else from the hub, once.
+
+    config_file: the checkpoint's `tokenizer_config.json`; its chat template, maximal length and padding token are used.
+    Raises TokenizerError: the config asks for another tokenizer than XGen 7B's, GPT-2's `merges.txt` cannot be had, or
+        the file is not GPT-2's.
+    """
+    config = _read(config_file)
+    for key, expected in _EXPECTED.items():
+        if (given := _text_of(config.get(key, expected))) != expected:
+            raise TokenizerError(f"{config_file}: {key} is {given!r}, and XGen 7B's is {expected!r}")
+    settings = {key: config[key] for key in ("chat_template", "model_max_length") if config.get(key) is not None}
+    tokenizer = xgen_tokenizer(read_merges(_merges_file(config_file.parent)), **settings)
+    if (padding := _text_of(config.get("pad_token"))) is not None:
+        if padding not in (END_OF_TEXT, *CONTROL_TOKENS):
+            raise TokenizerError(f"{config_file}: pad_token is {padding!r}, which is no token of XGen 7B's")
+        tokenizer.pad_token = padding
+    tokenizer.name_or_path = str(config_file.parent)
+    return tokenizer
+
+
+def read_merges(merges_file: Path) -> list[tuple[str, str]]:
+    """GPT-2's merges, first one first, in the characters that stand for bytes. Raises TokenizerError: another file."""
+    content = merges_file.read_bytes()
+    if (found := hashlib.sha256(content).hexdigest()) != MERGES_SHA256:
+        raise TokenizerError(
+            f"{merges_file}: not GPT-2's {MERGES}: its sha256 is {found}, expected was {MERGES_SHA256}. {_INSTEAD}"
+        )
+    lines = content.decode("utf-8").splitlines()[1:]  # the first one says which version of the format it is
+    return [(left, right) for left, right in (line.split(" ") for line in lines)]
+
+
+def xgen_tokenizer(merges: Sequence[tuple[str, str]], **settings: Any) -> PreTrainedTokenizerFast:
+    """XGen 7B's tokenizer over GPT-2's merges. It adds no BOS and no EOS token.
+
+    merges: all 50,000, first one first. settings: of transformers' `PreTrainedTokenizerFast`.
+    Raises TokenizerError: `<|endoftext|>` does not get the model's id, or a run of blanks is among the merges already.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    # GPT-2 writes a byte as one character; sorted, these have the order of its ids.
+    base = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges), END_OF_TEXT]
+    runs = _runs()
+    vocab = {token: number for number, token in enumerate([*base, *map("".join, runs)])}
+    if len(vocab) != len(base) + len(runs):
+        raise TokenizerError("the merges given make a token twice, or a run of blanks: they are not GPT-2's")
+    backend: Any = Tokenizer(models.BPE(vocab=vocab, merges=[*merges, *runs]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in CONTROL_TOKENS])
+    # XGen's own decodes without the clean-up ("is ?" would become "is?").
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False, **settings
+    )
+    if tokenizer.eos_token_id != END_OF_TEXT_ID:
+        raise TokenizerError(
+            f"{END_OF_TEXT} got the id {tokenizer.eos_token_id} and the model's is {END_OF_TEXT_ID}: "
+            f"{len(merges)} merges were given, and GPT-2 has 50000"
+        )
+    return tokenizer
+
+
+def _runs() -> list[tuple[str, str]]:
+    """The merges that make runs of blanks, in the order of the ids they make: a run and one more, longest run first."""
+    return [(blank * (length - 1), blank) for blank, longest in LONGEST_RUN.items() for length in range(longest, 1, -1)]
+
+
+def _merges_file(folder: Path) -> Path:
+    if (folder / MERGES).is_file():
+        return folder / MERGES
+    try:
+        merges_file = hub_file(GPT2, MERGES)
+    except HubError as error:
+        raise TokenizerError(f"{error}. {_INSTEAD}") from error
+    if merges_file is None:
+        raise TokenizerError(f"{GPT2}: the repository has no {MERGES}. {_INSTEAD}")
+    return merges_file
+
+
+def _read(config_file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(config_file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{config_file}: not JSON ({error})") from error
+
+
+def _text_of(value: Any) -> Any:
+    """Tokens stand in a tokenizer_config.json as their text, or as an object that holds it."""
+    return value.get("content") if isinstance(value, dict) else value

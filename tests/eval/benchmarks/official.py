@@ -1,0 +1,144 @@
+"""The official scorer's facts derived a second time, in other ways than `eval.benchmarks.metrics` does, as an oracle
+for it.
+
+Written from the description of the metrics (LongBench's scoring rules and what the packages `rouge` 1.0.1 and
+`fuzzywuzzy` 0.18.0 do), without either package's code: ROUGE-L here is a walk over a table of its own, F1 strikes
+shared words off a list, and classification keeps its own index, so that the skip-one quirk is spelt out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import string
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+"""Real LongBench rows, scored answers and Llama 2's tokenizer: beside the repository, and never in it."""
+
+LONGBENCH = SHARED / "longbench"
+
+
+def needs(path: Path) -> pytest.MarkDecorator:
+    """Skips a test where the shared material is absent, saying so."""
+    return pytest.mark.skipif(not path.exists(), reason=f"../shared/{path.relative_to(SHARED)} is absent")
+
+
+@cache
+def shared_rows(folder: str = "") -> dict[str, list[dict[str, Any]]]:
+    """{dataset: rows} of ../shared/longbench or of a folder in it; nothing where it is absent."""
+    files = sorted((LONGBENCH / folder).glob("*.jsonl"))
+    return {file.stem: [json.loads(line) for line in file.read_bytes().split(b"\n") if line] for file in files}
+
+
+def f1(prediction: str, gold: str) -> float:
+    """SQuAD's F1: words are struck off the gold list one by one as they are found in the answer."""
+    predicted, wanted = _squad_words(prediction), _squad_words(gold)
+    left, shared = list(wanted), 0
+    for word in predicted:
+        if word in left:
+            left.remove(word)
+            shared += 1
+    # 2PR / (P + R) with P = shared/predicted and R = shared/wanted
+    return 2 * shared / (len(predicted) + len(wanted)) if shared else 0.0
+
+
+def _squad_words(text: str) -> list[str]:
+    kept = "".join(character for character in text.lower() if character not in set(string.punctuation))
+    # Articles go where no letter, digit or underscore touches them: between spaces, and also in "a’b".
+    words, run = [], ""
+    for character in [*kept, " "]:
+        if character.isalnum() or character == "_":
+            run += character
+        else:
+            words.append(" " if run in ("a", "an", "the") else run)
+            words.append(character)
+            run = ""
+    return "".join(words).split()
+
+
+def rouge(prediction: str, gold: str) -> float:
+    """`rouge` 1.0.1's ROUGE-L F: per pair of sentences the words of one longest common subsequence, all in one set."""
+    hypothesis, reference = _sentences(prediction), _sentences(gold)
+    if not hypothesis or not reference:
+        return 0.0  # the package raises ValueError
+    union: set[str] = set()
+    for wanted, given in itertools.product(reference, hypothesis):
+        union |= _common(wanted, given)
+    recall = len(union) / len(set(itertools.chain.from_iterable(reference)))
+    precision = len(union) / len(set(itertools.chain.from_iterable(hypothesis)))
+    return 2 * precision * recall / (precision + recall + 1e-8)
+
+
+def _sentences(text: str) -> list[list[str]]:
+    # A sentence of white space only is one empty word, which counts.
+    return [part.split() or [""] for part in text.split(".") if part]
+
+
+def _common(left: list[str], right: list[str]) -> set[str]:
+    """The words of the longest common subsequence that a walk from the end finds, which goes left at a tie."""
+    lengths = [[0] * (len(right) + 1)]
+    for word in left:
+        row = [0]
+        for column, other in enumerate(right):
+            row.append(lengths[-1][column] + 1 if word == other else max(lengths[-1][column + 1], row[column]))
+        lengths.append(row)
+    words, i, j = set(), len(left), len(right)
+    while i and j:
+        if left[i - 1] == right[j - 1]:
+            words.add(left[i - 1])
+            i, j = i - 1, j - 1
+        elif lengths[i - 1][j] > lengths[i][j - 1]:
+            i -= 1
+        else:
+            j -= 1
+    return words
+
+
+def classification(prediction: str, gold: str, all_classes: list[str]) -> float:
+    """The quirk with an index in hand: after a removal the next name has moved to the place already visited."""
+    found = [name for name in all_classes if prediction.find(name) >= 0]
+    index = 0
+    while index < len(found):
+        if found[index] != gold and gold.find(found[index]) >= 0:
+            # What goes is the first name equal to this one, which is this one unless names repeat.
+            del found[found.index(found[index])]
+        index += 1  # also after a removal: one name is skipped
+    return 1 / len(found) if gold in found else 0.0
+
+
+def numbers(prediction: str, gold: str) -> float:
+    """Share of the runs of decimal digits that are written as `gold` is."""
+    runs = [
+        "".join(group)
+        for is_digit, group in itertools.groupby(prediction, key=lambda character: character.isdecimal())
+        if is_digit
+    ]
+    return sum(run == gold for run in runs) / len(runs) if runs else 0.0
+
+
+def retrieval(prediction: str, gold: str) -> float:
+    _, _, rest = gold.partition("Paragraph ")
+    return numbers(prediction, "".join(itertools.takewhile(str.isdecimal, rest)))
+
+
+def code_similarity(prediction: str, gold: str) -> float:
+    start = 0
+    while prediction[start : start + 1] == "\n":
+        start += 1
+    for line in prediction[start:].split("\n"):
+        if not ("`" in line or "#" in line or "//" in line):
+            break
+    else:
+        line = ""
+    if line == gold:
+        return 1.0
+    if not line or not gold:
+        return 0.0
+    matches = sum(block.size for block in difflib.SequenceMatcher(None, line, gold).get_matching_blocks())
+    return round(100 * (2.0 * matches / (len(line) + len(gold)))) / 100

@@ -1,0 +1,331 @@
+"""What of a prompt may be shortened: on whole real prompts letter by letter, and step by step by hand."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from math import ceil
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lazyllm
+from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.embedded import TEMPLATES, rows
+from eval.benchmarks.longbench import Example, load_rows
+from eval.benchmarks.prompts import CHAT_FORMATS, Prompt, build_prompt
+from lazyllm.methods import PromptCompression
+from lazyllm.methods.prompt_compression.compression import droppable
+from lazyllm.models.load import load_tokenizer_of
+from lazyllm.models.tokenizers import load_tokenizer
+from tests.eval import official
+
+LLAMA2 = official.SHARED / "tokenizers" / "llama2"
+LONGBENCH_NAMES = [name for name, dataset in DATASETS.items() if dataset.suite == "longbench"]
+CHAT = CHAT_FORMATS["llama2"]
+
+
+@cache
+def llama2() -> Any:
+    return load_tokenizer(LLAMA2)
+
+
+@cache
+def small_llama() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=32000, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+def letters_of_examples_answers(name: str, context: str) -> set[int]:
+    """Places in a few-shot context that belong to an answer or a label, line by line."""
+    places: set[int] = set()
+    place, in_answer = 0, False
+    for line in context.split("\n"):
+        label = line.split(" ")[0]
+        if name == "trec":
+            in_answer = label == "Type:"
+            places |= set(range(place, place + len("Question:")))
+        elif name == "triviaqa":
+            in_answer = line == "Question:" or (in_answer and line != "Passage:")
+        elif name == "samsum":
+            in_answer = label == "Summary:" or (in_answer and label != "Dialogue:")
+        if label in ("Dialogue:", "Passage:"):
+            places |= set(range(place, place + len(label)))
+        if in_answer:
+            places |= set(range(place, place + len(line) + 1))
+        place += len(line) + 1
+    return places if name in ("trec", "triviaqa", "samsum") else set()
+
+
+def untouchable(name: str, row: dict[str, Any], template: str, prompt: Prompt, limit: int | None) -> set[int]:
+    """Places in the prompt's text that must stay, from the template, the row and where the cut must have gone."""
+    head, tail = (part.format(**row) for part in template.split("{context}"))
+    rendered = head + row["context"] + tail
+    stays = set(range(len(head))) | set(range(len(head) + len(row["context"]), len(rendered)))
+    stays |= {len(head) + place for place in letters_of_examples_answers(name, row["context"])}
+    left = right = rendered
+    ids = llama2()(rendered).input_ids
+    if limit is not None and len(ids) > limit:
+        half = limit // 2
+        left, right = (llama2().decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
+    wrap = CHAT.before if DATASETS[name].chat_wrap else ""
+    end = len(prompt.text) - (len(CHAT.after) if wrap else 0)
+    moved = set(range(len(wrap))) | set(range(end, len(prompt.text)))
+    for place in stays:
+        if place < len(left):
+            moved.add(len(wrap) + place)
+        if len(rendered) - place <= len(right):
+            moved.add(end - (len(rendered) - place))
+    return moved
+
+
+def all_rows(name: str) -> list[tuple[Example, dict[str, Any], str]]:
+    loaded = load_rows(DATASETS[name], official.LONGBENCH)
+    return [(*pair, loaded.template) for pair in zip(loaded.examples, official.shared_rows()[name], strict=True)]
+
+
+def real_prompt(name: str, example: Example, template: str, limit: int | None) -> Prompt:
+    dataset = DATASETS[name]
+    return build_prompt(example, template, llama2(), limit, "llama2", dataset.chat_wrap, dataset.protected)
+
+
+@official.needs(LLAMA2)
+@official.needs(official.LONGBENCH)
+@pytest.mark.parametrize("name", LONGBENCH_NAMES)
+def test_on_real_rows_only_words_of_the_context_may_go(name: str) -> None:
+    for example, row, template in all_rows(name):
+        for limit in (3500, 1200) if len(example.context) > 60_000 else (3500, 1200, None):
+            prompt = real_prompt(name, example, template, limit)
+            assert prompt.spans is not None
+            may_go = droppable(prompt.as_input()).tolist()
+            assert len(may_go) > 0.3 * len(prompt.token_ids)  # there is something to see here
+            letters = {place for position in may_go for place in range(*prompt.spans[position])}
+            assert not letters & untouchable(name, row, template, prompt, limit)
+            place = 0
+            for line in prompt.text.splitlines(keepends=True):
+                body = line.strip()
+                first = place + (line.index(body) if body else 0)
+                assert not letters & set(range(place, first))  # indentation
+                assert not letters & {place + i for i, sign in enumerate(line) if sign in "\r\n"}
+                place += len(line)
+
+
+@official.needs(LLAMA2)
+@official.needs(official.LONGBENCH)
+@pytest.mark.parametrize("name", LONGBENCH_NAMES)
+def test_real_prompts_are_compressed_and_question_and_instruction_are_untouched(name: str) -> None:
+    for example, row, template in all_rows(name):
+        prompt = real_prompt(name, example, template, 3500)
+        head, tail = (part.format(**row) for part in template.split("{context}"))
+        if DATASETS[name].chat_wrap:
+            head, tail = CHAT.before + head, tail + CHAT.after
+        if prompt.text.endswith(tail):
+            break
+    else:  # one question of repobench-p's is so long that LongBench's cut goes through it, but not every one
+        pytest.fail("no row whose question is whole")
+    ids, n = list(prompt.token_ids), len(prompt.token_ids)
+    assert prompt.spans is not None
+    assert prompt.text.startswith(head)
+    # tokens that hold any of the instruction, or of the question
+    before = sum(start < len(head) for start, _ in prompt.spans.tolist())
+    after = sum(stop > len(prompt.text) - len(tail) for _, stop in prompt.spans.tolist())
+    stay = untouchable(name, row, template, prompt, 3500)
+    c = len(droppable(prompt.as_input()))
+    for unit in ("token", "sentence"):
+        out = lazyllm.generate(small_llama(), prompt.as_input(), PromptCompression(0.5, unit), 1, ())
+        kept = out.selected[0][0]
+        assert kept[:before] == list(range(before))
+        assert kept[-after:] == list(range(n - after, n))
+        decode = llama2().decode
+        assert decode([ids[position] for position in kept[:before]]) == decode(ids[:before])
+        assert decode([ids[position] for position in kept[-after:]]) == decode(ids[-after:])
+        left = "".join(prompt.text[slice(*prompt.spans[position])] for position in kept)
+        assert left.startswith(head)
+        assert left.endswith(tail)
+        for sign in "\n\r":
+            assert left.count(sign) == prompt.text.count(sign)
+        kept_letters = {place for position in kept for place in range(*prompt.spans[position])}
+        assert stay <= kept_letters
+        expected = n - c + ceil(c / 2)
+        assert len(kept) == expected if unit == "token" else expected <= len(kept) < n
+        assert out.computed[0].tolist() == [len(kept)] * 2
+
+
+@official.needs(LLAMA2)
+@official.needs(official.LONGBENCH)
+def test_real_examples_are_all_found() -> None:
+    """As many answers as `Question:`, `Passage:` and `Dialogue:` lines; whole contexts, so none is cut."""
+    for name, label in (("trec", "Question:"), ("triviaqa", "Passage:"), ("samsum", "Dialogue:")):
+        for example, row, _ in all_rows(name):
+            prompt = build_prompt(example, "{context}", llama2(), protected=DATASETS[name].protected)
+            assert len(letters_of_examples_answers(name, row["context"])) > 0
+            # each example's text stands between its label and its answer, so ranges and examples are as many
+            texts = [one for one in prompt.context if prompt.text[slice(*one)].strip()]
+            assert len(texts) == sum(line.startswith(label) for line in row["context"].split("\n"))
+
+
+# --------------------------------------------------------------------------------------------- the embedded suite's own
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_embedded_prompts(name: str) -> None:
+    tokenizer: Any = load_tokenizer_of("tiny")
+    for row in rows(name, count=6):
+        example = Example(name, row["_id"], row["input"], row["context"], ("",), (), 5, "en")
+        prompt = build_prompt(example, TEMPLATES[name], tokenizer, protected=DATASETS[name].protected)
+        assert prompt.spans is not None
+        gone = droppable(prompt.as_input()).tolist()
+        left = "".join(prompt.text[slice(*span)] for i, span in enumerate(prompt.spans.tolist()) if i not in gone)
+        head, tail = TEMPLATES[name].format(context="\0", input=row["input"]).split("\0")
+        assert left.startswith(head)
+        assert left.endswith(tail)
+        assert left.count("\n") == prompt.text.count("\n")
+        assert len(gone) > len(prompt.token_ids) / 2
+        if name == "shots":
+            examples = row["context"].split("\n")
+            assert left == head + "\n".join(f"Example {line.split(' ')[-1]}" for line in examples) + tail
+        if name == "complete":  # the first word of an indented line holds part of its indentation
+            first_words = re.compile(r"^  \w*", re.MULTILINE)
+            assert first_words.findall(left) == first_words.findall(prompt.text)
+            assert max(len(line.split()) for line in left.split("\n")[1:-1]) == 1
+
+
+# ---------------------------------------------------------------------------------------------------- the steps by hand
+
+
+class Characters:
+    """A tokenizer of one token per character (its code point), BOS 1 in front, that knows which character it is."""
+
+    is_fast = True
+    eos_token_id = 2
+    chat_template: str | None = None
+    around = ("<user>", "<model>")
+
+    def __call__(self, text: str, *, add_special_tokens: bool, return_offsets_mapping: bool = False, **_: Any) -> dict:
+        ids = [1] * add_special_tokens + [ord(character) for character in text]
+        offsets = [(0, 0)] * add_special_tokens + [(place, place + 1) for place in range(len(text))]
+        return {"input_ids": ids, "offset_mapping": offsets} if return_offsets_mapping else {"input_ids": ids}
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(number) for number in ids if number > 2)
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        return messages[0]["content"].strip().join(self.around)
+
+
+ROW = Example("qasper", "one", "Who?", "0123456789", ("cat",), (), 3, "en")
+TEMPLATE = "Q: {context}|{input}"  # 3 + 10 + 1 + 4 characters
+
+
+def context_of(template: str = TEMPLATE, row: Example = ROW, tokenizer: Any = None, **settings: Any) -> list[str]:
+    prompt = build_prompt(row, template, tokenizer or Characters(), **settings)
+    return [prompt.text[slice(*one)] for one in prompt.context]
+
+
+@pytest.mark.parametrize(
+    ("limit", "context"),
+    [
+        (None, ["0123456789"]),
+        (19, ["0123456789"]),
+        (18, ["01234" + "6789"]),  # nine tokens of each end, BOS among the first: one range, with the cut in it
+        (12, ["01" + "9"]),
+        (10, ["0"]),  # "Q: 0" and "|Who?"
+        (8, []),  # "Q: " and "Who?"
+        (6, []),  # "Q:" and "ho?": the cut reaches into both
+    ],
+)
+def test_the_context_after_the_cut(limit: int | None, context: list[str]) -> None:
+    assert context_of(max_prompt_tokens=limit) == context
+    assert context_of(max_prompt_tokens=limit, chat="llama2") == context
+    assert context_of(max_prompt_tokens=limit, chat="xgen") == context
+
+
+def test_a_long_question_leaves_no_end_of_the_context_in_the_right_half() -> None:
+    row = replace(ROW, context="0123", input="a very long question")
+    prompt = build_prompt(row, TEMPLATE, Characters(), 20)  # type: ignore[arg-type]
+    assert prompt.text == "Q: 0123|a" + "g question"
+    assert context_of(row=row, max_prompt_tokens=20) == ["0123"]
+    row = replace(ROW, context="0123", input="Q")
+    assert context_of("a very long instruction {context}|{input}", row, max_prompt_tokens=10) == ["123"]
+
+
+def test_every_context_of_a_template_counts_and_another_field_does_not() -> None:
+    assert context_of("{context}-{input}-{context}") == ["0123456789"] * 2
+    assert context_of("{input}{{context}}") == []
+    assert context_of("{input}", replace(ROW, input="0123456789")) == []
+
+
+def test_what_is_protected_splits_the_context_also_where_it_is_cut() -> None:
+    row = replace(ROW, context="q: aa\nA: bb\nq: cc\nA: dd")
+    settings: dict[str, Any] = dict(row=row, protected="^A:.*")
+    assert context_of(**settings) == ["q: aa\n", "\nq: cc\n"]
+    # "Q: q: aa\nA: " is cut off "bb\n" - the pattern has seen the whole context before
+    assert context_of(**settings, max_prompt_tokens=26) == ["q: aa\n", "cc\n"]
+    prompt = build_prompt(row, TEMPLATE, Characters(), 26, protected="^A:.*")  # type: ignore[arg-type]
+    assert prompt.text == "Q: q: aa\nA: " + "cc\nA: dd|Who?"[-13:]
+    assert context_of(**settings, max_prompt_tokens=38) == ["q: aa\n", "\nq: cc\n"]  # cut in "bb"
+    assert build_prompt(row, TEMPLATE, Characters()).token_ids == build_prompt(  # type: ignore[arg-type]
+        row, TEMPLATE, Characters(), protected="^A:.*"  # type: ignore[arg-type]
+    ).token_ids  # fmt: skip
+
+
+def test_the_tokenizers_own_chat_template() -> None:
+    tokenizer = Characters()
+    tokenizer.chat_template = "given"
+    settings: dict[str, Any] = dict(tokenizer=tokenizer, chat="auto")
+    assert context_of(**settings) == ["0123456789"]
+    assert context_of("{context} ", replace(ROW, context=" 123 "), **settings) == ["123"]  # the template strips
+    assert context_of(**settings, chat_wrap=False) == ["0123456789"]
+    tokenizer.around = ("Q: 0123456789|Who? ", "")  # where it stands twice, it is not known which it is
+    prompt = build_prompt(ROW, TEMPLATE, tokenizer, chat="auto")  # type: ignore[arg-type]
+    assert prompt.context == ()
+    with pytest.raises(ValueError, match="chat template changes the prompt's text"):
+        PromptCompression(0.5).check_prompt(prompt.as_input())
+
+
+def test_a_slow_tokenizer_is_refused_where_it_matters() -> None:
+    tokenizer: Any = Characters()
+    tokenizer.is_fast = False
+    prompt = build_prompt(ROW, TEMPLATE, tokenizer)
+    assert prompt.spans is None
+    lazyllm.methods.Lazy().check_prompt(prompt.as_input())
+    with pytest.raises(ValueError, match="gives no offsets"):
+        PromptCompression(0.5, "token").check_prompt(prompt.as_input())
+
+
+@official.needs(LLAMA2)
+def test_a_character_that_the_cut_goes_through_belongs_to_no_context() -> None:
+    row = replace(ROW, context="ha \U0001f602" * 30, input="\nWho?")  # four byte tokens each
+    broken = 0
+    for limit in range(60, 76):
+        prompt = build_prompt(row, "Say: {context}{input}", llama2(), limit)
+        found = [prompt.text[slice(*one)] for one in prompt.context]
+        assert "".join(found) == prompt.text[len("Say: ") : -len("\nWho?")].replace("\ufffd", "")
+        broken += "\ufffd" in prompt.text
+        assert (len(found) == 2) == ("\ufffd" in prompt.text)
+        assert prompt.spans is not None
+        goes = {prompt.text[slice(*prompt.spans[position])] for position in droppable(prompt.as_input())}
+        assert "\U0001f602" in goes
+        assert "\ufffd" not in goes
+    assert 0 < broken < 16
+
+
+@official.needs(LLAMA2)
+def test_llama2s_tokens_are_what_they_say() -> None:
+    text = "  Hi  there \U0001f602\r\n    return x\n\tfoo(\u30d0) of a[0]"
+    prompt = build_prompt(replace(ROW, context=text), "{context}", llama2())
+    assert prompt.spans is not None
+    covered = set()
+    for token_id, (start, stop) in zip(prompt.token_ids, prompt.spans.tolist(), strict=True):
+        piece = llama2().convert_ids_to_tokens(token_id)
+        covered |= set(range(start, stop))
+        if start > 0 and not piece.startswith("<"):  # the first piece has a space that the text does not
+            assert text[start:stop] == piece.replace("\u2581", " ")
+    assert covered == set(range(len(text)))

@@ -1,0 +1,163 @@
+"""The embedded suite: seeded, in LongBench's schema, of exact length, needles at all depths, test split apart."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from eval.benchmarks import embedded
+from eval.benchmarks.datasets import DATASETS, TASKS
+
+ROOT = Path(__file__).resolve().parents[3]
+FIELDS = {"input", "context", "answers", "length", "dataset", "language", "all_classes", "_id"}
+EVERY = pytest.mark.parametrize("name", embedded.NAMES)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(ROOT / "lazyllm" / "models" / "tiny")
+
+
+def needle(row: dict) -> str:
+    """The text that holds the row's (first) answer."""
+    answer = row["answers"][0].strip()
+    if row["dataset"] == "shots":
+        return f" {row['input'].split()[-1]} {answer}."
+    if row["dataset"] == "retrieve":
+        return f"{row['input']} {answer.split()[1]}."
+    if row["dataset"] == "hops":
+        return f"{row['input']} {answer.split()[0]}."
+    if row["dataset"] == "digest":
+        return f" {answer.split('.')[0]}."
+    return f"{row['input']} {answer}"
+
+
+def depth(row: dict) -> float:
+    """Where the needle stands, 0 (begin) to 1 (end of the context)."""
+    return row["context"].index(needle(row)) / len(row["context"])
+
+
+def test_one_dataset_for_each_task():
+    suite = [dataset for dataset in DATASETS.values() if dataset.suite == "embedded"]
+    assert [dataset.name for dataset in suite] == list(embedded.NAMES)
+    assert [dataset.task for dataset in suite] == list(TASKS)
+    assert not any(dataset.chat_wrap for dataset in suite)
+    assert set(embedded.TEMPLATES) == set(embedded.MAX_NEW_TOKENS) == set(embedded.NAMES)
+
+
+@EVERY
+def test_rows_are_the_same_every_time_and_for_every_count(name):
+    rows = embedded.rows(name, count=9)
+    assert rows == embedded.rows(name, count=9)
+    assert rows[:4] == embedded.rows(name, count=4)
+    assert len({json.dumps(row) for row in rows}) == 9
+
+
+@EVERY
+def test_schema(name):
+    for index, row in enumerate(embedded.rows(name, count=6)):
+        assert set(row) == FIELDS
+        assert row["dataset"] == name
+        assert row["_id"] == f"{name}-test-{embedded.LENGTHS[index % 3]}-{index:04d}"
+        assert row["length"] == len(row["context"].split())
+        assert len(row["answers"]) == 1
+        assert (row["all_classes"] is not None) == (name == "shots")
+        assert json.loads(json.dumps(row)) == row
+
+
+@EVERY
+def test_prompts_have_exactly_the_stated_tokens(name, tokenizer):
+    for row in embedded.rows(name, count=12):
+        prompt = embedded.TEMPLATES[name].format(**row)
+        assert len(tokenizer(prompt).input_ids) == embedded.token_length(row)
+
+
+@EVERY
+def test_answers_fit_the_limit_of_new_tokens(name, tokenizer):
+    for row in embedded.rows(name, count=12):
+        said = row["answers"][0].strip().removeprefix("Paragraph ")
+        ids = tokenizer(f" {said}", add_special_tokens=False).input_ids
+        assert len(ids) + 2 <= embedded.MAX_NEW_TOKENS[name]  # full stop and end token
+
+
+@EVERY
+def test_needles_at_all_depths(name):
+    depths = [depth(row) for row in embedded.rows(name, count=120)]
+    if name in ("digest", "shots"):  # the first of several: earlier
+        assert min(depths) < 0.1
+        assert max(depths) > 0.6
+        assert sum(d > 0.5 for d in depths) > 0.05 * len(depths)
+        return
+    for quarter in range(4):
+        share = sum(quarter / 4 <= d < (quarter + 1) / 4 for d in depths) / len(depths)
+        assert 0.12 < share < 0.4, (quarter, share)
+
+
+@EVERY
+def test_the_answer_is_decided_by_the_context(name):
+    """The needle is there once (thrice among examples), whatever distractors look like."""
+    for row in embedded.rows(name, count=12):
+        assert row["context"].count(needle(row)) == (3 if name == "shots" else 1)
+
+
+def test_a_chain_of_hops_has_its_second_link():
+    for row in embedded.rows("hops", count=12):
+        assert row["context"].count(f" entry {row['answers'][0]}.") == 1
+
+
+def test_what_a_digest_refers_to_is_explained_earlier():
+    for row in embedded.rows("digest", count=12):
+        for ordinal, said in zip(
+            ("first", "second", "third"), re.split(r"\. (?:second|third) ", row["answers"][0]), strict=True
+        ):
+            point = re.search(rf" {ordinal} (\w+)\.", row["context"])
+            assert point
+            assert f"entry {point[1]} {said}." in row["context"][: point.start()]
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "least"),
+    [("lookup", "entry ", 16), ("hops", "link ", 8), ("digest", "aside ", 5), ("complete", "proc ", 8)],
+)
+def test_distractors_of_the_needles_form(name, form, least):
+    assert all(row["context"].count(form) >= least for row in embedded.rows(name, count=6))
+
+
+@EVERY
+def test_splits_are_disjoint(name):
+    def texts(split: str) -> set[str]:
+        return {row["context"] + "\0" + row["input"] for row in embedded.rows(name, split, 30)}
+
+    assert not texts("test") & texts("train")
+    context, questions = embedded.GENERATORS[name](random.Random(1), embedded.Level(400, 16))
+    assert len(context) == 400
+    assert all(embedded.is_test(context, question) in (True, False) for question in questions)
+
+
+@EVERY
+def test_the_hash_of_a_row_says_its_split(name):
+    for split in ("test", "train"):
+        for row in embedded.rows(name, split, 6):
+            question = embedded.Question([row["input"]], [])
+            assert embedded.is_test([row["context"]], question) == (split == "test")
+
+
+def test_words_of_different_roles_are_different():
+    assert len(embedded.keys()) == len(set(embedded.keys())) == 256
+    assert len(set(embedded.VALUES)) == len(embedded.VALUES)
+    assert not set(embedded.keys()) & set(embedded.VALUES)
+    assert len(set(embedded.vocabulary())) == len(embedded.vocabulary())
+    assert not any(a in b for a in embedded.CLASSES for b in embedded.CLASSES if a != b)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="unknown embedded dataset 'lookups': expected one of lookup, hops"):
+        embedded.rows("lookups")
+    with pytest.raises(ValueError, match="unknown split 'dev'"):
+        embedded.rows("lookup", "dev")

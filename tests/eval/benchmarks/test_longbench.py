@@ -1,0 +1,633 @@
+"""Rows and templates: real ones, malformed ones, and fetching, against a server on the loopback."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import io
+import json
+import stat
+import sys
+import threading
+import time
+import warnings
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from eval.benchmarks import longbench
+from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.longbench import (
+    DataError,
+    Example,
+    TemplateWarning,
+    load_rows,
+    resolve_datasets,
+    unpack_rows,
+)
+from tests.eval import official
+from tests.eval.store.test_folder import full_disk
+
+LONGBENCH_NAMES = [name for name, dataset in DATASETS.items() if dataset.suite == "longbench"]
+QASPER = DATASETS["qasper"]
+CONFIG = {
+    longbench.PROMPTS: json.dumps({"qasper": "Read: {context}\nAsk: {input} "}),
+    longbench.MAX_LENGTHS: '{"qasper": 9}',
+}
+ROW = {
+    "input": "Who?",
+    "context": "A cat\r\nsat.\u2028",
+    "answers": ["cat", "a cat"],
+    "length": 3,
+    "dataset": "qasper",
+    "language": "en",
+    "all_classes": None,
+    "_id": "one",
+}
+
+
+def as_line(row: object) -> str:
+    return row if isinstance(row, str) else json.dumps(row, ensure_ascii=False)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A data folder with config files, and a function that writes its rows."""
+    (tmp_path / "config").mkdir()
+    for name, text in CONFIG.items():
+        (tmp_path / "config" / name).write_text(text)
+    return tmp_path
+
+
+def write_rows(folder: Path, *rows: object) -> Path:
+    file = folder / "qasper.jsonl"
+    file.write_bytes("".join(f"{as_line(row)}\n" for row in rows).encode("utf-8", "surrogatepass"))
+    return file
+
+
+def load(folder: Path, on_error: longbench.OnError = "raise") -> longbench.LoadedDataset:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TemplateWarning)
+        return load_rows(QASPER, folder, on_error)
+
+
+# ----------------------------------------------------------------------------------------------------------- real rows
+
+
+@official.needs(official.LONGBENCH)
+@pytest.mark.parametrize("name", LONGBENCH_NAMES)
+def test_real_rows_are_loaded_unchanged(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the templates there are LongBench's own
+        loaded = load_rows(DATASETS[name], official.LONGBENCH)
+    rows = official.shared_rows()[name]
+    expected = [
+        (name, r["_id"], r["input"], r["context"], tuple(r["answers"]), tuple(r["all_classes"] or ()), r["length"])
+        for r in rows
+    ]
+    assert [
+        (e.dataset, e.id, e.input, e.context, e.answers, e.all_classes, e.length) for e in loaded.examples
+    ] == expected
+    assert [e.language for e in loaded.examples] == [r["language"] for r in rows]
+    assert loaded.skipped == ()
+    assert loaded.template == json.loads((official.LONGBENCH / "config" / longbench.PROMPTS).read_bytes())[name]
+    assert (
+        loaded.max_new_tokens == json.loads((official.LONGBENCH / "config" / longbench.MAX_LENGTHS).read_bytes())[name]
+    )
+    file = official.LONGBENCH / f"{name}.jsonl"
+    assert loaded.data_sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@official.needs(official.LONGBENCH)
+def test_real_rows_keep_their_carriage_returns():
+    loaded = load_rows(DATASETS["samsum"], official.LONGBENCH)
+    assert all("\r" in example.context for example in loaded.examples)
+
+
+# ------------------------------------------------------------------------------------------------------ rows by hand
+
+
+def test_a_row_becomes_an_example(folder):
+    write_rows(folder, ROW)
+    loaded = load(folder)
+    assert loaded.examples == (Example("qasper", "one", "Who?", "A cat\r\nsat.\u2028", ("cat", "a cat"), (), 3, "en"),)
+    assert (loaded.template, loaded.max_new_tokens) == ("Read: {context}\nAsk: {input} ", 9)
+    assert loaded.dataset is QASPER
+
+
+def test_lines_end_at_newlines_only_and_blank_ones_hold_nothing(folder):
+    first, second = as_line(ROW), as_line(ROW | {"_id": "two"}).replace(", ", ",\r", 1)
+    (folder / "qasper.jsonl").write_bytes(f"\n{first}\r\n  \n{second}".encode())
+    assert [example.id for example in load(folder).examples] == ["one", "two"]
+
+
+def test_rows_without_id_get_one_from_their_content(folder):
+    anonymous = {key: value for key, value in ROW.items() if key != "_id"}
+    other = anonymous | {"input": "What?"}
+    write_rows(folder, anonymous, other)
+    ids = [example.id for example in load(folder).examples]
+    # The same in another order of rows and of fields, and another one for another row.
+    write_rows(folder, other, dict(reversed(anonymous.items())))
+    assert [example.id for example in load(folder).examples] == ids[::-1]
+    assert len(set(ids)) == 2
+
+
+BAD_ROWS = [
+    ("{", "not valid JSON"),
+    ('{"input": "\x01"}', "not valid JSON"),
+    ("[" * 100_000, "not valid JSON"),
+    ("[]", "expected a JSON object, got list"),
+    (ROW | {"context": ""}, "field 'context' must be a string that is not empty, got ''"),
+    (ROW | {"context": " \n"}, "field 'context' must be a string that is not empty"),
+    (ROW | {"context": None}, "field 'context' must be a string that is not empty, got None"),
+    (ROW | {"input": 1}, "field 'input' must be a string, got 1"),
+    (ROW | {"answers": "cat"}, "field 'answers' must be a list of strings, got 'cat'"),
+    (ROW | {"answers": [None]}, "field 'answers' must be a list of strings"),
+    (ROW | {"answers": []}, "answers is empty"),
+    (ROW | {"length": "3"}, "field 'length' must be a whole number, got '3'"),
+    (ROW | {"length": True}, "field 'length' must be a whole number"),
+    (ROW | {"all_classes": "cat"}, "field 'all_classes' must be a list of strings or null"),
+    (ROW | {"dataset": "lcc"}, "field 'dataset' must be 'qasper'"),
+    (ROW | {"_id": 7}, "field '_id' must be a string"),
+    (json.dumps(ROW | {"_id": "\ud800"}), "field '_id' must be a string"),
+    (ROW, "the same _id as in"),
+    (json.dumps(ROW | {"_id": "half a pair", "input": "\ud800"}), "field 'input' must be a string"),
+    *[({k: v for k, v in ROW.items() if k != field}, f"field '{field}' is missing") for field in ROW if field != "_id"],
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD_ROWS)
+def test_a_bad_row_is_named_or_skipped(folder, row, reason):
+    file = write_rows(folder, ROW, row, ROW | {"_id": "three"})
+    with pytest.raises(DataError) as error:
+        load(folder)
+    assert str(error.value).startswith(f"{file}:2: {reason}")
+    assert "longbench.on_error=skip" in str(error.value)
+    loaded = load(folder, "skip")
+    assert [example.id for example in loaded.examples] == ["one", "three"]
+    assert [skipped.where for skipped in loaded.skipped] == [f"{file}:2"]
+    assert loaded.skipped[0].reason.startswith(reason)
+
+
+def test_rows_nested_to_the_last_level_that_can_be_read_are_named(folder):
+    """At some depth, JSON can just be read and the value no longer shown, a few calls further down."""
+    marked = json.dumps({key: value for key, value in ROW.items() if key != "_id"} | {"input": "@"})
+    nested = [marked.replace('"@"', "[" * depth + "]" * depth) for depth in range(1, sys.getrecursionlimit() + 10)]
+    write_rows(folder, ROW, *nested)
+    loaded = load(folder, "skip")
+    assert len(loaded.examples) == 1
+    assert len(loaded.skipped) == len(nested)
+
+
+def test_bytes_that_are_no_utf8_are_named(folder):
+    (folder / "qasper.jsonl").write_bytes(b'{"input": "\xff"}\n')
+    with pytest.raises(DataError, match=r"qasper\.jsonl:1: not valid JSON in UTF-8"):
+        load(folder)
+
+
+@pytest.mark.parametrize("rows", [[], [ROW | {"answers": []}]])
+def test_no_usable_row_is_an_error_also_when_skipping(folder, rows):
+    write_rows(folder, *rows)
+    with pytest.raises(DataError, match="no usable row"):
+        load(folder, "skip")
+
+
+def test_class_names_are_needed_where_the_metric_needs_them(folder):
+    (folder / "trec.jsonl").write_text(as_line(ROW | {"dataset": "trec"}))
+    (folder / "config" / longbench.PROMPTS).write_text('{"trec": "{context}"}')
+    (folder / "config" / longbench.MAX_LENGTHS).write_text('{"trec": 9}')
+    with pytest.raises(DataError, match=r"trec\.jsonl:1: all_classes"), pytest.warns(TemplateWarning):
+        load_rows(DATASETS["trec"], folder)
+
+
+def test_an_unknown_way_with_errors_is_refused(folder):
+    with pytest.raises(ValueError, match="'raise' or 'skip'"):
+        load_rows(QASPER, folder, "ignore")  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------------- folders
+
+
+@pytest.mark.parametrize("missing", ["qasper.jsonl", f"config/{longbench.PROMPTS}", f"config/{longbench.MAX_LENGTHS}"])
+def test_a_folder_without_a_file_says_what_it_must_hold(folder, missing):
+    write_rows(folder, ROW)
+    (folder / missing).unlink()
+    with pytest.raises(DataError) as error:
+        load(folder)
+    assert f"longbench.dir={folder}: {missing} is missing" in str(error.value)
+    assert "must hold qasper.jsonl, config/dataset2prompt.json and config/dataset2maxlen.json" in str(error.value)
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"data\.dir=.*nowhere: no such folder"):
+        load(tmp_path / "nowhere")
+
+
+def test_other_templates_than_longbenchs_warn(folder):
+    write_rows(folder, ROW)
+    with pytest.warns(TemplateWarning, match=r"dataset2prompt.json and dataset2maxlen.json differ"):
+        load_rows(QASPER, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        (longbench.PROMPTS, "{", "not valid JSON"),
+        (longbench.PROMPTS, "[]", "an entry 'qasper'"),
+        (longbench.PROMPTS, '{"lcc": ""}', "an entry 'qasper'"),
+        (longbench.PROMPTS, '{"qasper": 1}', "must be a string"),
+        (longbench.PROMPTS, '{"qasper": ""}', "must be a string"),
+        (longbench.MAX_LENGTHS, '{"qasper": "9"}', "whole number of at least 1"),
+        (longbench.MAX_LENGTHS, '{"qasper": 0}', "whole number of at least 1"),
+        (longbench.MAX_LENGTHS, '{"qasper": true}', "whole number of at least 1"),
+    ],
+)
+def test_a_bad_config_file_is_named(folder, name, text, reason):
+    write_rows(folder, ROW)
+    (folder / "config" / name).write_text(text)
+    with pytest.raises(DataError, match=reason) as error:
+        load(folder)
+    assert name in str(error.value)
+
+
+def test_the_config_hash_tells_templates_and_lengths_apart(folder):
+    write_rows(folder, ROW)
+    hashes = {load(folder).config_sha256}
+    (folder / "config" / longbench.MAX_LENGTHS).write_text('{"qasper": 10}')
+    hashes.add(load(folder).config_sha256)
+    (folder / "config" / longbench.PROMPTS).write_text('{"qasper": "{context}"}')
+    hashes.add(load(folder).config_sha256)
+    assert len(hashes) == 3
+
+
+def test_the_embedded_suite_needs_no_folder_and_no_network(monkeypatch):
+    from eval.benchmarks import embedded
+
+    monkeypatch.setattr(longbench, "is_reachable", lambda *_: pytest.fail("the network was asked for"))
+    for dataset in resolve_datasets("embedded"):
+        loaded = load_rows(dataset)
+        rows = embedded.rows(dataset.name, count=longbench.EMBEDDED_ROWS)
+        assert [(e.input, e.context, list(e.answers)) for e in loaded.examples] == [
+            (row["input"], row["context"], row["answers"]) for row in rows
+        ]
+        assert loaded.template == embedded.TEMPLATES[dataset.name]
+        assert loaded.max_new_tokens == embedded.MAX_NEW_TOKENS[dataset.name]
+        assert loaded.data_sha256 == load_rows(dataset).data_sha256
+
+
+# --------------------------------------------------------------------------------------------------------------- names
+
+
+def test_names_are_resolved():
+    def names(of):
+        return [dataset.name for dataset in resolve_datasets(of)]
+
+    assert names("all") == LONGBENCH_NAMES
+    assert len(LONGBENCH_NAMES) == 16
+    assert names("hotpotqa") == ["hotpotqa"]
+    assert names("code") == ["lcc", "repobench-p"]
+    assert names("few_shot") == ["trec", "triviaqa", "samsum"]
+    assert {dataset.suite for dataset in resolve_datasets("embedded")} == {"embedded"}
+    assert names(["lcc", "code", "qasper"]) == ["lcc", "repobench-p", "qasper"]
+    assert names(("qasper", "lcc")) == ["qasper", "lcc"]
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        ("hotpot", "unknown dataset 'hotpot': did you mean hotpotqa"),
+        ("xxxxxxxx", "known are all, embedded"),
+        (["qasper", "summarisation"], "did you mean summarization"),
+        ([], "no dataset named"),
+        ([["qasper"]], "named by a string"),
+    ],
+)
+def test_unknown_names_are_refused(names, reason):
+    with pytest.raises(DataError, match=reason):
+        resolve_datasets(names)
+
+
+# ------------------------------------------------------------------------------------------------------------ archives
+
+
+def make_zip(path: Path, members: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as opened:
+        for name, content in members.items():
+            opened.writestr(name, content)
+    return path
+
+
+def test_only_known_datasets_are_unpacked(tmp_path):
+    content = as_line(ROW).encode()
+    archive = make_zip(
+        tmp_path / "longbench.zip",
+        {
+            "data/qasper.jsonl": content,
+            "data/vcsum.jsonl": b"x",
+            "qasper.jsonl": b"y",
+            "data/qasper_e.jsonl": b"z",
+            "data/": b"",
+        },
+    )
+    target = tmp_path / "target"
+    target.mkdir()
+    assert unpack_rows(archive, target) == {"qasper.jsonl": hashlib.sha256(content).hexdigest()}
+    assert [(file.name, file.read_bytes()) for file in target.iterdir()] == [("qasper.jsonl", content)]
+
+
+def link() -> zipfile.ZipInfo:
+    member = zipfile.ZipInfo("data/lcc.jsonl")
+    member.external_attr = (stat.S_IFLNK | 0o777) << 16
+    return member
+
+
+@pytest.mark.parametrize(
+    ("member", "reason"),
+    [
+        ("/etc/passwd", "points out of the folder"),
+        ("../qasper.jsonl", "points out of the folder"),
+        ("data/../../qasper.jsonl", "points out of the folder"),
+        ("data\\..\\..\\x", "points out of the folder"),
+        ("C:/x", "points out of the folder"),
+        (link(), "is a link"),
+        ("data/qasper.jsonl", "is there twice"),
+    ],
+)
+def test_archives_that_longbenchs_cannot_be_are_refused(tmp_path, member, reason):
+    archive = tmp_path / "longbench.zip"
+    with warnings.catch_warnings(), zipfile.ZipFile(archive, "w") as opened:
+        warnings.simplefilter("ignore")  # of the member that is there twice
+        opened.writestr("data/qasper.jsonl", "x")
+        opened.writestr(member, "x")
+    target = tmp_path / "target"
+    target.mkdir()
+    with pytest.raises(DataError, match=f"refused, .*{reason}"):
+        unpack_rows(archive, target)
+    assert list(target.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "reason"),
+    [
+        ("MAX_MEMBERS", 1, "2 members"),
+        ("MAX_TOTAL_BYTES", 5, "larger than 5"),
+        ("MAX_MEMBER_BYTES", 3, "larger than 3"),
+    ],
+)
+def test_implausibly_large_archives_are_refused(tmp_path, monkeypatch, limit, value, reason):
+    archive = make_zip(tmp_path / "longbench.zip", {"data/qasper.jsonl": b"xxxx", "data/other": b"xx"})
+    monkeypatch.setattr(longbench, limit, value)
+    with pytest.raises(DataError, match=f"refused, .*{reason}"):
+        unpack_rows(archive, tmp_path)
+
+
+def test_a_damaged_archive_is_refused_and_leaves_nothing(tmp_path):
+    archive = tmp_path / "longbench.zip"
+    with zipfile.ZipFile(archive, "w") as opened:
+        opened.writestr("data/qasper.jsonl", "x" * 1000)
+    archive.write_bytes(archive.read_bytes().replace(b"xxxx", b"xyxx", 1))
+    target = tmp_path / "target"
+    target.mkdir()
+    with pytest.raises(DataError, match="not a usable zip file"):
+        unpack_rows(archive, target)
+    assert list(target.iterdir()) == []
+    (tmp_path / "no.zip").write_bytes(b"<html>")
+    with pytest.raises(DataError, match="not a usable zip file"):
+        unpack_rows(tmp_path / "no.zip", target)
+
+
+def test_a_bomb_is_refused_before_anything_is_unpacked(tmp_path):
+    """50 MB of zeros in 50 kB, wherever it lies in the archive."""
+    for name in ("data/qasper.jsonl", "data/other"):
+        archive = make_zip(tmp_path / "longbench.zip", {"data/lcc.jsonl": b"x", name: bytes(50_000_000)})
+        assert archive.stat().st_size < 100_000
+        target = tmp_path / "target"
+        target.mkdir(exist_ok=True)
+        with pytest.raises(DataError, match=f"refused, its member '{name}' would be more than 100 times as large"):
+            unpack_rows(archive, target)
+        assert list(target.iterdir()) == []
+
+
+def test_a_member_that_says_to_be_smaller_than_it_is_is_refused(tmp_path):
+    """A bomb whose headers lie: nothing beyond the size that they name is ever unpacked."""
+    archive = make_zip(tmp_path / "longbench.zip", {"data/qasper.jsonl": bytes(50_000_000)})
+    true, false = (50_000_000).to_bytes(4, "little"), (1000).to_bytes(4, "little")
+    content = archive.read_bytes()
+    assert content.count(true) == 2  # in the member's own header and in the directory
+    archive.write_bytes(content.replace(true, false))
+    target = tmp_path / "target"
+    target.mkdir()
+    with pytest.raises(DataError, match="not a usable zip file"):
+        unpack_rows(archive, target)
+    assert list(target.iterdir()) == []
+
+
+def test_too_many_members_are_refused(tmp_path):
+    names = [f"data/{number}" for number in range(longbench.MAX_MEMBERS)]
+    archive = make_zip(tmp_path / "longbench.zip", {"data/qasper.jsonl": b"x"} | dict.fromkeys(names, b""))
+    with pytest.raises(DataError, match="refused, it has 1001 members, more than 1000"):
+        unpack_rows(archive, tmp_path)
+    assert not (tmp_path / "qasper.jsonl").exists()
+
+
+def test_an_encrypted_member_is_refused(tmp_path):
+    archive = make_zip(tmp_path / "longbench.zip", {"data/qasper.jsonl": b"x"})
+    content = bytearray(archive.read_bytes())
+    for signature, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):  # the flags in both headers; bit 0: encrypted
+        content[content.index(signature) + offset] |= 1
+    archive.write_bytes(content)
+    with pytest.raises(DataError, match=r"refused, its member 'data/qasper\.jsonl' is encrypted"):
+        unpack_rows(archive, tmp_path)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_another_way_of_packing_is_refused(tmp_path, method):
+    archive = tmp_path / "longbench.zip"
+    with zipfile.ZipFile(archive, "w", method) as opened:
+        opened.writestr("data/qasper.jsonl", "x")
+    with pytest.raises(DataError, match=r"refused, .* not stored or deflated"):
+        unpack_rows(archive, tmp_path)
+
+
+def test_a_link_in_the_target_is_replaced_and_not_followed(tmp_path):
+    outside, target = tmp_path / "outside", tmp_path / "target"
+    outside.write_text("mine")
+    target.mkdir()
+    (target / "qasper.jsonl").symlink_to(outside)
+    unpack_rows(make_zip(tmp_path / "longbench.zip", {"data/qasper.jsonl": b"x"}), target)
+    assert outside.read_text() == "mine"
+    assert (target / "qasper.jsonl").read_bytes() == b"x"
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path):
+    archive = make_zip(tmp_path / "longbench.zip", {"data/qasper.jsonl": b"xyz" * 1000})
+    target = tmp_path / "target"
+    target.mkdir()
+    with full_disk(100), pytest.raises(DataError, match=r"could not be unpacked .*: make room"):
+        unpack_rows(archive, target)
+    assert list(target.iterdir()) == []
+
+
+def test_an_archive_without_rows_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"not LongBench's data\.zip"):
+        unpack_rows(make_zip(tmp_path / "longbench.zip", {"other": b""}), tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------------ fetching
+
+
+class Server:
+    """A server on the loopback that stands for the hub and for GitHub; `asked` lists the files that it gave."""
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.asked: list[str] = []
+        server = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_HEAD(self) -> None:
+                self.answer(head=True)
+
+            def do_GET(self) -> None:
+                self.answer(head=False)
+
+            def answer(self, head: bool) -> None:
+                content = server.files.get(self.path)
+                if content is not None and not head:
+                    server.asked.append(self.path)
+                self.send_response(404 if content is None else 200)
+                if content is not None:
+                    self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+                    self.send_header("X-Repo-Commit", server.commit)
+                self.send_header("Content-Length", str(len(content or b"")))
+                self.end_headers()
+                if not head:
+                    self.wfile.write(content or b"")
+
+            def log_message(self, *_: object) -> None:
+                """Silent."""
+
+        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+        self.thread.join()
+
+
+ZIP_PATH = "/datasets/THUDM/LongBench/resolve/main/data.zip"
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """LongBench as the hub and GitHub serve it, with rows of our own, and an empty cache."""
+    served = Server()
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as opened:
+        opened.writestr("data/qasper.jsonl", as_line(ROW))
+    served.files[ZIP_PATH] = packed.getvalue()
+    for name, text in CONFIG.items():
+        served.files[f"/config/{name}"] = text.encode()
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.url)
+    template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(longbench, "CONFIG_URL", f"{served.url}/config/")
+    monkeypatch.setattr(
+        longbench, "CONFIG_SHA256", {n: hashlib.sha256(t.encode()).hexdigest() for n, t in CONFIG.items()}
+    )
+    yield served
+    served.close()
+
+
+def test_rows_and_templates_are_fetched_once(server, tmp_path, monkeypatch):
+    loaded = load_rows(QASPER)
+    assert [example.id for example in loaded.examples] == ["one"]
+    assert loaded.template == json.loads(CONFIG[longbench.PROMPTS])["qasper"]
+    assert sorted(server.asked) == sorted(server.files)
+    record = json.loads((tmp_path / "cache" / "longbench" / "longbench.zip.json").read_bytes())
+    assert record["sha256"] == hashlib.sha256(server.files[ZIP_PATH]).hexdigest()
+    assert record["revision"] == server.commit
+    assert record["unpacked"] == {"qasper.jsonl": loaded.data_sha256}
+    monkeypatch.setattr(longbench, "is_reachable", lambda *_: pytest.fail("the network was asked for"))
+    assert load_rows(QASPER) == loaded
+    assert len(server.asked) == len(server.files)
+
+
+def test_a_copy_of_the_cache_serves_offline_and_as_a_folder(server, tmp_path, monkeypatch):
+    loaded = load_rows(QASPER)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert load_rows(QASPER) == loaded
+    assert load_rows(QASPER, tmp_path / "cache" / "longbench") == loaded
+
+
+def test_the_hubs_own_cache_is_used_before_the_network(server, tmp_path, monkeypatch):
+    loaded = load_rows(QASPER)
+    (tmp_path / "cache" / "longbench" / "qasper.jsonl").unlink()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert load_rows(QASPER) == loaded
+
+
+def test_other_templates_than_the_pinned_ones_are_refused(server, tmp_path):
+    server.files[f"/config/{longbench.PROMPTS}"] += b" "
+    with pytest.raises(DataError, match=r"dataset2prompt\.json: what came is not LongBench's file"):
+        load_rows(QASPER)
+    assert not (tmp_path / "cache" / "longbench" / "config" / longbench.PROMPTS).exists()
+
+
+def test_changed_files_in_the_cache_are_refused(server, tmp_path):
+    load_rows(QASPER)
+    cached = tmp_path / "cache" / "longbench"
+    rows = (cached / "qasper.jsonl").read_bytes()
+    (cached / "qasper.jsonl").write_bytes(rows + b"\n")
+    with pytest.raises(DataError, match=r"qasper\.jsonl: changed since it was unpacked"):
+        load_rows(QASPER)
+    (cached / "qasper.jsonl").write_bytes(rows)
+    (cached / "config" / longbench.PROMPTS).write_text("{}")
+    with pytest.raises(DataError, match=r"dataset2prompt\.json: not LongBench's own"):
+        load_rows(QASPER)
+
+
+def test_a_dataset_that_the_archive_lacks_is_named(server):
+    with pytest.raises(DataError, match=r"holds no data/lcc\.jsonl"):
+        load_rows(DATASETS["lcc"])
+
+
+@pytest.mark.parametrize("path", [ZIP_PATH, f"/config/{longbench.PROMPTS}"])
+def test_what_does_not_come_is_named_with_the_ways_out(server, path):
+    del server.files[path]
+    with pytest.raises(DataError, match=r"did not come .*data\.dir=FOLDER.*run once with a network"):
+        load_rows(QASPER)
+
+
+def test_offline_and_not_cached_ends_fast_with_both_ways_out(server, tmp_path, monkeypatch):
+    server.close()
+    started = time.monotonic()
+    with pytest.raises(DataError) as error:
+        load_rows(QASPER)
+    assert time.monotonic() - started < 5
+    assert f"{server.url} does not answer" in str(error.value)
+    assert "longbench.dir=FOLDER" in str(error.value)
+    assert "must hold qasper.jsonl, config/dataset2prompt.json and config/dataset2maxlen.json" in str(error.value)
+    assert str(tmp_path / "cache" / "longbench") in str(error.value)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DataError, match=r"HF_HUB_OFFLINE is set.*data\.dir=FOLDER"):
+        load_rows(QASPER)
+
+
+def test_the_pinned_checksums_are_those_of_longbenchs_files():
+    """The two checksums that LongBench's description gives (../shared/longbench/README.md), and its commit."""
+    assert longbench.CONFIG_SHA256 == {
+        "dataset2prompt.json": "56d22ad4f382169c2b8a11ff4c982a4a1bea096c8152b0f0b85b64686b157c30",
+        "dataset2maxlen.json": "72966b3c0933e214591637fb085798c5e687ebff4ddaab5d99bbc31120532022",
+    }
+    assert "/2e00731f8d0bff23dc4325161044d0ed8af94c1e/LongBench/config/" in longbench.CONFIG_URL

@@ -1,0 +1,436 @@
+"""Metrics at parity with LongBench's scorer: against its scores on real answers, a second derivation, the packages
+themselves, and values worked out by hand."""
+
+from __future__ import annotations
+
+import difflib
+import subprocess
+import sys
+import threading
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.metrics import (
+    METRICS,
+    classification,
+    code_similarity,
+    count,
+    dataset_score,
+    f1,
+    fuzz_ratio,
+    gold_problem,
+    normalize_answer,
+    retrieval,
+    rouge,
+    rouge_score_f,
+    score_example,
+    scored_text,
+)
+from tests.eval import official
+
+ROOT = Path(__file__).resolve().parents[3]
+SCORED = official.LONGBENCH / "scored"
+
+FIXED = settings(max_examples=150, deadline=None, derandomize=True)
+WORDS = st.one_of(
+    st.sampled_from(["a", "an", "the", "The", "cat", "sat", "on", "mat", "7", "12", "two", "Paragraph", "x = 1"]),
+    st.sampled_from([".", "..", "_", "-", "`", "#", "//", "```python", "\n", " ", "\r", "\t", "\u2028"]),
+    st.sampled_from(["naïve", "日本", "’", "٣"]),
+)
+TEXTS = st.one_of(st.lists(WORDS, max_size=40).map(" ".join), st.lists(WORDS, max_size=40).map("".join), st.text())
+
+
+# ------------------------------------------------------------------------------------------------- the official scores
+
+
+@official.needs(SCORED)
+@pytest.mark.parametrize("name", [n for n, d in DATASETS.items() if d.suite == "longbench"])
+def test_scores_equal_the_official_scorer_on_real_answers(name):
+    rows = official.shared_rows("scored")[name]
+    ours = [score_example(DATASETS[name], r["pred"], r["answers"], r["all_classes"]) for r in rows]
+    assert ours == [r["official_score"] for r in rows]
+
+
+def test_every_dataset_has_a_metric():
+    assert {dataset.metric for dataset in DATASETS.values()} == set(METRICS)
+
+
+# ------------------------------------------------------------------------------------------------------------ token F1
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold", "expected"),
+    [
+        ("The cat sat.", "a cat", 2 / 3),  # {cat, sat} and {cat}: P 1/2, R 1
+        ("cat cat dog", "cat", 1 / 2),  # a repeated word counts once: P 1/3, R 1
+        ("cat cat", "cat cat cat", 4 / 5),
+        ("U.S.A", "usa", 1.0),
+        ("well-known", "well known", 0.0),  # punctuation goes without leaving a space
+        ("", "", 0.0),
+        ("the", "a", 0.0),  # nothing left of either
+        ("\n\n\n", "cat", 0.0),
+        ("CAT\u2028sat", "cat sat", 1.0),
+        ("Straße", "strasse", 0.0),  # lower case, not case folding
+        ("‘cat’", "cat", 0.0),  # only ASCII punctuation goes
+        ("a’cat", "’cat", 1.0),  # the article goes wherever a word boundary is
+        ("theatre", "atre", 0.0),
+    ],
+)
+def test_f1_by_hand(prediction, gold, expected):
+    assert f1(prediction, gold) == pytest.approx(expected, abs=1e-15)
+
+
+def test_normalisation_by_hand():
+    assert normalize_answer("  The  Quick, (brown)\nfox: a  an end! ") == "quick brown fox end"
+
+
+@FIXED
+@given(TEXTS, TEXTS)
+def test_f1_equals_the_second_derivation(prediction, gold):
+    assert f1(prediction, gold) == pytest.approx(official.f1(prediction, gold), abs=1e-12)
+
+
+# -------------------------------------------------------------------------------------------------------------- ROUGE
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold", "expected"),
+    [
+        ("", "cat", 0.0),
+        ("cat", "", 0.0),
+        ("...", "cat", 0.0),  # no sentence is left: the package raises, which counts 0
+        ("cat sat", "cat sat", 1.0),
+        ("cat cat cat", "cat", 1.0),  # unique words
+        ("sat. cat.", "cat sat", 1.0),  # both orders are found, one sentence each
+        ("cat sat mat", "mat sat cat", 1 / 3),  # one word of three in common order
+        ("Cat", "cat", 0.0),  # case counts
+        ("cat, sat", "cat sat", 1 / 2),  # punctuation counts
+        (" . . ", "cat", 0.0),
+        ("cat\nsat", "cat sat", 1.0),
+    ],
+)
+def test_rouge_by_hand(prediction, gold, expected):
+    # The package adds 1e-8 to P + R, so that 1 is 1 - 5e-9.
+    assert rouge(prediction, gold) == pytest.approx(expected, abs=1e-7)
+
+
+@FIXED
+@given(TEXTS, TEXTS)
+def test_rouge_equals_the_second_derivation(prediction, gold):
+    assert rouge(prediction, gold) == pytest.approx(official.rouge(prediction, gold), abs=1e-12)
+
+
+OFFICIAL_CALLS = """
+# The frames of the official script: the module, the loop over rows, the metric, and the package's call.
+from rouge import Rouge
+
+def metric(prediction, gold):
+    try:
+        return Rouge().get_scores([prediction], [gold], avg=True)["rouge-l"]["f"]
+    except:
+        return 0.0
+
+def scorer():
+    for words in range(900, 1001):
+        if metric("cat", "cat" + " dog" * words) == 0.0:
+            return words
+
+if __name__ == "__main__":
+    print(scorer())
+"""
+
+
+def test_rouge_fails_at_the_same_length_as_the_official_script(tmp_path):
+    """The package recurses once a word; a stretch too long for Python's stack scores 0, at any depth of the caller."""
+    script = tmp_path / "official_calls.py"
+    script.write_text(OFFICIAL_CALLS)
+    shown = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+    too_long, longest = "cat" + " dog" * int(shown), "cat" + " dog" * (int(shown) - 1)
+    expected = pytest.approx(2 / 3, abs=1e-7)  # one of one unique word, one of two
+
+    def deep(frames: int, prediction: str, gold: str) -> float:
+        return rouge(prediction, gold) if frames == 0 else deep(frames - 1, prediction, gold)
+
+    assert rouge("cat", longest) == expected
+    assert rouge("cat", too_long) == 0.0
+    limit = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(5000)
+        assert deep(400, "cat", longest) == expected
+        assert deep(400, "cat", too_long) == 0.0
+        assert sys.getrecursionlimit() == 5000
+    finally:
+        sys.setrecursionlimit(limit)
+    # With a full stop in the middle there is no such stretch.
+    assert rouge("cat", "cat" + " dog" * 500 + "." + " dog" * 500) == expected
+
+
+def test_rouge_swallows_nothing_but_the_packages_own_failures(monkeypatch):
+    def broken(self, *_, **__):
+        raise KeyError("a fault of ours")
+
+    monkeypatch.setattr("rouge.Rouge.get_scores", broken)
+    with pytest.raises(KeyError, match="a fault of ours"):
+        rouge("cat", "cat")
+
+
+def test_rouge_leaves_no_thread_behind():
+    before = threading.active_count()
+    rouge("cat sat", "cat")
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answers", "expected"),
+    [
+        ("cat sat mat", ["dog", "cat mat"], 4 / 5),  # P 2/3, R 1
+        ("cat cat cat", ["cat"], 1 / 2),  # words are counted as often as they stand there: P 1/3, R 1
+        ("Cat, sat", ["cat sat"], 1.0),  # rouge-score lowers and drops punctuation
+        ("running", ["run"], 0.0),  # no stemming
+        ("", ["cat"], 0.0),
+    ],
+)
+def test_rouge_score_beside_by_hand(prediction, answers, expected):
+    assert rouge_score_f(prediction, answers) == pytest.approx(expected, abs=1e-12)
+
+
+# ----------------------------------------------------------------------------------------------------- classification
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold", "classes", "expected"),
+    [
+        ("Type: City", "City", ["City", "State"], 1.0),
+        ("City or State", "City", ["City", "State"], 1 / 2),
+        ("State", "City", ["City", "State"], 0.0),
+        ("city", "City", ["City", "State"], 0.0),
+        ("", "City", ["City", "State"], 0.0),
+        # Names inside the gold one: the longer answer holds both, and the inner one is taken out.
+        ("Other location", "Other location", ["Other location", "location"], 1.0),
+        # Two inner names in a row: the second is skipped and stays.
+        ("Other big location", "Other big location", ["big", "location", "Other big location"], 1 / 2),
+        # Three in a row: the first and the third go.
+        ("a b c d", "a b c d", ["a", "b", "c", "a b c d"], 1 / 2),
+        # The gold one between them is the one that is skipped.
+        ("a b c", "a b c", ["a", "a b c", "b"], 1.0),
+        # A name that holds the gold one stays.
+        ("Other location", "location", ["location", "Other location"], 1 / 2),
+        # A repeated name: what goes is its first occurrence.
+        ("a b", "a b", ["a", "a", "a b"], 1 / 2),
+    ],
+)
+def test_classification_by_hand(prediction, gold, classes, expected):
+    assert classification(prediction, gold, classes) == pytest.approx(expected, abs=1e-15)
+    assert official.classification(prediction, gold, classes) == pytest.approx(expected, abs=1e-15)
+
+
+@FIXED
+@given(
+    TEXTS, st.lists(st.sampled_from(["a", "b", "ab", "a b", "a b c", "b c", "c", "cat", "at"]), min_size=1), st.data()
+)
+def test_classification_equals_the_second_derivation(prediction, classes, data):
+    gold = data.draw(st.sampled_from(classes))
+    prediction += data.draw(st.sampled_from(["", gold, " a b c", "abc cat"]))
+    assert classification(prediction, gold, classes) == official.classification(prediction, gold, classes)
+
+
+def test_classification_does_not_change_the_class_names():
+    classes = ["a", "b", "a b"]
+    classification("a b", "a b", classes)
+    assert classes == ["a", "b", "a b"]
+
+
+def test_classification_without_class_names_is_refused():
+    with pytest.raises(ValueError, match="all_classes"):
+        classification("City", "City", [])
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold", "expected"),
+    [
+        ("Paragraph 12", "Paragraph 12", 1.0),
+        ("12, 3 and 12", "Paragraph 12", 2 / 3),
+        ("Paragraph 123", "Paragraph 12", 0.0),
+        ("twelve", "Paragraph 12", 0.0),  # numbers in words are none
+        ("", "Paragraph 12", 0.0),
+        ("012", "Paragraph 12", 0.0),  # as written
+        ("1.2", "Paragraph 1", 1 / 2),
+        ("B12x", "Paragraph 12", 1.0),
+        ("١٢ 12", "Paragraph 12", 1 / 2),  # other scripts' digits are numbers, and other ones
+        ("²", "Paragraph 2", 0.0),  # no decimal digit
+    ],
+)
+def test_retrieval_by_hand(prediction, gold, expected):
+    assert retrieval(prediction, gold) == pytest.approx(expected, abs=1e-15)
+
+
+def test_retrieval_takes_the_first_paragraph_of_the_gold_answer():
+    assert retrieval("4", "Paragraph 4, not Paragraph 5") == 1.0
+    assert retrieval("5", "Paragraph 4, not Paragraph 5") == 0.0
+
+
+def test_retrieval_refuses_a_gold_answer_without_paragraph():
+    with pytest.raises(ValueError, match="Paragraph <number>"):
+        retrieval("4", "4")
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold", "expected"),
+    [("46", "46", 1.0), ("46 of 100", "46", 1 / 2), ("forty-six", "46", 0.0), ("\n\n", "46", 0.0), ("-46", "46", 1.0)],
+)
+def test_count_by_hand(prediction, gold, expected):
+    assert count(prediction, gold) == pytest.approx(expected, abs=1e-15)
+
+
+@FIXED
+@given(TEXTS, st.sampled_from(["7", "12", "1"]))
+def test_numbers_equal_the_second_derivation(prediction, number):
+    assert count(prediction, number) == official.numbers(prediction, number)
+    assert retrieval(prediction, f"Paragraph {number}") == official.retrieval(prediction, f"Paragraph {number}")
+
+
+# --------------------------------------------------------------------------------------------------------------- code
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold", "expected"),
+    [
+        ("x = 1", "x = 1", 1.0),
+        ("```python\nx = 1\n```", "x = 1", 1.0),  # a markdown fence is passed over
+        ("# set x\n// or y\nx = 1", "x = 1", 1.0),
+        ("x = 1  # one\ny = 2", "y = 2", 1.0),  # also a line that only ends in a comment
+        ("\n\n\nx = 1\ny = 2", "x = 1", 1.0),
+        ("\n \nx = 1", "x = 1", 0.33),  # a line of white space is a line: " " in "x = 1" is 2 * 1 / 6
+        ("```", "x = 1", 0.0),
+        ("", "x = 1", 0.0),
+        ("", "", 1.0),  # equal comes before empty
+        ("\r\nx = 1", "x = 1", 0.0),  # a carriage return is no newline: the first line is "\r"
+        ("abcd", "abxd", 0.75),
+        ("http://a.b", "http://a.b", 0.0),  # an address holds //
+        ("aab", "ab", 0.8),
+    ],
+)
+def test_code_similarity_by_hand(prediction, gold, expected):
+    assert code_similarity(prediction, gold) == pytest.approx(expected, abs=1e-15)
+
+
+@FIXED
+@given(TEXTS, TEXTS)
+def test_code_similarity_equals_the_second_derivation(prediction, gold):
+    assert code_similarity(prediction, gold) == official.code_similarity(prediction, gold)
+
+
+def fuzzywuzzy_with_difflib():
+    """A fresh fuzzywuzzy that finds no python-Levenshtein, whether that is installed or not."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("fuzzywuzzy", "Levenshtein")]:
+            patch.delitem(sys.modules, name)
+        patch.setitem(sys.modules, "Levenshtein", None)
+        from fuzzywuzzy import fuzz
+
+        for name in [name for name in sys.modules if name.partition(".")[0] == "fuzzywuzzy"]:
+            patch.delitem(sys.modules, name)
+    return fuzz
+
+
+@FIXED
+@given(TEXTS, TEXTS)
+def test_fuzz_ratio_equals_fuzzywuzzy_on_difflib(left, right):
+    fuzz = fuzzywuzzy_with_difflib()
+    assert fuzz.SequenceMatcher is difflib.SequenceMatcher
+    assert fuzz_ratio(left, right) == fuzz.ratio(left, right)
+
+
+def test_fuzz_ratio_rounds_half_to_even_as_fuzzywuzzy_does():
+    # 2 * 5 / 16 = 0.625 and 2 * 1 / 16 = 0.125: halves, once up and once down to the even neighbour.
+    assert fuzz_ratio("abcdefgh", "abcdeXYZ") == 62
+    assert fuzz_ratio("aXXXXXXX", "aYYYYYYY") == 12
+
+
+def test_long_lines_take_difflibs_shortcut_for_frequent_characters():
+    # From 200 characters on, difflib ignores those that make up more than 1 % of the second text.
+    assert fuzz_ratio("b" + "a" * 300, "c" + "a" * 300) == 0
+    assert fuzz_ratio("b" + "a" * 100, "c" + "a" * 100) == 99
+
+
+def test_an_installed_levenshtein_changes_no_score(monkeypatch):
+    impostor = types.ModuleType("Levenshtein")
+    impostor.ratio = lambda *_: 0.123  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "Levenshtein", impostor)
+    assert code_similarity("abcd", "abxd") == 0.75
+
+
+def test_nothing_is_printed_or_warned_about_at_import():
+    code = "import eval.benchmarks.metrics, eval.score; assert eval.benchmarks.metrics.code_similarity('a', 'b') == 0"
+    shown = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, "", "")
+
+
+# ------------------------------------------------------------------------------------------------ examples, datasets
+
+
+def test_the_best_gold_answer_counts():
+    assert score_example(DATASETS["qasper"], "cat sat", ["dog", "cat", "cat sat mat"]) == pytest.approx(4 / 5)
+
+
+@pytest.mark.parametrize("name", ["trec", "triviaqa", "samsum"])
+def test_only_the_first_line_counts_where_it_should(name):
+    assert scored_text(DATASETS[name], "\n\nCity\nState") == "City"
+    assert scored_text(DATASETS[name], "\n\n") == ""
+    assert scored_text(DATASETS[name], " \nCity") == " "
+    assert scored_text(DATASETS[name], "\r\nCity\rx") == "\r"
+
+
+def test_all_lines_count_elsewhere():
+    first_line = {name for name, dataset in DATASETS.items() if dataset.first_line and dataset.suite == "longbench"}
+    assert first_line == {"trec", "triviaqa", "samsum"}
+    assert scored_text(DATASETS["qasper"], "\n\nCity\nState") == "\n\nCity\nState"
+    assert score_example(DATASETS["triviaqa"], "\ncat\ndog", ["cat"]) == 1.0
+    assert score_example(DATASETS["qasper"], "\ncat\ndog", ["cat"]) == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "answers", "classes", "reason"),
+    [
+        ("qasper", [], None, "answers is empty"),
+        ("trec", ["City"], None, "all_classes"),
+        ("trec", ["City"], [], "all_classes"),
+        ("passage_retrieval_en", ["Paragraph 1", "12"], None, "'12'"),
+    ],
+)
+def test_gold_sides_that_cannot_be_scored_are_refused(name, answers, classes, reason):
+    assert reason in (gold_problem(DATASETS[name], answers, classes) or "")
+    with pytest.raises(ValueError, match=reason):
+        score_example(DATASETS[name], "12", answers, classes)
+
+
+def test_gold_sides_that_can_be_scored_are_not():
+    assert gold_problem(DATASETS["trec"], ["City"], ["City"]) is None
+    assert gold_problem(DATASETS["qasper"], [""], None) is None
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"), [([1.0], 100.0), ([0.0, 1.0, 1.0], 66.67), ([1 / 3, 0.5], 41.67), ([0.0] * 3, 0.0)]
+)
+def test_dataset_score_by_hand(scores, expected):
+    assert dataset_score(scores) == expected
+
+
+def test_dataset_score_adds_one_by_one():
+    """As the official loop: 1e16 + 1 is 1e16 again, where Python 3.12's `sum` would find the ones."""
+    assert dataset_score([1e16, 1.0, 1.0, -1e16]) == 0.0
+
+
+def test_dataset_score_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least one"):
+        dataset_score([])

@@ -1,0 +1,318 @@
+"""Prompts as LongBench builds them: whole real prompts against a pipeline written on the sentencepiece library alone,
+and the order of the steps, the wraps and the errors by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.longbench import Example, load_rows
+from eval.benchmarks.prompts import (
+    CHAT_FORMATS,
+    ChatFormat,
+    PromptError,
+    build_prompt,
+    end_token_ids,
+    post_process,
+    token_ids_sha256,
+)
+from lazyllm.models.tokenizers import load_tokenizer
+from tests.eval import official
+
+LLAMA2 = official.SHARED / "tokenizers" / "llama2"
+EXEMPT = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
+LONGBENCH_NAMES = [name for name, dataset in DATASETS.items() if dataset.suite == "longbench"]
+ROW = Example("qasper", "one", "Who?", "A cat\r\nsat.", ("cat",), (), 3, "en")
+
+
+class Characters:
+    """A tokenizer of one token per character (its code point), BOS 1 in front; decoding skips BOS."""
+
+    eos_token_id = 2
+    chat_template: str | None = None
+
+    def __call__(self, text: str, *, truncation: bool, add_special_tokens: bool, verbose: bool) -> dict[str, list[int]]:
+        assert not truncation
+        return {"input_ids": [1] * add_special_tokens + [ord(character) for character in text]}
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(chr(number) for number in ids if number > 2)
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        assert not tokenize
+        assert add_generation_prompt
+        (message,) = messages
+        return f"\x01<{message['role']}>{message['content']}<model>"
+
+
+def prompt_of(template: str = "Q: {context}|{input}", tokenizer: Any = None, **kwargs: Any):
+    return build_prompt(ROW, template, tokenizer or Characters(), **kwargs)
+
+
+# --------------------------------------------------------------------------------------------------- whole real prompts
+
+
+@cache
+def sentencepiece():
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_file=str(LLAMA2 / "tokenizer.model"))
+
+
+@cache
+def llama2():
+    return load_tokenizer(LLAMA2)
+
+
+def official_llama2_prompt(name: str, row: dict[str, Any], template: str, limit: int) -> tuple[list[int], int]:
+    """(token ids, tokens before truncation), with nothing but sentencepiece and LongBench's description."""
+    text = template.format(**row)
+    ids = [1, *sentencepiece().encode(text)]
+    before = len(ids)
+    if before > limit:
+        half = int(limit / 2)
+        left, right = ids[:half], ids[-half:]
+        text = sentencepiece().decode(left[1:]) + sentencepiece().decode(right)
+    if name not in EXEMPT:
+        text = "[INST]" + text + "[/INST]"
+    return [1, *sentencepiece().encode(text)], before
+
+
+@official.needs(LLAMA2)
+@official.needs(official.LONGBENCH)
+@pytest.mark.parametrize("name", LONGBENCH_NAMES)
+def test_real_llama2_prompts_equal_the_sentencepiece_pipelines(name):
+    dataset = DATASETS[name]
+    loaded = load_rows(dataset, official.LONGBENCH)
+    templates = json.loads((official.LONGBENCH / "config" / "dataset2prompt.json").read_bytes())
+    for example, row in zip(loaded.examples, official.shared_rows()[name], strict=True):
+        prompt = build_prompt(example, loaded.template, llama2(), 3500, "llama2", dataset.chat_wrap)
+        expected, before = official_llama2_prompt(name, row, templates[name], 3500)
+        assert list(prompt.token_ids) == expected
+        assert prompt.tokens_before_truncation == before
+        assert prompt.truncated == (before > 3500)
+
+
+@official.needs(LLAMA2)
+@official.needs(official.LONGBENCH)
+def test_real_prompts_have_their_true_lengths():
+    templates = json.loads((official.LONGBENCH / "config" / "dataset2prompt.json").read_bytes())
+    lengths = [
+        len(llama2()(templates[name].format(**row)).input_ids)
+        for name, rows in official.shared_rows().items()
+        for row in rows
+    ]
+    assert len(lengths) == 89
+    assert min(lengths) == 1309  # ../shared/longbench/README.md
+    assert round(sum(length > 3500 for length in lengths) / len(lengths), 1) == 0.8  # "4 of 5"
+
+
+# ---------------------------------------------------------------------------------------------------- the order by hand
+
+
+def test_a_short_prompt_is_rendered_and_wrapped():
+    prompt = prompt_of(max_prompt_tokens=50, chat="llama2")
+    text = "[INST]Q: A cat\r\nsat.|Who?[/INST]"
+    assert prompt.text == text
+    assert prompt.token_ids == (1, *map(ord, text))
+    assert prompt.tokens_before_truncation == 1 + len("Q: A cat\r\nsat.|Who?") == 20
+    assert not prompt.truncated
+    ids = ",".join(str(number) for number in [1, *map(ord, text)])
+    assert prompt.sha256 == hashlib.sha256(ids.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [
+        (20, "Q: A cat\r\nsat.|Who?"),  # as many tokens as allowed: nothing is cut
+        (19, "Q: A cat" + "sat.|Who?"),  # nine of each end, BOS among the first: "\\r\\n" goes
+        (7, "Q:" + "ho?"),  # int(7 / 2) of each end, BOS among the first three
+        (2, "" + "?"),
+        (None, "Q: A cat\r\nsat.|Who?"),
+    ],
+)
+def test_the_middle_is_cut_out(limit, text):
+    prompt = prompt_of(max_prompt_tokens=limit)
+    assert prompt.text == text
+    assert prompt.token_ids == (1, *map(ord, text))
+    assert prompt.tokens_before_truncation == 20
+    assert prompt.truncated == (limit not in (20, None))
+
+
+def test_the_wrap_comes_after_the_cut_and_is_not_cut():
+    prompt = prompt_of(max_prompt_tokens=7, chat="llama2")
+    assert prompt.text == "[INST]Q:ho?[/INST]"
+    assert len(prompt.token_ids) == 19
+
+
+def test_exempt_datasets_are_cut_and_not_wrapped():
+    for chat in CHAT_FORMATS:
+        assert prompt_of(max_prompt_tokens=7, chat=chat, chat_wrap=False).text == "Q:ho?"
+    exempt = {name for name in LONGBENCH_NAMES if not DATASETS[name].chat_wrap}
+    assert exempt == EXEMPT
+
+
+def test_spaces_and_newlines_at_the_end_of_a_template_stay():
+    assert prompt_of("{context}\nAnswer: ", chat="llama2").text == "[INST]A cat\r\nsat.\nAnswer: [/INST]"
+    assert prompt_of("{context}\n").text == "A cat\r\nsat.\n"
+
+
+def test_the_hash_tells_prompts_apart():
+    hashes = {token_ids_sha256(ids) for ids in ([1, 23], [12, 3], [123], [1, 2, 3], [23, 1])}
+    assert len(hashes) == 5
+    assert token_ids_sha256([1, 23]) == hashlib.sha256(b"1,23").hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------- chats
+
+
+@official.needs(official.LONGBENCH)
+def test_xgens_wrap_is_its_published_format():
+    header = (official.LONGBENCH / "config" / "xgen_header.txt").read_bytes().decode()
+    assert prompt_of("{input}", chat="xgen").text == header + " ### Human: Who?\n###"
+
+
+def test_the_tokenizers_own_chat_template_brings_its_own_special_tokens():
+    tokenizer = Characters()
+    tokenizer.chat_template = "given"
+    prompt = prompt_of("{input}", tokenizer, chat="auto")
+    assert prompt.text == "\x01<user>Who?<model>"
+    assert prompt.token_ids == (1, *map(ord, "<user>Who?<model>"))  # one BOS, not two
+    assert prompt_of("{input}", tokenizer, chat="auto", chat_wrap=False).token_ids == (1, *map(ord, "Who?"))
+
+
+def test_a_real_tokenizers_chat_template_gives_one_bos():
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", "Who", "?", "user", ":"])}
+    backend: Any = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+    assert prompt_of("{input}", tokenizer, chat="auto").token_ids == (1, 5, 6, 3, 4)
+    assert prompt_of("{input}", tokenizer, chat="none").token_ids == (1, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("chat", "text", "expected"),
+    [
+        ("xgen", " Assistant: a cat \n", " a cat"),  # stripped first, then the name is deleted
+        ("xgen", "a Assistant: b Assistant:", "a  b "),
+        ("llama2", " Assistant: a cat \n", " Assistant: a cat \n"),
+        ("none", "\n a\n", "\n a\n"),
+        ("auto", "\n a\n", "\n a\n"),
+    ],
+)
+def test_answers_are_cleaned_as_per_model(chat, text, expected):
+    assert post_process(text, chat) == expected
+    assert post_process(text, CHAT_FORMATS[chat]) == expected
+
+
+def test_a_format_of_ones_own_is_taken():
+    assert prompt_of("{input}", chat=ChatFormat("mine", before="<", after=">")).text == "<Who?>"
+
+
+# ----------------------------------------------------------------------------------------------------------- end tokens
+
+
+def test_the_newline_ends_samsums_answers_only():
+    newline_ends = {name for name in LONGBENCH_NAMES if DATASETS[name].newline_ends}
+    assert newline_ends == {"samsum"}
+    tokenizer: Any = Characters()
+    assert end_token_ids(tokenizer, [7, 8], DATASETS["samsum"]) == (7, 8, ord("\n"))
+    assert end_token_ids(tokenizer, [7, 8], DATASETS["qasper"]) == (7, 8)
+    assert end_token_ids(tokenizer, 7, DATASETS["qasper"]) == (7,)
+    assert end_token_ids(tokenizer, None, DATASETS["qasper"]) == (2,)
+    assert end_token_ids(tokenizer, (), DATASETS["samsum"]) == (2, ord("\n"))
+    assert end_token_ids(tokenizer, [ord("\n")], DATASETS["samsum"]) == (ord("\n"),)
+
+
+@official.needs(LLAMA2)
+def test_llama2s_newline_is_its_byte_token():
+    # sentencepiece puts a space token in front of the newline; the official pipeline takes the last one.
+    assert sentencepiece().encode("\n")[-1] == sentencepiece().piece_to_id("<0x0A>") == 13
+    assert end_token_ids(llama2(), 2, DATASETS["samsum"]) == (2, 13)
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{context} {question}", "placeholder {question} is no plain field"),
+        ("{}", "placeholder {} is no plain field"),
+        ("{0}", "placeholder {0} is no plain field"),
+        ("{context.upper}", "placeholder {context.upper} is no plain field"),
+        ("{input[0]}", "is no plain field"),
+        ("{input!r}", "is no plain field"),
+        ("{input:{width}}", "is no plain field"),
+        ("{context", "literal braces"),
+        ("context}", "literal braces"),
+    ],
+)
+def test_a_template_with_another_placeholder_is_refused(template, reason):
+    with pytest.raises(PromptError) as error:
+        prompt_of(template)
+    assert reason in str(error.value)
+    assert "qasper" in str(error.value)
+
+
+def test_every_field_of_a_row_is_a_placeholder():
+    template = "{input}{context}{answers}{length}{dataset}{language}{all_classes}{_id}{{}}"
+    assert prompt_of(template).text == "Who?A cat\r\nsat.['cat']3qasperenNoneone{}"
+
+
+def test_braces_in_a_row_are_text():
+    row = replace(ROW, context="{input} {x} {{")
+    tokenizer: Any = Characters()
+    assert build_prompt(row, "{context}", tokenizer).text == "{input} {x} {{"
+
+
+@pytest.mark.parametrize("limit", [1, 0, -3])
+def test_a_limit_without_tokens_is_refused(limit):
+    with pytest.raises(PromptError, match="max_prompt_tokens must be at least 2"):
+        prompt_of(max_prompt_tokens=limit)
+
+
+def test_an_unknown_chat_format_is_refused():
+    with pytest.raises(PromptError, match="unknown chat format 'vicuna'; known are none, llama2, xgen, auto"):
+        prompt_of(chat="vicuna")
+    with pytest.raises(PromptError, match="unknown chat format"):
+        post_process("", "vicuna")
+
+
+def test_a_tokenizer_without_chat_template_is_refused():
+    with pytest.raises(PromptError, match=r"chat=auto .* has none; use one of none, llama2, xgen"):
+        prompt_of(chat="auto")
+
+
+def test_a_prompt_without_tokens_is_refused():
+    class NoBos(Characters):
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": [ord(character) for character in text]}
+
+    with pytest.raises(PromptError, match="qasper, row 'one': the prompt has no tokens"):
+        build_prompt(replace(ROW, input=""), "{input}", NoBos())  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_without_newline_is_refused_for_samsum():
+    class NoNewline(Characters):
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": []}
+
+    tokenizer: Any = NoNewline()
+    assert end_token_ids(tokenizer, 7, DATASETS["qasper"]) == (7,)
+    with pytest.raises(PromptError, match="samsum: a newline ends its answers"):
+        end_token_ids(tokenizer, 7, DATASETS["samsum"])

@@ -1,0 +1,192 @@
+"""The prompt builder on arbitrary rows and templates, against Python's own formatting and a letter-by-letter oracle."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from eval.benchmarks.longbench import Example
+from eval.benchmarks.prompts import CHAT_FORMATS, Prompt, PromptError, build_prompt
+from lazyllm.models.load import load_tokenizer_of
+from tests.eval.benchmarks.test_prompts import Characters
+
+# `Characters` takes what is below 3 for special tokens
+TEXT_LETTERS = st.characters(codec="utf-8", min_codepoint=3)
+TEXT = st.text(TEXT_LETTERS)
+SPECIAL = ("<|begin|>", "<|end|>", "<|pad|>")
+# with the special tokens' own texts, letters of several tokens, and white space that tokenizers like to eat
+BITS = [*SPECIAL, "  \n ", "é", "👩\u200d👧", "\ufffd", "\u2028"]
+REAL_TEXT = st.lists(st.text(max_size=20) | st.sampled_from(BITS)).map("".join)
+REAL_TEMPLATES = st.sampled_from(["{context}", "Read: {context}\nAsk: {input} ", "{input}{context}"])
+LIMITS = st.none() | st.integers(2, 60)
+CHATS = st.sampled_from(["none", "llama2", "xgen"])
+
+
+def row_of(context: str, question: str = "") -> Example:
+    return Example("qasper", "one", question, context, ("cat",), (), 3, "en")
+
+
+def fields_of(row: Example) -> dict[str, Any]:
+    return {
+        "input": row.input,
+        "context": row.context,
+        "answers": list(row.answers),
+        "length": row.length,
+        "dataset": row.dataset,
+        "language": row.language,
+        "all_classes": None,
+        "_id": row.id,
+    }
+
+
+def marked(prompt: Prompt) -> list[bool]:
+    """For each letter of the prompt, whether it is of the context."""
+    marks = [False] * len(prompt.text)
+    end = 0
+    for start, stop in prompt.context:
+        assert end <= start < stop <= len(prompt.text)  # ascending, disjoint, not empty
+        marks[start:stop] = [True] * (stop - start)
+        end = stop
+    return marks
+
+
+@cache
+def tiny() -> Any:
+    return load_tokenizer_of("tiny")
+
+
+@given(
+    st.lists(st.sampled_from(["{context}", "{input}", None]), max_size=6),
+    st.lists(TEXT, min_size=1, max_size=3),
+    st.text(TEXT_LETTERS, min_size=1),  # the loader takes no empty context
+    TEXT,
+    LIMITS,
+    CHATS,
+)
+def test_letter_by_letter(
+    places: list[str | None], literals: list[str], context: str, question: str, limit: int | None, chat: str
+) -> None:
+    """With a token for each letter: what is cut, wrapped and marked as context can be told for each of them."""
+    pieces = [place or literals[number % len(literals)] for number, place in enumerate(places)]
+    template = "".join(
+        piece if place else piece.replace("{", "{{").replace("}", "}}")
+        for piece, place in zip(pieces, places, strict=True)
+    )
+    letters: list[tuple[str, bool]] = []
+    for piece, place in zip(pieces, places, strict=True):
+        text = {"{context}": context, "{input}": question}[place] if place else piece
+        letters += [(letter, place == "{context}") for letter in text]
+    tokens = 1 + len(letters)  # one for BOS
+    truncated = limit is not None and tokens > limit
+    if limit is not None and truncated:
+        letters = letters[: limit // 2 - 1] + letters[len(letters) - limit // 2 :]
+    form = CHAT_FORMATS[chat]
+    letters = [(one, False) for one in form.before] + letters + [(one, False) for one in form.after]
+
+    prompt = build_prompt(row_of(context, question), template, Characters(), limit, chat)  # type: ignore[arg-type]
+    assert prompt.text == "".join(letter for letter, _ in letters)
+    assert prompt.token_ids == (1, *(ord(letter) for letter, _ in letters))
+    assert (prompt.tokens_before_truncation, prompt.truncated) == (tokens, truncated)
+    assert marked(prompt) == [mark for _, mark in letters]
+
+
+PARTS = ["{", "}", "{context}", "{input}", "{length}", "{_id}", "{x}", "{0}", "!r", ":3"]
+TEMPLATES = st.lists(st.text(max_size=5) | st.sampled_from(PARTS)).map("".join)
+
+
+@given(TEMPLATES, st.text(), st.text())
+@example("{context:{input}}", "a", "3")
+@example("{context!r}", "a", "")
+def test_a_template_means_what_it_means_to_python_or_is_refused(template: str, context: str, question: str) -> None:
+    row = row_of(context, question)
+    try:
+        expected = template.format(**fields_of(row))
+    except (ValueError, LookupError, AttributeError, TypeError):
+        expected = None
+    try:
+        text = build_prompt(row, template, Characters()).text  # type: ignore[arg-type]
+    except PromptError:
+        # refused too, though Python takes it: conversions and formats such as {context!r} and {length:3}
+        assert expected is None or "!" in template or ":" in template
+    else:
+        assert text == expected
+
+
+@given(REAL_TEXT, REAL_TEXT, REAL_TEMPLATES, CHATS)
+@example("\x00", "", "{context}", "none")
+def test_the_real_tokenizers_spans_say_what_each_token_stands_for(
+    context: str, question: str, template: str, chat: str
+) -> None:
+    row = row_of(context, question)
+    prompt = build_prompt(row, template, tiny(), None, chat)
+    form = CHAT_FORMATS[chat]
+    assert prompt.text == f"{form.before}{template.format(**fields_of(row))}{form.after}"
+    assert "".join(prompt.text[start:stop] for start, stop in prompt.context) == context
+    assert prompt.spans is not None
+    assert prompt.spans.shape == (len(prompt.token_ids), 2)
+    covered, last = [False] * len(prompt.text), 0
+    assert prompt.token_ids[0] == tiny().convert_tokens_to_ids("<|begin|>")
+    assert prompt.spans[0].tolist() == [0, 0]
+    for token, (start, stop) in zip(prompt.token_ids[1:], prompt.spans[1:].tolist(), strict=True):
+        assert 0 <= start <= stop <= len(prompt.text)
+        assert last <= start or (start, stop) == (0, 0)
+        last = start
+        covered[start:stop] = [True] * (stop - start)
+        decoded = tiny().decode([token])
+        span = prompt.text[start:stop]
+        if "\ufffd" not in decoded:  # else a part of a character, and the span is all of it
+            assert decoded.strip() == span.strip()
+    assert all(done or letter.isspace() for letter, done in zip(prompt.text, covered, strict=True))
+
+
+@given(REAL_TEXT, REAL_TEXT, REAL_TEMPLATES, LIMITS)
+def test_truncation_with_a_real_tokenizer_keeps_both_ends(
+    context: str, question: str, template: str, limit: int | None
+) -> None:
+    row = row_of(context, question)
+    whole = template.format(**fields_of(row))
+    ids = tiny()(whole)["input_ids"]
+    prompt = build_prompt(row, template, tiny(), limit)
+    assert prompt.tokens_before_truncation == len(ids)
+    assert prompt.truncated == (limit is not None and len(ids) > limit)
+    assert prompt.token_ids == tuple(tiny()(prompt.text)["input_ids"])
+    if not prompt.truncated:
+        assert prompt.text == whole
+        return
+    assert limit is not None
+    half = limit // 2
+    left, right = (tiny().decode(end, skip_special_tokens=True) for end in (ids[:half], ids[-half:]))
+    assert prompt.text == left + right
+    # of the context that is left, each range is an end of it
+    kept = [prompt.text[start:stop] for start, stop in prompt.context]
+    assert len(kept) <= 2
+    if len(kept) == 2:
+        assert context.startswith(kept[0])
+        assert context.endswith(kept[1])
+    elif kept:
+        (only,) = kept
+        begin = next((n for n, (a, b) in enumerate(zip(only, context, strict=False)) if a != b), len(only))
+        assert context.endswith(only[begin:])
+    marked(prompt)  # ascending, disjoint
+
+
+@given(st.text(max_size=30))
+def test_a_special_tokens_text_is_that_token_as_the_tokenizer_has_it(text: str) -> None:
+    """As in the official pipeline: rows are text, and the tokenizer decides what in them is special."""
+    assume(not any(special[:2] in text for special in SPECIAL))
+    prompt = build_prompt(row_of(f"{text}<|end|>{text}"), "{context}", tiny())
+    end = tiny().convert_tokens_to_ids("<|end|>")
+    place = prompt.token_ids.index(end)
+    assert prompt.token_ids.count(end) == 1
+    assert prompt.spans is not None
+    assert prompt.spans[place].tolist() == [len(text), len(text) + len("<|end|>")]
+
+
+@given(st.integers(max_value=1), st.text())
+def test_a_limit_that_leaves_no_end_is_refused(limit: int, context: str) -> None:
+    with pytest.raises(PromptError, match="at least 2"):
+        build_prompt(row_of(context), "{context}", tiny(), limit)

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from eval.paper.summary import (
+    Summary,
+    as_table,
+    compared_csv,
+    compared_markdown,
+    compared_table,
+    summarise,
+    to_csv,
+    to_json,
+    to_markdown,
+)
+from eval.store.record import Failure, Record
+from tests.eval.store.test_folder import measurement, record
+
+
+def _rows(summary: Summary) -> dict[str, object]:
+    return {row.name: row for row in summary.rows}
+
+
+def pair(dataset: str, name: str, method: tuple[float, float, float], baseline: tuple[float, float, float]) -> Record:
+    """A record from (score, TTFT, total) of the method and of its baseline."""
+    measured = [measurement(score=score, ttft_s=ttft, total_s=total) for score, ttft, total in (method, baseline)]
+    return Record(dataset, name, "", 10, 10, measured[0], measured[1])
+
+
+RECORDS = [
+    pair("hotpotqa", "a", (1.0, 1.0, 2.0), (0.5, 3.0, 4.0)),
+    pair("hotpotqa", "b", (0.0, 1.0, 2.0), (0.5, 1.0, 2.0)),
+    pair("musique", "a", (1 / 3, 1.0, 1.0), (0.0, 4.0, 1.5)),
+    pair("trec", "a", (1.0, 2.0, 2.0), (1.0, 2.0, 2.0)),
+]
+
+
+def test_means_by_hand() -> None:
+    rows = _rows(summarise(RECORDS))
+    assert list(rows) == ["hotpotqa", "musique", "multi_doc_qa", "trec", "few_shot", "mean over tasks"]
+    assert rows["hotpotqa"].score.mean == 50
+    assert rows["hotpotqa"].ttft_speedup.mean == 2  # (3 + 1) / (1 + 1)
+    assert rows["hotpotqa"].generation_speedup.mean == 1.5
+    assert rows["musique"].score.mean == 33.33  # the official score is rounded
+    assert rows["multi_doc_qa"].score.mean == pytest.approx((50 + 33.33) / 2)
+    assert rows["multi_doc_qa"].baseline_score.mean == 25
+    assert rows["multi_doc_qa"].ttft_speedup.mean == 3
+    assert rows["mean over tasks"].score.mean == pytest.approx(((50 + 33.33) / 2 + 100) / 2)
+    assert rows["mean over tasks"].ttft_speedup.mean == 2
+    assert [rows[name].examples for name in rows] == [2, 1, 3, 1, 1, 4]
+    assert rows["hotpotqa"].score.low is not None
+    for name in ("musique", "multi_doc_qa", "mean over tasks"):  # one example has no interval, nor what contains it
+        assert rows[name].score.low is None
+    assert rows["hotpotqa"].generated_tokens.mean == rows["hotpotqa"].baseline_generated_tokens.mean == 2
+    assert rows["hotpotqa"].step_speedup.mean == 1
+
+
+def test_intervals_are_those_of_the_mean() -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.random(400)
+    records = [record(number, score=float(score)) for number, score in enumerate(scores)]
+    row = summarise(records).rows[0]
+    half = 100 * 1.96 * scores.std() / 20  # the normal interval, which 400 examples nearly have
+    assert row.score.low == pytest.approx(100 * scores.mean() - half, abs=0.15 * half)
+    assert row.score.high == pytest.approx(100 * scores.mean() + half, abs=0.15 * half)
+    assert row.ttft_speedup.low == pytest.approx(2)  # every example is twice as fast, so there is no doubt
+    assert row.ttft_speedup.high == pytest.approx(2)
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    alone = _rows(summarise([one for one in RECORDS if one.dataset == "hotpotqa"]))
+    assert alone["hotpotqa"] == _rows(summarise(RECORDS))["hotpotqa"]
+
+
+def test_without_a_baseline_there_is_no_speedup() -> None:
+    summary = summarise([replace(one, baseline=None) for one in RECORDS])
+    assert all(row.ttft_speedup is None and row.baseline_score is None for row in summary.rows)
+    assert "No speedup" in to_markdown(summary, "a run")
+
+
+def test_the_same_numbers_in_every_form() -> None:
+    summary = summarise(RECORDS)
+    lines = list(csv.DictReader(io.StringIO(to_csv(summary))))
+    content = json.loads(to_json(summary, {"identity": {"seed": 0}}))
+    assert content["identity"] == {"seed": 0}
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(as_table(summary, "a run"))
+    text, markdown = console.export_text(), to_markdown(summary, "a run")
+    for row, line, stored in zip(summary.rows, lines, content["rows"], strict=True):
+        assert (line["name"], stored["name"]) == (row.name, row.name)
+        assert float(line["score"]) == stored["score"]["mean"] == row.score.mean
+        shown = f"{row.score.mean:.2f}"
+        assert any(row.name in one and shown in one for one in text.splitlines())
+        assert any(row.name in one and shown in one for one in markdown.splitlines())
+
+
+def test_no_record_no_table() -> None:
+    with pytest.raises(ValueError, match="no record"):
+        summarise([])
+
+
+def test_a_comparison_joins_methods_by_task() -> None:
+    one = summarise(RECORDS)
+    other = summarise([replace(record, method=record.baseline) for record in RECORDS if record.dataset != "trec"])
+    lines = list(csv.DictReader(io.StringIO(compared_csv({"fast": one, "slow": other}))))
+    by_key = {(line["task"], line["method"]): line for line in lines}
+    assert list(by_key) == [
+        ("multi_doc_qa", "baseline"), ("multi_doc_qa", "fast"), ("multi_doc_qa", "slow"),
+        ("few_shot", "baseline"), ("few_shot", "fast"),
+        ("mean over tasks", "baseline"), ("mean over tasks", "fast"),
+    ]  # fmt: skip
+    assert float(by_key["multi_doc_qa", "fast"]["score"]) == pytest.approx((50 + 33.33) / 2)
+    assert float(by_key["multi_doc_qa", "slow"]["score"]) == float(by_key["multi_doc_qa", "baseline"]["score"]) == 25
+    assert float(by_key["multi_doc_qa", "fast"]["ttft_speedup"]) == 3
+    assert float(by_key["multi_doc_qa", "slow"]["ttft_speedup"]) == 1
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(compared_table({"fast": one, "slow": other}, "two"))
+    text, markdown = console.export_text(), compared_markdown({"fast": one, "slow": other}, "two")
+    for task, method in by_key:
+        assert sum(task in line and method in line for line in text.splitlines()) == 1
+        assert f"| {task} | {method} |" in markdown
+
+
+def test_failures_are_counted_and_the_score_shown_with_them_as_zero() -> None:
+    failures = [Failure(dataset, "x", "NaN", "") for dataset in ("hotpotqa", "hotpotqa", "2wikimqa", "trec")]
+    summary = summarise(RECORDS, failures)
+    rows = _rows(summary)
+    assert {name: row.failed for name, row in rows.items()} == {
+        "hotpotqa": 2, "musique": 0, "multi_doc_qa": 3, "trec": 1, "few_shot": 1, "mean over tasks": 4,
+    }  # fmt: skip
+    assert rows["hotpotqa"].score.mean == 50  # of those that were measured
+    assert rows["hotpotqa"].score_failed_as_zero == 25
+    assert rows["trec"].score_failed_as_zero == 50
+    multi_doc_qa = (25 + 33.33 + 0) / 3  # of 2wikimqa nothing was measured
+    assert rows["multi_doc_qa"].score_failed_as_zero == pytest.approx(multi_doc_qa)
+    assert rows["mean over tasks"].score_failed_as_zero == pytest.approx((multi_doc_qa + 50) / 2)
+    text = f"4 examples failed and are left out; if they count as 0, the score is {(multi_doc_qa + 50) / 2:.2f}."
+    assert text in to_markdown(summary, "title")
+    assert f"lazy: {text}" in compared_markdown({"static": summarise(RECORDS), "lazy": summary}, "title")
+    assert "failed" not in to_markdown(summarise(RECORDS), "title")
+
+
+def test_tables_show_the_score_with_and_without_what_failed() -> None:
+    """Side by side in every form; a run in which nothing failed has no such columns."""
+    summary = summarise(RECORDS, [Failure("hotpotqa", "x", "NaN", ""), Failure("hotpotqa", "y", "NaN", "")])
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(as_table(summary, "a run"))
+    console.print(compared_table({"lazy": summary, "static": summarise(RECORDS)}, "two"))
+    text = console.export_text()
+    (line,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["hotpotqa"]]
+    assert (line[1], line[2]) == ("2", "50.00")  # two were measured
+    assert "25.00" in line  # of four
+    markdown = to_markdown(summary, "a run")
+    assert "| score | failed | score, failed as 0 | baseline score |" in markdown
+    (line,) = [line.split(" | ") for line in markdown.splitlines() if line.startswith("| hotpotqa |")]
+    assert line[1] == "2"
+    assert line[2].startswith("50.00")
+    assert line[3:5] == ["2", "25.00"]
+    compared = compared_markdown({"lazy": summary, "static": summarise(RECORDS)}, "two")
+    lines = {tuple(line.split(" | ")[:2]): line.split(" | ") for line in compared.splitlines()}
+    assert lines["| multi_doc_qa", "lazy"][4:6] == ["2", f"{(25 + 33.33) / 2:.2f}"]
+    assert lines["| multi_doc_qa", "static"][4:6] == ["0", f"{(50 + 33.33) / 2:.2f}"]
+    assert lines["| multi_doc_qa", "baseline"][4:6] == ["-", "-"]
+    rows = {row["method"]: row for row in csv.DictReader(io.StringIO(compared_csv({"lazy": summary})))}
+    assert rows["lazy"]["failed"] == "2"
+    for untouched in (to_markdown(summarise(RECORDS), "a run"), compared_markdown({"a": summarise(RECORDS)}, "one")):
+        assert "failed" not in untouched

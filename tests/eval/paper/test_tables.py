@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from eval.paper import tables
+from eval.paper.tables import TABLES, memory, paper_values, sensitivity, table1, table2, ttft_share
+from eval.store.frame import StoredRun
+from eval.store.record import Record
+from tests.eval.paper.figures.made import example, stored
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "lazy": {"schedule": "table1", "prune_generated": False, "revive": True},
+    "random_drop": {"keep": "table1"},
+    "static_pruning": {"layer": 2, "keep": "table1"},
+}
+MULTI_DOC_QA = ("hotpotqa", "2wikimqa", "musique")
+
+
+def preset(method: str, records: list[Record], **about: Any) -> StoredRun:
+    return stored(records, method, PRESETS[method], **about)
+
+
+def llama2(method: str, records: list[Record], **about: Any) -> StoredRun:
+    return preset(method, records, model="llama2", paper="llama2", **about)
+
+
+def over(names: tuple[str, ...], **method: Any) -> list[Record]:
+    return [example(name, one, **method) for name in names for one in "ab"]
+
+
+def line(frame: pd.DataFrame, **key: Any) -> dict[str, Any]:
+    found = frame
+    for name, value in key.items():
+        found = found[found[name] == value]
+    assert len(found) == 1
+    return found.iloc[0].to_dict()  # type: ignore[union-attr]
+
+
+def test_the_papers_numbers_are_read_by_key() -> None:
+    values = paper_values()
+    assert len(values) == 2 * 6 * 5 * 2 + 2 * 6 * 2
+    # read off the paper's Tables 1 and 2
+    assert values["llama2", "multi_doc_qa", "lazy", "ttft_speedup"] == 2.34
+    assert values["xgen", "synthetic", "lazy", "score"] == 5.66
+    assert values["llama2", "code", "prompt_compression", "score"] == 17.45
+    assert values["xgen", "few_shot", "lazy", "pct_computed"] == 65.30
+    assert values["llama2", "synthetic", "lazy", "generation_speedup"] == 1.79
+
+
+def test_table_1_by_hand() -> None:
+    runs = [llama2("lazy", over(MULTI_DOC_QA, score=0.25, ttft_s=0.1))]
+    table = table1(runs)
+    found = line(table.frame, model="llama2", task="multi_doc_qa", method="lazy")
+    assert (found["status"], found["examples"], found["datasets"]) == ("measured", 6, 3)
+    assert (found["score"], found["paper_score"]) == (25, 22.31)
+    assert found["score_difference"] == pytest.approx(2.69)
+    assert found["ttft_speedup"] == pytest.approx(4)  # 0.4 s to 0.1 s
+    assert found["ttft_speedup_difference"] == pytest.approx(4 - 2.34)
+    cells = line(table.cells, model="llama2", task="multi_doc_qa", method="lazy")
+    assert list(cells.values())[3:] == ["6", "25.00 ±0.00", "22.31", "+2.69", "4.00 ±0.00", "2.34", "+1.66"]
+    baseline = line(table.frame, model="llama2", task="multi_doc_qa", method="baseline")
+    assert (baseline["score"], baseline["ttft_speedup"], baseline["paper_score"]) == (100, 1, 22.43)
+
+
+def test_what_was_not_run_says_so() -> None:
+    table = table1([llama2("lazy", over(MULTI_DOC_QA))])
+    assert len(table.frame) == 2 * 6 * 5
+    for key in (
+        {"model": "llama2", "task": "multi_doc_qa", "method": "static_pruning"},
+        {"model": "llama2", "task": "code", "method": "lazy"},
+        {"model": "xgen", "task": "multi_doc_qa", "method": "lazy"},
+    ):
+        found, cells = line(table.frame, **key), line(table.cells, **key)
+        assert found["status"] == "no run"
+        assert math.isnan(found["score"])
+        assert math.isnan(found["score_difference"])
+        assert (cells["score"], cells["TTFT speedup"], cells["score, Δ"], cells["n"]) == ("no run", "no run", "-", "-")
+        assert cells["score, paper"] == f"{found['paper_score']:.2f}"
+
+
+def test_only_the_presets_runs_count() -> None:
+    other = {"schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
+    table = table1([stored(over(MULTI_DOC_QA), "lazy", other, model="llama2", paper="llama2")])
+    assert set(table.frame["status"]) == {"no run"}
+
+
+def test_part_of_a_task_is_not_compared() -> None:
+    table = table1([llama2("lazy", over(("hotpotqa",), score=0.25))])
+    found = line(table.frame, model="llama2", task="multi_doc_qa", method="lazy")
+    assert (found["status"], found["score"], found["paper_score"]) == ("1 of 3 datasets", 25, 22.31)
+    assert math.isnan(found["score_difference"])
+    cells = line(table.cells, model="llama2", task="multi_doc_qa", method="lazy")
+    assert (cells["n"], cells["score, Δ"]) == ("2 (1 of 3 datasets)", "-")
+
+
+def test_seeds_are_averaged_and_their_deviation_kept() -> None:
+    runs = [llama2("random_drop", over(MULTI_DOC_QA, score=score), seed=seed) for seed, score in enumerate((0.1, 0.4))]
+    found = line(table1(runs).frame, model="llama2", task="multi_doc_qa", method="random_drop")
+    assert (found["seeds"], found["examples"], found["score"]) == (2, 6, 25)
+    assert found["score_seed_std"] == pytest.approx(math.sqrt(2 * 15**2))  # of 10 and 40
+
+
+def test_other_models_have_no_paper_beside_them() -> None:
+    table = table1([preset("lazy", over(("hops",)))])
+    found = line(table.frame, model="tiny", task="multi_doc_qa", method="lazy")
+    assert (found["suite"], found["status"], found["score"]) == ("embedded", "measured", 50)
+    cells = line(table.cells, model="tiny (embedded)", task="multi_doc_qa", method="lazy")
+    assert (cells["score"], cells["score, paper"], cells["score, Δ"]) == ("50.00 ±0.00", "-", "-")
+    # the paper's model on another suite is not the paper's experiment either
+    frame = table1([llama2("lazy", over(("hops",)))]).frame
+    assert line(frame, suite="longbench", task="multi_doc_qa", method="lazy", model="llama2")["status"] == "no run"
+    embedded = line(frame, suite="embedded", task="multi_doc_qa", method="lazy")
+    assert math.isnan(embedded["paper_score"])
+
+
+def test_settings_of_one_method_are_told_apart() -> None:
+    ablation = PRESETS["lazy"] | {"revive": False}
+    runs = [preset("lazy", over(("hops",))), stored(over(("hops",), score=0.2), "lazy", ablation)]
+    table = table1(runs)
+    rows = table.frame[(table.frame["method"] == "lazy") & (table.frame["task"] == "multi_doc_qa")]
+    rows = rows[rows["model"] == "tiny"]
+    assert dict(zip(rows["label"], rows["score"], strict=True)) == {
+        "lazy, schedule=table1": 50,
+        "lazy, schedule=table1, revive=false": 20,
+    }
+    assert "lazy, schedule=table1, revive=false" in set(table.cells["method"])
+
+
+def test_random_weights_are_named() -> None:
+    run = preset("lazy", over(("hops",)))
+    run.identity["load_format"] = "dummy"
+    for name in TABLES:
+        assert "tiny (embedded, random weights)" in set(TABLES[name]([run]).cells["model"])
+
+
+def test_what_a_preset_stood_for_is_kept() -> None:
+    run = preset("lazy", over(("hops",)))
+    run.identity["parameters"] = {"hops": {"name": "lazy", "schedule": {"2": 0.4}, "revive": True}}
+    found = line(table1([run]).frame, model="tiny", task="multi_doc_qa", method="lazy")
+    assert json.loads(found["parameters"]) == {"schedule": {"2": 0.4}, "revive": True}
+
+
+def test_table_2_by_hand() -> None:
+    table = table2([llama2("lazy", over(MULTI_DOC_QA, total_s=0.2, pct_prompt_tokens_computed=60.0))])
+    assert set(table.frame["method"]) == {"lazy"}
+    found = line(table.frame, model="llama2", task="multi_doc_qa")
+    assert (found["pct_computed"], found["paper_pct_computed"]) == (60, 63.94)
+    assert found["pct_computed_difference"] == pytest.approx(-3.94)
+    assert found["generation_speedup"] == pytest.approx(4)  # 0.8 s to 0.2 s
+    assert found["generation_speedup_difference"] == pytest.approx(4 - 1.56)
+
+
+def test_memory_by_hand() -> None:
+    baseline = {"kv_bytes": 2_000_000, "aux_bytes": 0, "peak_memory_bytes": 10_000_000}
+    measured = {"kv_bytes": 1_000_000, "aux_bytes": 500_000, "peak_memory_bytes": 9_000_000}
+    records = [
+        *(example("hops", one, baseline=baseline, **measured) for one in "ab"),
+        *(example("lookup", one, baseline=baseline | {"kv_bytes": 4_000_000}, **measured) for one in "ab"),
+    ]
+    table = memory([stored(records)])
+    found = line(table.frame, method="lazy")
+    assert (found["kv_bytes"], found["aux_bytes"], found["cache_bytes"]) == (1e6, 5e5, 1.5e6)
+    assert found["baseline_cache_bytes"] == 3e6  # the mean of two tasks
+    assert (found["cache_ratio"], found["peak_ratio"]) == (0.5, 0.9)
+    assert line(table.frame, method="baseline")["cache_ratio"] == 1
+    assert table.cells["method"].tolist() == ["baseline", "lazy, schedule=paper"]
+    cells = line(table.cells, method="lazy, schedule=paper")
+    assert list(cells.values())[2:] == [
+        "4", "1.000 ±0.000", "0.500 ±0.000", "1.500 ±0.000", "0.500", "9.0 ±0.0", "0.900",
+    ]  # fmt: skip
+
+
+def test_memory_without_a_baseline_or_a_peak_says_so() -> None:
+    records = [replace(one, baseline=None) for one in over(("hops",))]
+    cells = line(memory([stored(records)]).cells, method="lazy, schedule=paper")
+    assert (cells["both / baseline"], cells["peak / baseline"], cells["peak, MB"]) == ("unpaired",) * 2 + ("not known",)
+
+
+def test_ttft_share_by_hand() -> None:
+    records = [
+        example("hops", "a", prompt_tokens=512, ttft_s=0.1, total_s=0.4, token_ids=[1] * 4),
+        example("hops", "b", prompt_tokens=513, ttft_s=0.3, total_s=0.4, token_ids=[1] * 4),
+        example("hops", "c", prompt_tokens=1000, ttft_s=0.1, total_s=0.8, token_ids=[1] * 5),
+    ]
+    table = ttft_share([stored(records)])
+    frame = table.frame[table.frame["method"] == "lazy"]
+    found = {
+        (row["prompt_tokens"], row["answer_tokens"]): (row["generations"], row["share"])
+        for row in frame.to_dict("records")
+    }
+    expected = {
+        ("1-512", "1-4"): (1, 25), ("513-1024", "1-4"): (1, 75), ("513-1024", "5-16"): (1, 12.5),
+        ("1-512", "all"): (1, 25), ("513-1024", "all"): (2, 100 * 0.4 / 1.2), ("all", "1-4"): (2, 50),
+        ("all", "5-16"): (1, 12.5), ("all", "all"): (3, 100 * 0.5 / 1.6),
+    }  # fmt: skip
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key] == pytest.approx(value)
+    assert line(table.cells, method="baseline")["all"] == "50.0"  # 0.4 s of 0.8 s
+    assert line(table.cells, method="lazy, schedule=paper") == {
+        "model": "tiny (embedded)", "method": "lazy, schedule=paper", "all": "31.2",
+        "prompt 1-512": "25.0", "prompt 513-1024": "33.3", "answer 1-4": "50.0", "answer 5-16": "12.5",
+    }  # fmt: skip
+
+
+def test_sensitivity_by_hand() -> None:
+    def run(schedule: Any, score: float, ttft_s: float, **others: Any) -> StoredRun:
+        settings = {"schedule": schedule, "prune_generated": False, "revive": True} | others
+        return stored(over(("hops",), score=score, ttft_s=ttft_s), "lazy", settings)
+
+    table = sensitivity(
+        [
+            run({"2": 0.5}, 0.8, 0.2),
+            run({"2": 0.8}, 0.9, 0.3),
+            run({"2": 0.5, "10": 0.4}, 0.6, 0.1),
+            run({"2": 0.5}, 0.4, 0.2, revive=False),
+            run("paper", 0.95, 0.25),
+        ]
+    )
+    rows = {row["label"]: row for row in table.frame.to_dict("records")}
+    assert [row["ttft_speedup"] for row in rows.values()] == pytest.approx([0.4 / 0.3, 1.6, 2, 2, 4])
+    slope = "score_change_per_0.1_keep"
+    assert rows["lazy, schedule={2: 0.8}"]["score_change"] == -10
+    assert rows["lazy, schedule={2: 0.8}"][slope] == pytest.approx(-5)  # 10 points for the first 0.2
+    assert rows["lazy, schedule={2: 0.5}"][slope] == pytest.approx(-10 / 3)  # 10 more for the next 0.3
+    assert rows["lazy, schedule={2: 0.5}, revive=false"][slope] == pytest.approx(-12)  # 60 for 0.5, on its own
+    several = rows["lazy, schedule={2: 0.5, 10: 0.4}"]
+    assert several["keep"] == pytest.approx(0.2)
+    assert several["layers"] == "2 10"
+    assert math.isnan(several[slope])  # two ratios have no one slope
+    assert math.isnan(rows["lazy, schedule=paper"][slope])
+    assert table.cells["schedule"].tolist()[:2] == ["{2: 0.8}", "paper"]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_nothing_gives_a_table_that_says_so(name: str) -> None:
+    table = TABLES[name]([])
+    shown = table.to_markdown()
+    assert shown.count("no run") == 2 * {"table1": 60, "table2": 12}.get(name, 0)
+    assert ("No run for this table." in shown) == (name not in ("table1", "table2"))
+    assert table.name == name
+    assert len(pd.read_csv(io.StringIO(table.to_csv()))) == len(table.frame) == len(table.cells)
+    assert table.to_latex()
+
+
+def test_the_order_of_runs_does_not_matter() -> None:
+    runs = [
+        llama2("lazy", over(MULTI_DOC_QA, score=0.25)),
+        llama2("static_pruning", over(MULTI_DOC_QA, score=0.3)),
+        preset("lazy", over(("hops", "lookup"))),
+    ]
+    for name in tables.TABLES:
+        assert TABLES[name](runs).to_csv() == TABLES[name](runs[::-1]).to_csv()

@@ -1,0 +1,359 @@
+"""The report as its reader has it: opened in headless Chromium, from the disk, and used."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+from eval.report.page import render
+from eval.store.frame import find_runs
+from tests.eval.report.test_report import (
+    FIGURES,
+    HOSTILE,
+    LAST_LAYERS,
+    REVIVED,
+    TABLES,
+    TRACE,
+    example,
+    make_runs,
+    store,
+)
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def _found(names: tuple[str, ...]) -> str:
+    """The path of the first of these programs that is here; skips where none is, but fails on a CI machine."""
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is not None:
+        return path
+    missing = f"none of {', '.join(names)} is here: install chromium and chromium-driver (see .ci/run)"
+    if os.environ.get("CI"):
+        pytest.fail(missing)
+    pytest.skip(missing)
+
+
+def test_without_a_browser_this_file_skips_but_not_on_a_ci_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="install chromium and chromium-driver"):
+        _found(("no-such-program",))
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="install chromium and chromium-driver"):
+        _found(("no-such-program",))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = _found(BROWSERS)
+    # as root, as in a container, its sandbox does not start; /dev/shm is small there
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1300,1000"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    # both paths are given, so that selenium looks for nothing to download
+    driver = webdriver.Chrome(options=options, service=Service(_found(("chromedriver",))))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "page.html").write_text(render(make_runs(folder / "runs"), TABLES, FIGURES), encoding="utf-8")
+    return folder / "page.html"
+
+
+@pytest.fixture
+def page(browser: webdriver.Chrome, file: Path) -> Iterator[webdriver.Chrome]:
+    """The page, opened afresh. Whatever a test does, nothing is complained of and no stranger's script has run."""
+    browser.get(file.as_uri())
+    yield browser
+    assert browser.get_log("browser") == []
+    assert browser.execute_script("return window.hacked") is None
+
+
+def texts(page: webdriver.Chrome, selector: str) -> list[str]:
+    """In one question to the browser: what the page's script replaces meanwhile does not go stale."""
+    script = "return [...document.querySelectorAll(arguments[0])].map((element) => element.innerText.trim())"
+    return [re.sub(r"\n+", "\n", text) for text in page.execute_script(script, selector)]
+
+
+def one(page: webdriver.Chrome, selector: str) -> WebElement:
+    return page.find_element(By.CSS_SELECTOR, selector)
+
+
+def choose(page: webdriver.Chrome, name: str, text: str) -> None:
+    Select(one(page, f"#{name}")).select_by_visible_text(text)
+
+
+def shown_ids(page: webdriver.Chrome) -> list[str]:
+    return texts(page, ".record .id")
+
+
+def test_the_overview_says_what_was_measured(page: webdriver.Chrome) -> None:
+    facts = dict(zip(texts(page, ".facts dt"), texts(page, ".facts dd"), strict=True))
+    assert facts == {
+        "Models": "mini",
+        "Methods": "lazy, static_pruning",
+        "Runs": "2, of 2 settings",
+        "Datasets": "hotpotqa, trec",
+        "Examples": "45, in 47 records",
+        "Measured": "2026-01-02 03:04:05 UTC",
+        "On": "one core",
+    }
+    warnings = texts(page, ".warnings li")
+    assert len(warnings) == 2
+    assert "without a paired baseline" in warnings[0]
+    assert "static lacks 43 of the 45 examples" in warnings[1]
+    provenance = dict(zip(texts(page, ".provenance dt"), texts(page, ".provenance dd"), strict=True))
+    assert (provenance["git_commit"], provenance["versions.torch"]) == ("c0ffee", "9")
+    assert texts(page, "#runs tbody td:nth-child(2)") == ["lazy, schedule={2: 0.5}", "static_pruning, keep=0.5"]
+
+
+def test_a_table_without_rows_says_so(page: webdriver.Chrome) -> None:
+    assert "No run here gives a row" in one(page, "#table-bare").text
+    assert page.find_elements(By.CSS_SELECTOR, "#table-bare table") == []
+
+
+def test_figures_are_drawn_or_said_to_be_without_data(page: webdriver.Chrome) -> None:
+    drawing = one(page, "#figure-full svg")
+    assert drawing.size["height"] > 100
+    assert drawing.accessible_name == f"Drawn {HOSTILE}"
+    assert "No run here gives data" in one(page, "#figure-empty").text
+
+
+def test_a_heading_sorts_by_number_with_empty_cells_last(page: webdriver.Chrome) -> None:
+    def names() -> list[str]:
+        return texts(page, "#table-hand td:first-child")
+
+    name, score = page.find_elements(By.CSS_SELECTOR, "#table-hand th")
+    assert names() == ["b", "a", HOSTILE, "d", "e"]
+    score.find_element(By.TAG_NAME, "button").click()
+    assert names() == ["a", "e", "b", "d", HOSTILE]  # 9, 9, 10.5, 100, none: not as text, and equals as they stood
+    assert (score.get_attribute("aria-sort"), name.get_attribute("aria-sort")) == ("ascending", None)
+    score.find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
+    assert names() == ["d", "b", "a", "e", HOSTILE]
+    assert score.get_attribute("aria-sort") == "descending"
+    name.find_element(By.TAG_NAME, "button").send_keys(Keys.SPACE)
+    assert names() == [HOSTILE, "a", "b", "d", "e"]
+    assert (score.get_attribute("aria-sort"), name.get_attribute("aria-sort")) == (None, "ascending")
+
+
+def test_results_are_filtered_by_what_they_are_of(page: webdriver.Chrome) -> None:
+    def rows() -> list[str]:
+        found = page.find_elements(By.CSS_SELECTOR, "#results tbody tr")
+        shown = [row.find_element(By.TAG_NAME, "td") for row in found if row.is_displayed()]
+        return [cell.get_attribute("textContent") or "" for cell in shown]
+
+    assert set(rows()) == {"mean over tasks"}
+    choice = Select(one(page, "#results select"))
+    choice.select_by_visible_text("trec")
+    assert rows() == ["trec", "trec"]  # the lazy run and its paired baseline
+    choice.select_by_visible_text("all rows")
+    assert {"mean over tasks", "trec", "hotpotqa", "few_shot", "multi_doc_qa"} == set(rows())
+
+
+def test_a_record_shows_what_was_stored(page: webdriver.Chrome) -> None:
+    first = one(page, ".record")
+    assert first.find_element(By.CSS_SELECTOR, ".head").text.split("\n") == [
+        "hotpotqa", "row-0", "lazy, schedule={2: 0.5}, seed 0",
+    ]  # fmt: skip
+    numbers = {
+        pair.find_element(By.TAG_NAME, "dt").text: pair.find_element(By.TAG_NAME, "dd").text
+        for pair in first.find_elements(By.CSS_SELECTOR, ".numbers > div")
+    }
+    assert numbers == {
+        "score": "25.0 ▼",
+        "baseline": "50.0",
+        "TTFT": "160.0 ms",
+        "TTFT speedup": "2.50×",  # 0.4 s over 0.16 s
+        "% computed": "75.0",
+        "prompt tokens": "1,000, cut from 1,200",
+        "answer tokens": "2, baseline 2",
+    }
+    columns = {
+        part: first.find_element(By.CSS_SELECTOR, f".{part}") for part in ("prompt", "method", "baseline", "gold")
+    }
+    assert columns["prompt"].text == "Prompt end\nQuestion: why?"
+    assert columns["method"].text == "Answer\nso it is"
+    assert columns["baseline"].text == "Baseline's answer\nso it was then"
+    assert columns["gold"].text == "Gold\nit is\nso"
+    marked = {
+        part: [mark.text for mark in column.find_elements(By.TAG_NAME, "mark")] for part, column in columns.items()
+    }
+    assert marked == {"prompt": [], "method": ["is"], "baseline": ["was then"], "gold": []}
+
+
+def test_records_are_filtered_ordered_and_searched(page: webdriver.Chrome) -> None:
+    def count() -> str:
+        return one(page, "#record-count").text
+
+    assert count() == "47 of 47 records, page 1 of 3"
+    assert len(shown_ids(page)) == 20
+    one(page, "#record-on").click()
+    one(page, "#record-on").click()
+    assert count() == "47 of 47 records, page 3 of 3"
+    assert shown_ids(page) == [*(f"row-{number}" for number in range(40, 45)), "row-0", "row-1"]
+    assert not one(page, "#record-on").is_enabled()
+
+    choose(page, "record-dataset", "hotpotqa")
+    assert count() == "5 of 47 records, page 1 of 1"
+    assert shown_ids(page) == ["row-0", "row-1", "row-2", "row-0", "row-1"]
+    choose(page, "record-method", "lazy, schedule={2: 0.5}")
+    assert shown_ids(page) == ["row-0", "row-1", "row-2"]
+    choose(page, "record-order", "lowest TTFT speedup first")
+    assert shown_ids(page) == ["row-2", "row-0", "row-1"]  # 0.4 s over 2, 0.16 and 0.05
+    one(page, "#record-differs").click()
+    assert shown_ids(page) == ["row-0", "row-1"]
+    one(page, "#record-differs").click()
+    one(page, "#record-search").send_keys("AN ODD")
+    WebDriverWait(page, 10).until(lambda _: shown_ids(page) == ["row-2"])
+    assert not one(page, "#record-model").is_displayed()  # there is but one
+
+
+def test_the_unpaired_say_so_and_come_last(page: webdriver.Chrome) -> None:
+    choose(page, "record-dataset", "hotpotqa")
+    choose(page, "record-order", "largest loss against the baseline first")
+    assert shown_ids(page) == ["row-0", "row-2", "row-1", "row-0", "row-1"]  # -25, 0, +50, then none
+    baselines = texts(page, ".record .baseline")
+    assert baselines[1:] == [
+        "Baseline's answer\nthe same",
+        f"Baseline's answer\n{HOSTILE} too",
+        *["Baseline's answer\nnot measured beside it"] * 2,
+    ]
+
+
+def test_hostile_texts_are_shown_as_they_are(page: webdriver.Chrome) -> None:
+    one(page, "#record-search").send_keys("window.hacked")
+    WebDriverWait(page, 10).until(lambda _: shown_ids(page) == ["row-1"])
+    assert texts(page, ".record .columns pre") == [HOSTILE, HOSTILE, f"{HOSTILE} too", HOSTILE]
+    assert texts(page, "#table-hand h3") == [f"By hand {HOSTILE}"]
+    assert page.find_elements(By.CSS_SELECTOR, "img, script[src]") == []
+
+
+def tokens(page: webdriver.Chrome, selector: str) -> list[int]:
+    """Positions of the tokens on show that match."""
+    found = page.find_elements(By.CSS_SELECTOR, f"#trace-text span{selector}:not([hidden])")
+    return [int(token.get_attribute("data-position") or "none") for token in found]
+
+
+def test_the_steps_of_a_trace_mark_the_tokens_that_they_keep(page: webdriver.Chrome) -> None:
+    shades = {1: "s0", 3: "s5", 4: "s9"}  # of the three depths that occur
+    spans = page.find_elements(By.CSS_SELECTOR, "#trace-text span")
+    said = [span.get_attribute("textContent") for span in spans]
+    assert said == [*TRACE.tokens, *TRACE.generated]
+    reads = ["Prefill reads the prompt", "Decoding step 1 of 2 reads “␣so”", "Decoding step 2 of 2 reads “␣it”"]
+    step = one(page, "#trace-step")
+    for number in (0, 1, 2):
+        assert step.get_attribute("value") == str(number)
+        present = range(6 + number)
+        assert tokens(page, "") == list(present)
+        for layer, shade in shades.items():
+            assert tokens(page, f".{shade}") == [at for at in present if LAST_LAYERS[number][at] == layer], (
+                number,
+                layer,
+            )
+        kept = TRACE.selected[number]
+        assert tokens(page, ".s9") == kept[3]  # what enters the last layer, from the trace itself
+        assert sorted(tokens(page, ".s5") + tokens(page, ".s9")) == kept[1]
+        assert tokens(page, ".revived") == REVIVED[number]
+        assert tokens(page, ".generated") == list(range(6, 6 + number))
+        assert tokens(page, ".newest") == [5 + number]
+        assert one(page, "#trace-said").text.startswith(reads[number])
+        step.send_keys(Keys.ARROW_RIGHT)
+    one(page, "#trace-back").click()
+    assert tokens(page, ".revived") == REVIVED[1]
+    assert texts(page, "#trace-legend li span:last-child") == [
+        "pruned after layer 1: 3 of the prompt's tokens (50.0 %)",
+        "pruned after layer 3: 1 of the prompt's tokens (16.7 %)",
+        "kept through all 4 layers: 2 of the prompt's tokens (33.3 %)",
+        "revived in this step, into layers that had not computed it: 1",
+        "generated: 1",
+        "the newest token, which the step's selection serves",
+    ]
+
+
+def test_a_token_tells_what_it_is(page: webdriver.Chrome) -> None:
+    def told() -> dict[str, str]:
+        return dict(zip(texts(page, "#trace-token dt"), texts(page, "#trace-token dd"), strict=True))
+
+    spans = page.find_elements(By.CSS_SELECTOR, "#trace-text span")
+    ActionChains(page).move_to_element(spans[2]).perform()
+    assert told() == {"text": "␣road", "position": "2 of 6", "in this step": "kept through all 4 layers"}
+    spans[1].click()
+    assert told() == {
+        "text": "␣quiet",
+        "position": "1 of 6",
+        "in this step": "pruned after layer 1",
+        "revived in step": "1",
+    }
+    cells = page.find_elements(By.CSS_SELECTOR, "#trace-token td.number")
+    assert [float(cell.get_attribute("data-value") or "none") for cell in cells] == [
+        layer[1] for layer in TRACE.importance
+    ]
+    assert [float(cell.text) for cell in cells] == [layer[1] for layer in TRACE.importance]
+    one(page, "#trace-text").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert told()["position"] == "3 of 6"
+
+
+def test_a_trace_is_shaded_by_importance_on_demand(page: webdriver.Chrome) -> None:
+    choose(page, "trace-shade", "importance in layer 1 (nothing pruned)")
+    largest = max(TRACE.importance[0])
+    shades = [int(9 * (value / largest) ** 0.5 + 0.5) for value in TRACE.importance[0]]
+    for shade in set(shades):
+        assert tokens(page, f".s{shade}") == [position for position, own in enumerate(shades) if own == shade]
+
+
+def test_a_narrow_screen_needs_no_sideways_scrolling(page: webdriver.Chrome) -> None:
+    size = {"width": 380, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        assert page.execute_script("return document.documentElement.scrollWidth") <= 380
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_thousands_of_records_and_tokens_stay_usable(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """5,000 records and a trace of 4,000 tokens: all are reached, and only a page of records is in the document."""
+    records = [
+        example(number, text=f"answer {number} " + "word " * 60, end=f"end {number} " + "x" * 590)
+        for number in range(5000)
+    ]
+    store(tmp_path / "run", {"name": "lazy"}, records)
+    n = 4000
+    kept = list(range(0, n, 2))
+    long = replace(
+        TRACE,
+        tokens=[f" t{at}" for at in range(n)],
+        importance=[[1 / n] * n] * 4,
+        selected=[{2: kept}],
+        generated=["!"],
+    )
+    (tmp_path / "run" / "traces").mkdir()
+    (tmp_path / "run" / "traces" / "long.json").write_text(long.to_json())
+    html = render(find_runs([tmp_path]), {}, {})
+    assert len(html) < 30e6
+    (tmp_path / "page.html").write_text(html, encoding="utf-8")
+    browser.get((tmp_path / "page.html").as_uri())
+    assert one(browser, "#record-count").text == "5,000 of 5,000 records, page 1 of 250"
+    assert len(browser.find_elements(By.CSS_SELECTOR, ".record")) == 20
+    one(browser, "#record-search").send_keys("end 4321 ")
+    WebDriverWait(browser, 30).until(lambda _: shown_ids(browser) == ["row-4321"])
+    counts = browser.execute_script(
+        "return ['s9', 's0'].map((c) => document.querySelectorAll('#trace-text .' + c).length)"
+    )
+    assert counts == [len(kept), n - len(kept)]
+    assert browser.get_log("browser") == []

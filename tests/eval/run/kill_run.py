@@ -1,0 +1,228 @@
+"""Kills a run on `tiny` with SIGKILL, again and again, and holds what is left against the same run undisturbed.
+
+python -m tests.eval.run.kill_run [KILLS] [SEED]
+
+This process imports everything once and forks; each fork is a job of its own that calls `eval.run.loop.run` and dies by
+SIGKILL: half of them when a random time is over, the others when the kernel has taken a random number of bytes of what
+they write (RLIMIT_FSIZE lets a write through as far as the limit), so that half lines are there for sure. Each is
+started again until the run is done; then the next run begins, until all kills are spent. Prints its counts as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+import eval.run.loop
+import eval.run.plan
+from eval.run.config import ModelConfig, RunConfig, TimingConfig
+from eval.store.folder import read_run
+from eval.store.record import Measurement, Record
+
+EXAMPLES = 10  # of each of two datasets
+TIMES = ("ttft", "total_s", "generation_speedup", "step_speedup", "started", "git_commit")
+HANG_S = 120  # a job that takes longer hangs
+
+
+@dataclass
+class Counts:
+    """What happened.
+
+    kills: jobs that died by SIGKILL; of those: restarts (each was started again), half_lines (left a record without its
+    end), before_any_record and after_all_records (when it came). examples_redone: examples of which there was a half
+    line, and whose record was there in the end. runs: run folders brought to their end, and equal to the undisturbed.
+    """
+
+    kills: int = 0
+    restarts: int = 0
+    half_lines: int = 0
+    examples_redone: int = 0
+    before_any_record: int = 0
+    after_all_records: int = 0
+    runs: int = 0
+
+
+def config_of() -> RunConfig:
+    """A quick run: short prompts, short answers, the baseline beside each."""
+    return RunConfig(
+        model=ModelConfig(name="tiny", dtype="float32", device="cpu", max_prompt_tokens=96),
+        method={"name": "lazy", "schedule": {2: 0.5}},
+        dataset={"lookup": True, "shots": True},
+        timing=TimingConfig(warmup=1),
+        limit=EXAMPLES,
+        max_new_tokens=4,
+        threads=1,
+        out="run",
+    )
+
+
+def job(folder: Path, before: Callable[[], None] = lambda: None) -> int:
+    """Fork a job that makes the run in `folder`/run; its pid. before: called in the job first."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.chdir(folder)
+        before()
+        eval.run.run(config_of(), show=False)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def ended_by(pid: int) -> int:
+    """Wait for a job: 0, or the signal that it died by. Raises AssertionError for any other end."""
+    watch = threading.Timer(HANG_S, os.kill, (pid, signal.SIGKILL))
+    watch.start()
+    started = time.monotonic()
+    _, status = os.waitpid(pid, 0)
+    watch.cancel()
+    watch.join()
+    assert time.monotonic() - started < HANG_S, "a job hung"
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, -signal.SIGKILL), f"a job ended with {code}"
+    return -code
+
+
+def wait_at_most(pid: int, seconds: float) -> None:
+    """Wait until the job has ended, or the time is over; the job stays to be waited for."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        time.sleep(0.002)
+
+
+def die_at_size(size: int) -> None:
+    """Let this process die by SIGKILL as soon as it wants a file to be larger than `size` bytes."""
+    signal.signal(signal.SIGXFSZ, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def tail_of(file: Path) -> bytes:
+    """What follows the last whole line."""
+    data = file.read_bytes() if file.exists() else b""
+    return data[data.rfind(b"\n") + 1 :]
+
+
+def whole_lines(file: Path) -> list[bytes]:
+    return file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+
+
+def without_times(folder: Path) -> dict[str, str]:
+    """The run's results as texts, without what is a time or follows from one."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(one) for key, one in value.items() if not key.startswith(TIMES)}
+        return [clean(one) for one in value] if isinstance(value, list) else value
+
+    table = pd.read_csv(folder / "summary.csv", dtype=str, keep_default_na=False)
+    markdown = [line.split("|") for line in (folder / "summary.md").read_text().splitlines()]
+    return {
+        "summary.json": json.dumps(clean(json.loads((folder / "summary.json").read_bytes())), indent=2),
+        "summary.csv": table[[name for name in table if not name.startswith(TIMES)]].to_csv(index=False),
+        # dataset, n, score, baseline score, then the two speedups, then % tokens computed
+        "summary.md": "\n".join("|".join([*cells[:5], *cells[7:]]) for cells in markdown),
+    }
+
+
+def outcomes(folder: Path) -> list[tuple[Any, ...]]:
+    """What the run's records say, in their order, but for times."""
+    return [
+        (one.key, one.prompt_sha256, one.answers, _outcome(one.method), _outcome(one.baseline))
+        for one in read_run(folder)[1]
+    ]
+
+
+def _outcome(side: Measurement | None) -> tuple[Any, ...] | None:
+    return None if side is None else (side.text, side.token_ids, side.score, side.computed)
+
+
+def kill_run(folder: Path, kills: int, seed: int) -> Counts:
+    """Kill runs below `folder` so many times; raises AssertionError where something is lost, twice there or changed."""
+    rng, counts = random.Random(seed), Counts()
+    undisturbed = folder / "undisturbed" / "run"
+    undisturbed.parent.mkdir()
+    assert ended_by(job(undisturbed.parent)) == 0
+    started = time.monotonic()
+    (folder / "again").mkdir()
+    assert ended_by(job(folder / "again")) == 0
+    whole_s = time.monotonic() - started
+    whole, expected = without_times(undisturbed), outcomes(undisturbed)
+    longest = max(map(len, whole_lines(undisturbed / "records.jsonl"))) + 1
+    assert len(expected) == 2 * EXAMPLES
+
+    def next_job(parent: Path, lines: list[bytes]) -> int:
+        if counts.kills == kills:
+            return job(parent)
+        if rng.random() < 0.5:
+            size = sum(len(line) + 1 for line in lines) + rng.randrange(3 * longest)
+            return job(parent, lambda: die_at_size(size))
+        pid = job(parent)
+        wait_at_most(pid, rng.uniform(0, whole_s * (0.3 + 0.7 * (1 - len(lines) / len(expected)))))
+        os.kill(pid, signal.SIGKILL)  # a job that has ended by itself is still there until it is waited for
+        return pid
+
+    while counts.kills < kills:
+        out = folder / str(counts.runs) / "run"
+        out.parent.mkdir()
+        file = out / "records.jsonl"
+        done, halves = False, set[int]()  # the numbers of the lines that were there by half
+        while not done:
+            lines = whole_lines(file)
+            signal_number = ended_by(next_job(out.parent, lines))
+            done = signal_number == 0
+            whole_s *= 0.8 if done else 1.05  # the machine may be as busy as it likes: most kills come in time
+            now = whole_lines(file)
+            assert now[: len(lines)] == lines, f"{file}: a finished example was changed or lost"
+            keys = Counter(Record.from_json(line.decode()).key for line in now)
+            assert set(keys.values()) <= {1}, f"{file}: an example is there twice"
+            if not done:
+                counts.kills += 1
+                counts.restarts += 1
+                counts.before_any_record += not now
+                counts.after_all_records += len(now) == len(expected)
+                if tail_of(file):
+                    counts.half_lines += 1
+                    halves.add(len(now))
+        counts.examples_redone += len(halves)
+        counts.runs += 1
+        assert outcomes(out) == expected, f"{out}: other records than the undisturbed run's"
+        assert without_times(out) == whole, f"{out}: another summary than the undisturbed run's"
+        assert not list(out.glob(".*.partial")), f"{out}: something half-written is left"
+    return counts
+
+
+def main(kills: int = 100, seed: int = 0) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    rows = {name: eval.run.plan.load_rows(one) for name, one in _datasets().items()}
+    # the rows are generated anew by each job, which takes most of its time: they are made once, before the fork
+    eval.run.plan.load_rows = lambda dataset, *_: rows[dataset.name]
+    with tempfile.TemporaryDirectory() as folder:
+        counts = kill_run(Path(folder), kills, seed)
+    print(json.dumps(asdict(counts)))
+
+
+def _datasets() -> dict[str, Any]:
+    return {dataset.name: dataset for dataset in eval.run.plan.datasets_of(config_of())}
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

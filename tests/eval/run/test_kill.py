@@ -1,0 +1,30 @@
+"""Killed 100 times, and nothing is lost: `tests.eval.run.kill_run` in a process of its own, which can fork safely."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_a_run_that_is_killed_100_times_ends_as_if_it_had_not_been() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.eval.run.kill_run", "100"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,  # against a hang
+    )
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout)
+    print(counts)
+    assert counts["kills"] == counts["restarts"] == 100
+    assert counts["half_lines"] >= 15  # every other kill is in the middle of a write, if not always of a record's
+    assert 1 <= counts["examples_redone"] <= counts["half_lines"]
+    assert counts["before_any_record"] >= 1
+    assert counts["runs"] >= 2

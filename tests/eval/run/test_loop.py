@@ -1,0 +1,289 @@
+"""The run loop in process: what happens when an example cannot be measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import eval.run.measure
+from eval.run.config import ModelConfig, RunConfig, TimingConfig
+from eval.run.loop import RunError, compare, free, run
+from eval.store.folder import RunStore, StoreError, about_text, read_failures, read_run
+from eval.store.frame import as_frame, find_runs
+from eval.store.record import Record
+from eval.store.repair import repair
+from lazyllm import Generation, ModelError
+from lazyllm.models.load import load_weights
+from tests.eval.store.test_folder import full_disk
+
+generate = eval.run.measure.generate
+
+
+def config_of(out: Path) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(name="tiny", dtype="float32", device="cpu", max_prompt_tokens=96),
+        method={"name": "lazy", "schedule": {2: 0.5}},
+        dataset={"lookup": True, "shots": True},
+        timing=TimingConfig(warmup=0),
+        limit=3,
+        max_new_tokens=2,
+        threads=1,
+        out=str(out),
+    )
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, errors: dict[int, Exception]) -> None:
+    """Let the generations of those numbers, in order of their calls, fail."""
+    calls = 0
+
+    def generate_or_fail(*arguments, **settings) -> Generation:
+        nonlocal calls
+        calls += 1
+        if calls - 1 in errors:
+            raise errors[calls - 1]
+        return generate(*arguments, **settings)
+
+    monkeypatch.setattr(eval.run.measure, "generate", generate_or_fail)
+
+
+def test_an_example_that_fails_is_written_down_and_the_others_go_on(tmp_path: Path, monkeypatch, caplog) -> None:
+    # two generations an example: the method of the first fails, and the baseline (second run) of the fourth
+    errors = {1: torch.OutOfMemoryError("CUDA out of memory.\nTried 2 GiB"), 7: FloatingPointError("logits not finite")}
+    failing(monkeypatch, errors)
+    run(config_of(tmp_path / "run"), show=False)
+    _, records = read_run(tmp_path / "run")
+    failures = [json.loads(line) for line in (tmp_path / "run" / "failures.jsonl").read_text().splitlines()]
+    assert len(records) == 4
+    assert [(one["dataset"], one["reason"]) for one in failures] == [
+        ("lookup", "OutOfMemoryError: CUDA out of memory. Tried 2 GiB"),
+        ("shots", "FloatingPointError: logits not finite"),
+    ]
+    assert all("generate_or_fail" in one["traceback"] for one in failures)
+    assert "2 of 6 examples failed and are not in the table, the first: lookup" in caplog.text
+    assert "2 examples failed and are left out" in (tmp_path / "run" / "summary.md").read_text()
+
+    monkeypatch.setattr(eval.run.measure, "generate", generate)
+    caplog.clear()
+    run(config_of(tmp_path / "run"), show=False)  # tries them again
+    assert len(read_run(tmp_path / "run")[1]) == 6
+    assert "failed" not in caplog.text
+
+
+def test_a_run_in_which_all_fails_says_why(tmp_path: Path, monkeypatch) -> None:
+    failing(monkeypatch, dict.fromkeys(range(12), RuntimeError("no kernel image")))
+    with pytest.raises(RunError, match=r"all 6 examples failed, the first: lookup.*RuntimeError: no kernel image"):
+        run(config_of(tmp_path / "run"), show=False)
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert (tmp_path / "run" / "failures.jsonl").read_text().count("\n") == 6
+
+
+def test_a_shard_in_which_all_fails_does_not_speak_for_the_others(tmp_path: Path, monkeypatch, caplog) -> None:
+    first, second = (replace(config_of(tmp_path / "run"), shard=f"{number}/2") for number in (1, 2))
+    failing(monkeypatch, dict.fromkeys(range(99), RuntimeError("no kernel image")))
+    assert run(first, show=False).summary is None
+    failed = len(read_failures(tmp_path / "run"))
+    assert 0 < failed < 6
+    assert f"{failed} of 6 examples failed and are not in the table" in caplog.text
+    with pytest.raises(RunError, match="all 6 examples failed"):
+        run(second, show=False)
+
+
+def test_a_comparison_says_which_half_it_is_of(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("eval.paper.figures.save", lambda *_: [])
+    titles = []
+    monkeypatch.setattr("eval.paper.figures.plot_comparison", lambda _, title: titles.append(title))
+    config = replace(config_of(tmp_path), out=None, limit=2, dataset={"lookup": True}, label="two")
+    for half, title in (("held-out", "two, held-out half"), (None, "two")):
+        compare(replace(config, half=half, compare={"lazy": config.method}))
+        assert capsys.readouterr().out.splitlines()[0].strip() == title
+        assert (tmp_path / "runs" / "two-tiny.md").read_text().startswith(f"# {title}\n")
+    assert titles == ["tiny, two, held-out half", "tiny, two"]
+
+
+def test_shards_measure_each_example_once_and_the_last_makes_the_table(tmp_path: Path) -> None:
+    whole = run(config_of(tmp_path / "whole"), show=False)
+    shards = [replace(config_of(tmp_path / "run"), shard=f"{number}/3") for number in (1, 2, 3)]
+    results = [run(shard, show=False) for shard in shards]
+    assert [result.summary is None for result in results] == [True, True, False]
+    about, records = read_run(tmp_path / "run")
+    assert about["identity"] == read_run(tmp_path / "whole")[0]["identity"]
+    assert about["config"]["shard"] is None
+    files = [(tmp_path / "run" / f"records-{number}-of-3.jsonl").read_text().splitlines() for number in (1, 2, 3)]
+    assert [len(file) for file in files] == [2, 2, 2]
+    lines = [Record.from_json(line) for file in files for line in file]
+    assert lines == records
+
+    def outcome(folder: str) -> dict:
+        return {one.key: (one.prompt_sha256, one.method.token_ids) for one in read_run(tmp_path / folder)[1]}
+
+    assert outcome("run") == outcome("whole")
+    assert len(lines) == len(outcome("run")) == 6
+    assert whole.summary is not None
+    assert results[2].summary is not None
+    assert [row.examples for row in results[2].summary.rows] == [row.examples for row in whole.summary.rows]
+    assert len(as_frame(find_runs([tmp_path / "run"]))) == 6
+
+
+def test_what_other_shards_have_measured_is_not_measured_again(tmp_path: Path, monkeypatch) -> None:
+    for shard in ("1/2", "1/1"):
+        run(replace(config_of(tmp_path / "run"), shard=shard), show=False)
+    counts = {
+        name: (tmp_path / "run" / f"records-{name}.jsonl").read_text().count("\n") for name in ("1-of-2", "1-of-1")
+    }
+    assert sum(counts.values()) == 6
+    assert min(counts.values()) >= 2
+    failing(monkeypatch, dict.fromkeys(range(99), RuntimeError("measured again")))
+    assert run(config_of(tmp_path / "run"), show=False).summary is not None
+    # more shards than examples: some have nothing to do
+    assert run(replace(config_of(tmp_path / "new"), shard="7/7"), show=False).summary is None
+
+
+def test_a_job_that_breaks_off_says_why(tmp_path: Path, monkeypatch) -> None:
+    def no_model(*_: object, **__: object) -> None:
+        raise ModelError("no such weights")
+
+    monkeypatch.setattr("eval.run.loop.load_weights", no_model)
+    with pytest.raises(ModelError):
+        run(config_of(tmp_path / "run"), show=False)
+    begin, end = (json.loads(line) for line in (tmp_path / "run" / "jobs.jsonl").read_text().splitlines())
+    assert (begin["event"], begin["examples"]) == ("begin", 6)
+    assert (end["event"], end["error"]) == ("end", "ModelError: no such weights")
+
+
+def test_logits_that_are_not_finite_fail_their_example_only(tmp_path: Path, monkeypatch) -> None:
+    """A real model whose head gives NaN now and then: no token is chosen from that, and no score made of it."""
+    calls = 0
+
+    def broken(*arguments, **settings):
+        model = load_weights(*arguments, **settings)
+
+        def now_and_then(_module, _inputs, logits: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return logits * float("nan") if calls in (3, 7) else logits
+
+        model.lm_head.register_forward_hook(now_and_then)
+        return model
+
+    monkeypatch.setattr("eval.run.loop.load_weights", broken)
+    result = run(config_of(tmp_path / "run"), show=False)
+    failures = read_failures(tmp_path / "run")
+    assert {one.reason for one in failures} == {
+        "FloatingPointError: the model's logits are not finite (NaN or infinite)"
+    }
+    records = read_run(tmp_path / "run")[1]
+    assert {one.key for one in records}.isdisjoint(one.key for one in failures)
+    assert len(records) + len(failures) == 6
+    assert result.summary is not None
+    assert result.summary.failed == len(failures) == 2
+
+
+def test_what_a_failed_example_has_taken_is_given_back_before_the_next(tmp_path: Path, monkeypatch) -> None:
+    freed: list[int] = []
+    records = tmp_path / "run" / "records.jsonl"
+
+    def release(_: torch.device) -> None:
+        freed.append(records.read_text().count("\n") if records.exists() else 0)
+
+    monkeypatch.setattr("eval.run.loop.release_memory", release)
+    failing(monkeypatch, {1: torch.OutOfMemoryError("CUDA out of memory"), 7: RuntimeError("an exception in a method")})
+    run(config_of(tmp_path / "run"), show=False)
+    assert freed == [0, 2, 4]  # at the first failure, at the second with two records since, and at the end
+
+
+def test_a_device_that_does_not_recover_ends_the_run_with_what_is_safe(tmp_path: Path, monkeypatch, caplog) -> None:
+    def broken(_: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory\naccess was encountered")
+
+    monkeypatch.setattr("eval.run.loop.release_memory", broken)
+    failing(monkeypatch, {5: RuntimeError("CUDA error: an illegal memory access was encountered")})
+    with pytest.raises(RunError, match=r"cpu does not recover .*illegal memory access.*give the same command again"):
+        run(config_of(tmp_path / "run"), show=False)
+    assert len(read_run(tmp_path / "run")[1]) == 2
+    assert len(read_failures(tmp_path / "run")) == 1
+    assert "its memory could not be freed" in caplog.text
+
+
+def test_an_accelerator_is_asked_whether_it_still_answers(monkeypatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr("eval.run.loop.release_memory", lambda _: None)
+    monkeypatch.setattr("torch.accelerator.synchronize", asked.append)
+    free(torch.device("cuda", 1))
+    assert asked == [torch.device("cuda", 1)]
+
+    def gone(_: torch.device) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr("torch.accelerator.synchronize", gone)
+    with pytest.raises(RunError, match="cuda:1 does not recover"):
+        free(torch.device("cuda", 1))
+
+
+def test_a_disk_that_fills_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run")
+    run(replace(config, out=str(tmp_path / "whole")), show=False)
+    size = (tmp_path / "whole" / "records.jsonl").stat().st_size
+    about = (tmp_path / "whole" / "run.json").stat().st_size
+    assert about < 0.7 * size
+    with (
+        full_disk(int(0.7 * size)),
+        pytest.raises(
+            StoreError, match=r"records\.jsonl: the line could not be written .*make room, then give the same"
+        ),
+    ):
+        run(config, show=False)
+    file = tmp_path / "run" / "records.jsonl"
+    before = file.read_bytes()
+    assert before.endswith(b"\n")
+    assert 1 <= before.count(b"\n") < 6
+    assert "StoreError" in json.loads((tmp_path / "run" / "jobs.jsonl").read_text().splitlines()[-1])["error"]
+    assert not (tmp_path / "run" / "summary.json").exists()
+    run(config, show=False)
+    assert file.read_bytes().startswith(before)
+    assert len({one.key for one in read_run(tmp_path / "run")[1]}) == file.read_bytes().count(b"\n") == 6
+
+
+def test_what_ended_a_job_is_told_even_if_it_cannot_be_noted(tmp_path: Path, monkeypatch, caplog) -> None:
+    def no_model(*_: object, **__: object) -> None:
+        raise ModelError("no such weights")
+
+    def full(_self: RunStore, event: dict) -> None:
+        if event["event"] == "end":
+            raise StoreError("jobs.jsonl: no room")
+
+    monkeypatch.setattr("eval.run.loop.load_weights", no_model)
+    monkeypatch.setattr(RunStore, "note", full)
+    with pytest.raises(ModelError, match="no such weights"):
+        run(config_of(tmp_path / "run"), show=False)
+    assert "jobs.jsonl: no room" in caplog.text
+
+
+def test_a_damaged_run_is_mended_and_goes_on_with_the_lost_examples_only(tmp_path: Path, monkeypatch) -> None:
+    config = config_of(tmp_path / "run")
+    run(config, show=False)
+    file = tmp_path / "run" / "records.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([*lines[:2], b"garbled\n", *lines[3:]]))
+    (tmp_path / "run" / "run.json").write_text("{")
+    for damage in ("run.json: cannot be read", "records.jsonl:3: not a record"):
+        if damage.startswith("records"):
+            (tmp_path / "run" / "run.json").write_text(about_text(*_about(tmp_path / "run" / "summary.json")))
+        with pytest.raises(StoreError, match=damage):
+            run(config, show=False)
+    (tmp_path / "run" / "run.json").write_text("{")
+    assert len(repair(tmp_path / "run")) == 2
+    failing(monkeypatch, dict.fromkeys(range(2, 99), RuntimeError("more than one example is measured")))
+    run(config, show=False)
+    assert [Record.from_json(line).key for line in file.read_text().splitlines()] == [
+        Record.from_json(lines[number].decode()).key for number in (0, 1, 3, 4, 5, 2)
+    ]
+
+
+def _about(summary: Path) -> tuple[dict, dict]:
+    content = json.loads(summary.read_text())
+    return content["identity"], {key: one for key, one in content.items() if key not in ("rows", "identity")}

@@ -1,0 +1,118 @@
+"""What is measured, in which order, and what of it becomes a record; with a stub for the generation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.longbench import Example
+from eval.benchmarks.prompts import Prompt
+from eval.run import measure
+from eval.run.measure import WARMUP_TOKENS, Bench, Case
+from lazyllm import Generation
+from lazyllm.methods import Baseline, Lazy
+
+METHOD = Lazy({1: 0.5})
+TEXTS = {5: "Assistant: Emilia is angry.\nWilliam is not.", 6: "someone else"}
+
+
+def generation(token_id: int) -> Generation:
+    return Generation(
+        token_ids=[token_id], first_logits=torch.zeros(3), ttft_s=0.5, scoring_s=0.0, total_s=0.75,
+        decode_step_s=[0.25],
+        computed=np.array([[4, 4, 2], [4, 4, 3]]), selected=[{}, {}], kv_bytes=10, aux_bytes=2, prompt_tokens=4,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple]:
+    """Every call of `generate` and of the peak's reset, in order; the method answers token 5, the baseline 6."""
+    seen: list[tuple] = []
+
+    def generate(model, prompt, method, **settings):
+        seen.append((method, prompt, settings))
+        return generation(6 if isinstance(method, Baseline) else 5)
+
+    monkeypatch.setattr(measure, "generate", generate)
+    monkeypatch.setattr(measure, "reset_peak", lambda *devices: seen.append(("reset",)))
+    monkeypatch.setattr(measure, "read_peak", lambda *devices: 123)
+    return seen
+
+
+def bench(paired: bool = True, chat: str = "none") -> Bench:
+    model = SimpleNamespace(device=torch.device("cpu"))
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: TEXTS[ids[0]])
+    return Bench(model, tokenizer, chat, paired)  # type: ignore[arg-type]
+
+
+def case(name: str, text: str = "text") -> Case:
+    example = Example(name, "row", "", "context", ("Emilia is angry.",), (), 5, "en")
+    return Case(DATASETS[name], example, Prompt(text, (1, 2, 3, 4), 9, True, "abc"), METHOD, 40, (2,))
+
+
+@pytest.mark.parametrize("baseline_first", [True, False])
+def test_the_order_is_the_asked_one_and_each_has_its_own_peak(calls, baseline_first: bool) -> None:
+    record = bench().measure(case("qasper"), baseline_first)
+    order = [Baseline(), METHOD] if baseline_first else [METHOD, Baseline()]
+    assert [call[0] for call in calls] == ["reset", order[0], "reset", order[1]]
+    assert record.baseline is not None
+    assert (record.method.token_ids, record.baseline.token_ids) == ([5], [6])
+    assert (record.method.score, record.baseline.score) == (pytest.approx(2 * 3 / (3 + 7)), 0)  # F1 by hand
+    assert record.method.peak_memory_bytes == 123
+    assert (record.method.group_starts, record.method.computed) == ([1, 3], [[4, 2], [4, 3]])
+    assert (record.prompt_tokens, record.prompt_tokens_before_truncation, record.prompt_sha256) == (4, 9, "abc")
+
+
+@pytest.mark.parametrize(("text", "end"), [("short", "short"), ("x" * 50 + "é" * 599 + "?", "é" * 599 + "?")])
+def test_a_record_keeps_the_prompts_end_and_the_gold_answers(calls, text: str, end: str) -> None:
+    record = bench().measure(case("qasper", text), True)
+    assert record.prompt_end == end
+    assert record.answers == ["Emilia is angry."]
+
+
+def test_unpaired_runs_the_method_only(calls) -> None:
+    assert bench(paired=False).measure(case("qasper"), baseline_first=True).baseline is None
+    assert [call[0] for call in calls] == ["reset", METHOD]
+
+
+def test_methods_get_the_tokens_and_what_they_stand_for(calls) -> None:
+    spans = np.array([[0, 0], [0, 1], [1, 3], [3, 4]], dtype=np.int32)
+    given = replace(case("qasper"), prompt=Prompt("text", (1, 2, 3, 4), 9, True, "abc", ((1, 3),), spans))
+    bench().measure(given, True)
+    bench().warm_up(given, 1)
+    prompts = [call[1] for call in calls if len(call) == 3]
+    assert len(prompts) == 4
+    for prompt in prompts:
+        assert prompt.token_ids.tolist() == [1, 2, 3, 4]
+        assert (prompt.text, prompt.context) == ("text", ((1, 3),))
+        assert prompt.spans == ((0, 0), (0, 1), (1, 3), (3, 4))
+
+
+@pytest.mark.parametrize(("name", "least"), [("samsum", 1), ("qasper", 0), ("triviaqa", 0)])
+def test_generation_settings(calls, name: str, least: int) -> None:
+    bench(paired=False).measure(case(name), baseline_first=True)
+    assert calls[-1][2] == {"max_new_tokens": 40, "eos_token_ids": (2,), "min_new_tokens": least}
+
+
+def test_warm_up_runs_both_as_often_as_asked_and_briefly(calls) -> None:
+    bench().warm_up(case("qasper"), 3)
+    assert [call[0] for call in calls] == [Baseline(), METHOD] * 3
+    assert {call[2]["max_new_tokens"] for call in calls} == {WARMUP_TOKENS}
+
+
+def test_xgen_answers_are_cleaned(calls) -> None:
+    assert bench(chat="xgen").measure(case("qasper"), True).method.text == " Emilia is angry.\nWilliam is not."
+    assert bench().measure(case("qasper"), True).method.text == TEXTS[5]
+
+
+def test_rouge_l_is_of_what_is_scored(calls, monkeypatch) -> None:
+    monkeypatch.setitem(TEXTS, 5, "\nEmilia is angry.\nand much else besides")
+    record = bench().measure(case("samsum"), True)
+    assert record.method.rouge_l == 1  # the first line only
+    assert record.method.score == pytest.approx(1, abs=1e-4)
+    assert bench().measure(case("qasper"), True).method.rouge_l is None

@@ -1,0 +1,67 @@
+"""Traces: the tokens' texts are the prompt and the answer, and the file comes back as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import lazyllm
+from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.longbench import load_rows
+from eval.benchmarks.prompts import build_prompt
+from eval.run.measure import Case
+from eval.run.tracing import Trace, read_trace, trace
+from lazyllm.methods import Lazy, Method, RandomDrop
+from lazyllm.models.load import load_tokenizer_of
+
+MODEL, TOKENIZER = lazyllm.load_model("tiny", dtype="float32", device="cpu")
+
+
+def case_of(name: str, method: Method) -> Case:
+    loaded = load_rows(DATASETS[name])
+    example = loaded.examples[0]
+    prompt = build_prompt(example, loaded.template, TOKENIZER)
+    return Case(DATASETS[name], example, prompt, method, 12, (2,))
+
+
+@pytest.mark.parametrize("name", ["digest", "complete"])
+def test_a_trace_tells_what_a_generation_did(name: str) -> None:
+    case = case_of(name, Lazy({2: 0.3, 5: 0.5}))
+    found = trace(MODEL, TOKENIZER, case)
+    out = lazyllm.generate(MODEL, case.prompt.token_ids, case.method, 12, (2,))
+    assert found.selected == out.selected
+    assert [len(row) for row in found.importance] == [len(case.prompt.token_ids)] * 8
+    assert "".join(found.tokens).endswith(case.prompt.text)
+    assert "".join(found.generated) == TOKENIZER.decode(out.token_ids)
+    assert len(found.generated) == len(out.token_ids)
+
+
+def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
+    found = trace(MODEL, TOKENIZER, case_of("lookup", RandomDrop(0.5)))
+    assert list(found.selected[0]) == [0]
+    file = tmp_path / Trace.file_name("lookup", "../a b")
+    assert file.parent == tmp_path
+    file.write_text(found.to_json())
+    assert read_trace(file) == found
+    content = json.loads(file.read_text())
+    del content["tokens"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="not a trace"):
+        read_trace(file)
+
+
+def test_llamas_tokens_keep_their_spaces(shared: Path) -> None:
+    """The text of each token is what stands in the prompt, spaces and characters of several tokens included."""
+    from eval.run.tracing import _texts_of_prompt
+
+    tokenizer = load_tokenizer_of("llama2", "dummy", tokenizer=str(shared / "tokenizers" / "llama2"))
+    assert tokenizer is not None
+    loaded = load_rows(DATASETS["multifieldqa_en"], str(shared / "longbench"))
+    example = loaded.examples[0]
+    prompt = build_prompt(example, "{context} 你好 \U0001f600 {input}", tokenizer)
+    texts = _texts_of_prompt(tokenizer, prompt)
+    assert texts[0] == "<s>"
+    assert "".join(texts[1:]) == prompt.text
+    assert len(texts) == len(prompt.token_ids)

@@ -1,0 +1,81 @@
+"""Tuned schedules: written by a search, taken by a run, refused where they do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eval.run.config import ConfigError
+from eval.run.plan import prepare
+from eval.run.speedup_targets import at_depth
+from eval.run.tuned import SHIPPED, TunedError, as_yaml, is_tuned, read_tuned
+from tests.eval.run.test_loop import config_of
+
+SCHEDULES = st.dictionaries(st.integers(1, 31), st.integers(1, 100).map(lambda percent: percent / 100), min_size=1)
+
+
+def written(folder: Path, schedule: dict[int, float], layers: int) -> str:
+    (folder / "tuned.yaml").write_text(as_yaml("NAME", schedule, layers, {"model": "tiny", "score": [99.5, None]}))
+    return f"tuned/{folder}"
+
+
+@settings(deadline=None)
+@given(SCHEDULES)
+def test_what_is_written_is_read(schedule: dict[int, float]) -> None:
+    content = yaml.safe_load(as_yaml("NAME", schedule, 32, {"model": "a: b # c", "score": [99.5, None]}))
+    assert content == {"schedule": schedule, "layers": 32, "model": "a: b # c", "score": [99.5, None]}
+
+
+def test_a_folder_and_a_file_are_taken(tmp_path: Path) -> None:
+    reference = written(tmp_path, {2: 0.3, 5: 0.55}, 8)
+    for name in (reference, f"{reference}/tuned.yaml"):
+        assert is_tuned(name)
+        assert at_depth({"name": "lazy", "schedule": name}, 8)["schedule"] == {2: 0.3, 5: 0.55}
+    assert not is_tuned("paper")
+    assert not is_tuned({2: 0.3})
+
+
+def test_a_run_with_it_is_a_run_with_its_schedule(tmp_path: Path) -> None:
+    reference = written(tmp_path, {2: 0.3, 5: 0.55}, 8)
+    plans = []
+    for schedule in (reference, {2: 0.3, 5: 0.55}, {2: 0.3, 5: 0.5}):
+        config = config_of(tmp_path / "run")
+        config.method = {"name": "lazy", "schedule": schedule}
+        plans.append(prepare(config))
+    assert plans[0].identity == plans[1].identity
+    assert plans[0].identity["method"]["schedule"] == {"2": 0.3, "5": 0.55}
+    assert plans[0].identity != plans[2].identity
+    assert plans[0].cases[0].method == plans[1].cases[0].method
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no tuned schedule"),
+        ("layers: 8", "KeyError: 'schedule'"),
+        ("schedule: [", "cannot be read as a tuned schedule"),
+        ("schedule: {2: 1.5}\nlayers: 8", "lies in"),
+        ("just words", "cannot be read as a tuned schedule"),
+        ("schedule: {8: 0.3, 16: 0.5}\nlayers: 32", r"of 32 layers, this one has 8: .*\{25%: 0.3, 50%: 0.5\}"),
+    ],
+)
+def test_refusals(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "tuned.yaml").write_text(text)
+    with pytest.raises(TunedError, match=message):
+        read_tuned(f"tuned/{tmp_path}", 8)
+    config = config_of(tmp_path / "run")
+    config.method = {"name": "lazy", "schedule": f"tuned/{tmp_path}"}
+    with pytest.raises(ConfigError, match=message):  # before a model loads
+        prepare(config)
+
+
+def test_the_shipped_ones_say_how_to_use_them() -> None:
+    for file in SHIPPED.glob("*.yaml"):
+        assert file.read_text().startswith(f"# python run.py method.schedule=tuned/{file.stem} ")
+        content = yaml.safe_load(file.read_text())
+        assert read_tuned(f"tuned/{file.stem}", content["layers"]) == content["schedule"]

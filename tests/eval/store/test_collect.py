@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from eval.benchmarks.datasets import DATASETS
+from eval.paper import aggregate
+from eval.paper.aggregate import by_task
+from eval.paper.figures import FIGURES
+from eval.report.__main__ import main as report
+from eval.store.collect import collect, describe, main
+from eval.store.folder import StoreError, open_store
+from eval.store.frame import PLANNED, as_frame, find_runs, planned_text, stored_runs
+from eval.store.record import Failure
+from scripts.dev.simulate_campaign import Campaign, write_campaign
+from scripts.make_paper import main as make_paper
+from tests.eval.paper.figures.made import small_trace, with_traces
+from tests.eval.store.test_folder import record
+from tests.eval.store.test_frame import LAZY, write_run
+
+SMALL = Campaign(share=0.05, seeds=2, steps=(1, 64))
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few thousand records of 36 runs, in two shards each."""
+    folder = tmp_path_factory.mktemp("campaign")
+    assert write_campaign(folder / "runs", SMALL) > 5000
+    run = next(one for one in find_runs([folder / "runs"]) if one.method == "lazy")
+    with_traces(run, run.folder, small_trace())
+    collect([folder / "runs"], folder / "collected")
+    return folder
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+# -------------------------------------------------------------------------------------------- the same either way
+
+
+def test_every_table_and_figure_is_the_same_from_both(campaign: Path, tmp_path: Path) -> None:
+    for name in ("runs", "collected"):
+        assert make_paper([str(campaign / name), "--out", str(tmp_path / name)]) == 0
+    raw, collected = files(tmp_path / "runs"), files(tmp_path / "collected")
+    assert raw == collected
+    assert {f"figures/{name}.svg" for name in FIGURES} <= raw.keys()  # none was left out for want of data
+
+
+def test_the_report_is_the_same_from_both(campaign: Path, tmp_path: Path) -> None:
+    pages = []
+    for name in ("runs", "collected"):
+        assert report([str(campaign / name), "--out", str(tmp_path / name), "--records", "1"]) == 0
+        pages.append((tmp_path / name).read_bytes())
+    assert pages[0] == pages[1]
+
+
+def test_nothing_of_a_run_is_lost(campaign: Path) -> None:
+    raw, collected = (find_runs([campaign / name]) for name in ("runs", "collected"))
+    assert [run.folder.name for run in raw] == [run.folder.name for run in collected]
+    for one, other in zip(raw[:3], collected[:3], strict=True):
+        assert list(one.records) == list(other.records)
+        assert (one.about, one.planned, one.records_sha256) == (other.about, other.planned, other.records_sha256)
+    assert [len(run.traces) for run in raw] == [len(run.traces) for run in collected]
+
+
+# -------------------------------------------------------------------- a slow version, in dictionaries and plain Python
+
+
+def lines(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    for about in sorted(folder.rglob("run.json")):
+        for file in sorted(about.parent.glob("records*.jsonl")):
+            for line in file.read_text().splitlines():
+                yield json.loads(about.read_text()), json.loads(line)
+
+
+def mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def test_the_tables_are_those_of_a_slow_version(campaign: Path) -> None:
+    cells: dict[tuple[str, str, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for about, line in lines(campaign / "runs"):
+        settings = {key: value for key, value in about["identity"]["method"].items() if key not in ("name", "seed")}
+        key = about["identity"]["model"], about["identity"]["method"]["name"], json.dumps(settings, sort_keys=True)
+        cells[key][line["dataset"]].append(line)
+    slow: dict[tuple[str, str, str, str], dict[str, float]] = {}
+    for key, datasets in cells.items():
+        tasks: dict[str, list[dict[str, float]]] = defaultdict(list)
+        for name, rows in datasets.items():
+            found = {
+                "score": round(100 * mean([row["method"]["score"] for row in rows]), 2),
+                "ttft_speedup": sum(row["baseline"]["ttft_s"] for row in rows)
+                / sum(row["method"]["ttft_s"] for row in rows),
+                "pct_computed": mean([row["method"]["pct_prompt_tokens_computed"] for row in rows]),
+                "kv_bytes": mean([row["method"]["kv_bytes"] for row in rows]),
+                "examples": len({row["id"] for row in rows}),
+            }
+            slow[(*key, name)] = found
+            tasks[DATASETS[name].task].append(found)
+        values = ("score", "ttft_speedup", "pct_computed", "kv_bytes")
+        of_tasks = {task: {one: mean([row[one] for row in rows]) for one in values} for task, rows in tasks.items()}
+        slow |= {(*key, task): row for task, row in of_tasks.items()}
+        slow[(*key, "all")] = {one: mean([row[one] for row in of_tasks.values()]) for one in values}
+    table: Any = by_task(as_frame(find_runs([campaign / "collected"])))
+    rows = {
+        (row["model"], row["method"], row["settings"], row["name"]): row
+        for row in table[table["method"] != "baseline"].to_dict("records")
+    }
+    assert rows.keys() == slow.keys()
+    for key, row in slow.items():
+        for name, value in row.items():
+            assert rows[key][name] == pytest.approx(value, rel=1e-9), (key, name)
+
+
+def test_figure_7_is_that_of_a_slow_version(campaign: Path) -> None:
+    shares: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+    for about, line in lines(campaign / "runs"):
+        if about["identity"]["method"].get("schedule") != "paper":
+            continue
+        computed = line["method"]["computed"]
+        for step in range(64):
+            for group, count in enumerate(computed[min(step, len(computed) - 1)]):
+                key = about["identity"]["model"], step, group + 1
+                shares[key].append(100 * count / line["prompt_tokens"])
+    frame = FIGURES["figure7"].data(find_runs([campaign / "collected"]))
+    found = {(row["model"], row["step"], row["group"]): row["pct_computed"] for row in frame.to_dict("records")}
+    assert found.keys() == shares.keys()
+    for key, values in shares.items():
+        assert found[key] == pytest.approx(mean(values))
+
+
+# ------------------------------------------------------------------------------------------------------------- work
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_the_work_grows_with_the_records_and_the_settings_only(
+    seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line is parsed once to be collected, never to be read again, and each setting's bootstrap is made once."""
+    parsed, made = [0], []
+    loads, rows_of = orjson.loads, aggregate._rows_of
+    monkeypatch.setattr("eval.store.columns.orjson.loads", lambda line: parsed.append(1) or loads(line))
+    monkeypatch.setattr(aggregate, "_rows_of", lambda frame: made.append(len(frame)) or rows_of(frame))
+    monkeypatch.setattr(aggregate, "_known_rows", {})
+    records = write_campaign(tmp_path / "runs", Campaign(0.01, seeds, (2, 2), settings=6, models=("llama2",)))
+    collect([tmp_path / "runs"], tmp_path / "collected")
+    assert sum(parsed) == records
+    assert make_paper([str(tmp_path / "collected"), "--out", str(tmp_path / "out")]) == 0
+    assert sum(parsed) == records
+    # six settings, and the baselines beside all of them, beside the two presets of Table 1, and beside the five of lazy
+    assert sorted(made) == sorted([records // 6] * 6 + [records, records // 3, 5 * records // 6])
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+
+def shard(folder: Path, part: str, *records: Any) -> None:
+    (folder / f"records{part}.jsonl").write_text("".join(one.to_json() + "\n" for one in records))
+
+
+def test_shards_are_merged_and_what_stands_twice_is_kept_once(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "runs" / "a", [])
+    shard(folder, "-1-of-2", record(0), record(1))
+    shard(folder, "-2-of-2", record(2), record(1))
+    (done,) = collect([tmp_path / "runs"], tmp_path / "out")
+    assert (done.records, done.files, done.twice, done.missing) == (3, 2, 1, None)
+    (run,) = find_runs([tmp_path / "out"])
+    assert list(run.records) == [record(0), record(1), record(2)]
+    assert "1 records stood there twice" in describe([done], tmp_path / "out")
+
+
+def test_shards_that_disagree_are_refused(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "runs" / "a", [])
+    shard(folder, "-1-of-2", record(0))
+    shard(folder, "-2-of-4", record(0, score=1.0))
+    with pytest.raises(StoreError, match=r"hotpotqa, row row-0 .*records-1-of-2.jsonl and records-2-of-4.jsonl"):
+        collect([tmp_path / "runs"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert [one.name for one in tmp_path.iterdir()] == ["runs"]
+
+
+def test_mixtures_are_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "code" / "a", [record(0)])
+    write_run(tmp_path / "code" / "b", [record(1)], code="2")
+    with pytest.raises(StoreError, match="differ in code"):
+        collect([tmp_path / "code"], tmp_path / "out")
+    write_run(tmp_path / "cell" / "a", [record(0)])
+    write_run(tmp_path / "cell" / "b", [record(0)], warmup=9)
+    with pytest.raises(StoreError, match=r"measured twice, in .*/a and .*/b"):
+        collect([tmp_path / "cell"], tmp_path / "out")
+    write_run(tmp_path / "prompts" / "a", [record(0)])
+    write_run(tmp_path / "prompts" / "b", [replace(record(0), prompt_sha256="other")], seed=1)
+    with pytest.raises(StoreError, match="with another prompt than in the runs of tiny"):
+        collect([tmp_path / "prompts"], tmp_path / "out")
+    folder = write_run(tmp_path / "edited" / "a", [record(0)])
+    about = (folder / "run.json").read_text()
+    (folder / "run.json").write_text(about.replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(StoreError, match="the fingerprint is not the identity's"):
+        collect([tmp_path / "edited"], tmp_path / "out")
+    (folder / "run.json").write_text(about.replace('"schema": 2', '"schema": 1'))
+    with pytest.raises(StoreError, match="schema 1"):
+        collect([tmp_path / "edited"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_would_lose_something_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "a", [record(0)])
+    with pytest.raises(StoreError, match="lies below the runs"):
+        collect([tmp_path / "runs"], tmp_path / "runs" / "out")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("all of it")
+    with pytest.raises(StoreError, match="is no campaign"):
+        collect([tmp_path / "runs"], tmp_path / "mine")
+    with pytest.raises(StoreError, match="no run with records"):
+        collect([tmp_path / "mine"], tmp_path / "out")
+    collect([tmp_path / "runs"], tmp_path / "out")
+    write_run(tmp_path / "runs" / "b", [record(1)], LAZY | {"schedule": "paper"})
+    assert len(collect([tmp_path / "runs"], tmp_path / "out")) == 2  # an older campaign gives way
+    assert len(find_runs([tmp_path / "out"])) == 2
+
+
+# ------------------------------------------------------------------------------------------------------ what is missing
+
+
+def test_what_is_missing_and_what_failed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "runs" / "a", [record(0)])
+    keys = [("hotpotqa", f"row-{number}") for number in range(6)]
+    (folder / PLANNED).write_text(planned_text(keys))
+    with open_store(folder, json.loads((folder / "run.json").read_text())["identity"], {}) as store:
+        store.fail(Failure("hotpotqa", "row-4", "RuntimeError: no", ""))
+    write_run(tmp_path / "runs" / "begun", [], seed=1)
+    assert main([str(tmp_path / "runs")]) == 0
+    said = capsys.readouterr().out
+    assert "a: 5 examples are missing, 1 of them failed: hotpotqa, row row-1" in said
+    assert "row-3 and 2 more" in said
+    out = tmp_path / "runs-collected"
+    assert "begun: it has no record, and 0 examples failed" in said
+    entry, begun = json.loads((out / "campaign.json").read_text())["runs"]
+    assert (begun["folder"], begun["records"], begun["missing"]) == ("begun", 0, None)
+    assert [tuple(key) for key in entry["missing"]] == keys[1:]
+    (run,) = find_runs([out])
+    assert [failure.id for failure in run.failures] == ["row-4"]
+
+
+def test_a_run_of_which_every_example_failed_is_kept(tmp_path: Path) -> None:
+    keys = [("hotpotqa", "row-0"), ("hotpotqa", "row-1")]
+    for number, name in enumerate("abc"):
+        folder = write_run(tmp_path / "runs" / name, [] if name == "b" else [record(0), record(1)], seed=number)
+        (folder / PLANNED).write_text(planned_text(keys))
+    folder = tmp_path / "runs" / "b"
+    with open_store(folder, json.loads((folder / "run.json").read_text())["identity"], {}) as store:
+        for key in keys:
+            store.fail(Failure(*key, "RuntimeError: no", ""))
+    done = collect([tmp_path / "runs"], tmp_path / "once")
+    assert [(one.folder, one.records, one.missing, one.failed) for one in done] == [
+        ("a", 2, [], 0),
+        ("b", 0, keys, 2),
+        ("c", 2, [], 0),
+    ]
+    assert "b: 2 examples are missing, 2 of them failed" in describe(done, tmp_path)
+    collect([tmp_path / "once"], tmp_path / "twice")
+    for name in ("once", "twice"):
+        assert (tmp_path / name / "b" / "failures.jsonl").read_bytes() == (folder / "failures.jsonl").read_bytes()
+        runs = stored_runs([tmp_path / name])
+        assert [list(run.records) for run in runs] == [[record(0), record(1)], [], [record(0), record(1)]]
+        assert [len(run.failures) for run in runs] == [0, 2, 0]
+        assert [run.folder.name for run in find_runs([tmp_path / name])] == ["a", "c"]
+
+
+def test_a_collected_campaign_without_its_records_says_so(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "a", [record(0)])
+    collect([tmp_path / "runs"], tmp_path / "out")
+    shutil.copytree(tmp_path / "out", tmp_path / "cut")
+    (tmp_path / "cut" / "records.parquet").write_bytes(b"PAR1")
+    with pytest.raises(StoreError, match="collect the runs again"):
+        find_runs([tmp_path / "cut"])

@@ -1,0 +1,499 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eval.store.folder import StoreError, fingerprint, open_store, read_run
+from eval.store.record import Failure, Measurement, Record, compact_counts
+
+ROOT = Path(__file__).resolve().parents[3]
+IDENTITY = {"model": "tiny", "method": {"name": "lazy", "schedule": {"2": 0.7}}, "seed": 0}
+
+
+def measurement(text: str = "an answer", score: float = 0.5, **changes) -> Measurement:
+    values = dict(
+        text=text, token_ids=[3, 4], score=score, rouge_l=None, ttft_s=0.2, scoring_s=0.0, total_s=0.3,
+        decode_step_s=[0.1],
+        pct_prompt_tokens_computed=75.0, group_starts=[1, 3], computed=[[8, 4], [8, 5]], kv_bytes=640, aux_bytes=32,
+        peak_memory_bytes=None,
+    )  # fmt: skip
+    return Measurement(**(values | changes))
+
+
+def record(number: int, dataset: str = "hotpotqa", **changes) -> Record:
+    method, baseline = measurement(**changes), measurement("base", ttft_s=0.4)
+    return Record(dataset, f"row-{number}", "abc", 100, 120, method, baseline, "...\nQuestion: why?", ["because", "so"])
+
+
+@given(st.text(), st.floats(0, 1), st.lists(st.integers(0, 50_000)))
+def test_a_record_comes_back_as_it_was(text: str, score: float, token_ids: list[int]) -> None:
+    one = record(1, text=text, score=score, token_ids=token_ids)
+    line = one.to_json()
+    assert "\n" not in line
+    assert "\r" not in line
+    assert Record.from_json(line) == one
+
+
+def test_a_record_of_before_prompt_ends_were_kept_is_read() -> None:
+    values = json.loads(record(1).to_json())
+    del values["prompt_end"], values["answers"]
+    assert Record.from_json(json.dumps(values)) == replace(record(1), prompt_end="", answers=[])
+
+
+def test_compact_counts_lose_nothing() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        steps, groups = rng.randint(1, 5), rng.randint(1, 4)
+        widths = [rng.randint(1, 4) for _ in range(groups)]
+        counts = np.array([[rng.randint(0, 2) for _ in range(groups)] for _ in range(steps)])
+        full = np.repeat(counts, widths, axis=1)
+        starts, compact = compact_counts(full)
+        ends = [*starts[1:], full.shape[1] + 1]
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        assert np.array_equal(np.repeat(np.array(compact), lengths, axis=1), full)
+
+
+def test_append_and_read(tmp_path: Path) -> None:
+    with open_store(tmp_path / "run", IDENTITY, {"config": {"a": 1}}) as store:
+        for number in range(3):
+            store.append(record(number))
+    about, records = read_run(tmp_path / "run")
+    assert records == [record(number) for number in range(3)]
+    assert about["fingerprint"] == fingerprint(IDENTITY)
+    assert about["identity"] == IDENTITY
+    assert about["config"] == {"a": 1}
+
+
+@pytest.mark.parametrize("cut", [1, 2, 57, -3])
+def test_a_half_written_last_line_is_cut_off_and_redone(tmp_path: Path, cut: int) -> None:
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        store.append(record(0))
+        store.append(record(1))
+    file = tmp_path / "records.jsonl"
+    whole = file.read_bytes()
+    first = whole.index(b"\n") + 1
+    file.write_bytes(whole[: first + cut] if cut > 0 else whole[:cut])
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        assert list(store.records) == [("hotpotqa", "row-0")]
+        assert file.read_bytes() == whole[:first]
+        store.append(record(1))
+    assert file.read_bytes() == whole
+
+
+def test_a_garbled_line_is_named_and_nothing_is_touched(tmp_path: Path) -> None:
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        store.append(record(0))
+    file = tmp_path / "records.jsonl"
+    before = file.read_bytes() + b'{"dataset": "hotpotqa"}\n' + b"\xff\xfe\n" + b'{"half'
+    file.write_bytes(before)
+    with pytest.raises(StoreError, match=r"records\.jsonl:2: not a record"), open_store(tmp_path, IDENTITY, {}):
+        pass
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 1}, {"method": {"name": "lazy", "schedule": {"2": 0.5}}}, {"device": "another"}]
+)
+def test_another_identity_is_refused_and_named(tmp_path: Path, change: dict) -> None:
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        store.append(record(0))
+    with pytest.raises(StoreError, match=f"differs \\({next(iter(change))}: .*out=FOLDER"):
+        open_store(tmp_path, IDENTITY | change, {}).__enter__()
+    assert fingerprint(IDENTITY | change) != fingerprint(IDENTITY)
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
+    with (
+        open_store(tmp_path, IDENTITY, {}),
+        pytest.raises(StoreError, match="another process"),
+        open_store(tmp_path, IDENTITY, {}),
+    ):
+        pass
+    with open_store(tmp_path, IDENTITY, {}):
+        pass  # released
+
+
+def test_shards_write_files_of_their_own_and_are_read_as_one_run(tmp_path: Path) -> None:
+    with open_store(tmp_path, IDENTITY, {}, "-1-of-2") as one, open_store(tmp_path, IDENTITY, {}, "-2-of-2") as two:
+        one.append(record(0))
+        one.fail(Failure("hotpotqa", "row-2", "out of memory", "..."))
+        two.append(record(1))
+        assert set(one.records) == {("hotpotqa", "row-0")}
+        one.reload()
+        two.reload()
+        assert set(one.records) == set(two.records) == {("hotpotqa", "row-0"), ("hotpotqa", "row-1")}
+        assert [failure.id for failure in two.failures] == ["row-2"]
+    assert (tmp_path / "records-1-of-2.jsonl").read_text() == record(0).to_json() + "\n"
+    assert (tmp_path / "records-2-of-2.jsonl").read_text() == record(1).to_json() + "\n"
+    assert read_run(tmp_path)[1] == [record(0), record(1)]
+    with open_store(tmp_path, IDENTITY, {}) as whole:  # goes on with what shards have left
+        assert len(whole.records) == 2
+        whole.append(record(2))
+    assert (tmp_path / "records.jsonl").read_text() == record(2).to_json() + "\n"
+    assert sorted(one.id for one in read_run(tmp_path)[1]) == ["row-0", "row-1", "row-2"]
+    with open_store(tmp_path, IDENTITY, {}, "-1-of-2") as one:
+        assert len(one.records) == 3
+        assert one.failures == []
+
+
+def test_a_shards_half_line_is_left_to_the_shard(tmp_path: Path) -> None:
+    with open_store(tmp_path, IDENTITY, {}, "-1-of-2") as store:
+        store.append(record(0))
+    file = tmp_path / "records-1-of-2.jsonl"
+    half = file.read_bytes() + b'{"dataset": "hot'
+    file.write_bytes(half)
+    with open_store(tmp_path, IDENTITY, {}, "-2-of-2") as other:
+        assert list(other.records.values()) == [record(0)]
+    assert file.read_bytes() == half
+    with open_store(tmp_path, IDENTITY, {}, "-1-of-2"):
+        assert file.read_bytes() == record(0).to_json().encode() + b"\n"
+
+
+@pytest.mark.parametrize(("first", "second"), [("-1-of-2", "-1-of-2"), ("-1-of-2", ""), ("", "-1-of-2")])
+def test_one_shard_in_two_processes_or_a_shard_beside_the_whole_run_is_refused(
+    tmp_path: Path, first: str, second: str
+) -> None:
+    with (
+        open_store(tmp_path, IDENTITY, {}, first),
+        pytest.raises(StoreError, match="another process"),
+        open_store(tmp_path, IDENTITY, {}, second),
+    ):
+        pass
+
+
+def test_shards_of_another_run_are_refused(tmp_path: Path) -> None:
+    with (
+        open_store(tmp_path, IDENTITY, {}, "-1-of-2"),
+        pytest.raises(StoreError, match=r"differs \(seed"),
+        open_store(tmp_path, IDENTITY | {"seed": 1}, {}, "-2-of-2"),
+    ):
+        pass
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "records-1-of-2.jsonl").write_text(record(0).to_json() + "\n")
+    with pytest.raises(StoreError, match=r"no run\.json"):
+        open_store(tmp_path, IDENTITY, {}, "-2-of-2").__enter__()
+
+
+def test_other_folders_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").write_text(record(0).to_json() + "\n")
+    with pytest.raises(StoreError, match=r"no run\.json"):
+        open_store(tmp_path, IDENTITY, {}).__enter__()
+    (tmp_path / "run.json").write_text(json.dumps({"schema": 99, "identity": IDENTITY}))
+    with pytest.raises(StoreError, match="schema 99"):
+        open_store(tmp_path, IDENTITY, {}).__enter__()
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(StoreError, match="cannot be read"):
+        open_store(tmp_path, IDENTITY, {}).__enter__()
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(StoreError, match="cannot be written"):
+        open_store(file / "run", IDENTITY, {}).__enter__()
+
+
+def test_readers_change_nothing(tmp_path: Path) -> None:
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        store.append(record(0))
+    file = tmp_path / "records.jsonl"
+    half = file.read_bytes() + b'{"dataset": "hot'  # as a reader finds it while the run goes on
+    file.write_bytes(half)
+    assert read_run(tmp_path)[1] == [record(0)]
+    assert file.read_bytes() == half
+
+
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch, caplog) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("eval.store.folder.fcntl.flock", no_locks)
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        store.append(record(0))
+    assert "cannot be locked" in caplog.text
+
+
+def test_a_full_disk_says_what_is_safe(tmp_path: Path, monkeypatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        store.append(record(0))
+        monkeypatch.setattr("eval.store.folder.os.fsync", full)
+        with pytest.raises(StoreError, match="Those before it are safe"):
+            store.append(record(1))
+        with pytest.raises(StoreError, match="could not be written"):
+            store.write("summary.md", "text")
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_a_failure_counts_until_the_example_has_a_record(tmp_path: Path) -> None:
+    failed = [
+        Failure("hotpotqa", f"row-{number}", "OutOfMemoryError: 2 GB\n more", "Traceback ...") for number in (1, 2)
+    ]
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        for one in failed:
+            store.fail(one)
+        store.append(record(2))
+        assert store.failures == failed[:1]
+    with open_store(tmp_path, IDENTITY, {}) as store:  # read back
+        assert store.failures == failed[:1]
+        assert set(store.records) == {("hotpotqa", "row-2")}
+
+
+# -------------------------------------------------------------------------------------------------- damaged by hand
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """Within the block, no file of this process may be larger than `size` bytes: the kernel cuts the write there."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_line_that_is_there_twice_counts_once_and_is_told(tmp_path: Path, caplog) -> None:
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        store.append(record(0))
+        store.append(record(1))
+    file = tmp_path / "records.jsonl"
+    file.write_bytes(file.read_bytes() + file.read_bytes())
+    assert read_run(tmp_path)[1] == [record(0), record(1)]
+    assert "records.jsonl:3: the same line as" in caplog.text
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        assert len(store.records) == 2
+
+
+def test_two_records_of_one_example_are_refused_and_both_named(tmp_path: Path) -> None:
+    with open_store(tmp_path, IDENTITY, {}, "-1-of-2") as one, open_store(tmp_path, IDENTITY, {}, "-2-of-2") as two:
+        one.append(record(0))
+        two.append(record(1))
+        two.append(record(0, text="another"))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    message = r"records-2-of-2\.jsonl:2: another record of hotpotqa, row row-0, than .*records-1-of-2\.jsonl:1"
+    with pytest.raises(StoreError, match=message) as error:
+        read_run(tmp_path)
+    assert f"python -m eval.store.repair {tmp_path}" in str(error.value)
+    with pytest.raises(StoreError, match=message), open_store(tmp_path, IDENTITY, {}):
+        pass
+    after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert after == before
+
+
+def test_a_last_line_that_lacks_only_its_end_is_a_record(tmp_path: Path) -> None:
+    """As an editor leaves a file, or a kill between the last two bytes."""
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        store.append(record(0))
+    file = tmp_path / "records.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    assert read_run(tmp_path)[1] == [record(0)]
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        assert list(store.records.values()) == [record(0)]
+        assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("name", ["records.jsonl", "failures.jsonl", "run.json"])
+def test_a_folder_where_a_file_belongs_is_named(tmp_path: Path, name: str) -> None:
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        store.append(record(0))
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir()
+    with pytest.raises(StoreError, match=rf"{name}: cannot be read.*directory"):
+        open_store(tmp_path, IDENTITY, {}).__enter__()
+
+
+def test_a_folder_in_the_way_of_the_summary_is_named(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").mkdir()
+    with (
+        open_store(tmp_path, IDENTITY, {}) as store,
+        pytest.raises(StoreError, match=r"summary\.json: could not"),
+    ):
+        store.write("summary.json", "{}")
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", '{"schema": 2', "[]", "null", '{"schema": 2, "identity": []}', '{"identity": {}}', "\0\0\0"]
+)
+def test_a_damaged_description_is_refused_with_what_to_do(tmp_path: Path, content: str) -> None:
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        store.append(record(0))
+    file = tmp_path / "run.json"
+    file.write_text(content)
+    for read in (read_run, lambda folder: open_store(folder, IDENTITY, {}).__enter__()):
+        with pytest.raises(StoreError, match=r"run\.json: cannot be read .*Nothing was changed.*eval\.repair"):
+            read(tmp_path)
+    assert file.read_text() == content
+
+
+def test_the_schema_of_another_version_is_refused_and_untouched(tmp_path: Path) -> None:
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        store.append(record(0))
+    about = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(about | {"schema": 1}))
+    before = (tmp_path / "records.jsonl").read_bytes()
+    with pytest.raises(StoreError, match=r"run\.json: written with schema 1, this version reads 2; give another out="):
+        open_store(tmp_path, IDENTITY, {}).__enter__()
+    assert (tmp_path / "records.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dataset": "hotpot"}, "there is no dataset 'hotpot'"),
+        ({"id": 3}, "id is int, not str"),
+        ({"prompt_tokens": "100"}, "prompt_tokens is str, not int"),
+        ({"new_field": 1}, "new_field"),
+        ({"method": None}, "NoneType"),
+        ({"answers": "because"}, "answers is str, not list"),
+    ],
+)
+def test_a_line_of_other_fields_or_types_is_no_record(tmp_path: Path, change: dict, reason: str) -> None:
+    with open_store(tmp_path, IDENTITY, {}):
+        pass
+    line = json.dumps(json.loads(record(0).to_json()) | change)
+    (tmp_path / "records.jsonl").write_text(f"{record(1).to_json()}\n{line}\n")
+    with pytest.raises(StoreError, match=rf"records\.jsonl:2: not a record .*{reason}"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", '"1"', "true", "null", "[]"])
+def test_a_score_that_is_no_number_is_no_score(value: str) -> None:
+    line = record(0).to_json().replace('"score":0.5', f'"score":{value}')
+    with pytest.raises((ValueError, TypeError), match="score is"):
+        Record.from_json(line)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 60, -2, -1])
+def test_a_disk_that_is_full_within_a_line_leaves_the_file_as_it_was(tmp_path: Path, cut: int) -> None:
+    """Real writes, which the kernel cuts after so many bytes of the line (of its end, where negative)."""
+    failure = Failure("hotpotqa", "row-9", "no memory", "...")
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        for write, line, name in (
+            (lambda: store.append(record(1)), record(1).to_json(), "records.jsonl"),
+            (lambda: store.fail(failure), failure.to_json(), "failures.jsonl"),
+            (lambda: store.note({"event": "x" * 200}), json.dumps({"event": "x" * 200}), "jobs.jsonl"),
+        ):
+            store.append(record(0))
+            store.fail(replace(failure, id="row-8"))
+            store.note({"event": "begin", "time": "2026-11-21T10:00:00Z"})
+            file = tmp_path / name
+            before = file.read_bytes()
+            room = cut if cut >= 0 else len(line) + 1 + cut
+            with (
+                full_disk(len(before) + room),
+                pytest.raises(StoreError, match=rf"{name}: the line could not be written .*Those before it are safe"),
+            ):
+                write()
+            assert file.read_bytes() == before
+            write()  # there is room again
+            assert file.read_bytes() == before + line.encode() + b"\n"
+            for one in tmp_path.glob("*.jsonl"):
+                one.unlink()
+
+
+def test_a_disk_that_is_full_from_the_start_leaves_no_half_description(tmp_path: Path) -> None:
+    with full_disk(10), pytest.raises(StoreError, match=r"run\.json: could not be written .*the same command again"):
+        open_store(tmp_path, IDENTITY, {}).__enter__()
+    assert [file.name for file in tmp_path.iterdir() if not file.name.startswith(".lock")] == []
+    full = pytest.raises(StoreError, match=r"summary\.json: could not be written")
+    with open_store(tmp_path, IDENTITY, {}) as store, full_disk(10), full:
+        store.write("summary.json", "x" * 20)
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".summary.json.0123abcd.partial").write_text("half")
+    with open_store(tmp_path, IDENTITY, {}, "-1-of-2"):  # another shard may be writing it
+        assert list(tmp_path.glob(".*.partial"))
+    with open_store(tmp_path, IDENTITY, {}):
+        assert not list(tmp_path.glob(".*.partial"))
+
+
+READ_ONLY = """
+import os, sys
+from pathlib import Path
+from eval.store.folder import StoreError, open_store, read_run
+if os.getuid() == 0:  # root may write anywhere
+    os.setgid(65534)
+    os.setuid(65534)
+folder = Path(sys.argv[1])
+print(len(read_run(folder)[1]))
+for one in (folder, folder / "new"):
+    try:
+        open_store(one, {}, {}).__enter__()
+    except StoreError as error:
+        print(error)
+"""
+
+
+def test_a_read_only_folder_can_be_read_and_is_refused_to_runs() -> None:
+    folder = Path(tempfile.mkdtemp())  # not pytest's, which nobody else may enter
+    try:
+        with open_store(folder / "run", IDENTITY, {}) as store:
+            store.append(record(0))
+        for one in (folder, folder / "run"):
+            one.chmod(0o555)
+        done = subprocess.run(
+            [sys.executable, "-c", READ_ONLY, str(folder / "run")],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        count, existing, new = done.stdout.splitlines()
+        assert count == "1", done.stderr
+        assert existing.startswith(f"{folder / 'run'}: the run folder cannot be written ([Errno 13]")
+        assert new.startswith(f"{folder / 'run' / 'new'}: the run folder cannot be written ([Errno 13]")
+        assert "give another with out=FOLDER" in existing
+    finally:
+        folder.chmod(0o755)
+        (folder / "run").chmod(0o755)
+        shutil.rmtree(folder)
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from eval.store.folder import open_store
+with open_store(Path(sys.argv[1]), {}, {}):
+    print("has it", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_folder_is_held_against_a_real_process_and_free_once_that_is_killed(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "has it\n"
+        with pytest.raises(StoreError, match="another process is working in this run folder"):
+            open_store(tmp_path, {}, {}).__enter__()
+    finally:
+        holder.kill()
+        holder.communicate()
+    with open_store(tmp_path, {}, {}) as store:
+        store.append(record(0))

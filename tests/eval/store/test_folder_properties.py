@@ -1,0 +1,276 @@
+"""The store against arbitrary damage: what is whole is never lost, what is not is never taken for a record."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from eval.benchmarks.datasets import DATASETS
+from eval.store.folder import NO_LINE, StoreError, open_store, read_failures, read_run
+from eval.store.record import Failure, Measurement, Record
+from eval.store.repair import repair
+from tests.eval.store.test_folder import IDENTITY, record
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+COUNT = st.integers(0, 2**40)
+MEASUREMENTS = st.builds(
+    Measurement,
+    text=st.text(),
+    token_ids=st.lists(COUNT, max_size=4),
+    score=FINITE,
+    rouge_l=st.none() | FINITE,
+    ttft_s=FINITE,
+    scoring_s=FINITE,
+    total_s=FINITE,
+    decode_step_s=st.lists(FINITE, max_size=4),
+    pct_prompt_tokens_computed=FINITE,
+    group_starts=st.lists(COUNT, max_size=3),
+    computed=st.lists(st.lists(COUNT, max_size=3), max_size=3),
+    kv_bytes=COUNT,
+    aux_bytes=COUNT,
+    peak_memory_bytes=st.none() | COUNT,
+)
+RECORDS = st.builds(
+    Record,
+    dataset=st.sampled_from(sorted(DATASETS)),
+    id=st.text(),
+    prompt_sha256=st.text(),
+    prompt_tokens=COUNT,
+    prompt_tokens_before_truncation=COUNT,
+    method=MEASUREMENTS,
+    baseline=st.none() | MEASUREMENTS,
+    prompt_end=st.text(),
+    answers=st.lists(st.text(), max_size=3),
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+GARBAGE = st.binary(max_size=60).map(lambda data: data.replace(b"\n", b"")) | JSON.map(
+    lambda one: json.dumps(one).encode()
+)
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """A folder with a run of no records; fixtures of pytest are not made anew for each input."""
+    with tempfile.TemporaryDirectory() as name:
+        with open_store(Path(name), IDENTITY, {}):
+            pass
+        yield Path(name)
+
+
+@given(RECORDS)
+def test_every_record_comes_back_as_it_was(one: Record) -> None:
+    line = one.to_json()
+    assert line.isascii()
+    assert min(line) >= " "  # no end of a line, by whatever rule
+    assert Record.from_json(line) == one
+
+
+@given(st.sampled_from(sorted(DATASETS)), st.text(), st.text(), st.text())
+def test_every_failure_comes_back_as_it_was(dataset: str, row: str, reason: str, traceback: str) -> None:
+    one = Failure(dataset, row, reason, traceback)
+    assert Failure.from_json(one.to_json()) == one
+
+
+def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where there is a value inside of a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in items:
+        yield (*path, key)
+        yield from paths_of(one, (*path, key))
+
+
+@given(RECORDS, st.data())
+def test_a_garbled_value_gives_a_record_of_the_right_types_or_an_error_that_the_store_knows(
+    one: Record, data: st.DataObject
+) -> None:
+    values = json.loads(one.to_json())
+    *outer, key = data.draw(st.sampled_from(list(paths_of(values))))
+    place = values
+    for step in outer:
+        place = place[step]
+    place[key] = data.draw(JSON)
+    try:
+        read = Record.from_json(json.dumps(values))
+    except NO_LINE:
+        return
+    for side in filter(None, (read.method, read.baseline)):
+        assert {type(side.score), type(side.ttft_s), type(side.total_s)} <= {int, float}
+        assert type(side.kv_bytes) is int
+        assert side.score - side.score == 0  # finite
+    assert read.dataset in DATASETS
+    assert type(read.id) is str
+
+
+@given(st.integers(0, 4), st.binary(max_size=80) | st.integers(1, 400))
+def test_whatever_a_kill_leaves_of_a_last_line_the_lines_before_it_stay(count: int, tail: bytes | int) -> None:
+    """tail: bytes without an end of line, or so many of the next record's."""
+    with run_folder() as folder:
+        records = [record(number) for number in range(count)]
+        lines = b"".join(f"{one.to_json()}\n".encode() for one in records)
+        left = record(count).to_json().encode()[:tail] if isinstance(tail, int) else tail.replace(b"\n", b"")
+        (folder / "records.jsonl").write_bytes(lines + left)
+        assert read_run(folder)[1] == records
+        with open_store(folder, IDENTITY, {}) as store:
+            assert list(store.records.values()) == records
+            store.append(record(count))
+        assert (folder / "records.jsonl").read_bytes() == lines + f"{record(count).to_json()}\n".encode()
+
+
+@given(st.integers(0, 4), st.integers(0, 4), GARBAGE)
+def test_a_garbled_line_is_named_by_its_number_and_nothing_is_changed(before: int, after: int, garbage: bytes) -> None:
+    with run_folder() as folder:
+        lines = [record(number).to_json().encode() for number in range(before + after)]
+        content = b"".join(line + b"\n" for line in [*lines[:before], garbage, *lines[before:]])
+        file = folder / "records.jsonl"
+        file.write_bytes(content)
+        if garbage.strip():
+            with pytest.raises(StoreError, match=rf"records\.jsonl:{before + 1}: not a record"):
+                read_run(folder)
+            with pytest.raises(StoreError, match=rf"records\.jsonl:{before + 1}: not a record"):
+                open_store(folder, IDENTITY, {}).__enter__()
+        else:
+            assert len(read_run(folder)[1]) == before + after
+        assert file.read_bytes() == content
+
+
+@st.composite
+def damaged_files(draw: st.DrawFn) -> tuple[dict[str, bytes], set[int]]:
+    """Files of records with all kinds of damage, and the numbers of the records that can be saved."""
+    lines: list[tuple[int | None, bytes]] = []
+    for number in range(draw(st.integers(0, 5))):
+        line = record(number).to_json().encode()
+        lines += [(number, line)] * draw(st.sampled_from([1, 1, 1, 2, 3]))
+        if draw(st.booleans()) and draw(st.booleans()):
+            lines.append((number, record(number, text="another").to_json().encode()))
+    lines += [(None, garbage) for garbage in draw(st.lists(GARBAGE, max_size=3))]
+    names = ["records.jsonl", "records-1-of-2.jsonl", "records-2-of-2.jsonl"]
+    files = dict.fromkeys(names, b"")
+    for _, line in draw(st.permutations(lines)):
+        files[draw(st.sampled_from(names))] += line + b"\n"
+    versions: dict[int, set[bytes]] = {}
+    for number, line in lines:
+        if number is not None:
+            versions.setdefault(number, set()).add(line)
+    good = {number for number, found in versions.items() if len(found) == 1}
+    return {name: content for name, content in files.items() if content}, good
+
+
+@given(damaged_files())
+def test_repair_keeps_all_that_can_be_saved_and_the_damaged_files(case: tuple[dict[str, bytes], set[int]]) -> None:
+    files, good = case
+    with run_folder() as folder:
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        done = repair(folder)
+        assert {one.key: one for one in read_run(folder)[1]} == {record(number).key: record(number) for number in good}
+        for name, content in files.items():
+            left, aside = (folder / name).read_bytes(), folder / f"{name}.damaged-1"
+            assert aside.exists() == any(line.startswith(f"{name}:") for line in done)
+            assert content == (aside.read_bytes() if aside.exists() else left)
+            assert set(left.split(b"\n")) <= set(content.split(b"\n"))
+        assert repair(folder) == []
+        with open_store(folder, IDENTITY, {}) as store:
+            assert len(store.records) == len(good)
+
+
+class Jobs(RuleBasedStateMachine):
+    """Jobs of several shards in one folder, beside each other, killed and started again; held against a plain dict."""
+
+    PARTS = ("-1-of-3", "-2-of-3", "-3-of-3")
+
+    @initialize()
+    def begin(self) -> None:
+        self.directory = tempfile.TemporaryDirectory()
+        self.folder = Path(self.directory.name)
+        self.open: dict[str, tuple[Any, Any]] = {}
+        self.records: dict[tuple[str, str], Record] = {}
+        self.failed: dict[tuple[str, str], Failure] = {}
+        self.next = 0
+        with open_store(self.folder, IDENTITY, {}):
+            pass
+
+    def teardown(self) -> None:
+        if hasattr(self, "open"):
+            for context, _ in self.open.values():
+                context.__exit__(None, None, None)
+            self.directory.cleanup()
+
+    def store(self, part: str) -> Any:
+        if part not in self.open:
+            context = open_store(self.folder, IDENTITY, {}, part)
+            self.open[part] = context, context.__enter__()
+        return self.open[part][1]
+
+    @rule(part=st.sampled_from(PARTS), text=st.text(max_size=5))
+    def measure(self, part: str, text: str) -> None:
+        one = record(self.next, text=text)
+        self.next += 1
+        self.store(part).append(one)
+        self.records[one.key] = one
+
+    @rule(part=st.sampled_from(PARTS), reason=st.text(max_size=5))
+    def fail(self, part: str, reason: str) -> None:
+        one = Failure("hotpotqa", f"row-{self.next}", reason, "")
+        self.next += 1
+        self.store(part).fail(one)
+        self.failed[one.key] = one
+
+    @rule(part=st.sampled_from(PARTS))
+    def measure_what_failed(self, part: str) -> None:
+        if self.failed:
+            dataset, row = next(iter(self.failed))
+            one = record(int(row.removeprefix("row-")), dataset)
+            if one.key not in self.records:
+                self.store(part).append(one)
+                self.records[one.key] = one
+
+    @rule(part=st.sampled_from(PARTS), share=st.floats(0, 1), name=st.sampled_from(["records", "failures"]))
+    def kill(self, part: str, share: float, name: str) -> None:
+        """A kill in the middle of a write: the lock goes, a part of a line stays, and all of it if share is 1."""
+        self.store(part)
+        context, _ = self.open.pop(part)
+        context.__exit__(None, None, None)
+        one = record(self.next) if name == "records" else Failure("hotpotqa", f"row-{self.next}", "why", "")
+        self.next += 1
+        line = one.to_json().encode()
+        with (self.folder / f"{name}{part}.jsonl").open("ab") as file:
+            file.write(line[: int(share * len(line))])
+        if share == 1:
+            (self.records if isinstance(one, Record) else self.failed)[one.key] = one  # type: ignore[index]
+
+    @rule(part=st.sampled_from(PARTS))
+    def a_second_process_is_refused(self, part: str) -> None:
+        self.store(part)
+        for other in (part, ""):
+            with pytest.raises(StoreError, match="another process"):
+                open_store(self.folder, IDENTITY, {}, other).__enter__()
+
+    @invariant()
+    def readers_see_all_that_was_written_and_nothing_else(self) -> None:
+        if hasattr(self, "folder"):
+            assert {one.key: one for one in read_run(self.folder)[1]} == self.records
+            assert {one.key: one for one in read_failures(self.folder)} == self.failed
+
+    @rule(part=st.sampled_from(PARTS))
+    def jobs_see_each_others_work_when_they_look_again(self, part: str) -> None:
+        store = self.store(part)
+        store.reload()
+        assert store.records == self.records
+        assert {one.key for one in store.failures} == self.failed.keys() - self.records.keys()
+
+
+TestJobs = Jobs.TestCase
+TestJobs.settings = settings(stateful_step_count=12)

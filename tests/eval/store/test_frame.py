@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.store.folder import StoreError, open_store
+from eval.store.frame import COLUMNS, as_frame, find_runs, label_of
+from eval.store.record import Record
+from tests.eval.store.test_folder import measurement, record
+
+LAZY = {"name": "lazy", "schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
+
+
+def write_run(
+    folder: Path,
+    records: list[Record],
+    method: dict[str, Any] = LAZY,
+    model: str = "tiny",
+    paper: str | None = None,
+    **identity: Any,
+) -> Path:
+    """A run folder as `run.py` leaves it."""
+    about = {
+        "config": {"model": {"name": model, "paper": paper}},
+        "provenance": {"git_commit": "abc", "machine": {"device": "a device"}, "versions": {"torch": "2"}},
+    }
+    usual = {
+        "model": model,
+        "method": method,
+        "seed": 0,
+        "paired": True,
+        "code": "1",
+        "data": {},
+        "load_format": "auto",
+    }
+    with open_store(folder, usual | identity, about) as store:
+        for one in records:
+            store.append(one)
+    return folder
+
+
+def test_runs_are_found_at_any_depth_and_in_order(tmp_path: Path) -> None:
+    write_run(tmp_path / "b", [record(0)])
+    write_run(tmp_path / "a" / "deep", [record(1)], seed=1)
+    write_run(tmp_path / "begun", [], seed=2)
+    (tmp_path / "stray.jsonl").write_text("{}")
+    runs = find_runs([tmp_path, tmp_path / "a"])
+    assert [run.folder for run in runs] == [tmp_path / "a" / "deep", tmp_path / "b"]
+    assert runs[1].records == [record(0)]
+    assert [run.seed for run in runs] == [1, 0]
+    assert runs[0].settings == {"schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
+
+
+def test_no_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no such folder"):
+        find_runs([tmp_path / "absent"])
+    write_run(tmp_path / "begun", [])
+    with pytest.raises(StoreError, match="no run with records"):
+        find_runs([tmp_path])
+
+
+@pytest.mark.parametrize("key", ["code", "load_format", "device"])
+def test_mixtures_of_one_model_are_refused(tmp_path: Path, key: str) -> None:
+    write_run(tmp_path / "a", [record(0)])
+    write_run(tmp_path / "b", [record(1)], **{key: "another"})
+    with pytest.raises(StoreError, match=f"differ in {key} .*'another'"):
+        find_runs([tmp_path])
+
+
+def test_methods_seeds_and_models_may_differ(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", [record(0)])
+    write_run(tmp_path / "b", [record(0)], {"name": "baseline"}, paired=False, seed=3, data={"x": "y"}, warmup=1)
+    write_run(tmp_path / "c", [record(0)], LAZY | {"schedule": "table1"}, parameters={"hotpotqa": LAZY})
+    write_run(tmp_path / "d", [record(0)], model="folder/llama", paper="llama2", code="2")
+    runs = find_runs([tmp_path])
+    assert [(run.model, run.paper_model, run.method) for run in runs] == [
+        ("tiny", None, "lazy"),
+        ("tiny", None, "baseline"),
+        ("tiny", None, "lazy"),
+        ("llama", "llama2", "lazy"),
+    ]
+
+
+def test_a_row_holds_the_record(tmp_path: Path) -> None:
+    one = replace(
+        record(7, "gov_report"),
+        method=measurement(
+            score=0.25, rouge_l=0.5, ttft_s=0.2, total_s=0.6, scoring_s=0.1, decode_step_s=[0.1, 0.3],
+            token_ids=[1, 2, 3], peak_memory_bytes=9,
+        ),
+        baseline=measurement(decode_step_s=[], token_ids=[1]),
+    )  # fmt: skip
+    write_run(tmp_path, [one], {"name": "random_drop", "keep": 0.5, "seed": 4}, seed=4)
+    frame = as_frame(find_runs([tmp_path]))
+    assert list(frame.columns) == COLUMNS
+    row = frame.iloc[0].to_dict()
+    expected = {
+        "model": "tiny", "method": "random_drop", "settings": '{"keep": 0.5}', "label": "random_drop, keep=0.5",
+        "seed": 4, "paired": True, "dataset": "gov_report", "task": "summarization", "suite": "longbench",
+        "id": "row-7", "prompt_tokens": 100, "score": 25, "rouge_l": 50, "ttft_s": 0.2, "scoring_s": 0.1,
+        "total_s": 0.6, "step_s": 0.2, "tokens": 3, "pct_computed": 75, "kv_bytes": 640, "aux_bytes": 32,
+        "peak_bytes": 9, "baseline_score": 50, "baseline_tokens": 1, "baseline_ttft_s": 0.2,
+    }  # fmt: skip
+    assert {key: row[key] for key in expected} == pytest.approx(expected)
+    for missing in ("baseline_step_s", "baseline_rouge_l", "baseline_peak_bytes"):
+        assert math.isnan(row[missing])
+
+
+def test_the_paired_measurement_counts(tmp_path: Path) -> None:
+    alone = replace(record(0), method=measurement(score=0.0), baseline=None)
+    write_run(tmp_path / "a", [alone, replace(alone, id="only here")], paired=False)
+    write_run(tmp_path / "b", [record(0, score=1.0)])
+    frame = as_frame(find_runs([tmp_path]))
+    assert frame[["id", "score", "paired"]].to_numpy().tolist() == [["only here", 0, False], ["row-0", 100, True]]
+
+
+def test_the_same_measured_twice_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", [record(0), record(2)])
+    write_run(tmp_path / "b", [record(1), record(0)], warmup=9)
+    with pytest.raises(StoreError, match=r"row-0, lazy, schedule=.* measured twice, in .*/a and .*/b; take one away"):
+        as_frame(find_runs([tmp_path]))
+
+
+def test_nothing_gives_an_empty_frame() -> None:
+    assert list(as_frame([]).columns) == COLUMNS
+    assert len(as_frame([])) == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "label"),
+    [
+        ("baseline", {}, "baseline"),
+        ("lazy", {"schedule": {"2": 0.3}, "prune_generated": False, "revive": True}, "lazy, schedule={2: 0.3}"),
+        ("lazy", {"schedule": "paper", "revive": False}, "lazy, schedule=paper, revive=false"),
+        ("prompt_compression", {"keep": 0.5, "scorer": None}, "prompt_compression, keep=0.5"),
+    ],
+)
+def test_labels(method: str, settings: dict[str, Any], label: str) -> None:
+    assert label_of(method, json.loads(json.dumps(settings))) == label
+
+
+def test_a_first_look_gives_way_to_the_run_of_all(tmp_path: Path) -> None:
+    write_run(tmp_path / "look", [record(0, score=0.25)])
+    write_run(tmp_path / "whole", [record(0, score=1.0), record(1)], warmup=9)
+    frame = as_frame(find_runs([tmp_path]))
+    assert frame["id"].tolist() == ["row-0", "row-1"]
+    assert frame["score"].tolist() == [100, 50]
+
+
+def test_other_rows_under_the_same_name_are_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", [record(0)], data={"hotpotqa": "1234 5678"})
+    write_run(tmp_path / "b", [record(1)], data={"hotpotqa": "1234 9999"})
+    with pytest.raises(StoreError, match="different rows or templates of hotpotqa"):
+        find_runs([tmp_path])

@@ -1,0 +1,205 @@
+"""The benchmark's arithmetic by hand, its revivals by plan, and its command line end to end. Never how long it took."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig
+
+import lazyllm
+from lazyllm.bench.__main__ import main, method_of
+from lazyllm.bench.case_table import (
+    idle_step_ratio,
+    revival_cost,
+    reviving_step_ratio,
+    step_ratio,
+    total_ratio,
+    utilisation,
+)
+from lazyllm.bench.clock import Pair, Run, quartiles, revived_flops
+from lazyllm.bench.shapes import SHAPES, build, config_of
+from lazyllm.bench.steered import SteeredLazy
+from lazyllm.bench.turns import in_turns
+from lazyllm.bench.waits import Waits
+from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.flops import LayerShape
+from lazyllm.engine.prompt import Prompt
+from lazyllm.methods import Baseline, Lazy
+from tests.reference import random_model
+
+CPU = torch.device("cpu")
+# steps of 3 and 5 s revive 10 and 30 FLOPs, one of 2 s nothing; the baseline's steps take 2, 4 and 1 s
+PAIR = Pair(Run(8.0, [2.0, 4.0, 1.0], 15.0, [0, 0, 0], 50.0), Run(4.0, [3.0, 2.0, 5.0], 14.0, [10, 0, 30], 50.0))
+
+
+def test_ratios_by_hand() -> None:
+    assert idle_step_ratio(PAIR) == 2 / 4
+    assert reviving_step_ratio(PAIR) == (3 / 2 + 5 / 1) / 2
+    assert total_ratio(PAIR) == 14.0 / 15.0
+    assert step_ratio(PAIR) == (10 / 3) / (7 / 3)
+    # had they revived nothing, steps of 3 and 5 s would take half of the baseline's median 2 s; 40 FLOPs at 80 in 4 s
+    # are 2 s
+    assert revival_cost(PAIR, prefill_flops=80) == (3 - 1 + 5 - 1) / 2
+    assert utilisation(PAIR.other, prefill_flops=80) == 80 / 4.0 / 50.0
+    nothing = Pair(PAIR.baseline, Run(4.0, [2.0, 2.0, 2.0], 10.0, [0, 0, 0], 50.0))
+    assert (reviving_step_ratio(nothing), revival_cost(nothing, 80)) == (None, None)
+    always = Pair(PAIR.baseline, Run(4.0, [2.0, 2.0, 2.0], 10.0, [1, 1, 1], 50.0))
+    assert (idle_step_ratio(always), revival_cost(always, 80)) == (None, None)
+    transformers = Pair(PAIR.baseline, Run(9.0, [7.0], 23.0, [0], 50.0))
+    assert (step_ratio(transformers), idle_step_ratio(transformers)) == (3.0, None)
+    assert quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == (2.0, 3.0, 4.0)
+    assert quartiles([7.0]) == (7.0, 7.0, 7.0)
+
+
+def test_revived_flops_are_those_of_the_products_that_run() -> None:
+    """PyTorch's counter sees the linear maps; attention's pairs are counted from the selections, as prefill's are."""
+    model, schedule = random_model("llama", 3, num_layers=5), {2: 0.5, 3: 0.6}
+    prompt = torch.randint(0, 97, (24,), generator=torch.Generator().manual_seed(1))
+    method = Lazy(schedule)
+    out = lazyllm.generate(model, prompt, method, 6, ())
+    found = revived_flops(model, method, out.selected, 24)
+    shape = LayerShape.of(model.config)
+    with torch.inference_mode(), open_decoder(model) as decoder:
+        session = method.start(decoder, Prompt(prompt), 6)
+        session.prefill(prompt)
+        for step, token_id in enumerate(out.token_ids[:-1]):
+            with FlopCounterMode(display=False) as counter:
+                session.step(token_id)
+            by_name = counter.get_flop_counts()["Global"].items()
+            products = sum(flops for name, flops in by_name if str(name) in ("aten.mm", "aten.addmm", "aten.linear"))
+            newest = 5 * shape.linear_flops + 2 * shape.width * model.config.vocab_size
+            rows = (out.computed[step + 1] - out.computed[step]).sum()
+            assert products - newest == rows * shape.linear_flops
+            pairs, remainder = divmod(found[step] - int(rows) * shape.linear_flops, shape.pair_flops)
+            assert remainder == 0
+            assert rows <= pairs <= rows * 24 or rows == pairs == 0
+    assert any(found)
+
+
+def test_attention_of_what_is_revived_is_counted_pair_by_pair() -> None:
+    model, shape = random_model("llama", 0, num_layers=3), LayerShape.of(random_model("llama", 0, num_layers=3).config)
+    # prefill goes on with 0, 4, 5; the first step's set holds 0, 2, 3 and itself, the second's 0, 2, 5
+    selected = [{1: [0, 4, 5]}, {1: [0, 2, 3, 6]}, {1: [0, 2, 5, 6, 7]}]
+    # revived: 2, which attends to 0 and 2, and 3, which attends to 0, 2 and 3; in each of two layers
+    assert revived_flops(model, Lazy({1: 0.5}), selected, 6) == [2 * (2 * shape.linear_flops + 5 * shape.pair_flops), 0]
+
+
+def test_steered_sessions_revive_when_they_are_told_to() -> None:
+    model = random_model("llama", 3, num_layers=4)
+    prompt = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(1))
+    out = lazyllm.generate(model, prompt, SteeredLazy({1: 0.5, 2: 0.5}, drift=0.3, every=3), 9, ())
+    revived = (out.computed[1:] - out.computed[:-1]).sum(axis=1)
+    assert [bool(count) for count in revived] == [True, False, False, True, False, False, True, False]
+    assert out.computed[0].tolist() == [60, 30, 15, 15]
+    for before, after, count in zip(out.selected, out.selected[1:], revived, strict=False):
+        if not count:
+            assert [position for position in after[1] if position < 60] == [p for p in before[1] if p < 60]
+    one, other = (
+        lazyllm.generate(model, prompt, SteeredLazy({1: 0.5}, drift=0.3, seed=seed), 2, ()) for seed in (1, 2)
+    )
+    assert one.selected != other.selected
+
+
+@pytest.mark.parametrize(
+    ("call", "waits"),
+    [
+        (lambda x: x.nonzero(), 1),
+        (lambda x: x[x > 1], 1),
+        (lambda x: float(x.sum()), 1),
+        (lambda x: bool((x > 1).any()), 1),
+        (lambda x: x.tolist(), 1),
+        (lambda x: x[torch.tensor([0])] + x.sum(), 0),
+        (lambda x: torch.where(x > 1, x, 0).argsort(), 0),
+    ],
+)
+def test_waits_are_seen(call, waits: int) -> None:
+    numbers = torch.arange(3.0)
+    with Waits() as counter:
+        call(numbers)
+    assert len(counter.found) == waits
+
+
+def test_generations_in_turns_are_those_alone() -> None:
+    model = random_model("llama", 5, num_layers=4)
+    prompt = torch.randint(0, 97, (30,), generator=torch.Generator().manual_seed(2))
+    methods = [Lazy({1: 0.5, 3: 0.6}), Baseline(), Lazy({2: 0.3})]
+    alone = [lazyllm.generate(model, prompt, method, 7, ()) for method in methods]
+    assert len({tuple(one.token_ids) for one in alone}) > 1
+    for done, expected in zip(in_turns(model, methods, prompt, 7), alone, strict=True):
+        assert (done.token_ids, done.selected) == (expected.token_ids, expected.selected)
+        assert len(done.seconds) == 7
+        assert done.product_flops_per_s > 0
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_shapes() -> None:
+    assert config_of("llama2-7b", 99).hidden_size == 4096
+    assert all(config_of(name, 99).max_position_embeddings == 99 for name in SHAPES)
+    config = config_of("layers=3,width=192,kv_heads=1", 99)
+    assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (3, 3, 1)
+    assert config.intermediate_size == 512
+    parameters = sum(p.numel() for p in build(config_of("tiny", 9), torch.float32, CPU, "sdpa", 0).parameters())
+    # embeddings and logits; in 8 layers q, o, k, v, three of the MLP, two norms; a last norm
+    assert parameters == 2 * 1000 * 128 + 8 * (128 * (128 * 2 + 64 * 2 + 256 * 3) + 256) + 128
+    for wrong in ("llama3", "layers=2", "layers=x,width=2", "depth=3,width=2"):
+        with pytest.raises(ValueError, match="--shape"):
+            config_of(wrong, 9)
+
+
+def test_methods_by_name() -> None:
+    config = LlamaConfig(num_hidden_layers=10)
+    assert method_of("paper", config) == Lazy(lazyllm.Schedule({3: 0.7, 6: 0.7, 9: 0.7}))
+    assert method_of("keep1", config) == Lazy(lazyllm.Schedule({3: 1.0, 6: 1.0, 9: 1.0}))
+    assert method_of('{"2": 0.4}@0.1', config) == SteeredLazy(lazyllm.Schedule({2: 0.4}), drift=0.1)
+    with pytest.raises(ValueError, match="only 10 layers"):
+        method_of('{"12": 0.4}', config)
+
+
+def test_the_command_line(tmp_path, capsys) -> None:
+    file = tmp_path / "out.json"
+    arguments = (
+        "--shape layers=4,width=64,vocab=50,mlp=64 --dtype float32 --device cpu --threads 1 --tokens 20 30 "
+        "--new-tokens 11 --method paper@0.2 --method keep1 --against hf --repeats 2 --warmup 0 --json"
+    )
+    main([*arguments.split(), str(file)])
+    written, shown = json.loads(file.read_text()), capsys.readouterr().out
+    assert [(case["name"], case["tokens"]) for case in written["cases"]] == [
+        (name, tokens) for tokens in (20, 30) for name in ("paper@0.2", "keep1", "hf")
+    ]
+    assert written["threads"] == 1
+    paper, keeping, hf, *_ = written["cases"]
+    assert len(paper["pairs"]) == 2
+    assert [len(pair["other"]["step_s"]) for pair in paper["pairs"]] == [10, 10]
+    assert paper["untimed"]["prefill_waits"] == 0
+    assert paper["untimed"]["step_waits"] <= 3
+    assert keeping["untimed"]["aux_bytes"] == 0
+    assert keeping["untimed"]["kv_bytes"] == keeping["baseline_untimed"]["kv_bytes"] == 20 * 4 * 2 * 64 * 4
+    assert hf["untimed"] is None
+    assert shown.count("TTFT speedup") == 2
+    assert [(case["boundaries"], case["new_tokens"]) for case in (paper, keeping, hf)] == [(3, 11), (0, 11), (0, 11)]
+    with pytest.raises(SystemExit, match="error: --shape is one of"):
+        main(["--shape", "nothing"])
+
+
+def test_long_prompts_are_sampled_once(tmp_path, capsys) -> None:
+    file, shape = tmp_path / "out.json", "--shape layers=4,width=64,vocab=50,mlp=64 --dtype float32 --device cpu"
+    main([*f"{shape} --tokens 20 --new-tokens 1 --repeats 0 --method paper --json".split(), str(file)])
+    [case] = json.loads(file.read_text())["cases"]
+    [pair] = case["pairs"]
+    assert pair["other"]["ttft_s"] == case["untimed"]["prefill_s"]
+    assert pair["baseline"]["ttft_s"] == case["baseline_untimed"]["prefill_s"]
+    assert "TTFT speedup" in capsys.readouterr().out
+    for more in ("--new-tokens 2", "--new-tokens 1 --against hf"):
+        with pytest.raises(SystemExit, match="--repeats 0 is one prefill"):
+            main(f"{shape} --tokens 20 --repeats 0 {more}".split())
+
+
+def test_several_lengths_of_the_answer(tmp_path) -> None:
+    file, shape = tmp_path / "out.json", "--shape layers=4,width=64,vocab=50,mlp=64 --dtype float32 --device cpu"
+    main([*f"{shape} --tokens 20 30 --new-tokens 1 3 --repeats 1 --warmup 0 --json".split(), str(file)])
+    cases = json.loads(file.read_text())["cases"]
+    assert [(case["tokens"], case["new_tokens"]) for case in cases] == [(20, 1), (20, 3), (30, 1), (30, 3)]
+    assert [len(case["pairs"][0]["other"]["step_s"]) for case in cases] == [0, 2, 0, 2]

@@ -1,0 +1,223 @@
+"""Architecture x method x dtype x attention implementation: every cell, and what must hold in it.
+
+`test_architectures.py` runs the cells; `scripts/support_matrix.py` runs the same and writes docs/architectures.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import lazyllm
+from lazyllm.engine.decoder import check_same_as_model, open_decoder
+from lazyllm.engine.prompt import Prompt
+from lazyllm.methods import Baseline, Lazy, Method, PromptCompression, RandomDrop, StaticPruning
+from tests.reference import (
+    VARIANTS,
+    ReferenceOutput,
+    casts_in_float64,
+    forward_reference,
+    keep_count,
+    lazy_reference,
+    random_variant,
+    static_reference,
+)
+
+# (dtype, attention implementation); FlashAttention knows half precision only
+COLUMNS = [
+    *((dtype, attention) for dtype in ("float64", "float32", "bfloat16", "float16") for attention in ("sdpa", "eager")),
+    ("bfloat16", "flash_attention_2"),
+    ("float16", "flash_attention_2"),
+]
+# a method with parameters that keep everything, and with some that prune, for a model of 4 layers
+METHODS: dict[str, tuple[Method, Method]] = {
+    "baseline": (Baseline(), Baseline()),
+    "lazy": (Lazy({1: 1.0, 3: 1.0}), Lazy({1: 0.6, 2: 0.7, 3: 0.5})),
+    "lazy, prune_generated": (Lazy({2: 1.0}, prune_generated=True), Lazy({1: 0.6, 2: 0.7}, prune_generated=True)),
+    "lazy, without revival": (Lazy({1: 1.0}, revive=False), Lazy({1: 0.6, 3: 0.5}, revive=False)),
+    "prompt_compression": (PromptCompression(1.0, "token"), PromptCompression(0.5, "token")),
+    "random_drop": (RandomDrop(1.0), RandomDrop(0.5, seed=3)),
+    "static_pruning": (StaticPruning(2, 1.0), StaticPruning(2, 0.4)),
+}
+# Longer than any window; the dynamic NTK's length is crossed in decoding, and the LongRoPE's before
+PROMPT = np.random.default_rng(0).integers(0, 97, 18).tolist()
+STEPS = 5
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination."""
+
+    architecture: str
+    method: str
+    dtype: str
+    attention: str
+
+    def __str__(self) -> str:
+        return "; ".join([self.architecture, self.method, self.dtype, self.attention])
+
+
+def cells() -> Iterator[Cell]:
+    """All combinations that transformers itself allows."""
+    for architecture in VARIANTS:
+        for method in METHODS:
+            for dtype, attention in COLUMNS:
+                if is_offered(architecture, attention):
+                    yield Cell(architecture, method, dtype, attention)
+
+
+def is_offered(architecture: str, attention: str) -> bool:
+    """transformers refuses to build a model whose attention is capped with SDPA, which could not cap it."""
+    return not (attention == "sdpa" and architecture == "gemma2")
+
+
+def check(cell: Cell) -> None:
+    """Raise AssertionError where the cell does not do what docs/architectures.md says that it does."""
+    with _opened(cell) as model:
+        keeping, pruning = METHODS[cell.method]
+        expected_tokens, expected_logits = _by_transformers(cell.architecture, cell.dtype, cell.attention)
+        found = lazyllm.generate(model, PROMPT, keeping, STEPS, ())
+        assert torch.equal(found.first_logits, expected_logits), "first logits with everything kept"
+        assert found.token_ids == expected_tokens, "tokens with everything kept"
+        assert found.pct_prompt_tokens_computed == 100
+
+        found = lazyllm.generate(model, PROMPT, pruning, STEPS, ())
+        assert found.computed[0].tolist() == pruning.tokens_per_layer(4, len(PROMPT))
+        assert found.first_logits.isfinite().all()
+        assert found.first_logits.dtype == getattr(torch, cell.dtype)
+        if cell.dtype not in ("float64", "float32"):
+            return
+        expected = by_reference(cell.architecture, cell.dtype, cell.method)
+        tolerance = TOLERANCE
+        if cell.dtype == "float32":
+            if expected.margin < 1e-5:
+                return  # rounding may select other tokens
+            tolerance = 1e-3
+        assert expected.margin > TOLERANCE, "something is decided by rounding"
+        assert found.token_ids == expected.token_ids
+        for ours, theirs in zip(found.selected, expected.selected, strict=False):
+            assert ours == theirs
+        for ours, theirs in zip(logits_of_steps(model, pruning, found.token_ids), expected.logits, strict=True):
+            assert np.abs(ours - theirs).max() < tolerance
+
+
+def logits_of_steps(model: PreTrainedModel, method: Method, token_ids: list[int]) -> list[np.ndarray]:
+    """The logits of each step when it is fed `token_ids`."""
+    with torch.inference_mode(), open_decoder(model) as decoder:
+        session = method.start(decoder, Prompt(torch.as_tensor(PROMPT)), len(token_ids))
+        found = [session.prefill(torch.tensor(PROMPT)).numpy()]
+        return found + [session.step(token_id).numpy() for token_id in token_ids[:-1]]
+
+
+@lru_cache(maxsize=4)
+def by_reference(architecture: str, dtype: str, method: str) -> ReferenceOutput:
+    """What the method's pruning parameters give, by the float64 reference."""
+    model = _model(architecture, dtype, "eager")
+    pruning: Any = METHODS[method][1]
+    match pruning:
+        case Lazy():
+            schedule = dict(lazyllm.Schedule.parse(pruning.schedule, 4).keep)
+            return lazy_reference(model, PROMPT, schedule, STEPS, (), pruning.prune_generated, revive=pruning.revive)
+        case StaticPruning():
+            return static_reference(model, PROMPT, pruning.layer, pruning.keep, STEPS)
+        case RandomDrop():  # the draw is this project's own; what it leaves is a prompt
+            others = np.random.default_rng([pruning.seed, len(PROMPT)]).choice(
+                len(PROMPT) - 1, keep_count(pruning.keep, len(PROMPT)) - 1, replace=False
+            )
+            return _on_the_rest(model, [*others.tolist(), len(PROMPT) - 1])
+        case PromptCompression():
+            info = _self_information(model, PROMPT[:-1])
+            ranking = sorted(range(len(info)), key=lambda p: (-info[p], p))
+            return _on_the_rest(model, [*ranking[: keep_count(pruning.keep, len(info))], len(PROMPT) - 1])
+        case _:
+            return lazy_reference(model, PROMPT, {}, STEPS)
+
+
+def _on_the_rest(model: PreTrainedModel, kept: list[int]) -> ReferenceOutput:
+    out = lazy_reference(model, [PROMPT[position] for position in sorted(kept)], {}, STEPS)
+    out.selected = [{0: sorted(kept)}]
+    return out
+
+
+def _self_information(model: PreTrainedModel, token_ids: list[int]) -> list[float]:
+    """-log p of each token after those before it; the first one gets that of an even guess."""
+    logits = forward_reference(model, token_ids[:-1])
+    log_sums = np.log(np.exp(logits).sum(axis=-1))
+    return [np.log(logits.shape[-1]), *(log_sums[p] - logits[p, token] for p, token in enumerate(token_ids[1:]))]
+
+
+@lru_cache(maxsize=len(COLUMNS))
+def _model(architecture: str, dtype: str, attention: str) -> PreTrainedModel:
+    own = "eager" if attention == "flash_attention_2" else attention  # which is not installed: see `_flash_stand_in`
+    model = random_variant(architecture, 3, own, getattr(torch, dtype))
+    model.config._attn_implementation = attention
+    return model
+
+
+@contextlib.contextmanager
+def _opened(cell: Cell) -> Iterator[PreTrainedModel]:
+    """The cell's model, checked as at start-up, computing in float64 throughout where that is its dtype."""
+    with contextlib.ExitStack() as stack:
+        if cell.dtype == "float64":
+            stack.enter_context(casts_in_float64())
+        if cell.attention == "flash_attention_2":
+            stack.enter_context(_flash_stand_in())
+        model = _model(cell.architecture, cell.dtype, cell.attention)
+        if cell.method == "baseline":
+            check_same_as_model(model)
+        yield model
+
+
+@lru_cache(maxsize=len(COLUMNS))
+def _by_transformers(architecture: str, dtype: str, attention: str) -> tuple[list[int], torch.Tensor]:
+    """Tokens of `model.generate` and the logits of `model(...)` for the first. To be called within `_opened`."""
+    model: Any = _model(architecture, dtype, attention)
+    prompt = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        tokens = model.generate(
+            prompt, max_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True
+        )
+        # a second prompt begins anew also where the RoPE has grown with the first one
+        logits = model(prompt, logits_to_keep=1).logits[0, -1]
+    return tokens[0, len(PROMPT) :].tolist(), logits
+
+
+@contextlib.contextmanager
+def _flash_stand_in() -> Iterator[None]:
+    """In place of FlashAttention 2, which needs a GPU: its conventions, computed by PyTorch.
+
+    Causal over the slots, aligned at the end; `sliding_window` counted in slots; `softcap`; no masks.
+    """
+
+    def flash(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        assert attention_mask is None
+        assert module.config._attn_implementation == "flash_attention_2"
+        m, s = query.shape[2], key.shape[2]
+        age = torch.arange(s - m, s)[:, None] - torch.arange(s)
+        window = kwargs.get("sliding_window")
+        seen = (age >= 0) & (age < (window or s))
+        share = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(share, dim=1), value.repeat_interleave(share, dim=1)
+        logits = query.float() @ key.float().transpose(-1, -2) * kwargs["scaling"]
+        if kwargs.get("softcap") is not None:
+            logits = kwargs["softcap"] * torch.tanh(logits / kwargs["softcap"])
+        weights = F.softmax(logits.masked_fill(~seen, float("-inf")), dim=-1)
+        return (weights @ value.float()).to(query.dtype).transpose(1, 2).contiguous(), None
+
+    own = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = flash
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+        assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is own

@@ -1,0 +1,226 @@
+"""Every supported way of building a decoder, with every method, dtype and attention; and what is refused."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+
+import lazyllm
+from lazyllm import UnsupportedModelError
+from lazyllm.engine.architecture import find_layout, windows_of
+from lazyllm.engine.decoder import check_same_as_model, open_decoder
+from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.engine.prompt import Prompt
+from lazyllm.methods import Baseline, Lazy, RandomDrop
+from scripts.support_matrix import OUT, REFUSED, refusal_of, table
+from tests.lazyllm.engine.architecture_matrix import Cell, cells, check
+from tests.reference import (
+    VARIANTS,
+    WINDOW,
+    casts_in_float64,
+    forward_reference,
+    lazy_reference,
+    random_variant,
+)
+
+VOCAB = 97
+TOLERANCE = 1e-9
+
+
+def attention_of(variant: str) -> str:
+    return "eager" if variant == "gemma2" else "sdpa"
+
+
+@pytest.mark.parametrize("cell", list(cells()), ids=str)
+def test_matrix(cell: Cell) -> None:
+    check(cell)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_reference_is_transformers_forward(variant: str) -> None:
+    model = random_variant(variant, 5, attention_of(variant))
+    for length in (1, 3, WINDOW + 1, 16, 17, 30):
+        prompt = np.random.default_rng(length).integers(0, VOCAB, length).tolist()
+        with torch.no_grad(), casts_in_float64():
+            logits = model(torch.tensor([prompt])).logits[0].numpy()
+        np.testing.assert_allclose(forward_reference(model, prompt), logits, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lengths_and_schedules(variant: str, seed: int) -> None:
+    rng = random.Random(f"{variant} {seed}")
+    model = random_variant(variant, seed, attention_of(variant))
+    schedule = {layer: rng.choice([0.1, 0.3, 0.5, 0.8]) for layer in sorted(rng.sample(range(1, 5), rng.randint(1, 3)))}
+    prompt = rng.choices(range(VOCAB), k=rng.choice([2, WINDOW + 2, 21, 33]))
+    if "LongRoPE" in variant and len(prompt) < 17:
+        prompt *= 9
+    steps, prune_generated = rng.randint(3, 8), rng.random() < 0.4
+    expected = lazy_reference(model, prompt, schedule, steps, (), prune_generated)
+    assert expected.margin > TOLERANCE
+    method = Lazy(schedule, prune_generated)
+    with casts_in_float64():
+        found = lazyllm.generate(model, prompt, method, steps, ())
+        assert found.selected == expected.selected
+        assert found.token_ids == expected.token_ids
+        assert found.computed.tolist() == expected.computed.tolist()
+        with torch.inference_mode(), open_decoder(model) as decoder:
+            session = method.start(decoder, Prompt(torch.tensor(prompt)), steps)
+            logits = [session.prefill(torch.tensor(prompt)).numpy()]
+            logits += [session.step(token_id).numpy() for token_id in found.token_ids[:-1]]
+    np.testing.assert_allclose(logits, expected.logits, rtol=0, atol=TOLERANCE)
+
+
+def test_a_window_counts_positions_and_not_what_is_left() -> None:
+    """What lies outside the newest token's window has no importance, however few tokens were left."""
+    model = random_variant("mistral, window", 0)
+    found = lazyllm.generate(model, list(range(30)), Lazy({2: 0.5, 3: 0.5}), 4, ())
+    for step, selected in enumerate(found.selected[1:], start=1):
+        newest = 29 + step
+        inside = [position for position in range(newest - WINDOW + 1, newest + 1) if position < 30]
+        assert set(inside) <= set(selected[2])  # more are kept than the window has: these come first, then the lowest
+        outside = [position for position in selected[2] if position < newest - WINDOW + 1]
+        assert outside == list(range(len(outside)))
+
+
+def test_lengths_at_which_a_longrope_changes_are_refused() -> None:
+    model = random_variant("phi3, LongRoPE and window", 0)
+    assert len(lazyllm.generate(model, list(range(10)), Lazy({2: 0.5}), 6, ()).token_ids) == 6
+    assert len(lazyllm.generate(model, list(range(17)), Lazy({2: 0.5}), 6, ()).token_ids) == 6
+    # the last new token is not run
+    assert len(lazyllm.generate(model, list(range(10)), Lazy({2: 0.5}), 7, ()).token_ids) == 7
+    with pytest.raises(ValueError, match="beyond 16 tokens: 10 prompt tokens and up to 8 new ones would cross that"):
+        lazyllm.generate(model, list(range(10)), Lazy({2: 0.5}), 8, ())
+    # what counts is the prompt that the model sees
+    assert len(lazyllm.generate(model, list(range(17)), RandomDrop(0.5), 3, ()).token_ids) == 3
+
+
+def test_a_rope_that_grows_begins_anew_with_every_prompt() -> None:
+    model, short, long = random_variant("llama, dynamic NTK", 0), list(range(12)), list(range(60))
+    alone = lazyllm.generate(random_variant("llama, dynamic NTK", 0), short, Baseline(), 12, ())
+    before = model.model.rotary_emb.inv_freq.clone()
+    lazyllm.generate(model, long, Baseline(), 3, ())
+    assert torch.equal(model.model.rotary_emb.inv_freq, before)
+    assert lazyllm.generate(model, short, Baseline(), 12, ()).token_ids == alone.token_ids
+
+
+def test_what_surrounds_the_layers_is_found_and_put_back() -> None:
+    found = {}
+    for variant in VARIANTS:
+        model = random_variant(variant, 0, attention_of(variant), torch.float32)
+        modules = dict(model.named_modules())
+        found[variant] = find_layout(model)
+        assert dict(model.named_modules()) == modules
+        assert not any(module._forward_hooks for module in modules.values())
+    plain = {name for name, layout in found.items() if layout.plain_embeddings and layout.plain_logits}
+    assert set(VARIANTS) - plain == {"gemma2", "gemma3", "granite"}
+    assert found["gemma3"].rope_of in ((0, 1, 0, 1), (1, 0, 1, 0))
+    assert found["gemma3"].windows == (WINDOW, None, WINDOW, None)
+    assert all(len(layout.ropes) == 1 for name, layout in found.items() if name != "gemma3")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_right_is_refused_with_the_reason(name: str) -> None:
+    expected = REFUSED[name][2]
+    assert expected in refusal_of(name)
+
+
+class Mixing(nn.Module):
+    """A causal mean over the last two tokens, as a convolution in a layer would make it."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        before = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+        return (hidden + before) / 2
+
+
+def _llama(**overrides: Any) -> PreTrainedModel:
+    return random_variant("llama", 0, "sdpa", torch.float32, **overrides)
+
+
+def test_layers_that_mix_tokens_outside_attention_are_refused() -> None:
+    model = _llama()
+    check_same_as_model(model)
+    model.model.layers[2].mlp = nn.Sequential(Mixing(), model.model.layers[2].mlp)
+    with pytest.raises(UnsupportedModelError, match="gives other logits than the model does"):
+        check_same_as_model(model)
+
+
+def test_a_model_that_lazyllm_did_not_load_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _llama()
+    model.model.layers[2].mlp = nn.Sequential(Mixing(), model.model.layers[2].mlp)
+    with pytest.raises(UnsupportedModelError, match="gives other logits than the model does"):
+        lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
+    model = _llama()
+    lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
+    monkeypatch.setattr("lazyllm.engine.decoder.check_same_as_model", lambda _: pytest.fail("checked again"))
+    lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
+
+
+def test_a_full_memory_is_no_unsupported_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = _llama()
+    for place in ("lazyllm.engine.decoder._logits_of_loop", "lazyllm.engine.architecture._trace"):
+        monkeypatch.setattr(place, full)
+        with pytest.raises(torch.OutOfMemoryError):
+            check_same_as_model(model)
+
+
+def test_what_has_another_number_of_layers_than_it_says_is_refused() -> None:
+    model = _llama()
+    model.model.layers = model.model.layers[:2]
+    with pytest.raises(UnsupportedModelError, match="has 2 modules in `layers`, but num_hidden_layers=4"):
+        lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
+
+
+def test_a_mask_that_is_not_the_configs_is_refused() -> None:
+    model = _llama()
+    model.config.sliding_window = 5  # which a Llama does not heed
+    with pytest.raises(UnsupportedModelError, match="should let a token attend to the 5 tokens up to itself"):
+        lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
+
+
+def test_layers_without_k_and_v_of_their_own_are_refused() -> None:
+    model = _llama()
+    model.model.layers[3].self_attn = model.model.layers[2].self_attn  # whose K and V it then shares
+    with pytest.raises(UnsupportedModelError, match="cannot be run one by one"):
+        check_same_as_model(model)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_flops_are_those_that_run(variant: str) -> None:
+    model, n = random_variant(variant, 0, "eager", torch.float32), 300
+    model.config.max_position_embeddings = 512
+    tokens = Lazy({2: 0.6}).tokens_per_layer(4, n)
+    with torch.inference_mode(), open_decoder(model) as decoder:
+        session = Lazy({2: 0.6}).start(decoder, Prompt(torch.arange(n) % VOCAB), 1)
+        with FlopCounterMode(display=False) as counter:
+            session.prefill(torch.arange(n) % VOCAB)
+    shape = LayerShape.of(model.config)
+    # eager attention computes every pair, and the pruning layer the row of Eq. 1
+    every_pair = sum(m * m for m in tokens) * shape.pair_flops + tokens[1] * shape.pair_flops // 2
+    layers = sum(m * shape.linear_flops for m in tokens) + 2 * shape.width * VOCAB
+    rope = counter.get_total_flops() - every_pair - layers
+    assert 0 <= rope <= 0.01 * layers  # cos and sin are a product in some models
+    windows = windows_of(model.config)
+    pairs = [
+        sum(1 for query in range(m) for key in range(m) if key <= query and (window is None or query - key < window))
+        for m, window in zip(tokens, windows, strict=True)
+    ]
+    assert prefill_flops(model.config, tokens) == layers + sum(pairs) * shape.pair_flops
+
+
+def test_the_committed_table_lists_this_matrix() -> None:
+    text = OUT.read_text(encoding="utf-8")
+    assert table(dict.fromkeys(cells(), True)) in text
+    assert table({}) not in text
+    for name, (_, _, reason) in REFUSED.items():
+        assert f"| {name} | {reason} |" in text

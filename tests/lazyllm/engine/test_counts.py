@@ -1,0 +1,227 @@
+"""What times depend on, counted: operations, FLOPs, waits for the device, bytes, sizes. Times themselves never are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lazyllm
+from lazyllm.bench.steered import SteeredLazy
+from lazyllm.bench.waits import Waits
+from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.engine.prompt import Prompt
+from lazyllm.methods import Baseline, Lazy, Method
+
+LAYERS, WIDTH, HEADS, VOCAB = 10, 48, 4, 97
+
+
+def small_llama(kv_heads: int = HEADS, layers: int = LAYERS, dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=HEADS,
+        num_key_value_heads=kv_heads, vocab_size=VOCAB, max_position_embeddings=4096, attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def prompt_of(n: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n))
+
+
+class Seen(TorchDispatchMode):
+    """The operations that reach PyTorch's dispatcher, by name, and the shapes of the tensors that they return."""
+
+    # these return another look at the same numbers: no work on any device
+    VIEWS = frozenset(
+        {"alias", "contiguous", "expand", "flatten", "lift_fresh", "promote_types", "reshape"}
+        | {"select", "slice", "squeeze", "to", "transpose", "unsqueeze", "view"}
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    @property
+    def work(self) -> int:
+        return sum(count for name, count in self.names.items() if name not in self.VIEWS)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[func.overloadpacket.__name__] += 1
+        out = func(*args, **(kwargs or {}))
+        self.shapes |= {tuple(t.shape) for t in (out if isinstance(out, tuple | list) else [out]) if torch.is_tensor(t)}
+        return out
+
+
+def steps_of(model: LlamaForCausalLM, method: Method, n: int, steps: int) -> tuple[list[Seen], list[int]]:
+    """What each decoding step does, and how many tokens it revives, over all layers."""
+    seen = []
+    with torch.inference_mode(), open_decoder(model) as decoder:
+        session = method.start(decoder, Prompt(prompt_of(n)), steps + 1)
+        session.prefill(prompt_of(n))
+        for _ in range(steps):
+            with Seen() as step:
+                session.step(7)
+            seen.append(step)
+    computed = [sum(step) for step in session.computed]
+    return seen, [after - before for before, after in pairwise(computed)]
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 1])
+def test_operations_of_a_step_in_which_nothing_is_revived(kv_heads: int) -> None:
+    model, boundaries = small_llama(kv_heads), 3
+    baseline, _ = steps_of(model, Baseline(), 200, 6)
+    steered, revived = steps_of(model, SteeredLazy(drift=0.2), 200, 6)
+    assert revived[0] > 0
+    assert revived[1:] == [0] * 5
+    for step, (ours, theirs) in enumerate(zip(steered[1:], baseline[1:], strict=True)):
+        # behind a revival each group finds out anew which tokens it has not stored
+        assert ours.work - theirs.work <= (18 if step == 0 else 17) * boundaries
+        assert ours.names["scaled_dot_product_attention"] == LAYERS
+    # keeping everything makes no boundary
+    keeping, _ = steps_of(model, Lazy({3: 1.0, 6: 1.0}), 200, 3)
+    assert [step.work for step in keeping] == [step.work for step in baseline[:3]]
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 1])
+def test_the_baseline_does_no_more_than_the_model_itself(kv_heads: int) -> None:
+    """Every large operation as often as `model(...)`; of small ones two more in prefill, and no more in a step."""
+    model, prompt = small_llama(kv_heads, dtype=torch.bfloat16), prompt_of(200)
+    with torch.inference_mode():
+        with Seen() as their_prefill:
+            cache = model(prompt[None], use_cache=True, logits_to_keep=1).past_key_values
+        with Seen() as their_step:
+            model(prompt[None, :1], use_cache=True, logits_to_keep=1, past_key_values=cache)
+        with open_decoder(model) as decoder:
+            session = Baseline().start(decoder, Prompt(prompt), 2)
+            with Seen() as our_prefill:
+                session.prefill(prompt)
+            with Seen() as our_step:
+                session.step(int(prompt[0]))
+    for ours, theirs in ((our_prefill, their_prefill), (our_step, their_step)):
+        for name in ("linear", "scaled_dot_product_attention", "mul", "add", "pow", "mean", "silu"):
+            assert abs(ours.names[name] - theirs.names[name]) <= (name == "add")
+    assert our_prefill.work <= their_prefill.work + 2  # where the prompt's tokens are stored, written down once
+    assert our_step.work <= their_step.work
+
+
+def test_operations_of_a_step_that_revives() -> None:
+    model, boundaries = small_llama(), 3
+    baseline, _ = steps_of(model, Baseline(), 200, 1)
+    steered, revived = steps_of(model, SteeredLazy(drift=0.2), 200, 1)
+    assert revived[0] > 20
+    assert steered[0].work - baseline[0].work <= 50 * boundaries
+
+
+def test_a_prompt_that_is_computed_everywhere_costs_no_search_for_what_to_revive() -> None:
+    """Once a group has computed all prompt tokens, the host knows that there is nothing to ask the device for."""
+    seen, revived = steps_of(small_llama(), SteeredLazy({5: 0.9}, drift=1.0, every=1), 30, 12)
+    assert sum(revived) == 5 * 3  # 3 of 30 tokens were pruned before 5 layers
+    assert seen[0].names["nonzero"] == 1
+    assert seen[-1].names["nonzero"] == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "boundaries"),
+    [
+        (Baseline(), 0),
+        (Lazy(), 3),
+        (Lazy({2: 0.4, 4: 1.0, 5: 0.9, 10: 0.5}), 2),  # nothing is revived into behind the last layer
+        (Lazy({3: 0.5, 6: 0.5}, prune_generated=True), 2),
+        (Lazy(revive=False), 0),
+    ],
+    ids=str,
+)
+def test_waits(method: Method, boundaries: int) -> None:
+    model, n, steps = small_llama(dtype=torch.float32), 60, 6
+    with torch.inference_mode(), open_decoder(model) as decoder:
+        prompt = prompt_of(n)
+        with Waits() as waits:
+            session = method.start(decoder, Prompt(prompt), steps)
+            session.prefill(prompt)
+        assert waits.found == []
+        for token in range(steps - 1):
+            with Waits() as waits:
+                session.step(token)
+            assert len(waits.found) <= boundaries
+            assert set(waits.found) <= {"nonzero"}
+            assert waits.found or not boundaries  # the counter sees them
+    before, after = Waits(), Waits()
+    with before:
+        one = lazyllm.generate(model, prompt_of(n), method, 1, ())
+    with after:
+        many = lazyllm.generate(model, prompt_of(n), method, steps, ())
+    assert (len(one.token_ids), len(many.token_ids)) == (1, steps)
+    # beside the boundaries', and the lists made when all is done, each token costs one transfer
+    lists = sum(len(step) for step in many.selected[1:])
+    more = Counter(after.found) - Counter(before.found)
+    assert more["tolist"] - lists == steps - 1
+    asks_for_sets = more["nonzero"] - (lists if isinstance(method, Lazy) else 0)
+    assert asks_for_sets <= boundaries * (steps - 1)
+    assert set(more) <= {"tolist", "nonzero"}
+
+
+def test_every_flop_of_a_pruned_prefill_is_one_that_was_announced() -> None:
+    """Our counts are those that speedups are held against; PyTorch's own counter knows nothing of them."""
+    model, n = small_llama(), 300
+    schedule = lazyllm.Schedule({2: 0.7, 4: 0.4, 10: 0.5})
+    shape = LayerShape.of(model.config)
+    for method in (Baseline(), Lazy(schedule)):
+        tokens = method.tokens_per_layer(LAYERS, n)
+        with torch.inference_mode(), open_decoder(model) as decoder:
+            session = method.start(decoder, Prompt(prompt_of(n)), 1)
+            with FlopCounterMode(display=False) as counter:
+                session.prefill(prompt_of(n))
+        by_name: Counter[str] = Counter()
+        for operation, flops in counter.get_flop_counts()["Global"].items():
+            by_name["attention" if "attention" in str(operation) else "products"] += flops
+        # attention's kernel leaves out what causality forbids; PyTorch's counter does not know
+        pairs = sum(m * (m + 1) // 2 for m in tokens) * shape.pair_flops
+        announced = prefill_flops(model.config, tokens)
+        assert by_name["products"] == pytest.approx(announced - pairs, rel=0.01)
+        assert by_name["attention"] in (0, sum(m * m for m in tokens) * shape.pair_flops)
+
+
+@pytest.mark.parametrize("method", [Baseline(), Lazy(), Lazy({1: 0.2, 5: 0.5})], ids=str)
+def test_no_tensor_of_a_prefill_is_quadratic_in_the_prompt(method: Method) -> None:
+    n = 701
+    assert n > max(VOCAB, WIDTH, 64)  # so that only tokens make a dimension so long
+    with torch.inference_mode(), open_decoder(small_llama(dtype=torch.float32)) as decoder:
+        session = method.start(decoder, Prompt(prompt_of(n)), 1)
+        with Seen() as seen:
+            session.prefill(prompt_of(n))
+    entering = set(method.tokens_per_layer(LAYERS, n))
+    assert any(n in shape for shape in seen.shapes)
+    assert not [shape for shape in seen.shapes if sum(size in entering or size >= n for size in shape) > 1]
+
+
+@pytest.mark.parametrize(("kv_heads", "layers"), [(HEADS, 32), (HEADS, 16), (1, 16), (HEADS, 10)])
+def test_bytes_at_the_end_of_prefill_with_figure_4s_schedule(kv_heads: int, layers: int) -> None:
+    model, n = small_llama(kv_heads, layers), 200
+    ours = lazyllm.generate(model, prompt_of(n), Lazy(), 1, ())
+    theirs = lazyllm.generate(model, prompt_of(n), Baseline(), 1, ())
+    one, two, three = (layers * tenths // 10 for tenths in (3, 6, 9))
+    row = 2 * kv_heads * (WIDTH // HEADS) * 8  # K and V of one token in one layer, float64
+    # 200, 140, 98, 69 tokens enter the groups
+    assert ours.kv_bytes == (one * 200 + (two - one) * 140 + (three - two) * 98 + (layers - three) * 69) * row
+    assert ours.aux_bytes == (60 + 42 + 29) * WIDTH * 8
+    assert theirs.kv_bytes == layers * 200 * row
+    assert (ours.kv_bytes + ours.aux_bytes) / theirs.kv_bytes <= 0.75
+
+
+@pytest.mark.parametrize("aux_device", [None, "cpu"])
+def test_the_aux_cache_may_live_on_the_host(aux_device: str | None) -> None:
+    model = small_llama()
+    here = lazyllm.generate(model, prompt_of(40), Lazy({3: 0.5, 6: 0.5}), 8, ())
+    there = lazyllm.generate(model, prompt_of(40), Lazy({3: 0.5, 6: 0.5}, aux_device=aux_device), 8, ())
+    assert (here.computed[-1] > here.computed[0]).any()  # something was revived
+    assert (there.token_ids, there.selected, there.aux_bytes) == (here.token_ids, here.selected, here.aux_bytes)
+    with pytest.raises(ValueError, match="'cpu', got 'disk'"):
+        Lazy(aux_device="disk")

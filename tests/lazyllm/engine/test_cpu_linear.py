@@ -1,0 +1,69 @@
+"""Products of a few rows: the same numbers by another library, and only where they pay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lazyllm
+from lazyllm.engine import cpu_linear
+from lazyllm.methods import Lazy
+from tests.reference import random_model
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+class Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@needs_onednn
+@pytest.mark.parametrize("m", [2, 3, 8, 31])
+@pytest.mark.parametrize("bias", [False, True])
+def test_its_products_are_products(m: int, bias: bool) -> None:
+    draw = torch.Generator().manual_seed(m)
+    rows, weight = torch.randn(1, m, 700, generator=draw), torch.randn(500, 700, generator=draw)
+    offset = torch.randn(500, generator=draw) if bias else None
+    exact = rows.double() @ weight.double().T + (offset.double() if offset is not None else 0)
+    with torch.inference_mode(), cpu_linear.products_of(rows, rows.shape[2] * 500), Names() as names:
+        found = F.linear(rows, weight, offset)
+    assert "to_mkldnn" in names.found
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-3)
+    assert found.layout == torch.strided
+
+
+@pytest.mark.parametrize(
+    ("m", "dtype", "size"),
+    [(1, torch.float32, 600), (32, torch.float32, 600), (3, torch.float64, 600), (3, torch.float32, 60)],
+)
+def test_all_others_are_left_alone(m: int, dtype: torch.dtype, size: int) -> None:
+    rows, weight = torch.ones(1, m, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    with torch.inference_mode(), cpu_linear.products_of(rows, size * size), Names() as names:
+        F.linear(rows, weight)
+    assert "to_mkldnn" not in names.found
+
+
+@needs_onednn
+def test_only_steps_that_revive_use_them(monkeypatch) -> None:
+    monkeypatch.setattr(cpu_linear, "LARGE_MATRIX", 1)
+    model = random_model("llama", 2, num_layers=4).float()
+    prompt = torch.randint(0, 97, (30,), generator=torch.Generator().manual_seed(0))
+    expected = lazyllm.generate(random_model("llama", 2, num_layers=4), prompt, Lazy({1: 0.6, 2: 0.6}), 6, ())
+    with Names() as names:
+        found = lazyllm.generate(model, prompt, Lazy({1: 0.6, 2: 0.6}), 6, ())
+    revived = [int(count) for count in (expected.computed[1:] - expected.computed[:-1]).sum(axis=1)]
+    assert any(revived)
+    assert "to_mkldnn" in names.found
+    assert (found.token_ids, found.computed.tolist()) == (expected.token_ids, expected.computed.tolist())
+    with Names() as names:
+        lazyllm.generate(model, prompt, Lazy({1: 0.6, 2: 0.6}), 1, ())
+        lazyllm.generate(model, prompt, Lazy({1: 0.6, 2: 0.6}, revive=False), 6, ())
+    assert "to_mkldnn" not in names.found

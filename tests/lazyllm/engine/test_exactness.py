@@ -1,0 +1,123 @@
+"""The fast path against the slow reference of `tests/reference.py`, in float64, on random shapes and schedules."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import lazyllm
+from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.prompt import Prompt
+from lazyllm.methods import Baseline, Lazy
+from tests.reference import ARCHITECTURES, ReferenceOutput, lazy_reference, random_model
+
+VOCAB = 97
+TOLERANCE = 1e-9
+
+
+def logits_of_all_steps(model, method, prompt: list[int], token_ids: list[int]) -> list[np.ndarray]:
+    """The logits of each step of the fast path when it is fed `token_ids`."""
+    with torch.inference_mode(), open_decoder(model) as decoder:
+        session = method.start(decoder, Prompt(torch.as_tensor(prompt)), len(token_ids))
+        found = [session.prefill(torch.tensor(prompt)).numpy()]
+        found += [session.step(token_id).numpy() for token_id in token_ids[:-1]]
+    return found
+
+
+def assert_same(model, prompt: list[int], schedule: dict[int, float], steps: int, prune_generated: bool) -> None:
+    expected: ReferenceOutput = lazy_reference(model, prompt, schedule, steps, (), prune_generated)
+    method = Lazy(lazyllm.Schedule(schedule), prune_generated)
+    found = lazyllm.generate(model, prompt, method, steps, eos_token_ids=())
+
+    assert found.selected == expected.selected
+    assert found.token_ids == expected.token_ids
+    assert found.computed.tolist() == np.array(expected.computed).tolist()
+    assert max(expected.compute_counts.values()) == 1
+    for step, logits in enumerate(logits_of_all_steps(model, method, prompt, found.token_ids)):
+        assert np.abs(logits - expected.logits[step]).max() < TOLERANCE
+    # what is held, from the reference's dictionaries: float64, 8 bytes an element
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token_and_layer = 2 * config.num_key_value_heads * head_dim * 8
+    generated_rows = config.num_hidden_layers * (len(found.token_ids) - 1)
+    prompt_rows = int(np.array(expected.computed)[-1].sum())
+    assert found.kv_bytes == (prompt_rows + generated_rows) * per_token_and_layer
+    assert found.aux_bytes == sum(len(held) for held in expected.aux.values()) * config.hidden_size * 8
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("seed", range(12))
+def test_random_shapes_and_schedules(architecture: str, seed: int) -> None:
+    rng = random.Random(f"{architecture} {seed}")
+    layers = rng.randint(2, 6)
+    model = random_model(architecture, seed, num_layers=layers)
+    schedule = {layer: rng.choice([0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0]) for layer in _some(rng, layers)}
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 3, 9, 17, 30]))]
+    assert_same(model, prompt, schedule, steps=rng.randint(1, 9), prune_generated=rng.random() < 0.4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("prompt_tokens", [1, 2, 3, 12])
+@pytest.mark.parametrize("where", ["first", "every", "last"])
+@pytest.mark.parametrize("ratio", [0.01, 0.5])
+def test_edges(architecture: str, prompt_tokens: int, where: str, ratio: float) -> None:
+    layers = 4
+    model = random_model(architecture, 7, num_layers=layers)
+    schedule = {"first": {1: ratio}, "every": dict.fromkeys(range(1, layers + 1), ratio), "last": {layers: ratio}}
+    prompt = random.Random(prompt_tokens).choices(range(VOCAB), k=prompt_tokens)
+    assert_same(model, prompt, schedule[where], steps=5, prune_generated=False)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("schedule", [{}, {2: 1.0}, {1: 1.0, 2: 1.0, 4: 1.0}], ids=str)
+@pytest.mark.parametrize("prompt_tokens", [1, 2, 3, 40])
+def test_keeping_everything_is_the_model_itself(architecture, attention, schedule, prompt_tokens) -> None:
+    model = random_model(architecture, 3, num_layers=4)
+    model.set_attn_implementation(attention)
+    prompt = torch.randint(0, VOCAB, (1, prompt_tokens), generator=torch.Generator().manual_seed(prompt_tokens))
+    with torch.inference_mode():
+        expected = model.generate(
+            prompt, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        first_logits = model(prompt, logits_to_keep=1).logits[0, -1]
+    for method in (Lazy(schedule), Baseline()):
+        found = lazyllm.generate(model, prompt, method, 10, eos_token_ids=())
+        assert found.token_ids == expected.sequences[0, prompt_tokens:].tolist()
+        assert torch.equal(found.first_logits, first_logits)
+        assert torch.equal(found.first_logits.float(), expected.logits[0][0])  # which generate() gives in float32
+        assert found.pct_prompt_tokens_computed == 100
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tied_scores_go_to_the_lower_position(architecture: str) -> None:
+    model = random_model(architecture, 1, num_layers=3)
+    for layer in model.model.layers:  # no queries: every token gets the same attention
+        layer.self_attn.q_proj.weight.data.zero_()
+        if layer.self_attn.q_proj.bias is not None:
+            layer.self_attn.q_proj.bias.data.zero_()
+    found = lazyllm.generate(model, list(range(10)), Lazy({1: 0.5, 2: 0.4}), 3, eos_token_ids=())
+    # prefill: 5 of 10, the last token among them, then 2 of 5; decoding: 5 of 10 prompt tokens, 2 of 5, and the newest
+    assert found.selected[0] == {1: [0, 1, 2, 3, 9], 2: [0, 9]}
+    assert found.selected[1] == {1: [0, 1, 2, 3, 4, 10], 2: [0, 1, 10]}
+    assert found.selected[2] == {1: [0, 1, 2, 3, 4, 10, 11], 2: [0, 1, 10, 11]}
+
+
+def test_no_state_is_left_behind() -> None:
+    model = random_model("llama", 5, num_layers=4)
+    rng = random.Random(0)
+    prompts = [rng.choices(range(VOCAB), k=n) for n in (25, 4, 13)]
+    method = Lazy({1: 0.4, 3: 0.5})
+    alone = [lazyllm.generate(random_model("llama", 5, num_layers=4), prompt, method, 6, ()) for prompt in prompts]
+    again = [lazyllm.generate(model, prompt, method, 6, ()) for prompt in prompts + prompts]
+    for one, two in zip(alone + alone, again, strict=True):
+        assert (one.token_ids, one.selected) == (two.token_ids, two.selected)
+        assert torch.equal(one.first_logits, two.first_logits)
+
+
+def _some(rng: random.Random, layers: int) -> list[int]:
+    return sorted(rng.sample(range(1, layers + 1), rng.randint(0, layers)))

@@ -1,0 +1,136 @@
+"""Arguments, end tokens, clocks and refusals of `lazyllm.generate`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+)
+
+import lazyllm
+from lazyllm import UnsupportedModelError
+from lazyllm.engine.decoder import check_same_as_model, check_structure, open_decoder
+from lazyllm.engine.prompt import Prompt
+from lazyllm.methods import Baseline, Lazy
+from tests.reference import random_model
+
+MODEL = random_model("llama", 2, num_layers=4)
+PROMPT = [5, 17, 3, 80, 41, 9]
+SMALL = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+    head_dim=16, vocab_size=40, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
+
+def test_clocks_and_counts() -> None:
+    out = lazyllm.generate(MODEL, PROMPT, Lazy({1: 0.5}), 5, ())
+    assert len(out.token_ids) == 5
+    assert len(out.decode_step_s) == 4
+    assert out.total_s == pytest.approx(out.ttft_s + sum(out.decode_step_s), rel=1e-9)
+    assert out.computed.shape == (5, 4)
+    assert len(out.selected) == 5
+    assert out.first_logits.shape == (MODEL.config.vocab_size,)
+    assert out.token_ids[0] == int(out.first_logits.argmax())
+    assert out.pct_prompt_tokens_computed == pytest.approx(100 * out.computed[-1].sum() / (4 * 6))
+
+
+@pytest.mark.parametrize("method", [Baseline(), Lazy({1: 0.5, 2: 0.5})], ids=["baseline", "lazy"])
+def test_end_tokens(method) -> None:
+    free = lazyllm.generate(MODEL, PROMPT, method, 8, ()).token_ids
+    first, third = free[0], free[2]
+    ended = lazyllm.generate(MODEL, PROMPT, method, 8, (first,))
+    assert (ended.token_ids, ended.decode_step_s) == ([first], [])
+    assert ended.total_s == ended.ttft_s
+    stop = free.index(third) + 1
+    assert lazyllm.generate(MODEL, PROMPT, method, 8, (96, third)).token_ids == free[:stop]
+    # as transformers' min_length: the end token is not chosen before, whatever its logit
+    held = lazyllm.generate(MODEL, PROMPT, method, 8, (first,), min_new_tokens=1)
+    logits = held.first_logits.clone()
+    logits[first] = float("-inf")
+    assert held.token_ids[0] == int(logits.argmax())
+
+
+@pytest.mark.parametrize("end", [7, [7, 9]])
+def test_the_models_own_end_tokens_are_the_default(end) -> None:
+    free = lazyllm.generate(MODEL, PROMPT, Baseline(), 6, ()).token_ids
+    model = random_model("llama", 2, num_layers=4)
+    model.generation_config.eos_token_id = free[1] if end == 7 else [95, free[1]]
+    assert lazyllm.generate(model, PROMPT, Baseline(), 6).token_ids == free[: free.index(free[1]) + 1]
+
+
+def test_prompts_in_every_form() -> None:
+    expected = lazyllm.generate(MODEL, PROMPT, Baseline(), 3, ()).token_ids
+    for prompt in (tuple(PROMPT), torch.tensor(PROMPT), torch.tensor([PROMPT])):
+        assert lazyllm.generate(MODEL, prompt, Baseline(), 3, ()).token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "at least one token"),
+        (torch.zeros(2, 3, dtype=torch.long), "Batches are not supported"),
+        ([1, 97], "the model knows 0 to 96"),
+        ([-1], "the model knows 0 to 96"),
+        ([0.5], "one prompt"),
+    ],
+)
+def test_bad_prompts(prompt, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lazyllm.generate(MODEL, prompt, Baseline(), 3, ())
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match="max_new_tokens is at least 1"):
+        lazyllm.generate(MODEL, PROMPT, Baseline(), 0, ())
+    with pytest.raises(ValueError, match="only 4 layers"):
+        lazyllm.generate(MODEL, PROMPT, Lazy({5: 0.5}), 3, ())
+    with pytest.raises(UnsupportedModelError, match="training mode"):
+        lazyllm.generate(random_model("llama", 2, num_layers=2).train(), PROMPT, Baseline(), 3, ())
+
+
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    model = random_model("llama", 2, num_layers=2)
+    model.lm_head.weight.data[:] = float("nan")
+    with pytest.raises(FloatingPointError):
+        lazyllm.generate(model, PROMPT, Baseline(), 3, ())
+
+
+def test_other_architectures_are_refused_with_the_reason() -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=40)).eval()
+    with pytest.raises(UnsupportedModelError, match="not built like a Llama"):
+        check_structure(gpt2)
+    check_same_as_model(MODEL)
+
+
+class CountSyncs(TorchDispatchMode):
+    """Counts the operations that would make the host wait for a GPU: values or shapes that depend on data."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "item", "masked_select", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        boolean_index = name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if name in self.WAITS or boolean_index:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_prefill_never_waits_and_a_step_waits_once_per_boundary() -> None:
+    schedule = {1: 0.5, 2: 0.6, 3: 0.7}
+    with torch.inference_mode(), open_decoder(MODEL) as decoder:
+        session = Lazy(schedule).start(decoder, Prompt(torch.zeros(40, dtype=torch.long)), 10)
+        with CountSyncs() as counter:
+            session.prefill(torch.arange(40))
+        assert counter.found == []
+        for step in range(5):
+            with CountSyncs() as counter:
+                session.step(step)
+            assert len(counter.found) <= len(schedule)
+            assert counter.found  # the counter sees them: a step that selects has to ask which to revive

@@ -1,0 +1,97 @@
+"""Nothing in a prefill or a step needs a number that is on the device, but for one question at each boundary.
+
+The model and all tensors are on "meta", a device without numbers that every machine has: whoever asks for one, also by
+a call that nobody has thought of counting, fails. What would wait on an accelerator and needs no number here (a mask as
+an index to write at, a transfer) is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lazyllm.engine.architecture import find_layout
+from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.prompt import Prompt
+from lazyllm.methods import Lazy, Method, PromptCompression
+from tests.lazyllm.methods.method_matrix import KEEPING, PRUNING
+from tests.reference import random_model
+
+META = torch.device("meta")
+PROMPT = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(0))
+STEPS = 4
+
+
+class OnDevice(TorchDispatchMode):
+    """Answers the one question that a boundary may ask, and takes down every tensor of the host.
+
+    revived: how many tokens the answer names. asked: how often it was asked. host: what else met the host.
+    """
+
+    def __init__(self, revived: int) -> None:
+        super().__init__()
+        self.revived = revived
+        self.asked = 0
+        self.host: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name == "nonzero":
+            self.asked += 1
+            return args[0].new_empty((self.revived, args[0].ndim), dtype=torch.long)
+        target = args[1].device if name == "copy_" else (kwargs or {}).get("device")
+        if name in ("copy_", "_to_copy") and target not in (None, args[0].device):
+            raise AssertionError("a transfer between the host and the device")
+        if name.startswith("index_put") and any(one is not None and one.dtype == torch.bool for one in args[1]):
+            raise AssertionError("a mask as an index")
+        out = func(*args, **(kwargs or {}))
+        self.host += [name for one in tree_leaves((args, kwargs, out)) if torch.is_tensor(one) and one.device != META]
+        return out
+
+
+METHODS = {
+    name: method
+    for name, method in ({"keeping, " + name: method for name, method in KEEPING.items()} | PRUNING).items()
+    if not (isinstance(method, PromptCompression) and method.keep < 1)  # it chooses text, on the host
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("revived", [0, 3])
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+def test_only_boundaries_ask_the_device(method: Method, revived: int, attention: str) -> None:
+    twin: Any = random_model("llama", 2, num_layers=4)
+    twin.config._attn_implementation = attention
+    layout = find_layout(twin)  # compares numbers
+    model = twin.to(META)
+    schedule: Any = method.schedule if isinstance(method, Lazy) and method.revive else {}
+    boundaries = sum(layer < 4 and ratio < 1 for layer, ratio in schedule.items())  # behind layer 4 nothing is revived
+    with torch.inference_mode(), open_decoder(model, layout) as decoder:
+        session = method.start(decoder, Prompt(PROMPT), STEPS + 1)
+        prompt = PROMPT.to(META)
+        with OnDevice(revived) as prefill:
+            session.prefill(prompt)
+        assert (prefill.asked, prefill.host) == (0, [])
+        for token_id in range(STEPS):
+            with OnDevice(revived) as step:
+                logits = session.step(token_id)
+            assert step.asked == boundaries
+            assert (step.host, logits.shape) == ([], (97,))
+
+
+def test_what_it_would_find() -> None:
+    """The watch sees what it is there for."""
+    device = torch.ones(3, device=META)
+    with pytest.raises(RuntimeError), OnDevice(0):
+        device.sum().item()
+    with pytest.raises(AssertionError, match="a transfer"), OnDevice(0):
+        device.to("cpu")
+    with pytest.raises(AssertionError, match="a mask"), OnDevice(0):
+        device[device > 0] = 2.0
+    with OnDevice(0) as watch:
+        torch.zeros(2)
+    assert watch.host == ["zeros"]

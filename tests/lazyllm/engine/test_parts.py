@@ -1,0 +1,210 @@
+"""Importance, attention to a chosen set, selection and the two caches, each against the obvious way to do it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import lazyllm
+from lazyllm.engine.attention import attend_to_chosen, installed_attention, last_token_importance, part_mask
+from lazyllm.engine.cache import AuxCache, GroupCache
+from lazyllm.methods import Lazy
+from lazyllm.methods.selection import select, split_prompt
+from tests.reference import random_model
+
+CPU = torch.device("cpu")
+
+
+def _qkv(heads: int, kv_heads: int, m: int, s: int, d: int, seed: int) -> tuple[torch.Tensor, ...]:
+    draw = torch.Generator().manual_seed(seed)
+    shapes = ((1, heads, m, d), (1, kv_heads, s, d), (1, kv_heads, s, d))
+    return tuple(torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
+
+
+def _probabilities(query, key, chosen, scaling: float) -> torch.Tensor:
+    """[h, m, s], one head and one query at a time."""
+    heads, m, s = query.shape[1], query.shape[2], key.shape[2]
+    out = torch.zeros(heads, m, s, dtype=query.dtype)
+    for head in range(heads):
+        of_head = key[0, head * key.shape[1] // heads]
+        for row in range(m):
+            seen = [slot for slot in range(s) if chosen[0, 0, row, slot]]
+            weights = [torch.exp(scaling * query[0, head, row].dot(of_head[slot])) for slot in seen]
+            for slot, weight in zip(seen, weights, strict=True):
+                out[head, row, slot] = weight / sum(weights)
+    return out
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "m", "s"), [(4, 4, 1, 9), (4, 2, 3, 9), (6, 1, 2, 5), (3, 3, 1, 1)])
+def test_attention_and_importance(heads: int, kv_heads: int, m: int, s: int) -> None:
+    query, key, value = _qkv(heads, kv_heads, m, s, d=8, seed=heads + s)
+    chosen = torch.rand(1, 1, m, s, generator=torch.Generator().manual_seed(s)) < 0.6
+    chosen[..., 0] = True
+    expected = _probabilities(query, key, chosen, 0.3)
+    mask = part_mask(chosen[0, 0], heads // kv_heads, query.dtype)
+    torch.testing.assert_close(last_token_importance(query, key, mask, 0.3), expected[:, -1].mean(0))
+    everything = _probabilities(query, key, torch.ones_like(chosen), 0.3)
+    torch.testing.assert_close(last_token_importance(query, key, None, 0.3), everything[:, -1].mean(0))
+    found = attend_to_chosen(query, key, value, mask, 0.3)
+    for head in range(heads):
+        of_head = value[0, head * kv_heads // heads]
+        torch.testing.assert_close(found[0, :, head], expected[head] @ of_head)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_importance_is_at_least_float32(dtype: torch.dtype) -> None:
+    query, key, _ = (tensor.to(dtype) for tensor in _qkv(4, 2, 1, 30, 8, seed=0))
+    importance = last_token_importance(query, key, None, 0.35)
+    assert importance.dtype == torch.float32
+    assert importance.sum() == pytest.approx(1, abs=1e-5)
+
+
+def test_installed_attention_is_removed_even_after_an_error() -> None:
+    model = random_model("llama", 0, num_layers=2)
+    before = dict(ALL_ATTENTION_FUNCTIONS)
+    with pytest.raises(KeyboardInterrupt), installed_attention(model):
+        assert model.config._attn_implementation in set(ALL_ATTENTION_FUNCTIONS) - set(before)
+        raise KeyboardInterrupt
+    assert model.config._attn_implementation == "sdpa"
+    assert dict(ALL_ATTENTION_FUNCTIONS) == before
+
+
+def test_the_probe_says_when_the_layer_never_ran() -> None:
+    with installed_attention(random_model("llama", 0, num_layers=2)) as probe:
+        probe.watch(range(1))
+        with pytest.raises(RuntimeError, match="0 of 1 watched layers"):
+            probe.take()
+
+
+def test_split_prompt_keeps_the_newest_and_breaks_ties_downwards() -> None:
+    kept, pruned = split_prompt(torch.tensor([0.1, 0.3, 0.1, 0.3, 0.1, 0.0]), keep=4)
+    assert (kept.tolist(), pruned.tolist()) == ([0, 1, 3, 5], [2, 4])
+    kept, pruned = split_prompt(torch.tensor([0.9, 0.0]), keep=1)
+    assert (kept.tolist(), pruned.tolist()) == ([1], [0])
+    kept, pruned = split_prompt(torch.tensor([0.9]), keep=1)
+    assert (kept.tolist(), pruned.tolist()) == ([0], [])
+
+
+def test_select_breaks_ties_downwards() -> None:
+    assert select(torch.tensor([0.2, 0.5, 0.2, 0.4, 0.2]), 4).tolist() == [1, 3, 0, 2]
+    assert select(torch.zeros(5), 2).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_group_cache_against_lists(seed: int) -> None:
+    """Some of a prompt, then steps with the newest token alone or behind earlier ones: what a list of them says."""
+    rng = random.Random(seed)
+    prompt_tokens, steps = rng.randint(1, 200), 60
+    cache = GroupCache(range(3, 5), capacity=4, max_positions=prompt_tokens + steps, device=CPU)
+    stored: list[int] = []
+    rows: dict[int, list[torch.Tensor]] = {3: [], 4: []}
+    for step in range(steps + 1):
+        text = prompt_tokens + step
+        absent = [position for position in range(text - 1) if position not in stored]
+        most = len(absent) // 2 if step == 0 else rng.choice([0, 0, 3, 20])
+        positions = [*sorted(rng.sample(absent, min(most, len(absent)))), text - 1]
+        cache.extend(torch.tensor(positions), text)
+        stored += positions
+        for layer in (3, 4):
+            key = torch.randn(1, 2, len(positions), 3)
+            rows[layer].append(key)
+            found_key, found_value = cache.update(key, -key, layer)
+            expected = torch.cat(rows[layer], dim=2)
+            assert torch.equal(found_key, expected)
+            assert torch.equal(found_value, -expected)
+        assert cache.positions.tolist() == stored
+        slots = [stored.index(position) if position in stored else -1 for position in range(text)]
+        assert cache.slot_of[:text].tolist() == slots
+        assert cache.absent.tolist() == [slot < 0 for slot in slots] + [False] * (steps - step)
+        assert cache.is_whole == (stored == list(range(text)))
+        assert cache.nbytes == 2 * 2 * len(stored) * 2 * 3 * 4  # layers, K and V, tokens, heads, width, bytes
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_aux_cache_against_a_dictionary(seed: int) -> None:
+    rng = random.Random(seed)
+    cache = AuxCache(max_positions=60, width=2, dtype=torch.float32, device=CPU)
+    held: dict[int, torch.Tensor] = {}
+    most = 0
+    for _ in range(40):
+        absent = [position for position in range(60) if position not in held]
+        put = rng.sample(absent, rng.randint(0, min(9, len(absent))))
+        states = torch.randn(len(put), 2)
+        cache.put(torch.tensor(put, dtype=torch.long), states)
+        held |= dict(zip(put, states, strict=True))
+        most = max(most, len(held))
+        taken = rng.sample(sorted(held), rng.randint(0, len(held)))
+        found = cache.take(torch.tensor(taken, dtype=torch.long))
+        for position, state in zip(taken, found, strict=True):
+            assert torch.equal(state, held.pop(position))
+        assert len(cache) == len(held)
+        assert cache.nbytes == len(held) * 2 * 4
+    assert cache._states.shape[0] == most  # slots are used again
+
+
+def test_hidden_states_go_to_their_home_and_indices_stay() -> None:
+    """As far as it can be seen without an accelerator: "meta" is a second device that every machine has."""
+    cache = AuxCache(max_positions=9, width=2, dtype=torch.float32, device=CPU, home=torch.device("meta"))
+    cache.put(torch.tensor([1, 4, 7]), torch.ones(3, 2))
+    cache.put(torch.tensor([2]), torch.ones(1, 2))
+    assert (len(cache), cache.nbytes) == (4, 4 * 2 * 4)
+    assert cache._states.device.type == "meta"
+    assert cache._slot_of.tolist() == [-1, 0, 3, -1, 1, -1, -1, 2, -1]
+
+
+def test_group_cache_forgets_for_good() -> None:
+    cache = GroupCache(range(2), capacity=9, max_positions=12, device=CPU)
+    key = torch.randn(1, 2, 6, 3)
+    cache.extend(torch.arange(6), 6)
+    for layer in range(2):
+        cache.update(key, -key, layer)
+    before = cache.nbytes
+    cache.retain(torch.tensor([1, 4, 5]))
+    assert cache.nbytes == before // 2
+    assert cache.positions.tolist() == [1, 4, 5]
+    assert cache.slot_of[:6].tolist() == [-1, 0, -1, -1, 1, 2]
+    assert not cache.is_whole
+    newest = torch.randn(1, 2, 1, 3)
+    cache.extend(torch.tensor([6]), 7)
+    assert cache.positions.tolist() == [1, 4, 5, 6]
+    assert cache.slot_of[:7].tolist() == [-1, 0, -1, -1, 1, 2, 3]
+    found, values = cache.update(newest, -newest, 1)
+    assert torch.equal(found, torch.cat([key[:, :, [1, 4, 5]], newest], dim=2))
+    assert torch.equal(values, -found)
+
+
+def test_flash_attention_gets_its_own_name_and_no_gaps() -> None:
+    """transformers' FlashAttention reads the config's name and takes gaps in positions for packed sequences."""
+    model = random_model("llama", 3, num_layers=4)
+    expected = lazyllm.generate(model, list(range(20)), Lazy({1: 0.5, 2: 0.5}), 5, ())
+    seen = []
+
+    def flash(module, query, key, value, attention_mask, **kwargs):
+        seen.append(module.config._attn_implementation)
+        assert attention_mask is None
+        assert "position_ids" not in kwargs
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **kwargs)
+
+    original = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = flash
+    model.config._attn_implementation = "flash_attention_2"
+    try:
+        found = lazyllm.generate(model, list(range(20)), Lazy({1: 0.5, 2: 0.5}), 5, ())
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+    assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is original
+    assert set(seen) == {"flash_attention_2"}
+    assert (found.token_ids, found.selected) == (expected.token_ids, expected.selected)
+    assert model.config._attn_implementation == "flash_attention_2"
+
+
+def test_importance_survives_what_attention_survives() -> None:
+    """In float16 the unscaled product overflows where the scaled one does not."""
+    query = torch.full((1, 1, 1, 128), 25.0, dtype=torch.float16)
+    key = torch.stack([torch.full((128,), 25.0), torch.full((128,), 24.9), torch.zeros(128)])[None, None].half()
+    importance = last_token_importance(query, key, None, 128**-0.5)
+    assert importance.isfinite().all()
+    assert importance[0] > importance[1] > importance[2]

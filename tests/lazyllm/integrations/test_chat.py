@@ -1,0 +1,183 @@
+"""`python -m lazyllm.integrations.chat`: what it prints, where, and how it ends. Answers are held against
+`lazyllm.generate`."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+
+import lazyllm
+from lazyllm.integrations.chat import Chat, main, method_of
+from lazyllm.methods import Baseline, Lazy, MethodError, RandomDrop
+
+TEXT = "entry zanur lantern copper. the old house was quiet. Question: entry zanur"
+METHOD = Lazy({2: 0.5, 5: 0.5})
+GREEDY = {"do_sample": False, "max_new_tokens": 6}
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+SUMMARY = re.compile(r"\[TTFT (\d+\.\d{3}) s \| (\d+\.\d) % of (\d+) prompt tokens computed \| (\d+) tokens in \S+ s\]")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Any, Any]:
+    return lazyllm.load_model("tiny", dtype="float32", device="cpu")
+
+
+def said(tiny: tuple[Any, Any], text: str, method: Any = METHOD, tokens: int = 6) -> str:
+    model, tokenizer = tiny
+    out = lazyllm.generate(model, tokenizer(text).input_ids, method, tokens)
+    return tokenizer.decode(out.token_ids, skip_special_tokens=True)
+
+
+def chat(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "lazyllm.integrations.chat",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+        *arguments,
+    ]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_once(tiny: tuple[Any, Any], tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("entry zanur lantern copper. the old house was quiet.")
+    schedule = '{"2": 0.5, "5": 0.5}'
+    done = chat("--once", "-", "--prompt-file", str(tmp_path / "long.txt"), "--schedule", schedule,
+                "--max-new-tokens", "6", stdin="Question: entry zanur")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    prompt = "entry zanur lantern copper. the old house was quiet.\nQuestion: entry zanur"
+    assert done.stdout == said(tiny, prompt) + "\n"
+    found = SUMMARY.search(done.stderr)
+    assert found
+    model, tokenizer = tiny
+    expected = lazyllm.generate(model, tokenizer(prompt).input_ids, METHOD, 6)
+    assert found[2] == f"{expected.pct_prompt_tokens_computed:.1f}"
+    assert [int(found[3]), int(found[4])] == [expected.prompt_tokens, len(expected.token_ids)]
+    assert float(found[1]) > 0
+
+
+def test_lines_from_standard_input(tiny: tuple[Any, Any]) -> None:
+    """Without a chat template each line stands for itself; one that is too long is refused, and the next one heard."""
+    too_long = "lantern " * 4200
+    done = chat("--schedule", "none", "--max-new-tokens", "6", stdin=f"{TEXT}\n\n{too_long}\n{TEXT}\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == 2 * (said(tiny, TEXT, Baseline()) + "\n")
+    assert [found[1] for found in SUMMARY.findall(done.stderr)] == ["100.0", "100.0"]
+    assert "are more than the model's 4096" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_conversations_are_sent_again(tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    model, tokenizer = tiny
+    tokenizer.chat_template = TEMPLATE
+    try:
+        talk = Chat(model, tokenizer, METHOD, "the old house was quiet.", GREEDY)
+        first = talk.answer("entry zanur")
+        second = talk.answer("entry lantern")
+    finally:
+        tokenizer.chat_template = None
+    answers = [tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in (first, second)]
+    assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in answers)
+    begin = "user: the old house was quiet.\nentry zanur\n"
+    for found, text in ((first, begin), (second, f"{begin}assistant: {answers[0]}\nuser: entry lantern\n")):
+        ids = tokenizer(f"{text}assistant:", add_special_tokens=False).input_ids
+        expected = lazyllm.generate(model, ids, METHOD, 6)
+        assert (found.prompt_tokens, found.token_ids) == (len(ids), expected.token_ids)
+    assert [message["role"] for message in talk.messages] == ["user", "assistant", "user", "assistant"]
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_stops_an_answer_and_a_second_one_gives_it_up(tiny: tuple[Any, Any], presses: int) -> None:
+    model, tokenizer = tiny
+    handler, calls = signal.getsignal(signal.SIGINT), []
+
+    def press(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(ids.shape[1])
+        if len(calls) == 3:
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
+        return scores
+
+    options = GREEDY | {"min_new_tokens": 6, "logits_processor": LogitsProcessorList([press])}
+    talk = Chat(model, tokenizer, METHOD, "", options)
+    if presses == 1:
+        assert len(talk.answer(TEXT).token_ids) == 3
+        assert len(talk.messages) == 2
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            talk.answer(TEXT)
+        assert talk.messages == []
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert "generate" not in vars(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert len(talk.answer(TEXT).token_ids) == 6  # the next answer is not stopped
+
+
+def test_sampling_follows_the_seed(tiny: tuple[Any, Any]) -> None:
+    model, tokenizer = tiny
+    options = {"do_sample": True, "temperature": 3.0, "top_p": 0.9, "top_k": 0, "max_new_tokens": 6}
+    torch.manual_seed(4)
+    found = Chat(model, tokenizer, Baseline(), "", options).answer(TEXT).token_ids
+    torch.manual_seed(4)
+    inputs = tokenizer(TEXT, return_tensors="pt")
+    assert found == model.generate(**inputs, **options)[0, inputs.input_ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nothing"], "no such folder"),
+        (["--schedule", "half"], "unknown schedule 'half'"),
+        (["--schedule", '{"9": 0.5}'], "only 8 layers"),
+        (["--schedule", "{9: 0.5}"], "--schedule is paper, none or JSON"),
+        (["--max-new-tokens", "0"], "--max-new-tokens is at least 1"),
+        (["--temperature", "-1"], "--temperature is 0"),
+        (["--top-p", "0.5"], "set --temperature too"),
+        (["--temperature", "1", "--top-p", "0"], r"--top-p lies in \(0, 1\]"),
+        (["--dtype", "int8"], "unknown dtype"),
+        (["--device", "warp"], "unknown device"),
+        (["--prompt-file", "no/such/file"], "No such file"),
+    ],
+)
+def test_errors_come_before_the_model(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lazyllm.integrations.chat.load_weights", None)  # it would be a TypeError of another text
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        main(["--once", "x", *arguments])
+
+
+def test_schedules() -> None:
+    assert method_of("none", None, 8) == Baseline()
+    assert method_of("paper", None, 10) == Lazy(lazyllm.Schedule({3: 0.7, 6: 0.7, 9: 0.7}))
+    assert method_of('{"50%": 0.7}', None, 8) == Lazy(lazyllm.Schedule({4: 0.7}))
+
+
+def test_methods() -> None:
+    assert method_of("paper", "baseline", 8) == Baseline()
+    assert method_of("paper", 'random_drop {"keep": 0.5}', 8) == RandomDrop(0.5)
+    with pytest.raises(MethodError, match="unknown method 'nosuch'; known are"):
+        method_of("paper", "nosuch", 8)
+    with pytest.raises(ValueError, match="--method is a NAME, or NAME and JSON"):
+        method_of("paper", "random_drop 0.5", 8)
+
+
+def test_the_packages_example(capsys: pytest.CaptureFixture[str]) -> None:
+    """The text that `help(lazyllm)` and the README show runs as it stands, and finds what stands in its prompt."""
+    assert lazyllm.__doc__ is not None
+    blocks = lazyllm.__doc__.split("\n\n", 1)[1]
+    exec(compile(textwrap.dedent(blocks), "lazyllm.__doc__", "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed.split("Question: entry zanur")[1].strip() == "lantern copper."

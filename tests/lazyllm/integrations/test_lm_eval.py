@@ -1,0 +1,283 @@
+"""lm-evaluation-harness: without pruning the numbers of its own `hf`, with pruning those of a slow, obvious oracle."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("lm_eval")
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from eval.benchmarks.embedded import rows
+from lazyllm.engine.session import Session
+from lazyllm.integrations import lm_eval
+from lazyllm.integrations.lm_eval import PrunedLM
+from lazyllm.methods import Lazy, MethodError
+from lazyllm.models.load import PRESETS, ModelError
+from tests.reference import lazy_reference
+
+ROOT = Path(__file__).resolve().parents[3]
+CPU = {"device": "cpu", "dtype": "float32"}
+KEEPS_ALL = {"method": "lazy", "schedule": {3: 1.0, 5: 1.0}}
+SCHEDULE = {2: 0.6, 5: 0.5}
+CONTEXT = (
+    "Ledger: entry sizin window wizard wagon. this late boat stood behind a. entry gurol olive.\nQuestion: entry sizin"
+)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with three small tasks and their rows: nothing comes from the hub."""
+    folder = tmp_path_factory.mktemp("tasks")
+    docs = []
+    for row in rows("lookup", count=4):
+        wrong = ["olive rosemary chalk", "jungle", "coral"]
+        docs.append(
+            {
+                "question": f"Ledger: {row['context']}\nQuestion: entry {row['input']}",
+                "choices": [*wrong[: len(docs)], *row["answers"], *wrong[len(docs) :]],
+                "target": len(docs),
+                "answer": row["answers"][0],
+                "page": row["context"][:300],
+            }
+        )
+    (folder / "rows.json").write_text("\n".join(map(json.dumps, docs)))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.json")}, "cache_dir": str(folder / "cache")},
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+    }
+    metrics = {
+        "choice": ["acc", "acc_norm"],
+        "answer": ["exact_match"],
+        "page": ["word_perplexity", "byte_perplexity", "bits_per_byte"],
+    }
+    own: dict[str, dict[str, Any]] = {
+        "choice": {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "target"},
+        "answer": {
+            "output_type": "generate_until",
+            "doc_to_target": "answer",
+            "generation_kwargs": {"until": ["\n", " wagon"], "max_gen_toks": 6, "do_sample": False},
+        },
+        "page": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "page"},
+    }
+    for name, settings in own.items():
+        task = common | settings | {"task": f"own_{name}", "metric_list": [{"metric": one} for one in metrics[name]]}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hf() -> HFLM:
+    return HFLM(PRESETS["tiny"].source, batch_size=3, **CPU)
+
+
+@pytest.fixture(scope="module")
+def pruned() -> PrunedLM:
+    return PrunedLM("tiny", "lazy", schedule=SCHEDULE, **CPU)
+
+
+def evaluate(model: Any, tasks: Path) -> dict[str, Any]:
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    names = ["own_choice", "own_answer", "own_page"]
+    found = simple_evaluate(model, tasks=names, task_manager=manager, bootstrap_iters=0, log_samples=True)
+    assert found is not None
+    return found
+
+
+def instances(kind: str, *arguments: tuple) -> list[Instance]:
+    return [Instance(kind, {}, one, number) for number, one in enumerate(arguments)]
+
+
+def test_keeping_everything_gives_the_results_of_lm_evals_own_model(tasks: Path, hf: HFLM) -> None:
+    ours = evaluate(PrunedLM("tiny", batch_size=8, **KEEPS_ALL, **CPU), tasks)
+    theirs = evaluate(hf, tasks)
+    assert set(ours["results"]) == {"own_choice", "own_answer", "own_page"}
+    for task, metrics in theirs["results"].items():
+        assert ours["results"][task] == {
+            name: pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
+            for name, value in metrics.items()
+        }
+        for one, other in zip(ours["samples"][task], theirs["samples"][task], strict=True):
+            if task == "own_answer":
+                assert one["resps"] == other["resps"]
+            elif task == "own_choice":
+                for (log, greedy), (their_log, their_greedy) in zip(
+                    one["filtered_resps"], other["filtered_resps"], strict=True
+                ):
+                    assert log == pytest.approx(their_log, abs=2e-3)
+                    assert greedy == their_greedy
+            else:
+                assert one["filtered_resps"] == pytest.approx(other["filtered_resps"], rel=1e-4)
+    # what a wrong model would not give: the embedded task is solved, and its answers end at the stop string
+    assert ours["results"]["own_choice"]["acc,none"] == 1
+    assert all(one["resps"][0][0].strip() for one in ours["samples"]["own_answer"])
+
+
+def test_too_long_requests_are_cut_as_lm_eval_cuts_them(hf: HFLM) -> None:
+    ours = PrunedLM("tiny", max_length=24, **KEEPS_ALL, **CPU)
+    theirs = HFLM(hf.model, tokenizer=hf.tokenizer, max_length=24)
+    pairs = instances("loglikelihood", (CONTEXT, " window wizard wagon"), (CONTEXT, " olive"), ("", "entry gurol"))
+    for (log, greedy), (their_log, their_greedy) in zip(
+        ours.loglikelihood(pairs), theirs.loglikelihood(pairs), strict=True
+    ):
+        assert log == pytest.approx(their_log, abs=1e-3)
+        assert greedy == their_greedy
+    texts = instances("loglikelihood_rolling", (CONTEXT,), (CONTEXT[:40],))  # more than one window, and one
+    assert ours.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), rel=1e-4)
+    with pytest.raises(ValueError, match="a continuation has 1 to 24 tokens"):
+        ours.loglikelihood(instances("loglikelihood", ("entry", CONTEXT)))
+
+
+def forced_log(pruned: PrunedLM, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """The oracle: numpy, token by token."""
+    out = lazy_reference(pruned.model, context, SCHEDULE, len(continuation), forced=continuation)
+    assert out.margin > 1e-6  # no selection hangs on rounding
+    assert len(out.selected[0][2]) < len(context)
+    logits = np.array(out.logits)
+    logs = logits - logits.max(1, keepdims=True)
+    logs -= np.log(np.exp(logs).sum(1, keepdims=True))
+    greedy = logits.argmax(1).tolist() == continuation
+    return float(logs[range(len(continuation)), continuation].sum()), greedy
+
+
+def test_pruned_likelihoods_are_the_oracles(pruned: PrunedLM) -> None:
+    continuations = [" window wizard wagon", " olive", " window", " coral cricket"]
+    found = pruned.loglikelihood(instances("loglikelihood", *((CONTEXT, one) for one in continuations)))
+    context = pruned.tok_encode(CONTEXT)
+    for text, (log, greedy) in zip(continuations, found, strict=True):
+        continuation = pruned.tok_encode(CONTEXT + text)[len(context) :]
+        expected, expected_greedy = forced_log(pruned, context, continuation)
+        assert log == pytest.approx(expected, abs=1e-3)
+        assert greedy == expected_greedy
+    unpruned = PrunedLM("tiny", **KEEPS_ALL, **CPU)
+    other = unpruned.loglikelihood(instances("loglikelihood", *((CONTEXT, one) for one in continuations)))
+    assert max(abs(one[0] - two[0]) for one, two in zip(found, other, strict=True)) > 1e-2
+
+
+def test_pruned_answers_are_the_oracles_up_to_the_stop_string(pruned: PrunedLM) -> None:
+    context = pruned.tok_encode(CONTEXT)
+    out = lazy_reference(pruned.model, context, SCHEDULE, 6, eos_token_ids={2})
+    assert out.margin > 1e-6
+    whole = pruned.tok_decode(out.token_ids)
+    stop = whole[3:5]
+    asked = instances(
+        "generate_until",
+        (CONTEXT, {"until": ["never this"], "max_gen_toks": 6}),
+        (CONTEXT, {"until": [stop], "max_gen_toks": 6, "temperature": 0.0, "top_p": 0.9}),
+    )
+    assert pruned.generate_until(asked) == [whole, whole.split(stop)[0]]
+
+
+@pytest.fixture
+def prefills(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The lengths of the prompts that were prefilled."""
+    lengths: list[int] = []
+    own = Session.prefill
+
+    def counted(self: Session, token_ids: Any) -> Any:
+        lengths.append(len(token_ids))
+        return own(self, token_ids)
+
+    monkeypatch.setattr(Session, "prefill", counted)
+    return lengths
+
+
+def test_continuations_share_a_prefill_as_far_as_they_can(pruned: PrunedLM, prefills: list[int]) -> None:
+    request = [(None, [5, 6, 7], one) for one in ([8], [9], [8, 9], [10])] + [(None, [5, 6], [7])]
+    found = pruned._loglikelihood_tokens(request)
+    assert prefills == [3, 2]
+    assert found[0] == pruned._loglikelihood_tokens([request[0]])[0]
+    prefills.clear()
+    pruned._loglikelihood_tokens([(None, [5, 6, 7], one) for one in ([8, 9], [9, 8], [10])])
+    assert prefills == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"method": "nosuch"}, MethodError, "unknown method 'nosuch'; known are baseline, lazy"),
+        ({"add_bos_token": True}, MethodError, "method 'lazy' has no setting 'add_bos_token'; it has schedule"),
+        ({"schedule": "9:0.7"}, MethodError, "prunes after layer 9, but the model has only 8 layers"),
+        ({"schedule": "2:half"}, MethodError, "schedule=2:half: could not convert .* give LAYER:RATIO"),
+        ({"method": "prompt_compression", "keep": 0.5, "unit": "sentence"}, MethodError, "needs the prompt's text"),
+        ({"pretrained": "nosuch"}, ModelError, "'nosuch' is no model"),
+        ({"dtype": "float8"}, ModelError, "unknown dtype 'float8'"),
+        ({"device": "tpu9"}, ModelError, "device 'tpu9'"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_weights_load(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    monkeypatch.setattr("lazyllm.models.load._checkpoint", lambda *_: pytest.fail("the weights were loaded"))
+    with pytest.raises(error, match=message):
+        PrunedLM(**({"pretrained": "tiny", "device": "cpu"} | settings))
+
+
+def test_sampled_answers_are_those_of_hf_after_the_same_seed(hf: HFLM) -> None:
+    keeps_all = PrunedLM("tiny", **KEEPS_ALL, **CPU)
+    wanted = {"until": ["never this"], "max_gen_toks": 6, "do_sample": True, "temperature": 3.0}
+    answers = []
+    for lm in (keeps_all, hf):
+        torch.manual_seed(7)
+        answers.append(lm.generate_until(instances("generate_until", (CONTEXT, wanted))))
+    assert answers[0] == answers[1]
+    torch.manual_seed(8)
+    assert keeps_all.generate_until(instances("generate_until", (CONTEXT, wanted))) != answers[0]
+
+
+def test_beams_are_refused(pruned: PrunedLM) -> None:
+    beams = {"until": ["x"], "max_gen_toks": 2, "num_beams": 4}
+    with pytest.raises(ValueError, match="num_beams"):
+        pruned.generate_until(instances("generate_until", (CONTEXT, beams)))
+
+
+@pytest.mark.parametrize("written", ["2:0.6+5:0.5", "5:0.5 + 25%:0.6", {"2": 0.6, "5": 0.5}])
+def test_a_schedule_as_a_command_line_writes_it(written: Any) -> None:
+    lm = PrunedLM("tiny", schedule=written, **CPU)
+    assert (lm.method, lm.method_code) == (Lazy({2: 0.6, 5: 0.5}), None)
+    assert lm.get_model_info()["method"] == repr(lm.method)
+
+
+def test_the_command(tasks: Path, tmp_path: Path) -> None:
+    arguments = ["--tasks", "own_choice", "--include_path", str(tasks), "--output_path", str(tmp_path), "--limit", "2"]
+    model = ["--device", "cpu", "--batch_size", "4", "--model_args", "pretrained=tiny,method=lazy,schedule=2:0.6"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lazyllm.integrations.lm_eval", "--model", "lazyllm", *arguments, *model],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={"PATH": os.defpath, "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.rglob("results_*.json")
+    written = json.loads(file.read_text())
+    assert written["config"]["method"] == repr(Lazy({2: 0.6}))
+    assert 0 <= written["results"]["own_choice"]["acc,none"] <= 1
+
+
+def test_what_the_user_can_mend_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lm_eval, "cli_evaluate", lambda: PrunedLM("tiny", "nosuch"))
+    with pytest.raises(SystemExit, match=r"^error: unknown method 'nosuch'; known are"):
+        lm_eval.main()
+
+
+def test_the_names_are_those_of_the_module() -> None:
+    from lm_eval.api.registry import get_model
+
+    assert get_model("lazyllm") is lm_eval.PrunedLM

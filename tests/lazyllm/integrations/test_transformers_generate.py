@@ -1,0 +1,565 @@
+"""`model.generate` with a method inside: where everything is kept, transformers' own `generate` is the oracle."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    SynthIDTextWatermarkingConfig,
+    TextIteratorStreamer,
+    TextStreamer,
+    WatermarkingConfig,
+    pipeline,
+)
+
+import lazyllm
+from lazyllm.bench.waits import Waits
+from lazyllm.integrations.generate_options import HONOURED, INERT, REFUSED, check_options
+from lazyllm.integrations.transformers_generate import LazyGenerateOutput
+from lazyllm.methods import Baseline, Lazy, Method
+from tests.lazyllm.methods.method_matrix import KEEPING, PRUNING
+from tests.reference import random_model
+
+MODEL = random_model("llama", 5, num_layers=4)
+MODEL.generation_config.pad_token_id = 0
+MODEL.generation_config.eos_token_id = None
+KEEP, PRUNE = Lazy({1: 1.0, 3: 1.0}), Lazy({1: 0.6, 3: 0.5})
+SHORT, LONG = [5, 17, 3, 80, 41, 9], [7, 7, 12, 60, 5, 17, 33, 2, 90, 11, 8]
+WIDTH = len(LONG)
+BATCH = {
+    "input_ids": torch.tensor([[0] * (WIDTH - len(SHORT)) + SHORT, LONG]),
+    "attention_mask": torch.tensor([[0] * (WIDTH - len(SHORT)) + [1] * len(SHORT), [1] * WIDTH]),
+}
+
+
+def ids_of(prompt: list[int]) -> torch.Tensor:
+    return torch.tensor([prompt])
+
+
+def ours(method: Method, inputs: Any = None, seed: int | None = 0, own_seed: int | None = None, **options: Any) -> Any:
+    inputs = {"input_ids": ids_of(LONG)} if inputs is None else inputs
+    if seed is not None:
+        torch.manual_seed(seed)
+    decode = lazyllm.generate_with(method, seed=own_seed)
+    return MODEL.generate(**inputs, custom_generate=decode, **{"max_new_tokens": 8, **options})
+
+
+def theirs(inputs: Any = None, seed: int = 0, **options: Any) -> Any:
+    inputs = {"input_ids": ids_of(LONG)} if inputs is None else inputs
+    torch.manual_seed(seed)
+    return MODEL.generate(**inputs, **{"max_new_tokens": 8, **options})
+
+
+FREE = theirs()[0, WIDTH:].tolist()  # what greedy decoding says after LONG
+SAMPLED = {"do_sample": True, "temperature": 3.0, "top_k": 0}
+
+# options of `generate`, each of which changes something (the test holds that too) or is named as one that does not
+OPTIONS: dict[str, dict[str, Any]] = {
+    "temperature": {"do_sample": True, "temperature": 3.0},
+    "top_k": {**SAMPLED, "top_k": 5},
+    "top_p": {**SAMPLED, "top_p": 0.3},
+    "top_h": {**SAMPLED, "top_h": 0.5},
+    "min_p": {**SAMPLED, "min_p": 0.5},
+    "typical_p": {**SAMPLED, "typical_p": 0.3},
+    "epsilon_cutoff": {**SAMPLED, "epsilon_cutoff": 0.02},
+    "eta_cutoff": {**SAMPLED, "eta_cutoff": 0.3},
+    "renormalize_logits": {"renormalize_logits": True},
+    "repetition_penalty": {"repetition_penalty": 5.0},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 9.0},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
+    "bad_words_ids": {"bad_words_ids": [[FREE[0]]]},
+    "sequence_bias": {"sequence_bias": [[[FREE[0]], -9.0]]},
+    "suppress_tokens": {"suppress_tokens": [FREE[0]]},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [FREE[0]]},
+    "forced_eos_token_id": {"forced_eos_token_id": 42},
+    "eos_token_id": {"eos_token_id": FREE[2]},
+    "eos_token_id, several": {"eos_token_id": [96, FREE[1]]},
+    "min_new_tokens": {"eos_token_id": FREE[0], "min_new_tokens": 3},
+    "min_length": {"eos_token_id": FREE[0], "min_length": WIDTH + 4},
+    "max_length": {"max_length": WIDTH + 3, "max_new_tokens": None},
+    "max_time": {"max_time": 0.0},
+    "exponential_decay_length_penalty": {"eos_token_id": 42, "exponential_decay_length_penalty": (2, 9.0)},
+    "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=9.0)},
+    "watermarking_config, SynthID": {
+        "watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[3, 9, 4]), "do_sample": True
+    },
+    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, ids: [1 + row, 3, 4, int(ids[-1]) % 50]},
+    "logits_processor": {"logits_processor": LogitsProcessorList([lambda ids, scores: scores.roll(ids.shape[1], 1)])},
+    "stopping_criteria": {
+        "stopping_criteria": StoppingCriteriaList([lambda ids, scores: torch.tensor([ids.shape[1] > WIDTH + 4])])
+    },
+    "a criterion in place of max_new_tokens": {
+        "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(WIDTH + 2)])
+    },
+    "remove_invalid_values": {"remove_invalid_values": True},
+    "forced_bos_token_id": {"forced_bos_token_id": 4},
+    "bos_token_id": {"bos_token_id": 4},
+    "pad_token_id": {"pad_token_id": 4},
+}  # fmt: skip
+CHANGE_NOTHING = {"remove_invalid_values", "forced_bos_token_id", "bos_token_id", "pad_token_id"}
+
+
+def assert_same(out: Any, expected: Any) -> None:
+    """Tokens exactly; scores and logits to the last bits of float32, as products of one row round differently."""
+    assert torch.equal(out.sequences, expected.sequences)
+    for name in ("scores", "logits"):
+        found, wanted = getattr(out, name), getattr(expected, name)
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert one.dtype == other.dtype == torch.float32
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+RETURNED = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_is_transformers_own(name: str) -> None:
+    options = OPTIONS[name]
+    for method in (Baseline(), KEEP):
+        assert_same(ours(method, **options, **RETURNED), theirs(**options, **RETURNED))
+    sampling = {key: value for key, value in options.items() if key == "do_sample"}
+    plain, kept = theirs(**sampling, **RETURNED), theirs(**options, **RETURNED)
+    changed = len(plain.scores) != len(kept.scores) or not torch.equal(plain.scores[-1], kept.scores[-1])
+    assert changed != (name in CHANGE_NOTHING)
+
+
+# these get the row's number, or the number of its tokens: see below
+OF_THE_ROW = {
+    "prefix_allowed_tokens_fn",
+    "logits_processor",
+    "stopping_criteria",
+    "a criterion in place of max_new_tokens",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in OF_THE_ROW])
+def test_a_row_of_a_batch_is_the_row_alone(name: str) -> None:
+    """Pruned: the padding changes nothing, whatever looks at tokens or counts them; lengths count from the prompt."""
+    options = {**OPTIONS[name], **RETURNED}
+    short = dict(options)
+    if name in ("max_length", "min_length"):  # these count the padding
+        short[name] = options[name] - (WIDTH - len(SHORT))
+    both = ours(PRUNE, BATCH, own_seed=3, **options)
+    for row, prompt, own in ((0, SHORT, short), (1, LONG, options)):
+        alone = ours(PRUNE, {"input_ids": ids_of(prompt)}, own_seed=3 + row, **own)
+        steps = len(alone.scores)
+        assert both.generations[row].token_ids == alone.sequences[0, len(prompt) :].tolist()
+        assert both.generations[row].selected == alone.generations[0].selected
+        assert both.sequences[row, WIDTH : WIDTH + steps].tolist() == alone.sequences[0, len(prompt) :].tolist()
+        assert (both.sequences[row, WIDTH + steps :] == options.get("pad_token_id", 0)).all()
+        for found, expected in ((both.scores, alone.scores), (both.logits, alone.logits)):
+            assert all(torch.equal(a[row], b[0]) for a, b in zip(found, expected, strict=False))
+    assert torch.equal(both.sequences[:, :WIDTH], BATCH["input_ids"])
+
+
+@pytest.mark.parametrize("method", PRUNING.values(), ids=PRUNING.keys())
+@pytest.mark.parametrize("sampled", [False, True])
+def test_batches_and_rows_for_every_method(method: Method, sampled: bool) -> None:
+    """Sampled after one seed: a batch is its rows, one call after the other."""
+    options = SAMPLED if sampled else {}
+    both = ours(method, BATCH, **options)
+    torch.manual_seed(0)
+    for row, prompt in enumerate((SHORT, LONG)):
+        alone = ours(method, {"input_ids": ids_of(prompt)}, seed=None, **options)
+        assert both[row, WIDTH:].tolist() == alone[0, len(prompt) :].tolist()
+        if not sampled:
+            assert alone[0, len(prompt) :].tolist() == lazyllm.generate(MODEL, prompt, method, 8, ()).token_ids
+
+
+def test_the_second_row_alone_when_sampled() -> None:
+    both = ours(PRUNE, BATCH, own_seed=7, **SAMPLED)
+    before = torch.get_rng_state()
+    alone = ours(PRUNE, {"input_ids": ids_of(LONG)}, seed=None, own_seed=8, **SAMPLED)
+    assert both[1].tolist() == alone[0].tolist()
+    assert torch.equal(before, torch.get_rng_state())  # the global generator has no part in it
+    other_company = {"input_ids": ids_of(LONG).repeat(2, 1)}
+    assert ours(PRUNE, other_company, own_seed=7, **SAMPLED)[1].tolist() == alone[0].tolist()
+    # and a seed of one's own is the seed that transformers would have been given
+    assert torch.equal(ours(KEEP, own_seed=5, **SAMPLED), theirs(seed=5, **SAMPLED))
+
+
+@pytest.mark.parametrize("own_seed", [None, 4])
+def test_copies_of_a_prompt_are_sampled_differently(own_seed: int | None) -> None:
+    several = ours(PRUNE, BATCH, own_seed=own_seed, num_return_sequences=3, **SAMPLED)
+    assert several.shape == (6, WIDTH + 8)
+    assert len({tuple(row.tolist()) for row in several}) == 6
+    repeated = {name: value.repeat_interleave(3, dim=0) for name, value in BATCH.items()}
+    assert torch.equal(several, ours(PRUNE, repeated, own_seed=own_seed, **SAMPLED))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_batch_against_transformers(sampled: bool) -> None:
+    """Where all is kept and rows end at different lengths. Sampled: transformers on each row, after one seed."""
+    options = {"eos_token_id": list(range(80, 97)), **SAMPLED} if sampled else {"eos_token_id": [FREE[2], 96]}
+    found = ours(KEEP, BATCH, **options, **RETURNED)
+    if not sampled:
+        assert torch.equal(found.sequences, theirs(BATCH, **options))
+    torch.manual_seed(0)
+    for row, prompt in enumerate((SHORT, LONG)):
+        alone = MODEL.generate(ids_of(prompt), max_new_tokens=8, **options, **RETURNED)
+        answer = alone.sequences[0, len(prompt) :].tolist()
+        assert found.generations[row].token_ids == answer
+        for step, (scores, logits) in enumerate(zip(found.scores, found.logits, strict=True)):
+            if step < len(answer):
+                torch.testing.assert_close(scores[row], alone.scores[step][0], rtol=1e-6, atol=1e-6)
+                torch.testing.assert_close(logits[row], alone.logits[step][0], rtol=1e-6, atol=1e-6)
+            else:
+                assert found.sequences[row, WIDTH + step] == 0
+                assert logits[row].isnan().all()
+    # padding adds nothing to the probability of what was said
+    per_token = MODEL.compute_transition_scores(found.sequences, found.scores, normalize_logits=True)
+    short, long = sorted(len(one.token_ids) for one in found.generations)
+    assert short < long
+    for row, one in zip(per_token, found.generations, strict=True):
+        assert row.isfinite().all()
+        assert (row[: len(one.token_ids)] < 0).all()
+        assert (row[len(one.token_ids) :] == 0).all()
+
+
+def test_prefix_functions_get_the_rows_number_and_its_own_tokens() -> None:
+    seen = []
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        seen.append((row, ids.tolist()))
+        return [10 + row, 20 + row]
+
+    out = ours(PRUNE, BATCH, max_new_tokens=2, prefix_allowed_tokens_fn=allowed)
+    assert [(row, ids[: len(prompt)]) for (row, ids), prompt in zip(seen, (SHORT, SHORT, LONG, LONG), strict=True)] == [
+        (0, SHORT), (0, SHORT), (1, LONG), (1, LONG)
+    ]  # fmt: skip
+    assert set(out[0, WIDTH:].tolist()) <= {10, 20}
+    assert set(out[1, WIDTH:].tolist()) <= {11, 21}
+
+
+class Recorder(LogitsProcessor):
+    """Takes down what it gets, and whether it is an ordinary tensor."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[int], torch.Tensor]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert not input_ids.is_inference()
+        assert not scores.is_inference()
+        assert not torch.is_grad_enabled()
+        self.calls.append((input_ids.tolist(), scores.clone()))
+        scores[:, 0] = -1e9  # in place, as many do
+        return scores
+
+
+def test_processors_and_criteria_see_what_those_of_transformers_see() -> None:
+    records, scores_seen = [], []
+
+    class Watch(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            scores_seen.append((input_ids.tolist(), len(scores)))
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    for call in (ours, None):
+        recorder = Recorder()
+        options = {
+            "logits_processor": LogitsProcessorList([recorder]),
+            "stopping_criteria": StoppingCriteriaList([Watch()]),
+        }
+        options |= {"output_scores": True, "return_dict_in_generate": True}
+        _ = ours(KEEP, **options) if call else theirs(**options)
+        records.append(recorder.calls)
+    assert len(records[0]) == 8
+    for (ids, scores), (other_ids, other_scores) in zip(*records, strict=True):
+        assert ids == other_ids
+        torch.testing.assert_close(scores, other_scores, rtol=1e-6, atol=1e-6)
+    assert scores_seen[:8] == scores_seen[8:]
+
+
+def test_of_a_batch_they_see_one_row_after_the_other_without_its_padding() -> None:
+    recorder = Recorder()
+    out = ours(PRUNE, BATCH, logits_processor=LogitsProcessorList([recorder]), return_dict_in_generate=True)
+    expected = []
+    for prompt, row in zip((SHORT, LONG), out.generations, strict=True):
+        expected += [[prompt + row.token_ids[:step]] for step in range(8)]
+    assert [ids for ids, _ in recorder.calls] == expected
+
+
+def test_a_processor_that_calls_the_model_is_refused() -> None:
+    processors = LogitsProcessorList([lambda ids, scores: scores + MODEL(ids).logits[:, -1]])
+    with pytest.raises(RuntimeError, match="model of their own"):
+        ours(PRUNE, logits_processor=processors)
+    assert not MODEL._forward_pre_hooks
+    assert torch.equal(theirs(), theirs())
+
+
+class Put:
+    """A streamer that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.got: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.got.append(value.tolist())
+
+    def end(self) -> None:
+        self.got.append("end")
+
+
+def ways(method: Method) -> list[Callable[..., Any]]:
+    """Both ways to have a method in `generate`."""
+
+    def within(**kwargs: Any) -> Any:
+        with lazyllm.using(MODEL, method):
+            return MODEL.generate(**kwargs)
+
+    return [lambda **kwargs: MODEL.generate(**kwargs, custom_generate=lazyllm.generate_with(method)), within]
+
+
+def test_streamers_get_what_transformers_gives_them() -> None:
+    expected = Put()
+    theirs(streamer=expected)
+    assert len(expected.got) == 10
+    for way in ways(KEEP):
+        found = Put()
+        way(input_ids=ids_of(LONG), max_new_tokens=8, streamer=found)
+        assert found.got == expected.got
+        with pytest.raises(ValueError, match="a streamer is for one row"):
+            way(**BATCH, max_new_tokens=8, streamer=Put())
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Any, Any]:
+    return lazyllm.load_model("tiny", dtype="float32", device="cpu")
+
+
+TEXT = "entry zanur lantern copper. the old house was quiet. Question: entry zanur"
+
+
+def test_text_streamers_on_the_tiny_model(tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    model, tokenizer = tiny
+    inputs = tokenizer(TEXT, return_tensors="pt")
+    plain = model.generate(**inputs, max_new_tokens=6, streamer=TextStreamer(tokenizer, skip_prompt=True))
+    expected = capsys.readouterr().out
+    assert expected.strip()
+    kept = lazyllm.generate_with(Lazy({2: 1.0}))
+    streamer = TextStreamer(tokenizer, skip_prompt=True)
+    out = model.generate(**inputs, max_new_tokens=6, streamer=streamer, custom_generate=kept)
+    assert torch.equal(out, plain)
+    assert capsys.readouterr().out == expected
+    pieces = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    arguments = {**inputs, "max_new_tokens": 6, "streamer": pieces, "custom_generate": kept}
+    thread = threading.Thread(target=model.generate, kwargs=arguments)
+    thread.start()
+    assert "".join(pieces) == expected.rstrip("\n")
+    thread.join()
+
+
+def test_stop_strings(tiny: tuple[Any, Any]) -> None:
+    model, tokenizer = tiny
+    inputs = tokenizer(TEXT, return_tensors="pt")
+    free = model.generate(**inputs, max_new_tokens=6)
+    word = tokenizer.decode(free[0, inputs.input_ids.shape[1] + 1]).strip()
+    options = {"stop_strings": word, "tokenizer": tokenizer, "max_new_tokens": 6}
+    expected = model.generate(**inputs, **options)
+    assert expected.shape[1] < free.shape[1]
+    with lazyllm.using(model, Baseline()):
+        assert torch.equal(model.generate(**inputs, **options), expected)
+        assert torch.equal(model.generate(inputs.input_ids, GenerationConfig(stop_strings=word), max_new_tokens=6,
+                                          tokenizer=tokenizer, attention_mask=inputs.attention_mask,
+                                          eos_token_id=2, pad_token_id=0), expected)  # fmt: skip
+        with pytest.raises(ValueError, match="tokenizer"):
+            model.generate(**inputs, stop_strings=word, max_new_tokens=6)
+    decode = lazyllm.generate_with(Baseline())
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, word)])
+    out = model.generate(**inputs, custom_generate=decode, stopping_criteria=criteria, max_new_tokens=6)
+    assert torch.equal(out, expected)
+    # transformers loses the tokenizer here, and says so; a release that does not must give the same
+    try:
+        assert torch.equal(model.generate(**inputs, custom_generate=decode, **options), expected)
+    except ValueError as error:
+        assert "tokenizer" in str(error)  # noqa: PT017 - either is right
+
+
+def test_a_pipeline(tiny: tuple[Any, Any]) -> None:
+    model, tokenizer = tiny
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    method = Lazy({2: 0.5, 5: 0.5})
+    expected = lazyllm.generate(model, tokenizer(TEXT).input_ids, method, 6)
+    options = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
+    with lazyllm.using(model, method):
+        found = pipe(TEXT, **options)
+    assert found[0]["generated_text"] == tokenizer.decode(expected.token_ids, skip_special_tokens=True)
+    assert pipe(TEXT, custom_generate=lazyllm.generate_with(method), **options) == found
+
+
+def state_of(model: Any) -> tuple[Any, ...]:
+    hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
+    return (sorted(vars(model)), model.config.to_dict(), model.generation_config.to_dict(), hooks)
+
+
+def test_using_leaves_the_model_as_it_was() -> None:
+    model = random_model("qwen3", 1, num_layers=3)
+    before, plain = state_of(model), model.generate(ids_of(LONG), max_new_tokens=4)
+    with lazyllm.using(model, PRUNE_3) as same:
+        assert same is model
+        inner = model.generate(ids_of(LONG), max_new_tokens=4, return_dict_in_generate=True)
+        assert isinstance(inner, LazyGenerateOutput)
+        assert inner.generations[0].pct_prompt_tokens_computed < 100
+        with lazyllm.using(model, Baseline()):
+            assert torch.equal(model.generate(ids_of(LONG), max_new_tokens=4), plain)
+        assert torch.equal(model.generate(ids_of(LONG), max_new_tokens=4), inner.sequences)
+        explicit = lazyllm.generate_with(Baseline())
+        assert torch.equal(model.generate(ids_of(LONG), max_new_tokens=4, custom_generate=explicit), plain)
+        assert not torch.equal(inner.sequences, plain)
+    assert state_of(model) == before
+    assert torch.equal(model.generate(ids_of(LONG), max_new_tokens=4), plain)
+
+    def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise LookupError
+
+    with pytest.raises(LookupError), lazyllm.using(model, PRUNE_3):
+        model.generate(ids_of(LONG), max_new_tokens=4, logits_processor=LogitsProcessorList([fail]))
+    assert state_of(model) == before
+    # what was put there by somebody else is put back
+    model.generate = own = lambda *args, **kwargs: "mine"  # type: ignore[method-assign]
+    with lazyllm.using(model, PRUNE_3):
+        assert model.generate is not own
+    assert model.generate is own
+
+
+PRUNE_3 = Lazy({1: 0.5, 2: 0.5})
+
+
+def test_what_is_returned() -> None:
+    out = ours(PRUNE, **RETURNED)
+    assert isinstance(out, LazyGenerateOutput)
+    alone = lazyllm.generate(MODEL, LONG, PRUNE, 8, ())
+    assert (out.generations[0].token_ids, out.generations[0].selected) == (alone.token_ids, alone.selected)
+    assert (out.generations[0].computed == alone.computed).all()
+    assert torch.equal(out.generations[0].first_logits, alone.first_logits)
+    assert (out.past_key_values, out.attentions, out.hidden_states) == (None, None, None)
+    for tensor in (out.sequences, *out.scores, *out.logits):
+        assert not tensor.is_inference()  # so that a loss may be computed on them
+    bare = ours(PRUNE, return_dict_in_generate=True)
+    assert (bare.scores, bare.logits) == (None, None)
+    assert torch.equal(ours(PRUNE), bare.sequences)
+    assert set(OPTIONS) & set(REFUSED) == set()
+
+
+def test_a_token_costs_one_transfer() -> None:
+    def waits(steps: int, **options: Any) -> Counter[str]:
+        with Waits() as found:
+            ours(Baseline(), max_new_tokens=steps, **options)
+        return Counter(found.found)
+
+    for options in ({}, {**SAMPLED, "top_p": 0.9, "eos_token_id": 96}):
+        more = waits(7, **options) - waits(1, **options)
+        assert more == {"tolist": 6}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_option_of_this_release_is_in_one_table() -> None:
+    """A new field of `GenerationConfig` has to be looked at: is it honoured, refused, or of a mode that is refused?"""
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    assert fields <= HONOURED | REFUSED.keys() | INERT
+    assert not HONOURED & REFUSED.keys()
+    assert not INERT & (HONOURED | REFUSED.keys())
+    tested = {name.split(",")[0] for name in OPTIONS} | {"do_sample", "max_new_tokens", "stop_strings"}
+    tested |= {"num_return_sequences", "output_scores", "output_logits", "return_dict_in_generate"}
+    assert tested >= HONOURED
+
+
+OTHER = {
+    "assistant_early_exit": 2, "cache_config": {"nbits": 4}, "cache_implementation": "static", "compile_config": {},
+    "constraints": [1], "diversity_penalty": 0.5, "dola_layers": "low", "force_words_ids": [[1]],
+    "guidance_scale": 1.5, "is_assistant": True, "low_memory": True, "max_cache_len": 99, "num_beam_groups": 2,
+    "num_beams": 2, "output_attentions": True, "output_hidden_states": True, "penalty_alpha": 0.6,
+    "prefill_chunk_size": 4, "prompt_lookup_num_tokens": 3, "token_healing": True, "use_cache": False, "use_mtp": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_options(name: str) -> None:
+    config = GenerationConfig()
+    for accepted in REFUSED[name][0]:
+        setattr(config, name, accepted)
+        check_options(config)
+    setattr(config, name, OTHER[name])
+    with pytest.raises(ValueError, match=f"{name}=.*does not go together with a pruning method: "):
+        check_options(config)
+
+
+@pytest.mark.parametrize(
+    "name", ["num_beams", "use_cache", "output_attentions", "cache_implementation", "prompt_lookup_num_tokens"]
+)
+def test_refused_options_through_generate(name: str) -> None:
+    more = {"return_dict_in_generate": True} if name.startswith("output") else {}
+    for way in ways(PRUNE):
+        with pytest.raises(ValueError, match="pruning method"):
+            way(input_ids=ids_of(LONG), max_new_tokens=3, **{name: OTHER[name]}, **more)
+
+
+def test_options_that_are_in_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = GenerationConfig()
+    config.of_the_checkpoint = 3  # what a checkpoint adds, transformers hands round as well
+    check_options(config)
+    monkeypatch.setattr("lazyllm.integrations.generate_options.INERT", INERT - {"length_penalty"})
+    check_options(GenerationConfig())
+    with pytest.raises(ValueError, match=r"length_penalty=2.0: an option of a newer transformers"):
+        check_options(GenerationConfig(length_penalty=2.0))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"inputs_embeds": torch.zeros(1, 3, MODEL.config.hidden_size, dtype=torch.float64)}, "give input_ids"),
+        ({"input_ids": ids_of(LONG), "past_key_values": DynamicCache()}, "past_key_values were given"),
+        ({"input_ids": ids_of(LONG), "assistant_model": MODEL}, "an assistant_model does not go together"),
+        ({"input_ids": ids_of(LONG), "synced_gpus": True}, "synced_gpus"),
+        ({"input_ids": ids_of(LONG), "position_ids": torch.arange(WIDTH)[None] + 2}, "position_ids"),
+        ({"input_ids": ids_of(LONG), "labels": ids_of(LONG)}, "labels: nothing like it"),
+        ({"input_ids": ids_of([1, 97])}, "the model knows 0 to 96"),
+        ({"input_ids": BATCH["input_ids"], "attention_mask": BATCH["attention_mask"].flip(1)}, "padded on the right"),
+        ({"input_ids": ids_of([1, 2, 3]), "attention_mask": ids_of([1, 0, 1])}, "padded between its tokens"),
+        ({"input_ids": ids_of([1, 2, 3]), "attention_mask": ids_of([0, 0, 0])}, "no token at all"),
+        ({"input_ids": torch.tensor([[5, 6, 0], [5, 6, 7]]), "eos_token_id": 0}, "pad on the left"),
+        ({**BATCH, "pad_token_id": None, "max_time": 9.0}, "give pad_token_id"),
+    ],
+)
+def test_refused_calls(given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "pad_token_id" in given:
+        monkeypatch.setattr(MODEL.generation_config, "pad_token_id", None)
+    for way in ways(PRUNE):
+        with pytest.raises(ValueError, match=message):
+            way(**given, max_new_tokens=3)
+
+
+def test_bad_methods_and_seeds() -> None:
+    with pytest.raises(TypeError, match="a method with its parameters"):
+        lazyllm.generate_with(Lazy)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="seed is a whole number"):
+        lazyllm.generate_with(PRUNE, seed=-1)
+    with pytest.raises(ValueError, match="only 4 layers"):
+        ours(Lazy({5: 0.5}))
+    with pytest.raises(FloatingPointError, match="every token is forbidden"):
+        ours(PRUNE, logits_processor=LogitsProcessorList([lambda ids, scores: scores * float("nan")]))
+
+
+@pytest.mark.parametrize("method", KEEPING.values(), ids=KEEPING.keys())
+def test_every_method_that_keeps_everything(method: Method) -> None:
+    options = {**SAMPLED, "top_p": 0.8, "repetition_penalty": 1.3}
+    assert torch.equal(ours(method, **options), theirs(**options))

@@ -1,0 +1,113 @@
+"""Where sentences, lines and phrases begin, by hand; and what is said where spaCy is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+
+from lazyllm.methods.prompt_compression import segments
+from lazyllm.methods.prompt_compression.segments import (
+    check_spacy,
+    load_splitter,
+    phrase_starts,
+    sentence_starts,
+    starts_in,
+)
+
+
+def pieces(text: str, starts: list[int]) -> list[str]:
+    assert starts == sorted(set(starts))
+    assert starts[0] == 0
+    return [text[start:stop] for start, stop in zip(starts, [*starts[1:], len(text)], strict=True)]
+
+
+@pytest.mark.parametrize(
+    "sentences",
+    [
+        [""],
+        ["One"],
+        ["One. ", "Two? ", "Three!"],
+        ["all in small letters. ", "the second one."],
+        ['"Really?!" ', "(He did.)  ", "So… ", "well... ", "yes."],
+        ["Dr. Smith and J. F. Kennedy met, e.g. in the U.S. Senate. ", "Mrs. Hay, Mr. Po and Prof. Ed did not."],
+        ["3.5 of 4.0 is no end. ", "Nor is file.py."],
+        ["Is this plan B? ", "Yes."],
+        ["first line\n", "second line\r\n", "\n", "third\r", "fourth\u2028", "fifth"],
+        ["def f(x):\n", "    return x.y\n", "\n", "print(f(1))\n"],
+        ["One. \n", "Two.\n"],
+    ],
+)
+def test_sentences(sentences: list[str]) -> None:
+    text = "".join(sentences)
+    found = pieces(text, sentence_starts(text))
+    if text == "One. \nTwo.\n":  # the break behind the white space is a unit of its own, in which nothing may go
+        sentences = ["One. ", "\n", "Two.\n"]
+    assert found == sentences
+
+
+def test_each_range_is_split_by_itself() -> None:
+    text = "Q: One. Two. A: x\nOne. Two"
+    assert starts_in(text, [(3, 12), (18, 26)], sentence_starts) == [3, 8, 18, 23]
+    assert load_splitter("sentence") is sentence_starts
+
+
+def test_phrases_are_noun_phrases_and_single_words() -> None:
+    text = "The old man saw a dog."
+
+    def nlp(given: str):
+        assert given == text
+        words = [SimpleNamespace(idx=idx) for idx in (0, 4, 8, 12, 16, 18, 21)]
+
+        class Document(list):
+            noun_chunks = (words[0:3], words[4:6])
+
+        return Document(words)
+
+    assert pieces(text, phrase_starts(text, nlp)) == ["The old man ", "saw ", "a dog", "."]
+
+
+def test_phrases_of_spacys_own_documents() -> None:
+    """spaCy's noun phrases over a parse that is given: its English model cannot be had from a package index."""
+    spacy = pytest.importorskip("spacy", reason="spaCy is not installed (the extra `phrase`)")
+    from spacy.tokens import Doc
+
+    english = spacy.blank("en")
+
+    def nlp(text: str):
+        words = ["The", "old", "man", "saw", "a", "dog", "."]
+        return Doc(
+            english.vocab,
+            words=words,
+            spaces=[True, True, True, True, True, False, False],
+            pos=["DET", "ADJ", "NOUN", "VERB", "DET", "NOUN", "PUNCT"],
+            heads=[2, 2, 3, 3, 5, 3, 3],
+            deps=["det", "amod", "nsubj", "ROOT", "det", "dobj", "punct"],
+        )
+
+    text = "The old man saw a dog."
+    assert pieces(text, phrase_starts(text, nlp)) == ["The old man ", "saw ", "a dog", "."]
+
+
+def test_what_is_missing_for_phrases_is_named() -> None:
+    """For real: whichever of the two is missing here."""
+    if importlib.util.find_spec("spacy") is None:
+        expected = r"pip install 'lazyllm-bench\[phrase\]' .* python -m spacy download en_core_web_sm"
+    elif importlib.util.find_spec("en_core_web_sm") is None:
+        expected = r"English model en_core_web_sm, which is not installed: python -m spacy download en_core_web_sm$"
+    else:
+        assert pieces("An old dog barked.", load_splitter("phrase")("An old dog barked."))[0] == "An old dog "
+        return
+    for ask in (check_spacy, lambda: load_splitter("phrase")):
+        with pytest.raises(ValueError, match=expected):
+            ask()
+
+
+@pytest.mark.parametrize(("there", "message"), [((), "spaCy, which is not"), (("spacy",), "model en_core_web_sm")])
+def test_each_of_the_two_may_be_missing(there: tuple[str, ...], message: str, monkeypatch) -> None:
+    monkeypatch.setattr(segments, "find_spec", lambda name: name if name in there else None)
+    with pytest.raises(ValueError, match=message):
+        check_spacy()
+    monkeypatch.setattr(segments, "find_spec", lambda name: name)
+    check_spacy()

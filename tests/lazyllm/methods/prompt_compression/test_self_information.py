@@ -1,0 +1,148 @@
+"""Self-information against one whole forward pass per token, windows by their rule, FLOPs by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from lazyllm.engine.decoder import open_decoder
+from lazyllm.methods.prompt_compression import self_information as module
+from lazyllm.methods.prompt_compression.self_information import (
+    carried_over,
+    scoring_flops,
+    self_information,
+    window_limit,
+    windows,
+)
+from tests.reference import ARCHITECTURES, forward_reference, random_model
+
+BOS = 5
+
+
+def found(model: PreTrainedModel, token_ids: list[int], window: int | None = None) -> np.ndarray:
+    with torch.inference_mode(), open_decoder(model) as decoder:
+        return self_information(decoder, torch.tensor(token_ids), window).numpy()
+
+
+def slow(model: PreTrainedModel, token_ids: list[int], window: int, bos: int | None) -> list[float]:
+    """One forward pass of transformers' model per token, over just what that token may see."""
+    sequence = token_ids if bos is None else [bos, *token_ids]
+    info = [np.log(model.config.vocab_size)] if bos is None else []
+    for place in range(1, len(sequence)):
+        # the first window scores the first `window` tokens; each of the next ones scores the following `new` tokens
+        new = window - window // 2
+        start = 0 if place < window else (place - window) // new * new + window - window // 2
+        with torch.inference_mode():
+            logits = model(torch.tensor([sequence[start:place]])).logits[0, -1].numpy()
+        shifted = logits - logits.max()
+        info.append(float(np.log(np.exp(shifted).sum()) - shifted[sequence[place]]))
+    return info
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_it_is_that_of_one_forward_pass_per_token(architecture: str, attention: str) -> None:
+    draw = np.random.default_rng(len(architecture))
+    for bos, window in ((None, 512), (BOS, 512), (None, 7), (BOS, 8), (BOS, 2), (None, 3), (BOS, 24), (BOS, 25)):
+        model = random_model(architecture, 1, num_layers=2, attn_implementation=attention, bos_token_id=bos)
+        token_ids = draw.integers(0, 97, 24).tolist()
+        # eager attention rounds its softmax to float32
+        tolerance = 1e-9 if attention == "sdpa" else 1e-4
+        np.testing.assert_allclose(
+            found(model, token_ids, window), slow(model, token_ids, window, bos), rtol=0, atol=tolerance
+        )
+
+
+def test_it_is_that_of_the_model_written_out_by_hand() -> None:
+    model = random_model("qwen2", 3, num_layers=2, bos_token_id=BOS)
+    token_ids = np.random.default_rng(4).integers(0, 97, 12).tolist()
+    logits = forward_reference(model, [BOS, *token_ids])[:-1]
+    expected = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(12), token_ids]
+    np.testing.assert_allclose(found(model, token_ids), expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 19, 20, 21])
+def test_chunks_change_nothing_and_bound_the_logits(chunk: int, monkeypatch) -> None:
+    model = random_model("llama", 0, num_layers=2, bos_token_id=BOS)
+    token_ids = np.random.default_rng(0).integers(0, 97, 40).tolist()
+    whole = found(model, token_ids, 20)
+    rows: list[int] = []
+    hook = model.lm_head.register_forward_hook(lambda module, args, out: rows.append(out.shape[0]))
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    np.testing.assert_allclose(found(model, token_ids, 20), whole, rtol=0, atol=1e-10)
+    hook.remove()
+    assert max(rows) == min(chunk, 19)  # the first window's first token is BOS, which is not scored
+    assert sum(rows) == 40
+
+
+def test_half_precision_is_compared_in_float32() -> None:
+    model = random_model("llama", 0, num_layers=2, float64_throughout=False).to(torch.bfloat16)
+    assert found(model, [1, 2, 3]).dtype == np.float32
+
+
+@pytest.mark.parametrize("length", range(1, 40))
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 100])
+def test_windows_score_every_token_once_with_half_a_window_before_it(length: int, size: int) -> None:
+    scored = []
+    for number, one in enumerate(windows(length, size)):
+        assert 0 <= one.start < one.first <= one.stop <= length
+        assert one.stop - one.start <= size
+        assert number == 0 or one.first - one.start == size // 2
+        scored += range(one.first, one.stop)
+    assert scored == list(range(1, length))
+
+
+def test_the_windows_limit() -> None:
+    model = random_model("mistral", 0, num_layers=2)
+    assert window_limit(model.config) == 512
+    with pytest.raises(ValueError, match="window=513: the scoring model sees at most 512 tokens"):
+        found(model, [1, 2, 3], 513)
+
+
+def test_flops_by_hand() -> None:
+    """width 48, 4 query and 2 key heads of 12, MLP 80, vocabulary 97, 2 layers."""
+    config = random_model("llama", 0, num_layers=2, head_dim=12, bos_token_id=BOS).config
+    token = 2 * (48 * 12 * (4 + 2 + 2 + 4) + 3 * 48 * 80)
+    pair = 2 * 2 * 4 * 12
+    logits = 2 * 48 * 97
+
+    def run(tokens: int, scored: int) -> int:
+        return 2 * (tokens * token + tokens * (tokens + 1) // 2 * pair) + scored * logits
+
+    assert scoring_flops(config, 10) == run(10, 10)  # BOS and ten tokens, of which the last one is only predicted
+    # windows 0-7, 4-11 of BOS and eleven tokens: seven scored, then four
+    assert scoring_flops(config, 11, window=8) == run(7, 7) + run(7, 4)
+
+
+def test_carried_over_by_hand() -> None:
+    # "ab cd": tokens ab, " c", d  ->  a, "b ", cd
+    info = carried_over(
+        np.array([4.0, 6.0, 1.0]), np.array([[0, 2], [2, 4], [4, 5]]), np.array([[0, 1], [1, 3], [3, 5]])
+    )
+    assert info.tolist() == [2.0, 2.0 + 3.0, 3.0 + 1.0]
+    # one character of three byte tokens, which another tokenizer writes as two
+    info = carried_over(np.array([1.0, 2.0, 3.0]), np.array([[0, 1]] * 3), np.array([[0, 1], [0, 1]]))
+    assert info.tolist() == [3.0, 3.0]
+    # a token without characters counts for the one it stands before
+    info = carried_over(np.array([1.0, 2.0]), np.array([[0, 0], [0, 2]]), np.array([[0, 1], [1, 2]]))
+    assert info.tolist() == [2.0, 1.0]
+
+
+def test_carried_over_loses_nothing() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(50):
+        length = int(draw.integers(1, 30))
+        one, other = (np.sort(draw.choice(length + 1, draw.integers(0, length + 1), replace=False)) for _ in range(2))
+        spans = [
+            np.array(list(zip([0, *cut], [*cut, length], strict=True))) for cut in (one[one > 0], other[other > 0])
+        ]
+        spans = [some[some[:, 0] < some[:, 1]] for some in spans]
+        info = draw.random(len(spans[0]))
+        expected = np.zeros(len(spans[1]))
+        for value, (start, stop) in zip(info, spans[0], strict=True):
+            for character in range(start, stop):
+                owner = next(i for i, (a, b) in enumerate(spans[1]) if a <= character < b)
+                expected[owner] += value / (stop - start)
+        np.testing.assert_allclose(carried_over(info, *spans), expected, rtol=0, atol=1e-12)

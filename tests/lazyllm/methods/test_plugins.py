@@ -1,0 +1,143 @@
+"""Methods that another installed package adds, and the worked example of how to write one."""
+
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import MissingConfigException
+
+from eval.run.config import ConfigError, canonical, check_choice, register_schema, to_run_config
+from lazyllm.methods import METHODS, Lazy, MethodError, base, by_name, code_of, known, make, plugins
+from tests.own_package import install_own_package
+
+CONF = Path(__file__).resolve().parents[3] / "eval" / "conf"
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install_own_package(tmp_path_factory.mktemp("own"))
+
+
+@pytest.fixture
+def installed(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The package is installed as long as the test lasts."""
+    monkeypatch.syspath_prepend(packages)
+    plugins.installed.cache_clear()
+    yield packages
+    plugins.installed.cache_clear()
+    ConfigStore.instance().repo.pop("method", None)  # lazyllm's own are files
+    for name in [name for name in sys.modules if name.split(".")[0] == "own_methods"]:
+        del sys.modules[name]
+
+
+def config_of(*overrides: str):
+    register_schema()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return to_run_config(compose("config", overrides=list(overrides)))
+
+
+def test_the_worked_example_does_what_it_says() -> None:
+    failed, tried = doctest.testmod(base)
+    assert tried >= 10
+    assert failed == 0
+
+
+def test_its_name_is_known_as_if_it_were_lazyllms_own(installed: Path) -> None:
+    method = make("keep_last", {"layer": 2, "keep": 0.25})
+    assert type(method).__module__ == "own_methods.keep_last"
+    assert by_name("keep_last") is type(method)
+    assert known()[: len(METHODS)] == list(METHODS)
+    assert {"keep_last", "breaks_at_import"} <= set(known()[len(METHODS) :])
+    assert method.tokens_per_layer(8, 40) == [40] * 2 + [10] * 6
+
+
+def test_without_the_package_nothing_is_known_of_it() -> None:
+    assert known() == list(METHODS)
+    with pytest.raises(MethodError, match=r"unknown method 'keep_last'; known are baseline, lazy, .*static_pruning$"):
+        make("keep_last")
+
+
+def test_its_config_is_the_dataclass(installed: Path) -> None:
+    assert config_of("method=keep_last", "method.layer=3").method == {"name": "keep_last", "layer": 3, "keep": 0.5}
+    lots = config_of("method=draws_lots", "seed=3").method
+    assert lots == {"name": "draws_lots", "layers": [1, 2], "seed": 3}  # the run's seed, as for lazyllm's own
+    assert config_of("method=draws_lots", "seed=3", "method.seed=5").method["seed"] == 5
+    assert canonical(lots) == {"name": "draws_lots", "seed": 3}
+    with pytest.raises(ConfigError, match=r"method\.layer has no default: give it on the command line"):
+        config_of("method=keep_last")
+    with pytest.raises(Exception, match="kep"):  # Hydra's own error
+        config_of("method=keep_last", "method.layer=3", "method.kep=0.3")
+    with pytest.raises(ConfigError, match=r"method 'keep_last': keep lies in \(0, 1\], got 2.0"):
+        config_of("method=keep_last", "method.layer=3", "method.keep=2.0")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("breaks_at_import", "of the package own-methods 0.1 .* ModuleNotFoundError: .*a_package_that_nobody_has"),
+        ("is_no_method", r"own_methods.others:IsNoMethod\) is no method: expected a dataclass derived from"),
+        ("lazy", "'lazy' is lazyllm's own, and the package own-methods adds one of the same name"),
+        ("odd_default", "as the default of 'folder': a config holds only numbers"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_when_it_is_asked_for_and_not_before(
+    installed: Path, name: str, message: str
+) -> None:
+    assert config_of("method=static_pruning").method["name"] == "static_pruning"
+    check_choice(["method=keep_last", "method.layer=3"])
+    with pytest.raises(ConfigError, match=message):
+        check_choice([f"method={name}", "method.anything=1"])
+    with pytest.raises(ConfigError, match=message):
+        check_choice([f"method=baseline,{name}", "-m"])
+    if name != "odd_default":  # which only a config cannot hold
+        with pytest.raises(MethodError, match=message):
+            make(name)
+    assert isinstance(Lazy(), METHODS["lazy"])  # in Python there is nothing to mistake
+
+
+def test_two_packages_with_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = [plugins.Plugin("same", package, "1", "own_methods.keep_last:KeepLast") for package in ("one", "other")]
+    monkeypatch.setattr(plugins, "installed", lambda: {"same": tuple(twice)})
+    with pytest.raises(MethodError, match="'same' is added more than once, by one and other: uninstall one"):
+        make("same", {"layer": 2})
+
+
+def test_an_unknown_name_is_answered_with_all_that_are_known(installed: Path) -> None:
+    with pytest.raises(MethodError, match=r"'keep_first'; known are baseline, .*static_pruning.*keep_last"):
+        make("keep_first")
+    with pytest.raises(MissingConfigException, match="keep_last"):  # in Hydra's list of what there is
+        config_of("method=keep_first")
+
+
+def test_settings_are_checked_by_name() -> None:
+    with pytest.raises(MethodError, match="'random_drop' has no setting 'kep'; it has keep, seed"):
+        make("random_drop", {"kep": 0.3})
+    with pytest.raises(MethodError, match=r"'random_drop' needs keep=\.\.\.; its settings are keep, seed"):
+        make("random_drop")
+
+
+def test_the_code_of_a_version_is_told_from_that_of_another(installed: Path) -> None:
+    assert code_of("random_drop") is None  # part of lazyllm's own code
+    first = code_of("keep_last")
+    assert first is not None
+    assert first.startswith("own-methods 0.1 ")
+    assert code_of("draws_lots") == first  # one package
+    helper = installed / "own_methods" / "helper.py"
+    before = helper.read_text()
+    helper.write_text("SHARE = 0.5\n")  # what a method imports changes what it does
+    changed = code_of("keep_last")
+    helper.write_text(before)
+    assert changed != first
+    assert code_of("keep_last") == first
+
+
+def test_importing_lazyllm_looks_for_no_package() -> None:
+    looked = "import lazyllm; assert lazyllm.methods.plugins.installed.cache_info().misses == 0"
+    subprocess.run([sys.executable, "-c", looked], check=True, cwd=CONF.parent)

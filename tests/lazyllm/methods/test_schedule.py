@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lazyllm import Schedule
+from lazyllm.engine.flops import LayerShape, prefill_flops
+
+LLAMA2_7B = LlamaConfig()  # whose defaults are the 7B shape
+
+
+def test_figure_4_at_the_depth_of_llama_2_7b() -> None:
+    # Figure 7 names the groups 1-9, 10-19, 20-28, 29-32
+    assert Schedule.paper(32).keep == {9: 0.7, 19: 0.7, 28: 0.7}
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "layers"), [(1, []), (2, [1]), (3, [1, 2]), (4, [1, 2, 3]), (8, [2, 4, 7]), (16, [4, 9, 14])]
+)
+def test_figure_4_at_other_depths(num_layers: int, layers: list[int]) -> None:
+    assert list(Schedule.paper(num_layers).keep) == layers
+
+
+@pytest.mark.parametrize(
+    ("ratio", "n", "kept"),
+    [(0.7, 10, 7), (0.9, 10, 9), (0.1, 30, 3), (0.07, 100, 7), (0.29, 100, 29), (0.7, 11, 8), (0.01, 5, 1), (1, 7, 7)],
+)
+def test_keeps_as_decimal_numbers_do(ratio: float, n: int, kept: int) -> None:
+    assert Schedule({1: ratio}).kept(1, n) == kept
+
+
+@given(st.integers(1, 100), st.integers(1, 100_000))
+def test_percentages_are_exact(percent: int, n: int) -> None:
+    assert Schedule({3: percent / 100}).kept(3, n) == -(-Fraction(percent, 100) * n // 1)
+
+
+def test_tokens_per_layer() -> None:
+    assert Schedule({1: 0.5, 3: 0.5}).tokens_per_layer(5, 10) == [10, 5, 5, 3, 3]
+    assert Schedule({}).tokens_per_layer(3, 10) == [10, 10, 10]
+
+
+@pytest.mark.parametrize(
+    ("keep", "error"),
+    [
+        ({0: 0.5}, "count from 1"),
+        ({-2: 0.5}, "count from 1"),
+        ({3: 0}, r"\(0, 1\]"),
+        ({3: 1.01}, r"\(0, 1\]"),
+        ({3: float("nan")}, r"\(0, 1\]"),
+        ({3: "0.5"}, "number"),
+        ({3: True}, "number"),
+        ({"three": 0.5}, "whole number"),
+        ({2.5: 0.5}, "whole number"),
+        ({3: 0.5, "3": 0.7}, "twice"),
+        ([3, 0.5], "mapping"),
+    ],
+)
+def test_bad_schedules_are_refused(keep, error: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=error):
+        Schedule(keep)
+
+
+def test_parse() -> None:
+    assert Schedule.parse("paper", 32) == Schedule.paper(32)
+    assert Schedule.parse("none", 32) == Schedule({})
+    assert Schedule.parse({"9": 0.7, "2": 0.5}, 32) == Schedule({2: 0.5, 9: 0.7})
+    assert Schedule.parse({"12.5%": 0.5, "50 %": 0.7, 30: 0.9}, 32) == Schedule({4: 0.5, 16: 0.7, 30: 0.9})
+    assert Schedule.parse({"30%": 0.5}, 8) == Schedule({2: 0.5})  # 2.4, rounded down
+    for bad, message in (({"half%": 0.5}, "like 50%"), ({"1/0%": 0.5}, "like 50%"), ({"1%": 0.5}, "count from 1")):
+        with pytest.raises(ValueError, match=message):
+            Schedule.parse(bad, 32)
+    with pytest.raises(ValueError, match="mean the same of 8 layers"):
+        Schedule.parse({"30%": 0.5, 2: 0.7}, 8)
+    with pytest.raises(ValueError, match="after layer 9, but the model has only 8 layers"):
+        Schedule.parse({9: 0.7}, 8)
+    with pytest.raises(ValueError, match="unknown schedule 'papr'"):
+        Schedule.parse("papr", 8)
+
+
+def test_equal_schedules_hash_alike() -> None:
+    assert len({Schedule({1: 0.5, 2: 0.7}), Schedule({2: 0.7, "1": 0.5})}) == 1  # type: ignore[dict-item]
+
+
+def test_ideal_speedup_by_hand() -> None:
+    def layer(n: int) -> int:
+        return n * 2 * (4 * 4096**2 + 3 * 4096 * 11008) + n * (n + 1) // 2 * 4 * 4096
+
+    logits = 2 * 4096 * 32000
+    full = 32 * layer(1000) + logits
+    pruned = 9 * layer(1000) + 10 * layer(700) + 9 * layer(490) + 4 * layer(343) + logits
+    assert Schedule.paper(32).ideal_speedup(LLAMA2_7B, 1000) == pytest.approx(full / pruned, rel=1e-12)
+    assert Schedule({}).ideal_speedup(LLAMA2_7B, 1000) == 1
+
+
+def test_flops_against_torch_counting_a_real_forward() -> None:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50, attn_implementation="eager",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    n = 37
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        model(torch.arange(n)[None], logits_to_keep=1)
+    # eager attention multiplies all n * n pairs; we count those that causality leaves. RoPE's table is one more product
+    surplus = 3 * (n * n - n * (n + 1) // 2) * LayerShape.of(config).pair_flops
+    rope = 2 * n * config.head_dim // 2
+    assert counter.get_total_flops() - surplus - prefill_flops(config, [n] * 3) in (0, rope)

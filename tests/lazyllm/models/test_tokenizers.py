@@ -1,0 +1,130 @@
+"""Tokenizers are what the checkpoints' authors meant: Llama 2's against the sentencepiece library itself."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from lazyllm.models.tokenizers import TokenizerError, load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[3]
+LLAMA2 = ROOT.parent / "shared" / "tokenizers" / "llama2"
+
+needs_llama2 = pytest.mark.skipif(not LLAMA2.is_dir(), reason="../shared/tokenizers/llama2 is absent")
+
+
+@pytest.fixture(scope="module")
+def sentencepiece():
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_file=str(LLAMA2 / "tokenizer.model"))
+
+
+@pytest.fixture(scope="module")
+def llama2():
+    return load_tokenizer(LLAMA2)
+
+
+def texts(count: int) -> list[str]:
+    """Texts that are hard for a converted tokenizer: runs of spaces and signs, a space first, other scripts, bytes."""
+    draw = random.Random(0)
+    kinds = ["aeinst", "  \n\t", "01", ".-_=*#", "=====", "éü日本語한", "😀\x00\ufffd\u2581", "The See private "]
+    return ["".join(draw.choice(draw.choice(kinds)) for _ in range(draw.randint(1, 40))) for _ in range(count)]
+
+
+@needs_llama2
+def test_llama2s_ids_are_sentencepieces(llama2, sentencepiece):
+    assert len(llama2) == sentencepiece.get_piece_size() == 32000
+    assert (llama2.bos_token_id, llama2.eos_token_id) == (sentencepiece.bos_id(), sentencepiece.eos_id()) == (1, 2)
+    for text in ["", " ", "  ", " x", "is.  See the\n", "\n        private static", " " * 40 + "x", *texts(2000)]:
+        assert llama2(text).input_ids == [1, *sentencepiece.encode(text)], repr(text)
+
+
+@needs_llama2
+def test_llama2s_texts_are_sentencepieces(llama2, sentencepiece):
+    for text in texts(300):
+        ids = sentencepiece.encode(text)
+        whole_characters = "\ufffd" not in sentencepiece.decode(ids[len(ids) // 2 :])
+        if whole_characters:  # inside a character the two spell the rest of its bytes in other numbers of U+FFFD
+            assert llama2.decode(ids[len(ids) // 2 :]) == sentencepiece.decode(ids[len(ids) // 2 :]), repr(text)
+        assert llama2.decode([1, *ids], skip_special_tokens=True) == sentencepiece.decode(ids), repr(text)
+
+
+@needs_llama2
+def test_the_file_itself_is_a_source_too(llama2):
+    assert load_tokenizer(LLAMA2 / "tokenizer.model")("is.  See").input_ids == llama2("is.  See").input_ids
+
+
+@needs_llama2
+def test_a_tokenizer_json_made_of_it_has_the_same_ids(llama2, sentencepiece, tmp_path):
+    llama2.save_pretrained(tmp_path)
+    assert not (tmp_path / "tokenizer.model").exists()
+    again = load_tokenizer(tmp_path)
+    for text in texts(500):
+        # transformers puts no space in front of a text that begins with one; LongBench's prompts do not.
+        text = text.lstrip(" \u2581") or "x"
+        assert again(text).input_ids == [1, *sentencepiece.encode(text)], repr(text)
+
+
+@needs_llama2
+def test_settings_beside_the_file_are_used(tmp_path):
+    shutil.copy(LLAMA2 / "tokenizer.model", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False, "chat_template": "x"}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer("Hello").input_ids == [15043]
+    assert tokenizer.chat_template == "x"
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path):
+    with pytest.raises(TokenizerError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("source", ["./nowhere", "/nowhere/at/all", "a/b/c"])
+def test_a_path_to_nothing_is_refused(source):
+    with pytest.raises(TokenizerError, match="no such file or folder"):
+        load_tokenizer(source)
+
+
+@pytest.mark.parametrize("content", [b"", b"IQ== 0\nIg== 1\n", b"\x00" * 50])
+def test_a_file_that_is_no_sentencepiece_model_is_refused(tmp_path, content):
+    """As Llama 3's tokenizer.model, which is tiktoken's format."""
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.model: (not a sentencepiece model|.*of another kind)"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_sentencepiece_model_of_another_kind_is_refused(tmp_path):
+    import sentencepiece
+
+    (tmp_path / "text").write_text("a cat sat on a mat\n" * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=20,
+        model_type="unigram",
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    with pytest.raises(TokenizerError, match="of another kind than Llama's"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_damaged_tokenizer_json_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(TokenizerError, match=r"could not be loaded .*model\.tokenizer=FOLDER"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_hub_id_without_network_ends_fast_in_one_message(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    started = time.monotonic()
+    with pytest.raises(TokenizerError, match=r"some/model: .*HF_HUB_OFFLINE is set.*model\.tokenizer=FOLDER"):
+        load_tokenizer("some/model")
+    assert time.monotonic() - started < 5

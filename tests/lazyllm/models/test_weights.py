@@ -1,0 +1,358 @@
+"""Quantised weights, and layers on several devices: every method gives what it gives on plain weights on one device."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import lazyllm
+from lazyllm import ModelError, UnsupportedModelError
+from lazyllm.engine import cpu_linear, decoder, generation, memory
+from lazyllm.engine.decoder import check_same_as_model, open_decoder
+from lazyllm.engine.devices import devices_of, home_of
+from lazyllm.methods import Lazy
+from lazyllm.models import load, quantisation
+from lazyllm.models.load import check_settings, devices_in_use, load_weights
+from lazyllm.models.quantisation import quantisation_config
+from tests.lazyllm.methods.method_matrix import KEEPING, PRUNING
+from tests.lazyllm.models.pretend_devices import Placed, Pretending
+from tests.reference import random_model
+
+hooks = pytest.importorskip("accelerate.hooks")
+
+STEPS = 6
+DTYPES = ["float32", "bfloat16", "float16"]
+ATTENTION = ["sdpa", "eager"]
+ALL_METHODS = {f"{name}, keeping": method for name, method in KEEPING.items()} | PRUNING
+
+
+def prompt_of(n: int = 30) -> Tensor:
+    return torch.randint(0, 97, (n,), generator=torch.Generator().manual_seed(n))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a checkpoint of a small Llama with 4 layers."""
+    folder = tmp_path_factory.mktemp("weights") / "llama"
+    random_model("llama", 2, num_layers=4).float().save_pretrained(folder)
+    return str(folder)
+
+
+def same(one: lazyllm.Generation, other: lazyllm.Generation) -> None:
+    assert one.token_ids == other.token_ids
+    assert torch.equal(one.first_logits, other.first_logits)
+    assert one.computed.tolist() == other.computed.tolist()
+    assert (one.selected, one.kv_bytes, one.aux_bytes) == (other.selected, other.kv_bytes, other.aux_bytes)
+
+
+# ---------------------------------------------------------------------------------------------------- quantised weights
+
+
+@pytest.mark.quantised
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_int8_weights_in_every_method(saved: str, dtype: str, attention: str) -> None:
+    model = load_weights(saved, dtype=dtype, device="cpu", attn_implementation=attention, quantise="int8")
+    prompt = prompt_of()
+    # the model's own generation is the judge of what keeps everything
+    theirs = model.generate(prompt[None], max_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for name, method in KEEPING.items():
+        out = lazyllm.generate(model, prompt, method, STEPS, ())
+        assert out.token_ids == theirs[0, len(prompt) :].tolist(), name
+    for name, method in PRUNING.items():
+        out = lazyllm.generate(model, prompt, method, STEPS, ())
+        assert out.first_logits.isfinite().all(), name
+        assert out.first_logits.dtype == model.dtype == getattr(torch, dtype)
+        assert out.computed.shape == (STEPS, 4)
+
+
+@pytest.mark.quantised
+def test_int8_weights_are_rounded_to_the_nearest_of_255(saved: str) -> None:
+    plain = load_weights(saved, dtype="float32", device="cpu")
+    model = load_weights(saved, dtype="float32", device="cpu", quantise="int8")
+    rounded = 0
+    for name, weight in plain.named_parameters():
+        found = model.get_parameter(name)
+        if not re.search(r"_proj\.weight$", name):
+            assert torch.equal(found, weight), name  # norms, embedding and head are as they were
+            continue
+        rounded += 1
+        assert found.qdata.dtype == torch.int8
+        step = weight.detach().abs().amax(dim=1, keepdim=True) / 127  # a row's largest is the last step
+        assert ((found.dequantize() - weight).abs() <= step * 0.51).all(), name
+    assert rounded == 4 * 7
+    assert (model.dtype, model.device.type) == (torch.float32, "cpu")
+
+
+@pytest.mark.quantised
+def test_a_probe_of_quantised_weights_needs_no_more_tolerance(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways run the same rounded weights on the same rows: they differ by what attention's kernels do, not more."""
+    for quantise in (None, "int8"):
+        model = load_weights(saved, dtype="float32", device="cpu", quantise=quantise)
+        tokens = torch.arange(8)
+        with torch.inference_mode(), open_decoder(model) as opened:
+            session = lazyllm.methods.Baseline().start(opened, lazyllm.Prompt(tokens), 1)
+            found = session.prefill(tokens)
+        with torch.inference_mode():
+            expected = model(tokens[None]).logits[0, -1]
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()  # a thousandth of what the probe allows
+        # and an architecture that the loop leaves something out of is still found
+        monkeypatch.setattr(decoder.Decoder, "embed", lambda self, ids, _: 1.05 * self._inner.embed_tokens(ids[None]))
+        monkeypatch.setattr(model.model.norm, "variance_epsilon", 10.0)  # else the first norm would undo the scale
+        with pytest.raises(UnsupportedModelError, match="other logits"):
+            check_same_as_model(model)
+        monkeypatch.undo()
+
+
+@pytest.mark.quantised
+def test_quantised_weights_keep_their_own_products(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN's products know float32 weights only: others would be read as what they are not."""
+    model = load_weights(saved, dtype="float32", device="cpu", quantise="int8")
+    method = Lazy({1: 0.6, 2: 0.6})
+    expected = lazyllm.generate(model, prompt_of(), method, STEPS, ())
+    revived = expected.computed[1:] - expected.computed[:-1]
+    assert (revived > 1).any()
+    monkeypatch.setattr(cpu_linear, "LARGE_MATRIX", 1)
+    found = lazyllm.generate(model, prompt_of(), method, STEPS, ())
+    assert (found.token_ids, found.selected) == (expected.token_ids, expected.selected)
+
+
+@pytest.mark.quantised
+def test_a_checkpoint_that_is_quantised_loads_as_it_is(saved: str, tmp_path: Path) -> None:
+    once = load_weights(saved, dtype="float32", device="cpu", quantise="int8")
+    once.save_pretrained(tmp_path / "int8")
+    again = load_weights(str(tmp_path / "int8"), dtype="float32", device="cpu")
+    weights = [model.model.layers[1].mlp.up_proj.weight for model in (once, again)]
+    assert torch.equal(weights[0].qdata, weights[1].qdata)
+    assert torch.equal(weights[0].scale, weights[1].scale)
+    one, two = (lazyllm.generate(model, prompt_of(), Lazy({1: 0.6, 3: 0.5}), STEPS, ()) for model in (once, again))
+    assert (one.token_ids, one.selected) == (two.token_ids, two.selected)
+    # not bit for bit: where a file's bytes lie in memory decides how the CPU adds them up
+    torch.testing.assert_close(one.first_logits, two.first_logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ModelError, match=r"is quantised already \(torchao\): leave out quantise=int8"):
+        load_weights(str(tmp_path / "int8"), device="cpu", quantise="int8")
+    with pytest.raises(ModelError, match=r"is quantised \(torchao\), which random weights would not be"):
+        load_weights(str(tmp_path / "int8"), "dummy", device="cpu")
+
+
+def test_a_checkpoint_quantised_by_what_is_not_there_is_refused_before_it_loads(
+    saved: str, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
+    for method, message in (("bitsandbytes", "bitsandbytes"), ("gptq", "cannot be read here"), ("mine", "'mine'")):
+        folder = tmp_path / method
+        shutil.copytree(saved, folder)
+        own = {"quant_method": method, "load_in_8bit": method == "bitsandbytes", "bits": 4}
+        config = json.loads((folder / "config.json").read_text()) | {"quantization_config": own}
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelError, match=message):
+            load_weights(str(folder), device="cpu")
+
+
+@pytest.mark.quantised
+@pytest.mark.parametrize(
+    ("settings", "absent", "message"),
+    [
+        ({"quantise": "int8"}, "torchao", r"quantise=int8 needs the package torchao.*pip install 'lazyllm-bench\["),
+        ({"quantise": "int8"}, "accelerate", "needs the package accelerate"),
+        ({"quantise": "bnb_int8"}, "bitsandbytes", "needs the package bitsandbytes.*pip install bitsandbytes"),
+        ({"device_map": "auto"}, "accelerate", "device_map needs the package accelerate"),
+        ({"quantise": "int3"}, None, "unknown quantise 'int3': give one of int8, int4, bnb_int8, bnb_nf4"),
+        ({"quantise": "int8", "dtype": "float64"}, None, "float64"),
+        ({"quantise": "int4", "dtype": "bfloat16", "device": "cpu"}, None, "bfloat16 on CUDA only.*bfloat16 on cpu"),
+        ({"quantise": "int8", "load_format": "dummy"}, None, "load_format=dummy"),
+        ({"device_map": "auto", "load_format": "dummy"}, None, "load_format=dummy"),
+        ({"device_map": "auto", "device": "cpu"}, None, "device=cpu has nothing to say"),
+        ({"device_map": "balanced"}, None, "unknown device_map 'balanced': give 'auto', or a mapping"),
+        ({"device_map": {}}, None, "device_map is empty"),
+        ({"device_map": {"model": 63}}, None, "device_map names 63, but torch sees"),
+        ({"attn_implementation": "flash"}, None, "unknown attn_implementation 'flash'"),
+    ],
+)
+def test_refused_before_anything_is_read(monkeypatch, settings: dict, absent: str | None, message: str) -> None:
+    if absent is not None:
+        monkeypatch.setattr(quantisation, f"is_{absent}_available", lambda: False)
+    monkeypatch.setattr(load, "load_config", lambda *_: pytest.fail("the config was read"))
+    with pytest.raises(ModelError, match=message):
+        lazyllm.load_model("tiny", **settings)
+
+
+@pytest.mark.quantised
+def test_what_transformers_is_told() -> None:
+    """As far as the other kinds go without their packages and a GPU."""
+    int8 = quantisation_config("bnb_int8", torch.float16)
+    assert (int8.load_in_8bit, int8.load_in_4bit) == (True, False)
+    nf4 = quantisation_config("bnb_nf4", torch.bfloat16)
+    assert (nf4.load_in_4bit, nf4.bnb_4bit_quant_type, nf4.bnb_4bit_compute_dtype) == (True, "nf4", torch.bfloat16)
+    int4 = quantisation_config("int4", torch.bfloat16).quant_type
+    assert (int4.group_size, int4.set_inductor_config) == (128, False)
+    assert int4.int4_packing_format.value == "tile_packed_to_4d"  # the one whose kernels are torch's own
+
+
+@pytest.mark.parametrize("quantise", ["bnb_int8", "bnb_nf4"])
+def test_bitsandbytes_gets_its_config_and_the_device(saved: str, monkeypatch, quantise: str) -> None:
+    told = {}
+
+    def from_pretrained(source: str, **how: object) -> tuple[PreTrainedModel, dict]:
+        told.update(how, source=source)
+        return random_model("llama", 2, num_layers=4), {"missing_keys": set()}
+
+    monkeypatch.setattr(quantisation, "is_bitsandbytes_available", lambda: True)
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    load_weights(saved, dtype="bfloat16", device="cpu", quantise=quantise)
+    config = told["quantization_config"]
+    assert (config.load_in_8bit, config.load_in_4bit) == (quantise == "bnb_int8", quantise == "bnb_nf4")
+    assert (told["device_map"], told["dtype"]) == ({"": torch.device("cpu")}, torch.bfloat16)
+    assert told["use_safetensors"] is True
+
+
+# ------------------------------------------------------------------------------------------------------ several devices
+
+PARTS = ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(4)), "model.norm", "lm_head"]
+OFFLOADED = {
+    "some layers": {part: "disk" if part in ("model.layers.1", "model.norm") else "cpu" for part in PARTS},
+    "all but one": {part: "cpu" if part == "model.layers.2" else "disk" for part in PARTS},
+}
+
+
+@pytest.mark.parametrize(
+    ("which", "dtype"), [("some layers", "float32"), *(("all but one", dtype) for dtype in DTYPES)]
+)
+def test_weights_on_disk_change_nothing(saved: str, which: str, dtype: str) -> None:
+    place = OFFLOADED[which] | {"model.rotary_emb": "cpu"}
+    for attention in ATTENTION:
+        plain = load_weights(saved, dtype=dtype, device="cpu", attn_implementation=attention)
+        model = load_weights(saved, dtype=dtype, attn_implementation=attention, device_map=place)
+        assert model.model.layers[1].mlp.up_proj.weight.device.type == "meta"  # it is read when it is its turn
+        assert devices_of(model) == (home_of(model),) == (torch.device("cpu"),)
+        for method in ALL_METHODS.values():
+            same(
+                lazyllm.generate(model, prompt_of(), method, 3, ()),
+                lazyllm.generate(plain, prompt_of(), method, 3, ()),
+            )
+
+
+def test_auto_on_a_machine_without_accelerators_is_the_cpu(saved: str) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has what the test expects to be absent")
+    model = load_weights(saved, dtype="float32", device_map="auto")
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert devices_in_use("auto", "auto") == devices_in_use("cpu") == (torch.device("cpu"),)
+    assert devices_in_use("auto", {"model": "disk", "lm_head": "cpu"}) == (torch.device("cpu"),)
+
+
+FIRST, SECOND, THIRD = (torch.device("cuda", number) for number in range(3))
+SPREADS = {
+    "two": [FIRST, FIRST, FIRST, SECOND, SECOND, SECOND, SECOND],
+    "three, back and forth": [FIRST, SECOND, FIRST, THIRD, SECOND, THIRD, SECOND],
+    "no layer at home": [FIRST, SECOND, SECOND, SECOND, SECOND, SECOND, FIRST],
+}
+
+
+def spread(model: PreTrainedModel, places: list[torch.device]) -> PreTrainedModel:
+    """The model with its parts on pretended devices, and accelerate's hooks on them as `dispatch_model` has them."""
+    place_of_part = dict(zip(PARTS, places, strict=True)) | {"model.rotary_emb": places[-1]}
+    for name, place in place_of_part.items():
+        for part in model.get_submodule(name).modules():
+            for key, value in part._parameters.items():
+                if value is not None:
+                    part._parameters[key] = nn.Parameter(Placed(value.data, place), requires_grad=False)
+            for key, value in part._buffers.items():
+                if value is not None:
+                    part._buffers[key] = Placed(value, place)
+    whole = {"": places[0]} | place_of_part
+    for name, place in whole.items():
+        hook = hooks.AlignDevicesHook(place, io_same_device=name == "", skip_keys=["past_key_values"])
+        hook.init_hook = lambda module: module  # the weights are there already
+        hooks.add_hook_to_module(model.get_submodule(name), hook)
+    model.hf_device_map = place_of_part
+    return model
+
+
+@pytest.fixture
+def synchronised(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    seen: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", seen.append)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("which", "attention"), [*((which, "sdpa") for which in SPREADS), ("three, back and forth", "eager")]
+)
+def test_no_tensors_of_two_devices_meet(which: str, attention: str, synchronised: list[torch.device]) -> None:
+    plain = random_model("llama", 2, num_layers=4, dtype=torch.float32)
+    plain.config._attn_implementation = attention
+    model = spread(copy.deepcopy(plain), SPREADS[which])
+    used = set(SPREADS[which])
+    assert (devices_of(model)[0], set(devices_of(model))) == (FIRST, used)
+    with Pretending():
+        check_same_as_model(model)
+    on_host = {"lazy, Aux Cache on the host": Lazy({1: 0.6, 3: 0.5}, aux_device="cpu")}
+    for method in (ALL_METHODS | on_host).values():
+        expected = lazyllm.generate(plain, prompt_of(), method, STEPS, ())
+        synchronised.clear()
+        with Pretending():
+            found = lazyllm.generate(model, prompt_of(), method, STEPS, ())
+            assert found.first_logits.device == FIRST
+        same(replace(found, first_logits=found.first_logits.held), expected)
+        assert set(synchronised) == used
+        assert len(synchronised) == len(used) * (STEPS + 1)  # each time the clock is read
+
+
+def test_a_spread_model_costs_one_move_a_boundary_between_devices(synchronised: list[torch.device]) -> None:
+    model = spread(random_model("llama", 2, num_layers=4, dtype=torch.float32), SPREADS["two"])
+    with Pretending():
+        check_same_as_model(model)  # as `load_model` does: else the first generation would
+    with Pretending() as pretended:
+        lazyllm.generate(model, prompt_of(), lazyllm.methods.Baseline(), STEPS, ())
+    # there: hidden states, positions, cos and sin before layer 3 (not anew before layer 4), the same but cos and sin
+    # before the rotary embedding, the last token's before the norm; back: cos and sin, hidden states, logits. And once,
+    # before the clock starts: one token's hidden state and position before the rotary embedding, to find the layout
+    assert pretended.moves["cuda:0", "cuda:1"] == STEPS * (4 + 2 + 1) + 2
+    assert pretended.moves["cuda:1", "cuda:0"] == STEPS * (2 + 1 + 1)
+
+
+def test_pretended_devices_tell_when_something_is_not_moved(monkeypatch, synchronised: list[torch.device]) -> None:
+    model = spread(random_model("llama", 2, num_layers=4, dtype=torch.float32), SPREADS["two"])
+    with Pretending(), pytest.raises(RuntimeError, match="tensors on cuda:0 and cuda:1 met"):
+        torch.ones(2, device=FIRST) + torch.ones(2, device=SECOND)
+    with Pretending(), pytest.raises(RuntimeError, match="tensors on cpu and cuda:0 met"):
+        torch.ones(2, device=FIRST) + torch.ones(2)
+    monkeypatch.setattr(decoder, "moved", lambda value, device: value)
+    with Pretending(), pytest.raises(RuntimeError, match="met"):
+        lazyllm.generate(model, prompt_of(), Lazy({1: 0.6, 3: 0.5}), STEPS, ())
+
+
+def test_peaks_of_several_devices_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100 * (device.index + 1))
+    memory.reset_peak(FIRST, SECOND)
+    assert reset == [FIRST, SECOND]
+    assert memory.read_peak(FIRST, SECOND) == 300
+    assert memory.read_peak(FIRST, torch.device("mps")) is None
+
+
+def test_the_clock_waits_for_every_device(synchronised: list[torch.device]) -> None:
+    generation.read_clock(FIRST, torch.device("cpu"), SECOND)
+    assert synchronised == [FIRST, SECOND]
+
+
+def test_devices_that_a_map_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    assert devices_in_use("auto") == (torch.device("cuda"),)
+    assert devices_in_use("auto", "auto") == (FIRST, SECOND, THIRD)
+    assert devices_in_use("auto", {"a": 2, "b": "cuda:0", "c": "disk", "d": 2}) == (THIRD, FIRST)
+    with pytest.raises(ModelError, match="names 3, but torch sees cuda:0, cuda:1, cuda:2"):
+        check_settings("auto", "bfloat16", "auto", "sdpa", None, {"a": 3})

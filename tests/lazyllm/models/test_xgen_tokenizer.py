@@ -1,0 +1,440 @@
+"""XGen 7B's tokenizer against tiktoken itself, on the ranks that the published code would give it.
+
+GPT-2's own merges need the hub once; where its cache has them, the tests run on them too. Else, and always, they run on
+merges of the same number and kind, made here: learned from the repository's own texts (as in GPT-2's, no run of blanks
+among them), then pairs of bytes until there are 50,000.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import random
+import re
+import shutil
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import tiktoken
+from tiktoken_ext import openai_public
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from lazyllm.models import xgen_tokenizer as xgen
+from lazyllm.models.hub import HubError, hub_file
+from lazyllm.models.load import load_tokenizer_of
+from lazyllm.models.tokenizers import TokenizerError, load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[3]
+CHARACTERS = [code for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]  # all but surrogates
+BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
+
+# The published ids, counted out by hand: 50257 + 30 runs of spaces + 8 runs of tabs = 50295, + 18 control tokens.
+SPACES = {length: 50257 + (31 - length) for length in range(2, 32)}
+TABS = {length: 50287 + (9 - length) for length in range(2, 10)}
+CONTROLS = {
+    "<fim_prefix>": 50295,
+    "<fim_middle>": 50296,
+    "<fim_suffix>": 50297,
+    "<fim_pad>": 50298,
+    "<filename>": 50299,
+    "<gh_stars>": 50300,
+    "<issue_start>": 50301,
+    "<issue_comment>": 50302,
+    "<issue_closed>": 50303,
+    "<jupyter_start>": 50304,
+    "<jupyter_text>": 50305,
+    "<jupyter_code>": 50306,
+    "<jupyter_output>": 50307,
+    "<empty_output>": 50308,
+    "<commit_before>": 50309,
+    "<commit_msg>": 50310,
+    "<commit_after>": 50311,
+    "<reponame>": 50312,
+}
+
+
+def learned_merges() -> list[tuple[str, str]]:
+    from tokenizers import ByteLevelBPETokenizer
+
+    sources = [ROOT / "README.md", *sorted((ROOT / "lazyllm").glob("*.py")), *sorted((ROOT / "eval").glob("*.py"))]
+    trainer = ByteLevelBPETokenizer()
+    trainer.train_from_iterator(
+        (re.sub(r"[ \t]+", " ", source.read_text(encoding="utf-8")) for source in sources),
+        vocab_size=6000,
+        min_frequency=2,
+        show_progress=False,
+    )
+    return [tuple(merge) for merge in json.loads(trainer._tokenizer.to_str())["model"]["merges"]]
+
+
+def made_merges() -> list[tuple[str, str]]:
+    merges = learned_merges()
+    assert len(merges) > 1000
+    made = {left + right for left, right in merges}
+    pairs = [pair for pair in product(sorted(BYTE_OF), repeat=2) if "".join(pair) not in made | {"ĠĠ", "ĉĉ"}]
+    random.Random(0).shuffle(pairs)
+    return merges + pairs[: 50_000 - len(merges)]
+
+
+@pytest.fixture(scope="module")
+def merges_file(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("gpt2") / "merges.txt"
+    file.write_text("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in made_merges()), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(params=["made", "gpt2"], scope="module")
+def file(request, merges_file) -> Path:
+    if request.param == "made":
+        return merges_file
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        try:
+            found = hub_file(xgen.GPT2, xgen.MERGES)
+        except HubError as error:
+            pytest.skip(f"GPT-2's own merges are not here: {error}")
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def tokenizer(file):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xgen, "MERGES_SHA256", hashlib.sha256(file.read_bytes()).hexdigest())
+        return xgen.xgen_tokenizer(xgen.read_merges(file))
+
+
+@pytest.fixture(scope="module")
+def oracle(file) -> tiktoken.Encoding:
+    """tiktoken's encoding as the published code describes it: runs among the ranks, control tokens apart."""
+
+    def as_bytes(token: str) -> bytes:
+        return bytes(BYTE_OF[character] for character in token)
+
+    pairs = [line.split(" ") for line in file.read_text(encoding="utf-8").split("\n")[1:-1]]
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    ranks = {bytes([byte]): rank for rank, byte in enumerate(printable)}
+    for byte in range(256):
+        ranks.setdefault(bytes([byte]), len(ranks))
+    for left, right in pairs:
+        ranks[as_bytes(left + right)] = len(ranks)
+    assert len(ranks) == 50256
+    ranks |= {b" " * length: rank for length, rank in SPACES.items()}
+    ranks |= {b"\t" * length: rank for length, rank in TABS.items()}
+    return tiktoken.Encoding(
+        "xgen",
+        pat_str=openai_public.r50k_pat_str,
+        mergeable_ranks=ranks,
+        special_tokens={"<|endoftext|>": 50256} | CONTROLS,
+        explicit_n_vocab=None,
+    )
+
+
+def random_texts(count: int) -> list[str]:
+    """Texts that are hard here: runs of blanks around everything else, other scripts, bytes, tokens written out."""
+    draw = random.Random(1)
+    kinds = [
+        *(lambda: " " * draw.randint(1, 70) for _ in range(3)),
+        *(lambda: "\t" * draw.randint(1, 25) for _ in range(2)),
+        lambda: "".join(draw.choice(" \t\n\r\x0b\x0c\xa0\u2003\u3000") for _ in range(draw.randint(1, 12))),
+        lambda: draw.choice(["the", "Return", "self.", "def f(x):", "I'll", "don't've", "12345", "ab12"]),
+        lambda: draw.choice(["日本語", "한국", "naïve", "😀", "e\u0301", "\u200b", "\ufffd", "Ġ", "ĉĉ", "\x00\x1c"]),
+        lambda: draw.choice([*CONTROLS, "<|endoftext|>", "<fim_", "prefix>", "<|endoftext", "|>"]),
+        lambda: chr(draw.choice(CHARACTERS)),
+        lambda: draw.choice(["\n", "\n\n", "\r\n", "---", "====", "#", ".", "'"]),
+    ]
+    return ["".join(draw.choice(kinds)() for _ in range(draw.randint(1, 12))) for _ in range(count)]
+
+
+def ids_of(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, verbose=False).input_ids
+
+
+def test_sizes_and_the_end_of_text(tokenizer, oracle):
+    assert len(tokenizer) == oracle.n_vocab == 50313
+    assert (tokenizer.eos_token, tokenizer.eos_token_id, oracle.eot_token) == ("<|endoftext|>", 50256, 50256)
+    assert tokenizer.all_special_ids == [50256]
+    assert (tokenizer.bos_token, tokenizer.is_fast) == (None, True)
+
+
+def test_every_id_is_the_bytes_that_tiktoken_has_for_it(tokenizer, oracle):
+    for number, token in enumerate(tokenizer.convert_ids_to_tokens(range(50313))):
+        if number == 50256 or number in CONTROLS.values():
+            assert token.encode() == oracle.decode_single_token_bytes(number)
+        else:
+            assert bytes(BYTE_OF[character] for character in token) == oracle.decode_single_token_bytes(number), number
+
+
+def test_runs_of_blanks_have_their_published_ids(tokenizer):
+    for length, number in SPACES.items():
+        assert ids_of(tokenizer, " " * length) == [number]
+    for length, number in TABS.items():
+        assert ids_of(tokenizer, "\t" * length) == [number]
+    # Longer ones from the left; and the last blank before a word is GPT-2's to give: a space goes into the word.
+    assert ids_of(tokenizer, " " * 70) == [SPACES[31], SPACES[31], SPACES[8]]
+    assert ids_of(tokenizer, " " * 63) == [SPACES[31], SPACES[31], 220]
+    assert ids_of(tokenizer, "\t" * 11) == [TABS[9], TABS[2]]
+    assert ids_of(tokenizer, " " * 9 + "x")[0] == SPACES[8]
+    assert ids_of(tokenizer, "\t" * 9 + "x")[:2] == [TABS[8], 197]
+
+
+def test_control_tokens_have_their_published_ids(tokenizer):
+    for token, number in CONTROLS.items():
+        assert ids_of(tokenizer, token) == [number]
+        assert tokenizer.convert_tokens_to_ids(token) == number
+    assert ids_of(tokenizer, "<|endoftext|>") == [50256]
+
+
+def test_every_length_of_a_run_is_as_tiktokens(tokenizer, oracle):
+    ends = ["", "x", " ", "\t", "\n", "\n  y", "\t y", "<reponame>", "\xa0", "\u3000z"]
+    for length, blank, end in product(range(100), " \t", ends):
+        for text in (blank * length + end, end + blank * length + end):
+            assert ids_of(tokenizer, text) == oracle.encode(text, allowed_special="all"), repr(text)
+
+
+def test_ids_and_texts_of_random_texts_are_tiktokens(tokenizer, oracle):
+    for text in random_texts(4000):
+        ids = ids_of(tokenizer, text)
+        assert ids == oracle.encode(text, allowed_special="all"), repr(text)
+        assert tokenizer.decode(ids) == text
+        kept = [number for number in ids if number != 50256]  # as the published code: control tokens stay
+        assert tokenizer.decode(ids, skip_special_tokens=True) == oracle.decode(kept), repr(text)
+
+
+def test_what_is_white_space_a_letter_or_a_number_is_as_in_tiktoken(tokenizer, oracle):
+    """Every character of Unicode, between letters, digits and blanks: a cut at another place gives other ids."""
+    texts = [
+        "".join(f"a{chr(code)}1{chr(code)} " for code in CHARACTERS[start : start + 500])
+        for start in range(0, len(CHARACTERS), 500)
+    ]
+    different = [
+        text[index]
+        for text, ids in zip(texts, tokenizer(texts, verbose=False).input_ids, strict=True)
+        if ids != oracle.encode(text)
+        for index in range(1, len(text), 5)
+    ]
+    assert not different
+
+
+def test_a_cut_text_is_decoded_as_tiktoken_does(tokenizer, oracle):
+    """Half of a truncated prompt may end inside a character; random ids mostly are no UTF-8 at all."""
+    draw = random.Random(2)
+    for _ in range(500):
+        ids = [draw.randrange(50313) for _ in range(draw.randint(1, 20))]
+        assert tokenizer.decode(ids) == oracle.decode(ids), ids
+
+
+def test_ids_without_a_token_decode_to_nothing(tokenizer, oracle):
+    for number in range(50313, 51200):
+        assert tokenizer.decode([number]) == tokenizer.decode(number) == ""
+    ids = oracle.encode("A cat   sat.")
+    assert tokenizer.decode([50313, *ids[:3], 51199, 50500, *ids[3:], 50400]) == "A cat   sat."
+    assert tokenizer.decode([50313, *ids, 51199], skip_special_tokens=True) == "A cat   sat."
+    assert tokenizer.batch_decode([[51199], [*ids, 50313]]) == ["", "A cat   sat."]
+
+
+def test_offsets_are_the_characters_of_each_token(tokenizer, oracle):
+    text = "def f(x):\n        return x  \t\t\t# 日本 naïve <reponame>   done"
+    encoded = tokenizer(text, return_offsets_mapping=True)
+    covered = 0
+    for number, (start, end) in zip(encoded.input_ids, encoded.offset_mapping, strict=True):
+        assert start <= covered <= end, "no gap; tokens of one character share it"
+        covered = max(covered, end)
+        piece = oracle.decode_single_token_bytes(number)
+        if piece.isascii():
+            assert text[start:end].encode() == piece
+        else:
+            assert piece in text[start:end].encode()
+    assert covered == len(text)
+
+
+def test_real_rows_have_tiktokens_ids_and_come_back(tokenizer, oracle, shared):
+    rows = 0
+    for file in sorted((shared / "longbench").glob("*.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            for text in (row["context"], row["input"]):
+                ids = ids_of(tokenizer, text)
+                assert ids == oracle.encode(text, allowed_special="all"), (file.name, row["_id"])
+                assert tokenizer.decode(ids, skip_special_tokens=True) == text, (file.name, row["_id"])
+                for half in (ids[:3750], ids[-3750:]):  # as prompts of more than 7,500 tokens are cut
+                    assert tokenizer.decode(half, skip_special_tokens=True) == oracle.decode(half)
+            rows += 1
+    assert rows > 50
+
+
+def test_gpt2s_known_ids(tokenizer, file, merges_file):
+    """GPT-2's published examples, on its own merges only."""
+    if file == merges_file:
+        pytest.skip("for GPT-2's own merges")
+    assert ids_of(tokenizer, "Hello world") == [15496, 995]
+    assert ids_of(tokenizer, "\n\n") == [628]
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+CONFIG = {
+    "tokenizer_class": "XgenTokenizer",
+    "auto_map": {"AutoTokenizer": ["tokenization_xgen.XgenTokenizer", None]},
+    "eos_token": "<|endoftext|>",
+    "pad_token": None,
+    "add_eos_token": False,
+    "add_special_tokens": True,
+    "clean_up_tokenization_spaces": True,
+    "model_max_length": 8192,
+}
+
+
+@pytest.fixture
+def checkpoint(merges_file, tmp_path, monkeypatch):
+    """A copy of XGen's folder as far as its tokenizer goes, with merges beside it. Its code must not be run."""
+    monkeypatch.setattr(xgen, "MERGES_SHA256", hashlib.sha256(merges_file.read_bytes()).hexdigest())
+    (tmp_path / "tokenization_xgen.py").write_text("raise AssertionError('remote code was run')")
+    shutil.copy(merges_file, tmp_path / "merges.txt")
+
+    def with_config(**changes: object) -> Path:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(CONFIG | changes))
+        return tmp_path
+
+    return with_config
+
+
+def test_a_local_checkpoint_is_enough(checkpoint):
+    tokenizer = load_tokenizer(checkpoint())
+    assert ids_of(tokenizer, "        <reponame>") == [SPACES[8], CONTROLS["<reponame>"]]
+    assert (tokenizer.eos_token_id, tokenizer.pad_token, tokenizer.chat_template) == (50256, None, None)
+    assert tokenizer.model_max_length == 8192
+    assert tokenizer.decode(ids_of(tokenizer, "y is ?")) == "y is ?"
+
+
+@pytest.mark.parametrize(
+    "naming",
+    [
+        {"auto_map": None},
+        {"tokenizer_class": None},
+        {"tokenizer_class": None, "auto_map": {"AutoTokenizer": "some/copy--tokenization_xgen.XgenTokenizer"}},
+        {"eos_token": {"content": "<|endoftext|>", "lstrip": False, "__type": "AddedToken"}},
+    ],
+)
+def test_xgen_is_found_out_from_its_config(checkpoint, naming):
+    assert load_tokenizer(checkpoint(**naming)).eos_token_id == 50256
+
+
+@pytest.mark.parametrize(
+    "naming", [{"tokenizer_class": "Xgen15BTokenizer", "auto_map": None}, {"tokenizer_class": "X"}]
+)
+def test_others_are_not_taken_for_xgen(checkpoint, naming):
+    folder = checkpoint(**{"auto_map": {"AutoTokenizer": ["tokenization_x.X", None]}} | naming)
+    with pytest.raises(TokenizerError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+        load_tokenizer(folder)
+
+
+def test_settings_of_the_checkpoint_are_used(checkpoint):
+    tokenizer = load_tokenizer(checkpoint(chat_template="{{ 1 }}", pad_token="<|endoftext|>"))
+    assert (tokenizer.chat_template, tokenizer.pad_token_id, len(tokenizer)) == ("{{ 1 }}", 50256, 50313)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"eos_token": "</s>"}, r"eos_token is '</s>', and XGen 7B's is '<\|endoftext\|>'"),
+        ({"add_eos_token": True}, "add_eos_token is True, and XGen 7B's is False"),
+        ({"add_special_tokens": False}, "add_special_tokens is False, and XGen 7B's is True"),
+        ({"pad_token": "<pad>"}, "pad_token is '<pad>', which is no token of XGen 7B's"),
+    ],
+)
+def test_a_config_that_would_change_ids_is_refused(checkpoint, setting, message):
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(checkpoint(**setting))
+
+
+def test_what_is_saved_is_loaded_again_without_merges(checkpoint, tmp_path):
+    tokenizer = load_tokenizer(checkpoint())
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again = load_tokenizer(tmp_path / "saved")
+    assert (again.eos_token_id, len(again), again.all_special_ids) == (50256, 50313, [50256])
+    for text in random_texts(300):
+        ids = ids_of(tokenizer, text)
+        assert ids_of(again, text) == ids
+        assert again.decode(ids) == text
+    assert again.decode(list(CONTROLS.values()), skip_special_tokens=True) == "".join(CONTROLS)
+
+
+def test_the_hash_is_the_one_that_tiktoken_checks():
+    assert f'vocab_bpe_hash="{xgen.MERGES_SHA256}"' in inspect.getsource(openai_public.gpt2)
+
+
+def test_merges_that_are_not_gpt2s_are_refused(checkpoint):
+    folder = checkpoint()
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    with pytest.raises(TokenizerError, match=r"merges\.txt: not GPT-2's .* its sha256 is .*model\.tokenizer=FOLDER"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(("change", "message"), [(-1, "got the id 50255 .* 49999 merges"), (1, "got the id 50257")])
+def test_another_end_of_text_id_than_the_models_is_refused(change, message):
+    # Ġa with every sign up to 50,000: made tokens need not be likely ones, only different
+    pairs = [pair for pair in product(sorted(BYTE_OF), repeat=2) if pair[0] not in "Ġĉ"][: 50_000 + change]
+    with pytest.raises(TokenizerError, match=message):
+        xgen.xgen_tokenizer(pairs)
+
+
+def test_merges_with_a_run_of_blanks_are_refused():
+    pairs = list(product(sorted(BYTE_OF), repeat=2))[-50_000:]
+    assert ("Ġ", "Ġ") in pairs
+    with pytest.raises(TokenizerError, match="or a run of blanks"):
+        xgen.xgen_tokenizer(pairs)
+
+
+def hub_with(monkeypatch, files: dict[tuple[str, str], Path]) -> None:
+    """A hub that has these files, by repository and name, and no others."""
+
+    def give(hub_id: str, name: str, revision: str | None = None) -> Path | None:
+        return files.get((hub_id, name))
+
+    monkeypatch.setattr("lazyllm.models.tokenizers.hub_file", give)
+    monkeypatch.setattr("lazyllm.models.xgen_tokenizer.hub_file", give)
+
+
+def test_the_preset_takes_gpt2s_merges_from_the_hub(checkpoint, merges_file, monkeypatch, tmp_path):
+    config_file = checkpoint() / "tokenizer_config.json"
+    (tmp_path / "merges.txt").unlink()
+    hub_with(
+        monkeypatch,
+        {
+            ("Salesforce/xgen-7b-8k-inst", "tokenizer_config.json"): config_file,
+            ("openai-community/gpt2", "merges.txt"): merges_file,
+        },
+    )
+    tokenizer = load_tokenizer_of("xgen")
+    assert tokenizer is not None
+    assert (tokenizer.eos_token_id, len(tokenizer)) == (50256, 50313)
+
+
+def test_a_dummy_takes_the_folder_that_it_is_given_and_nothing_from_the_hub(checkpoint):
+    assert load_tokenizer_of("xgen", "dummy") is None
+    tokenizer = load_tokenizer_of("xgen", "dummy", tokenizer=str(checkpoint()))
+    assert tokenizer is not None
+    assert tokenizer.eos_token_id == 50256
+
+
+def test_offline_the_message_says_which_file_goes_where(checkpoint, monkeypatch, tmp_path):
+    folder = checkpoint()
+    (folder / "merges.txt").unlink()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    where = r"HF_HUB_OFFLINE is set.*https://huggingface\.co/openai-community/gpt2/.*merges\.txt into a folder, beside"
+    with pytest.raises(TokenizerError, match=where):
+        load_tokenizer(folder)
+    with pytest.raises(TokenizerError, match=r"for XGen 7B its tokenizer_config\.json and GPT-2's merges\.txt"):
+        load_tokenizer("Salesforce/xgen-7b-8k-inst")
+
+
+def test_a_damaged_config_is_refused(checkpoint):
+    folder = checkpoint()
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: not JSON"):
+        load_tokenizer(folder)
