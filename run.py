@@ -16,9 +16,10 @@ import hydra
 from omegaconf import DictConfig
 
 from eval.run import interrupt
-from eval.run.config import ConfigError, check_choice, check_launcher, register_schema, to_run_config
+from eval.run.config import check_choice, check_launcher, register_schema, to_run_config
 from eval.run.job import run_job
 from eval.run.loop import compare, run
+from lazyllm.errors import UserError
 
 register_schema()
 
@@ -38,7 +39,7 @@ if __name__ == "__main__":
     try:
         check_launcher(sys.argv[1:])
         check_choice(sys.argv[1:])
-    except ConfigError as error:
+    except UserError as error:
         sys.exit(f"error: {error}")
     interrupt.end_soon_after_ctrl_c()
     main()

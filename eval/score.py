@@ -17,13 +17,10 @@ from typing import Any
 
 from eval.benchmarks.datasets import DATASETS, TASKS, Dataset
 from eval.benchmarks.metrics import dataset_score, gold_problem, rouge_score_f, score_example, scored_text
+from lazyllm.errors import UserError
 
 # LongBench's Chinese datasets: official folders hold them beside the English ones; the paper leaves them out.
 CHINESE_DATASETS = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
-
-
-class ScoreError(ValueError):
-    """A folder of predictions that cannot be scored; the message names file, line and what was expected."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +76,11 @@ class FolderScores:
 def score_folder(path: str | Path) -> FolderScores:
     """Scores every `<dataset>.jsonl` of a folder of official `pred.py` output.
 
-    Raises ScoreError: no such folder, nothing to score in it, an unknown dataset, a malformed line, a missing field.
+    Raises UserError: no such folder, nothing to score in it, an unknown dataset, a malformed line, a missing field.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ScoreError(
+        raise UserError(
             f"{folder}: no such folder; expected one that holds <dataset>.jsonl, as LongBench's pred.py writes"
         )
     files = sorted(file for file in folder.glob("*.jsonl") if not file.name.startswith("."))
@@ -91,10 +88,10 @@ def score_folder(path: str | Path) -> FolderScores:
     files = [file for file in files if file.name not in ignored]
     unknown = [file for file in files if file.stem not in DATASETS]
     if unknown:
-        raise ScoreError(f"{unknown[0]}: unknown dataset {unknown[0].stem!r}; known are {', '.join(DATASETS)}")
+        raise UserError(f"{unknown[0]}: unknown dataset {unknown[0].stem!r}; known are {', '.join(DATASETS)}")
     if not files:
         beside = f", only {', '.join(ignored)}, which are not scored here" if ignored else ""
-        raise ScoreError(f"{folder}: no <dataset>.jsonl to score{beside}; known datasets are {', '.join(DATASETS)}")
+        raise UserError(f"{folder}: no <dataset>.jsonl to score{beside}; known datasets are {', '.join(DATASETS)}")
     order = list(DATASETS)
     files.sort(key=lambda file: order.index(file.stem))
     datasets = tuple(score_dataset(DATASETS[file.stem], read_predictions(file)) for file in files)
@@ -104,7 +101,7 @@ def score_folder(path: str | Path) -> FolderScores:
 def read_predictions(file: Path) -> tuple[Prediction, ...]:
     """The lines of one prediction file `<dataset>.jsonl`, checked.
 
-    Raises ScoreError naming file and line: malformed JSON, a missing field, a field of the wrong type, gold answers
+    Raises UserError naming file and line: malformed JSON, a missing field, a field of the wrong type, gold answers
     that the dataset's metric cannot score, no lines at all.
     """
     dataset = DATASETS[file.stem]
@@ -114,7 +111,7 @@ def read_predictions(file: Path) -> tuple[Prediction, ...]:
         if line.strip():
             predictions.append(_prediction(dataset, line, f"{file}:{number}"))
     if not predictions:
-        raise ScoreError(f"{file}: no lines; expected one JSON object a line, as LongBench's pred.py writes")
+        raise UserError(f"{file}: no lines; expected one JSON object a line, as LongBench's pred.py writes")
     return tuple(predictions)
 
 
@@ -182,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         scores = score_folder(options.folder)
-    except (ScoreError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(as_json(scores) if options.json else as_text(scores))
@@ -190,21 +187,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prediction(dataset: Dataset, line: bytes, where: str) -> Prediction:
-    """One line, checked; `where` (file:line) opens the message of the ScoreError that is raised otherwise."""
+    """One line, checked; `where` (file:line) opens the message of the UserError that is raised otherwise."""
     try:
         row: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ScoreError(f"{where}: not valid JSON in UTF-8 ({error})") from error
+        raise UserError(f"{where}: not valid JSON in UTF-8 ({error})") from error
     if not isinstance(row, dict):
-        raise ScoreError(f"{where}: expected a JSON object, got {type(row).__name__}")
+        raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
     for field, accepts, expected in _FIELDS:
         if field not in row:
-            raise ScoreError(f"{where}: field {field!r} is missing; expected pred, answers and all_classes")
+            raise UserError(f"{where}: field {field!r} is missing; expected pred, answers and all_classes")
         if not accepts(row[field]):
-            raise ScoreError(f"{where}: field {field!r} must be {expected}, got {type(row[field]).__name__}")
+            raise UserError(f"{where}: field {field!r} must be {expected}, got {type(row[field]).__name__}")
     problem = gold_problem(dataset, row["answers"], row["all_classes"])
     if problem is not None:
-        raise ScoreError(f"{where}: {problem}")
+        raise UserError(f"{where}: {problem}")
     return Prediction(row["pred"], tuple(row["answers"]), tuple(row["all_classes"] or ()))
 
 

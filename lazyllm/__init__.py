@@ -10,21 +10,18 @@ print(tokenizer.decode(output[0], skip_special_tokens=True))
 """
 
 from lazyllm import methods
-from lazyllm.engine.decoder import UnsupportedModelError
 from lazyllm.engine.generation import Generation, generate
 from lazyllm.engine.prompt import Prompt
+from lazyllm.errors import UserError
 from lazyllm.integrations.transformers_generate import generate_with, using
 from lazyllm.methods.schedule import Schedule
-from lazyllm.models.load import ModelError, load_model
-from lazyllm.models.tokenizers import TokenizerError
+from lazyllm.models.load import load_model
 
 __all__ = [
     "Generation",
-    "ModelError",
     "Prompt",
     "Schedule",
-    "TokenizerError",
-    "UnsupportedModelError",
+    "UserError",
     "generate",
     "generate_with",
     "load_model",

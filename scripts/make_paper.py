@@ -19,8 +19,9 @@ import pandas as pd
 
 from eval.paper.table import Table
 from eval.paper.tables import TABLES
-from eval.store.folder import StoreError, write_whole
+from eval.store.folder import write_whole
 from eval.store.frame import StoredRun, find_runs
+from lazyllm.errors import UserError
 
 Save = Callable[[Any, Path, Sequence[str]], list[Path]]
 
@@ -41,7 +42,7 @@ _ANY_RUN = "python run.py model=tiny method=lazy"
 def make_paper(runs: Sequence[StoredRun], out: Path, figures: Mapping[str, Any], save: Save) -> list[Path]:
     """Write everything into `out`, made if it is not there. Returns the paths, README.md first.
 
-    figures: {name: `Figure`}. save: `eval.paper.figures.save`. Raises StoreError where a file cannot be written.
+    figures: {name: `Figure`}. save: `eval.paper.figures.save`. Raises UserError where a file cannot be written.
     """
     for folder in ("tables", "figures"):
         (out / folder).mkdir(parents=True, exist_ok=True)
@@ -161,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from eval.paper.figures import FIGURES, save  # not at the top: matplotlib is slow to import, and writes caches
 
         paths = make_paper(runs, given.out, FIGURES, save)
-    except StoreError as error:
+    except UserError as error:
         print(f"make_paper: {error}", file=sys.stderr)
         return 1
     print(f"{len(paths)} files from {len(runs)} runs: {paths[0]}")

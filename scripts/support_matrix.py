@@ -19,8 +19,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lazyllm import UnsupportedModelError
 from lazyllm.engine.decoder import check_same_as_model, check_structure
+from lazyllm.errors import UserError
 from tests.lazyllm.engine.architecture_matrix import COLUMNS, METHODS, Cell, cells, check
 from tests.reference import VARIANTS
 
@@ -61,7 +61,7 @@ def refusal_of(name: str) -> str:
     try:
         check_structure(model)
         check_same_as_model(model)
-    except UnsupportedModelError as error:
+    except UserError as error:
         return str(error)
     return ""
 

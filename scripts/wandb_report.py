@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.paper.summary import compared_markdown, summarise
 from eval.run.tracking import key_is_configured
-from eval.store.folder import StoreError, write_whole
+from eval.store.folder import write_whole
 from eval.store.frame import StoredRun, as_frame, find_runs
 from eval.store.record import Record
+from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
     from wandb_workspaces.reports.v2.interface import Report
@@ -39,16 +40,12 @@ RUNNING = (("running/score", "score so far"), ("running/ttft_speedup", "TTFT spe
 WIDTH, HEIGHT = 24, 8  # of W&B's grid: a whole line, and a panel's usual height
 
 
-class ReportError(RuntimeError):
-    """A report that cannot be made; the message says why and what to do."""
-
-
 def build_report(
     runs: Sequence[StoredRun], title: str, project: str, entity: str = "", group: str | None = None
 ) -> Report:
     """The report. Without runs: panels for all tasks, of the project's runs (of one group).
 
-    entity: empty offline; otherwise W&B is asked for the project. Raises ReportError without the extra, StoreError
+    entity: empty offline; otherwise W&B is asked for the project. Raises UserError without the extra, UserError
     where two runs measured the same.
     """
     wr = _library()
@@ -93,11 +90,11 @@ def spec(report: Report) -> str:
 
 
 def publish(report: Report) -> str:
-    """Save the report in its project; its address. Raises ReportError where W&B does not take it."""
+    """Save the report in its project; its address. Raises UserError where W&B does not take it."""
     try:
         report.save()
     except Exception as error:  # of many kinds: no network, no such project, no right to write
-        raise ReportError(f"W&B did not take the report ({type(error).__name__}: {error})") from error
+        raise UserError(f"W&B did not take the report ({type(error).__name__}: {error})") from error
     return report.url
 
 
@@ -105,7 +102,7 @@ def _library() -> Any:
     try:
         import wandb_workspaces.reports.v2 as wr
     except ImportError as error:
-        raise ReportError(f"{error}: install the extra, pip install 'lazyllm-bench[wandb-report]'") from error
+        raise UserError(f"{error}: install the extra, pip install 'lazyllm-bench[wandb-report]'") from error
     return wr
 
 
@@ -203,16 +200,16 @@ def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
     try:
         if options.publish and not options.entity:
-            raise ReportError("--publish needs --entity NAME (or WANDB_ENTITY): the user or team of the project")
+            raise UserError("--publish needs --entity NAME (or WANDB_ENTITY): the user or team of the project")
         if options.publish and not key_is_configured():
-            raise ReportError("--publish needs a key: WANDB_API_KEY, or `wandb login`. Offline: --out FILE")
+            raise UserError("--publish needs a key: WANDB_API_KEY, or `wandb login`. Offline: --out FILE")
         runs = find_runs(options.runs) if options.runs else []
         if options.out:
             write_whole(options.out, spec(build_report(runs, options.title, options.project, group=options.group)))
             print(options.out)
         if options.publish:
             print(publish(build_report(runs, options.title, options.project, options.entity, options.group)))
-    except (ReportError, StoreError) as error:
+    except UserError as error:
         sys.exit(f"error: {error}")
 
 

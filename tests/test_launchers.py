@@ -22,9 +22,10 @@ from pathlib import Path
 
 import pytest
 
-from eval.run.config import LAUNCHERS, ConfigError, check_launcher
+from eval.run.config import LAUNCHERS, check_launcher
 from eval.store.folder import read_run
 from eval.store.frame import as_frame, find_runs
+from lazyllm.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 SLURM = ROOT / "scripts" / "dev" / "slurm_single_node.sh"
@@ -118,7 +119,7 @@ def test_a_launcher_that_is_not_installed_is_refused_with_what_to_do(launcher: s
 
     monkeypatch.setattr("eval.run.config.version", no_package)
     package, extra = LAUNCHERS[launcher]
-    with pytest.raises(ConfigError, match=rf"={launcher} needs the package {package}: .*--editable '\.\[{extra}\]'"):
+    with pytest.raises(UserError, match=rf"={launcher} needs the package {package}: .*--editable '\.\[{extra}\]'"):
         check_launcher(["-m", "seed=0,1", f"hydra/launcher={launcher}"])
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert any(one.startswith(f"{package}==") for one in extras[extra])
@@ -126,7 +127,7 @@ def test_a_launcher_that_is_not_installed_is_refused_with_what_to_do(launcher: s
 
 def test_a_launcher_without_a_sweep_is_refused(monkeypatch) -> None:
     monkeypatch.setattr("eval.run.config.version", lambda _: "1.0")
-    with pytest.raises(ConfigError, match="give -m too"):
+    with pytest.raises(UserError, match="give -m too"):
         check_launcher(["hydra/launcher=ray"])
     for fine in (["-m", "hydra/launcher=ray"], ["--cfg", "job", "hydra/launcher=ray"], ["hydra/launcher=basic"], []):
         check_launcher(fine)

@@ -29,6 +29,7 @@ from typing import IO, Any, Literal
 
 from eval.benchmarks.datasets import DATASETS, TASKS, Dataset
 from eval.benchmarks.metrics import gold_problem
+from lazyllm.errors import UserError
 from lazyllm.models.hub import is_offline, is_reachable
 
 OnError = Literal["raise", "skip"]
@@ -54,10 +55,6 @@ MAX_CONFIG_BYTES = 2**20
 
 _RECORD = "data.zip.json"  # written beside the unpacked rows: where they came from, and their checksums
 _SKIP_HINT = "Mend the row, or go on without such rows with data.on_error=skip"
-
-
-class DataError(ValueError):
-    """Rows or templates that cannot be used; the message names file and line, what was expected and what to do."""
 
 
 class TemplateWarning(UserWarning):
@@ -119,11 +116,11 @@ def resolve_datasets(names: str | Iterable[str]) -> tuple[Dataset, ...]:
 
     names: "all" (LongBench's 16), "embedded" (all of that suite), a task's name (LongBench's datasets of it), a
         dataset's name; or a list of those.
-    Raises DataError: an unknown name (with the closest known ones), or no name at all.
+    Raises UserError: an unknown name (with the closest known ones), or no name at all.
     """
     wanted = [names] if isinstance(names, str) else list(names)
     if not wanted:
-        raise DataError("no dataset named; give a dataset, a task, 'all', 'embedded', or a list of those")
+        raise UserError("no dataset named; give a dataset, a task, 'all', 'embedded', or a list of those")
     found: dict[str, Dataset] = {}
     for name in wanted:
         found.update((dataset.name, dataset) for dataset in _resolve(name))
@@ -135,7 +132,7 @@ def load_rows(dataset: Dataset, data_dir: str | Path | None = None, on_error: On
 
     data_dir: the folder that holds LongBench's files; None for the hub. The embedded suite needs neither.
     on_error: "raise" at the first row that cannot be used, or "skip" such rows and list them in `skipped`.
-    Raises DataError: an unusable row (unless skipped), no usable row, a missing or unusable file, or neither cache nor
+    Raises UserError: an unusable row (unless skipped), no usable row, a missing or unusable file, or neither cache nor
         network. Warns (TemplateWarning) where `data_dir` holds templates other than LongBench's own.
     """
     if on_error not in ("raise", "skip"):
@@ -175,7 +172,7 @@ def unpack_rows(archive: Path, folder: Path) -> dict[str, str]:
     """Unpacks LongBench's `data/<dataset>.jsonl` members into `folder`, each put in place when complete.
 
     Returns {file name: sha256}. Members for other files are left in the archive.
-    Raises DataError: no zip file, or one that LongBench's cannot be: a member with an absolute path or `..`, a link, an
+    Raises UserError: no zip file, or one that LongBench's cannot be: a member with an absolute path or `..`, a link, an
         encrypted or repeated member, implausibly many, large or tightly packed members, a checksum that does not hold.
     """
     wanted = {f"data/{dataset.name}.jsonl" for dataset in DATASETS.values() if dataset.suite == "longbench"}
@@ -189,24 +186,24 @@ def unpack_rows(archive: Path, folder: Path) -> dict[str, str]:
                     name = PurePosixPath(member.filename).name
                     with opened.open(member) as stream:
                         checksums[name] = _put(stream, folder / name)
-    except DataError:
+    except UserError:
         raise
     # what damaged headers raise is not all BadZipFile
     except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, ValueError) as error:
-        raise DataError(f"{archive}: not a usable zip file ({error}); delete it to have it fetched anew") from error
+        raise UserError(f"{archive}: not a usable zip file ({error}); delete it to have it fetched anew") from error
     except OSError as error:
-        raise DataError(
+        raise UserError(
             f"{archive}: could not be unpacked into {folder} ({error}): a full disk or a damaged file: make room, "
             "or delete it to have it fetched anew"
         ) from error
     if not checksums:
-        raise DataError(f"{archive}: holds no data/<dataset>.jsonl, so it is not LongBench's {HUB_FILE}")
+        raise UserError(f"{archive}: holds no data/<dataset>.jsonl, so it is not LongBench's {HUB_FILE}")
     return checksums
 
 
 def _resolve(name: Any) -> list[Dataset]:
     if not isinstance(name, str):
-        raise DataError(f"a dataset is named by a string, got {name!r}")
+        raise UserError(f"a dataset is named by a string, got {name!r}")
     if name == "all":
         return [dataset for dataset in DATASETS.values() if dataset.suite == "longbench"]
     if name == "embedded":
@@ -218,14 +215,14 @@ def _resolve(name: Any) -> list[Dataset]:
     known = ["all", "embedded", *TASKS, *DATASETS]
     close = difflib.get_close_matches(name, known)
     meant = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}"
-    raise DataError(f"unknown dataset {name!r}: {meant}")
+    raise UserError(f"unknown dataset {name!r}: {meant}")
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
 def _lines(data: bytes, file: Path) -> Iterator[tuple[str, Any]]:
-    """(file:line, row or the DataError why it is none) of every line that is not blank.
+    """(file:line, row or the UserError why it is none) of every line that is not blank.
 
     Lines end at \\n only, and nothing is normalised: rows hold \\r and other characters at which text mode would split.
     """
@@ -235,7 +232,7 @@ def _lines(data: bytes, file: Path) -> Iterator[tuple[str, Any]]:
             try:
                 yield where, json.loads(line)
             except (ValueError, RecursionError) as error:
-                yield where, DataError(f"not valid JSON in UTF-8 ({error})")
+                yield where, UserError(f"not valid JSON in UTF-8 ({error})")
 
 
 def _examples(
@@ -249,10 +246,10 @@ def _examples(
         try:
             example = _example(dataset, row)
             if example.id in places:
-                raise DataError(f"the same _id as in {places[example.id]} ({example.id!r}); expected each row once")
-        except (DataError, RecursionError) as error:  # a row may be nested so deeply that it can be read and not shown
+                raise UserError(f"the same _id as in {places[example.id]} ({example.id!r}); expected each row once")
+        except (UserError, RecursionError) as error:  # a row may be nested so deeply that it can be read and not shown
             if on_error == "raise":
-                raise DataError(f"{where}: {error}. {_SKIP_HINT}") from error
+                raise UserError(f"{where}: {error}. {_SKIP_HINT}") from error
             skipped.append(Skipped(where, str(error)))
         else:
             places[example.id] = where
@@ -261,33 +258,33 @@ def _examples(
         first = (
             f": {len(skipped)} skipped, the first ({skipped[0].where}) because {skipped[0].reason}" if skipped else ""
         )
-        raise DataError(f"{source}: no usable row{first}; expected one JSON object a line in LongBench's format")
+        raise UserError(f"{source}: no usable row{first}; expected one JSON object a line in LongBench's format")
     return tuple(examples), tuple(skipped)
 
 
 def _example(dataset: Dataset, row: Any) -> Example:
-    """A row, checked. Raises DataError with the reason (and not the place) where it cannot be used."""
-    if isinstance(row, DataError):
+    """A row, checked. Raises UserError with the reason (and not the place) where it cannot be used."""
+    if isinstance(row, UserError):
         raise row
     if not isinstance(row, dict):
-        raise DataError(f"expected a JSON object, got {type(row).__name__}")
+        raise UserError(f"expected a JSON object, got {type(row).__name__}")
     for field, accepts, expected in _FIELDS:
         if field not in row:
-            raise DataError(f"field {field!r} is missing; expected {', '.join(name for name, _, _ in _FIELDS)}")
+            raise UserError(f"field {field!r} is missing; expected {', '.join(name for name, _, _ in _FIELDS)}")
         if not accepts(row[field]):
-            raise DataError(f"field {field!r} must be {expected}, got {_short(row[field])}")
+            raise UserError(f"field {field!r} must be {expected}, got {_short(row[field])}")
     if row["dataset"] != dataset.name:
-        raise DataError(
+        raise UserError(
             f"field 'dataset' must be {dataset.name!r} as the file's name says, got {_short(row['dataset'])}"
         )
     problem = gold_problem(dataset, row["answers"], row["all_classes"])
     if problem is not None:
-        raise DataError(problem)
+        raise UserError(problem)
     identity = row.get("_id")
     if identity is None:
         identity = hashlib.sha256(_canonical(row).encode()).hexdigest()[:48]
     elif not _is_text(identity) or not identity:
-        raise DataError(f"field '_id' must be a string that is not empty, got {_short(identity)}")
+        raise UserError(f"field '_id' must be a string that is not empty, got {_short(identity)}")
     return Example(
         dataset=dataset.name,
         id=identity,
@@ -346,12 +343,12 @@ def _load_embedded(dataset: Dataset, on_error: OnError) -> LoadedDataset:
 
 
 def _check_folder(folder: Path, dataset: Dataset) -> None:
-    """Raises DataError where a folder lacks a file; warns where its config files are not LongBench's own."""
+    """Raises UserError where a folder lacks a file; warns where its config files are not LongBench's own."""
     if not folder.is_dir():
-        raise DataError(f"data.dir={folder}: no such folder; {_folder_content(dataset)}")
+        raise UserError(f"data.dir={folder}: no such folder; {_folder_content(dataset)}")
     for name in (f"{dataset.name}.jsonl", f"config/{PROMPTS}", f"config/{MAX_LENGTHS}"):
         if not (folder / name).is_file():
-            raise DataError(f"data.dir={folder}: {name} is missing; {_folder_content(dataset)}")
+            raise UserError(f"data.dir={folder}: {name} is missing; {_folder_content(dataset)}")
     other = [name for name in CONFIG_SHA256 if _file_sha256(folder / "config" / name) != CONFIG_SHA256[name]]
     if other:
         warnings.warn(
@@ -372,12 +369,12 @@ def _read_config(folder: Path, dataset: Dataset) -> tuple[str, int]:
     """(template, max_new_tokens) of a dataset from LongBench's two config files."""
     template = _config_value(folder / PROMPTS, dataset)
     if not isinstance(template, str) or not template:
-        raise DataError(
+        raise UserError(
             f"{folder / PROMPTS}: the template of {dataset.name!r} must be a string, got {_short(template)}"
         )
     max_new_tokens = _config_value(folder / MAX_LENGTHS, dataset)
     if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-        raise DataError(
+        raise UserError(
             f"{folder / MAX_LENGTHS}: the answer length of {dataset.name!r} must be a whole number of at least 1, "
             f"got {_short(max_new_tokens)}"
         )
@@ -388,9 +385,9 @@ def _config_value(file: Path, dataset: Dataset) -> Any:
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: not valid JSON in UTF-8 ({error})") from error
+        raise UserError(f"{file}: not valid JSON in UTF-8 ({error})") from error
     if not isinstance(content, dict) or dataset.name not in content:
-        raise DataError(f"{file}: expected a JSON object with an entry {dataset.name!r}")
+        raise UserError(f"{file}: expected a JSON object with an entry {dataset.name!r}")
     return content[dataset.name]
 
 
@@ -409,7 +406,7 @@ def _file_sha256(file: Path) -> str:
 def _fetched_folder(dataset: Dataset, folder: Path) -> Path:
     """`folder`, with what the dataset needs in it; fetches what is not there yet.
 
-    Raises DataError: not there and no network, or what is there or comes is not LongBench's.
+    Raises UserError: not there and no network, or what is there or comes is not LongBench's.
     """
     if not (folder / f"{dataset.name}.jsonl").is_file():
         _fetch_rows(dataset, folder)
@@ -418,7 +415,7 @@ def _fetched_folder(dataset: Dataset, folder: Path) -> Path:
         if not file.is_file():
             _fetch_config(name, sha256, dataset, folder)
         elif _file_sha256(file) != sha256:
-            raise DataError(f"{file}: not LongBench's own (its sha256 differs); delete it to have it fetched anew")
+            raise UserError(f"{file}: not LongBench's own (its sha256 differs); delete it to have it fetched anew")
     return folder
 
 
@@ -435,7 +432,7 @@ def _fetch_rows(dataset: Dataset, folder: Path) -> None:
         try:
             archive = Path(hf_hub_download(HUB_REPOSITORY, HUB_FILE, repo_type="dataset"))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            raise DataError(
+            raise UserError(
                 f"{HUB_REPOSITORY}/{HUB_FILE} did not come ({error}). {_ways_out(dataset, folder)}"
             ) from error
     folder.mkdir(parents=True, exist_ok=True)
@@ -449,7 +446,7 @@ def _fetch_rows(dataset: Dataset, folder: Path) -> None:
     }
     _put_bytes(json.dumps(record, indent=2).encode(), folder / _RECORD)
     if f"{dataset.name}.jsonl" not in checksums:
-        raise DataError(f"{archive}: holds no data/{dataset.name}.jsonl. {_ways_out(dataset, folder)}")
+        raise UserError(f"{archive}: holds no data/{dataset.name}.jsonl. {_ways_out(dataset, folder)}")
 
 
 def _fetch_config(name: str, sha256: str, dataset: Dataset, folder: Path) -> None:
@@ -460,10 +457,10 @@ def _fetch_config(name: str, sha256: str, dataset: Dataset, folder: Path) -> Non
         with urllib.request.urlopen(url, timeout=30) as response:
             content = response.read(MAX_CONFIG_BYTES)
     except (urllib.error.URLError, OSError) as error:
-        raise DataError(f"{url} did not come ({error}). {_ways_out(dataset, folder)}") from error
+        raise UserError(f"{url} did not come ({error}). {_ways_out(dataset, folder)}") from error
     came = hashlib.sha256(content).hexdigest()
     if came != sha256:
-        raise DataError(
+        raise UserError(
             f"{url}: what came is not LongBench's file (sha256 {came}, expected {sha256}), so it is refused. "
             f"{_ways_out(dataset, folder)}"
         )
@@ -473,9 +470,9 @@ def _fetch_config(name: str, sha256: str, dataset: Dataset, folder: Path) -> Non
 
 def _require_network(url: str, dataset: Dataset, folder: Path) -> None:
     if is_offline():
-        raise DataError(f"{dataset.name} is not cached yet and HF_HUB_OFFLINE is set. {_ways_out(dataset, folder)}")
+        raise UserError(f"{dataset.name} is not cached yet and HF_HUB_OFFLINE is set. {_ways_out(dataset, folder)}")
     if not is_reachable(url):
-        raise DataError(f"{dataset.name} is not cached yet and {url} does not answer. {_ways_out(dataset, folder)}")
+        raise UserError(f"{dataset.name} is not cached yet and {url} does not answer. {_ways_out(dataset, folder)}")
 
 
 def _ways_out(dataset: Dataset, folder: Path) -> str:
@@ -486,20 +483,20 @@ def _ways_out(dataset: Dataset, folder: Path) -> str:
 
 
 def _check_recorded(file: Path, data_sha256: str) -> None:
-    """Raises DataError where an unpacked file is no longer what was unpacked. Files put there by hand have none."""
+    """Raises UserError where an unpacked file is no longer what was unpacked. Files put there by hand have none."""
     record = file.parent / _RECORD
     if not record.is_file():
         return
     expected = json.loads(record.read_bytes())["unpacked"].get(file.name)
     if expected not in (None, data_sha256):
-        raise DataError(
+        raise UserError(
             f"{file}: changed since it was unpacked (sha256 in {record}); delete it to have it unpacked anew"
         )
 
 
 def _check_members(archive: Path, members: list[zipfile.ZipInfo]) -> None:
-    def refuse(why: str) -> DataError:
-        return DataError(
+    def refuse(why: str) -> UserError:
+        return UserError(
             f"{archive}: refused, {why}; LongBench's {HUB_FILE} is not like that, delete it to fetch it anew"
         )
 

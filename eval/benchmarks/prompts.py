@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 import lazyllm
+from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,10 +38,6 @@ _XGEN_HEADER = (
 
 
 Ranges = list[tuple[int, int]]  # half-open ranges of characters, ascending and disjoint
-
-
-class PromptError(ValueError):
-    """A prompt that cannot be built; the message says what was given and what was expected."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +100,11 @@ class Prompt:
 
 
 def chat_format(chat: str | ChatFormat) -> ChatFormat:
-    """The format of that name, or the one given. Raises PromptError: an unknown name."""
+    """The format of that name, or the one given. Raises UserError: an unknown name."""
     if isinstance(chat, ChatFormat):
         return chat
     if chat not in CHAT_FORMATS:
-        raise PromptError(f"unknown chat format {chat!r}; known are {', '.join(CHAT_FORMATS)}")
+        raise UserError(f"unknown chat format {chat!r}; known are {', '.join(CHAT_FORMATS)}")
     return CHAT_FORMATS[chat]
 
 
@@ -127,12 +124,12 @@ def build_prompt(
     chat: a name in `CHAT_FORMATS` or a format; "auto" is the tokenizer's own chat template.
     chat_wrap: False for the datasets that are exempt from the wrap (`Dataset.chat_wrap`).
     protected: what in the context is not to be shortened (`Dataset.protected`). It changes no token.
-    Raises PromptError: a placeholder that is no field of a row, an unknown chat format or none in the tokenizer, a
+    Raises UserError: a placeholder that is no field of a row, an unknown chat format or none in the tokenizer, a
         limit that leaves no tokens, a prompt without tokens.
     """
     chat = chat_format(chat)
     if max_prompt_tokens is not None and max_prompt_tokens < 2:
-        raise PromptError(f"max_prompt_tokens must be at least 2 (one for each end) or null, got {max_prompt_tokens}")
+        raise UserError(f"max_prompt_tokens must be at least 2 (one for each end) or null, got {max_prompt_tokens}")
     text, contexts = render(template, example)
     context = _without(contexts, text, protected)
     ids = _tokenize(tokenizer, text)
@@ -153,14 +150,14 @@ def build_prompt(
             text, context = f"{chat.before}{text}{chat.after}", _moved(context, len(chat.before))
         ids, spans = _tokenize_with_spans(tokenizer, text)
     if not ids:
-        raise PromptError(f"{example.dataset}, row {example.id!r}: the prompt has no tokens (its text is {text!r})")
+        raise UserError(f"{example.dataset}, row {example.id!r}: the prompt has no tokens (its text is {text!r})")
     return Prompt(text, tuple(ids), before, truncated, token_ids_sha256(ids), tuple(context), spans)
 
 
 def render(template: str, example: Example) -> tuple[str, Ranges]:
     """The template with the row's fields filled in, and where in it the row's context stands.
 
-    Raises PromptError: another placeholder, a stray brace.
+    Raises UserError: another placeholder, a stray brace.
     """
     fields = {
         "input": example.input,
@@ -175,16 +172,14 @@ def render(template: str, example: Example) -> tuple[str, Ranges]:
     try:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise PromptError(
-            f"template of {example.dataset}: {error}; literal braces are written {{{{ and }}}}"
-        ) from error
+        raise UserError(f"template of {example.dataset}: {error}; literal braces are written {{{{ and }}}}") from error
     text, contexts = "", []
     for literal, name, spec, conversion in pieces:
         text += literal
         if name is None:
             continue
         if name not in fields or spec or conversion:
-            raise PromptError(
+            raise UserError(
                 f"template of {example.dataset}: placeholder {{{name}}} is no plain field of a row; expected one of "
                 f"{', '.join(fields)} (literal braces are written {{{{ and }}}})"
             )
@@ -264,7 +259,7 @@ def end_token_ids(
     """The tokens that end an answer: the model's own and, for samsum, the newline token (`Dataset.newline_ends`).
 
     model_eos_ids: what the model's generation config names; where it names none, the tokenizer's end token counts.
-    Raises PromptError: the newline is needed and the tokenizer has no token for it.
+    Raises UserError: the newline is needed and the tokenizer has no token for it.
     """
     if isinstance(model_eos_ids, int):
         model_eos_ids = (model_eos_ids,)
@@ -275,7 +270,7 @@ def end_token_ids(
     if dataset.newline_ends:
         newline = _tokenize(tokenizer, "\n", special_tokens=False)
         if not newline:
-            raise PromptError(f"{dataset.name}: a newline ends its answers, and the tokenizer has no token for it")
+            raise UserError(f"{dataset.name}: a newline ends its answers, and the tokenizer has no token for it")
         ends.append(newline[-1])
     return tuple(dict.fromkeys(ends))
 
@@ -310,7 +305,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 def _apply_own_template(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     if not tokenizer.chat_template:
-        raise PromptError(
+        raise UserError(
             "chat=auto asks for the tokenizer's own chat template, and it has none; "
             f"use one of {', '.join(name for name in CHAT_FORMATS if name != 'auto')}"
         )

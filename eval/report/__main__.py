@@ -10,8 +10,9 @@ from pathlib import Path
 from eval.paper.figures import FIGURES
 from eval.paper.tables import TABLES
 from eval.report.page import render
-from eval.store.folder import StoreError, write_whole
+from eval.store.folder import write_whole
 from eval.store.frame import find_runs
+from lazyllm.errors import UserError
 
 LARGE_MB = 30
 
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         page = render(find_runs(options.runs), TABLES, FIGURES, options.records)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(options.out, page)
-    except (StoreError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     size = len(page.encode()) / 1e6

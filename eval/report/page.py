@@ -45,7 +45,7 @@ def render(
 
     tables, figures: by name, as `eval.paper.tables.TABLES` and `eval.paper.figures.FIGURES` are. most: how many
     records of each run
-    and dataset are shown, None for all. Raises ValueError where a trace cannot be read, StoreError where runs do not
+    and dataset are shown, None for all. Raises ValueError where a trace cannot be read, UserError where runs do not
     share a table.
     """
     common, differing = overview.provenance(runs)

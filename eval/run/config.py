@@ -14,13 +14,14 @@ from omegaconf import MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from eval.benchmarks.datasets import Dataset
-from eval.benchmarks.longbench import DataError, resolve_datasets
+from eval.benchmarks.longbench import resolve_datasets
 from eval.benchmarks.prompts import chat_format
 from eval.benchmarks.split import HALVES
 from eval.run import speedup_targets
 from eval.run.shards import parse_shard
 from eval.run.tracking import MODES, TRACKERS, TrackerConfig
-from lazyllm.methods import METHODS, Method, MethodError, by_name, known, make, settings_of
+from lazyllm.errors import UserError
+from lazyllm.methods import METHODS, Method, by_name, known, make, settings_of
 from lazyllm.models.load import check_settings
 
 # Launcher -> (the plugin's package, the extra of pyproject.toml that installs it)
@@ -38,10 +39,6 @@ warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated
 _NAMING = ("schedule", "keep", "unit", "seed")
 
 DEFAULT_LABEL = "comparison"  # of an experiment that names none
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be used; the message says which, what was expected, and what to write instead."""
 
 
 @dataclass
@@ -144,19 +141,19 @@ def _config_of(name: str) -> dict[str, Any]:
     """
     try:
         return {"name": name, **_defaults(name)}
-    except (MethodError, ConfigError):
+    except UserError:
         return {"name": name}
 
 
 def _defaults(name: str) -> dict[str, Any]:
-    """{hyperparameter: default} as configs write it. Raises MethodError or ConfigError."""
+    """{hyperparameter: default} as configs write it. Raises UserError."""
     defaults: dict[str, Any] = {}
     for key, default in settings_of(by_name(name)).items():
         written = MISSING_VALUE if default is MISSING else default
         try:
             OmegaConf.create({key: written})
         except OmegaConfBaseException as error:
-            raise ConfigError(
+            raise UserError(
                 f"method {name!r} has {default!r} as the default of {key!r}: a config holds only numbers, texts, true, "
                 "false, null, and lists and mappings of these"
             ) from error
@@ -167,21 +164,21 @@ def _defaults(name: str) -> dict[str, Any]:
 def check_choice(arguments: Sequence[str]) -> None:
     """Refuse an installed package's method that cannot be used, before Hydra says no more than that a key is unknown.
 
-    arguments: the command line without the program's name. Raises ConfigError.
+    arguments: the command line without the program's name. Raises UserError.
     """
     chosen = [one.partition("=")[2] for one in arguments if one.startswith("method=")]
     for name in [part for one in chosen for part in one.split(",")]:
         if name in known():
             try:
                 _defaults(name)
-            except MethodError as error:
-                raise ConfigError(str(error)) from error
+            except UserError as error:
+                raise UserError(str(error)) from error
 
 
 def check_launcher(arguments: Sequence[str]) -> None:
     """Refuse a launcher that Hydra cannot use, before it says no more than that it knows no such plugin.
 
-    arguments: the command line without the program's name. Raises ConfigError.
+    arguments: the command line without the program's name. Raises UserError.
     """
     asked = [one.partition("=")[2] for one in arguments if one.startswith("hydra/launcher=")]
     for launcher in [one for one in asked if one in LAUNCHERS]:
@@ -189,21 +186,21 @@ def check_launcher(arguments: Sequence[str]) -> None:
         try:
             version(package)
         except PackageNotFoundError as error:
-            raise ConfigError(
+            raise UserError(
                 f"hydra/launcher={launcher} needs the package {package}: install it with "
                 f"pip install --editable '.[{extra}]', in the repository's folder"
             ) from error
         if not {"-m", "--multirun", "--cfg", "-c", "--info", "-i"} & set(arguments):
-            raise ConfigError(f"hydra/launcher={launcher} starts the jobs of a sweep: give -m too")
+            raise UserError(f"hydra/launcher={launcher} starts the jobs of a sweep: give -m too")
 
 
 def to_run_config(config: Any) -> RunConfig:
-    """The composed config as plain dataclasses, checked as far as that goes without a model. Raises ConfigError."""
+    """The composed config as plain dataclasses, checked as far as that goes without a model. Raises UserError."""
     try:
         plain = OmegaConf.to_object(config)
     except MissingMandatoryValue as error:
         value = "FOLDER_OR_HUB_ID" if error.full_key == "model.name" else "VALUE"
-        raise ConfigError(
+        raise UserError(
             f"{error.full_key} has no default: give it on the command line, {error.full_key}={value}"
         ) from error
     assert isinstance(plain, RunConfig)
@@ -240,7 +237,7 @@ def to_run_config(config: Any) -> RunConfig:
         try:
             parse_shard(plain.shard)
         except ValueError as error:
-            raise ConfigError(f"shard: {error}") from error
+            raise UserError(f"shard: {error}") from error
     datasets_of(plain)
     return plain
 
@@ -248,28 +245,28 @@ def to_run_config(config: Any) -> RunConfig:
 def datasets_of(config: RunConfig) -> tuple[Dataset, ...]:
     """The datasets that the run covers; where none is named, the embedded suite for `tiny` and LongBench for others.
 
-    Raises ConfigError where none is left or one is unknown.
+    Raises UserError where none is left or one is unknown.
     """
     names = [name for name, wanted in config.dataset.items() if wanted]
     if not config.dataset:  # nothing was said: what the model is there for
         names = ["embedded" if config.model.name == "tiny" else "all"]
     if not names:
-        raise ConfigError("no dataset is left: write dataset=hotpotqa, a task's name, or dataset=all")
+        raise UserError("no dataset is left: write dataset=hotpotqa, a task's name, or dataset=all")
     try:
         datasets = resolve_datasets(names)
-    except DataError as error:
-        raise ConfigError(str(error)) from error
+    except UserError as error:
+        raise UserError(str(error)) from error
     if len({dataset.suite for dataset in datasets}) > 1:
-        raise ConfigError("LongBench's and the embedded datasets share no table: run them apart")
+        raise UserError("LongBench's and the embedded datasets share no table: run them apart")
     return datasets
 
 
 def check_method(settings: dict[str, Any]) -> None:
-    """Refuse a method's config as far as that goes without a model. Raises ConfigError."""
+    """Refuse a method's config as far as that goes without a model. Raises UserError."""
     try:
         build_method(speedup_targets.check(settings))
-    except speedup_targets.PresetError as error:
-        raise ConfigError(str(error)) from error
+    except UserError as error:
+        raise UserError(str(error)) from error
 
 
 def canonical(settings: dict[str, Any]) -> dict[str, Any]:
@@ -287,13 +284,13 @@ def canonical(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_method(settings: dict[str, Any]) -> Method:
-    """A method from its config: `name`, and its dataclass's fields. Raises ConfigError, naming what is known."""
+    """A method from its config: `name`, and its dataclass's fields. Raises UserError, naming what is known."""
     try:
         return make(settings.get("name", ""), {key: value for key, value in settings.items() if key != "name"})
-    except MethodError as error:
-        raise ConfigError(str(error)) from error
+    except UserError as error:
+        raise UserError(str(error)) from error
 
 
 def _require(holds: bool, key: str, value: Any, expected: str) -> None:
     if not holds:
-        raise ConfigError(f"{key}={value}: expected {expected}")
+        raise UserError(f"{key}={value}: expected {expected}")

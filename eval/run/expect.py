@@ -14,10 +14,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from eval.run.config import ConfigError, RunConfig, canonical, register_schema, to_run_config
-from eval.run.loop import USER_ERRORS
+from eval.run.config import RunConfig, canonical, register_schema, to_run_config
 from eval.run.plan import identify
 from eval.store.frame import label_of
+from lazyllm.errors import UserError
 from lazyllm.models.quantisation import QUANTISATIONS
 
 _CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -92,14 +92,14 @@ def _of_job(job: Sequence[str]) -> list[Expected]:
         # status need not run where there is a GPU, nor what quantises there: only the job's own machine can check these
         composed.model.update({"device": "cpu", **dict.fromkeys(_PLACED)})
         return [_expected(one, asked) for one in _runs_of(to_run_config(composed))]
-    except USER_ERRORS as error:
+    except UserError as error:
         name = " ".join(one for one in job if not one.startswith("shard="))
         return [Expected(name, "", "", None, {}, [], f"{_REFUSED}: {error}")]
 
 
 def _check_quantise(name: str | None) -> None:
     if name is not None and name not in QUANTISATIONS:
-        raise ConfigError(f"model.quantise={name}: expected {', '.join(QUANTISATIONS)}, or null")
+        raise UserError(f"model.quantise={name}: expected {', '.join(QUANTISATIONS)}, or null")
 
 
 def _runs_of(config: RunConfig) -> list[RunConfig]:
@@ -116,7 +116,7 @@ def _expected(config: RunConfig, asked: dict[str, Any]) -> Expected:
         settings = {key: value for key, value in canonical(config.method).items() if key not in ("name", "seed")}
         label = label_of(config.method["name"], settings)
         found = identify(config)
-    except USER_ERRORS as error:
+    except UserError as error:
         label = label_of(
             config.method.get("name", ""), {key: one for key, one in config.method.items() if key != "name"}
         )

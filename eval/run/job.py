@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from eval.run import interrupt
-from eval.run.loop import USER_ERRORS
+from lazyllm.errors import UserError
 
 
 def run_job(work: Callable[[], object]) -> None:
@@ -34,7 +34,7 @@ def run_job(work: Callable[[], object]) -> None:
             logging.error("job failed (%s): %s: %s", " ".join(job.overrides.task), type(error).__name__, error)
             traceback.clear_frames(error.__traceback__)  # Hydra keeps the error, and it would keep the model
             raise
-        if isinstance(error, USER_ERRORS):
+        if isinstance(error, UserError):
             sys.exit(f"error: {error}")
         raise
     except KeyboardInterrupt:

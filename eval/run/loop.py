@@ -19,8 +19,6 @@ from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from eval.benchmarks.longbench import DataError
-from eval.benchmarks.prompts import PromptError
 from eval.paper.summary import (
     Summary,
     as_table,
@@ -33,39 +31,22 @@ from eval.paper.summary import (
     to_markdown,
 )
 from eval.run import device_lock, provenance
-from eval.run.config import DEFAULT_LABEL, ConfigError, RunConfig
+from eval.run.config import DEFAULT_LABEL, RunConfig
 from eval.run.measure import Bench, Case
 from eval.run.plan import Plan, check_comparison, prepare
 from eval.run.progress import progress
 from eval.run.tracing import Trace, trace
 from eval.run.tracking import Tracker, open_tracker, track_pictures
-from eval.store.folder import RunStore, StoreError, open_store, read_run, write_whole
+from eval.store.folder import RunStore, open_store, read_run, write_whole
 from eval.store.frame import PLANNED, StoredRun, planned_text
 from eval.store.record import Failure, Record
-from lazyllm import ModelError, TokenizerError, UnsupportedModelError
 from lazyllm.engine.devices import devices_of
 from lazyllm.engine.generation import read_clock
 from lazyllm.engine.memory import release_memory
+from lazyllm.errors import UserError
 from lazyllm.models.load import load_weights
 
 log = logging.getLogger(__name__)
-
-
-class RunError(RuntimeError):
-    """A run in which no example could be measured; the message says why."""
-
-
-# What a user can mend: the message says how, and is all that is shown
-USER_ERRORS = (
-    ConfigError,
-    DataError,
-    PromptError,
-    StoreError,
-    RunError,
-    ModelError,
-    TokenizerError,
-    UnsupportedModelError,
-)
 
 
 @dataclass(frozen=True)
@@ -81,8 +62,8 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
 
     show: print the table.
 
-    Everything that can be refused is refused before the model loads. Raises ConfigError, DataError, PromptError,
-    ModelError, TokenizerError or StoreError with one message for the user.
+    Everything that can be refused is refused before the model loads. Raises UserError,
+    UserError with one message for the user.
     """
     plan = prepare(config)
     part = plan.file_part
@@ -152,11 +133,11 @@ def _trace_file(case: Case) -> str:
 
 
 def _check_prompts(cases: list[Case], store: RunStore) -> None:
-    """Raise StoreError where the store holds another prompt of an example than the one that is built now."""
+    """Raise UserError where the store holds another prompt of an example than the one that is built now."""
     for case in cases:
         record = store.records.get(case.key)
         if record is not None and record.prompt_sha256 != case.prompt.sha256:
-            raise StoreError(
+            raise UserError(
                 f"{store.folder}: holds {case.dataset.name}, row {case.example.id}, with another prompt than the one "
                 "built now; give another folder with out=FOLDER"
             )
@@ -176,7 +157,7 @@ def _noted(store: RunStore, used: tuple[torch.device, ...], examples: int) -> It
     except BaseException as caught:
         try:
             end(f"{type(caught).__name__}: {caught}")
-        except StoreError as error:  # a full disk, say: what ended the job is what the user must hear
+        except UserError as error:  # a full disk, say: what ended the job is what the user must hear
             log.warning("%s", error)
         raise
     end(None)
@@ -235,7 +216,7 @@ def _measure_cases(bench: Bench, cases: list[Case], store: RunStore, tracker: Tr
         try:
             bench.warm_up(case, warmup)
             break
-        except USER_ERRORS:
+        except UserError:
             raise
         except Exception as error:  # the first example may be one that does not fit; what fails is written down below
             log.warning("warming up on %s, row %s failed (%s: %s)", *case.key, type(error).__name__, error)
@@ -254,12 +235,12 @@ def _measure_cases(bench: Bench, cases: list[Case], store: RunStore, tracker: Tr
 
 
 def free(*used: torch.device) -> None:
-    """Give back what a failed example has left. Raises RunError where a device itself has failed."""
+    """Give back what a failed example has left. Raises UserError where a device itself has failed."""
     try:
         release_memory(*used)
         read_clock(*used)  # waits for them
     except RuntimeError as error:
-        raise RunError(
+        raise UserError(
             f"{', '.join(map(str, used))} does not recover from the last failure ({' '.join(str(error).split())}): "
             "every other example would end the same. Finished ones are safe; give the same command again"
         ) from error
@@ -279,7 +260,7 @@ def _measure(bench: Bench, case: Case, baseline_first: bool) -> Record | Failure
     """The example's record, or why there is none: out of memory, logits that are not finite, a fault in a method."""
     try:
         return bench.measure(case, baseline_first)
-    except USER_ERRORS:
+    except UserError:
         raise  # every other example would end the same way
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -292,13 +273,13 @@ def _measure(bench: Bench, case: Case, baseline_first: bool) -> Record | Failure
 def _summarise(plan: Plan, store: RunStore) -> Summary | None:
     """The run's table, written beside the records; None while other shards have examples to measure.
 
-    Raises RunError where every example has failed.
+    Raises UserError where every example has failed.
     """
     done = [store.records[case.key] for case in plan.cases if case.key in store.records]
     keys = {case.key for case in plan.cases}
     failed = [failure for failure in store.failures if failure.key in keys]
     if len(failed) == len(plan.cases):  # fewer where other shards have not begun
-        raise RunError(_all_failed(store, failed))
+        raise UserError(_all_failed(store, failed))
     if failed:
         log.warning("%s", _some_failed(store, failed, len(plan.cases)))
     pending = len(plan.cases) - len(done) - len(failed)

@@ -17,10 +17,11 @@ from eval.benchmarks.longbench import Example, LoadedDataset, load_rows
 from eval.benchmarks.prompts import build_prompt, end_token_ids
 from eval.benchmarks.split import in_half
 from eval.run import provenance, speedup_targets
-from eval.run.config import ConfigError, RunConfig, build_method, canonical, check_method, datasets_of
+from eval.run.config import RunConfig, build_method, canonical, check_method, datasets_of
 from eval.run.measure import Case
 from eval.run.shards import Shard, parse_shard, split
 from eval.store.folder import fingerprint
+from lazyllm.errors import UserError
 from lazyllm.methods import code_of
 from lazyllm.models.load import check_loading, devices_in_use, load_config, load_end_ids, load_tokenizer_of, source_of
 from lazyllm.models.quantisation import QUANTISATIONS, quantised_by
@@ -80,7 +81,7 @@ class Identified:
 def prepare(config: RunConfig) -> Plan:
     """Everything that a run needs but the model's weights.
 
-    Raises ConfigError, DataError, PromptError, ModelError or TokenizerError with one message for the user.
+    Raises UserError with one message for the user.
     """
     found = identify(config)
     loaded, identity = found.loaded, found.identity
@@ -111,7 +112,7 @@ def prepare(config: RunConfig) -> Plan:
 
 
 def identify(config: RunConfig) -> Identified:
-    """What decides which run a config asks for, without its prompts. Raises as `prepare`, but for PromptError."""
+    """What decides which run a config asks for, without its prompts. Raises as `prepare`, but for UserError."""
     check_method(config.method)
     devices = devices_in_use(config.model.device, config.model.device_map)
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
@@ -149,7 +150,7 @@ def identify(config: RunConfig) -> Identified:
 
 
 def check_comparison(config: RunConfig) -> None:
-    """Refuse the last of `config.compare` before the first one runs. Raises ConfigError."""
+    """Refuse the last of `config.compare` before the first one runs. Raises UserError."""
     model_config = load_config(config.model.name, _load_format(config), config.model.revision)
     for method in config.compare.values():
         settings = _settings(replace(config, method=method), model_config)
@@ -170,7 +171,7 @@ def _settings(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, An
     try:
         return speedup_targets.at_depth(config.method, model_config.num_hidden_layers)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"method: {error}") from error
+        raise UserError(f"method: {error}") from error
 
 
 def _resolved(
@@ -181,7 +182,7 @@ def _resolved(
         resolved = speedup_targets.resolve(settings, dataset, model_config, config.model.paper)
         build_method(resolved).check(model_config)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"method: {error}") from error
+        raise UserError(f"method: {error}") from error
     return resolved
 
 
@@ -190,7 +191,7 @@ def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
         config.model.name, _load_format(config), revision=config.model.revision, tokenizer=config.model.tokenizer
     )
     if tokenizer is None:
-        raise ConfigError(
+        raise UserError(
             "random weights (model.load_format=dummy) download nothing, so the tokenizer must be named: "
             "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
         )
@@ -218,10 +219,10 @@ def _cases(config: RunConfig, found: Identified) -> Iterator[Case]:
             try:
                 method.check_prompt(prompt.as_input())
             except ValueError as error:
-                raise ConfigError(f"{one.dataset.name}, row {example.id}: {error}") from error
+                raise UserError(f"{one.dataset.name}, row {example.id}: {error}") from error
             length = len(prompt.token_ids) + max_new_tokens
             if length > longest:
-                raise ConfigError(
+                raise UserError(
                     f"{one.dataset.name}, row {example.id}: {len(prompt.token_ids)} prompt tokens and up to "
                     f"{max_new_tokens} new ones are more than the {longest} positions that the model has: "
                     "set a lower model.max_prompt_tokens"
@@ -238,7 +239,7 @@ def _examples(config: RunConfig, loaded: list[LoadedDataset]) -> dict[str, list[
     ]
     empty = [one.dataset.name for one in loaded if one.dataset.name not in {name for name, _ in pairs}]
     if config.half is not None and empty:
-        raise ConfigError(f"half={config.half} leaves no example of {empty[0]}: give limit=2 or more, or half=null")
+        raise UserError(f"half={config.half} leaves no example of {empty[0]}: give limit=2 or more, or half=null")
     if config.sample is not None and config.sample < len(pairs):
         drawn = np.random.default_rng(config.seed).choice(len(pairs), config.sample, replace=False)
         pairs = [pairs[number] for number in sorted(drawn.tolist())]

@@ -28,6 +28,7 @@ import pandas as pd
 
 from eval.benchmarks.datasets import DATASETS, Dataset
 from eval.run.tuned import is_tuned, read_tuned
+from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Lazy, Method, RandomDrop, StaticPruning
 from lazyllm.methods.schedule import Schedule
 from lazyllm.models.load import load_config
@@ -46,10 +47,6 @@ _TABLE1 = Path(__file__).parents[1] / "paper" / "published" / "table1.csv"
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
 
 
-class PresetError(ValueError):
-    """A preset that cannot be turned into parameters; the message says why and what to give instead."""
-
-
 def is_preset(value: Any) -> bool:
     """Whether a setting is `table1` or a speedup such as `2.0x`."""
     return isinstance(value, str) and (value == "table1" or _SPEEDUP.fullmatch(value) is not None)
@@ -63,15 +60,15 @@ def uses_preset(settings: dict[str, Any]) -> bool:
 def check(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings with a stand-in for a preset, so that the rest can be checked before a model is known.
 
-    Raises PresetError where the method takes no such preset.
+    Raises UserError where the method takes no such preset.
     """
     key = PARAMETER.get(settings.get("name", ""))
     presets = {name: value for name, value in settings.items() if is_preset(value)}
     for name, value in presets.items():
         if name != key:
-            raise PresetError(f"method {settings.get('name')!r} takes no preset as {name}={value}; give a number")
+            raise UserError(f"method {settings.get('name')!r} takes no preset as {name}={value}; give a number")
         if settings["name"] == "prompt_compression" and value != "table1":
-            raise PresetError(f"prompt compression cannot be solved for keep={value}: give a share such as keep=0.5")
+            raise UserError(f"prompt compression cannot be solved for keep={value}: give a share such as keep=0.5")
     return settings | dict.fromkeys(presets, "paper" if key == "schedule" else COMPRESSED)
 
 
@@ -92,7 +89,7 @@ def resolve(settings: dict[str, Any], dataset: Dataset, model_config: Any, colum
     """A method's settings for one dataset and model, presets replaced by numbers.
 
     settings: `name` and hyperparameters. column: the paper's for this model, llama2 or xgen; None takes llama2's.
-    Raises PresetError: no such preset for the method, or a speedup out of its reach.
+    Raises UserError: no such preset for the method, or a speedup out of its reach.
     """
     if not uses_preset(settings):
         return settings
@@ -131,7 +128,7 @@ def _solve(name: str, settings: dict[str, Any], model_config: Any, tokens: int, 
         ratio = _ratio(make, model_config, tokens, target)
         if ratio is not None:
             return ratio
-    raise PresetError(f"method {name!r} cannot reach an ideal TTFT speedup of {target} on {layers} layers; give less")
+    raise UserError(f"method {name!r} cannot reach an ideal TTFT speedup of {target} on {layers} layers; give less")
 
 
 def _ratio(make: Callable[[float], Method], model_config: Any, tokens: int, target: float) -> float | None:

@@ -26,9 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.store.columns import LineRecords
-from eval.store.folder import StoreError, files_of, lines_of, read_about
+from eval.store.folder import files_of, lines_of, read_about
 from eval.store.frame import CAMPAIGN, StoredRun, label_of
 from eval.store.record import job_event
+from lazyllm.errors import UserError
 
 DONE, RUNNING, UNCLEAR, FAILED, INCOMPLETE, MISSING = "done", "running", "unclear", "failed", "incomplete", "missing"
 _EXIT = {FAILED: 1, UNCLEAR: 3, RUNNING: 3, INCOMPLETE: 3, MISSING: 3, DONE: 0}
@@ -100,7 +101,7 @@ class _Run:
 
 
 def last_jobs(folder: Path) -> list[Job]:
-    """The last job of each jobs file. Raises StoreError where a line is none."""
+    """The last job of each jobs file. Raises UserError where a line is none."""
     jobs = []
     for part, events in _events(folder).items():
         begin, end = None, None
@@ -113,13 +114,13 @@ def last_jobs(folder: Path) -> list[Job]:
 
 
 def _events(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """{part: what its jobs file says}, without half a last line. Raises StoreError where a line is none."""
+    """{part: what its jobs file says}, without half a last line. Raises UserError where a line is none."""
     found: dict[str, list[dict[str, Any]]] = {}
     for file in files_of(folder, "jobs"):
         events = found[file.stem.removeprefix("jobs")] = []
         for number, _, event in lines_of(file, job_event):
             if isinstance(event, Exception):
-                raise StoreError(
+                raise UserError(
                     f"{file}:{number}: not a job's begin or end ({type(event).__name__}: {event}); let "
                     f"`python -m eval.store.repair {folder}` take the line out"
                 ) from event
@@ -255,28 +256,28 @@ def _seconds(time: str) -> float:
 def status(folders: Sequence[Path], wanted: Sequence[Any] = ()) -> list[Status]:
     """Every run in or below the folders, then every job of `wanted` (`eval.run.expect.Expected`) that has none.
 
-    Raises StoreError where a folder is not there or is a collected campaign, and where there is nothing to tell of.
+    Raises UserError where a folder is not there or is a collected campaign, and where there is nothing to tell of.
     """
     absent = [str(folder) for folder in folders if not folder.is_dir()]
     if absent:
-        raise StoreError(f"{absent[0]}: no such folder; give the folder that the runs lie in, e.g. runs")
+        raise UserError(f"{absent[0]}: no such folder; give the folder that the runs lie in, e.g. runs")
     collected = {file.parent for folder in folders for file in folder.rglob(CAMPAIGN)}
     found = sorted({file.parent for folder in folders for file in folder.rglob("run.json")})
     found = [folder for folder in found if not any(folder.is_relative_to(one) for one in collected)]
     if not found and collected:
         one = min(collected)
-        raise StoreError(
+        raise UserError(
             f"{one}: a collected campaign, in which nothing runs: {one / CAMPAIGN} says what its runs lack. Give the "
             "folder that it was collected from"
         )
     if not found and not wanted:
-        raise StoreError(f"no run in or below {', '.join(map(str, folders))}; give the folder that the runs lie in")
+        raise UserError(f"no run in or below {', '.join(map(str, folders))}; give the folder that the runs lie in")
     runs: list[_Run] = []
     lines: list[Status] = []
     for folder in found:
         try:
             runs.append(_Run(folder))
-        except (StoreError, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             lines.append(_damaged(folder, error))
     begun = []
     for job in wanted:
@@ -434,7 +435,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             wanted = expected(given.expect)
         lines = status(given.runs, wanted)
-    except (StoreError, ValueError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:

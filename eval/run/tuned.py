@@ -11,15 +11,12 @@ from typing import Any
 
 import yaml
 
+from lazyllm.errors import UserError
 from lazyllm.methods.schedule import Schedule
 
 PREFIX = "tuned/"
 SHIPPED = Path(__file__).parents[1] / "conf" / "tuned"
 FILE = "tuned.yaml"  # of a study with a target
-
-
-class TunedError(ValueError):
-    """A tuned schedule that cannot be used; the message says which, why, and what to give instead."""
 
 
 def is_tuned(schedule: Any) -> bool:
@@ -28,17 +25,17 @@ def is_tuned(schedule: Any) -> bool:
 
 
 def read_tuned(reference: str, num_layers: int) -> dict[int, float]:
-    """{layer: keep ratio} of `tuned/NAME`. Raises TunedError: no such file, none of ours, or tuned at another depth."""
+    """{layer: keep ratio} of `tuned/NAME`. Raises UserError: no such file, none of ours, or tuned at another depth."""
     file = _file(reference)
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
         depth = content["layers"]
         schedule = Schedule(content["schedule"])
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-        raise TunedError(f"{file}: cannot be read as a tuned schedule ({type(error).__name__}: {error})") from error
+        raise UserError(f"{file}: cannot be read as a tuned schedule ({type(error).__name__}: {error})") from error
     if depth != num_layers:
         shares = ", ".join(f"{100 * layer / depth:g}%: {ratio:g}" for layer, ratio in schedule.keep.items())
-        raise TunedError(
+        raise UserError(
             f"{reference} was found on a model of {depth} layers, this one has {num_layers}: search on this one "
             f"(python -m eval.tune), or give its shares of the depth yourself: {{{shares}}}"
         )
@@ -60,7 +57,7 @@ def _file(reference: str) -> Path:
         if file.is_file():
             return file
     shipped = ", ".join(PREFIX + one.stem for one in sorted(SHIPPED.glob("*.yaml"))) or "none yet"
-    raise TunedError(
+    raise UserError(
         f"no tuned schedule {name!r}: expected a file in eval/conf/tuned ({shipped}), a study's folder with "
         f"{FILE} in it, or a path to such a file"
     )

@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eval.store.columns import SCHEMA, LineRecords, repeated
-from eval.store.folder import StoreError, fingerprint, read_failures, write_whole
+from eval.store.folder import fingerprint, read_failures, write_whole
 from eval.store.frame import (
     CAMPAIGN,
     CAMPAIGN_RECORDS,
@@ -42,6 +42,7 @@ from eval.store.frame import (
     refuse_mixtures,
     stored_runs,
 )
+from lazyllm.errors import UserError
 
 KEPT = ("run.json", "examples.json", "failures*.jsonl", "jobs*.jsonl", "traces/*.json")  # of a run's folder
 _SHOWN = 3  # examples that are named of those that a run lacks; campaign.json has all
@@ -66,22 +67,20 @@ class Collected:
 def collect(folders: Sequence[Path], out: Path) -> list[Collected]:
     """Write the campaign of all runs in or below the folders, also of those without a record.
 
-    At most two runs' records are in memory at a time. Raises StoreError: no run, a mixture, damage, or a folder `out`
+    At most two runs' records are in memory at a time. Raises UserError: no run, a mixture, damage, or a folder `out`
     that lies below the runs or holds something else.
     """
     runs = stored_runs(folders)
     _check_out(out, folders, runs)
     for run in runs:
         if run.about.get("fingerprint") != fingerprint(run.identity):
-            raise StoreError(
-                f"{run.folder / 'run.json'}: the fingerprint is not the identity's: it was changed by hand"
-            )
+            raise UserError(f"{run.folder / 'run.json'}: the fingerprint is not the identity's: it was changed by hand")
     refuse_mixtures(runs)
     root = Path(os.path.commonpath([run.folder.parent.absolute() for run in runs])) if runs else Path()
     with _whole_folder(out) as partial:
         entries, done = _write_records(runs, root, partial)
         if not any(one.records for one in done):
-            raise StoreError(f"no run with records below {', '.join(map(str, folders))}")
+            raise UserError(f"no run with records below {', '.join(map(str, folders))}")
         content = {"schema": CAMPAIGN_SCHEMA, "runs": entries}
         write_whole(partial / CAMPAIGN, json.dumps(content, indent=1, sort_keys=True) + "\n")
         _check_cells(find_runs([partial]))
@@ -128,7 +127,7 @@ def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> tuple[li
 
 
 def _records_of(run: StoredRun) -> tuple[pa.Table, int, int]:
-    """A run's records, each example once; from how many files, and how many stood there twice. Raises StoreError."""
+    """A run's records, each example once; from how many files, and how many stood there twice. Raises UserError."""
     if not isinstance(run.records, LineRecords):  # collected before
         return run.records.table(), 0, 0  # type: ignore[union-attr]
     files = run.records.by_file()
@@ -144,7 +143,7 @@ def _records_of(run: StoredRun) -> tuple[pa.Table, int, int]:
 
 
 def _refuse_differing(run: StoredRun, table: pa.Table, again: np.ndarray, names: list[str]) -> None:
-    """Raise StoreError where an example stands twice with different outcomes. names: [rows] the file of each."""
+    """Raise UserError where an example stands twice with different outcomes. names: [rows] the file of each."""
     keys = list(zip(table["dataset"].to_pylist(), table["id"].to_pylist(), strict=True))
     first: dict[tuple[str, str], int] = {}
     for row, key in enumerate(keys):
@@ -153,7 +152,7 @@ def _refuse_differing(run: StoredRun, table: pa.Table, again: np.ndarray, names:
         other = first[keys[row]]
         if table.slice(row, 1).to_pylist() != table.slice(other, 1).to_pylist():
             dataset, one = keys[row]
-            raise StoreError(
+            raise UserError(
                 f"{run.folder}: {dataset}, row {one} was measured twice with different outcomes, in {names[other]} and "
                 f"{names[row]}: remove one of the lines"
             )
@@ -164,14 +163,14 @@ def _check_prompts(run: StoredRun, table: pa.Table, prompts: dict[tuple[str, str
     columns = (table[name].to_pylist() for name in ("dataset", "id", "prompt_sha256"))
     for dataset, one, sha256 in zip(*columns, strict=True):
         if prompts.setdefault((run.model, dataset, one), sha256) != sha256:
-            raise StoreError(
+            raise UserError(
                 f"{run.folder}: {dataset}, row {one} was measured with another prompt than in the runs of {run.model} "
                 "before it: records of another run lie in this folder, or the data was changed"
             )
 
 
 def _check_cells(runs: Sequence[StoredRun]) -> None:
-    """Refuse what would stand twice in one cell of a table. Raises StoreError."""
+    """Refuse what would stand twice in one cell of a table. Raises UserError."""
     settings: dict[tuple[Any, ...], list[StoredRun]] = {}
     for run in runs:
         key = (run.model, run.method, json.dumps(run.settings, sort_keys=True), run.seed)
@@ -191,12 +190,12 @@ def _copy_files(folder: Path, out: Path) -> None:
 
 def _check_out(out: Path, folders: Sequence[Path], runs: Sequence[StoredRun]) -> None:
     if out.exists() and not (out / CAMPAIGN).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise StoreError(f"{out}: is there and is no campaign; give another folder with --out")
+        raise UserError(f"{out}: is there and is no campaign; give another folder with --out")
     place = out.absolute().resolve()
     if any(place.is_relative_to(folder.resolve()) for folder in folders):
-        raise StoreError(f"{out}: lies below the runs, which would then be found twice; give another with --out")
+        raise UserError(f"{out}: lies below the runs, which would then be found twice; give another with --out")
     if any(run.folder.resolve().is_relative_to(place) for run in runs):
-        raise StoreError(f"{out}: holds the runs that are to be collected; give another folder with --out")
+        raise UserError(f"{out}: holds the runs that are to be collected; give another folder with --out")
 
 
 @contextmanager
@@ -210,7 +209,7 @@ def _whole_folder(out: Path) -> Iterator[Path]:
             shutil.rmtree(out)
         partial.replace(out)
     except OSError as error:
-        raise StoreError(f"{out}: could not be written ({error})") from error
+        raise UserError(f"{out}: could not be written ({error})") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -249,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = given.out or first.with_name(f"{first.name}-collected")
     try:
         done = collect(given.runs, out)
-    except StoreError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(describe(done, out))

@@ -22,8 +22,9 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eval.store.folder import NO_LINE, StoreError, files_of, read_run
+from eval.store.folder import NO_LINE, files_of, read_run
 from eval.store.record import Record, check_example, check_measurement
+from lazyllm.errors import UserError
 
 _MEASUREMENT = pa.struct(
     [
@@ -69,12 +70,12 @@ class StoredRecords(Sequence[Record]):
     def table(self, names: Sequence[str] | None = None) -> pa.Table:
         """Every record, in order. names: columns, as in this module's docstring; None for `SCHEMA`'s, nested.
 
-        Raises StoreError.
+        Raises UserError.
         """
         raise NotImplementedError
 
     def sha256(self) -> dict[str, str]:
-        """{name: SHA-256} of the files that the run wrote its records to. Raises StoreError."""
+        """{name: SHA-256} of the files that the run wrote its records to. Raises UserError."""
         raise NotImplementedError
 
     @cached_property
@@ -129,7 +130,7 @@ class LineRecords(StoredRecords):
             table = to_table(records, schema)
             _refuse_gaps(table)
         except _NO_RECORD as error:
-            raise StoreError(
+            raise UserError(
                 f"{self.folder}: a record holds what no record does ({error}). Nothing was changed: remove its line to "
                 "have its example redone"
             ) from error
@@ -158,7 +159,7 @@ class CollectedRecords(StoredRecords):
             with pq.ParquetFile(self._file) as opened:
                 table = opened.read_row_groups(list(self._groups), columns=None if names is None else list(names))
         except (OSError, pa.ArrowException) as error:
-            raise StoreError(f"{self._file}: cannot be read ({error}); collect the runs again") from error
+            raise UserError(f"{self._file}: cannot be read ({error}); collect the runs again") from error
         return table if names is None else _flat(table).select(list(names))
 
     def sha256(self) -> dict[str, str]:
@@ -166,7 +167,7 @@ class CollectedRecords(StoredRecords):
 
 
 def table_of(records: Sequence[Record], names: Sequence[str]) -> pa.Table:
-    """The named columns of records, stored or in memory. Raises StoreError."""
+    """The named columns of records, stored or in memory. Raises UserError."""
     if isinstance(records, StoredRecords):
         return records.table(names)
     return _flat(to_table(records, _part_of_schema(set(names)))).select(list(names))

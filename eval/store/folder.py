@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from eval.store.record import Failure, Record, job_event
+from lazyllm.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +36,6 @@ SCHEMA = 2  # of run.json and records.jsonl
 
 # What a line that is none raises where it is parsed
 NO_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
-
-
-class StoreError(RuntimeError):
-    """A run folder that cannot be used; the message says which, why, and what to do."""
 
 
 def fingerprint(identity: dict[str, Any]) -> str:
@@ -63,7 +60,7 @@ class RunStore:
         _mend_end(self._jobs_file, job_event)
 
     def reload(self) -> None:
-        """Read again what the run's jobs have measured, this one and those of other shards. Raises StoreError."""
+        """Read again what the run's jobs have measured, this one and those of other shards. Raises UserError."""
         self.records = _read_records(self.folder)
         self._failures = {one.key: one for one in read_failures(self.folder)}
 
@@ -75,18 +72,18 @@ class RunStore:
     def append(self, record: Record) -> None:
         """Write the record so that it survives a kill of this process, and of the machine as far as the disk obeys.
 
-        Raises StoreError where the disk does not take it.
+        Raises UserError where the disk does not take it.
         """
         _append_line(self._file, record.to_json())
         self.records[record.key] = record
 
     def fail(self, failure: Failure) -> None:
-        """Write down that an example could not be measured, as safely as a record. Raises StoreError."""
+        """Write down that an example could not be measured, as safely as a record. Raises UserError."""
         _append_line(self._failures_file, failure.to_json())
         self._failures[failure.key] = failure
 
     def note(self, event: dict[str, Any]) -> None:
-        """Write down when and how a job begins or ends. Raises StoreError."""
+        """Write down when and how a job begins or ends. Raises UserError."""
         _append_line(self._jobs_file, json.dumps(event))
 
     def has(self, name: str) -> bool:
@@ -94,12 +91,12 @@ class RunStore:
         return (self.folder / name).is_file()
 
     def write(self, name: str, text: str) -> None:
-        """Put a file beside the records, whole or not at all. Raises StoreError."""
+        """Put a file beside the records, whole or not at all. Raises UserError."""
         write_whole(self.folder / name, text)
 
 
 def _append_line(file: Path, line: str) -> None:
-    """Write one line to the disk, or leave the file as it was. Raises StoreError."""
+    """Write one line to the disk, or leave the file as it was. Raises UserError."""
     before = None
     try:
         with file.open("ab") as opened:
@@ -111,14 +108,14 @@ def _append_line(file: Path, line: str) -> None:
         if before is not None:
             with suppress(OSError):  # what is left of the line then is cut off when the run goes on
                 os.truncate(file, before)
-        raise StoreError(
+        raise UserError(
             f"{file}: the line could not be written ({error}). Those before it are safe: make room, then "
             "give the same command again"
         ) from error
 
 
 def _read_records(folder: Path) -> dict[tuple[str, str], Record]:
-    """The run's records by example. Raises StoreError: a line that is none, two different records of one example."""
+    """The run's records by example. Raises UserError: a line that is none, two different records of one example."""
     records: dict[tuple[str, str], Record] = {}
     places: dict[tuple[str, str], str] = {}
     for file in files_of(folder, "records"):
@@ -129,7 +126,7 @@ def _read_records(folder: Path) -> dict[tuple[str, str], Record]:
             if other is record:
                 continue
             if other != record:
-                raise StoreError(
+                raise UserError(
                     f"{where}: another record of {record.dataset}, row {record.id}, than {first}. Nothing was changed: "
                     f"remove the wrong one, or {_to_repair(folder)}"
                 )
@@ -153,13 +150,13 @@ def files_of(folder: Path, name: str) -> list[Path]:
 def lines_of(file: Path, parse: Callable[[str], Any]) -> Iterator[tuple[int, str, Any]]:
     """(number from 1, text, what `parse` makes of it or the exception that it raises) of every line that is not blank.
 
-    A last line without its end counts if it is whole: what a kill leaves of one is no JSON. Raises StoreError where the
+    A last line without its end counts if it is whole: what a kill leaves of one is no JSON. Raises UserError where the
     file cannot be read.
     """
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise StoreError(f"{file}: cannot be read ({error}); mend that, or start a new run with out=FOLDER") from error
+        raise UserError(f"{file}: cannot be read ({error}); mend that, or start a new run with out=FOLDER") from error
     *lines, tail = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -177,10 +174,10 @@ def _parsed(line: bytes, parse: Callable[[str], Any]) -> Any:
 
 
 def _read_lines(file: Path, parse: Callable[[str], Line]) -> Iterator[tuple[int, Line]]:
-    """(number, line parsed) of a file. Raises StoreError at the first that is none."""
+    """(number, line parsed) of a file. Raises UserError at the first that is none."""
     for number, _, line in lines_of(file, parse):
         if isinstance(line, Exception):
-            raise StoreError(
+            raise UserError(
                 f"{file}:{number}: not a record ({type(line).__name__}: {line}). Nothing was changed: remove that line "
                 f"to have its example redone, or {_to_repair(file.parent)}; or start a new run with out=FOLDER"
             ) from line
@@ -200,7 +197,7 @@ def _mend_end(file: Path, parse: Callable[[str], Any]) -> None:
             else:
                 opened.write(b"\n")
     except OSError as error:
-        raise StoreError(
+        raise UserError(
             f"{file}: cannot be written ({error}); mend that, or start a new run with out=FOLDER"
         ) from error
 
@@ -211,7 +208,7 @@ def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any], pa
 
     identity: what decides whether records belong together. about: config and provenance, for people. part: as in
     `RunStore`; jobs of different parts may work in the folder at once, beside a job of the whole run none.
-    Raises StoreError: another process works in the folder, or it holds a run of another identity.
+    Raises UserError: another process works in the folder, or it holds a run of another identity.
     """
     with ExitStack() as locks:
         locks.enter_context(_locked(folder / ".lock", (fcntl.LOCK_SH if part else fcntl.LOCK_EX) | fcntl.LOCK_NB))
@@ -226,38 +223,38 @@ def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any], pa
 
 @contextmanager
 def held_alone(folder: Path) -> Iterator[None]:
-    """Hold a run folder against all other processes until the block ends. Raises StoreError: another works in it."""
+    """Hold a run folder against all other processes until the block ends. Raises UserError: another works in it."""
     with _locked(folder / ".lock", fcntl.LOCK_EX | fcntl.LOCK_NB):
         yield
 
 
 @contextmanager
 def _locked(file: Path, how: int) -> Iterator[None]:
-    """Hold a lock file in a run folder, made if it is not there; how: as in `fcntl.flock`. Raises StoreError."""
+    """Hold a lock file in a run folder, made if it is not there; how: as in `fcntl.flock`. Raises UserError."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = file.open("w")
     except OSError as error:
-        raise StoreError(
+        raise UserError(
             f"{file.parent}: the run folder cannot be written ({error}); give another with out=FOLDER"
         ) from error
     with lock:
         try:
             fcntl.flock(lock, how)
         except BlockingIOError as error:
-            raise StoreError(f"{file.parent}: another process is working in this run folder") from error
+            raise UserError(f"{file.parent}: another process is working in this run folder") from error
         except OSError as error:  # some cluster file systems know no locks
             log.warning("%s: cannot be locked (%s); see to it that one process works in it", file.parent, error)
         yield
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
-    """A stored run for tables and figures: run.json's content and the records. Raises StoreError."""
+    """A stored run for tables and figures: run.json's content and the records. Raises UserError."""
     return read_about(folder / "run.json"), list(_read_records(folder).values())
 
 
 def read_failures(folder: Path) -> list[Failure]:
-    """The last failure of each example; some may have a record by now. Raises StoreError."""
+    """The last failure of each example; some may have a record by now. Raises UserError."""
     files = files_of(folder, "failures")
     lines = (failure for file in files for _, failure in _read_lines(file, Failure.from_json))
     return list({failure.key: failure for failure in lines}.values())
@@ -267,7 +264,7 @@ def _check_identity(folder: Path, identity: dict[str, Any], about: dict[str, Any
     file = folder / "run.json"
     if not file.exists():
         if any(folder.glob("records*.jsonl")):
-            raise StoreError(f"{folder}: holds records but no run.json that says whose; give another with out=FOLDER")
+            raise UserError(f"{folder}: holds records but no run.json that says whose; give another with out=FOLDER")
         write_whole(file, about_text(identity, about))
         return
     before = read_about(file)["identity"]
@@ -275,7 +272,7 @@ def _check_identity(folder: Path, identity: dict[str, Any], about: dict[str, Any
     if before != now:
         differing = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
         changes = "; ".join(f"{key}: {_short(before.get(key))} there, {_short(now.get(key))} now" for key in differing)
-        raise StoreError(
+        raise UserError(
             f"{folder}: holds a run that differs ({changes}). Its records do not mix with this one's: give another "
             "folder with out=FOLDER, or leave out= away to have one made"
         )
@@ -288,24 +285,24 @@ def about_text(identity: dict[str, Any], about: dict[str, Any]) -> str:
 
 
 def read_about(file: Path) -> dict[str, Any]:
-    """The content of a run.json. Raises StoreError: none, damaged, or written by another version."""
+    """The content of a run.json. Raises UserError: none, damaged, or written by another version."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         schema = content["schema"]
         if not isinstance(content["identity"], dict):
             raise TypeError(f"identity is {_short(content['identity'])}")
     except (OSError, *NO_LINE) as error:
-        raise StoreError(
+        raise UserError(
             f"{file}: cannot be read as a run's description ({type(error).__name__}: {error}). Nothing was changed: "
             f"put the right one there, or {_to_repair(file.parent)}; or start a new run with out=FOLDER"
         ) from error
     if schema != SCHEMA:
-        raise StoreError(f"{file}: written with schema {schema}, this version reads {SCHEMA}; give another out=FOLDER")
+        raise UserError(f"{file}: written with schema {schema}, this version reads {SCHEMA}; give another out=FOLDER")
     return content
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Put a file in place whole or not at all. Raises StoreError where the disk does not take it."""
+    """Put a file in place whole or not at all. Raises UserError where the disk does not take it."""
     partial = file.with_name(f".{file.name}.{uuid4().hex[:8]}.partial")  # two shards may end at the same time
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -317,7 +314,7 @@ def write_whole(file: Path, text: str) -> None:
     except OSError as error:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise StoreError(
+        raise UserError(
             f"{file}: could not be written ({error}). What was there before is unchanged: make room (or whatever "
             "it lacks), then give the same command again"
         ) from error

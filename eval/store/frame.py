@@ -20,8 +20,9 @@ import pyarrow.compute as pc
 
 from eval.benchmarks.datasets import DATASETS
 from eval.store.columns import CollectedRecords, LineRecords, StoredRecords, table_of
-from eval.store.folder import StoreError, files_of, read_about, read_failures
+from eval.store.folder import files_of, read_about, read_failures
 from eval.store.record import Failure, Record
+from lazyllm.errors import UserError
 
 # What may differ between the runs of one model that lie in one table
 _FREE = {"method", "parameters", "data", "seed", "paired", "warmup", "scorer_weights", "method_code"}
@@ -53,7 +54,7 @@ class StoredRun:
 
     @cached_property
     def examples(self) -> pd.DataFrame:
-        """One row a record: the columns of `as_frame` that its record decides. Raises StoreError."""
+        """One row a record: the columns of `as_frame` that its record decides. Raises UserError."""
         return example_rows(self.records)
 
     @property
@@ -111,7 +112,7 @@ class StoredRun:
     def planned(self) -> list[tuple[str, str]] | None:
         """(dataset, id) of the examples that the run's last job wanted of it; None for runs of before that was kept.
 
-        Raises StoreError.
+        Raises UserError.
         """
         file = self.folder / PLANNED
         try:
@@ -120,7 +121,7 @@ class StoredRun:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, AttributeError, TypeError) as error:
-            raise StoreError(f"{file}: cannot be read ({type(error).__name__}: {error}); remove it") from error
+            raise UserError(f"{file}: cannot be read ({type(error).__name__}: {error}); remove it") from error
 
     @property
     def traces(self) -> list[Path]:
@@ -131,20 +132,20 @@ class StoredRun:
 def find_runs(folders: Sequence[Path]) -> list[StoredRun]:
     """All runs with records in or below the folders, in order of their names, raw or collected (`eval.store.collect`).
 
-    Raises StoreError: none, damaged, or a mixture.
+    Raises UserError: none, damaged, or a mixture.
     """
     runs = [run for run in stored_runs(folders) if len(run.examples)]
     if not runs:
-        raise StoreError(f"no run with records below {', '.join(map(str, folders))}")
+        raise UserError(f"no run with records below {', '.join(map(str, folders))}")
     refuse_mixtures(runs)
     return runs
 
 
 def stored_runs(folders: Sequence[Path]) -> list[StoredRun]:
-    """All runs in or below the folders, in order of their names, also those without a record. Raises StoreError."""
+    """All runs in or below the folders, in order of their names, also those without a record. Raises UserError."""
     missing = [str(folder) for folder in folders if not folder.is_dir()]
     if missing:
-        raise StoreError(f"{missing[0]}: no such folder; give the folder that the runs lie in, e.g. runs")
+        raise UserError(f"{missing[0]}: no such folder; give the folder that the runs lie in, e.g. runs")
     campaigns = sorted({file.parent for folder in folders for file in folder.rglob(CAMPAIGN)})
     collected = {run.folder: run for folder in campaigns for run in _collected_runs(folder)}
     raw = {file.parent for folder in folders for file in folder.rglob("run.json")} - collected.keys()
@@ -165,7 +166,7 @@ def _collected_runs(campaign: Path) -> list[StoredRun]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["schema"] != CAMPAIGN_SCHEMA:
-            raise StoreError(
+            raise UserError(
                 f"{file}: written with schema {content['schema']}, this version reads {CAMPAIGN_SCHEMA}; collect again"
             )
         return [
@@ -179,7 +180,7 @@ def _collected_runs(campaign: Path) -> list[StoredRun]:
             for one in content["runs"]
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{file}: cannot be read as a campaign ({type(error).__name__}: {error})") from error
+        raise UserError(f"{file}: cannot be read as a campaign ({type(error).__name__}: {error})") from error
 
 
 def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
@@ -192,7 +193,7 @@ def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
     (generated), pct_computed (0 to 100), kv_bytes, aux_bytes, peak_bytes.
 
     Where two runs hold the same example with the same setting and seed, the paired one counts; of such, the one
-    with more examples (a first look at one dataset gives way to the run of all). Raises StoreError where that does not
+    with more examples (a first look at one dataset gives way to the run of all). Raises UserError where that does not
     decide.
     """
     runs = [run for run in runs if len(run.examples)]
@@ -217,14 +218,14 @@ def _without_repeated(table: pd.DataFrame) -> pd.DataFrame:
     if len(twice):
         one = twice.iloc[0]
         both = sorted(set(twice[(twice[_KEY] == one[_KEY]).all(axis=1)]["folder"]))
-        raise StoreError(
+        raise UserError(
             f"{one['dataset']}, row {one['id']}, {one['label']}: measured twice, in {' and '.join(both)}; take one away"
         )
     return table.drop_duplicates(_KEY).sort_index().reset_index(drop=True).drop(columns="size")
 
 
 def example_rows(records: Sequence[Record]) -> pd.DataFrame:
-    """The columns of `as_frame` that records decide: those from dataset on. Raises StoreError."""
+    """The columns of `as_frame` that records decide: those from dataset on. Raises UserError."""
     sides = {"method": "", "baseline": "baseline_"}
     names = [f"{side}.{name}" for side in sides for name in _MEASURED_FROM]
     table = table_of(records, ["dataset", "id", "prompt_tokens", *names])
@@ -259,7 +260,7 @@ def refuse_mixtures(runs: Sequence[StoredRun]) -> None:
         for key in sorted({*run.identity, *other.identity} - _FREE):
             here, there = run.identity.get(key), other.identity.get(key)
             if here != there:
-                raise StoreError(
+                raise UserError(
                     f"{run.folder} and {other.folder} differ in {key} ({here!r} and {there!r}): they do not share a "
                     "table. Give folders that hold one of them only"
                 )
@@ -268,7 +269,7 @@ def refuse_mixtures(runs: Sequence[StoredRun]) -> None:
         other = code.setdefault((run.model, run.method), run)
         here, there = run.identity.get("method_code"), other.identity.get("method_code")
         if here != there:
-            raise StoreError(
+            raise UserError(
                 f"{run.folder} and {other.folder} were measured with different code of {run.method} ({here} and "
                 f"{there}): they do not share a table. Give folders that hold one of them only"
             )
@@ -277,7 +278,7 @@ def refuse_mixtures(runs: Sequence[StoredRun]) -> None:
         for name, there in run.identity["data"].items():
             other = data.setdefault((run.model, name), run)
             if other.identity["data"][name] != there:
-                raise StoreError(
+                raise UserError(
                     f"{run.folder} and {other.folder} were measured on different rows or templates of {name}: they do "
                     "not share a table. Give folders that hold one of them only"
                 )

@@ -22,18 +22,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from eval.store.folder import (
-    NO_LINE,
-    SCHEMA,
-    StoreError,
-    about_text,
-    files_of,
-    held_alone,
-    lines_of,
-    read_about,
-    write_whole,
-)
+from eval.store.folder import NO_LINE, SCHEMA, about_text, files_of, held_alone, lines_of, read_about, write_whole
 from eval.store.record import Failure, Record, job_event
+from lazyllm.errors import UserError
 
 _PARSE: dict[str, Callable[[str], Any]] = {
     "records": Record.from_json,
@@ -45,11 +36,11 @@ _PARSE: dict[str, Callable[[str], Any]] = {
 def repair(folder: Path) -> list[str]:
     """Mend one run folder; what was done, for people, a line for each file that was damaged.
 
-    Raises StoreError: no run folder, another process works in it, written by another version, or nothing says whose
+    Raises UserError: no run folder, another process works in it, written by another version, or nothing says whose
     its records are. Then nothing was changed.
     """
     if not (folder / "run.json").exists() and not files_of(folder, "records"):
-        raise StoreError(f"{folder}: no run folder: it holds neither run.json nor records")
+        raise UserError(f"{folder}: no run folder: it holds neither run.json nor records")
     with held_alone(folder):
         done = _mend_about(folder)
         bad = _damaged_records(folder)
@@ -62,20 +53,20 @@ def repair(folder: Path) -> list[str]:
 
 
 def _mend_about(folder: Path) -> list[str]:
-    """Put run.json together again where it is damaged. Raises StoreError where that cannot be done."""
+    """Put run.json together again where it is damaged. Raises UserError where that cannot be done."""
     file = folder / "run.json"
     schema = _schema(file)
     if schema is not None and schema != SCHEMA:
-        raise StoreError(
+        raise UserError(
             f"{file}: written with schema {schema}, this version reads {SCHEMA}; nothing was changed: use the version "
             "that wrote it"
         )
-    with suppress(StoreError):
+    with suppress(UserError):
         read_about(file)
         return []
     text = _about_from_summary(folder / "summary.json")
     if text is None and files_of(folder, "records"):
-        raise StoreError(
+        raise UserError(
             f"{file}: cannot be read, and no summary.json says whose the records are; nothing was changed: put the "
             "right run.json there (every run of the same command has the same identity in it), or start a new run"
         )
@@ -84,7 +75,7 @@ def _mend_about(folder: Path) -> list[str]:
     elif file.is_file():
         aside = _copy_aside(file)
     else:
-        raise StoreError(f"{file}: not a file; nothing was changed: take it away")
+        raise UserError(f"{file}: not a file; nothing was changed: take it away")
     if text is None:
         file.unlink()
         return [f"run.json: could not be read; set aside as {aside}. There are no records: the run begins anew"]
@@ -155,7 +146,7 @@ def _take_out(file: Path, reasons: dict[int, str], parse: Callable[[str], Any]) 
 
 
 def _copy_aside(file: Path) -> str:
-    """Copy a file beside itself under a name that is free, and give that name. Raises StoreError."""
+    """Copy a file beside itself under a name that is free, and give that name. Raises UserError."""
     content = file.read_bytes()
     for number in count(1):
         copy = file.with_name(f"{file.name}.damaged-{number}")
@@ -168,7 +159,7 @@ def _copy_aside(file: Path) -> str:
         except FileExistsError:
             continue
         except OSError as error:
-            raise StoreError(f"{copy}: could not be written ({error}); nothing was changed, make room first") from error
+            raise UserError(f"{copy}: could not be written ({error}); nothing was changed, make room first") from error
     raise AssertionError("there is always a free name")
 
 
@@ -182,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for folder in parser.parse_args(arguments).folders:
         try:
             done = repair(folder)
-        except StoreError as error:
+        except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             status = 1
             continue

@@ -19,9 +19,10 @@ import hydra
 from omegaconf import DictConfig
 
 from eval.run import interrupt
-from eval.run.config import ConfigError, check_launcher
+from eval.run.config import check_launcher
 from eval.run.job import run_job
 from eval.tune.settings import check_installed, register_tune_schema, to_tune_config
+from lazyllm.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,7 +44,7 @@ if __name__ == "__main__":
     try:
         check_installed()
         check_launcher(sys.argv[1:])
-    except ConfigError as error:
+    except UserError as error:
         sys.exit(f"error: {error}")
     interrupt.end_soon_after_ctrl_c()
     main()

@@ -28,7 +28,7 @@ from eval.paper.summary import summarise
 from eval.paper.table import cell, markdown_lines
 from eval.run import provenance
 from eval.run.config import RunConfig, TimingConfig
-from eval.run.loop import RunError, run
+from eval.run.loop import run
 from eval.run.tuned import FILE, as_yaml
 from eval.store.folder import read_run, write_whole
 from eval.store.frame import StoredRun, example_rows
@@ -36,6 +36,7 @@ from eval.store.record import Record
 from eval.tune.settings import TuneConfig
 from eval.tune.space import Candidate, Ideal
 from eval.tune.study import Study, Tried
+from lazyllm.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ def report(config: TuneConfig, study: Study, beside: Mapping[str, Candidate], nu
 def _finalist(config: TuneConfig, study: Study, candidate: Candidate) -> list[Record]:
     """The schedule's records on the held-out half, paired with the baseline; those that are there are not redone.
 
-    Raises RunError where an example failed.
+    Raises UserError where an example failed.
     """
     settings = RunConfig(**{one.name: getattr(config, one.name) for one in fields(RunConfig)})
     folder = study.folder / "final" / candidate.name
@@ -124,7 +125,7 @@ def _finalist(config: TuneConfig, study: Study, candidate: Candidate) -> list[Re
     measured = StoredRun(folder, *read_run(folder))
     if measured.failures:  # a schedule without its hardest examples does not compare with the others
         first = measured.failures[0]
-        raise RunError(
+        raise UserError(
             f"{len(measured.failures)} held-out examples failed with schedule {candidate.schedule}, the first: "
             f"{first.dataset}, row {first.id}: {first.reason}. Nothing is reported without them: the same command "
             "tries them again"

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from eval.benchmarks.split import RULE
 from eval.paper.summary import summarise
 from eval.run import device_lock
-from eval.run.config import ConfigError
-from eval.run.loop import USER_ERRORS, free, load_model
+from eval.run.loop import free, load_model
 from eval.run.measure import Bench, Case
 from eval.run.plan import Plan, prepare
 from eval.store.folder import RunStore, fingerprint
@@ -26,6 +25,7 @@ from eval.tune.settings import TuneConfig, as_run, plain_config
 from eval.tune.space import Candidate, Ideal, Space, references
 from eval.tune.study import Scored, TrialFailed, locked, open_study, search
 from lazyllm.engine.memory import release_memory
+from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
 from lazyllm.models.load import load_config
 
@@ -132,7 +132,7 @@ class _Scorer:
         bench = Bench(self._loaded(), self._plan.tokenizer, self._plan.config.model.chat, paired=False)
         try:
             store.append(bench.measure(case, baseline_first=True))
-        except USER_ERRORS:
+        except UserError:
             raise
         except Exception as error:  # out of memory, logits that are not finite: no score, and never a 0
             free(*self._plan.devices)
@@ -147,13 +147,13 @@ class _Scorer:
 
 def _check_reach(config: TuneConfig, space: Space, ideal: Ideal) -> None:
     if space.max_cuts >= space.num_layers:
-        raise ConfigError(
+        raise UserError(
             f"layers={config.layers}: expected less than the model's {space.num_layers}, as nothing is saved after the "
             "last one"
         )
     best = ideal.speedup(space.fastest.schedule)
     if config.target_speedup is not None and config.target_speedup > best:
-        raise ConfigError(
+        raise UserError(
             f"target_speedup={config.target_speedup}: out of reach. On these prompts the best ideal speedup of a "
             f"schedule with layers={config.layers} is {best:.2f} ({space.fastest.schedule}); give less, or more layers"
         )

@@ -10,7 +10,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from eval.benchmarks.split import TUNING
-from eval.run.config import ConfigError, RunConfig, TimingConfig, register_schema, to_run_config
+from eval.run.config import RunConfig, TimingConfig, register_schema, to_run_config
+from lazyllm.errors import UserError
 
 _NOT_HERE = ("compare", "only", "shard", "half", "trace")  # keys of a run that mean nothing to a search
 
@@ -42,32 +43,30 @@ def register_tune_schema() -> None:
 
 
 def to_tune_config(config: Any) -> TuneConfig:
-    """The composed config, checked as far as that goes without a model. Raises ConfigError."""
+    """The composed config, checked as far as that goes without a model. Raises UserError."""
     plain = to_run_config(config)
     assert isinstance(plain, TuneConfig)
     default = TuneConfig()
     for key in _NOT_HERE:
         if getattr(plain, key) != getattr(default, key):
-            raise ConfigError(f"{key}={getattr(plain, key)}: means nothing to a search; leave it away")
+            raise UserError(f"{key}={getattr(plain, key)}: means nothing to a search; leave it away")
     if not plain.timing.paired:
-        raise ConfigError(
+        raise UserError(
             "timing.paired=false: means nothing to a search, whose trials are never paired and whose finalists always "
             "are; leave it away"
         )
     if plain.method["name"] != "lazy":
-        raise ConfigError(
-            f"method={plain.method['name']}: only LazyLLM has a schedule to be searched; give method=lazy"
-        )
+        raise UserError(f"method={plain.method['name']}: only LazyLLM has a schedule to be searched; give method=lazy")
     if plain.method.get("schedule", "paper") != "paper":
-        raise ConfigError("method.schedule is what is searched: leave it away")
+        raise UserError("method.schedule is what is searched: leave it away")
     target = plain.target_speedup
     if target is not None and target <= 1:
-        raise ConfigError(f"target_speedup={target}: expected more than 1, or null for the whole front")
+        raise UserError(f"target_speedup={target}: expected more than 1, or null for the whole front")
     for key in ("trials", "layers", "finalists"):
         if getattr(plain, key) < 1:
-            raise ConfigError(f"{key}={getattr(plain, key)}: expected 1 or more")
+            raise UserError(f"{key}={getattr(plain, key)}: expected 1 or more")
     if plain.timeout_s is not None and plain.timeout_s <= 0:
-        raise ConfigError(f"timeout_s={plain.timeout_s}: expected more than 0 seconds, or null")
+        raise UserError(f"timeout_s={plain.timeout_s}: expected more than 0 seconds, or null")
     return plain
 
 
@@ -78,9 +77,9 @@ def as_run(config: TuneConfig) -> RunConfig:
 
 
 def check_installed() -> None:
-    """Raise ConfigError where Optuna is not installed."""
+    """Raise UserError where Optuna is not installed."""
     if find_spec("optuna") is None:
-        raise ConfigError(
+        raise UserError(
             "the search needs the package optuna: install it with pip install --editable '.[tune]', in the "
             "repository's folder"
         )

@@ -26,8 +26,9 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from eval.store.folder import StoreError, fingerprint, write_whole
+from eval.store.folder import fingerprint, write_whole
 from eval.tune.space import Candidate, Ideal, Space
+from lazyllm.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -199,12 +200,12 @@ def open_study(
     """The study in `folder`, made if it is not there; this process counts as one of its workers until the block ends.
 
     identity: what must agree for a study to be gone on with. about: config and provenance, for people. first: what is
-    tried before the sampler draws. Raises StoreError: a study of another identity, or a folder that cannot be used.
+    tried before the sampler draws. Raises UserError: a study of another identity, or a folder that cannot be used.
     """
     try:
         (folder / "workers").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreError(f"{folder}: the study's folder cannot be written ({error}); give another with out=") from error
+        raise UserError(f"{folder}: the study's folder cannot be written ({error}); give another with out=") from error
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     worker = uuid4().hex[:12]
     file = folder / "workers" / f"{worker}.lock"
@@ -228,7 +229,7 @@ def open_study(
 def search(study: Study, score: Callable[[Candidate], Scored], trials: int, goes_on: Callable[[], bool]) -> None:
     """Measure candidates until the study has `trials` of them, or `goes_on` says no.
 
-    score: raises TrialFailed where a candidate cannot be measured; other candidates are tried then. Raises StoreError
+    score: raises TrialFailed where a candidate cannot be measured; other candidates are tried then. Raises UserError
     after three of these in this process.
     """
     failures = 0
@@ -242,7 +243,7 @@ def search(study: Study, score: Callable[[Candidate], Scored], trials: int, goes
             failures += 1
             log.warning("trial %d failed: %s", trial.number, error)
             if failures == 3:
-                raise StoreError(f"{study.folder}: three trials failed, the last one: {error}") from error
+                raise UserError(f"{study.folder}: three trials failed, the last one: {error}") from error
             continue
         study.tell(trial, candidate, scored)
         log.info("trial %d: score %.2f", trial.number, scored.score)
@@ -254,14 +255,12 @@ class TrialFailed(RuntimeError):  # noqa: N818 - an outcome
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Hold a lock file, made if it is not there; waits for it. Raises StoreError where the file system knows none."""
+    """Hold a lock file, made if it is not there; waits for it. Raises UserError where the file system knows none."""
     with file.open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
-            raise StoreError(
-                f"{file}: cannot be locked ({error}); put the study where locks work, with out="
-            ) from error
+            raise UserError(f"{file}: cannot be locked ({error}); put the study where locks work, with out=") from error
         yield
 
 
@@ -284,7 +283,7 @@ def _check_identity(file: Path, identity: dict[str, Any], about: dict[str, Any])
     now = json.loads(json.dumps(identity, default=str))
     if not file.exists():
         if (file.parent / "journal.log").exists():
-            raise StoreError(f"{file.parent}: holds a journal but no study.json that says whose; give another out=")
+            raise UserError(f"{file.parent}: holds a journal but no study.json that says whose; give another out=")
         content = {"fingerprint": fingerprint(now), "identity": now, **about}
         write_whole(file, json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
         return
@@ -292,12 +291,10 @@ def _check_identity(file: Path, identity: dict[str, Any], about: dict[str, Any])
         before = json.loads(file.read_text(encoding="utf-8"))["identity"]
         differing = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StoreError(
-            f"{file}: cannot be read as a study's description ({type(error).__name__}: {error})"
-        ) from error
+        raise UserError(f"{file}: cannot be read as a study's description ({type(error).__name__}: {error})") from error
     if differing:
         changes = "; ".join(f"{key}: {_short(before.get(key))} there, {_short(now.get(key))} now" for key in differing)
-        raise StoreError(
+        raise UserError(
             f"{file.parent}: holds a study that differs ({changes}). Its trials do not mix with this one's: give "
             "another folder with out=FOLDER, or leave out= away to have one made"
         )

@@ -18,10 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from lazyllm.engine.devices import home_of
-
-
-class UnsupportedModelError(ValueError):
-    """The model does something that the loop over its layers would not reproduce."""
+from lazyllm.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Layout:
 def windows_of(config: Any) -> list[int | None]:
     """Per layer, how many tokens (positions, its own included) a token attends to; None where that is all before it.
 
-    Read from a transformers config; raises UnsupportedModelError where a layer is of another kind.
+    Read from a transformers config; raises UserError where a layer is of another kind.
     """
     layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
     kinds = (
@@ -60,7 +57,7 @@ def windows_of(config: Any) -> list[int | None]:
     )
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
-        raise UnsupportedModelError(
+        raise UserError(
             f"the {config.model_type} config has layers of type {', '.join(unknown)}; the loop over layers knows "
             "full_attention and sliding_attention: others mix tokens in a way that pruning would change"
         )
@@ -78,7 +75,7 @@ def find_layout(model: PreTrainedModel) -> Layout:
     """Run one token through the model's own code, its layers left out, behind more tokens than any window has.
 
     The model must have passed `lazyllm.engine.decoder.check_structure`. No weight matrix is multiplied with.
-    Raises UnsupportedModelError where that shows something that the loop over layers cannot reproduce.
+    Raises UserError where that shows something that the loop over layers cannot reproduce.
     """
     name = type(model).__name__
     windows = windows_of(model.config)
@@ -88,11 +85,11 @@ def find_layout(model: PreTrainedModel) -> Layout:
     except torch.OutOfMemoryError:  # of this moment, not of the model
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
-        raise UnsupportedModelError(f"{name} cannot be run without its layers: {error}") from error
+        raise UserError(f"{name} cannot be run without its layers: {error}") from error
     for layer, (mask, window) in enumerate(zip(trace.masks, windows, strict=True)):
         if mask is None or not _sees_the_last(mask, past, window):
             says = "all tokens" if window is None else f"{window} tokens"
-            raise UnsupportedModelError(
+            raise UserError(
                 f"layer {layer + 1} of {name} should let a token attend to the {says} up to itself, but the mask that "
                 "the model makes says otherwise; only causal attention and sliding windows are supported"
             )
@@ -150,13 +147,13 @@ def _trace(model: PreTrainedModel, past: int) -> _Trace:
             hook.remove()
 
     if [one["index"] for one in given] != list(range(len(inner.layers))):
-        raise UnsupportedModelError(f"{name} does not run each of its layers once, in their order")
+        raise UserError(f"{name} does not run each of its layers once, in their order")
     entered = given[0]["hidden_states"]
     if any(one["hidden_states"] is not entered for one in given) or out is not entered:
-        raise UnsupportedModelError(f"{name} changes the hidden states between its layers, which the loop would not")
+        raise UserError(f"{name} changes the hidden states between its layers, which the loop would not")
     others = {key for one in given for key, value in one.items() if torch.is_tensor(value)} - _GIVEN
     if others:
-        raise UnsupportedModelError(
+        raise UserError(
             f"{name} gives its layers {', '.join(sorted(others))} beside hidden states, masks and positions"
         )
     ropes: list[RopeCall] = []
@@ -164,7 +161,7 @@ def _trace(model: PreTrainedModel, past: int) -> _Trace:
     for one in given:
         call = next((call for call, output in made if output is one.get("position_embeddings")), None)
         if call is None or len(one["position_embeddings"]) != 2:
-            raise UnsupportedModelError(f"{name} gives its layers no cos and sin that a module of its own makes")
+            raise UserError(f"{name} gives its layers no cos and sin that a module of its own makes")
         if call not in ropes:
             ropes.append(call)
         rope_of.append(ropes.index(call))

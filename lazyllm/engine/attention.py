@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lazyllm.engine.architecture import UnsupportedModelError
 from lazyllm.engine.devices import home_of
+from lazyllm.errors import UserError
 
 
 class Probe:
@@ -126,7 +126,7 @@ _HARMLESS = frozenset(
 
 
 def _check_terms(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedModelError where attention has a term that neither Eq. 1 nor `attend_to_chosen` would see."""
+    """Raise UserError where attention has a term that neither Eq. 1 nor `attend_to_chosen` would see."""
     if kwargs.keys() <= _HARMLESS and getattr(module, "is_causal", True):
         return
     others = [name for name, value in kwargs.items() if name not in _HARMLESS and value is not None]
@@ -135,7 +135,7 @@ def _check_terms(module: nn.Module, kwargs: dict[str, Any]) -> None:
     else:
         others.append("is_causal=False")
     if others:
-        raise UnsupportedModelError(
+        raise UserError(
             f"{type(module).__name__} attends with {', '.join(others)} (sinks, a bias or the like), which the "
             "importance of Eq. 1 would not see"
         )

@@ -16,19 +16,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lazyllm.engine.architecture import (
-    Layout,
-    UnsupportedModelError,
-    find_layout,
-    hidden_before_layers,
-    logits_of_normed,
-    windows_of,
-)
+from lazyllm.engine.architecture import Layout, find_layout, hidden_before_layers, logits_of_normed, windows_of
 from lazyllm.engine.attention import Probe, installed_attention, part_mask
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.cpu_linear import products_of
 from lazyllm.engine.devices import device_of, devices_of, home_of, is_spread, moved
 from lazyllm.engine.flops import LayerShape
+from lazyllm.errors import UserError
 
 Rope = tuple[Tensor, ...]  # cos and sin, [1, m, d] each, for every kind of layer that has its own
 
@@ -185,7 +179,7 @@ class Decoder:
 def open_decoder(model: PreTrainedModel, layout: Layout | None = None) -> Iterator[Decoder]:
     """A `Decoder` over `model`; on exit the model is as it was.
 
-    layout: of this model, where it is known already. Raises UnsupportedModelError where the model is not one that the
+    layout: of this model, where it is known already. Raises UserError where the model is not one that the
     loop reproduces, as far as that shows without running its layers (`check_same_as_model` runs them).
     """
     if layout is None:
@@ -213,28 +207,28 @@ def _ropes_put_back(model: Any) -> Iterator[None]:
 
 
 def check_structure(model: PreTrainedModel) -> None:
-    """Refuse, by name of the cause, what can be seen without running the model. Raises UnsupportedModelError."""
+    """Refuse, by name of the cause, what can be seen without running the model. Raises UserError."""
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
-        raise UnsupportedModelError(f"{name} is what torch.compile made of a model: give the model itself")
+        raise UserError(f"{name} is what torch.compile made of a model: give the model itself")
     inner: Any = getattr(model, "model", None)
     missing = [part for part in ("embed_tokens", "layers", "norm") if not hasattr(inner, part)]
     if missing or not hasattr(model, "lm_head"):
-        raise UnsupportedModelError(
+        raise UserError(
             f"{name} is not built like a Llama (no {', '.join(missing) or 'lm_head'}); "
             "supported: decoders with embed_tokens, layers, norm and lm_head, see docs/architectures.md"
         )
     count, said = len(inner.layers), model.config.num_hidden_layers
     if count != said:
-        raise UnsupportedModelError(f"{name} has {count} modules in `layers`, but num_hidden_layers={said}")
+        raise UserError(f"{name} has {count} modules in `layers`, but num_hidden_layers={said}")
     windows_of(model.config)
     for layer in inner.layers:
         accepted = inspect.signature(layer.forward).parameters
         for keyword in ("position_embeddings", "past_key_values", "attention_mask"):
             if keyword not in accepted:  # else **kwargs would swallow it without a word
-                raise UnsupportedModelError(f"the layers of {name} take no `{keyword}`, unlike those of transformers 5")
+                raise UserError(f"the layers of {name} take no `{keyword}`, unlike those of transformers 5")
     if model.training:
-        raise UnsupportedModelError(f"{name} is in training mode (dropout): call model.eval() first")
+        raise UserError(f"{name} is in training mode (dropout): call model.eval() first")
 
 
 def sliding_window(config: Any) -> int | None:
@@ -267,7 +261,7 @@ def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
 
     Most of the tokens are run as a prompt, the others as decoding steps: a layer that keeps anything but K and V, or
     mixes tokens outside attention, cannot give the same then. A window of up to `CHECKED_WINDOW` tokens is exceeded.
-    Raises UnsupportedModelError where they differ, or where a layer does not attend as transformers' layers do. Rounded
+    Raises UserError where they differ, or where a layer does not attend as transformers' layers do. Rounded
     weights need no other tolerance: both ways run the same weights on the same rows, and differ by the order of
     attention's sums only. Raises FloatingPointError where the model's own logits are not finite.
     """
@@ -282,14 +276,14 @@ def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
         except torch.OutOfMemoryError:  # of this moment, not of the model
             raise
         except (RuntimeError, TypeError, AttributeError, KeyError) as error:
-            raise UnsupportedModelError(f"the layers of {name} cannot be run one by one: {error}") from error
+            raise UserError(f"the layers of {name} cannot be run one by one: {error}") from error
     expected = model(token_ids[None], logits_to_keep=1 + CHECKED_STEPS, use_cache=False).logits[0].to(found.device)
     if not expected.isfinite().all():
         raise FloatingPointError(f"{name}: the model's own logits are not finite (NaN or infinite)")
     worst = (found - expected).abs().max().item()
     share = 1e-2 if torch.finfo(model.dtype).eps < 1e-3 else 5e-2
     if not worst <= share * expected.abs().max().item():
-        raise UnsupportedModelError(
+        raise UserError(
             f"{name}: running its layers one by one gives other logits than the model does (they differ by up to "
             f"{worst:.3g}), so it does something between or around its layers, or mixes tokens outside attention, "
             "which the loop would leave out; this architecture is not supported"
@@ -302,7 +296,7 @@ _SAME_AS_MODEL: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def check_once(model: PreTrainedModel) -> None:
-    """`check_same_as_model`, unless this model has passed it. Raises UnsupportedModelError."""
+    """`check_same_as_model`, unless this model has passed it. Raises UserError."""
     if model not in _SAME_AS_MODEL:
         check_structure(model)
         check_same_as_model(model)

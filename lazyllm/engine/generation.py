@@ -77,7 +77,7 @@ def generate(
     min_new_tokens: until so many tokens are there, end tokens are not chosen (as `min_length` in transformers).
 
     Only the last position's logits are ever computed. The clock reads after the device has finished.
-    Raises ValueError for bad arguments, UnsupportedModelError for a model that the loop over layers would get wrong,
+    Raises ValueError for bad arguments, UserError for a model that the loop over layers would get wrong,
     FloatingPointError where the logits are not finite.
     """
     prompt = as_prompt(model, input_ids)
@@ -103,7 +103,7 @@ def continue_prompt(
         the device is the only one that a token costs beside the method's own.
     put: gets each token when the clock has been read, so its time counts with the next step's, if there is one.
 
-    Raises UnsupportedModelError, and what the method or `choose` raise.
+    Raises UserError, and what the method or `choose` raise.
     """
     check_once(model)
     method.prepare(model)

@@ -152,7 +152,7 @@ def summary(generation: Generation) -> str:
 def method_of(schedule: str, name: str | None, num_layers: int) -> Method:
     """LazyLLM with what `--schedule` names, or what `--method` names, which may be an installed package's.
 
-    Raises ValueError or TypeError for what is no schedule of such a model, MethodError for what is no method.
+    Raises ValueError or TypeError for what is no schedule of such a model, UserError for what is no method.
     """
     if name is not None:
         name, _, settings = name.partition(" ")

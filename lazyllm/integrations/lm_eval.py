@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lazyllm.errors import UserError
+
 try:
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
@@ -31,20 +33,12 @@ except ImportError as error:
         f"lm-evaluation-harness is not here, or not whole ({error}): pip install 'lazyllm-bench[lm-eval]'"
     ) from error
 
-from lazyllm.engine.decoder import Decoder, UnsupportedModelError, open_decoder
+from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.prompt import Prompt
 from lazyllm.integrations.transformers_generate import generate_with
-from lazyllm.methods import MethodError, code_of, make
+from lazyllm.methods import code_of, make
 from lazyllm.methods.schedule import Schedule
-from lazyllm.models.load import (
-    DTYPES,
-    ModelError,
-    as_device,
-    load_config,
-    load_tokenizer_of,
-    load_weights,
-)
-from lazyllm.models.tokenizers import TokenizerError
+from lazyllm.models.load import DTYPES, as_device, load_config, load_tokenizer_of, load_weights
 
 _HFLM: Any = huggingface.HFLM  # its decorator hides its type
 _Request = tuple[Any, list[int], list[int]]  # what the cache knows it by, context, continuation
@@ -65,7 +59,7 @@ class PrunedLM(_HFLM):
         nothing to prune, so methods that prune prompt tokens only give the baseline's perplexity, one token at a time.
     generate_until: as in lm-eval's `hf`, sampled where the task says so; beams are refused (`lazyllm.generate_with`).
 
-    Raises MethodError, ModelError, TokenizerError or UnsupportedModelError before the weights load, wherever that can
+    Raises UserError before the weights load, wherever that can
     be known.
     """
 
@@ -95,7 +89,7 @@ class PrunedLM(_HFLM):
             self.method.check(config)
             self.method.check_prompt(_prompt_of([0]))
         except (TypeError, ValueError) as error:
-            raise MethodError(f"method {method!r}: {error}") from error
+            raise UserError(f"method {method!r}: {error}") from error
         self.method_code = code_of(method)
         self._given_revision = revision
         self._attn_implementation = attn_implementation
@@ -220,7 +214,7 @@ def _as_settings(given: dict[str, Any], num_layers: int) -> dict[str, Any]:
         if isinstance(schedule, dict):
             return given | {"schedule": dict(Schedule.parse(schedule, num_layers).keep)}
     except (TypeError, ValueError) as error:
-        raise MethodError(f"schedule={schedule}: {error}; give LAYER:RATIO+LAYER:RATIO, e.g. 2:0.7+5:0.7") from error
+        raise UserError(f"schedule={schedule}: {error}; give LAYER:RATIO+LAYER:RATIO, e.g. 2:0.7+5:0.7") from error
     return given
 
 
@@ -237,7 +231,7 @@ def _dtype_of(config: Any) -> str:
 def main() -> None:
     try:
         cli_evaluate()
-    except (MethodError, ModelError, TokenizerError, UnsupportedModelError) as error:
+    except UserError as error:
         sys.exit(f"error: {error}")
 
 

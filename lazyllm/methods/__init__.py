@@ -11,10 +11,10 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from lazyllm.engine.method import Method
+from lazyllm.errors import UserError
 from lazyllm.methods import plugins
 from lazyllm.methods.baseline import Baseline
 from lazyllm.methods.lazy import Lazy
-from lazyllm.methods.plugins import MethodError
 from lazyllm.methods.prompt_compression.compression import PromptCompression
 from lazyllm.methods.random_drop import RandomDrop
 from lazyllm.methods.static_pruning import StaticPruning
@@ -36,18 +36,18 @@ def known() -> list[str]:
 def by_name(name: str) -> type[Method]:
     """The method's class, of lazyllm or of an installed package.
 
-    Raises MethodError: no such method (the message lists those there are), two of that name, or a broken package.
+    Raises UserError: no such method (the message lists those there are), two of that name, or a broken package.
     """
     plugin = plugins.only(name, plugins.installed().get(name, ()), METHODS)
     if plugin is not None:
         return plugin.load()
     if name not in METHODS:
-        raise MethodError(f"unknown method {name!r}; known are {', '.join(known())}")
+        raise UserError(f"unknown method {name!r}; known are {', '.join(known())}")
     return METHODS[name]
 
 
 def code_of(name: str) -> str | None:
-    """What the code of an installed package's method is told apart by; None for lazyllm's own. Raises MethodError."""
+    """What the code of an installed package's method is told apart by; None for lazyllm's own. Raises UserError."""
     plugin = plugins.only(name, plugins.installed().get(name, ()), METHODS)
     return None if plugin is None else plugin.code()
 
@@ -64,20 +64,20 @@ def settings_of(kind: type[Method]) -> dict[str, Any]:
 def make(name: str, settings: Mapping[str, Any] | None = None) -> Method:
     """A method from its name and hyperparameters: `make("lazy", {"schedule": {9: 0.7}})`.
 
-    Raises MethodError, as `by_name` does, and for a setting that is unknown, missing or refused by the method.
+    Raises UserError, as `by_name` does, and for a setting that is unknown, missing or refused by the method.
     """
     settings, kind = dict(settings or {}), by_name(name)
     has = settings_of(kind)
     unknown = [key for key in settings if key not in has]
     if unknown:
-        raise MethodError(f"method {name!r} has no setting {unknown[0]!r}; it has {', '.join(has) or 'none at all'}")
+        raise UserError(f"method {name!r} has no setting {unknown[0]!r}; it has {', '.join(has) or 'none at all'}")
     missing = [key for key, default in has.items() if default is MISSING and key not in settings]
     if missing:
-        raise MethodError(f"method {name!r} needs {missing[0]}=...; its settings are {', '.join(has)}")
+        raise UserError(f"method {name!r} needs {missing[0]}=...; its settings are {', '.join(has)}")
     try:
         return kind(**settings)
     except (TypeError, ValueError) as error:
-        raise MethodError(f"method {name!r}: {error}") from error
+        raise UserError(f"method {name!r}: {error}") from error
 
 
 __all__ = [
@@ -85,10 +85,10 @@ __all__ = [
     "Baseline",
     "Lazy",
     "Method",
-    "MethodError",
     "PromptCompression",
     "RandomDrop",
     "StaticPruning",
+    "UserError",
     "by_name",
     "code_of",
     "known",

@@ -19,12 +19,9 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from lazyllm.engine.method import Method
+from lazyllm.errors import UserError
 
 GROUP = "lazyllm.methods"
-
-
-class MethodError(ValueError):
-    """A method that is unknown or cannot be used, or a setting that it does not take; the message says what it has."""
 
 
 @dataclass(frozen=True)
@@ -40,21 +37,21 @@ class Plugin:
     target: str
 
     def load(self) -> type[Method]:
-        """The method's class. Raises MethodError where the package is broken, or what it names is no method."""
+        """The method's class. Raises UserError where the package is broken, or what it names is no method."""
         where = f"method {self.name!r} of the package {self.package} {self.version} ({self.target})"
         try:
             kind = EntryPoint(self.name, self.target, GROUP).load()
         except Exception as error:  # whatever another package does when it is imported
-            raise MethodError(f"{where} could not be loaded: {type(error).__name__}: {error}") from error
+            raise UserError(f"{where} could not be loaded: {type(error).__name__}: {error}") from error
         if not (isinstance(kind, type) and issubclass(kind, Method) and is_dataclass(kind)):
-            raise MethodError(f"{where} is no method: expected a dataclass derived from lazyllm.methods.Method")
+            raise UserError(f"{where} is no method: expected a dataclass derived from lazyllm.methods.Method")
         return kind
 
     def code(self) -> str:
         """What tells two versions of the method's code apart: package, version, and SHA-256 of the sources, shortened.
 
         The sources are all of the package that the class is in: a method may use what lies beside it.
-        Raises MethodError as `load` does.
+        Raises UserError as `load` does.
         """
         digest = hashlib.sha256()
         for name, content in _sources(self.load().__module__):
@@ -74,15 +71,15 @@ def installed() -> dict[str, tuple[Plugin, ...]]:
 
 
 def only(name: str, plugins: tuple[Plugin, ...], built_in: Iterable[str]) -> Plugin | None:
-    """The one among the plugins of that name; None where there is none. Raises MethodError where a name is taken."""
+    """The one among the plugins of that name; None where there is none. Raises UserError where a name is taken."""
     packages = " and ".join(sorted({one.package for one in plugins}))
     if plugins and name in built_in:
-        raise MethodError(
+        raise UserError(
             f"method {name!r} is lazyllm's own, and the package {packages} adds one of the same name: "
             "give that one another name in its entry points, or uninstall the package"
         )
     if len(plugins) > 1:
-        raise MethodError(f"method {name!r} is added more than once, by {packages}: uninstall one of them")
+        raise UserError(f"method {name!r} is added more than once, by {packages}: uninstall one of them")
     return plugins[0] if plugins else None
 
 

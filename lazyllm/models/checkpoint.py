@@ -7,18 +7,15 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from lazyllm.models.hub import HubError, hub_file
+from lazyllm.errors import UserError
+from lazyllm.models.hub import hub_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
-class ModelError(RuntimeError):
-    """A model that cannot be loaded; the message says which, why, and what to do instead."""
-
-
 def check_files(source: str, explicit: str | None = None) -> None:
-    """Refuse a folder whose weights are pickled, absent, cut short or outside it. Raises ModelError.
+    """Refuse a folder whose weights are pickled, absent, cut short or outside it. Raises UserError.
 
     explicit: the file that the checkpoint's config names as its weights (`transformers_weights`), None for the usual.
 
@@ -26,13 +23,13 @@ def check_files(source: str, explicit: str | None = None) -> None:
     """
     folder = Path(source)
     if (folder / "adapter_config.json").is_file():
-        raise ModelError(
+        raise UserError(
             f"{source} is an adapter: merge it into its model (peft's merge_and_unload), and give the result's folder"
         )
     name = explicit or next((one for one in (WEIGHTS, INDEX) if (folder / one).is_file()), None)
     if name is None:
         pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
-        raise ModelError(
+        raise UserError(
             _pickled(source, pickles) if pickles else f"{source} holds no weights: no {WEIGHTS}, no {INDEX}"
         )
     for shard in _shards(folder, name) if name.endswith(".index.json") else [name]:
@@ -42,18 +39,18 @@ def check_files(source: str, explicit: str | None = None) -> None:
 def check_hub_files(source: str, revision: str | None = None) -> None:
     """Refuse a hub repository without safetensors, whose pickles transformers would have the hub convert for it.
 
-    Raises ModelError.
+    Raises UserError.
     """
     unknown = None
     for name in (WEIGHTS, INDEX):
         try:
             if hub_file(source, name, revision) is not None:
                 return
-        except HubError as error:
+        except UserError as error:
             unknown = error
     if unknown is not None:  # not known to be absent
-        raise ModelError(str(unknown)) from unknown
-    raise ModelError(_pickled(source, []))
+        raise UserError(str(unknown)) from unknown
+    raise UserError(_pickled(source, []))
 
 
 def _shards(folder: Path, index: str) -> list[str]:
@@ -63,24 +60,24 @@ def _shards(folder: Path, index: str) -> list[str]:
             raise ValueError("weight_map does not map names to files")
         return sorted(set(named))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{folder / index} could not be used ({type(error).__name__}: {error})") from error
+        raise UserError(f"{folder / index} could not be used ({type(error).__name__}: {error})") from error
 
 
 def _check_shard(folder: Path, name: str) -> None:
     if not name.endswith(".safetensors"):
-        raise ModelError(_pickled(str(folder), [name]))
+        raise UserError(_pickled(str(folder), [name]))
     if Path(name).name != name:
-        raise ModelError(
+        raise UserError(
             f"{folder}: its weights are to be read from {name!r}, which is not a file of the folder: refused"
         )
     file = folder / name
     if not file.is_file():
-        raise ModelError(f"{file} is missing: the checkpoint is not complete; download or copy it again")
+        raise UserError(f"{file} is missing: the checkpoint is not complete; download or copy it again")
     try:
         with safe_open(file, framework="pt"):
             pass  # the header, and that the file is as long as it says
     except (SafetensorError, OSError) as error:
-        raise ModelError(
+        raise UserError(
             f"{file} is damaged or cut short ({error}): download or copy it again, and compare its size"
         ) from error
 

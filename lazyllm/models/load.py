@@ -21,10 +21,11 @@ from transformers import (
 )
 
 from lazyllm.engine.decoder import check_same_as_model, check_structure
-from lazyllm.models.checkpoint import ModelError, check_files, check_hub_files
-from lazyllm.models.hub import HubError, hub_file
+from lazyllm.errors import UserError
+from lazyllm.models.checkpoint import check_files, check_hub_files
+from lazyllm.models.hub import hub_file
 from lazyllm.models.quantisation import check_quantise, check_quantised, quantisation_config, quantised_by, require
-from lazyllm.models.tokenizers import TokenizerError, load_tokenizer
+from lazyllm.models.tokenizers import load_tokenizer
 
 LoadFormat = Literal["auto", "dummy"]
 DTYPES = {
@@ -94,7 +95,7 @@ def load_model(
         {module: accelerator's number, "cpu" or "disk"} says it for each. Needs accelerate, and `device="auto"`.
 
     With "dummy", the tokenizer is None unless `tokenizer` names one or the model is a folder.
-    Raises ModelError or TokenizerError with one clear message; UnsupportedModelError for other architectures.
+    Raises UserError with one clear message; UserError for other architectures.
     """
     model = load_weights(
         name,
@@ -113,7 +114,7 @@ def load_model(
 def load_tokenizer_of(
     name: str, load_format: LoadFormat = "auto", *, revision: str | None = None, tokenizer: str | None = None
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that `load_model` gives, without the model. Raises TokenizerError."""
+    """The tokenizer that `load_model` gives, without the model. Raises UserError."""
     if tokenizer is not None:
         return load_tokenizer(tokenizer)
     source = source_of(name)
@@ -165,7 +166,7 @@ def load_weights(
     try:
         check_same_as_model(model)
     except FloatingPointError as error:
-        raise ModelError(f"{name}: {error} in {dtype}; are its weights whole? Another dtype may hold them") from error
+        raise UserError(f"{name}: {error} in {dtype}; are its weights whole? Another dtype may hold them") from error
     return model
 
 
@@ -185,11 +186,11 @@ def check_loading(
     config = load_config(name, load_format, revision)
     if load_format == "dummy":
         if quantised_by(config) is not None:
-            raise ModelError(f"{name} is quantised ({quantised_by(config)}), which random weights would not be")
+            raise UserError(f"{name} is quantised ({quantised_by(config)}), which random weights would not be")
         return config
     source = source_of(name)
     if quantise is not None and quantised_by(config) is not None:
-        raise ModelError(f"{source} is quantised already ({quantised_by(config)}): leave out quantise={quantise}")
+        raise UserError(f"{source} is quantised already ({quantised_by(config)}): leave out quantise={quantise}")
     check_quantised(source, config, device_map)
     if Path(source).is_dir():
         check_files(source, getattr(config, "transformers_weights", None))
@@ -204,21 +205,21 @@ def check_settings(
     quantise: str | None,
     device_map: DeviceMap | None,
 ) -> None:
-    """Refuse settings of `load_model` that are none, contradict each other or cannot be had here. Raises ModelError."""
+    """Refuse settings of `load_model` that are none, contradict each other or cannot be had here. Raises UserError."""
     if load_format not in ("auto", "dummy"):
-        raise ModelError(f"unknown load_format {load_format!r}: give 'auto' or 'dummy'")
+        raise UserError(f"unknown load_format {load_format!r}: give 'auto' or 'dummy'")
     torch_dtype, torch_device = as_dtype(dtype), as_device(device)
     if attn_implementation not in ATTENTION:
-        raise ModelError(f"unknown attn_implementation {attn_implementation!r}: give one of {', '.join(ATTENTION)}")
+        raise UserError(f"unknown attn_implementation {attn_implementation!r}: give one of {', '.join(ATTENTION)}")
     if load_format == "dummy" and (quantise is not None or device_map is not None):
-        raise ModelError(
+        raise UserError(
             "load_format=dummy makes random weights in one dtype, on one device: quantise and device_map are for "
             "checkpoints; leave them out"
         )
     if device_map is not None:
         require("accelerate", "device_map")
         if device != "auto":
-            raise ModelError(
+            raise UserError(
                 f"device_map says where every layer goes, so device={device} has nothing to say: leave it out"
             )
         devices_in_use(device, device_map)
@@ -227,7 +228,7 @@ def check_settings(
 
 
 def devices_in_use(device: str, device_map: DeviceMap | None = None) -> tuple[torch.device, ...]:
-    """The devices that a model of these settings may compute on, known before it loads. Raises ModelError.
+    """The devices that a model of these settings may compute on, known before it loads. Raises UserError.
 
     With `device_map="auto"`: all accelerators of this process, or the CPU where there is none.
     """
@@ -240,10 +241,10 @@ def devices_in_use(device: str, device_map: DeviceMap | None = None) -> tuple[to
     ]
     if isinstance(device_map, str):
         if device_map != "auto":
-            raise ModelError(f"unknown device_map {device_map!r}: give 'auto', or a mapping from modules to devices")
+            raise UserError(f"unknown device_map {device_map!r}: give 'auto', or a mapping from modules to devices")
         return tuple(accelerators) or (first,)
     if not device_map:
-        raise ModelError("device_map is empty: give 'auto', or a mapping from modules to devices")
+        raise UserError("device_map is empty: give 'auto', or a mapping from modules to devices")
     named = dict.fromkeys(one for one in device_map.values() if one not in ("cpu", "disk"))
     # what is held on the host or on disk is computed on the first accelerator that the map names, or on the CPU
     return tuple(_numbered(one, accelerators) for one in named) or (torch.device("cpu"),)
@@ -252,7 +253,7 @@ def devices_in_use(device: str, device_map: DeviceMap | None = None) -> tuple[to
 def _numbered(one: int | str, accelerators: list[torch.device]) -> torch.device:
     found = [device for device in accelerators if str(one) in (str(device.index), str(device))]
     if not found:
-        raise ModelError(
+        raise UserError(
             f"device_map names {one!r}, but torch sees {', '.join(map(str, accelerators)) or 'no accelerator'}: "
             "give an accelerator's number, 'cpu' or 'disk'"
         )
@@ -260,7 +261,7 @@ def _numbered(one: int | str, accelerators: list[torch.device]) -> torch.device:
 
 
 def load_config(name: str, load_format: LoadFormat = "auto", revision: str | None = None) -> PreTrainedConfig:
-    """The model's config, read without its weights: enough to check schedules and shapes. Raises ModelError."""
+    """The model's config, read without its weights: enough to check schedules and shapes. Raises UserError."""
     preset = PRESETS.get(name)
     if load_format == "dummy" and preset is not None and preset.architecture is not None:
         return LlamaConfig(**preset.architecture)
@@ -268,20 +269,20 @@ def load_config(name: str, load_format: LoadFormat = "auto", revision: str | Non
     if not Path(source).is_dir():
         try:
             found = hub_file(source, "config.json", revision)
-        except HubError as error:
-            raise ModelError(f"{error}. {_instead(name)}") from error
+        except UserError as error:
+            raise UserError(f"{error}. {_instead(name)}") from error
         if found is None:
-            raise ModelError(f"{source}: the repository has no config.json: not a transformers model")
+            raise UserError(f"{source}: the repository has no config.json: not a transformers model")
     try:
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{source}: its config.json could not be used ({error})") from error
+        raise UserError(f"{source}: its config.json could not be used ({error})") from error
 
 
 def load_end_ids(name: str, load_format: LoadFormat = "auto", revision: str | None = None) -> tuple[int, ...]:
     """The tokens that end an answer, as `model.generate` knows them: the generation config's, else the config's.
 
-    Raises ModelError.
+    Raises UserError.
     """
     config = load_config(name, load_format, revision)
     own: Any = getattr(config, "eos_token_id", None)
@@ -293,36 +294,36 @@ def load_end_ids(name: str, load_format: LoadFormat = "auto", revision: str | No
             file = folder / name_of_file if folder.is_dir() else hub_file(source, name_of_file, revision)
             if file is not None and file.is_file():
                 own = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id", own)
-        except (HubError, ValueError) as error:
-            raise ModelError(f"{source}: its generation_config.json could not be used ({error})") from error
+        except ValueError as error:
+            raise UserError(f"{source}: its generation_config.json could not be used ({error})") from error
     if own is None:
         return ()
     return (own,) if isinstance(own, int) else tuple(own)
 
 
 def source_of(name: str) -> str:
-    """The folder or hub id that a model's name stands for. Raises ModelError where it can be neither."""
+    """The folder or hub id that a model's name stands for. Raises UserError where it can be neither."""
     if name in PRESETS:
         return PRESETS[name].source
     path = Path(name).expanduser()
     if path.is_dir():
         return str(path)
     if "/" not in name or name.startswith((".", "/", "~")) or len(path.parts) > 2:
-        raise ModelError(
+        raise UserError(
             f"{name!r} is no model: no such folder, no hub id (owner/name), none of the presets {', '.join(PRESETS)}"
         )
     return name
 
 
 def as_dtype(name: str) -> torch.dtype:
-    """The torch dtype of that name. Raises ModelError."""
+    """The torch dtype of that name. Raises UserError."""
     if name not in DTYPES:
-        raise ModelError(f"unknown dtype {name!r}: give one of {', '.join(DTYPES)}")
+        raise UserError(f"unknown dtype {name!r}: give one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def as_device(name: str) -> torch.device:
-    """The torch device of that name; "auto" is the accelerator, if there is one. Raises ModelError if absent."""
+    """The torch device of that name; "auto" is the accelerator, if there is one. Raises UserError if absent."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "auto":
         # Apple's mps is not tried here, and known for silent errors in attention over views: it has to be asked for
@@ -330,9 +331,9 @@ def as_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ModelError(f"unknown device {name!r}: give 'auto', 'cpu' or 'cuda'") from error
+        raise UserError(f"unknown device {name!r}: give 'auto', 'cpu' or 'cuda'") from error
     if device.type != "cpu" and (accelerator is None or accelerator.type != device.type):
-        raise ModelError(f"device {name!r} was asked for, but torch {torch.__version__} sees none: give device=cpu")
+        raise UserError(f"device {name!r} was asked for, but torch {torch.__version__} sees none: give device=cpu")
     return device
 
 
@@ -350,7 +351,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _checkpoint(source: str, revision: str | None, how: Mapping[str, Any]) -> PreTrainedModel:
-    """The checkpoint's model, loaded as `how` says, every one of its weights from the checkpoint. Raises ModelError."""
+    """The checkpoint's model, loaded as `how` says, every one of its weights from the checkpoint. Raises UserError."""
     if not Path(source).is_dir():
         check_hub_files(source, revision)
     try:
@@ -360,13 +361,13 @@ def _checkpoint(source: str, revision: str | None, how: Mapping[str, Any]) -> Pr
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, ImportError, RuntimeError, AssertionError, SafetensorError) as error:
-        raise ModelError(
+        raise UserError(
             f"{source} could not be loaded: {error}\nOnly safetensors are read (pickles can run code); no remote code."
         ) from error
     model, found = loaded
     if found["missing_keys"]:  # transformers gives these random values, and a warning
         missing = sorted(found["missing_keys"])
-        raise ModelError(
+        raise UserError(
             f"{source} lacks {len(missing)} of the model's weights, the first: {missing[0]}. The checkpoint is not "
             "complete, or another architecture's"
         )
@@ -383,7 +384,7 @@ def random_weights(
         try:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
         except (ValueError, ImportError) as error:
-            raise ModelError(f"a {config.model_type} model with random weights could not be built: {error}") from error
+            raise UserError(f"a {config.model_type} model with random weights could not be built: {error}") from error
 
 
 def _instead(name: str) -> str:
@@ -397,9 +398,8 @@ __all__ = [
     "DTYPES",
     "PRESETS",
     "DeviceMap",
-    "ModelError",
     "Preset",
-    "TokenizerError",
+    "UserError",
     "as_device",
     "as_dtype",
     "check_loading",

@@ -14,7 +14,7 @@ import transformers
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.import_utils import is_accelerate_available, is_bitsandbytes_available, is_torchao_available
 
-from lazyllm.models.checkpoint import ModelError
+from lazyllm.errors import UserError
 
 # Name -> the package that does it
 QUANTISATIONS = {"int8": "torchao", "int4": "torchao", "bnb_int8": "bitsandbytes", "bnb_nf4": "bitsandbytes"}
@@ -28,15 +28,15 @@ _INSTALL = {
 
 
 def check_quantise(quantise: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse, before anything loads, a name that is none, or what cannot be done here. Raises ModelError."""
+    """Refuse, before anything loads, a name that is none, or what cannot be done here. Raises UserError."""
     if quantise not in QUANTISATIONS:
-        raise ModelError(f"unknown quantise {quantise!r}: give one of {', '.join(QUANTISATIONS)}, or null for none")
+        raise UserError(f"unknown quantise {quantise!r}: give one of {', '.join(QUANTISATIONS)}, or null for none")
     require(QUANTISATIONS[quantise], f"quantise={quantise}")
     require("accelerate", f"quantise={quantise}")
     if dtype == torch.float64:
-        raise ModelError(f"quantise={quantise} with dtype=float64: exact arithmetic on rounded weights is of no use")
+        raise UserError(f"quantise={quantise} with dtype=float64: exact arithmetic on rounded weights is of no use")
     if quantise == "int4" and (device.type != "cuda" or dtype != torch.bfloat16):
-        raise ModelError(
+        raise UserError(
             f"quantise=int4 is there in bfloat16 on CUDA only (torchao has kernels for no other), got "
             f"{str(dtype).removeprefix('torch.')} on {device.type}: give quantise=int8 or bnb_nf4"
         )
@@ -78,7 +78,7 @@ def quantised_by(config: Any) -> str | None:
 
 
 def check_quantised(source: str, config: Any, device_map: Any) -> None:
-    """Refuse a quantised checkpoint that cannot be read here, before it is. Raises ModelError.
+    """Refuse a quantised checkpoint that cannot be read here, before it is. Raises UserError.
 
     transformers would take an unknown kind for no quantisation at all.
     """
@@ -89,27 +89,27 @@ def check_quantised(source: str, config: Any, device_map: Any) -> None:
     require("accelerate", f"{source}, which is quantised ({kind}),")
     try:
         if not AutoHfQuantizer.supports_quant_method(own):
-            raise ModelError(
+            raise UserError(
                 f"{source} is quantised by {kind!r}, which transformers {transformers.__version__} cannot read"
             )
         AutoHfQuantizer.from_config(own, pre_quantized=True).validate_environment(
             device_map=device_map, weights_only=True
         )
     except (ImportError, ValueError, RuntimeError, TypeError, AssertionError) as error:
-        if isinstance(error, ModelError):
+        if isinstance(error, UserError):
             raise
-        raise ModelError(f"{source} is quantised ({kind}) and cannot be read here: {error}") from error
+        raise UserError(f"{source} is quantised ({kind}) and cannot be read here: {error}") from error
 
 
 def require(package: str, what_for: str) -> None:
-    """Raises ModelError where the package is absent, or older than this transformers can use."""
+    """Raises UserError where the package is absent, or older than this transformers can use."""
     is_there = {
         "accelerate": is_accelerate_available,
         "torchao": is_torchao_available,
         "bitsandbytes": is_bitsandbytes_available,
     }[package]
     if not is_there():
-        raise ModelError(
+        raise UserError(
             f"{what_for} needs the package {package}, which is not installed, or too old for transformers "
             f"{transformers.__version__}: {_INSTALL[package]}"
         )

@@ -13,7 +13,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lazyllm.models.hub import HubError, hub_file, is_offline, is_reachable
+from lazyllm.errors import UserError
+from lazyllm.models.hub import hub_file, is_offline, is_reachable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,10 +33,6 @@ _INSTEAD = (
 )
 
 
-class TokenizerError(RuntimeError):
-    """A tokenizer that cannot be loaded; the message says which, why, and what to give instead."""
-
-
 def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Loads a tokenizer from a folder, a sentencepiece file or the hub. No remote code is ever run.
 
@@ -43,7 +40,7 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTraine
         itself; or a hub id whose repository holds one of the two. Where both are there, `tokenizer.json` is used.
         Where neither is, a `tokenizer_config.json` that names XGen 7B's tokenizer is enough.
     revision: branch, tag or commit of a hub id.
-    Raises TokenizerError: none of the files is there, one is damaged or of another kind, or the hub does not give it.
+    Raises UserError: none of the files is there, one is damaged or of another kind, or the hub does not give it.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -55,9 +52,9 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTraine
             return sentencepiece_tokenizer(path / "tokenizer.model")
         if (path / _CONFIG).is_file() and (tokenizer := _xgen_or_none(path / _CONFIG)) is not None:
             return tokenizer
-        raise TokenizerError(f"{path}: the folder holds neither tokenizer.json nor tokenizer.model")
+        raise UserError(f"{path}: the folder holds neither tokenizer.json nor tokenizer.model")
     if len(path.parts) > 2 or str(source).startswith((".", "/", "~")):
-        raise TokenizerError(f"{source}: no such file or folder, and not a hub id (owner/name) either")
+        raise UserError(f"{source}: no such file or folder, and not a hub id (owner/name) either")
     return _from_hub(str(source), revision)
 
 
@@ -65,7 +62,7 @@ def sentencepiece_tokenizer(model_file: Path) -> PreTrainedTokenizerBase:
     """A tokenizer made from a sentencepiece BPE model of Llama's kind, with that library's token ids.
 
     Settings of a `tokenizer_config.json` beside it are used; without one, BOS is added and EOS is not, as for Llama 2.
-    Raises TokenizerError: not a sentencepiece model, or one of another kind than Llama's (BPE, bytes for unknown
+    Raises UserError: not a sentencepiece model, or one of another kind than Llama's (BPE, bytes for unknown
     characters, no normalisation but the space put in front).
     """
     from tokenizers import normalizers
@@ -112,7 +109,7 @@ def _from_tokenizer_json(source: str, revision: str | None, local_only: bool) ->
             source, revision=revision, trust_remote_code=False, local_files_only=local_only
         )
     except (OSError, ValueError) as error:
-        raise TokenizerError(f"{source}: its tokenizer.json could not be loaded ({error}). {_INSTEAD}") from error
+        raise UserError(f"{source}: its tokenizer.json could not be loaded ({error}). {_INSTEAD}") from error
 
 
 def _from_hub(hub_id: str, revision: str | None) -> PreTrainedTokenizerBase:
@@ -125,13 +122,13 @@ def _from_hub(hub_id: str, revision: str | None) -> PreTrainedTokenizerBase:
             return _from_tokenizer_json(hub_id, revision, local_only)
         model_file = hub_file(hub_id, "tokenizer.model", revision)
         config_file = hub_file(hub_id, _CONFIG, revision)
-    except HubError as error:
-        raise TokenizerError(f"{error}. {_INSTEAD}") from error
+    except UserError as error:
+        raise UserError(f"{error}. {_INSTEAD}") from error
     if model_file is not None:
         return sentencepiece_tokenizer(model_file)
     if config_file is not None and (tokenizer := _xgen_or_none(config_file)) is not None:
         return tokenizer
-    raise TokenizerError(
+    raise UserError(
         f"{hub_id}: its repository holds neither tokenizer.json nor tokenizer.model, and a tokenizer that exists only "
         f"as the repository's own code is not run. {_INSTEAD}"
     )
@@ -154,7 +151,7 @@ def _sentencepiece_proto(model_file: Path) -> Any:
     try:
         proto.ParseFromString(model_file.read_bytes())
     except DecodeError as error:
-        raise TokenizerError(f"{model_file}: not a sentencepiece model; give a folder with tokenizer.json") from error
+        raise UserError(f"{model_file}: not a sentencepiece model; give a folder with tokenizer.json") from error
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
     llama_like = (
         len(proto.pieces) > 0
@@ -168,7 +165,7 @@ def _sentencepiece_proto(model_file: Path) -> Any:
         and not any(piece.type == type(piece).USER_DEFINED for piece in proto.pieces)
     )
     if not llama_like:
-        raise TokenizerError(
+        raise UserError(
             f"{model_file}: a sentencepiece model of another kind than Llama's (BPE with byte fallback and no "
             "normalisation); give a folder with tokenizer.json"
         )

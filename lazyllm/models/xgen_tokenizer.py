@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lazyllm.models.hub import HubError, hub_file
-from lazyllm.models.tokenizers import TokenizerError
+from lazyllm.errors import UserError
+from lazyllm.models.hub import hub_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -55,7 +55,7 @@ _INSTEAD = (
 
 
 def is_xgen(config_file: Path) -> bool:
-    """Whether a `tokenizer_config.json` names XGen 7B's tokenizer. Raises TokenizerError: the file is damaged."""
+    """Whether a `tokenizer_config.json` names XGen 7B's tokenizer. Raises UserError: the file is damaged."""
     config = _read(config_file)
     by_code = (config.get("auto_map") or {}).get("AutoTokenizer") or []  # the repository's module and class; or several
     names = [config.get("tokenizer_class"), *([by_code] if isinstance(by_code, str) else by_code)]
@@ -66,28 +66,28 @@ def load_xgen_tokenizer(config_file: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of an XGen 7B checkpoint: GPT-2's merges from the checkpoint's folder, else from the hub, once.
 
     config_file: the checkpoint's `tokenizer_config.json`; its chat template, maximal length and padding token are used.
-    Raises TokenizerError: the config asks for another tokenizer than XGen 7B's, GPT-2's `merges.txt` cannot be had, or
+    Raises UserError: the config asks for another tokenizer than XGen 7B's, GPT-2's `merges.txt` cannot be had, or
         the file is not GPT-2's.
     """
     config = _read(config_file)
     for key, expected in _EXPECTED.items():
         if (given := _text_of(config.get(key, expected))) != expected:
-            raise TokenizerError(f"{config_file}: {key} is {given!r}, and XGen 7B's is {expected!r}")
+            raise UserError(f"{config_file}: {key} is {given!r}, and XGen 7B's is {expected!r}")
     settings = {key: config[key] for key in ("chat_template", "model_max_length") if config.get(key) is not None}
     tokenizer = xgen_tokenizer(read_merges(_merges_file(config_file.parent)), **settings)
     if (padding := _text_of(config.get("pad_token"))) is not None:
         if padding not in (END_OF_TEXT, *CONTROL_TOKENS):
-            raise TokenizerError(f"{config_file}: pad_token is {padding!r}, which is no token of XGen 7B's")
+            raise UserError(f"{config_file}: pad_token is {padding!r}, which is no token of XGen 7B's")
         tokenizer.pad_token = padding
     tokenizer.name_or_path = str(config_file.parent)
     return tokenizer
 
 
 def read_merges(merges_file: Path) -> list[tuple[str, str]]:
-    """GPT-2's merges, first one first, in the characters that stand for bytes. Raises TokenizerError: another file."""
+    """GPT-2's merges, first one first, in the characters that stand for bytes. Raises UserError: another file."""
     content = merges_file.read_bytes()
     if (found := hashlib.sha256(content).hexdigest()) != MERGES_SHA256:
-        raise TokenizerError(
+        raise UserError(
             f"{merges_file}: not GPT-2's {MERGES}: its sha256 is {found}, expected was {MERGES_SHA256}. {_INSTEAD}"
         )
     lines = content.decode("utf-8").splitlines()[1:]  # the first one says which version of the format it is
@@ -98,7 +98,7 @@ def xgen_tokenizer(merges: Sequence[tuple[str, str]], **settings: Any) -> PreTra
     """XGen 7B's tokenizer over GPT-2's merges. It adds no BOS and no EOS token.
 
     merges: all 50,000, first one first. settings: of transformers' `PreTrainedTokenizerFast`.
-    Raises TokenizerError: `<|endoftext|>` does not get the model's id, or a run of blanks is among the merges already.
+    Raises UserError: `<|endoftext|>` does not get the model's id, or a run of blanks is among the merges already.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -108,7 +108,7 @@ def xgen_tokenizer(merges: Sequence[tuple[str, str]], **settings: Any) -> PreTra
     runs = _runs()
     vocab = {token: number for number, token in enumerate([*base, *map("".join, runs)])}
     if len(vocab) != len(base) + len(runs):
-        raise TokenizerError("the merges given make a token twice, or a run of blanks: they are not GPT-2's")
+        raise UserError("the merges given make a token twice, or a run of blanks: they are not GPT-2's")
     backend: Any = Tokenizer(models.BPE(vocab=vocab, merges=[*merges, *runs]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -120,7 +120,7 @@ def xgen_tokenizer(merges: Sequence[tuple[str, str]], **settings: Any) -> PreTra
         tokenizer_object=backend, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False, **settings
     )
     if tokenizer.eos_token_id != END_OF_TEXT_ID:
-        raise TokenizerError(
+        raise UserError(
             f"{END_OF_TEXT} got the id {tokenizer.eos_token_id} and the model's is {END_OF_TEXT_ID}: "
             f"{len(merges)} merges were given, and GPT-2 has 50000"
         )
@@ -137,10 +137,10 @@ def _merges_file(folder: Path) -> Path:
         return folder / MERGES
     try:
         merges_file = hub_file(GPT2, MERGES)
-    except HubError as error:
-        raise TokenizerError(f"{error}. {_INSTEAD}") from error
+    except UserError as error:
+        raise UserError(f"{error}. {_INSTEAD}") from error
     if merges_file is None:
-        raise TokenizerError(f"{GPT2}: the repository has no {MERGES}. {_INSTEAD}")
+        raise UserError(f"{GPT2}: the repository has no {MERGES}. {_INSTEAD}")
     return merges_file
 
 
@@ -148,7 +148,7 @@ def _read(config_file: Path) -> dict[str, Any]:
     try:
         return json.loads(config_file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise TokenizerError(f"{config_file}: not JSON ({error})") from error
+        raise UserError(f"{config_file}: not JSON ({error})") from error
 
 
 def _text_of(value: Any) -> Any:

@@ -11,7 +11,8 @@ import pytest
 
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.metrics import dataset_score
-from eval.score import ScoreError, as_text, main, score_folder
+from eval.score import as_text, main, score_folder
+from lazyllm.errors import UserError
 from tests.eval import official
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,21 +122,21 @@ def test_lines_that_official_readers_take_are_taken(tmp_path):
 )
 def test_a_bad_line_is_named(tmp_path, row, reason):
     file = write(tmp_path, "qasper", GOOD, row, GOOD)
-    with pytest.raises(ScoreError) as error:
+    with pytest.raises(UserError) as error:
         score_folder(tmp_path)
     assert str(error.value).startswith(f"{file}:2: {reason}")
 
 
 def test_bytes_that_are_no_utf8_are_named(tmp_path):
     (tmp_path / "qasper.jsonl").write_bytes(b'{"pred": "\xff"}\n')
-    with pytest.raises(ScoreError, match=r"qasper\.jsonl:1: not valid JSON in UTF-8"):
+    with pytest.raises(UserError, match=r"qasper\.jsonl:1: not valid JSON in UTF-8"):
         score_folder(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "reason"), [("trec", "all_classes"), ("passage_retrieval_en", "Paragraph <number>")])
 def test_a_gold_side_that_the_metric_cannot_score_is_named(tmp_path, name, reason):
     write(tmp_path, name, GOOD)
-    with pytest.raises(ScoreError, match=rf"{name}\.jsonl:1: .*{reason}"):
+    with pytest.raises(UserError, match=rf"{name}\.jsonl:1: .*{reason}"):
         score_folder(tmp_path)
 
 

@@ -18,14 +18,8 @@ import pytest
 
 from eval.benchmarks import longbench
 from eval.benchmarks.datasets import DATASETS
-from eval.benchmarks.longbench import (
-    DataError,
-    Example,
-    TemplateWarning,
-    load_rows,
-    resolve_datasets,
-    unpack_rows,
-)
+from eval.benchmarks.longbench import Example, TemplateWarning, load_rows, resolve_datasets, unpack_rows
+from lazyllm.errors import UserError
 from tests.eval import official
 from tests.eval.store.test_folder import full_disk
 
@@ -160,7 +154,7 @@ BAD_ROWS = [
 @pytest.mark.parametrize(("row", "reason"), BAD_ROWS)
 def test_a_bad_row_is_named_or_skipped(folder, row, reason):
     file = write_rows(folder, ROW, row, ROW | {"_id": "three"})
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UserError) as error:
         load(folder)
     assert str(error.value).startswith(f"{file}:2: {reason}")
     assert "longbench.on_error=skip" in str(error.value)
@@ -182,14 +176,14 @@ def test_rows_nested_to_the_last_level_that_can_be_read_are_named(folder):
 
 def test_bytes_that_are_no_utf8_are_named(folder):
     (folder / "qasper.jsonl").write_bytes(b'{"input": "\xff"}\n')
-    with pytest.raises(DataError, match=r"qasper\.jsonl:1: not valid JSON in UTF-8"):
+    with pytest.raises(UserError, match=r"qasper\.jsonl:1: not valid JSON in UTF-8"):
         load(folder)
 
 
 @pytest.mark.parametrize("rows", [[], [ROW | {"answers": []}]])
 def test_no_usable_row_is_an_error_also_when_skipping(folder, rows):
     write_rows(folder, *rows)
-    with pytest.raises(DataError, match="no usable row"):
+    with pytest.raises(UserError, match="no usable row"):
         load(folder, "skip")
 
 
@@ -197,7 +191,7 @@ def test_class_names_are_needed_where_the_metric_needs_them(folder):
     (folder / "trec.jsonl").write_text(as_line(ROW | {"dataset": "trec"}))
     (folder / "config" / longbench.PROMPTS).write_text('{"trec": "{context}"}')
     (folder / "config" / longbench.MAX_LENGTHS).write_text('{"trec": 9}')
-    with pytest.raises(DataError, match=r"trec\.jsonl:1: all_classes"), pytest.warns(TemplateWarning):
+    with pytest.raises(UserError, match=r"trec\.jsonl:1: all_classes"), pytest.warns(TemplateWarning):
         load_rows(DATASETS["trec"], folder)
 
 
@@ -213,14 +207,14 @@ def test_an_unknown_way_with_errors_is_refused(folder):
 def test_a_folder_without_a_file_says_what_it_must_hold(folder, missing):
     write_rows(folder, ROW)
     (folder / missing).unlink()
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UserError) as error:
         load(folder)
     assert f"longbench.dir={folder}: {missing} is missing" in str(error.value)
     assert "must hold qasper.jsonl, config/dataset2prompt.json and config/dataset2maxlen.json" in str(error.value)
 
 
 def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"data\.dir=.*nowhere: no such folder"):
+    with pytest.raises(UserError, match=r"data\.dir=.*nowhere: no such folder"):
         load(tmp_path / "nowhere")
 
 
@@ -246,7 +240,7 @@ def test_other_templates_than_longbenchs_warn(folder):
 def test_a_bad_config_file_is_named(folder, name, text, reason):
     write_rows(folder, ROW)
     (folder / "config" / name).write_text(text)
-    with pytest.raises(DataError, match=reason) as error:
+    with pytest.raises(UserError, match=reason) as error:
         load(folder)
     assert name in str(error.value)
 
@@ -304,7 +298,7 @@ def test_names_are_resolved():
     ],
 )
 def test_unknown_names_are_refused(names, reason):
-    with pytest.raises(DataError, match=reason):
+    with pytest.raises(UserError, match=reason):
         resolve_datasets(names)
 
 
@@ -362,7 +356,7 @@ def test_archives_that_longbenchs_cannot_be_are_refused(tmp_path, member, reason
         opened.writestr(member, "x")
     target = tmp_path / "target"
     target.mkdir()
-    with pytest.raises(DataError, match=f"refused, .*{reason}"):
+    with pytest.raises(UserError, match=f"refused, .*{reason}"):
         unpack_rows(archive, target)
     assert list(target.iterdir()) == []
 
@@ -378,7 +372,7 @@ def test_archives_that_longbenchs_cannot_be_are_refused(tmp_path, member, reason
 def test_implausibly_large_archives_are_refused(tmp_path, monkeypatch, limit, value, reason):
     archive = make_zip(tmp_path / "longbench.zip", {"data/qasper.jsonl": b"xxxx", "data/other": b"xx"})
     monkeypatch.setattr(longbench, limit, value)
-    with pytest.raises(DataError, match=f"refused, .*{reason}"):
+    with pytest.raises(UserError, match=f"refused, .*{reason}"):
         unpack_rows(archive, tmp_path)
 
 
@@ -389,11 +383,11 @@ def test_a_damaged_archive_is_refused_and_leaves_nothing(tmp_path):
     archive.write_bytes(archive.read_bytes().replace(b"xxxx", b"xyxx", 1))
     target = tmp_path / "target"
     target.mkdir()
-    with pytest.raises(DataError, match="not a usable zip file"):
+    with pytest.raises(UserError, match="not a usable zip file"):
         unpack_rows(archive, target)
     assert list(target.iterdir()) == []
     (tmp_path / "no.zip").write_bytes(b"<html>")
-    with pytest.raises(DataError, match="not a usable zip file"):
+    with pytest.raises(UserError, match="not a usable zip file"):
         unpack_rows(tmp_path / "no.zip", target)
 
 
@@ -404,7 +398,7 @@ def test_a_bomb_is_refused_before_anything_is_unpacked(tmp_path):
         assert archive.stat().st_size < 100_000
         target = tmp_path / "target"
         target.mkdir(exist_ok=True)
-        with pytest.raises(DataError, match=f"refused, its member '{name}' would be more than 100 times as large"):
+        with pytest.raises(UserError, match=f"refused, its member '{name}' would be more than 100 times as large"):
             unpack_rows(archive, target)
         assert list(target.iterdir()) == []
 
@@ -418,7 +412,7 @@ def test_a_member_that_says_to_be_smaller_than_it_is_is_refused(tmp_path):
     archive.write_bytes(content.replace(true, false))
     target = tmp_path / "target"
     target.mkdir()
-    with pytest.raises(DataError, match="not a usable zip file"):
+    with pytest.raises(UserError, match="not a usable zip file"):
         unpack_rows(archive, target)
     assert list(target.iterdir()) == []
 
@@ -426,7 +420,7 @@ def test_a_member_that_says_to_be_smaller_than_it_is_is_refused(tmp_path):
 def test_too_many_members_are_refused(tmp_path):
     names = [f"data/{number}" for number in range(longbench.MAX_MEMBERS)]
     archive = make_zip(tmp_path / "longbench.zip", {"data/qasper.jsonl": b"x"} | dict.fromkeys(names, b""))
-    with pytest.raises(DataError, match="refused, it has 1001 members, more than 1000"):
+    with pytest.raises(UserError, match="refused, it has 1001 members, more than 1000"):
         unpack_rows(archive, tmp_path)
     assert not (tmp_path / "qasper.jsonl").exists()
 
@@ -437,7 +431,7 @@ def test_an_encrypted_member_is_refused(tmp_path):
     for signature, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):  # the flags in both headers; bit 0: encrypted
         content[content.index(signature) + offset] |= 1
     archive.write_bytes(content)
-    with pytest.raises(DataError, match=r"refused, its member 'data/qasper\.jsonl' is encrypted"):
+    with pytest.raises(UserError, match=r"refused, its member 'data/qasper\.jsonl' is encrypted"):
         unpack_rows(archive, tmp_path)
 
 
@@ -446,7 +440,7 @@ def test_another_way_of_packing_is_refused(tmp_path, method):
     archive = tmp_path / "longbench.zip"
     with zipfile.ZipFile(archive, "w", method) as opened:
         opened.writestr("data/qasper.jsonl", "x")
-    with pytest.raises(DataError, match=r"refused, .* not stored or deflated"):
+    with pytest.raises(UserError, match=r"refused, .* not stored or deflated"):
         unpack_rows(archive, tmp_path)
 
 
@@ -464,13 +458,13 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path):
     archive = make_zip(tmp_path / "longbench.zip", {"data/qasper.jsonl": b"xyz" * 1000})
     target = tmp_path / "target"
     target.mkdir()
-    with full_disk(100), pytest.raises(DataError, match=r"could not be unpacked .*: make room"):
+    with full_disk(100), pytest.raises(UserError, match=r"could not be unpacked .*: make room"):
         unpack_rows(archive, target)
     assert list(target.iterdir()) == []
 
 
 def test_an_archive_without_rows_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"not LongBench's data\.zip"):
+    with pytest.raises(UserError, match=r"not LongBench's data\.zip"):
         unpack_rows(make_zip(tmp_path / "longbench.zip", {"other": b""}), tmp_path)
 
 
@@ -579,7 +573,7 @@ def test_the_hubs_own_cache_is_used_before_the_network(server, tmp_path, monkeyp
 
 def test_other_templates_than_the_pinned_ones_are_refused(server, tmp_path):
     server.files[f"/config/{longbench.PROMPTS}"] += b" "
-    with pytest.raises(DataError, match=r"dataset2prompt\.json: what came is not LongBench's file"):
+    with pytest.raises(UserError, match=r"dataset2prompt\.json: what came is not LongBench's file"):
         load_rows(QASPER)
     assert not (tmp_path / "cache" / "longbench" / "config" / longbench.PROMPTS).exists()
 
@@ -589,30 +583,30 @@ def test_changed_files_in_the_cache_are_refused(server, tmp_path):
     cached = tmp_path / "cache" / "longbench"
     rows = (cached / "qasper.jsonl").read_bytes()
     (cached / "qasper.jsonl").write_bytes(rows + b"\n")
-    with pytest.raises(DataError, match=r"qasper\.jsonl: changed since it was unpacked"):
+    with pytest.raises(UserError, match=r"qasper\.jsonl: changed since it was unpacked"):
         load_rows(QASPER)
     (cached / "qasper.jsonl").write_bytes(rows)
     (cached / "config" / longbench.PROMPTS).write_text("{}")
-    with pytest.raises(DataError, match=r"dataset2prompt\.json: not LongBench's own"):
+    with pytest.raises(UserError, match=r"dataset2prompt\.json: not LongBench's own"):
         load_rows(QASPER)
 
 
 def test_a_dataset_that_the_archive_lacks_is_named(server):
-    with pytest.raises(DataError, match=r"holds no data/lcc\.jsonl"):
+    with pytest.raises(UserError, match=r"holds no data/lcc\.jsonl"):
         load_rows(DATASETS["lcc"])
 
 
 @pytest.mark.parametrize("path", [ZIP_PATH, f"/config/{longbench.PROMPTS}"])
 def test_what_does_not_come_is_named_with_the_ways_out(server, path):
     del server.files[path]
-    with pytest.raises(DataError, match=r"did not come .*data\.dir=FOLDER.*run once with a network"):
+    with pytest.raises(UserError, match=r"did not come .*data\.dir=FOLDER.*run once with a network"):
         load_rows(QASPER)
 
 
 def test_offline_and_not_cached_ends_fast_with_both_ways_out(server, tmp_path, monkeypatch):
     server.close()
     started = time.monotonic()
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UserError) as error:
         load_rows(QASPER)
     assert time.monotonic() - started < 5
     assert f"{server.url} does not answer" in str(error.value)
@@ -620,7 +614,7 @@ def test_offline_and_not_cached_ends_fast_with_both_ways_out(server, tmp_path, m
     assert "must hold qasper.jsonl, config/dataset2prompt.json and config/dataset2maxlen.json" in str(error.value)
     assert str(tmp_path / "cache" / "longbench") in str(error.value)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(DataError, match=r"HF_HUB_OFFLINE is set.*data\.dir=FOLDER"):
+    with pytest.raises(UserError, match=r"HF_HUB_OFFLINE is set.*data\.dir=FOLDER"):
         load_rows(QASPER)
 
 

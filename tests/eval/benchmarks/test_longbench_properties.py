@@ -18,7 +18,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from eval.benchmarks.datasets import DATASETS
-from eval.benchmarks.longbench import MAX_LENGTHS, PROMPTS, DataError, TemplateWarning, load_rows, unpack_rows
+from eval.benchmarks.longbench import MAX_LENGTHS, PROMPTS, TemplateWarning, load_rows, unpack_rows
+from lazyllm.errors import UserError
 from tests.eval.benchmarks.test_longbench import CONFIG, ROW
 from tests.eval.store.test_folder_properties import JSON
 
@@ -111,9 +112,9 @@ def test_rows_are_read_as_they_are_written(
 def test_arbitrary_files_are_refused_line_by_line(content: bytes) -> None:
     first = next((number for number, line in enumerate(content.split(b"\n"), start=1) if line.strip()), None)
     with folder_with(content) as folder:
-        with pytest.raises(DataError, match="no usable row"):
+        with pytest.raises(UserError, match="no usable row"):
             load_rows(QASPER, folder, "skip")
-        with pytest.raises(DataError, match="no usable row" if first is None else rf"qasper\.jsonl:{first}: "):
+        with pytest.raises(UserError, match="no usable row" if first is None else rf"qasper\.jsonl:{first}: "):
             load_rows(QASPER, folder)
 
 
@@ -140,7 +141,7 @@ def test_a_row_with_any_other_value_is_read_if_it_fits_and_else_named(row: dict[
             assert loaded.examples[1].id
         else:
             assert [one.where for one in loaded.skipped] == [f"{folder / 'qasper.jsonl'}:2"]
-            with pytest.raises(DataError, match=r"qasper\.jsonl:2: .*on_error=skip"):
+            with pytest.raises(UserError, match=r"qasper\.jsonl:2: .*on_error=skip"):
                 load_rows(QASPER, folder)
 
 
@@ -160,7 +161,7 @@ def test_of_rows_with_one_id_the_first_counts(ids: list[str]) -> None:
 def test_arbitrary_config_files_are_refused_by_name(name: str, content: bytes) -> None:
     with folder_with(json.dumps(ROW).encode()) as folder:
         (folder / "config" / name).write_bytes(content)
-        with pytest.raises(DataError, match=name):
+        with pytest.raises(UserError, match=name):
             load_rows(QASPER, folder)
 
 
@@ -197,7 +198,7 @@ def test_a_damaged_archive_gives_whole_files_or_an_error_and_writes_nowhere_else
         if damaged == packed.getvalue() and whole and usual:
             assert unpack_rows(outer / "data.zip", target).keys() == whole.keys()
         else:
-            with suppress(DataError):  # and no other error
+            with suppress(UserError):  # and no other error
                 unpack_rows(outer / "data.zip", target)
         assert {one.name for one in outer.iterdir()} == {"data.zip", "target"}
         for file in target.iterdir():  # a changed name may have made one of the other

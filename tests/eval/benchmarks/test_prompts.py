@@ -16,12 +16,12 @@ from eval.benchmarks.longbench import Example, load_rows
 from eval.benchmarks.prompts import (
     CHAT_FORMATS,
     ChatFormat,
-    PromptError,
     build_prompt,
     end_token_ids,
     post_process,
     token_ids_sha256,
 )
+from lazyllm.errors import UserError
 from lazyllm.models.tokenizers import load_tokenizer
 from tests.eval import official
 
@@ -263,7 +263,7 @@ def test_llama2s_newline_is_its_byte_token():
     ],
 )
 def test_a_template_with_another_placeholder_is_refused(template, reason):
-    with pytest.raises(PromptError) as error:
+    with pytest.raises(UserError) as error:
         prompt_of(template)
     assert reason in str(error.value)
     assert "qasper" in str(error.value)
@@ -282,19 +282,19 @@ def test_braces_in_a_row_are_text():
 
 @pytest.mark.parametrize("limit", [1, 0, -3])
 def test_a_limit_without_tokens_is_refused(limit):
-    with pytest.raises(PromptError, match="max_prompt_tokens must be at least 2"):
+    with pytest.raises(UserError, match="max_prompt_tokens must be at least 2"):
         prompt_of(max_prompt_tokens=limit)
 
 
 def test_an_unknown_chat_format_is_refused():
-    with pytest.raises(PromptError, match="unknown chat format 'vicuna'; known are none, llama2, xgen, auto"):
+    with pytest.raises(UserError, match="unknown chat format 'vicuna'; known are none, llama2, xgen, auto"):
         prompt_of(chat="vicuna")
-    with pytest.raises(PromptError, match="unknown chat format"):
+    with pytest.raises(UserError, match="unknown chat format"):
         post_process("", "vicuna")
 
 
 def test_a_tokenizer_without_chat_template_is_refused():
-    with pytest.raises(PromptError, match=r"chat=auto .* has none; use one of none, llama2, xgen"):
+    with pytest.raises(UserError, match=r"chat=auto .* has none; use one of none, llama2, xgen"):
         prompt_of(chat="auto")
 
 
@@ -303,7 +303,7 @@ def test_a_prompt_without_tokens_is_refused():
         def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
             return {"input_ids": [ord(character) for character in text]}
 
-    with pytest.raises(PromptError, match="qasper, row 'one': the prompt has no tokens"):
+    with pytest.raises(UserError, match="qasper, row 'one': the prompt has no tokens"):
         build_prompt(replace(ROW, input=""), "{input}", NoBos())  # type: ignore[arg-type]
 
 
@@ -314,5 +314,5 @@ def test_a_tokenizer_without_newline_is_refused_for_samsum():
 
     tokenizer: Any = NoNewline()
     assert end_token_ids(tokenizer, 7, DATASETS["qasper"]) == (7,)
-    with pytest.raises(PromptError, match="samsum: a newline ends its answers"):
+    with pytest.raises(UserError, match="samsum: a newline ends its answers"):
         end_token_ids(tokenizer, 7, DATASETS["samsum"])

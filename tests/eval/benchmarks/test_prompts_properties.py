@@ -10,7 +10,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from eval.benchmarks.longbench import Example
-from eval.benchmarks.prompts import CHAT_FORMATS, Prompt, PromptError, build_prompt
+from eval.benchmarks.prompts import CHAT_FORMATS, Prompt, build_prompt
+from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
 from tests.eval.benchmarks.test_prompts import Characters
 
@@ -109,7 +110,7 @@ def test_a_template_means_what_it_means_to_python_or_is_refused(template: str, c
         expected = None
     try:
         text = build_prompt(row, template, Characters()).text  # type: ignore[arg-type]
-    except PromptError:
+    except UserError:
         # refused too, though Python takes it: conversions and formats such as {context!r} and {length:3}
         assert expected is None or "!" in template or ":" in template
     else:
@@ -188,5 +189,5 @@ def test_a_special_tokens_text_is_that_token_as_the_tokenizer_has_it(text: str) 
 
 @given(st.integers(max_value=1), st.text())
 def test_a_limit_that_leaves_no_end_is_refused(limit: int, context: str) -> None:
-    with pytest.raises(PromptError, match="at least 2"):
+    with pytest.raises(UserError, match="at least 2"):
         build_prompt(row_of(context), "{context}", tiny(), limit)

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from eval.benchmarks.longbench import Example
 from eval.benchmarks.split import HALVES, in_half
-from eval.run.config import ConfigError
 from eval.run.loop import run
 from eval.run.plan import prepare
-from eval.store.folder import StoreError
 from eval.store.frame import find_runs
+from lazyllm.errors import UserError
 from tests.eval.run.test_loop import config_of
 
 IDS = st.lists(st.text(max_size=8), unique=True, max_size=40)
@@ -64,7 +63,7 @@ def test_a_run_takes_its_half(tmp_path) -> None:
     assert {key[0] for half in HALVES for key in keys[half]} == {"lookup", "shots"}
     assert [len(keys[half]) for half in HALVES] == [4, 4]
     assert set(keys["tuning"]) | set(keys["held-out"]) == set(keys[None])
-    with pytest.raises(ConfigError, match="leaves no example of lookup: give limit=2 or more"):
+    with pytest.raises(UserError, match="leaves no example of lookup: give limit=2 or more"):
         for half in HALVES:  # a single example lies in one of them
             prepare(replace(whole, dataset={"lookup": True}, limit=1, half=half))
 
@@ -75,7 +74,7 @@ def test_halves_have_folders_of_their_own_and_share_no_table(tmp_path, monkeypat
     folders = {run(replace(config, half=half), show=False).folder for half in HALVES}
     assert len(folders) == 2
     assert [len(find_runs([folder])[0].records) for folder in folders] == [1, 1]
-    with pytest.raises(StoreError, match="differ in half"):
+    with pytest.raises(UserError, match="differ in half"):
         find_runs([tmp_path])
-    with pytest.raises(StoreError, match=r"holds a run that differs \(half: "):
+    with pytest.raises(UserError, match=r"holds a run that differs \(half: "):
         run(replace(config, half="tuning", out=str(run(replace(config, half="held-out"), show=False).folder)))

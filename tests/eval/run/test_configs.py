@@ -9,10 +9,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from eval.benchmarks.datasets import DATASETS, TASKS
-from eval.run.config import LAUNCHERS, ConfigError, build_method, datasets_of, register_schema, to_run_config
+from eval.run.config import LAUNCHERS, build_method, datasets_of, register_schema, to_run_config
 from eval.run.plan import prepare
 from eval.store.folder import fingerprint
-from lazyllm import ModelError
+from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop
 from lazyllm.models.load import PRESETS, load_config
 
@@ -130,7 +130,7 @@ def test_unknown_keys_and_wrong_types_are_refused_by_hydra(override: str) -> Non
     ],
 )
 def test_what_a_type_cannot_say_is_checked_too(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
         config_of(*overrides)
 
 
@@ -157,5 +157,5 @@ def test_weights_and_devices_are_part_of_what_a_run_is() -> None:
 
 @pytest.mark.parametrize("setting", ["model.quantise=int9", "model.device_map=both", "model.attn_implementation=flash"])
 def test_what_the_model_cannot_be_told_is_refused_with_the_config(setting: str) -> None:
-    with pytest.raises(ModelError, match=setting.partition("=")[2]):
+    with pytest.raises(UserError, match=setting.partition("=")[2]):
         config_of(setting)

@@ -11,12 +11,13 @@ import torch
 
 import eval.run.measure
 from eval.run.config import ModelConfig, RunConfig, TimingConfig
-from eval.run.loop import RunError, compare, free, run
-from eval.store.folder import RunStore, StoreError, about_text, read_failures, read_run
+from eval.run.loop import compare, free, run
+from eval.store.folder import RunStore, about_text, read_failures, read_run
 from eval.store.frame import as_frame, find_runs
 from eval.store.record import Record
 from eval.store.repair import repair
-from lazyllm import Generation, ModelError
+from lazyllm import Generation
+from lazyllm.errors import UserError
 from lazyllm.models.load import load_weights
 from tests.eval.store.test_folder import full_disk
 
@@ -75,7 +76,7 @@ def test_an_example_that_fails_is_written_down_and_the_others_go_on(tmp_path: Pa
 
 def test_a_run_in_which_all_fails_says_why(tmp_path: Path, monkeypatch) -> None:
     failing(monkeypatch, dict.fromkeys(range(12), RuntimeError("no kernel image")))
-    with pytest.raises(RunError, match=r"all 6 examples failed, the first: lookup.*RuntimeError: no kernel image"):
+    with pytest.raises(UserError, match=r"all 6 examples failed, the first: lookup.*RuntimeError: no kernel image"):
         run(config_of(tmp_path / "run"), show=False)
     assert not (tmp_path / "run" / "summary.json").exists()
     assert (tmp_path / "run" / "failures.jsonl").read_text().count("\n") == 6
@@ -88,7 +89,7 @@ def test_a_shard_in_which_all_fails_does_not_speak_for_the_others(tmp_path: Path
     failed = len(read_failures(tmp_path / "run"))
     assert 0 < failed < 6
     assert f"{failed} of 6 examples failed and are not in the table" in caplog.text
-    with pytest.raises(RunError, match="all 6 examples failed"):
+    with pytest.raises(UserError, match="all 6 examples failed"):
         run(second, show=False)
 
 
@@ -145,14 +146,14 @@ def test_what_other_shards_have_measured_is_not_measured_again(tmp_path: Path, m
 
 def test_a_job_that_breaks_off_says_why(tmp_path: Path, monkeypatch) -> None:
     def no_model(*_: object, **__: object) -> None:
-        raise ModelError("no such weights")
+        raise UserError("no such weights")
 
     monkeypatch.setattr("eval.run.loop.load_weights", no_model)
-    with pytest.raises(ModelError):
+    with pytest.raises(UserError):
         run(config_of(tmp_path / "run"), show=False)
     begin, end = (json.loads(line) for line in (tmp_path / "run" / "jobs.jsonl").read_text().splitlines())
     assert (begin["event"], begin["examples"]) == ("begin", 6)
-    assert (end["event"], end["error"]) == ("end", "ModelError: no such weights")
+    assert (end["event"], end["error"]) == ("end", "UserError: no such weights")
 
 
 def test_logits_that_are_not_finite_fail_their_example_only(tmp_path: Path, monkeypatch) -> None:
@@ -202,7 +203,7 @@ def test_a_device_that_does_not_recover_ends_the_run_with_what_is_safe(tmp_path:
 
     monkeypatch.setattr("eval.run.loop.release_memory", broken)
     failing(monkeypatch, {5: RuntimeError("CUDA error: an illegal memory access was encountered")})
-    with pytest.raises(RunError, match=r"cpu does not recover .*illegal memory access.*give the same command again"):
+    with pytest.raises(UserError, match=r"cpu does not recover .*illegal memory access.*give the same command again"):
         run(config_of(tmp_path / "run"), show=False)
     assert len(read_run(tmp_path / "run")[1]) == 2
     assert len(read_failures(tmp_path / "run")) == 1
@@ -220,7 +221,7 @@ def test_an_accelerator_is_asked_whether_it_still_answers(monkeypatch) -> None:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     monkeypatch.setattr("torch.accelerator.synchronize", gone)
-    with pytest.raises(RunError, match="cuda:1 does not recover"):
+    with pytest.raises(UserError, match="cuda:1 does not recover"):
         free(torch.device("cuda", 1))
 
 
@@ -233,7 +234,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) 
     with (
         full_disk(int(0.7 * size)),
         pytest.raises(
-            StoreError, match=r"records\.jsonl: the line could not be written .*make room, then give the same"
+            UserError, match=r"records\.jsonl: the line could not be written .*make room, then give the same"
         ),
     ):
         run(config, show=False)
@@ -241,7 +242,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) 
     before = file.read_bytes()
     assert before.endswith(b"\n")
     assert 1 <= before.count(b"\n") < 6
-    assert "StoreError" in json.loads((tmp_path / "run" / "jobs.jsonl").read_text().splitlines()[-1])["error"]
+    assert "UserError" in json.loads((tmp_path / "run" / "jobs.jsonl").read_text().splitlines()[-1])["error"]
     assert not (tmp_path / "run" / "summary.json").exists()
     run(config, show=False)
     assert file.read_bytes().startswith(before)
@@ -250,15 +251,15 @@ def test_a_disk_that_fills_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) 
 
 def test_what_ended_a_job_is_told_even_if_it_cannot_be_noted(tmp_path: Path, monkeypatch, caplog) -> None:
     def no_model(*_: object, **__: object) -> None:
-        raise ModelError("no such weights")
+        raise UserError("no such weights")
 
     def full(_self: RunStore, event: dict) -> None:
         if event["event"] == "end":
-            raise StoreError("jobs.jsonl: no room")
+            raise UserError("jobs.jsonl: no room")
 
     monkeypatch.setattr("eval.run.loop.load_weights", no_model)
     monkeypatch.setattr(RunStore, "note", full)
-    with pytest.raises(ModelError, match="no such weights"):
+    with pytest.raises(UserError, match="no such weights"):
         run(config_of(tmp_path / "run"), show=False)
     assert "jobs.jsonl: no room" in caplog.text
 
@@ -273,7 +274,7 @@ def test_a_damaged_run_is_mended_and_goes_on_with_the_lost_examples_only(tmp_pat
     for damage in ("run.json: cannot be read", "records.jsonl:3: not a record"):
         if damage.startswith("records"):
             (tmp_path / "run" / "run.json").write_text(about_text(*_about(tmp_path / "run" / "summary.json")))
-        with pytest.raises(StoreError, match=damage):
+        with pytest.raises(UserError, match=damage):
             run(config, show=False)
     (tmp_path / "run" / "run.json").write_text("{")
     assert len(repair(tmp_path / "run")) == 2

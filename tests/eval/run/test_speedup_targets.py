@@ -10,7 +10,8 @@ import pytest
 
 from eval.benchmarks.datasets import DATASETS
 from eval.run import speedup_targets
-from eval.run.speedup_targets import PresetError, at_depth, check, resolve, uses_preset
+from eval.run.speedup_targets import at_depth, check, resolve, uses_preset
+from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
 
 PAPER = Path(__file__).resolve().parents[3] / "eval" / "paper" / "published"
@@ -92,16 +93,16 @@ def test_early_depths_serve_what_late_ones_cannot_reach() -> None:
     ],
 )
 def test_presets_that_a_method_does_not_take_are_refused(settings: dict, message: str) -> None:
-    with pytest.raises(PresetError, match=message):
+    with pytest.raises(UserError, match=message):
         check(settings)
-    with pytest.raises(PresetError, match=message):
+    with pytest.raises(UserError, match=message):
         resolve(settings, DATASETS["lcc"], LLAMA2, None)
 
 
 @pytest.mark.parametrize("target", ["40x", "0.5x"])
 def test_a_speedup_out_of_reach_is_refused(target: str) -> None:
     for settings in ({"name": "lazy", "schedule": target}, STATIC | {"keep": target}):
-        with pytest.raises(PresetError, match=f"cannot reach an ideal TTFT speedup of {float(target[:-1])}"):
+        with pytest.raises(UserError, match=f"cannot reach an ideal TTFT speedup of {float(target[:-1])}"):
             resolve(settings, DATASETS["lcc"], LLAMA2, None)
 
 

@@ -17,7 +17,7 @@ from eval.store.collect import collect
 from eval.store.folder import open_store
 from eval.store.frame import PLANNED, planned_text
 from eval.store.record import Failure
-from lazyllm import ModelError
+from lazyllm.errors import UserError
 from tests.eval.store.test_folder import record
 from tests.eval.store.test_frame import write_run
 
@@ -101,9 +101,9 @@ def test_failed_examples_say_why(tmp_path: Path) -> None:
 
 def test_a_job_that_ended_early_says_why_until_the_run_is_done(tmp_path: Path) -> None:
     folder = make(tmp_path / "a", 2, 3)
-    job(folder, error="StoreError: No space left on device")
+    job(folder, error="UserError: No space left on device")
     line = one(tmp_path)
-    assert (line.state, line.why) == ("failed", f"job ended at {ENDED}: StoreError: No space left on device")
+    assert (line.state, line.why) == ("failed", f"job ended at {ENDED}: UserError: No space left on device")
     job(folder)  # it went on, and left something to others
     assert one(tmp_path).state == "incomplete"
     make(folder, 3)
@@ -262,7 +262,7 @@ def test_a_sweeps_runs_that_never_began_are_missing_and_refused_ones_say_why(tmp
 
 def test_a_sweep_for_a_gpu_is_known_on_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(*_: Any) -> None:
-        raise ModelError("not on this machine")
+        raise UserError("not on this machine")
 
     monkeypatch.setattr("lazyllm.models.load.check_quantise", absent)  # as where torchao or the kernels are not
     (gpu,) = expected(["model.device=cuda", "model.quantise=int4", *QUICK])

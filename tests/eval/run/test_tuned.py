@@ -9,10 +9,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.run.config import ConfigError
 from eval.run.plan import prepare
 from eval.run.speedup_targets import at_depth
-from eval.run.tuned import SHIPPED, TunedError, as_yaml, is_tuned, read_tuned
+from eval.run.tuned import SHIPPED, as_yaml, is_tuned, read_tuned
+from lazyllm.errors import UserError
 from tests.eval.run.test_loop import config_of
 
 SCHEDULES = st.dictionaries(st.integers(1, 31), st.integers(1, 100).map(lambda percent: percent / 100), min_size=1)
@@ -66,11 +66,11 @@ def test_a_run_with_it_is_a_run_with_its_schedule(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:
         (tmp_path / "tuned.yaml").write_text(text)
-    with pytest.raises(TunedError, match=message):
+    with pytest.raises(UserError, match=message):
         read_tuned(f"tuned/{tmp_path}", 8)
     config = config_of(tmp_path / "run")
     config.method = {"name": "lazy", "schedule": f"tuned/{tmp_path}"}
-    with pytest.raises(ConfigError, match=message):  # before a model loads
+    with pytest.raises(UserError, match=message):  # before a model loads
         prepare(config)
 
 

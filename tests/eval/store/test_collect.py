@@ -18,9 +18,10 @@ from eval.paper.aggregate import by_task
 from eval.paper.figures import FIGURES
 from eval.report.__main__ import main as report
 from eval.store.collect import collect, describe, main
-from eval.store.folder import StoreError, open_store
+from eval.store.folder import open_store
 from eval.store.frame import PLANNED, as_frame, find_runs, planned_text, stored_runs
 from eval.store.record import Failure
+from lazyllm.errors import UserError
 from scripts.dev.simulate_campaign import Campaign, write_campaign
 from scripts.make_paper import main as make_paper
 from tests.eval.paper.figures.made import small_trace, with_traces
@@ -183,7 +184,7 @@ def test_shards_that_disagree_are_refused(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "runs" / "a", [])
     shard(folder, "-1-of-2", record(0))
     shard(folder, "-2-of-4", record(0, score=1.0))
-    with pytest.raises(StoreError, match=r"hotpotqa, row row-0 .*records-1-of-2.jsonl and records-2-of-4.jsonl"):
+    with pytest.raises(UserError, match=r"hotpotqa, row row-0 .*records-1-of-2.jsonl and records-2-of-4.jsonl"):
         collect([tmp_path / "runs"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert [one.name for one in tmp_path.iterdir()] == ["runs"]
@@ -192,36 +193,36 @@ def test_shards_that_disagree_are_refused(tmp_path: Path) -> None:
 def test_mixtures_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "code" / "a", [record(0)])
     write_run(tmp_path / "code" / "b", [record(1)], code="2")
-    with pytest.raises(StoreError, match="differ in code"):
+    with pytest.raises(UserError, match="differ in code"):
         collect([tmp_path / "code"], tmp_path / "out")
     write_run(tmp_path / "cell" / "a", [record(0)])
     write_run(tmp_path / "cell" / "b", [record(0)], warmup=9)
-    with pytest.raises(StoreError, match=r"measured twice, in .*/a and .*/b"):
+    with pytest.raises(UserError, match=r"measured twice, in .*/a and .*/b"):
         collect([tmp_path / "cell"], tmp_path / "out")
     write_run(tmp_path / "prompts" / "a", [record(0)])
     write_run(tmp_path / "prompts" / "b", [replace(record(0), prompt_sha256="other")], seed=1)
-    with pytest.raises(StoreError, match="with another prompt than in the runs of tiny"):
+    with pytest.raises(UserError, match="with another prompt than in the runs of tiny"):
         collect([tmp_path / "prompts"], tmp_path / "out")
     folder = write_run(tmp_path / "edited" / "a", [record(0)])
     about = (folder / "run.json").read_text()
     (folder / "run.json").write_text(about.replace('"seed": 0', '"seed": 1'))
-    with pytest.raises(StoreError, match="the fingerprint is not the identity's"):
+    with pytest.raises(UserError, match="the fingerprint is not the identity's"):
         collect([tmp_path / "edited"], tmp_path / "out")
     (folder / "run.json").write_text(about.replace('"schema": 2', '"schema": 1'))
-    with pytest.raises(StoreError, match="schema 1"):
+    with pytest.raises(UserError, match="schema 1"):
         collect([tmp_path / "edited"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_place_that_would_lose_something_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "a", [record(0)])
-    with pytest.raises(StoreError, match="lies below the runs"):
+    with pytest.raises(UserError, match="lies below the runs"):
         collect([tmp_path / "runs"], tmp_path / "runs" / "out")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")
-    with pytest.raises(StoreError, match="is no campaign"):
+    with pytest.raises(UserError, match="is no campaign"):
         collect([tmp_path / "runs"], tmp_path / "mine")
-    with pytest.raises(StoreError, match="no run with records"):
+    with pytest.raises(UserError, match="no run with records"):
         collect([tmp_path / "mine"], tmp_path / "out")
     collect([tmp_path / "runs"], tmp_path / "out")
     write_run(tmp_path / "runs" / "b", [record(1)], LAZY | {"schedule": "paper"})
@@ -282,5 +283,5 @@ def test_a_collected_campaign_without_its_records_says_so(tmp_path: Path) -> Non
     collect([tmp_path / "runs"], tmp_path / "out")
     shutil.copytree(tmp_path / "out", tmp_path / "cut")
     (tmp_path / "cut" / "records.parquet").write_bytes(b"PAR1")
-    with pytest.raises(StoreError, match="collect the runs again"):
+    with pytest.raises(UserError, match="collect the runs again"):
         find_runs([tmp_path / "cut"])

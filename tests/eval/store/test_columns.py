@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from eval.store.columns import SCHEMA, LineRecords, table_of, to_records, to_table
-from eval.store.folder import StoreError, read_run
+from eval.store.folder import read_run
 from eval.store.frame import MEASURED, example_rows
 from eval.store.record import Measurement, Record
+from lazyllm.errors import UserError
 from tests.eval.store.test_folder import measurement, record
 from tests.eval.store.test_frame import write_run
 
@@ -98,7 +99,7 @@ def test_a_damaged_line_is_no_record(tmp_path: Path, change: Any) -> None:
     values = asdict(record(1)) | change if isinstance(change, dict) else change
     with (tmp_path / "records.jsonl").open("a") as opened:
         opened.write(json.dumps(values) + "\n")
-    with pytest.raises(StoreError, match=r"not a record|holds what no record does"):
+    with pytest.raises(UserError, match=r"not a record|holds what no record does"):
         LineRecords(tmp_path).table()
 
 
@@ -111,7 +112,7 @@ def test_an_example_that_stands_twice_counts_as_the_store_says(tmp_path: Path) -
     assert len(stored) == 2
     with (tmp_path / "records.jsonl").open("a") as opened:
         opened.write(record(1, score=1.0).to_json() + "\n")
-    with pytest.raises(StoreError, match="another record of hotpotqa, row row-1"):
+    with pytest.raises(UserError, match="another record of hotpotqa, row row-1"):
         len(LineRecords(tmp_path))
 
 
@@ -128,7 +129,7 @@ def test_numbers_that_are_none_are_refused_as_the_store_refuses_them(tmp_path: P
     write_run(tmp_path, [])
     values = asdict(record(0)) | {"method": asdict(measurement(ttft_s=math.nan))}
     (tmp_path / "records.jsonl").write_text(json.dumps(values) + "\n")
-    with pytest.raises(StoreError, match=r"records\.jsonl:1: not a record \(ValueError: ttft_s is nan\)"):
+    with pytest.raises(UserError, match=r"records\.jsonl:1: not a record \(ValueError: ttft_s is nan\)"):
         list(LineRecords(tmp_path))
 
 
@@ -152,9 +153,9 @@ def test_what_the_store_refuses_is_refused_by_its_line(
     values[side] |= measured
     with (tmp_path / "records.jsonl").open("a") as opened:
         opened.write(json.dumps(values) + "\n")
-    with pytest.raises(StoreError, match=r"records\.jsonl:2: not a record"):
+    with pytest.raises(UserError, match=r"records\.jsonl:2: not a record"):
         read_run(tmp_path)
-    with pytest.raises(StoreError, match=r"records\.jsonl:2: not a record"):
+    with pytest.raises(UserError, match=r"records\.jsonl:2: not a record"):
         LineRecords(tmp_path).table(["id"])
-    with pytest.raises(StoreError, match=r"records\.jsonl:2: not a record"):
+    with pytest.raises(UserError, match=r"records\.jsonl:2: not a record"):
         example_rows(LineRecords(tmp_path))

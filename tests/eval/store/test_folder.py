@@ -18,8 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.store.folder import StoreError, fingerprint, open_store, read_run
+from eval.store.folder import fingerprint, open_store, read_run
 from eval.store.record import Failure, Measurement, Record, compact_counts
+from lazyllm.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
 IDENTITY = {"model": "tiny", "method": {"name": "lazy", "schedule": {"2": 0.7}}, "seed": 0}
@@ -101,7 +102,7 @@ def test_a_garbled_line_is_named_and_nothing_is_touched(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
     before = file.read_bytes() + b'{"dataset": "hotpotqa"}\n' + b"\xff\xfe\n" + b'{"half'
     file.write_bytes(before)
-    with pytest.raises(StoreError, match=r"records\.jsonl:2: not a record"), open_store(tmp_path, IDENTITY, {}):
+    with pytest.raises(UserError, match=r"records\.jsonl:2: not a record"), open_store(tmp_path, IDENTITY, {}):
         pass
     assert file.read_bytes() == before
 
@@ -112,7 +113,7 @@ def test_a_garbled_line_is_named_and_nothing_is_touched(tmp_path: Path) -> None:
 def test_another_identity_is_refused_and_named(tmp_path: Path, change: dict) -> None:
     with open_store(tmp_path, IDENTITY, {}) as store:
         store.append(record(0))
-    with pytest.raises(StoreError, match=f"differs \\({next(iter(change))}: .*out=FOLDER"):
+    with pytest.raises(UserError, match=f"differs \\({next(iter(change))}: .*out=FOLDER"):
         open_store(tmp_path, IDENTITY | change, {}).__enter__()
     assert fingerprint(IDENTITY | change) != fingerprint(IDENTITY)
 
@@ -120,7 +121,7 @@ def test_another_identity_is_refused_and_named(tmp_path: Path, change: dict) -> 
 def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
     with (
         open_store(tmp_path, IDENTITY, {}),
-        pytest.raises(StoreError, match="another process"),
+        pytest.raises(UserError, match="another process"),
         open_store(tmp_path, IDENTITY, {}),
     ):
         pass
@@ -170,7 +171,7 @@ def test_one_shard_in_two_processes_or_a_shard_beside_the_whole_run_is_refused(
 ) -> None:
     with (
         open_store(tmp_path, IDENTITY, {}, first),
-        pytest.raises(StoreError, match="another process"),
+        pytest.raises(UserError, match="another process"),
         open_store(tmp_path, IDENTITY, {}, second),
     ):
         pass
@@ -179,29 +180,29 @@ def test_one_shard_in_two_processes_or_a_shard_beside_the_whole_run_is_refused(
 def test_shards_of_another_run_are_refused(tmp_path: Path) -> None:
     with (
         open_store(tmp_path, IDENTITY, {}, "-1-of-2"),
-        pytest.raises(StoreError, match=r"differs \(seed"),
+        pytest.raises(UserError, match=r"differs \(seed"),
         open_store(tmp_path, IDENTITY | {"seed": 1}, {}, "-2-of-2"),
     ):
         pass
     (tmp_path / "run.json").unlink()
     (tmp_path / "records-1-of-2.jsonl").write_text(record(0).to_json() + "\n")
-    with pytest.raises(StoreError, match=r"no run\.json"):
+    with pytest.raises(UserError, match=r"no run\.json"):
         open_store(tmp_path, IDENTITY, {}, "-2-of-2").__enter__()
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_text(record(0).to_json() + "\n")
-    with pytest.raises(StoreError, match=r"no run\.json"):
+    with pytest.raises(UserError, match=r"no run\.json"):
         open_store(tmp_path, IDENTITY, {}).__enter__()
     (tmp_path / "run.json").write_text(json.dumps({"schema": 99, "identity": IDENTITY}))
-    with pytest.raises(StoreError, match="schema 99"):
+    with pytest.raises(UserError, match="schema 99"):
         open_store(tmp_path, IDENTITY, {}).__enter__()
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(StoreError, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         open_store(tmp_path, IDENTITY, {}).__enter__()
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(StoreError, match="cannot be written"):
+    with pytest.raises(UserError, match="cannot be written"):
         open_store(file / "run", IDENTITY, {}).__enter__()
 
 
@@ -232,9 +233,9 @@ def test_a_full_disk_says_what_is_safe(tmp_path: Path, monkeypatch) -> None:
     with open_store(tmp_path, IDENTITY, {}) as store:
         store.append(record(0))
         monkeypatch.setattr("eval.store.folder.os.fsync", full)
-        with pytest.raises(StoreError, match="Those before it are safe"):
+        with pytest.raises(UserError, match="Those before it are safe"):
             store.append(record(1))
-        with pytest.raises(StoreError, match="could not be written"):
+        with pytest.raises(UserError, match="could not be written"):
             store.write("summary.md", "text")
     assert not list(tmp_path.glob(".*.partial"))
 
@@ -286,10 +287,10 @@ def test_two_records_of_one_example_are_refused_and_both_named(tmp_path: Path) -
         two.append(record(0, text="another"))
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     message = r"records-2-of-2\.jsonl:2: another record of hotpotqa, row row-0, than .*records-1-of-2\.jsonl:1"
-    with pytest.raises(StoreError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         read_run(tmp_path)
     assert f"python -m eval.store.repair {tmp_path}" in str(error.value)
-    with pytest.raises(StoreError, match=message), open_store(tmp_path, IDENTITY, {}):
+    with pytest.raises(UserError, match=message), open_store(tmp_path, IDENTITY, {}):
         pass
     after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert after == before
@@ -314,7 +315,7 @@ def test_a_folder_where_a_file_belongs_is_named(tmp_path: Path, name: str) -> No
         store.append(record(0))
     (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / name).mkdir()
-    with pytest.raises(StoreError, match=rf"{name}: cannot be read.*directory"):
+    with pytest.raises(UserError, match=rf"{name}: cannot be read.*directory"):
         open_store(tmp_path, IDENTITY, {}).__enter__()
 
 
@@ -322,7 +323,7 @@ def test_a_folder_in_the_way_of_the_summary_is_named(tmp_path: Path) -> None:
     (tmp_path / "summary.json").mkdir()
     with (
         open_store(tmp_path, IDENTITY, {}) as store,
-        pytest.raises(StoreError, match=r"summary\.json: could not"),
+        pytest.raises(UserError, match=r"summary\.json: could not"),
     ):
         store.write("summary.json", "{}")
     assert not list(tmp_path.glob(".*.partial"))
@@ -337,7 +338,7 @@ def test_a_damaged_description_is_refused_with_what_to_do(tmp_path: Path, conten
     file = tmp_path / "run.json"
     file.write_text(content)
     for read in (read_run, lambda folder: open_store(folder, IDENTITY, {}).__enter__()):
-        with pytest.raises(StoreError, match=r"run\.json: cannot be read .*Nothing was changed.*eval\.repair"):
+        with pytest.raises(UserError, match=r"run\.json: cannot be read .*Nothing was changed.*eval\.repair"):
             read(tmp_path)
     assert file.read_text() == content
 
@@ -348,7 +349,7 @@ def test_the_schema_of_another_version_is_refused_and_untouched(tmp_path: Path) 
     about = json.loads((tmp_path / "run.json").read_text())
     (tmp_path / "run.json").write_text(json.dumps(about | {"schema": 1}))
     before = (tmp_path / "records.jsonl").read_bytes()
-    with pytest.raises(StoreError, match=r"run\.json: written with schema 1, this version reads 2; give another out="):
+    with pytest.raises(UserError, match=r"run\.json: written with schema 1, this version reads 2; give another out="):
         open_store(tmp_path, IDENTITY, {}).__enter__()
     assert (tmp_path / "records.jsonl").read_bytes() == before
 
@@ -369,7 +370,7 @@ def test_a_line_of_other_fields_or_types_is_no_record(tmp_path: Path, change: di
         pass
     line = json.dumps(json.loads(record(0).to_json()) | change)
     (tmp_path / "records.jsonl").write_text(f"{record(1).to_json()}\n{line}\n")
-    with pytest.raises(StoreError, match=rf"records\.jsonl:2: not a record .*{reason}"):
+    with pytest.raises(UserError, match=rf"records\.jsonl:2: not a record .*{reason}"):
         read_run(tmp_path)
 
 
@@ -398,7 +399,7 @@ def test_a_disk_that_is_full_within_a_line_leaves_the_file_as_it_was(tmp_path: P
             room = cut if cut >= 0 else len(line) + 1 + cut
             with (
                 full_disk(len(before) + room),
-                pytest.raises(StoreError, match=rf"{name}: the line could not be written .*Those before it are safe"),
+                pytest.raises(UserError, match=rf"{name}: the line could not be written .*Those before it are safe"),
             ):
                 write()
             assert file.read_bytes() == before
@@ -409,10 +410,10 @@ def test_a_disk_that_is_full_within_a_line_leaves_the_file_as_it_was(tmp_path: P
 
 
 def test_a_disk_that_is_full_from_the_start_leaves_no_half_description(tmp_path: Path) -> None:
-    with full_disk(10), pytest.raises(StoreError, match=r"run\.json: could not be written .*the same command again"):
+    with full_disk(10), pytest.raises(UserError, match=r"run\.json: could not be written .*the same command again"):
         open_store(tmp_path, IDENTITY, {}).__enter__()
     assert [file.name for file in tmp_path.iterdir() if not file.name.startswith(".lock")] == []
-    full = pytest.raises(StoreError, match=r"summary\.json: could not be written")
+    full = pytest.raises(UserError, match=r"summary\.json: could not be written")
     with open_store(tmp_path, IDENTITY, {}) as store, full_disk(10), full:
         store.write("summary.json", "x" * 20)
     assert not (tmp_path / "summary.json").exists()
@@ -429,7 +430,7 @@ def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
 READ_ONLY = """
 import os, sys
 from pathlib import Path
-from eval.store.folder import StoreError, open_store, read_run
+from eval.store.folder import open_store, read_run
 if os.getuid() == 0:  # root may write anywhere
     os.setgid(65534)
     os.setuid(65534)
@@ -438,7 +439,7 @@ print(len(read_run(folder)[1]))
 for one in (folder, folder / "new"):
     try:
         open_store(one, {}, {}).__enter__()
-    except StoreError as error:
+    except UserError as error:
         print(error)
 """
 
@@ -490,7 +491,7 @@ def test_a_folder_is_held_against_a_real_process_and_free_once_that_is_killed(tm
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "has it\n"
-        with pytest.raises(StoreError, match="another process is working in this run folder"):
+        with pytest.raises(UserError, match="another process is working in this run folder"):
             open_store(tmp_path, {}, {}).__enter__()
     finally:
         holder.kill()

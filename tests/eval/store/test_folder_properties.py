@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from eval.benchmarks.datasets import DATASETS
-from eval.store.folder import NO_LINE, StoreError, open_store, read_failures, read_run
+from eval.store.folder import NO_LINE, open_store, read_failures, read_run
 from eval.store.record import Failure, Measurement, Record
 from eval.store.repair import repair
+from lazyllm.errors import UserError
 from tests.eval.store.test_folder import IDENTITY, record
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -137,9 +138,9 @@ def test_a_garbled_line_is_named_by_its_number_and_nothing_is_changed(before: in
         file = folder / "records.jsonl"
         file.write_bytes(content)
         if garbage.strip():
-            with pytest.raises(StoreError, match=rf"records\.jsonl:{before + 1}: not a record"):
+            with pytest.raises(UserError, match=rf"records\.jsonl:{before + 1}: not a record"):
                 read_run(folder)
-            with pytest.raises(StoreError, match=rf"records\.jsonl:{before + 1}: not a record"):
+            with pytest.raises(UserError, match=rf"records\.jsonl:{before + 1}: not a record"):
                 open_store(folder, IDENTITY, {}).__enter__()
         else:
             assert len(read_run(folder)[1]) == before + after
@@ -255,7 +256,7 @@ class Jobs(RuleBasedStateMachine):
     def a_second_process_is_refused(self, part: str) -> None:
         self.store(part)
         for other in (part, ""):
-            with pytest.raises(StoreError, match="another process"):
+            with pytest.raises(UserError, match="another process"):
                 open_store(self.folder, IDENTITY, {}, other).__enter__()
 
     @invariant()

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from eval.store.folder import StoreError, open_store
+from eval.store.folder import open_store
 from eval.store.frame import COLUMNS, as_frame, find_runs, label_of
 from eval.store.record import Record
+from lazyllm.errors import UserError
 from tests.eval.store.test_folder import measurement, record
 
 LAZY = {"name": "lazy", "schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
@@ -57,10 +58,10 @@ def test_runs_are_found_at_any_depth_and_in_order(tmp_path: Path) -> None:
 
 
 def test_no_run_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="no such folder"):
+    with pytest.raises(UserError, match="no such folder"):
         find_runs([tmp_path / "absent"])
     write_run(tmp_path / "begun", [])
-    with pytest.raises(StoreError, match="no run with records"):
+    with pytest.raises(UserError, match="no run with records"):
         find_runs([tmp_path])
 
 
@@ -68,7 +69,7 @@ def test_no_run_is_an_error(tmp_path: Path) -> None:
 def test_mixtures_of_one_model_are_refused(tmp_path: Path, key: str) -> None:
     write_run(tmp_path / "a", [record(0)])
     write_run(tmp_path / "b", [record(1)], **{key: "another"})
-    with pytest.raises(StoreError, match=f"differ in {key} .*'another'"):
+    with pytest.raises(UserError, match=f"differ in {key} .*'another'"):
         find_runs([tmp_path])
 
 
@@ -122,7 +123,7 @@ def test_the_paired_measurement_counts(tmp_path: Path) -> None:
 def test_the_same_measured_twice_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "a", [record(0), record(2)])
     write_run(tmp_path / "b", [record(1), record(0)], warmup=9)
-    with pytest.raises(StoreError, match=r"row-0, lazy, schedule=.* measured twice, in .*/a and .*/b; take one away"):
+    with pytest.raises(UserError, match=r"row-0, lazy, schedule=.* measured twice, in .*/a and .*/b; take one away"):
         as_frame(find_runs([tmp_path]))
 
 
@@ -155,5 +156,5 @@ def test_a_first_look_gives_way_to_the_run_of_all(tmp_path: Path) -> None:
 def test_other_rows_under_the_same_name_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "a", [record(0)], data={"hotpotqa": "1234 5678"})
     write_run(tmp_path / "b", [record(1)], data={"hotpotqa": "1234 9999"})
-    with pytest.raises(StoreError, match="different rows or templates of hotpotqa"):
+    with pytest.raises(UserError, match="different rows or templates of hotpotqa"):
         find_runs([tmp_path])

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from eval.run.status import status
-from eval.store.folder import StoreError, fingerprint, open_store, read_failures, read_run
+from eval.store.folder import fingerprint, open_store, read_failures, read_run
 from eval.store.record import Failure
 from eval.store.repair import main, repair
+from lazyllm.errors import UserError
 from tests.eval.store.test_folder import IDENTITY, record
 
 ABOUT = {"config": {"limit": 3, "model": {"name": "tiny"}}, "provenance": {"started": "then"}}
@@ -44,7 +45,7 @@ def test_garbled_lines_are_taken_out_and_the_file_is_kept_as_it_was(folder: Path
     damaged = lines[0] + lines[1][:50] + b"\n" + lines[2] + b'{"half'
     (folder / "records.jsonl").write_bytes(damaged)
     (folder / "failures.jsonl").write_bytes(b"\xff\n" + (folder / "failures.jsonl").read_bytes())
-    with pytest.raises(StoreError, match=rf"records\.jsonl:2: not a record.*python -m eval\.repair {folder}"):
+    with pytest.raises(UserError, match=rf"records\.jsonl:2: not a record.*python -m eval\.repair {folder}"):
         read_run(folder)
     assert main([str(folder)]) == 0
     shown = capsys.readouterr().out
@@ -119,7 +120,7 @@ def test_records_of_nobody_are_left_alone(folder: Path, content: bytes | None, s
         if new is not None:
             (folder / name).write_bytes(new)
     before = content_of(folder)
-    with pytest.raises(StoreError, match="nothing was changed"):
+    with pytest.raises(UserError, match="nothing was changed"):
         repair(folder)
     assert content_of(folder) == before
 
@@ -144,7 +145,7 @@ def test_folders_that_cannot_be_mended_are_named_and_the_others_go_on(folder: Pa
 
 
 def test_a_folder_in_which_a_job_works_is_refused(folder: Path) -> None:
-    with open_store(folder, IDENTITY, ABOUT, "-1-of-2"), pytest.raises(StoreError, match="another process"):
+    with open_store(folder, IDENTITY, ABOUT, "-1-of-2"), pytest.raises(UserError, match="another process"):
         repair(folder)
 
 
@@ -155,6 +156,6 @@ def test_a_full_disk_changes_nothing(folder: Path, monkeypatch) -> None:
     (folder / "records.jsonl").write_bytes((folder / "records.jsonl").read_bytes() + b"x\n")
     before = (folder / "records.jsonl").read_bytes()
     monkeypatch.setattr("eval.store.repair.os.fsync", full)
-    with pytest.raises(StoreError, match="No space left"):
+    with pytest.raises(UserError, match="No space left"):
         repair(folder)
     assert (folder / "records.jsonl").read_bytes() == before

@@ -16,17 +16,16 @@ from hydra import compose, initialize_config_dir
 
 import eval.run.measure
 from eval.benchmarks.split import in_half
-from eval.run.config import ConfigError, build_method, register_schema, to_run_config
-from eval.run.loop import RunError
+from eval.run.config import build_method, register_schema, to_run_config
 from eval.run.plan import prepare
 from eval.run.speedup_targets import at_depth
-from eval.store.folder import StoreError
 from eval.store.record import Measurement, Record
 from eval.tune.findings import difference, told_apart
 from eval.tune.search import tune
 from eval.tune.settings import register_tune_schema, to_tune_config
 from eval.tune.space import Candidate
 from eval.tune.study import Scored, Tried
+from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
 from tests.eval.benchmarks.test_split import examples_of
 from tests.eval.run.test_loop import config_of as run_config_of
@@ -129,10 +128,10 @@ def test_the_same_command_measures_nothing_again_and_another_is_refused(study: P
         ("model.dtype=bfloat16", 'dtype: "float32" there'),
         ("method.revive=false", "method: "),
     ):
-        with pytest.raises(StoreError, match=re.escape(named)):
+        with pytest.raises(UserError, match=re.escape(named)):
             tune(config_of(*same, changed))
     monkeypatch.setattr("eval.run.plan.provenance.code_sha256", lambda: "other code" * 4)
-    with pytest.raises(StoreError, match="code: "):
+    with pytest.raises(UserError, match="code: "):
         tune(config_of(*same))
 
 
@@ -168,7 +167,7 @@ def test_a_device_that_fails_ends_the_search_and_no_trial_is_blamed(tmp_path: Pa
 
     for name in ("eval.run.measure.generate", "eval.run.loop.release_memory", "eval.tune.search.release_memory"):
         monkeypatch.setattr(name, broken)
-    with pytest.raises(RunError, match="cpu does not recover from the last failure"):
+    with pytest.raises(UserError, match="cpu does not recover from the last failure"):
         tune(config_of(*QUICK, f"out={tmp_path / 'study'}"))
 
 
@@ -184,7 +183,7 @@ def test_nothing_is_reported_while_held_out_examples_failed(tmp_path: Path, monk
 
     monkeypatch.setattr(eval.run.measure, "generate", generate_or_fail)
     config = config_of(*QUICK, "trials=1", "finalists=1", f"out={tmp_path / 'study'}")
-    with pytest.raises(RunError, match=r"1 held-out examples failed .* the first: lookup, .*: out of memory"):
+    with pytest.raises(UserError, match=r"1 held-out examples failed .* the first: lookup, .*: out of memory"):
         tune(config)
     assert not (tmp_path / "study" / "front.csv").exists()
     (tmp_path / "study" / "tuned-9.99x.yaml").write_text("of an earlier front")
@@ -237,16 +236,16 @@ def test_the_difference_is_of_the_same_examples() -> None:
     ],
 )
 def test_refusals(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(UserError, match=re.escape(message)):
         config_of(*overrides)
 
 
 def test_what_only_the_prompts_tell_is_refused_before_a_model_loads(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("eval.tune.search.load_model", None)
     out = f"out={tmp_path / 'study'}"
-    with pytest.raises(ConfigError, match=r"out of reach. On these prompts the best ideal speedup .* is 7\.7\d "):
+    with pytest.raises(UserError, match=r"out of reach. On these prompts the best ideal speedup .* is 7\.7\d "):
         tune(config_of(*QUICK, out, "target_speedup=40"))
-    with pytest.raises(ConfigError, match="layers=8: expected less than the model's 8"):
+    with pytest.raises(UserError, match="layers=8: expected less than the model's 8"):
         tune(config_of(*QUICK, out, "layers=8"))
     assert not (tmp_path / "study").exists()
 

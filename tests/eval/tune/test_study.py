@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from eval.store.folder import StoreError
 from eval.tune.findings import best, evenly, front
 from eval.tune.space import Candidate, Ideal, Space
 from eval.tune.study import Scored, TrialFailed, Tried, open_study, search
+from lazyllm.errors import UserError
 from tests.eval.tune.test_space import SHAPE
 
 SPACE = Space(5, 2, 20, 80, 20)
@@ -117,15 +117,15 @@ def test_a_study_of_something_else_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path, code="one"):
         pass
     differs = r"holds a study that differs \(code: \"one\" there, \"two\" now\)"
-    with pytest.raises(StoreError, match=differs), opened(tmp_path, code="two"):
+    with pytest.raises(UserError, match=differs), opened(tmp_path, code="two"):
         pass
-    with pytest.raises(StoreError, match=r"seed: 0 there, 1 now"), opened(tmp_path, seed=1, code="one"):
+    with pytest.raises(UserError, match=r"seed: 0 there, 1 now"), opened(tmp_path, seed=1, code="one"):
         pass
     (tmp_path / "study.json").write_text("{")
-    with pytest.raises(StoreError, match="cannot be read as a study's description"), opened(tmp_path):
+    with pytest.raises(UserError, match="cannot be read as a study's description"), opened(tmp_path):
         pass
     (tmp_path / "study.json").unlink()
-    with pytest.raises(StoreError, match="that says whose"), opened(tmp_path):
+    with pytest.raises(UserError, match="that says whose"), opened(tmp_path):
         pass
 
 
@@ -145,7 +145,7 @@ def test_a_candidate_that_fails_has_no_score_and_three_end_the_search(tmp_path: 
         assert [one.candidate for one in study.tried()] == [calls[0], *calls[2:]]
         assert (study.counts().measured, study.counts().failed) == (4, 1)
     ends = "three trials failed, the last one: out of memory"
-    with opened(tmp_path / "never") as study, pytest.raises(StoreError, match=ends):
+    with opened(tmp_path / "never") as study, pytest.raises(UserError, match=ends):
         search(study, never, 4, always)
 
 

@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 import lazyllm
-from lazyllm import UnsupportedModelError
 from lazyllm.engine.architecture import find_layout, windows_of
 from lazyllm.engine.decoder import check_same_as_model, open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.prompt import Prompt
+from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, RandomDrop
 from scripts.support_matrix import OUT, REFUSED, refusal_of, table
 from tests.lazyllm.engine.architecture_matrix import Cell, cells, check
@@ -148,14 +148,14 @@ def test_layers_that_mix_tokens_outside_attention_are_refused() -> None:
     model = _llama()
     check_same_as_model(model)
     model.model.layers[2].mlp = nn.Sequential(Mixing(), model.model.layers[2].mlp)
-    with pytest.raises(UnsupportedModelError, match="gives other logits than the model does"):
+    with pytest.raises(UserError, match="gives other logits than the model does"):
         check_same_as_model(model)
 
 
 def test_a_model_that_lazyllm_did_not_load_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _llama()
     model.model.layers[2].mlp = nn.Sequential(Mixing(), model.model.layers[2].mlp)
-    with pytest.raises(UnsupportedModelError, match="gives other logits than the model does"):
+    with pytest.raises(UserError, match="gives other logits than the model does"):
         lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
     model = _llama()
     lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
@@ -177,21 +177,21 @@ def test_a_full_memory_is_no_unsupported_model(monkeypatch: pytest.MonkeyPatch) 
 def test_what_has_another_number_of_layers_than_it_says_is_refused() -> None:
     model = _llama()
     model.model.layers = model.model.layers[:2]
-    with pytest.raises(UnsupportedModelError, match="has 2 modules in `layers`, but num_hidden_layers=4"):
+    with pytest.raises(UserError, match="has 2 modules in `layers`, but num_hidden_layers=4"):
         lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
 
 
 def test_a_mask_that_is_not_the_configs_is_refused() -> None:
     model = _llama()
     model.config.sliding_window = 5  # which a Llama does not heed
-    with pytest.raises(UnsupportedModelError, match="should let a token attend to the 5 tokens up to itself"):
+    with pytest.raises(UserError, match="should let a token attend to the 5 tokens up to itself"):
         lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
 
 
 def test_layers_without_k_and_v_of_their_own_are_refused() -> None:
     model = _llama()
     model.model.layers[3].self_attn = model.model.layers[2].self_attn  # whose K and V it then shares
-    with pytest.raises(UnsupportedModelError, match="cannot be run one by one"):
+    with pytest.raises(UserError, match="cannot be run one by one"):
         check_same_as_model(model)
 
 

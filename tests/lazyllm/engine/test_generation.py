@@ -11,9 +11,9 @@ from transformers import (
 )
 
 import lazyllm
-from lazyllm import UnsupportedModelError
 from lazyllm.engine.decoder import check_same_as_model, check_structure, open_decoder
 from lazyllm.engine.prompt import Prompt
+from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy
 from tests.reference import random_model
 
@@ -87,7 +87,7 @@ def test_bad_settings() -> None:
         lazyllm.generate(MODEL, PROMPT, Baseline(), 0, ())
     with pytest.raises(ValueError, match="only 4 layers"):
         lazyllm.generate(MODEL, PROMPT, Lazy({5: 0.5}), 3, ())
-    with pytest.raises(UnsupportedModelError, match="training mode"):
+    with pytest.raises(UserError, match="training mode"):
         lazyllm.generate(random_model("llama", 2, num_layers=2).train(), PROMPT, Baseline(), 3, ())
 
 
@@ -100,7 +100,7 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
 
 def test_other_architectures_are_refused_with_the_reason() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=40)).eval()
-    with pytest.raises(UnsupportedModelError, match="not built like a Llama"):
+    with pytest.raises(UserError, match="not built like a Llama"):
         check_structure(gpt2)
     check_same_as_model(MODEL)
 

@@ -16,8 +16,9 @@ import torch
 from transformers import LogitsProcessorList
 
 import lazyllm
+from lazyllm.errors import UserError
 from lazyllm.integrations.chat import Chat, main, method_of
-from lazyllm.methods import Baseline, Lazy, MethodError, RandomDrop
+from lazyllm.methods import Baseline, Lazy, RandomDrop
 
 TEXT = "entry zanur lantern copper. the old house was quiet. Question: entry zanur"
 METHOD = Lazy({2: 0.5, 5: 0.5})
@@ -168,7 +169,7 @@ def test_schedules() -> None:
 def test_methods() -> None:
     assert method_of("paper", "baseline", 8) == Baseline()
     assert method_of("paper", 'random_drop {"keep": 0.5}', 8) == RandomDrop(0.5)
-    with pytest.raises(MethodError, match="unknown method 'nosuch'; known are"):
+    with pytest.raises(UserError, match="unknown method 'nosuch'; known are"):
         method_of("paper", "nosuch", 8)
     with pytest.raises(ValueError, match="--method is a NAME, or NAME and JSON"):
         method_of("paper", "random_drop 0.5", 8)

@@ -15,6 +15,8 @@ import pytest
 import torch
 import yaml
 
+from lazyllm.errors import UserError
+
 pytest.importorskip("lm_eval")
 
 from lm_eval import simple_evaluate
@@ -26,8 +28,8 @@ from eval.benchmarks.embedded import rows
 from lazyllm.engine.session import Session
 from lazyllm.integrations import lm_eval
 from lazyllm.integrations.lm_eval import PrunedLM
-from lazyllm.methods import Lazy, MethodError
-from lazyllm.models.load import PRESETS, ModelError
+from lazyllm.methods import Lazy
+from lazyllm.models.load import PRESETS
 from tests.reference import lazy_reference
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -211,14 +213,14 @@ def test_continuations_share_a_prefill_as_far_as_they_can(pruned: PrunedLM, pref
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"method": "nosuch"}, MethodError, "unknown method 'nosuch'; known are baseline, lazy"),
-        ({"add_bos_token": True}, MethodError, "method 'lazy' has no setting 'add_bos_token'; it has schedule"),
-        ({"schedule": "9:0.7"}, MethodError, "prunes after layer 9, but the model has only 8 layers"),
-        ({"schedule": "2:half"}, MethodError, "schedule=2:half: could not convert .* give LAYER:RATIO"),
-        ({"method": "prompt_compression", "keep": 0.5, "unit": "sentence"}, MethodError, "needs the prompt's text"),
-        ({"pretrained": "nosuch"}, ModelError, "'nosuch' is no model"),
-        ({"dtype": "float8"}, ModelError, "unknown dtype 'float8'"),
-        ({"device": "tpu9"}, ModelError, "device 'tpu9'"),
+        ({"method": "nosuch"}, UserError, "unknown method 'nosuch'; known are baseline, lazy"),
+        ({"add_bos_token": True}, UserError, "method 'lazy' has no setting 'add_bos_token'; it has schedule"),
+        ({"schedule": "9:0.7"}, UserError, "prunes after layer 9, but the model has only 8 layers"),
+        ({"schedule": "2:half"}, UserError, "schedule=2:half: could not convert .* give LAYER:RATIO"),
+        ({"method": "prompt_compression", "keep": 0.5, "unit": "sentence"}, UserError, "needs the prompt's text"),
+        ({"pretrained": "nosuch"}, UserError, "'nosuch' is no model"),
+        ({"dtype": "float8"}, UserError, "unknown dtype 'float8'"),
+        ({"device": "tpu9"}, UserError, "device 'tpu9'"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_weights_load(

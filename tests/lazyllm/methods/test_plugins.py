@@ -13,8 +13,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException
 
-from eval.run.config import ConfigError, canonical, check_choice, register_schema, to_run_config
-from lazyllm.methods import METHODS, Lazy, MethodError, base, by_name, code_of, known, make, plugins
+from eval.run.config import canonical, check_choice, register_schema, to_run_config
+from lazyllm.errors import UserError
+from lazyllm.methods import METHODS, Lazy, base, by_name, code_of, known, make, plugins
 from tests.own_package import install_own_package
 
 CONF = Path(__file__).resolve().parents[3] / "eval" / "conf"
@@ -60,7 +61,7 @@ def test_its_name_is_known_as_if_it_were_lazyllms_own(installed: Path) -> None:
 
 def test_without_the_package_nothing_is_known_of_it() -> None:
     assert known() == list(METHODS)
-    with pytest.raises(MethodError, match=r"unknown method 'keep_last'; known are baseline, lazy, .*static_pruning$"):
+    with pytest.raises(UserError, match=r"unknown method 'keep_last'; known are baseline, lazy, .*static_pruning$"):
         make("keep_last")
 
 
@@ -70,11 +71,11 @@ def test_its_config_is_the_dataclass(installed: Path) -> None:
     assert lots == {"name": "draws_lots", "layers": [1, 2], "seed": 3}  # the run's seed, as for lazyllm's own
     assert config_of("method=draws_lots", "seed=3", "method.seed=5").method["seed"] == 5
     assert canonical(lots) == {"name": "draws_lots", "seed": 3}
-    with pytest.raises(ConfigError, match=r"method\.layer has no default: give it on the command line"):
+    with pytest.raises(UserError, match=r"method\.layer has no default: give it on the command line"):
         config_of("method=keep_last")
     with pytest.raises(Exception, match="kep"):  # Hydra's own error
         config_of("method=keep_last", "method.layer=3", "method.kep=0.3")
-    with pytest.raises(ConfigError, match=r"method 'keep_last': keep lies in \(0, 1\], got 2.0"):
+    with pytest.raises(UserError, match=r"method 'keep_last': keep lies in \(0, 1\], got 2.0"):
         config_of("method=keep_last", "method.layer=3", "method.keep=2.0")
 
 
@@ -92,12 +93,12 @@ def test_what_cannot_be_used_is_refused_when_it_is_asked_for_and_not_before(
 ) -> None:
     assert config_of("method=static_pruning").method["name"] == "static_pruning"
     check_choice(["method=keep_last", "method.layer=3"])
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         check_choice([f"method={name}", "method.anything=1"])
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         check_choice([f"method=baseline,{name}", "-m"])
     if name != "odd_default":  # which only a config cannot hold
-        with pytest.raises(MethodError, match=message):
+        with pytest.raises(UserError, match=message):
             make(name)
     assert isinstance(Lazy(), METHODS["lazy"])  # in Python there is nothing to mistake
 
@@ -105,21 +106,21 @@ def test_what_cannot_be_used_is_refused_when_it_is_asked_for_and_not_before(
 def test_two_packages_with_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     twice = [plugins.Plugin("same", package, "1", "own_methods.keep_last:KeepLast") for package in ("one", "other")]
     monkeypatch.setattr(plugins, "installed", lambda: {"same": tuple(twice)})
-    with pytest.raises(MethodError, match="'same' is added more than once, by one and other: uninstall one"):
+    with pytest.raises(UserError, match="'same' is added more than once, by one and other: uninstall one"):
         make("same", {"layer": 2})
 
 
 def test_an_unknown_name_is_answered_with_all_that_are_known(installed: Path) -> None:
-    with pytest.raises(MethodError, match=r"'keep_first'; known are baseline, .*static_pruning.*keep_last"):
+    with pytest.raises(UserError, match=r"'keep_first'; known are baseline, .*static_pruning.*keep_last"):
         make("keep_first")
     with pytest.raises(MissingConfigException, match="keep_last"):  # in Hydra's list of what there is
         config_of("method=keep_first")
 
 
 def test_settings_are_checked_by_name() -> None:
-    with pytest.raises(MethodError, match="'random_drop' has no setting 'kep'; it has keep, seed"):
+    with pytest.raises(UserError, match="'random_drop' has no setting 'kep'; it has keep, seed"):
         make("random_drop", {"kep": 0.3})
-    with pytest.raises(MethodError, match=r"'random_drop' needs keep=\.\.\.; its settings are keep, seed"):
+    with pytest.raises(UserError, match=r"'random_drop' needs keep=\.\.\.; its settings are keep, seed"):
         make("random_drop")
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import lazyllm
-from lazyllm import ModelError
+from lazyllm.errors import UserError
 from lazyllm.models import checkpoint, hub
 from lazyllm.models.load import PRESETS, as_device, load_config, load_end_ids, load_weights, source_of
 from tests.reference import random_model
@@ -77,7 +77,7 @@ def test_a_dummy_has_no_tokenizer_unless_named(offline, monkeypatch) -> None:
 
 def test_offline_and_not_cached_is_said_without_asking_the_hub(offline, monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("the hub was asked"))
-    with pytest.raises(ModelError, match=r"HF_HUB_OFFLINE is set.*model.name=FOLDER.*model.load_format=dummy"):
+    with pytest.raises(UserError, match=r"HF_HUB_OFFLINE is set.*model.name=FOLDER.*model.load_format=dummy"):
         lazyllm.load_model("llama2")
 
 
@@ -96,7 +96,7 @@ def test_no_access_says_how_to_get_it(monkeypatch, tmp_path: Path, error: type, 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(hub, "is_reachable", lambda *_: True)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         lazyllm.load_model("llama2")
 
 
@@ -123,7 +123,7 @@ class _Response:
 def test_bad_arguments(name: str, settings: dict, message: str) -> None:
     if "cuda" in str(settings) and torch.cuda.is_available():
         pytest.skip("this machine has the device that the test expects to be absent")
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         lazyllm.load_model(name, **settings)
 
 
@@ -132,7 +132,7 @@ def test_pickles_and_remote_code_are_not_read(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(TINY)
     (tmp_path / "pickled" / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"its weights are pickles \(pytorch_model.bin\)"):
+    with pytest.raises(UserError, match=r"its weights are pickles \(pytorch_model.bin\)"):
         lazyllm.load_model(str(tmp_path / "pickled"), device="cpu")
     shutil.copytree(TINY, tmp_path / "remote")
     config = json.loads((TINY / "config.json").read_text()) | {
@@ -141,7 +141,7 @@ def test_pickles_and_remote_code_are_not_read(tmp_path: Path) -> None:
     }
     (tmp_path / "remote" / "config.json").write_text(json.dumps(config))
     (tmp_path / "remote" / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    with pytest.raises(ModelError):
+    with pytest.raises(UserError):
         lazyllm.load_model(str(tmp_path / "remote"), device="cpu")
     assert not (tmp_path / "ran").exists()
 
@@ -156,7 +156,7 @@ def test_end_tokens_are_the_generation_configs(tmp_path: Path) -> None:
     (folder / "generation_config.json").unlink()
     assert load_end_ids(str(folder)) == (2,)
     (folder / "generation_config.json").write_text("{")
-    with pytest.raises(ModelError, match="generation_config"):
+    with pytest.raises(UserError, match="generation_config"):
         load_end_ids(str(folder))
 
 
@@ -204,7 +204,7 @@ def test_no_pickle_is_opened_whatever_names_it(tmp_path: Path, file: str, change
     else:
         config = json.loads((TINY / "config.json").read_text()) | changes
         (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=rf"its weights are pickles \({file}\).*refused.*save_pretrained"):
+    with pytest.raises(UserError, match=rf"its weights are pickles \({file}\).*refused.*save_pretrained"):
         lazyllm.load_model(str(folder), device="cpu")
     assert not mark.exists()
 
@@ -215,7 +215,7 @@ def test_what_the_refusal_says_makes_the_checkpoint_readable(tmp_path: Path) -> 
     model = AutoModelForCausalLM.from_pretrained(TINY)
     (folder / "model.safetensors").unlink()
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(UserError) as caught:
         load_weights(str(folder), dtype="float32", device="cpu")
     command = re.search(r'python -c "(.*)",', str(caught.value))
     assert command is not None
@@ -238,7 +238,7 @@ def test_a_hub_repository_without_safetensors_is_refused_and_not_converted(monke
     monkeypatch.setattr(
         lazyllm.models.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded")
     )
-    with pytest.raises(ModelError, match=r"owner/old: its weights are no safetensors.*refused"):
+    with pytest.raises(UserError, match=r"owner/old: its weights are no safetensors.*refused"):
         load_weights("owner/old", device="cpu")
     assert asked == ["config.json", "model.safetensors", "model.safetensors.index.json"]
 
@@ -257,7 +257,7 @@ def test_a_checkpoint_in_shards_is_whole_or_refused(tmp_path: Path) -> None:
     content = shards[1].read_bytes()
 
     def refused(message: str) -> None:
-        with pytest.raises(ModelError, match=message):
+        with pytest.raises(UserError, match=message):
             load_weights(str(tmp_path / "shards"), dtype="float32", device="cpu")
 
     for end in (0, 7, 100, len(content) // 2, len(content) - 1):
@@ -286,14 +286,14 @@ def test_weights_that_a_checkpoint_lacks_are_not_made_up(tmp_path: Path) -> None
     del weights["model.layers.3.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        ModelError, match=r"lacks 1 of the model's weights, the first: model.layers.3.mlp.up_proj.weight"
+        UserError, match=r"lacks 1 of the model's weights, the first: model.layers.3.mlp.up_proj.weight"
     ):
         load_weights(str(folder), device="cpu")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="holds no weights"):
+    with pytest.raises(UserError, match="holds no weights"):
         load_weights(str(folder), device="cpu")
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="is an adapter: merge it into its model"):
+    with pytest.raises(UserError, match="is an adapter: merge it into its model"):
         load_weights(str(folder), device="cpu")
 
 
@@ -302,5 +302,5 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "broken" / "model.safetensors")
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"logits are not finite .* in float32; are its weights whole"):
+    with pytest.raises(UserError, match=r"logits are not finite .* in float32; are its weights whole"):
         load_weights(str(tmp_path / "broken"), dtype="float32", device="cpu")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lazyllm.models.tokenizers import TokenizerError, load_tokenizer
+from lazyllm.errors import UserError
+from lazyllm.models.tokenizers import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 LLAMA2 = ROOT.parent / "shared" / "tokenizers" / "llama2"
@@ -81,13 +82,13 @@ def test_settings_beside_the_file_are_used(tmp_path):
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path):
-    with pytest.raises(TokenizerError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+    with pytest.raises(UserError, match=r"neither tokenizer\.json nor tokenizer\.model"):
         load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("source", ["./nowhere", "/nowhere/at/all", "a/b/c"])
 def test_a_path_to_nothing_is_refused(source):
-    with pytest.raises(TokenizerError, match="no such file or folder"):
+    with pytest.raises(UserError, match="no such file or folder"):
         load_tokenizer(source)
 
 
@@ -95,7 +96,7 @@ def test_a_path_to_nothing_is_refused(source):
 def test_a_file_that_is_no_sentencepiece_model_is_refused(tmp_path, content):
     """As Llama 3's tokenizer.model, which is tiktoken's format."""
     (tmp_path / "tokenizer.model").write_bytes(content)
-    with pytest.raises(TokenizerError, match=r"tokenizer\.model: (not a sentencepiece model|.*of another kind)"):
+    with pytest.raises(UserError, match=r"tokenizer\.model: (not a sentencepiece model|.*of another kind)"):
         load_tokenizer(tmp_path)
 
 
@@ -111,13 +112,13 @@ def test_a_sentencepiece_model_of_another_kind_is_refused(tmp_path):
         hard_vocab_limit=False,
         minloglevel=2,
     )
-    with pytest.raises(TokenizerError, match="of another kind than Llama's"):
+    with pytest.raises(UserError, match="of another kind than Llama's"):
         load_tokenizer(tmp_path)
 
 
 def test_a_damaged_tokenizer_json_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(TokenizerError, match=r"could not be loaded .*model\.tokenizer=FOLDER"):
+    with pytest.raises(UserError, match=r"could not be loaded .*model\.tokenizer=FOLDER"):
         load_tokenizer(tmp_path)
 
 
@@ -125,6 +126,6 @@ def test_a_hub_id_without_network_ends_fast_in_one_message(monkeypatch, tmp_path
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     started = time.monotonic()
-    with pytest.raises(TokenizerError, match=r"some/model: .*HF_HUB_OFFLINE is set.*model\.tokenizer=FOLDER"):
+    with pytest.raises(UserError, match=r"some/model: .*HF_HUB_OFFLINE is set.*model\.tokenizer=FOLDER"):
         load_tokenizer("some/model")
     assert time.monotonic() - started < 5

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import lazyllm
-from lazyllm import ModelError, UnsupportedModelError
 from lazyllm.engine import cpu_linear, decoder, generation, memory
 from lazyllm.engine.decoder import check_same_as_model, open_decoder
 from lazyllm.engine.devices import devices_of, home_of
+from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
 from lazyllm.models import load, quantisation
 from lazyllm.models.load import check_settings, devices_in_use, load_weights
@@ -108,7 +108,7 @@ def test_a_probe_of_quantised_weights_needs_no_more_tolerance(saved: str, monkey
         # and an architecture that the loop leaves something out of is still found
         monkeypatch.setattr(decoder.Decoder, "embed", lambda self, ids, _: 1.05 * self._inner.embed_tokens(ids[None]))
         monkeypatch.setattr(model.model.norm, "variance_epsilon", 10.0)  # else the first norm would undo the scale
-        with pytest.raises(UnsupportedModelError, match="other logits"):
+        with pytest.raises(UserError, match="other logits"):
             check_same_as_model(model)
         monkeypatch.undo()
 
@@ -138,9 +138,9 @@ def test_a_checkpoint_that_is_quantised_loads_as_it_is(saved: str, tmp_path: Pat
     assert (one.token_ids, one.selected) == (two.token_ids, two.selected)
     # not bit for bit: where a file's bytes lie in memory decides how the CPU adds them up
     torch.testing.assert_close(one.first_logits, two.first_logits, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ModelError, match=r"is quantised already \(torchao\): leave out quantise=int8"):
+    with pytest.raises(UserError, match=r"is quantised already \(torchao\): leave out quantise=int8"):
         load_weights(str(tmp_path / "int8"), device="cpu", quantise="int8")
-    with pytest.raises(ModelError, match=r"is quantised \(torchao\), which random weights would not be"):
+    with pytest.raises(UserError, match=r"is quantised \(torchao\), which random weights would not be"):
         load_weights(str(tmp_path / "int8"), "dummy", device="cpu")
 
 
@@ -154,7 +154,7 @@ def test_a_checkpoint_quantised_by_what_is_not_there_is_refused_before_it_loads(
         own = {"quant_method": method, "load_in_8bit": method == "bitsandbytes", "bits": 4}
         config = json.loads((folder / "config.json").read_text()) | {"quantization_config": own}
         (folder / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ModelError, match=message):
+        with pytest.raises(UserError, match=message):
             load_weights(str(folder), device="cpu")
 
 
@@ -182,7 +182,7 @@ def test_refused_before_anything_is_read(monkeypatch, settings: dict, absent: st
     if absent is not None:
         monkeypatch.setattr(quantisation, f"is_{absent}_available", lambda: False)
     monkeypatch.setattr(load, "load_config", lambda *_: pytest.fail("the config was read"))
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         lazyllm.load_model("tiny", **settings)
 
 
@@ -354,5 +354,5 @@ def test_devices_that_a_map_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices_in_use("auto") == (torch.device("cuda"),)
     assert devices_in_use("auto", "auto") == (FIRST, SECOND, THIRD)
     assert devices_in_use("auto", {"a": 2, "b": "cuda:0", "c": "disk", "d": 2}) == (THIRD, FIRST)
-    with pytest.raises(ModelError, match="names 3, but torch sees cuda:0, cuda:1, cuda:2"):
+    with pytest.raises(UserError, match="names 3, but torch sees cuda:0, cuda:1, cuda:2"):
         check_settings("auto", "bfloat16", "auto", "sdpa", None, {"a": 3})

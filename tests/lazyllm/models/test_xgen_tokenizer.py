@@ -22,10 +22,11 @@ import tiktoken
 from tiktoken_ext import openai_public
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from lazyllm.errors import UserError
 from lazyllm.models import xgen_tokenizer as xgen
-from lazyllm.models.hub import HubError, hub_file
+from lazyllm.models.hub import hub_file
 from lazyllm.models.load import load_tokenizer_of
-from lazyllm.models.tokenizers import TokenizerError, load_tokenizer
+from lazyllm.models.tokenizers import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 CHARACTERS = [code for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]  # all but surrogates
@@ -94,7 +95,7 @@ def file(request, merges_file) -> Path:
         patch.setenv("HF_HUB_OFFLINE", "1")
         try:
             found = hub_file(xgen.GPT2, xgen.MERGES)
-        except HubError as error:
+        except UserError as error:
             pytest.skip(f"GPT-2's own merges are not here: {error}")
     assert found is not None
     return found
@@ -328,7 +329,7 @@ def test_xgen_is_found_out_from_its_config(checkpoint, naming):
 )
 def test_others_are_not_taken_for_xgen(checkpoint, naming):
     folder = checkpoint(**{"auto_map": {"AutoTokenizer": ["tokenization_x.X", None]}} | naming)
-    with pytest.raises(TokenizerError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+    with pytest.raises(UserError, match=r"neither tokenizer\.json nor tokenizer\.model"):
         load_tokenizer(folder)
 
 
@@ -347,7 +348,7 @@ def test_settings_of_the_checkpoint_are_used(checkpoint):
     ],
 )
 def test_a_config_that_would_change_ids_is_refused(checkpoint, setting, message):
-    with pytest.raises(TokenizerError, match=message):
+    with pytest.raises(UserError, match=message):
         load_tokenizer(checkpoint(**setting))
 
 
@@ -370,7 +371,7 @@ def test_the_hash_is_the_one_that_tiktoken_checks():
 def test_merges_that_are_not_gpt2s_are_refused(checkpoint):
     folder = checkpoint()
     (folder / "merges.txt").write_text("#version: 0.2\na b\n")
-    with pytest.raises(TokenizerError, match=r"merges\.txt: not GPT-2's .* its sha256 is .*model\.tokenizer=FOLDER"):
+    with pytest.raises(UserError, match=r"merges\.txt: not GPT-2's .* its sha256 is .*model\.tokenizer=FOLDER"):
         load_tokenizer(folder)
 
 
@@ -378,14 +379,14 @@ def test_merges_that_are_not_gpt2s_are_refused(checkpoint):
 def test_another_end_of_text_id_than_the_models_is_refused(change, message):
     # Ġa with every sign up to 50,000: made tokens need not be likely ones, only different
     pairs = [pair for pair in product(sorted(BYTE_OF), repeat=2) if pair[0] not in "Ġĉ"][: 50_000 + change]
-    with pytest.raises(TokenizerError, match=message):
+    with pytest.raises(UserError, match=message):
         xgen.xgen_tokenizer(pairs)
 
 
 def test_merges_with_a_run_of_blanks_are_refused():
     pairs = list(product(sorted(BYTE_OF), repeat=2))[-50_000:]
     assert ("Ġ", "Ġ") in pairs
-    with pytest.raises(TokenizerError, match="or a run of blanks"):
+    with pytest.raises(UserError, match="or a run of blanks"):
         xgen.xgen_tokenizer(pairs)
 
 
@@ -427,14 +428,14 @@ def test_offline_the_message_says_which_file_goes_where(checkpoint, monkeypatch,
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     where = r"HF_HUB_OFFLINE is set.*https://huggingface\.co/openai-community/gpt2/.*merges\.txt into a folder, beside"
-    with pytest.raises(TokenizerError, match=where):
+    with pytest.raises(UserError, match=where):
         load_tokenizer(folder)
-    with pytest.raises(TokenizerError, match=r"for XGen 7B its tokenizer_config\.json and GPT-2's merges\.txt"):
+    with pytest.raises(UserError, match=r"for XGen 7B its tokenizer_config\.json and GPT-2's merges\.txt"):
         load_tokenizer("Salesforce/xgen-7b-8k-inst")
 
 
 def test_a_damaged_config_is_refused(checkpoint):
     folder = checkpoint()
     (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: not JSON"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: not JSON"):
         load_tokenizer(folder)
