@@ -12,7 +12,6 @@ from eval.paper.tables import TABLES
 from eval.report.page import render
 from eval.store.folder import write_whole
 from eval.store.frame import find_runs
-from lazyllm.errors import UserError
 
 LARGE_MB = 30
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
@@ -65,6 +65,14 @@ class Method(ABC):
     In a file of an installed package, an entry point gives the class a name (`lazyllm.methods.plugins`): then
     `python run.py method=keep_last method.layer=2 method.keep=0.25` works, and so does `lazyllm.methods.make`.
     """
+
+    label: ClassVar[str]  # the method's name in tables and legends
+    order: ClassVar[int] = 100  # its place there: lower first, ties by label
+    colour: ClassVar[str | None] = None  # in every picture, as #RRGGBB; None takes a spare one
+    marker: ClassVar[str | None] = None  # likewise, a matplotlib marker
+    dial: ClassVar[str | None] = (
+        None  # the hyperparameter that a target speedup ("2.0x") is solved for; None: cannot be
+    )
 
     @abstractmethod
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:

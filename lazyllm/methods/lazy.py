@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,12 @@ class Lazy(Method):
 
     Ours: keep ratios instead of percentiles, ties to the lower position, the newest token always kept.
     """
+
+    label: ClassVar[str] = "LazyLLM"
+    order: ClassVar[int] = 4
+    colour: ClassVar[str | None] = "#0072B2"
+    marker: ClassVar[str | None] = "o"
+    dial: ClassVar[str | None] = "schedule"
 
     schedule: Schedule | Mapping[int, float] | str = "paper"
     prune_generated: bool = False

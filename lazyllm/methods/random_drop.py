@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -25,6 +26,12 @@ class RandomDrop(Method):
     Ours: what is left is a shorter prompt, with positions counted anew, as the model sees nothing of the rest. The
     draw depends on the seed and on n only.
     """
+
+    label: ClassVar[str] = "random token drop"
+    order: ClassVar[int] = 1
+    colour: ClassVar[str | None] = "#009E73"
+    marker: ClassVar[str | None] = "^"
+    dial: ClassVar[str | None] = "keep"
 
     keep: float
     seed: int = 0

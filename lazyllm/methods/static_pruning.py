@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lazyllm.engine.decoder import Decoder
 from lazyllm.engine.method import Method
@@ -20,6 +21,12 @@ class StaticPruning(Method):
 
     Pruned tokens leave the KV cache of the early layers too, and never come back: decoding sees the kept ones only.
     """
+
+    label: ClassVar[str] = "static pruning"
+    order: ClassVar[int] = 2
+    colour: ClassVar[str | None] = "#D55E00"
+    marker: ClassVar[str | None] = "s"
+    dial: ClassVar[str | None] = "keep"
 
     layer: int
     keep: float

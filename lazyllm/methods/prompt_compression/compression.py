@@ -10,7 +10,7 @@ import re
 import time
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -60,6 +60,11 @@ class PromptCompression(Method):
     its tokens that may go (as in the authors' code; the paper adds them up, which prefers long units); ties go to the
     lower position; line breaks, indentation and other white space always stay.
     """
+
+    label: ClassVar[str] = "prompt compression"
+    order: ClassVar[int] = 3
+    colour: ClassVar[str | None] = "#CC79A7"
+    marker: ClassVar[str | None] = "D"
 
     keep: float
     unit: str = "sentence"
