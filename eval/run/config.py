@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -22,7 +22,7 @@ from eval.run.shards import parse_shard
 from eval.run.tracking import MODES, TRACKERS, TrackerConfig
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Method, by_name, known, make, settings_of
-from lazyllm.models.load import check_settings
+from lazyllm.models.spec import ModelSpec
 
 # Launcher -> (the plugin's package, the extra of pyproject.toml that installs it)
 LAUNCHERS = {
@@ -45,7 +45,7 @@ DEFAULT_LABEL = "comparison"  # of an experiment that names none
 class ModelConfig:
     """name: preset, folder or hub id. load_format: "auto" or "dummy" (random weights, nothing downloaded).
 
-    dtype, device, revision, attn_implementation, quantise, device_map: as in `lazyllm.load_model`. tokenizer: folder or
+    dtype, device, revision, attn_implementation, quantise, device_map: as in `ModelSpec`. tokenizer: folder or
     hub id where it is not the model's own. max_prompt_tokens: LongBench's limit, beyond which the middle of a prompt is
     cut out; null for none. chat: how prompts are wrapped: none, llama2, xgen or auto (the tokenizer's own template).
     paper: the column of the paper's tables that the model is compared with: llama2, xgen or null.
@@ -215,14 +215,7 @@ def to_run_config(config: Any) -> RunConfig:
     _require(plain.half in (None, *HALVES), "half", plain.half, f"{' or '.join(HALVES)}, or null")
     _require(plain.tracker.name in TRACKERS, "tracker.name", plain.tracker.name, " or ".join(TRACKERS))
     _require(plain.tracker.mode in MODES, "tracker.mode", plain.tracker.mode, ", ".join(MODES))
-    check_settings(
-        plain.model.load_format,
-        plain.model.dtype,
-        plain.model.device,
-        plain.model.attn_implementation,
-        plain.model.quantise,
-        plain.model.device_map,
-    )
+    model_spec(plain).check()
     chat_format(plain.model.chat)
     _require(plain.only is None or plain.only in plain.compare, "only", plain.only, ", ".join(plain.compare) or "null")
     compared = {plain.only: plain.compare[plain.only]} if plain.only is not None else plain.compare
@@ -240,6 +233,12 @@ def to_run_config(config: Any) -> RunConfig:
             raise UserError(f"shard: {error}") from error
     datasets_of(plain)
     return plain
+
+
+def model_spec(config: RunConfig) -> ModelSpec:
+    """The model that a run loads, and how."""
+    keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
+    return ModelSpec(**{key: getattr(config.model, key) for key in keys}, seed=config.seed)
 
 
 def datasets_of(config: RunConfig) -> tuple[Dataset, ...]:

@@ -18,7 +18,7 @@ from eval.run.config import RunConfig, canonical, register_schema, to_run_config
 from eval.run.plan import identify
 from eval.store.frame import label_of
 from lazyllm.errors import UserError
-from lazyllm.models.quantisation import QUANTISATIONS
+from lazyllm.models.spec import QUANTISATIONS
 
 _CONF = Path(__file__).resolve().parents[1] / "conf"
 # of a run's identity: what depends on where a job runs, and on when, not on what was asked for

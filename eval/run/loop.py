@@ -31,7 +31,7 @@ from eval.paper.summary import (
     to_markdown,
 )
 from eval.run import device_lock, provenance
-from eval.run.config import DEFAULT_LABEL, RunConfig
+from eval.run.config import DEFAULT_LABEL, RunConfig, model_spec
 from eval.run.measure import Bench, Case
 from eval.run.plan import Plan, check_comparison, prepare
 from eval.run.progress import progress
@@ -165,19 +165,8 @@ def _noted(store: RunStore, used: tuple[torch.device, ...], examples: int) -> It
 
 def load_model(config: RunConfig) -> PreTrainedModel:
     """The model that a config names, as its run measures it. Raises as `lazyllm.load_model`."""
-    settings = config.model
-    model = load_weights(
-        settings.name,
-        settings.load_format,  # type: ignore[arg-type]  # checked with the config
-        settings.dtype,
-        settings.device,
-        revision=settings.revision,
-        attn_implementation=settings.attn_implementation,
-        seed=config.seed,
-        quantise=settings.quantise,
-        device_map=settings.device_map,
-    )
-    if settings.device_map is not None:
+    model = load_weights(model_spec(config))
+    if config.model.device_map is not None:
         log.info("layers are computed on %s", ", ".join(map(str, devices_of(model))))
     return model
 

@@ -17,14 +17,15 @@ from eval.benchmarks.longbench import Example, LoadedDataset, load_rows
 from eval.benchmarks.prompts import build_prompt, end_token_ids
 from eval.benchmarks.split import in_half
 from eval.run import provenance, speedup_targets
-from eval.run.config import RunConfig, build_method, canonical, check_method, datasets_of
+from eval.run.config import RunConfig, build_method, canonical, check_method, datasets_of, model_spec
 from eval.run.measure import Case
 from eval.run.shards import Shard, parse_shard, split
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
 from lazyllm.methods import code_of
-from lazyllm.models.load import check_loading, devices_in_use, load_config, load_end_ids, load_tokenizer_of, source_of
-from lazyllm.models.quantisation import QUANTISATIONS, quantised_by
+from lazyllm.models.load import check_loading, devices_in_use, load_config, load_end_ids, load_tokenizer_of
+from lazyllm.models.quantisation import quantised_by
+from lazyllm.models.spec import QUANTISATIONS, source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -114,22 +115,13 @@ def prepare(config: RunConfig) -> Plan:
 def identify(config: RunConfig) -> Identified:
     """What decides which run a config asks for, without its prompts. Raises as `prepare`, but for UserError."""
     check_method(config.method)
-    devices = devices_in_use(config.model.device, config.model.device_map)
+    devices = devices_in_use(model_spec(config))
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
-    model_config = check_loading(
-        config.model.name,
-        _load_format(config),
-        config.model.dtype,
-        config.model.device,
-        revision=config.model.revision,
-        attn_implementation=config.model.attn_implementation,
-        quantise=config.model.quantise,
-        device_map=config.model.device_map,
-    )
+    model_config = check_loading(model_spec(config))
     settings = _settings(config, model_config)
     tokenizer = _tokenizer(config)
     loaded = [load_rows(dataset, config.data.dir, _on_error(config)) for dataset in datasets_of(config)]
-    end_ids = load_end_ids(config.model.name, _load_format(config), config.model.revision)
+    end_ids = load_end_ids(model_spec(config))
     paired = config.timing.paired and settings["name"] != "baseline"
     parameters = {one.dataset.name: _resolved(config, settings, one.dataset, model_config) for one in loaded}
     identity = _identity(config, loaded, model_config, tokenizer, end_ids, devices, paired) | {
@@ -151,15 +143,11 @@ def identify(config: RunConfig) -> Identified:
 
 def check_comparison(config: RunConfig) -> None:
     """Refuse the last of `config.compare` before the first one runs. Raises UserError."""
-    model_config = load_config(config.model.name, _load_format(config), config.model.revision)
+    model_config = load_config(model_spec(config))
     for method in config.compare.values():
         settings = _settings(replace(config, method=method), model_config)
         for dataset in datasets_of(config):
             _resolved(config, settings, dataset, model_config)
-
-
-def _load_format(config: RunConfig) -> Any:
-    return config.model.load_format
 
 
 def _on_error(config: RunConfig) -> Any:
@@ -187,9 +175,7 @@ def _resolved(
 
 
 def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    tokenizer = load_tokenizer_of(
-        config.model.name, _load_format(config), revision=config.model.revision, tokenizer=config.model.tokenizer
-    )
+    tokenizer = load_tokenizer_of(model_spec(config))
     if tokenizer is None:
         raise UserError(
             "random weights (model.load_format=dummy) download nothing, so the tokenizer must be named: "

@@ -32,6 +32,7 @@ from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Lazy, Method, RandomDrop, StaticPruning
 from lazyllm.methods.schedule import Schedule
 from lazyllm.models.load import load_config
+from lazyllm.models.spec import ModelSpec
 
 PARAMETER = {"lazy": "schedule", "random_drop": "keep", "static_pruning": "keep", "prompt_compression": "keep"}
 DEPTHS = ((30, 60, 90), (20, 50, 80), (20, 40, 60), (10, 30, 50), (10, 20, 30))  # per cent of the depth
@@ -150,7 +151,7 @@ def parameters() -> pd.DataFrame:
     """What `table1` means on the paper's two models: task, model, method, parameters, ideal and the paper's speedup."""
     rows = []
     for column, tokens in REFERENCE_TOKENS.items():
-        model_config = load_config(column, "dummy")
+        model_config = load_config(ModelSpec(column, "dummy"))
         for dataset in {one.task: one for one in DATASETS.values() if one.suite == "longbench"}.values():
             for name in ("lazy", "static_pruning", "random_drop"):
                 layer = {"layer": STATIC_LAYER} if name == "static_pruning" else {}

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from eval.benchmarks.split import RULE
 from eval.paper.summary import summarise
 from eval.run import device_lock
+from eval.run.config import model_spec
 from eval.run.loop import free, load_model
 from eval.run.measure import Bench, Case
 from eval.run.plan import Plan, prepare
@@ -40,7 +41,7 @@ def tune(config: TuneConfig) -> Path:
     """
     started = time.monotonic()
     plan = prepare(as_run(config))
-    model_config = load_config(config.model.name, config.model.load_format, config.model.revision)  # type: ignore[arg-type]  # checked with the config
+    model_config = load_config(model_spec(plan.config))
     space = Space(model_config.num_hidden_layers, config.layers)
     ideal = Ideal.of(model_config, [(case.dataset.name, len(case.prompt.token_ids)) for case in plan.cases])
     _check_reach(config, space, ideal)

@@ -39,7 +39,8 @@ from lazyllm.bench.shapes import SHAPES, build, config_of
 from lazyllm.bench.steered import SteeredLazy
 from lazyllm.methods import Baseline, Lazy
 from lazyllm.methods.schedule import Schedule
-from lazyllm.models.load import as_device, as_dtype, device_name
+from lazyllm.models.load import as_device, device_name
+from lazyllm.models.spec import ModelSpec
 
 HF = "hf"
 
@@ -49,14 +50,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     try:
-        dtype, device = as_dtype(options.dtype), as_device(options.device)
+        spec = ModelSpec(
+            options.shape,
+            "dummy",
+            options.dtype,
+            options.device,
+            attn_implementation=options.attention,
+            seed=options.seed,
+        )
+        spec.check()
+        device = as_device(options.device)
         config = config_of(options.shape, max(options.tokens) + max(options.new_tokens))
         methods = {text: method_of(text, config) for text in options.method or ["paper"]}
     except (ValueError, TypeError, RuntimeError) as error:
         sys.exit(f"error: {error}")
     if options.repeats == 0 and (options.against or options.new_tokens != [1]):
         sys.exit("error: --repeats 0 is one prefill of each method: give --new-tokens 1, and not --against")
-    model = build(config, dtype, device, options.attention, options.seed)
+    model = build(config, spec)
     draw = torch.Generator().manual_seed(options.seed)
     cases: list[Case] = []
     print(f"{options.shape}, {options.dtype}, on {device_name(device)}, {torch.get_num_threads()} CPU thread(s)")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from lazyllm.engine.decoder import check_same_as_model
-from lazyllm.models.load import PRESETS, random_weights
+from lazyllm.models.load import random_weights
+from lazyllm.models.spec import PRESETS, ModelSpec
 
 # The facts are those of the published config.json files
 _LLAMA_1B = dict(
@@ -60,9 +60,9 @@ def config_of(shape: str, max_tokens: int) -> LlamaConfig:
     return LlamaConfig(**named)
 
 
-def build(config: LlamaConfig, dtype: torch.dtype, device: torch.device, attention: str, seed: int) -> PreTrainedModel:
+def build(config: LlamaConfig, spec: ModelSpec) -> PreTrainedModel:
     """The model with seeded random weights, in eval mode, checked to be what the loop over its layers reproduces."""
-    model = random_weights(config, dtype, device, attention, seed)
+    model = random_weights(config, spec)
     model.eval()
     check_same_as_model(model)
     return model

@@ -30,7 +30,8 @@ from lazyllm.engine.generation import Generation
 from lazyllm.integrations.transformers_generate import using
 from lazyllm.methods import Baseline, Lazy, Method, make
 from lazyllm.methods.schedule import Schedule
-from lazyllm.models.load import as_device, as_dtype, load_config, load_tokenizer_of, load_weights
+from lazyllm.models.load import check_loading, load_tokenizer_of, load_weights
+from lazyllm.models.spec import ModelSpec
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -41,13 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         context = "" if options.prompt_file is None else _text_of(options.prompt_file)
         sampling = sampling_options(options)
-        as_dtype(options.dtype)
-        as_device(options.device)
-        config = load_config(options.model)
+        spec = ModelSpec(options.model, dtype=options.dtype, device=options.device, tokenizer=options.tokenizer)
+        config = check_loading(spec)
         method = method_of(options.schedule, options.method, config.num_hidden_layers)
         method.check(config)
-        tokenizer = load_tokenizer_of(options.model, tokenizer=options.tokenizer)
-        model = load_weights(options.model, dtype=options.dtype, device=options.device)
+        tokenizer = load_tokenizer_of(spec)
+        model = load_weights(spec)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         sys.exit(f"error: {error}")
     if options.seed is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ from lazyllm.engine.prompt import Prompt
 from lazyllm.integrations.transformers_generate import generate_with
 from lazyllm.methods import code_of, make
 from lazyllm.methods.schedule import Schedule
-from lazyllm.models.load import DTYPES, as_device, load_config, load_tokenizer_of, load_weights
+from lazyllm.models.load import as_device, load_config, load_tokenizer_of, load_weights
+from lazyllm.models.spec import DTYPES, ModelSpec
 
 _HFLM: Any = huggingface.HFLM  # its decorator hides its type
 _Request = tuple[Any, list[int], list[int]]  # what the cache knows it by, context, continuation
@@ -83,7 +85,14 @@ class PrunedLM(_HFLM):
         chat_template_args: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        config = load_config(pretrained, revision=revision)
+        self._spec = ModelSpec(
+            pretrained,
+            device=device,
+            revision=revision,
+            tokenizer=tokenizer,
+            attn_implementation=attn_implementation,
+        )
+        config = load_config(self._spec)
         self.method = make(method, _as_settings(settings, config.num_hidden_layers))
         try:
             self.method.check(config)
@@ -91,8 +100,6 @@ class PrunedLM(_HFLM):
         except (TypeError, ValueError) as error:
             raise UserError(f"method {method!r}: {error}") from error
         self.method_code = code_of(method)
-        self._given_revision = revision
-        self._attn_implementation = attn_implementation
         given = {
             "max_length": max_length,
             "softmax_dtype": softmax_dtype,
@@ -116,19 +123,14 @@ class PrunedLM(_HFLM):
     # What lm-eval's `hf` leaves to its subclasses: config, tokenizer and weights come from where all of lazyllm's do
 
     def _get_config(self, pretrained: str, **_: Any) -> None:
-        self._config = load_config(pretrained, revision=self._given_revision)
+        self._config = load_config(self._spec)
 
     def _create_tokenizer(self, pretrained: Any, tokenizer: Any, **_: Any) -> None:
-        self.tokenizer = load_tokenizer_of(pretrained, revision=self._given_revision, tokenizer=tokenizer)
+        self.tokenizer = load_tokenizer_of(self._spec)
 
     def _create_model(self, pretrained: str, dtype: Any = "auto", **_: Any) -> None:
-        self._model = load_weights(
-            pretrained,
-            dtype=_dtype_of(self.config) if dtype == "auto" else dtype,
-            device=str(self._device),
-            revision=self._given_revision,
-            attn_implementation=self._attn_implementation,
-        )
+        dtype = _dtype_of(self.config) if dtype == "auto" else dtype
+        self._model = load_weights(replace(self._spec, dtype=dtype, device=str(self._device)))
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes beside its results."""
@@ -224,8 +226,8 @@ def _prompt_of(token_ids: Sequence[int]) -> Prompt:
 
 def _dtype_of(config: Any) -> str:
     """The checkpoint's dtype; float32 where it names none, as in lm-eval's `hf`."""
-    names = {one: name for name, one in DTYPES.items()}
-    return names.get(getattr(config, "dtype", None) or torch.float32, "float32")
+    name = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return name if name in DTYPES else "float32"
 
 
 def main() -> None:

@@ -15,9 +15,8 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.import_utils import is_accelerate_available, is_bitsandbytes_available, is_torchao_available
 
 from lazyllm.errors import UserError
+from lazyllm.models.spec import QUANTISATIONS
 
-# Name -> the package that does it
-QUANTISATIONS = {"int8": "torchao", "int4": "torchao", "bnb_int8": "bitsandbytes", "bnb_nf4": "bitsandbytes"}
 INT4_GROUP = 128  # weights of a row that share a scale
 
 _INSTALL = {
@@ -28,13 +27,12 @@ _INSTALL = {
 
 
 def check_quantise(quantise: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse, before anything loads, a name that is none, or what cannot be done here. Raises UserError."""
-    if quantise not in QUANTISATIONS:
-        raise UserError(f"unknown quantise {quantise!r}: give one of {', '.join(QUANTISATIONS)}, or null for none")
+    """Refuse a quantisation that cannot be done on this machine. Raises UserError.
+
+    quantise: one of `QUANTISATIONS`.
+    """
     require(QUANTISATIONS[quantise], f"quantise={quantise}")
     require("accelerate", f"quantise={quantise}")
-    if dtype == torch.float64:
-        raise UserError(f"quantise={quantise} with dtype=float64: exact arithmetic on rounded weights is of no use")
     if quantise == "int4" and (device.type != "cuda" or dtype != torch.bfloat16):
         raise UserError(
             f"quantise=int4 is there in bfloat16 on CUDA only (torchao has kernels for no other), got "

@@ -21,6 +21,7 @@ from lazyllm.methods import Baseline, PromptCompression
 from lazyllm.methods import prompt_compression as module
 from lazyllm.methods.prompt_compression.compression import droppable, most_informative
 from lazyllm.methods.prompt_compression.self_information import scoring_flops
+from lazyllm.models.spec import ModelSpec
 from tests.reference import random_model
 
 BOS = 1
@@ -271,7 +272,7 @@ def test_the_ideal_counts_the_scoring() -> None:
     expected = prefill_flops(config, [200] * 3) / (scoring + prefill_flops(config, [101] * 3))
     assert half.ideal_speedup(config, 200) == pytest.approx(expected, rel=1e-12)
     assert expected < PromptCompression(0.1, "token").ideal_speedup(config, 200) < 1
-    other = lazyllm.models.load_config("tiny")
+    other = lazyllm.models.load.load_config(ModelSpec("tiny"))
     with_tiny = prefill_flops(config, [200] * 3) / (scoring_flops(other, 199) + prefill_flops(config, [101] * 3))
     assert PromptCompression(0.5, scorer="tiny").ideal_speedup(config, 200) == pytest.approx(with_tiny, rel=1e-12)
 

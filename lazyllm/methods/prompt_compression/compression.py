@@ -32,7 +32,8 @@ from lazyllm.methods.prompt_compression.self_information import (
 )
 from lazyllm.methods.random_drop import DropSession
 from lazyllm.methods.schedule import check_ratio, keep_count
-from lazyllm.models.load import DTYPES, load_config, load_tokenizer_of, load_weights
+from lazyllm.models.load import load_config, load_tokenizer_of, load_weights
+from lazyllm.models.spec import ModelSpec
 
 UNITS = ("token", "sentence", "phrase")
 
@@ -86,7 +87,7 @@ class PromptCompression(Method):
         if self.unit == "phrase":
             check_spacy()
         window_size(self._scorer_config(config), self.window)
-        if self.scorer is not None and not getattr(load_tokenizer_of(self.scorer), "is_fast", False):
+        if self.scorer is not None and not getattr(load_tokenizer_of(ModelSpec(self.scorer)), "is_fast", False):
             raise ValueError(f"the tokenizer of scorer {self.scorer!r} does not say which characters its tokens are")
 
     def check_prompt(self, prompt: Prompt) -> None:
@@ -140,12 +141,12 @@ class PromptCompression(Method):
         return prefill_flops(config, [n] * layers) / flops
 
     def _scorer_config(self, config: Any) -> Any:
-        return config if self.scorer is None else load_config(self.scorer)
+        return config if self.scorer is None else load_config(ModelSpec(self.scorer))
 
     def _load_scorer(self, dtype: torch.dtype, device: torch.device) -> _Scorer:
         assert self.scorer is not None
-        names = {one: name for name, one in DTYPES.items()}
-        return _load_scorer(self.scorer, names[dtype], str(device))
+        spec = ModelSpec(self.scorer, dtype=str(dtype).removeprefix("torch."), device=str(device))
+        return _load_scorer(spec)
 
     def _units(self, prompt: Prompt, may_go: np.ndarray) -> np.ndarray:
         """[c] the number of the unit that each of these tokens belongs to, ascending."""
@@ -246,7 +247,7 @@ class _Scorer:
 
 
 @lru_cache(maxsize=1)
-def _load_scorer(name: str, dtype: str, device: str) -> _Scorer:
+def _load_scorer(spec: ModelSpec) -> _Scorer:
     """The scoring model, kept for the prompts that follow: methods have no state, and a run has one scorer."""
-    model = load_weights(name, dtype=dtype, device=device)
-    return _Scorer(model, load_tokenizer_of(name), find_layout(model))
+    model = load_weights(spec)
+    return _Scorer(model, load_tokenizer_of(spec), find_layout(model))

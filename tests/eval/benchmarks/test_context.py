@@ -20,6 +20,7 @@ from eval.benchmarks.prompts import CHAT_FORMATS, Prompt, build_prompt
 from lazyllm.methods import PromptCompression
 from lazyllm.methods.prompt_compression.compression import droppable
 from lazyllm.models.load import load_tokenizer_of
+from lazyllm.models.spec import ModelSpec
 from lazyllm.models.tokenizers import load_tokenizer
 from tests.eval import official
 
@@ -176,7 +177,7 @@ def test_real_examples_are_all_found() -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_embedded_prompts(name: str) -> None:
-    tokenizer: Any = load_tokenizer_of("tiny")
+    tokenizer: Any = load_tokenizer_of(ModelSpec("tiny"))
     for row in rows(name, count=6):
         example = Example(name, row["_id"], row["input"], row["context"], ("",), (), 5, "en")
         prompt = build_prompt(example, TEMPLATES[name], tokenizer, protected=DATASETS[name].protected)

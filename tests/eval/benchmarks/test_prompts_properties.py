@@ -13,6 +13,7 @@ from eval.benchmarks.longbench import Example
 from eval.benchmarks.prompts import CHAT_FORMATS, Prompt, build_prompt
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
+from lazyllm.models.spec import ModelSpec
 from tests.eval.benchmarks.test_prompts import Characters
 
 # `Characters` takes what is below 3 for special tokens
@@ -57,7 +58,7 @@ def marked(prompt: Prompt) -> list[bool]:
 
 @cache
 def tiny() -> Any:
-    return load_tokenizer_of("tiny")
+    return load_tokenizer_of(ModelSpec("tiny"))
 
 
 @given(

@@ -14,7 +14,8 @@ from eval.run.plan import prepare
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop
-from lazyllm.models.load import PRESETS, load_config
+from lazyllm.models.load import load_config
+from lazyllm.models.spec import PRESETS, ModelSpec
 
 CONF = Path(__file__).resolve().parents[3] / "eval" / "conf"
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
@@ -140,7 +141,7 @@ def test_experiments_compare_at_the_same_ideal_speedup(experiment: str, tokens: 
     compared = config_of(f"experiment={experiment}").compare.values()
     methods = [method for method in compared if method["name"] != "prompt_compression"]  # which scores in a prefill
     assert len(methods) == {"claim": 4, "demo": 3}[experiment]
-    speedups = [build_method(method).ideal_speedup(load_config("tiny"), tokens) for method in methods]
+    speedups = [build_method(method).ideal_speedup(load_config(ModelSpec("tiny")), tokens) for method in methods]
     assert max(speedups) / min(speedups) < 1.05
 
 

@@ -160,8 +160,8 @@ def test_logits_that_are_not_finite_fail_their_example_only(tmp_path: Path, monk
     """A real model whose head gives NaN now and then: no token is chosen from that, and no score made of it."""
     calls = 0
 
-    def broken(*arguments, **settings):
-        model = load_weights(*arguments, **settings)
+    def broken(spec):
+        model = load_weights(spec)
 
         def now_and_then(_module, _inputs, logits: torch.Tensor) -> torch.Tensor:
             nonlocal calls

@@ -13,9 +13,10 @@ from eval.run import speedup_targets
 from eval.run.speedup_targets import at_depth, check, resolve, uses_preset
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
+from lazyllm.models.spec import ModelSpec
 
 PAPER = Path(__file__).resolve().parents[3] / "eval" / "paper" / "published"
-LLAMA2 = load_config("llama2", "dummy")
+LLAMA2 = load_config(ModelSpec("llama2", "dummy"))
 LAZY = {"name": "lazy", "schedule": "table1"}
 STATIC = {"name": "static_pruning", "layer": 2, "keep": "table1"}
 DROP = {"name": "random_drop", "keep": "table1", "seed": 3}
@@ -64,7 +65,7 @@ def test_tasks_models_and_suites_differ() -> None:
     assert resolve(LAZY, qa, LLAMA2, "llama2") != resolve(LAZY, code, LLAMA2, "llama2")
     assert resolve(LAZY, qa, LLAMA2, "llama2") != resolve(LAZY, qa, LLAMA2, "xgen")
     assert resolve(LAZY, qa, LLAMA2, "llama2") == resolve(LAZY, DATASETS["musique"], LLAMA2, None)
-    assert resolve(LAZY, DATASETS["hops"], load_config("tiny"), None)["schedule"].keys() == {2, 4, 7}
+    assert resolve(LAZY, DATASETS["hops"], load_config(ModelSpec("tiny")), None)["schedule"].keys() == {2, 4, 7}
 
 
 def test_a_speedup_is_a_preset_and_numbers_are_left_alone() -> None:

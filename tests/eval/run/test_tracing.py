@@ -15,6 +15,7 @@ from eval.run.measure import Case
 from eval.run.tracing import Trace, read_trace, trace
 from lazyllm.methods import Lazy, Method, RandomDrop
 from lazyllm.models.load import load_tokenizer_of
+from lazyllm.models.spec import ModelSpec
 
 MODEL, TOKENIZER = lazyllm.load_model("tiny", dtype="float32", device="cpu")
 
@@ -56,7 +57,7 @@ def test_llamas_tokens_keep_their_spaces(shared: Path) -> None:
     """The text of each token is what stands in the prompt, spaces and characters of several tokens included."""
     from eval.run.tracing import _texts_of_prompt
 
-    tokenizer = load_tokenizer_of("llama2", "dummy", tokenizer=str(shared / "tokenizers" / "llama2"))
+    tokenizer = load_tokenizer_of(ModelSpec("llama2", "dummy", tokenizer=str(shared / "tokenizers" / "llama2")))
     assert tokenizer is not None
     loaded = load_rows(DATASETS["multifieldqa_en"], str(shared / "longbench"))
     example = loaded.examples[0]

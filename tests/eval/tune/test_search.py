@@ -27,6 +27,7 @@ from eval.tune.space import Candidate
 from eval.tune.study import Scored, Tried
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
+from lazyllm.models.spec import ModelSpec
 from tests.eval.benchmarks.test_split import examples_of
 from tests.eval.run.test_loop import config_of as run_config_of
 
@@ -272,7 +273,7 @@ def test_the_experiment_compares_at_the_same_ideal_speedup() -> None:
     assert experiment.half == "held-out"
     methods = {label: build_method(at_depth(method, 8)) for label, method in experiment.compare.items()}
     for tokens in (512, 1024, 2048):
-        speedups = {label: one.ideal_speedup(load_config("tiny"), tokens) for label, one in methods.items()}
+        speedups = {label: one.ideal_speedup(load_config(ModelSpec("tiny")), tokens) for label, one in methods.items()}
         for target in ("1.8x", "4.2x"):
             of_target = [speedup for label, speedup in speedups.items() if label.endswith(target)]
             assert len(of_target) == 3

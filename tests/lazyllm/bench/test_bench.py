@@ -28,6 +28,7 @@ from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape
 from lazyllm.engine.prompt import Prompt
 from lazyllm.methods import Baseline, Lazy
+from lazyllm.models.spec import ModelSpec
 from tests.reference import random_model
 
 CPU = torch.device("cpu")
@@ -141,7 +142,9 @@ def test_shapes() -> None:
     config = config_of("layers=3,width=192,kv_heads=1", 99)
     assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (3, 3, 1)
     assert config.intermediate_size == 512
-    parameters = sum(p.numel() for p in build(config_of("tiny", 9), torch.float32, CPU, "sdpa", 0).parameters())
+    parameters = sum(
+        p.numel() for p in build(config_of("tiny", 9), ModelSpec("tiny", "dummy", "float32", "cpu")).parameters()
+    )
     # embeddings and logits; in 8 layers q, o, k, v, three of the MLP, two norms; a last norm
     assert parameters == 2 * 1000 * 128 + 8 * (128 * (128 * 2 + 64 * 2 + 256 * 3) + 256) + 128
     for wrong in ("llama3", "layers=2", "layers=x,width=2", "depth=3,width=2"):

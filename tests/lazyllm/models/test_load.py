@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 import lazyllm
 from lazyllm.errors import UserError
 from lazyllm.models import checkpoint, hub
-from lazyllm.models.load import PRESETS, as_device, load_config, load_end_ids, load_weights, source_of
+from lazyllm.models.load import as_device, load_config, load_end_ids, load_weights
+from lazyllm.models.spec import PRESETS, ModelSpec, Preset, source_of
 from tests.reference import random_model
 
 TINY = Path(source_of("tiny"))
@@ -40,7 +41,7 @@ def test_a_preset_and_its_folder_are_the_same_model(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_dtypes(dtype: str) -> None:
-    model = load_weights("tiny", dtype=dtype, device="cpu")
+    model = load_weights(ModelSpec("tiny", dtype=dtype, device="cpu"))
     assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
     out = lazyllm.generate(model, list(range(3, 60)), lazyllm.methods.Lazy(), 4, ())
     assert out.first_logits.dtype == getattr(torch, dtype)
@@ -49,7 +50,7 @@ def test_dtypes(dtype: str) -> None:
 def test_random_weights_are_seeded_and_leave_the_global_generator_alone() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    one, again, other = (load_weights("tiny", "dummy", "bfloat16", "cpu", seed=seed) for seed in (0, 0, 1))
+    one, again, other = (load_weights(ModelSpec("tiny", "dummy", "bfloat16", "cpu", seed=seed)) for seed in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), before)
     for left, right in zip(one.parameters(), again.parameters(), strict=True):
         assert torch.equal(left, right)
@@ -63,14 +64,12 @@ def test_random_weights_are_seeded_and_leave_the_global_generator_alone() -> Non
 )
 def test_presets_have_the_published_sizes_without_a_download(offline, name: str, parameters: int) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(name, "dummy"))
+        model = AutoModelForCausalLM.from_config(load_config(ModelSpec(name, "dummy")))
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
 def test_a_dummy_has_no_tokenizer_unless_named(offline, monkeypatch) -> None:
-    monkeypatch.setitem(
-        PRESETS, "small", lazyllm.models.Preset("owner/small", random_model("llama", 0).config.to_dict())
-    )
+    monkeypatch.setitem(PRESETS, "small", Preset("owner/small", random_model("llama", 0).config.to_dict()))
     assert lazyllm.load_model("small", "dummy", "float32", "cpu")[1] is None
     assert lazyllm.load_model("small", "dummy", "float32", "cpu", tokenizer=str(TINY))[1] is not None
 
@@ -147,17 +146,17 @@ def test_pickles_and_remote_code_are_not_read(tmp_path: Path) -> None:
 
 
 def test_end_tokens_are_the_generation_configs(tmp_path: Path) -> None:
-    assert load_end_ids("tiny") == (2,)
-    assert load_end_ids("xgen", "dummy") == (50256,)
+    assert load_end_ids(ModelSpec("tiny")) == (2,)
+    assert load_end_ids(ModelSpec("xgen", "dummy")) == (50256,)
     folder = tmp_path / "chat"
     shutil.copytree(TINY, folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
-    assert load_end_ids(str(folder)) == (2, 7)
+    assert load_end_ids(ModelSpec(str(folder))) == (2, 7)
     (folder / "generation_config.json").unlink()
-    assert load_end_ids(str(folder)) == (2,)
+    assert load_end_ids(ModelSpec(str(folder))) == (2,)
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(UserError, match="generation_config"):
-        load_end_ids(str(folder))
+        load_end_ids(ModelSpec(str(folder)))
 
 
 def test_auto_device_is_one_that_works() -> None:
@@ -216,11 +215,11 @@ def test_what_the_refusal_says_makes_the_checkpoint_readable(tmp_path: Path) -> 
     (folder / "model.safetensors").unlink()
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     with pytest.raises(UserError) as caught:
-        load_weights(str(folder), dtype="float32", device="cpu")
+        load_weights(ModelSpec(str(folder), dtype="float32", device="cpu"))
     command = re.search(r'python -c "(.*)",', str(caught.value))
     assert command is not None
     exec(command[1].replace("FOLDER", str(folder)), {})
-    loaded = load_weights(str(folder), dtype="float32", device="cpu")
+    loaded = load_weights(ModelSpec(str(folder), dtype="float32", device="cpu"))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
 
 
@@ -232,14 +231,14 @@ def test_a_hub_repository_without_safetensors_is_refused_and_not_converted(monke
         asked.append(name)
         return TINY / name if name == "config.json" else None
 
-    monkeypatch.setattr(lazyllm.models, "hub_file", hub_file)
+    monkeypatch.setattr("lazyllm.models.load.hub_file", hub_file)
     monkeypatch.setattr(checkpoint, "hub_file", hub_file)
     monkeypatch.setattr(lazyllm.models.AutoConfig, "from_pretrained", lambda *_, **__: random_model("llama", 0).config)
     monkeypatch.setattr(
         lazyllm.models.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded")
     )
     with pytest.raises(UserError, match=r"owner/old: its weights are no safetensors.*refused"):
-        load_weights("owner/old", device="cpu")
+        load_weights(ModelSpec("owner/old", device="cpu"))
     assert asked == ["config.json", "model.safetensors", "model.safetensors.index.json"]
 
 
@@ -251,14 +250,14 @@ def sharded(folder: Path) -> list[Path]:
 def test_a_checkpoint_in_shards_is_whole_or_refused(tmp_path: Path) -> None:
     shards = sharded(tmp_path / "shards")
     assert len(shards) > 2
-    whole = load_weights(str(tmp_path / "shards"), dtype="float32", device="cpu")
+    whole = load_weights(ModelSpec(str(tmp_path / "shards"), dtype="float32", device="cpu"))
     expected = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), expected.parameters(), strict=True))
     content = shards[1].read_bytes()
 
     def refused(message: str) -> None:
         with pytest.raises(UserError, match=message):
-            load_weights(str(tmp_path / "shards"), dtype="float32", device="cpu")
+            load_weights(ModelSpec(str(tmp_path / "shards"), dtype="float32", device="cpu"))
 
     for end in (0, 7, 100, len(content) // 2, len(content) - 1):
         shards[1].write_bytes(content[:end])
@@ -288,13 +287,13 @@ def test_weights_that_a_checkpoint_lacks_are_not_made_up(tmp_path: Path) -> None
     with pytest.raises(
         UserError, match=r"lacks 1 of the model's weights, the first: model.layers.3.mlp.up_proj.weight"
     ):
-        load_weights(str(folder), device="cpu")
+        load_weights(ModelSpec(str(folder), device="cpu"))
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match="holds no weights"):
-        load_weights(str(folder), device="cpu")
+        load_weights(ModelSpec(str(folder), device="cpu"))
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="is an adapter: merge it into its model"):
-        load_weights(str(folder), device="cpu")
+        load_weights(ModelSpec(str(folder), device="cpu"))
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
@@ -303,4 +302,4 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"logits are not finite .* in float32; are its weights whole"):
-        load_weights(str(tmp_path / "broken"), dtype="float32", device="cpu")
+        load_weights(ModelSpec(str(tmp_path / "broken"), dtype="float32", device="cpu"))

@@ -21,8 +21,9 @@ from lazyllm.engine.devices import devices_of, home_of
 from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
 from lazyllm.models import load, quantisation
-from lazyllm.models.load import check_settings, devices_in_use, load_weights
+from lazyllm.models.load import devices_in_use, load_weights
 from lazyllm.models.quantisation import quantisation_config
+from lazyllm.models.spec import ModelSpec
 from tests.lazyllm.methods.method_matrix import KEEPING, PRUNING
 from tests.lazyllm.models.pretend_devices import Placed, Pretending
 from tests.reference import random_model
@@ -61,7 +62,7 @@ def same(one: lazyllm.Generation, other: lazyllm.Generation) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_int8_weights_in_every_method(saved: str, dtype: str, attention: str) -> None:
-    model = load_weights(saved, dtype=dtype, device="cpu", attn_implementation=attention, quantise="int8")
+    model = load_weights(ModelSpec(saved, dtype=dtype, device="cpu", attn_implementation=attention, quantise="int8"))
     prompt = prompt_of()
     # the model's own generation is the judge of what keeps everything
     theirs = model.generate(prompt[None], max_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -77,8 +78,8 @@ def test_int8_weights_in_every_method(saved: str, dtype: str, attention: str) ->
 
 @pytest.mark.quantised
 def test_int8_weights_are_rounded_to_the_nearest_of_255(saved: str) -> None:
-    plain = load_weights(saved, dtype="float32", device="cpu")
-    model = load_weights(saved, dtype="float32", device="cpu", quantise="int8")
+    plain = load_weights(ModelSpec(saved, dtype="float32", device="cpu"))
+    model = load_weights(ModelSpec(saved, dtype="float32", device="cpu", quantise="int8"))
     rounded = 0
     for name, weight in plain.named_parameters():
         found = model.get_parameter(name)
@@ -97,7 +98,7 @@ def test_int8_weights_are_rounded_to_the_nearest_of_255(saved: str) -> None:
 def test_a_probe_of_quantised_weights_needs_no_more_tolerance(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways run the same rounded weights on the same rows: they differ by what attention's kernels do, not more."""
     for quantise in (None, "int8"):
-        model = load_weights(saved, dtype="float32", device="cpu", quantise=quantise)
+        model = load_weights(ModelSpec(saved, dtype="float32", device="cpu", quantise=quantise))
         tokens = torch.arange(8)
         with torch.inference_mode(), open_decoder(model) as opened:
             session = lazyllm.methods.Baseline().start(opened, lazyllm.Prompt(tokens), 1)
@@ -116,7 +117,7 @@ def test_a_probe_of_quantised_weights_needs_no_more_tolerance(saved: str, monkey
 @pytest.mark.quantised
 def test_quantised_weights_keep_their_own_products(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN's products know float32 weights only: others would be read as what they are not."""
-    model = load_weights(saved, dtype="float32", device="cpu", quantise="int8")
+    model = load_weights(ModelSpec(saved, dtype="float32", device="cpu", quantise="int8"))
     method = Lazy({1: 0.6, 2: 0.6})
     expected = lazyllm.generate(model, prompt_of(), method, STEPS, ())
     revived = expected.computed[1:] - expected.computed[:-1]
@@ -128,9 +129,9 @@ def test_quantised_weights_keep_their_own_products(saved: str, monkeypatch: pyte
 
 @pytest.mark.quantised
 def test_a_checkpoint_that_is_quantised_loads_as_it_is(saved: str, tmp_path: Path) -> None:
-    once = load_weights(saved, dtype="float32", device="cpu", quantise="int8")
+    once = load_weights(ModelSpec(saved, dtype="float32", device="cpu", quantise="int8"))
     once.save_pretrained(tmp_path / "int8")
-    again = load_weights(str(tmp_path / "int8"), dtype="float32", device="cpu")
+    again = load_weights(ModelSpec(str(tmp_path / "int8"), dtype="float32", device="cpu"))
     weights = [model.model.layers[1].mlp.up_proj.weight for model in (once, again)]
     assert torch.equal(weights[0].qdata, weights[1].qdata)
     assert torch.equal(weights[0].scale, weights[1].scale)
@@ -139,9 +140,9 @@ def test_a_checkpoint_that_is_quantised_loads_as_it_is(saved: str, tmp_path: Pat
     # not bit for bit: where a file's bytes lie in memory decides how the CPU adds them up
     torch.testing.assert_close(one.first_logits, two.first_logits, rtol=1e-5, atol=1e-5)
     with pytest.raises(UserError, match=r"is quantised already \(torchao\): leave out quantise=int8"):
-        load_weights(str(tmp_path / "int8"), device="cpu", quantise="int8")
+        load_weights(ModelSpec(str(tmp_path / "int8"), device="cpu", quantise="int8"))
     with pytest.raises(UserError, match=r"is quantised \(torchao\), which random weights would not be"):
-        load_weights(str(tmp_path / "int8"), "dummy", device="cpu")
+        load_weights(ModelSpec(str(tmp_path / "int8"), "dummy", device="cpu"))
 
 
 def test_a_checkpoint_quantised_by_what_is_not_there_is_refused_before_it_loads(
@@ -155,7 +156,7 @@ def test_a_checkpoint_quantised_by_what_is_not_there_is_refused_before_it_loads(
         config = json.loads((folder / "config.json").read_text()) | {"quantization_config": own}
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(UserError, match=message):
-            load_weights(str(folder), device="cpu")
+            load_weights(ModelSpec(str(folder), device="cpu"))
 
 
 @pytest.mark.quantised
@@ -208,7 +209,7 @@ def test_bitsandbytes_gets_its_config_and_the_device(saved: str, monkeypatch, qu
 
     monkeypatch.setattr(quantisation, "is_bitsandbytes_available", lambda: True)
     monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    load_weights(saved, dtype="bfloat16", device="cpu", quantise=quantise)
+    load_weights(ModelSpec(saved, dtype="bfloat16", device="cpu", quantise=quantise))
     config = told["quantization_config"]
     assert (config.load_in_8bit, config.load_in_4bit) == (quantise == "bnb_int8", quantise == "bnb_nf4")
     assert (told["device_map"], told["dtype"]) == ({"": torch.device("cpu")}, torch.bfloat16)
@@ -230,8 +231,8 @@ OFFLOADED = {
 def test_weights_on_disk_change_nothing(saved: str, which: str, dtype: str) -> None:
     place = OFFLOADED[which] | {"model.rotary_emb": "cpu"}
     for attention in ATTENTION:
-        plain = load_weights(saved, dtype=dtype, device="cpu", attn_implementation=attention)
-        model = load_weights(saved, dtype=dtype, attn_implementation=attention, device_map=place)
+        plain = load_weights(ModelSpec(saved, dtype=dtype, device="cpu", attn_implementation=attention))
+        model = load_weights(ModelSpec(saved, dtype=dtype, attn_implementation=attention, device_map=place))
         assert model.model.layers[1].mlp.up_proj.weight.device.type == "meta"  # it is read when it is its turn
         assert devices_of(model) == (home_of(model),) == (torch.device("cpu"),)
         for method in ALL_METHODS.values():
@@ -244,10 +245,14 @@ def test_weights_on_disk_change_nothing(saved: str, which: str, dtype: str) -> N
 def test_auto_on_a_machine_without_accelerators_is_the_cpu(saved: str) -> None:
     if torch.accelerator.is_available():
         pytest.skip("this machine has what the test expects to be absent")
-    model = load_weights(saved, dtype="float32", device_map="auto")
+    model = load_weights(ModelSpec(saved, dtype="float32", device_map="auto"))
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
-    assert devices_in_use("auto", "auto") == devices_in_use("cpu") == (torch.device("cpu"),)
-    assert devices_in_use("auto", {"model": "disk", "lm_head": "cpu"}) == (torch.device("cpu"),)
+    assert (
+        devices_in_use(ModelSpec("tiny", device_map="auto"))
+        == devices_in_use(ModelSpec("tiny", device="cpu"))
+        == (torch.device("cpu"),)
+    )
+    assert devices_in_use(ModelSpec("tiny", device_map={"model": "disk", "lm_head": "cpu"})) == (torch.device("cpu"),)
 
 
 FIRST, SECOND, THIRD = (torch.device("cuda", number) for number in range(3))
@@ -351,8 +356,8 @@ def test_devices_that_a_map_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
-    assert devices_in_use("auto") == (torch.device("cuda"),)
-    assert devices_in_use("auto", "auto") == (FIRST, SECOND, THIRD)
-    assert devices_in_use("auto", {"a": 2, "b": "cuda:0", "c": "disk", "d": 2}) == (THIRD, FIRST)
+    assert devices_in_use(ModelSpec("tiny", device="auto")) == (torch.device("cuda"),)
+    assert devices_in_use(ModelSpec("tiny", device_map="auto")) == (FIRST, SECOND, THIRD)
+    assert devices_in_use(ModelSpec("tiny", device_map={"a": 2, "b": "cuda:0", "c": "disk", "d": 2})) == (THIRD, FIRST)
     with pytest.raises(UserError, match="names 3, but torch sees cuda:0, cuda:1, cuda:2"):
-        check_settings("auto", "bfloat16", "auto", "sdpa", None, {"a": 3})
+        devices_in_use(ModelSpec("tiny", device_map={"a": 3}))

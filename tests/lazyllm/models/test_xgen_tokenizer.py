@@ -26,6 +26,7 @@ from lazyllm.errors import UserError
 from lazyllm.models import xgen_tokenizer as xgen
 from lazyllm.models.hub import hub_file
 from lazyllm.models.load import load_tokenizer_of
+from lazyllm.models.spec import ModelSpec
 from lazyllm.models.tokenizers import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -410,14 +411,14 @@ def test_the_preset_takes_gpt2s_merges_from_the_hub(checkpoint, merges_file, mon
             ("openai-community/gpt2", "merges.txt"): merges_file,
         },
     )
-    tokenizer = load_tokenizer_of("xgen")
+    tokenizer = load_tokenizer_of(ModelSpec("xgen"))
     assert tokenizer is not None
     assert (tokenizer.eos_token_id, len(tokenizer)) == (50256, 50313)
 
 
 def test_a_dummy_takes_the_folder_that_it_is_given_and_nothing_from_the_hub(checkpoint):
-    assert load_tokenizer_of("xgen", "dummy") is None
-    tokenizer = load_tokenizer_of("xgen", "dummy", tokenizer=str(checkpoint()))
+    assert load_tokenizer_of(ModelSpec("xgen", "dummy")) is None
+    tokenizer = load_tokenizer_of(ModelSpec("xgen", "dummy", tokenizer=str(checkpoint())))
     assert tokenizer is not None
     assert tokenizer.eos_token_id == 50256
 

@@ -1,0 +1,132 @@
+"""A model as a user names it: preset, folder or hub id, and how it is loaded. Needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from lazyllm.errors import UserError
+
+LOAD_FORMATS = ("auto", "dummy")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+ATTENTION = ("sdpa", "eager", "flash_attention_2")
+# Name -> the package that quantises
+QUANTISATIONS = {"int8": "torchao", "int4": "torchao", "bnb_int8": "bitsandbytes", "bnb_nf4": "bitsandbytes"}
+
+DeviceMap = Literal["auto"] | Mapping[str, int | str]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model that has a short name.
+
+    source: hub id or folder. architecture: the shapes and RoPE of the checkpoint's `config.json`, for
+    `load_format="dummy"`; None if the folder is part of this package.
+    """
+
+    source: str
+    architecture: Mapping[str, Any] | None = field(default=None, hash=False)
+
+
+# Both are Llamas of 32 layers and width 4096; the values are those of the published config.json files.
+_LLAMA2_7B = dict(
+    vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=32, max_position_embeddings=4096, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+_XGEN_7B = _LLAMA2_7B | dict(
+    vocab_size=51200, max_position_embeddings=8192, rms_norm_eps=1e-6, bos_token_id=50256, eos_token_id=50256
+)
+
+PRESETS: dict[str, Preset] = {
+    "llama2": Preset("meta-llama/Llama-2-7b-chat-hf", _LLAMA2_7B),
+    "llama2-base": Preset("meta-llama/Llama-2-7b-hf", _LLAMA2_7B),
+    "xgen": Preset("Salesforce/xgen-7b-8k-inst", _XGEN_7B),
+    "tiny": Preset(str(Path(__file__).parent / "tiny")),
+}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model, and how it is loaded. A value: two equal specs load the same weights.
+
+    name: a preset ("llama2", "llama2-base", "xgen", "tiny"), a folder, or a hub id.
+    load_format: "auto" reads the checkpoint (safetensors only, no remote code); "dummy" builds the architecture with
+        random weights and downloads nothing: for timing, as time depends on shapes and not on values.
+    dtype: "bfloat16", "float16", "float32" or "float64".
+    device: "cuda", "cpu", ...; "auto" takes the accelerator if there is one.
+    revision: branch, tag or commit of a hub id.
+    tokenizer: folder or hub id of another tokenizer than the model's own.
+    attn_implementation: "sdpa", "eager" or "flash_attention_2".
+    quantise: round a checkpoint's weights while it is read: "int8" or "int4" by torchao, "bnb_int8" (LLM.int8) or
+        "bnb_nf4" by bitsandbytes. None leaves them as they are: a checkpoint that is quantised already stays so.
+    device_map: "auto" spreads the layers over all accelerators, and what does not fit over the host's memory; a mapping
+        {module: accelerator's number, "cpu" or "disk"} places each module. Needs accelerate, and `device="auto"`.
+    seed: seed of random weights.
+    """
+
+    name: str
+    load_format: str = "auto"
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    revision: str | None = None
+    tokenizer: str | None = None
+    attn_implementation: str = "sdpa"
+    quantise: str | None = None
+    device_map: DeviceMap | None = field(default=None, hash=False)
+    seed: int = 0
+
+    @property
+    def source(self) -> str:
+        """The folder or hub id that `name` stands for. Raises UserError if it is neither."""
+        return source_of(self.name)
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether the weights are random and nothing is downloaded."""
+        return self.load_format == "dummy"
+
+    def check(self) -> None:
+        """Refuse settings that are unknown or contradict each other. Raises UserError.
+
+        What depends on the machine or on the checkpoint is refused by `lazyllm.models.load.check_loading`.
+        """
+        for key, choices in (("load_format", LOAD_FORMATS), ("dtype", DTYPES), ("attn_implementation", ATTENTION)):
+            if (value := getattr(self, key)) not in choices:
+                raise UserError(f"unknown {key} {value!r}: give one of {', '.join(choices)}")
+        if self.quantise is not None and self.quantise not in QUANTISATIONS:
+            raise UserError(
+                f"unknown quantise {self.quantise!r}: give one of {', '.join(QUANTISATIONS)}, or null for none"
+            )
+        if self.is_dummy and (self.quantise is not None or self.device_map is not None):
+            raise UserError(
+                "load_format=dummy makes random weights in one dtype, on one device: quantise and device_map are for "
+                "checkpoints; leave them out"
+            )
+        if self.quantise is not None and self.dtype == "float64":
+            raise UserError(
+                f"quantise={self.quantise} with dtype=float64: exact arithmetic on rounded weights is of no use"
+            )
+        if isinstance(self.device_map, str) and self.device_map != "auto":
+            raise UserError(
+                f"unknown device_map {self.device_map!r}: give 'auto', or a mapping from modules to devices"
+            )
+        if self.device_map is not None and not self.device_map:
+            raise UserError("device_map is empty: give 'auto', or a mapping from modules to devices")
+        if self.device_map is not None and self.device != "auto":
+            raise UserError(f"device_map places every layer, so device={self.device} has nothing to say: leave it out")
+
+
+def source_of(name: str) -> str:
+    """The folder or hub id that a model's name stands for. Raises UserError if it is neither."""
+    if name in PRESETS:
+        return PRESETS[name].source
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return str(path)
+    if "/" not in name or name.startswith((".", "/", "~")) or len(path.parts) > 2:
+        raise UserError(
+            f"{name!r} is no model: no such folder, no hub id (owner/name), none of the presets {', '.join(PRESETS)}"
+        )
+    return name
