@@ -9,13 +9,26 @@ output = model.generate(**inputs.to(model.device), custom_generate=lazyllm.gener
 print(tokenizer.decode(output[0], skip_special_tokens=True))
 """
 
+from typing import TYPE_CHECKING, Any
+
 from lazyllm import methods
-from lazyllm.engine.generation import Generation, generate
-from lazyllm.engine.prompt import Prompt
+from lazyllm.engine.method import Prompt
 from lazyllm.errors import UserError
-from lazyllm.integrations.transformers_generate import generate_with, using
 from lazyllm.methods.schedule import Schedule
-from lazyllm.models.load import load_model
+
+if TYPE_CHECKING:
+    from lazyllm.engine.generation import Generation, generate
+    from lazyllm.integrations.transformers_generate import generate_with, using
+    from lazyllm.models.load import load_model
+
+# imported when first asked for: these need torch and transformers, which take seconds to import
+_HEAVY = {
+    "Generation": "lazyllm.engine.generation",
+    "generate": "lazyllm.engine.generation",
+    "generate_with": "lazyllm.integrations.transformers_generate",
+    "load_model": "lazyllm.models.load",
+    "using": "lazyllm.integrations.transformers_generate",
+}
 
 __all__ = [
     "Generation",
@@ -28,3 +41,16 @@ __all__ = [
     "methods",
     "using",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HEAVY:
+        raise AttributeError(f"module 'lazyllm' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(_HEAVY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -19,7 +19,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lazyllm.engine.decoder import check_same_as_model, check_structure
+from lazyllm.engine.architecture import check_structure
+from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError
 from tests.lazyllm.engine.architecture_matrix import COLUMNS, METHODS, Cell, cells, check
 from tests.reference import VARIANTS

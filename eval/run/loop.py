@@ -40,9 +40,7 @@ from eval.run.tracking import Tracker, open_tracker, track_pictures
 from eval.store.folder import RunStore, open_store, read_run, write_whole
 from eval.store.frame import PLANNED, StoredRun, planned_text
 from eval.store.record import Failure, Record
-from lazyllm.engine.devices import devices_of
-from lazyllm.engine.generation import read_clock
-from lazyllm.engine.memory import release_memory
+from lazyllm.engine.devices import devices_of, read_clock, release_memory
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_weights
 

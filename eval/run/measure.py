@@ -11,8 +11,7 @@ from eval.benchmarks.metrics import rouge_score_f, score_example, scored_text
 from eval.benchmarks.prompts import Prompt, post_process
 from eval.store.record import PROMPT_END, Measurement, Record, compact_counts
 from lazyllm import Generation, generate
-from lazyllm.engine.devices import devices_of
-from lazyllm.engine.memory import read_peak, reset_peak
+from lazyllm.engine.devices import devices_of, read_peak, reset_peak
 from lazyllm.methods import Baseline, Method
 
 if TYPE_CHECKING:

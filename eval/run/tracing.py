@@ -69,7 +69,7 @@ def read_trace(file: Path) -> Trace:
 def trace(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case) -> Trace:
     """Generate once more, keeping what the records leave out."""
     from eval.run.measure import generate_case  # not at the top: a stored trace is drawn without torch
-    from lazyllm.engine.importance import importance_of_layers
+    from lazyllm.engine.partial import importance_of_layers
 
     out = generate_case(model, case, case.method)
     found = importance_of_layers(model, case.prompt.token_ids)

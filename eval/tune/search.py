@@ -25,7 +25,7 @@ from eval.tune.findings import report
 from eval.tune.settings import TuneConfig, as_run, plain_config
 from eval.tune.space import Candidate, Ideal, Space, references
 from eval.tune.study import Scored, TrialFailed, locked, open_study, search
-from lazyllm.engine.memory import release_memory
+from lazyllm.engine.devices import release_memory
 from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
 from lazyllm.models.load import load_config

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from lazyllm.engine.generation import read_clock
+from lazyllm.engine.devices import read_clock
 
 
 def product_rate(model: PreTrainedModel, n: int) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import LlamaConfig, PreTrainedModel
 
-from lazyllm.engine.decoder import check_same_as_model
+from lazyllm.engine.checks import check_same_as_model
 from lazyllm.models.load import random_weights
 from lazyllm.models.spec import PRESETS, ModelSpec
 

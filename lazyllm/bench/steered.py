@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from lazyllm.engine.decoder import Decoder
-from lazyllm.engine.prompt import Prompt
+from lazyllm.engine.method import Prompt
 from lazyllm.methods import Lazy
-from lazyllm.methods.lazy import LazySession
-from lazyllm.methods.schedule import Schedule
+from lazyllm.methods.lazy_session import LazySession
 
 
 @dataclass(frozen=True)
@@ -31,18 +30,14 @@ class SteeredLazy(Lazy):
     seed: int = 0
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> SteeredSession:
-        return SteeredSession(self, decoder, Schedule.parse(self.schedule, len(decoder.layers)), prompt, max_new_tokens)
+        return SteeredSession(self, decoder, prompt, max_new_tokens)
 
 
 class SteeredSession(LazySession):
     """The session of `SteeredLazy`."""
 
-    def __init__(
-        self, method: SteeredLazy, decoder: Decoder, schedule: Schedule, prompt: Prompt, max_new_tokens: int
-    ) -> None:
-        super().__init__(
-            decoder, schedule, len(prompt), max_new_tokens, method.prune_generated, method.revive, method.aux_device
-        )
+    def __init__(self, method: SteeredLazy, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> None:
+        super().__init__(method, decoder, prompt, max_new_tokens)
         self._method = method
         self._draw = torch.Generator().manual_seed(method.seed)
         self._wanted = torch.rand(self.max_positions, generator=self._draw).to(decoder.device)

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from lazyllm.engine.devices import home_of
+from lazyllm.engine.flops import windows_of
 from lazyllm.errors import UserError
 
 
@@ -46,22 +47,29 @@ class Layout:
     plain_logits: bool
 
 
-def windows_of(config: Any) -> list[int | None]:
-    """Per layer, how many tokens (positions, its own included) a token attends to; None where that is all before it.
-
-    Read from a transformers config; raises UserError where a layer is of another kind.
-    """
-    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
-    kinds = (
-        getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"] * layers
-    )
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown:
+def check_structure(model: PreTrainedModel) -> None:
+    """Refuse, by name of the cause, what can be seen without running the model. Raises UserError."""
+    name = type(model).__name__
+    if hasattr(model, "_orig_mod"):
+        raise UserError(f"{name} is what torch.compile made of a model: give the model itself")
+    inner: Any = getattr(model, "model", None)
+    missing = [part for part in ("embed_tokens", "layers", "norm") if not hasattr(inner, part)]
+    if missing or not hasattr(model, "lm_head"):
         raise UserError(
-            f"the {config.model_type} config has layers of type {', '.join(unknown)}; the loop over layers knows "
-            "full_attention and sliding_attention: others mix tokens in a way that pruning would change"
+            f"{name} is not built like a Llama (no {', '.join(missing) or 'lm_head'}); "
+            "supported: decoders with embed_tokens, layers, norm and lm_head, see docs/architectures.md"
         )
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    count, said = len(inner.layers), model.config.num_hidden_layers
+    if count != said:
+        raise UserError(f"{name} has {count} modules in `layers`, but num_hidden_layers={said}")
+    windows_of(model.config)
+    for layer in inner.layers:
+        accepted = inspect.signature(layer.forward).parameters
+        for keyword in ("position_embeddings", "past_key_values", "attention_mask"):
+            if keyword not in accepted:  # else **kwargs would swallow it without a word
+                raise UserError(f"the layers of {name} take no `{keyword}`, unlike those of transformers 5")
+    if model.training:
+        raise UserError(f"{name} is in training mode (dropout): call model.eval() first")
 
 
 # What the loop gives the layers; a model that gives them other tensors has something that the loop would leave out
@@ -74,9 +82,10 @@ _GIVEN = frozenset(
 def find_layout(model: PreTrainedModel) -> Layout:
     """Run one token through the model's own code, its layers left out, behind more tokens than any window has.
 
-    The model must have passed `lazyllm.engine.decoder.check_structure`. No weight matrix is multiplied with.
-    Raises UserError where that shows something that the loop over layers cannot reproduce.
+    No weight matrix is multiplied with. Raises UserError as `check_structure`, and if the run shows something that the
+    loop over layers cannot reproduce.
     """
+    check_structure(model)
     name = type(model).__name__
     windows = windows_of(model.config)
     past = max((window for window in windows if window is not None), default=8) + 1

@@ -1,9 +1,9 @@
-"""Attention as the method needs it: the last token's row as importance, and attention to a chosen set of tokens.
+"""Attention as methods need it: scores of the stored tokens, and attention to a chosen set of them.
 
 Notation:
     h  query heads          g  key and value heads (g divides h; h = g without grouped-query attention)
     m  query tokens         s  stored tokens (slots)
-    d  head width
+    w  last queries         d  head width
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lazyllm.engine.devices import home_of
+from lazyllm.engine.method import NOTHING, Look
 from lazyllm.errors import UserError
 
 
 class Probe:
-    """What the installed attention function is asked for, and what it found.
+    """Tells the installed attention function what to look at, and holds what it found.
 
     own_attention_is_eager: whether the model's own attention has no causality of its own.
     own_masks: whether the model's own attention takes masks in prefill (additive for eager, else of bool); those of
         `part_mask` are for `attend_to_chosen` in any case.
     own_window: whether the model's own attention has sliding windows of its own, over tokens without gaps.
-    decodes: whether this is a decoding step, whose mask, if there is one, is that of `part_mask`.
-    home: the device that importance is brought to, whichever one its layer is on.
+    decodes: whether this is a decoding step; its mask, if there is one, is that of `part_mask`.
+    window: the sliding window of the layer that runs, if only the model's own attention knows of it.
+    home: the device that scores are brought to, whichever one their layer is on.
     """
 
     def __init__(
@@ -41,42 +43,49 @@ class Probe:
         self.own_masks = own_masks
         self.own_window = own_window
         self.decodes = False
+        self.window: int | None = None
         self._home = home
-        self._watched: range = range(0)
+        self._look = NOTHING
         self._found: list[Tensor] = []
 
-    def watch(self, layers: range) -> None:
-        """Ask for the importance in these layers (indices from 0), and forget what was found before."""
-        self._watched, self._found = layers, []
+    def watch(self, look: Look) -> None:
+        """Ask for the scores of these layers, and forget what was found before."""
+        self._look, self._found = look, []
 
     def wants(self, layer: int) -> bool:
-        return layer in self._watched
+        return layer in self._look.layers
 
     def look(
         self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, softcap: float | None = None
     ) -> None:
-        """Take down `last_token_importance` of a watched layer."""
-        self._found.append(last_token_importance(query, key, mask, scaling, softcap).to(self._home))
+        """Take down `attention_scores` of a layer that is asked for."""
+        scores = attention_scores(query, key, mask, scaling, softcap, self._look, self.window)
+        self._found.append(scores.to(self._home))
 
     def take(self) -> Tensor:
-        """[s] the newest token's attention probability on each stored token, mean over heads and watched layers.
+        """The scores, as `Look` says, as their mean over the layers. Raises RuntimeError as `take_each`."""
+        found = self.take_each()
+        return found[0] if len(found) == 1 else torch.stack(found).mean(dim=0)
 
-        Raises RuntimeError if a watched layer did not run its attention through the installed function.
+    def take_each(self) -> list[Tensor]:
+        """The scores of each layer, in order; a second call finds nothing.
+
+        Raises RuntimeError if a layer did not run its attention through the installed function.
         """
-        found, wanted = self._found, len(self._watched)
-        self.watch(range(0))
+        found, wanted = self._found, len(self._look.layers)
+        self.watch(NOTHING)
         if not found or len(found) != wanted:
             raise RuntimeError(f"{len(found)} of {wanted} watched layers called the installed attention function")
-        return found[0] if wanted == 1 else torch.stack(found).mean(dim=0)
+        return found
 
 
 @contextmanager
 def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
     """Put an observing attention function into `model`, and take it out again on exit, whatever happens.
 
-    The model's own attention (SDPA, FlashAttention, eager) does the work, but for decoding steps that attend to part of
-    the stored tokens: these are `attend_to_chosen`'s. Of SDPA it takes all decoding steps: it calls the same kernels,
-    and does not make them read K and V once for every query head that shares them.
+    The model's own attention (SDPA, FlashAttention, eager) does the work. Decoding steps that attend to part of the
+    stored tokens go to `attend_to_chosen`. In place of SDPA it takes all decoding steps: it calls the same kernels, but
+    they read K and V once, not once for every query head that shares them.
     """
     own_name = model.config._attn_implementation
     is_sdpa = own_name == "sdpa"
@@ -117,8 +126,8 @@ def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
         del ALL_ATTENTION_FUNCTIONS[name]
 
 
-# What may be given to an attention function without changing what it computes, beside what is honoured here:
-# `scaling`, `softcap`, and `sliding_window`, which the masks have seen to
+# Arguments of an attention function that do not change what it computes, and those that are honoured here: `scaling`,
+# `softcap`, and `sliding_window`, which the masks have seen to
 _HARMLESS = frozenset(
     {"scaling", "softcap", "sliding_window", "dropout", "position_ids", "cache_position", "use_cache"}
     | {"output_attentions", "output_hidden_states", "return_dict"}
@@ -126,7 +135,7 @@ _HARMLESS = frozenset(
 
 
 def _check_terms(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Raise UserError where attention has a term that neither Eq. 1 nor `attend_to_chosen` would see."""
+    """Raise UserError if attention has a term that neither Eq. 1 nor `attend_to_chosen` would see."""
     if kwargs.keys() <= _HARMLESS and getattr(module, "is_causal", True):
         return
     others = [name for name, value in kwargs.items() if name not in _HARMLESS and value is not None]
@@ -143,7 +152,7 @@ def _check_terms(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 def _own_attention(name: str | None, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The attention function that `module` uses under the implementation `name`."""
-    if name is None or name == "eager":  # which every modelling file of transformers defines for itself
+    if name is None or name == "eager":  # every modelling file of transformers defines its own
         return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS[name]
 
@@ -151,7 +160,7 @@ def _own_attention(name: str | None, module: nn.Module) -> Callable[..., tuple[T
 def part_mask(chosen: Tensor, share: int, dtype: torch.dtype) -> Tensor:
     """The additive mask of `attend_to_chosen`, made once for all layers of a group.
 
-    chosen [m, s] bool: which stored tokens each query attends to. share: query heads to a key head, h/g.
+    chosen [m, s] bool: which stored tokens each query attends to. share: query heads per key head, h/g.
     Returns [1, 1, h/g * m, s] in `dtype`, or [1, 1, 1, s] for a single query.
     """
     m, s = chosen.shape
@@ -161,36 +170,53 @@ def part_mask(chosen: Tensor, share: int, dtype: torch.dtype) -> Tensor:
     return mask.flatten(0, 1)[None, None]
 
 
-def last_token_importance(
-    query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, softcap: float | None = None
+def attention_scores(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    look: Look = NOTHING,
+    window: int | None = None,
 ) -> Tensor:
-    """Eq. 1: attention probability of the newest token on every stored token, mean over heads.
+    """What `look` asks to see of one layer; by default Eq. 1, the newest token's attention, mean over heads.
 
     query [1, h, m, d] and key [1, g, s, d] after RoPE; the newest token is the last query.
-    mask: of which the last row counts, additive (`part_mask`) or bool [1, 1, m, s]; None for all.
+    mask: its last rows count, additive (`part_mask`) or bool [1, 1, m, s]. Without one, each query attends to
+        everything stored up to itself, within the last `window` of it if that is given.
     softcap: what the attention logits are capped at, c * tanh(logits / c), as in Gemma 2.
-    Returns [s], 0 where not attended to, in float32 (float64 for a float64 model). The cost is h*s*d.
+    Returns [h, w, s], w = min(look.queries, m), with fewer dimensions as `Look` says, in float32 (float64 for a float64
+    model); a probability is 0 if a token is not attended to. The cost is h*w*s*d.
     """
-    heads, kv_heads, d = query.shape[1], key.shape[1], query.shape[-1]
-    # [1, h, m, d] -> [g, h/g, d]: the query heads that share a key head become the rows of one product
-    last = query[:, :, -1].reshape(kv_heads, heads // kv_heads, d)
+    heads, kv_heads, d, s = query.shape[1], key.shape[1], query.shape[-1], key.shape[2]
+    w = min(look.queries, query.shape[2])
+    # [1, h, w, d] -> [g, h/g * w, d]: the query heads that share a key head become the rows of one product
+    last = query[:, :, -w:].reshape(kv_heads, heads // kv_heads * w, d)
     # float16 would overflow here where attention itself does not, and bfloat16 would blur what is compared
     exact = torch.promote_types(query.dtype, torch.float32)
-    logits = _capped((last.to(exact) * scaling) @ key[0].to(exact).transpose(-1, -2), softcap)  # [g, h/g, s]
+    logits = _capped((last.to(exact) * scaling) @ key[0].to(exact).transpose(-1, -2), softcap).view(heads, w, s)
+    if mask is None and (w > 1 or window is not None):
+        slots = torch.arange(s, device=key.device)
+        of_query = slots[s - w :, None]
+        mask = (slots <= of_query if window is None else (slots <= of_query) & (slots > of_query - window))[None, None]
+    elif mask is not None and mask.dtype != torch.bool and look.raw:
+        mask = mask == 0  # eager attention's masks hold the lowest number in place of -inf
     if mask is not None and mask.dtype == torch.bool:
-        logits.masked_fill_(~mask[0, :, -1], float("-inf"))
+        logits.masked_fill_(~mask[0, :, -w:], float("-inf"))
     elif mask is not None:
-        logits += mask[0, :, -1]
-    return logits.softmax(dim=-1).mean(dim=(0, 1))
+        logits += mask[0, :, -w:]
+    scores = logits if look.raw else logits.softmax(dim=-1)
+    scores = scores if look.per_head else scores.mean(dim=0)
+    return scores.squeeze(-2) if look.queries == 1 else scores
 
 
 def attend_to_chosen(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None = None
 ) -> Tensor:
-    """Attention of m queries to those of the stored tokens that `mask` (from `part_mask`) leaves each of them.
+    """Attention of m queries to the stored tokens that `mask` (from `part_mask`) leaves to each of them.
 
-    Without a mask each attends to everything stored. softcap: as in `last_token_importance`; no kernel of PyTorch's
-    knows it, so that with it all products are there at once.
+    Without a mask each query attends to everything stored. softcap: as in `attention_scores`; no kernel of PyTorch
+    knows it, so with it all products are in memory at once.
     query [1, h, m, d]; key, value [1, g, s, d]. Returns [1, m, h, d].
     """
     _, heads, m, d = query.shape

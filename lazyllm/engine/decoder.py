@@ -6,23 +6,21 @@ Notation:
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lazyllm.engine.architecture import Layout, find_layout, hidden_before_layers, logits_of_normed, windows_of
+from lazyllm.engine.architecture import Layout, find_layout, hidden_before_layers, logits_of_normed
 from lazyllm.engine.attention import Probe, installed_attention, part_mask
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.cpu_linear import products_of
 from lazyllm.engine.devices import device_of, devices_of, home_of, is_spread, moved
 from lazyllm.engine.flops import LayerShape
-from lazyllm.errors import UserError
+from lazyllm.engine.method import Look
 
 Rope = tuple[Tensor, ...]  # cos and sin, [1, m, d] each, for every kind of layer that has its own
 
@@ -34,6 +32,7 @@ class Decoder:
 
     device: where everything is that no layer owns; `devices`: all that compute. Layers may be elsewhere: then what they
     need is brought there, and what leaves a group of them is brought back.
+    tokens_run: how many tokens have been run so far; one that ran through some of the layers counts as that share.
     """
 
     def __init__(self, model: PreTrainedModel, probe: Probe, layout: Layout) -> None:
@@ -48,6 +47,7 @@ class Decoder:
         self._layer_devices = [device_of(layer) if is_spread(model) else self.device for layer in self.layers]
         self.dtype = model.dtype
         self.width: int = model.config.hidden_size
+        self.tokens_run = 0.0
         shape = LayerShape.of(model.config)
         self._share = shape.heads // shape.kv_heads
         self._largest_matrix = shape.width * max(shape.mlp_width, shape.heads * shape.head_dim)
@@ -88,7 +88,7 @@ class Decoder:
         positions: Tensor,
         rope: Rope,
         chosen: Tensor | None,
-        watched: range,
+        look: Look,
         length: int,
     ) -> Tensor:
         """Run the group's layers over hidden [1, m, w]; K and V go into `group`, which must have been extended.
@@ -96,10 +96,11 @@ class Decoder:
         chosen: [m, s] bool, which stored tokens each query attends to; None for causal attention over the m tokens
             (prefill), or over everything stored (a single query, decoding). A layer with a sliding window attends to
             those of them whose positions lie in the window.
-        watched: the layers whose mean importance (Eq. 1) is left in `probe`.
+        look: what `probe` takes down of the group's attention.
         length: of the whole text; all positions, stored ones too, are below it.
         """
-        self.probe.watch(watched)
+        self.tokens_run += positions.shape[0] * len(group.layers) / len(self.layers)
+        self.probe.watch(look)
         self.probe.decodes = group.added < group.length
         # with all tokens of the text stored in their order, the last slots are a window: no mask, and fewer to read
         by_slots = self.probe.decodes and chosen is None and group.is_whole
@@ -110,8 +111,8 @@ class Decoder:
                 window = self.layout.windows[layer]
                 if window is not None and length <= window:
                     window = None  # nothing is far enough away
-                # importance is wanted of all that is stored
-                group.attended = window if by_slots and layer not in watched else None
+                # scores are wanted of all that is stored
+                group.attended = window if by_slots and layer not in look.layers else None
                 if group.attended is not None:
                     window = None
                 if self._layer_devices[layer] != device:  # moved here, once: accelerate would for every layer anew
@@ -120,6 +121,7 @@ class Decoder:
                     masks = {of_window: moved(mask, device) for of_window, mask in masks.items()}
                 if window not in masks:
                     masks[window] = moved(self._mask(group, positions, chosen, window, length), device)
+                self.probe.window = window if masks[window] is None else None
                 of_layer = 2 * self.layout.rope_of[layer]
                 hidden = self.layers[layer](
                     hidden,
@@ -176,17 +178,24 @@ class Decoder:
 
 
 @contextmanager
-def open_decoder(model: PreTrainedModel, layout: Layout | None = None) -> Iterator[Decoder]:
+def open_decoder(
+    model: PreTrainedModel, layout: Layout | None = None, counted_by: Decoder | None = None
+) -> Iterator[Decoder]:
     """A `Decoder` over `model`; on exit the model is as it was.
 
-    layout: of this model, where it is known already. Raises UserError where the model is not one that the
-    loop reproduces, as far as that shows without running its layers (`check_same_as_model` runs them).
+    layout: of this model, if it is known already. counted_by: another decoder, whose `tokens_run` counts what this one
+    runs too: give it if this model scores tokens for the other one.
+    Raises UserError if the loop does not reproduce the model, as far as that shows without running its layers
+    (`lazyllm.engine.checks.check_same_as_model` runs them).
     """
-    if layout is None:
-        check_structure(model)
-        layout = find_layout(model)
+    layout = layout or find_layout(model)
     with _ropes_put_back(model), installed_attention(model) as probe:
-        yield Decoder(model, probe, layout)
+        decoder = Decoder(model, probe, layout)
+        try:
+            yield decoder
+        finally:
+            if counted_by is not None:
+                counted_by.tokens_run += decoder.tokens_run
 
 
 @contextmanager
@@ -206,36 +215,6 @@ def _ropes_put_back(model: Any) -> Iterator[None]:
             rope._buffers.update(buffers)
 
 
-def check_structure(model: PreTrainedModel) -> None:
-    """Refuse, by name of the cause, what can be seen without running the model. Raises UserError."""
-    name = type(model).__name__
-    if hasattr(model, "_orig_mod"):
-        raise UserError(f"{name} is what torch.compile made of a model: give the model itself")
-    inner: Any = getattr(model, "model", None)
-    missing = [part for part in ("embed_tokens", "layers", "norm") if not hasattr(inner, part)]
-    if missing or not hasattr(model, "lm_head"):
-        raise UserError(
-            f"{name} is not built like a Llama (no {', '.join(missing) or 'lm_head'}); "
-            "supported: decoders with embed_tokens, layers, norm and lm_head, see docs/architectures.md"
-        )
-    count, said = len(inner.layers), model.config.num_hidden_layers
-    if count != said:
-        raise UserError(f"{name} has {count} modules in `layers`, but num_hidden_layers={said}")
-    windows_of(model.config)
-    for layer in inner.layers:
-        accepted = inspect.signature(layer.forward).parameters
-        for keyword in ("position_embeddings", "past_key_values", "attention_mask"):
-            if keyword not in accepted:  # else **kwargs would swallow it without a word
-                raise UserError(f"the layers of {name} take no `{keyword}`, unlike those of transformers 5")
-    if model.training:
-        raise UserError(f"{name} is in training mode (dropout): call model.eval() first")
-
-
-def sliding_window(config: Any) -> int | None:
-    """The shortest attention window of any layer, in tokens; None where every layer sees everything."""
-    return min((window for window in windows_of(config) if window is not None), default=None)
-
-
 def _rope_switches(config: Any) -> Iterator[int]:
     """The text lengths beyond which a LongRoPE takes its other frequencies."""
     for one in _rope_parameters(config):
@@ -247,76 +226,3 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     """Those of all layers, or those of each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
-
-
-CHECKED_STEPS = 2  # decoding steps of the start-up check
-CHECKED_WINDOW = (
-    512  # tokens: for longer windows the check of the masks alone must do (see `lazyllm.engine.architecture`)
-)
-
-
-@torch.inference_mode()
-def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
-    """Run a few tokens through the loop over the layers and through `model(...)`: the logits must be the same.
-
-    Most of the tokens are run as a prompt, the others as decoding steps: a layer that keeps anything but K and V, or
-    mixes tokens outside attention, cannot give the same then. A window of up to `CHECKED_WINDOW` tokens is exceeded.
-    Raises UserError where they differ, or where a layer does not attend as transformers' layers do. Rounded
-    weights need no other tolerance: both ways run the same weights on the same rows, and differ by the order of
-    attention's sums only. Raises FloatingPointError where the model's own logits are not finite.
-    """
-    name = type(model).__name__
-    with open_decoder(model) as decoder:
-        shortest = sliding_window(model.config)
-        if shortest is not None and shortest <= CHECKED_WINDOW:
-            length = max(length, shortest + CHECKED_STEPS + 2)
-        token_ids = torch.arange(length, device=decoder.device) % model.config.vocab_size
-        try:
-            found = _logits_of_loop(decoder, token_ids)
-        except torch.OutOfMemoryError:  # of this moment, not of the model
-            raise
-        except (RuntimeError, TypeError, AttributeError, KeyError) as error:
-            raise UserError(f"the layers of {name} cannot be run one by one: {error}") from error
-    expected = model(token_ids[None], logits_to_keep=1 + CHECKED_STEPS, use_cache=False).logits[0].to(found.device)
-    if not expected.isfinite().all():
-        raise FloatingPointError(f"{name}: the model's own logits are not finite (NaN or infinite)")
-    worst = (found - expected).abs().max().item()
-    share = 1e-2 if torch.finfo(model.dtype).eps < 1e-3 else 5e-2
-    if not worst <= share * expected.abs().max().item():
-        raise UserError(
-            f"{name}: running its layers one by one gives other logits than the model does (they differ by up to "
-            f"{worst:.3g}), so it does something between or around its layers, or mixes tokens outside attention, "
-            "which the loop would leave out; this architecture is not supported"
-        )
-    _SAME_AS_MODEL.add(model)
-
-
-# Models that have passed the check, so that each is checked once, whoever loaded it
-_SAME_AS_MODEL: WeakSet[PreTrainedModel] = WeakSet()
-
-
-def check_once(model: PreTrainedModel) -> None:
-    """`check_same_as_model`, unless this model has passed it. Raises UserError."""
-    if model not in _SAME_AS_MODEL:
-        check_structure(model)
-        check_same_as_model(model)
-
-
-def _logits_of_loop(decoder: Decoder, token_ids: Tensor) -> Tensor:
-    """[1 + CHECKED_STEPS, v] of the last tokens: the last of a prompt, and those of decoding steps."""
-    n, layers = token_ids.shape[0], range(len(decoder.layers))
-    all_positions = torch.arange(n, device=token_ids.device)
-    group = GroupCache(layers, n, n, decoder.device)
-    found = []
-    ends = range(n - CHECKED_STEPS, n + 1)
-    for start, end in zip([0, *ends], ends, strict=False):
-        positions = all_positions[start:end]
-        hidden = decoder.embed(token_ids[start:end], positions)
-        group.extend(positions, end)
-        hidden = decoder.run(group, hidden, positions, decoder.rope(hidden, positions), None, layers, end)
-        decoder.probe.take()  # raises RuntimeError where a layer attends in a way of its own
-        found.append(decoder.logits(hidden))
-    without = [layer + 1 for layer in layers if layer not in group.stored_layers]
-    if without:
-        raise RuntimeError(f"layers {without} store no K and V of their own")
-    return torch.stack(found)

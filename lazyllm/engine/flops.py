@@ -1,12 +1,12 @@
-"""Counting the arithmetic of a prefill, so that a measured speedup has an ideal to be held against."""
+"""Counting the arithmetic of a prefill, as an ideal to hold a measured speedup against. Needs a config, no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lazyllm.engine.architecture import windows_of
+from lazyllm.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,29 @@ class LayerShape:
         return 4 * self.heads * self.head_dim
 
 
+def windows_of(config: Any) -> list[int | None]:
+    """Per layer, how many tokens (positions, its own included) a token attends to; None for all before it.
+
+    Read from a transformers config; raises UserError if a layer is of another kind.
+    """
+    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    default = "full_attention" if window is None else "sliding_attention"
+    kinds = getattr(config, "layer_types", None) or [default] * layers
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UserError(
+            f"the {config.model_type} config has layers of type {', '.join(unknown)}; the loop over layers knows "
+            "full_attention and sliding_attention: others mix tokens in a way that pruning would change"
+        )
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
 def prefill_flops(config: Any, tokens_per_layer: Sequence[int], logits: int = 1) -> int:
-    """FLOPs of a prefill in which `tokens_per_layer[l]` tokens enter layer l, with logits at so many positions.
+    """FLOPs of a prefill in which `tokens_per_layer[l]` tokens enter layer l, with logits at `logits` positions.
 
     A multiplication and an addition count as two. Attention counts the pairs that causality and the layer's sliding
-    window leave. Of tokens that are not all of the text there may be fewer within a window: it is counted as if they
-    were next to each other, and so at most too much.
+    window leave. If tokens were left out, fewer lie within a window: they are counted as if they were next to each
+    other, which is at most too much.
     Left out, as below 1 %: norms, RoPE, softmax, activations, and the selection itself (one row of attention per
     pruning layer, which the layer computes anyway).
     """
@@ -62,11 +79,29 @@ def prefill_flops(config: Any, tokens_per_layer: Sequence[int], logits: int = 1)
 
 
 def _pairs(n: int, window: int | None) -> int:
-    """How many (query, key) pairs n tokens have of which the key is the query or one of the `window` - 1 before it."""
+    """How many (query, key) pairs n tokens have whose key is the query or one of the `window` - 1 before it."""
     near = n if window is None else min(n, window)
     return near * (near + 1) // 2 + (n - near) * near
 
 
-def ideal_speedup(config: Any, n: int, tokens_per_layer: Sequence[int]) -> float:
-    """FLOPs of the baseline's prefill of n tokens over those of one in which fewer enter the layers."""
-    return prefill_flops(config, [n] * len(tokens_per_layer)) / prefill_flops(config, tokens_per_layer)
+def nearest_ratio(speedup: Callable[[float], float], target: float) -> float | None:
+    """The keep ratio, in steps of 1/10000, whose `speedup` is nearest to `target`; None if none gets there.
+
+    speedup: of a ratio; falls as the ratio grows.
+    """
+
+    def of_step(step: int) -> float:
+        return speedup(step / 10_000)
+
+    if target < 1 or of_step(1) < target:
+        return None
+    slow, fast = 10_000, 1
+    while slow - fast > 1:
+        middle = (slow + fast) // 2
+        slow, fast = (middle, fast) if of_step(middle) < target else (slow, middle)
+    return min((slow, fast), key=lambda step: abs(of_step(step) - target)) / 10_000
+
+
+def first_layers_flops(config: Any, n: int, layers: int) -> int:
+    """FLOPs of running n tokens through the first `layers` layers, without logits (`lazyllm.engine.partial`)."""
+    return prefill_flops(config, [n] * layers + [0] * (config.num_hidden_layers - layers), logits=0)

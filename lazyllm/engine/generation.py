@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lazyllm.engine.decoder import check_once, open_decoder
-from lazyllm.engine.method import Method
-from lazyllm.engine.prompt import Prompt
+from lazyllm.engine.checks import check_once
+from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.devices import read_clock
+from lazyllm.engine.method import Method, Prompt
 
 # [v] logits -> the next token, and whether it is the last one
 Choose = Callable[[Tensor], tuple[int, bool]]
@@ -28,10 +28,10 @@ Choose = Callable[[Tensor], tuple[int, bool]]
 class Generation:
     """What was generated after one prompt, and at what cost.
 
-    token_ids: the generated tokens, the end token included where one was reached.
+    token_ids: the generated tokens, the end token included if one was reached.
     first_logits: [vocab] the logits that chose the first token, on the model's device, in its dtype.
     ttft_s: seconds from handing the prompt to the model to the first token.
-    scoring_s: seconds of these that went into scoring the prompt before its prefill (prompt compression), else 0.
+    scoring_s: seconds of these that went into scoring the prompt before its prefill, 0 if that was not done.
     total_s: seconds to the last token.
     decode_step_s: seconds of each step after the first; `ttft_s + sum(decode_step_s)` is `total_s`.
     computed: [steps, layers] distinct prompt tokens computed so far in each layer.
@@ -39,6 +39,8 @@ class Generation:
         first, then the generated ones that stay in the step's set, the newest among them.
     kv_bytes, aux_bytes: bytes of K and V, and of hidden states in the Aux Caches, held at the end.
     prompt_tokens: n.
+    scoring_tokens: tokens that any model ran to score the prompt before its prefill, windows that overlap counted each
+        time. A run through some of a model's layers counts as that share of a token; the sum is rounded up.
     """
 
     token_ids: list[int]
@@ -52,11 +54,15 @@ class Generation:
     kv_bytes: int
     aux_bytes: int
     prompt_tokens: int
+    scoring_tokens: int = 0
 
     @property
     def pct_prompt_tokens_computed(self) -> float:
-        """Prompt tokens computed by the end of the generation, 0 to 100, mean over layers (Table 2)."""
-        return float(100 * self.computed[-1].mean() / self.prompt_tokens)
+        """Prompt tokens computed by the end of the generation, in per cent of the prompt (Table 2).
+
+        The mean over layers, plus `scoring_tokens`: so more than 100 if scoring costs more than pruning saves.
+        """
+        return float(100 * (self.computed[-1].mean() + self.scoring_tokens) / self.prompt_tokens)
 
 
 def generate(
@@ -70,15 +76,15 @@ def generate(
     """Continue one prompt greedily.
 
     model: a transformers causal language model in eval mode; it is left as it was.
-    input_ids: the prompt, [n] or [1, n], n >= 1, special tokens included; or a `lazyllm.Prompt`, which tells
-        the methods that read text what the tokens stand for.
+    input_ids: the prompt, [n] or [1, n], n >= 1, special tokens included; or a `lazyllm.Prompt`, which tells methods
+        that read text what the tokens stand for.
     method: what is pruned, e.g. `lazyllm.methods.Lazy(lazyllm.Schedule({9: 0.7}))`.
     max_new_tokens: at least 1. eos_token_ids: tokens that end the answer; None takes the model's own, () none.
-    min_new_tokens: until so many tokens are there, end tokens are not chosen (as `min_length` in transformers).
+    min_new_tokens: end tokens are not chosen before this many tokens (as `min_length` in transformers).
 
-    Only the last position's logits are ever computed. The clock reads after the device has finished.
+    Only the last position's logits are ever computed. The clock is read when the device has finished.
     Raises ValueError for bad arguments, UserError for a model that the loop over layers would get wrong,
-    FloatingPointError where the logits are not finite.
+    FloatingPointError if the logits are not finite.
     """
     prompt = as_prompt(model, input_ids)
     if max_new_tokens < 1:
@@ -97,11 +103,11 @@ def continue_prompt(
     choose: Choose,
     put: Callable[[int], None] | None = None,
 ) -> Generation:
-    """Continue one prompt, checked by `as_prompt` and `check_fits`, with the tokens that `choose` takes.
+    """Continue one prompt, checked by `as_prompt` and `check_fits`, with the tokens that `choose` picks.
 
-    choose: called once a token, first with the prompt's logits. It runs in inference mode, and its one transfer from
+    choose: called once per token, first with the prompt's logits. It runs in inference mode, and its one transfer from
         the device is the only one that a token costs beside the method's own.
-    put: gets each token when the clock has been read, so its time counts with the next step's, if there is one.
+    put: gets each token after the clock has been read, so its time counts with the next step's, if there is one.
 
     Raises UserError, and what the method or `choose` raise.
     """
@@ -134,11 +140,12 @@ def continue_prompt(
         kv_bytes=session.kv_bytes,
         aux_bytes=session.aux_bytes,
         prompt_tokens=len(prompt),
+        scoring_tokens=session.scoring_tokens,
     )
 
 
 def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt) -> Prompt:
-    """The prompt. Raises ValueError where it is not one non-empty prompt of known tokens."""
+    """The prompt. Raises ValueError if it is not one non-empty prompt of known tokens."""
     given = input_ids if isinstance(input_ids, Prompt) else Prompt(torch.as_tensor(input_ids))
     prompt = given.token_ids
     if prompt.ndim == 2 and prompt.shape[0] == 1:
@@ -175,7 +182,7 @@ def greedy(end_ids: frozenset[int] = frozenset(), min_new_tokens: int = 0) -> Ch
     """The token with the highest logit; of equals the one that `torch.argmax` finds, as in transformers.
 
     end_ids, min_new_tokens: as in `generate`. The chooser counts, so each generation needs one of its own; it raises
-    FloatingPointError where the highest logit is not finite.
+    FloatingPointError if the highest logit is not finite.
     """
     chosen = 0
 
@@ -193,11 +200,3 @@ def greedy(end_ids: frozenset[int] = frozenset(), min_new_tokens: int = 0) -> Ch
         return int(token_id), int(token_id) in end_ids
 
     return choose
-
-
-def read_clock(*devices: torch.device) -> float:
-    """Seconds on a monotonic clock, read when the devices have done all their work."""
-    for device in devices:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-    return time.perf_counter()

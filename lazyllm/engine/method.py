@@ -1,66 +1,90 @@
-"""What a method is: hyperparameters that can start a generation."""
+"""What a method is: hyperparameters that declare what a prefill computes and can start a generation.
+
+Nothing here imports torch: a method can be made, checked and counted before anything heavy loads.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from transformers import PreTrainedModel
+from lazyllm.engine.flops import nearest_ratio, prefill_flops
 
-from lazyllm.engine.decoder import Decoder
-from lazyllm.engine.flops import ideal_speedup
-from lazyllm.engine.prompt import Prompt
-from lazyllm.engine.session import Session
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from lazyllm.engine.decoder import Decoder
+    from lazyllm.engine.session import Session
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as methods see it: its tokens and, if it is known, their text.
+
+    token_ids: [n] int64, on the host, special tokens included, n >= 1.
+    text: what the tokens stand for; "" if only token ids were given.
+    spans: per token the half-open range of `text` that it stands for, empty for a special token; () without a text.
+    context: ascending, disjoint ranges of `text` that a method may shorten by leaving tokens out. The rest
+        (instruction, question, an example's answer) is never touched.
+    """
+
+    token_ids: Tensor
+    text: str = ""
+    spans: tuple[tuple[int, int], ...] = ()
+    context: tuple[tuple[int, int], ...] = ()
+
+    def __len__(self) -> int:
+        return self.token_ids.shape[0]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a method asks to see of attention; by default nothing.
+
+    layers: indices, from 0, of the layers to look at.
+    queries: the newest `queries` tokens that a layer computes, fewer if it computes fewer.
+    raw: the logits of attention (scaled and capped as the model does it, -inf if a token is not attended to) instead
+        of the probabilities (softmax over the stored tokens).
+    per_head: the scores of each query head instead of their mean.
+
+    Each layer gives a tensor [h, w, s] of h query heads, w queries and s stored tokens, in float32 (float64 for a
+    float64 model). Without `per_head` it has no h; with `queries=1` it has no w. So the default is Eq. 1 of the
+    paper: [s] attention probabilities of the newest token, mean over heads.
+    """
+
+    layers: Collection[int] = ()
+    queries: int = 1
+    raw: bool = False
+    per_head: bool = False
+
+
+NOTHING = Look()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Neighbouring layers that always see the same tokens.
+
+    layers: their indices, from 0. prompt_tokens: how many prompt tokens enter them in prefill. look: what to see of
+    their attention in prefill, and if `look_in_steps` in decoding too.
+    """
+
+    layers: range
+    prompt_tokens: int
+    look: Look = NOTHING
+    look_in_steps: bool = False
 
 
 class Method(ABC):
     """Base of all methods: a frozen dataclass whose fields are its hyperparameters, without any state.
 
-    Subclasses say how a generation starts and what its prefill computes; `lazyllm.generate` does the rest. Most start
-    a `Session` of their own, which says what goes on from one group of layers to the next.
-
-    A whole method, which keeps the last tokens of the prompt and looks at no attention at all:
-
-    >>> from dataclasses import dataclass
-    >>> import torch, lazyllm
-    >>> from lazyllm.methods.schedule import check_ratio, keep_count
-    >>> from lazyllm.engine.session import Batch, Group, Session
-    >>>
-    >>> @dataclass(frozen=True)
-    ... class KeepLast(lazyllm.methods.Method):
-    ...     layer: int
-    ...     keep: float = 0.5
-    ...
-    ...     def __post_init__(self):
-    ...         check_ratio("keep", self.keep)  # a bad value is refused before any model loads
-    ...
-    ...     def start(self, decoder, prompt, max_new_tokens):
-    ...         n, layers = len(prompt), len(decoder.layers)
-    ...         early = Group(range(self.layer), n)
-    ...         late = Group(range(self.layer, layers), keep_count(self.keep, n))
-    ...         return KeepLastSession(decoder, [early, late], n, max_new_tokens)
-    ...
-    ...     def tokens_per_layer(self, num_layers, n):
-    ...         if not 1 <= self.layer < num_layers:
-    ...             raise ValueError(f"layer lies in 1 to {num_layers - 1}, got {self.layer}")
-    ...         return [n] * self.layer + [keep_count(self.keep, n)] * (num_layers - self.layer)
-    >>>
-    >>> class KeepLastSession(Session):
-    ...     def cross_in_prefill(self, index: int, batch: Batch) -> Batch:
-    ...         if index > 0:
-    ...             return batch  # behind the last group nothing is left to prune
-    ...         kept = torch.arange(len(batch) - self.groups[1].prompt_tokens, len(batch), device=self.decoder.device)
-    ...         self.caches[0].retain(kept)  # what is pruned leaves the KV cache of the early layers too
-    ...         self.selected[-1][self.groups[0].layers.stop] = batch.positions[kept]  # for pictures and traces
-    ...         return batch[kept]
-    >>>
-    >>> model, _ = lazyllm.load_model("tiny", dtype="float32", device="cpu")
-    >>> out = lazyllm.generate(model, list(range(5, 45)), KeepLast(layer=2, keep=0.25), max_new_tokens=3)
-    >>> out.computed[0].tolist()  # of 40 prompt tokens, layer by layer
-    [40, 40, 10, 10, 10, 10, 10, 10]
-    >>> KeepLast(layer=9).check(model.config)
-    Traceback (most recent call last):
-    ValueError: layer lies in 1 to 7, got 9
+    A method declares its `groups`; the tokens per layer, the FLOPs and a session follow from them. Two bases do most of
+    the work: `lazyllm.methods.Prune` scores tokens between two layers and keeps the best, `lazyllm.methods.Select`
+    chooses prompt tokens before the prefill. Their docstrings hold a worked example each. A method with a decoding of
+    its own starts a subclass of `lazyllm.engine.session.Session`.
 
     In a file of an installed package, an entry point gives the class a name (`lazyllm.methods.plugins`): then
     `python run.py method=keep_last method.layer=2 method.keep=0.25` works, and so does `lazyllm.methods.make`.
@@ -70,20 +94,35 @@ class Method(ABC):
     order: ClassVar[int] = 100  # its place there: lower first, ties by label
     colour: ClassVar[str | None] = None  # in every picture, as #RRGGBB; None takes a spare one
     marker: ClassVar[str | None] = None  # likewise, a matplotlib marker
-    dial: ClassVar[str | None] = (
-        None  # the hyperparameter that a target speedup ("2.0x") is solved for; None: cannot be
-    )
+    dial: ClassVar[str | None] = None  # the hyperparameter that a target speedup ("2.0x") is solved for, if any
+    named: ClassVar[tuple[str, ...]] = ()  # hyperparameters that, like the dial, are written down even at their default
+    table1: ClassVar[Mapping[str, Any]] = {}  # what `table1` stands for if it is not solved for, by hyperparameter
 
     @abstractmethod
+    def groups(self, num_layers: int, n: int) -> list[Group]:
+        """All layers of a model, in order, in groups that see the same of n prompt tokens.
+
+        If the number of tokens depends on the prompt, this is the number to be expected. Raises ValueError if the
+        method cannot run on a model of `num_layers` layers. Needs no model.
+        """
+
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         """A fresh session for one prompt and at most `max_new_tokens` generated tokens."""
+        from lazyllm.engine.session import Session
 
-    @abstractmethod
+        groups = self.groups(len(decoder.layers), len(prompt))
+        return Session(decoder, groups, len(prompt), max_new_tokens)
+
     def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
-        """How many of n prompt tokens enter each layer in prefill, layer 1 first.
+        """How many of n prompt tokens enter each layer in prefill, layer 1 first. Raises ValueError as `groups`."""
+        return [group.prompt_tokens for group in self.groups(num_layers, n) for _ in group.layers]
 
-        Raises ValueError if the method cannot run on a model of `num_layers` layers. Needs no model.
+    def models(self) -> tuple[str, ...]:
+        """The other models that the method runs: presets, folders or hub ids.
+
+        They are part of a run's identity (by their weights), and `lazyllm.methods.beside` loads them.
         """
+        return ()
 
     def check(self, config: Any) -> None:
         """Refuse what can be refused before a model of this transformers config loads.
@@ -93,11 +132,29 @@ class Method(ABC):
         self.tokens_per_layer(config.num_hidden_layers, 1)
 
     def check_prompt(self, prompt: Prompt) -> None:  # noqa: B027 - most methods take every prompt
-        """Raise ValueError where the method cannot run on this prompt. Needs no model."""
+        """Raise ValueError if the method cannot run on this prompt. Needs no model."""
 
     def prepare(self, model: PreTrainedModel) -> None:  # noqa: B027 - most methods need nothing beside the model
         """Load what is needed beside the model, unless that has been done: before the clock starts."""
 
+    def scoring_flops(self, config: Any, n: int) -> int:
+        """FLOPs of what any model computes of n prompt tokens before the prefill."""
+        return 0
+
     def ideal_speedup(self, config: Any, n: int) -> float:
-        """FLOPs of the baseline's prefill over FLOPs of this one's, for n prompt tokens (`lazyllm.engine.flops`)."""
-        return ideal_speedup(config, n, self.tokens_per_layer(config.num_hidden_layers, n))
+        """FLOPs of the baseline's prefill of n tokens over those of this method's, scoring included.
+
+        See `lazyllm.engine.flops` for what is counted.
+        """
+        layers = config.num_hidden_layers
+        own = prefill_flops(config, self.tokens_per_layer(layers, n)) + self.scoring_flops(config, n)
+        return prefill_flops(config, [n] * layers) / own
+
+    @classmethod
+    def solve(cls, settings: Mapping[str, Any], config: Any, n: int, target: float) -> Any:
+        """The value of `dial` whose ideal speedup on n prompt tokens is nearest to `target`; None if out of reach.
+
+        settings: the other hyperparameters. The default takes the dial for a keep ratio: lower is faster.
+        """
+        others = {key: value for key, value in settings.items() if key != cls.dial}
+        return nearest_ratio(lambda ratio: cls(**others, **{str(cls.dial): ratio}).ideal_speedup(config, n), target)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.decoder import Decoder, Rope
+from lazyllm.engine.method import NOTHING, Group
 
 
 @dataclass(frozen=True)
@@ -38,20 +39,6 @@ class Batch:
         return self.positions.shape[0]
 
 
-@dataclass(frozen=True)
-class Group:
-    """Neighbouring layers that always see the same tokens.
-
-    layers: their indices, from 0. prompt_tokens: how many enter in prefill. watched: the layers whose importance is
-    wanted when the group has run (its mean over them); `watched_in_steps` says whether in decoding too.
-    """
-
-    layers: range
-    prompt_tokens: int
-    watched: range = range(0)
-    watched_in_steps: bool = True
-
-
 class Session:
     """The state of one generation: without a subclass, that of the baseline.
 
@@ -68,6 +55,7 @@ class Session:
         self.prompt_tokens = prompt_tokens
         self.max_positions = prompt_tokens + max_new_tokens
         self.scoring_s = 0.0  # seconds spent on scoring the prompt before its prefill
+        self.scoring_tokens = 0  # tokens that any model ran for that, as in `Generation`
         self.length = 0  # tokens run so far, prompt and generated
         self.computed: list[list[int]] = []  # per step and layer: distinct prompt tokens computed so far
         self.caches = [
@@ -96,9 +84,13 @@ class Session:
 
     def prefill(self, token_ids: Tensor) -> Tensor:
         """Run the prompt [n]; return the logits [v] of its last token. Never synchronises with the device."""
+        return self._prefill(token_ids, self._all_positions[: token_ids.shape[0]], token_ids.shape[0])
+
+    def _prefill(self, token_ids: Tensor, positions: Tensor, length: int) -> Tensor:
+        """Run the tokens [k] at ascending `positions` [k] of a prompt of `length` tokens."""
         self._selected.append({})
-        self.length = token_ids.shape[0]
-        batch = self._embed(token_ids, self._all_positions[: self.length])
+        self.length = length
+        batch = self._embed(token_ids, positions)
         for index in range(len(self.groups)):
             self._num_computed[index] += len(batch)
             batch = self.cross_in_prefill(index, self._run(index, batch))
@@ -138,9 +130,9 @@ class Session:
         cache, group = self.caches[index], self.groups[index]
         cache.extend(batch.positions, self.length)
         in_prefill = cache.added == cache.length
-        watched = group.watched if in_prefill or group.watched_in_steps else range(0)
+        look = group.look if in_prefill or group.look_in_steps else NOTHING
         chosen = self.chosen(cache, batch)
-        hidden = self.decoder.run(cache, batch.hidden, batch.positions, batch.rope, chosen, watched, self.length)
+        hidden = self.decoder.run(cache, batch.hidden, batch.positions, batch.rope, chosen, look, self.length)
         return Batch(hidden, batch.positions, batch.rope)
 
     def _count(self) -> None:

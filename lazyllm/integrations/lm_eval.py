@@ -35,7 +35,7 @@ except ImportError as error:
     ) from error
 
 from lazyllm.engine.decoder import Decoder, open_decoder
-from lazyllm.engine.prompt import Prompt
+from lazyllm.engine.method import Prompt
 from lazyllm.integrations.transformers_generate import generate_with
 from lazyllm.methods import code_of, make
 from lazyllm.methods.schedule import Schedule

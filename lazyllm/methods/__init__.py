@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from lazyllm.engine.method import Method
+from lazyllm.engine.method import Look, Method
 from lazyllm.errors import UserError
 from lazyllm.methods import plugins
+from lazyllm.methods.base import Prune, Select
 from lazyllm.methods.baseline import Baseline
 from lazyllm.methods.lazy import Lazy
-from lazyllm.methods.prompt_compression.compression import PromptCompression
+from lazyllm.methods.prompt_compression import PromptCompression
 from lazyllm.methods.random_drop import RandomDrop
 from lazyllm.methods.static_pruning import StaticPruning
 
@@ -84,9 +85,12 @@ __all__ = [
     "METHODS",
     "Baseline",
     "Lazy",
+    "Look",
     "Method",
     "PromptCompression",
+    "Prune",
     "RandomDrop",
+    "Select",
     "StaticPruning",
     "UserError",
     "by_name",

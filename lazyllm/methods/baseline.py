@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lazyllm.engine.decoder import Decoder
-from lazyllm.engine.method import Method
-from lazyllm.engine.prompt import Prompt
-from lazyllm.engine.session import Group, Session
+from lazyllm.engine.method import Group, Method
 
 
 @dataclass(frozen=True)
@@ -20,9 +17,5 @@ class Baseline(Method):
     colour: ClassVar[str | None] = "#000000"
     marker: ClassVar[str | None] = "X"
 
-    def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
-        n = len(prompt)
-        return Session(decoder, [Group(range(len(decoder.layers)), n)], n, max_new_tokens)
-
-    def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
-        return [n] * num_layers
+    def groups(self, num_layers: int, n: int) -> list[Group]:
+        return [Group(range(num_layers), n)]

@@ -1,38 +1,36 @@
-"""LazyLLM: dynamic token pruning in prefill and decoding (arXiv 2407.14057).
-
-Notation:
-    n  prompt tokens         p  position of the step's newest token
-    m  tokens computed in a group in this step               s  tokens stored in a group
-"""
+"""LazyLLM: dynamic token pruning in prefill and decoding (arXiv 2407.14057)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
+from lazyllm.engine.flops import nearest_ratio
+from lazyllm.engine.method import Group, Prompt
+from lazyllm.methods.base import Prune
+from lazyllm.methods.schedule import Schedule, keep_count
 
-from lazyllm.engine.cache import AuxCache, GroupCache
-from lazyllm.engine.decoder import Decoder, Rope
-from lazyllm.engine.method import Method
-from lazyllm.engine.prompt import Prompt
-from lazyllm.engine.session import Batch, Group, Session
-from lazyllm.methods.schedule import Schedule
-from lazyllm.methods.selection import select, split_prompt
+if TYPE_CHECKING:
+    from lazyllm.engine.decoder import Decoder
+    from lazyllm.engine.session import Session
+
+# A target speedup is solved for one keep ratio at three pruning layers: those of Figure 4 if they get there with
+# `LOWEST_RATIO` or more, else the next earlier ones. Per cent of the depth.
+DEPTHS = ((30, 60, 90), (20, 50, 80), (20, 40, 60), (10, 30, 50), (10, 20, 30))
+LOWEST_RATIO = 0.3
 
 
 @dataclass(frozen=True)
-class Lazy(Method):
+class Lazy(Prune):
     """Prune progressively by the newest token's attention (Eq. 1), anew in every step; revive from the Aux Cache.
 
     schedule: pruning layers and keep ratios (section 3.2); "paper" for Figure 4's at the model's depth, or a mapping.
     prune_generated: make earlier generated tokens candidates too. The paper does not say; by default they are kept.
     revive: select anew in every decoding step (section 3.3). False is an ablation: decoding stays with the prefill's
         selection, and nothing is revived.
-    aux_device: "cpu" holds the Aux Cache's hidden states on the host (page-locked for CUDA), for where device memory
-        is short; boundaries that revive then wait for the device more than once. None: where the model is.
+    aux_device: "cpu" holds the Aux Cache's hidden states on the host (page-locked for CUDA), if device memory is short;
+        boundaries that revive then wait for the device more than once. None: on the model's device.
 
     Ours: keep ratios instead of percentiles, ties to the lower position, the newest token always kept.
     """
@@ -54,155 +52,30 @@ class Lazy(Method):
         if self.prune_generated and not self.revive:
             raise ValueError("prune_generated selects in every decoding step, which revive=False does not")
 
+    def kept(self, num_layers: int, n: int) -> dict[int, int]:
+        kept = {}
+        for layer, ratio in Schedule.parse(self.schedule, num_layers).keep.items():
+            if ratio < 1:  # a layer that keeps everything is no boundary: both sides of it see the same tokens
+                n = kept[layer] = keep_count(ratio, n)
+        return kept
+
+    def groups(self, num_layers: int, n: int) -> list[Group]:
+        return [replace(group, look_in_steps=self.revive) for group in super().groups(num_layers, n)]
+
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
-        schedule = Schedule.parse(self.schedule, len(decoder.layers))
-        return LazySession(
-            decoder, schedule, len(prompt), max_new_tokens, self.prune_generated, self.revive, self.aux_device
-        )
+        from lazyllm.methods.lazy_session import LazySession
 
-    def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
-        return Schedule.parse(self.schedule, num_layers).tokens_per_layer(num_layers, n)
+        return LazySession(self, decoder, prompt, max_new_tokens)
 
+    @classmethod
+    def solve(cls, settings: Mapping[str, Any], config: Any, n: int, target: float) -> dict[int, float] | None:
+        for depths in DEPTHS:
+            layers = sorted({config.num_hidden_layers * depth // 100 for depth in depths} - {0})
 
-class LazySession(Session):
-    """Sections 3.1 to 3.3. In every step the tokens that enter a group are among those that entered the one before.
+            def speedup(ratio: float, layers: list[int] = layers) -> float:
+                return cls(Schedule(dict.fromkeys(layers, ratio))).ideal_speedup(config, n)
 
-    A token that a step selects and that the next group has not computed yet is revived: it enters with its hidden
-    state at the boundary, from the Aux Cache. So no token is computed twice in any layer.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        schedule: Schedule,
-        prompt_tokens: int,
-        max_new_tokens: int,
-        prune_generated: bool,
-        revive: bool,
-        aux_device: str | None,
-    ) -> None:
-        layers = len(decoder.layers)
-        # a layer that keeps everything is no boundary: the tokens on both sides of it are always the same
-        self._cuts = [layer for layer, ratio in schedule.keep.items() if ratio < 1]
-        ends = [*self._cuts, layers] if not self._cuts or self._cuts[-1] < layers else self._cuts
-        tokens = schedule.tokens_per_layer(layers, prompt_tokens)
-        groups = [
-            Group(range(start, end), tokens[start], range(end - 1, end) if end in self._cuts else range(0), revive)
-            for start, end in zip([0, *ends], ends, strict=False)
-        ]
-        super().__init__(decoder, groups, prompt_tokens, max_new_tokens)
-        self._schedule = schedule
-        self._prune_generated = prune_generated
-        self._revives = revive
-        # behind the last layer there is nothing to be revived into
-        boundaries = groups[:-1] if revive else []
-        home = None if aux_device is None else torch.device(aux_device)
-        self._aux = [
-            AuxCache(self.max_positions, decoder.width, decoder.dtype, decoder.device, home) for _ in boundaries
-        ]
-        self._prompt_rope: Rope | None = None
-        self._everything = torch.ones(self.max_positions, dtype=torch.bool, device=decoder.device)
-        self._present = self._everything  # [length] bool: which positions are in this step's set
-        self._num_present = 0
-        self._num_candidates = 0  # boundaries choose among the first so many positions; the others always go on
-
-    @property
-    def aux_bytes(self) -> int:
-        return sum(aux.nbytes for aux in self._aux)
-
-    @property
-    def selected(self) -> list[dict[int, Tensor]]:
-        return [{layer: present.nonzero()[:, 0] for layer, present in step.items()} for step in self._selected]
-
-    def prefill(self, token_ids: Tensor) -> Tensor:
-        self._present = self._everything[: self.prompt_tokens]
-        return super().prefill(token_ids)
-
-    def step(self, token_id: int) -> Tensor:
-        # all tokens are candidates again in the first group; the newest one is never pruned
-        self._num_candidates = self.length if self._prune_generated else self.prompt_tokens
-        self._num_present = self.length + 1
-        self._present = self._everything[: self._num_present]
-        return super().step(token_id)
-
-    def cross_in_prefill(self, index: int, batch: Batch) -> Batch:
-        if index == 0:
-            self._prompt_rope = batch.rope
-        self._note_layers_that_keep_all(index)
-        if not self.groups[index].watched:
-            return batch
-        layer = self._cuts[index]
-        kept, pruned = split_prompt(self.importance(index), self._schedule.kept(layer, len(batch)))
-        if index < len(self._aux):
-            self._aux[index].put(batch.positions[pruned], batch.hidden[0, pruned])
-        batch = batch[kept]
-        self._present = torch.zeros_like(self._present).index_fill_(0, batch.positions, True)
-        self._selected[-1][layer] = self._present
-        return batch
-
-    def cross_in_step(self, index: int, batch: Batch) -> Batch:
-        self._note_layers_that_keep_all(index)
-        if not self.groups[index].watched:
-            return batch
-        layer, end = self._cuts[index], self._num_candidates
-        always = self.length - end
-        keep = self._schedule.kept(layer, self._num_present - always)
-        if self._revives:
-            best = select(self._importance_of_candidates(index), keep)
-            self._present = (self._all_positions[: self.length] >= end).index_fill_(0, best, True)
-        else:
-            self._present = torch.cat([self._selected[0][layer], self._everything[:always]])
-        self._num_present = keep + always
-        self._selected[-1][layer] = self._present
-        return self._revive(index, batch) if index < len(self._aux) else batch
-
-    def importance(self, index: int) -> Tensor:
-        """[s] Eq. 1's importance of the tokens stored in group `index`, whose layers have just run."""
-        return self.decoder.probe.take()
-
-    def _importance_of_candidates(self, index: int) -> Tensor:
-        """[candidates] by position; less than any importance where a token is not in the set."""
-        importance, cache, end = self.importance(index), self.caches[index], self._num_candidates
-        # where a position is not stored the lookup finds some other token's, but such a token is not in the set
-        importance = importance[:end] if cache.is_whole else importance[cache.slot_of[:end]]
-        if self._num_present == self.length:
-            return importance
-        return torch.where(self._present[:end], importance, -1.0)
-
-    def chosen(self, cache: GroupCache, batch: Batch) -> Tensor | None:
-        """The stored tokens that are in this step's set and not after the query; None where that is all of them."""
-        if cache.added == cache.length:
-            return None  # prefill: causal attention over the batch
-        if len(batch) == 1 and cache.length == self._num_present:
-            return None  # everything stored is in the set, and the newest token comes after all of it
-        stored = cache.positions
-        is_present = self._present[stored]
-        return is_present[None] if len(batch) == 1 else is_present & (stored <= batch.positions[:, None])
-
-    def _revive(self, index: int, batch: Batch) -> Batch:
-        """The batch for the next group: those of the tokens in the set that it has not computed, the newest last.
-
-        Tokens that were revived into group `index` and stop at its end go back into its Aux Cache.
-        """
-        aux, into, newest = self._aux[index], self.caches[index + 1], batch
-        if len(batch) > 1:
-            aux.put(batch.positions[:-1], batch.hidden[0, :-1])
-            newest = batch[-1:]
-        if into.length == self.length - 1:
-            return newest  # the next group has computed all that came before
-        # the only wait for the device at this boundary
-        revived = (self._present & into.absent[: self.length]).nonzero()[:, 0]
-        if revived.shape[0] == 0:
-            return newest
-        assert self._prompt_rope is not None
-        rope = tuple(
-            torch.cat([of_prompt[:, revived], of_newest], dim=1)
-            for of_prompt, of_newest in zip(self._prompt_rope, newest.rope, strict=True)
-        )
-        hidden = torch.cat([aux.take(revived)[None], newest.hidden], dim=1)
-        return Batch(hidden, torch.cat([revived, newest.positions]), rope)
-
-    def _note_layers_that_keep_all(self, index: int) -> None:
-        inside = self.groups[index].layers
-        keep_all = [layer for layer in self._schedule.keep if layer - 1 in inside and layer not in self._cuts]
-        self._selected[-1] |= dict.fromkeys(keep_all, self._present)
+            ratio = nearest_ratio(speedup, target)
+            if ratio is not None and ratio >= LOWEST_RATIO:
+                return dict.fromkeys(layers, ratio)
+        return None

@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
-from lazyllm.engine.flops import ideal_speedup
+from lazyllm.engine.flops import prefill_flops
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ class Schedule:
 
     def ideal_speedup(self, config: Any, n: int) -> float:
         """FLOPs of the baseline's prefill over this schedule's, for n prompt tokens (`lazyllm.engine.flops`)."""
-        return ideal_speedup(config, n, self.tokens_per_layer(config.num_hidden_layers, n))
+        layers = config.num_hidden_layers
+        return prefill_flops(config, [n] * layers) / prefill_flops(config, self.tokens_per_layer(layers, n))
 
 
 def keep_count(ratio: float, n: int) -> int:
@@ -120,6 +121,15 @@ def check_ratio(what: str, ratio: Any) -> float:
     if not 0 < ratio <= 1:
         raise ValueError(f"{what} lies in (0, 1], got {ratio}")
     return float(ratio)
+
+
+def check_whole(what: str, value: Any, least: int) -> int:
+    """The value, if it is a whole number of `least` or more. Raises TypeError or ValueError, naming `what`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} is a whole number of {least} or more, got {value!r}")
+    if value < least:
+        raise ValueError(f"{what} is a whole number of {least} or more, got {value}")
+    return value
 
 
 def _at_depth(layer: Any, num_layers: int) -> Any:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lazyllm.engine.decoder import Decoder
-from lazyllm.engine.method import Method
-from lazyllm.engine.prompt import Prompt
-from lazyllm.engine.session import Batch, Group, Session
-from lazyllm.methods.schedule import check_ratio, keep_count
-from lazyllm.methods.selection import split_prompt
+from lazyllm.engine.method import Look
+from lazyllm.methods.base import Prune
+from lazyllm.methods.schedule import check_ratio, check_whole, keep_count
 
 
 @dataclass(frozen=True)
-class StaticPruning(Method):
+class StaticPruning(Prune):
     """Prune once, after layer `layer`, by the importance (Eq. 1) averaged over layers 1 to `layer`.
 
     layer: 1-based. keep: share of the prompt tokens that go on, `ceil(keep * n)` of n, the newest among them.
@@ -33,38 +30,10 @@ class StaticPruning(Method):
 
     def __post_init__(self) -> None:
         check_ratio("keep", self.keep)
-        if isinstance(self.layer, bool) or not isinstance(self.layer, int) or self.layer < 1:
-            raise ValueError(f"layer is a whole number, 1 for the first layer; got {self.layer!r}")
+        check_whole("layer", self.layer, 1)
 
-    def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
-        n, kept = len(prompt), keep_count(self.keep, len(prompt))
-        self.tokens_per_layer(len(decoder.layers), n)  # refuses a layer beyond the model
-        early, late = range(self.layer), range(self.layer, len(decoder.layers))
-        groups = [Group(early, n, watched=early, watched_in_steps=False)]
-        if late:
-            groups.append(Group(late, kept))
-        return StaticSession(decoder, groups, n, max_new_tokens, kept)
+    def kept(self, num_layers: int, n: int) -> dict[int, int]:
+        return {self.layer: keep_count(self.keep, n)}
 
-    def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
-        if self.layer > num_layers:
-            raise ValueError(f"static pruning after layer {self.layer}, but the model has only {num_layers} layers")
-        return [n] * self.layer + [keep_count(self.keep, n)] * (num_layers - self.layer)
-
-
-class StaticSession(Session):
-    """A session that keeps `keep` prompt tokens after its first group, and nothing of the others."""
-
-    def __init__(
-        self, decoder: Decoder, groups: list[Group], prompt_tokens: int, max_new_tokens: int, keep: int
-    ) -> None:
-        super().__init__(decoder, groups, prompt_tokens, max_new_tokens)
-        self._keep = keep
-
-    def cross_in_prefill(self, index: int, batch: Batch) -> Batch:
-        if index > 0:
-            return batch
-        kept, _ = split_prompt(self.decoder.probe.take(), self._keep)
-        self.caches[0].retain(kept)
-        batch = batch[kept]
-        self.selected[-1][len(self.groups[0].layers)] = batch.positions
-        return batch
+    def look(self, layers: range) -> Look:
+        return Look(layers)

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lazyllm.engine.decoder import check_same_as_model
+from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError
 from lazyllm.models.checkpoint import check_files, check_hub_files
 from lazyllm.models.hub import hub_file

@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lazyllm.methods.prompt_compression.compression import droppable, most_informative
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import lazyllm
-from lazyllm.engine.decoder import check_same_as_model
+from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.flops import prefill_flops
 from lazyllm.methods import Baseline, PromptCompression
 from lazyllm.methods import prompt_compression as module
-from lazyllm.methods.prompt_compression.compression import droppable, most_informative
 from lazyllm.methods.prompt_compression.self_information import scoring_flops
 from lazyllm.models.spec import ModelSpec
 from tests.reference import random_model

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from lazyllm.engine.decoder import Decoder
 from lazyllm.engine.flops import prefill_flops
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lazyllm.engine.decoder import Decoder
 
 # Logits of so many positions are there at once: 33 MB in float32 for a vocabulary of 32,000
 CHUNK = 256
@@ -65,8 +66,8 @@ def bos_of(config: Any) -> int | None:
     return bos if isinstance(bos, int) and 0 <= bos < config.vocab_size else None
 
 
-def self_information(decoder: Decoder, token_ids: Tensor, window: int | None = None) -> Tensor:
-    """[n] self-information in nats, at least float32, of token_ids [n], on the model's device.
+def self_information(decoder: Decoder, token_ids: Tensor, window: int | None = None) -> np.ndarray:
+    """[n] float64 on the host: self-information in nats, computed in at least float32, of token_ids [n].
 
     decoder: the open model that scores. window: tokens to a window; None for what the model sees at once.
 
@@ -75,21 +76,26 @@ def self_information(decoder: Decoder, token_ids: Tensor, window: int | None = N
     positions counted anew. Logits are there for `CHUNK` positions at a time.
     Raises ValueError for a window beyond the model's limit.
     """
+    import torch
+    import torch.nn.functional as F
+
+    from lazyllm.engine.partial import run_layers
+
     size = window_size(decoder.config, window)
     bos = bos_of(decoder.config)
     sequence = token_ids if bos is None else torch.cat([token_ids.new_tensor([bos]), token_ids])
     exact = torch.promote_types(decoder.dtype, torch.float32)
     info = torch.full(sequence.shape, math.log(decoder.config.vocab_size), dtype=exact, device=decoder.device)
-    for one in windows(len(sequence), size):
-        if one.first == one.stop:
+    for run in windows(len(sequence), size):
+        if run.first == run.stop:
             continue
-        hidden = _last_hidden(decoder, sequence[one.start : one.stop - 1])  # nothing is asked of the last token
-        for first in range(one.first, one.stop, CHUNK):
-            stop = min(first + CHUNK, one.stop)
-            before = hidden[first - 1 - one.start : stop - 1 - one.start]
-            logits = decoder.head(before).to(exact)  # [chunk, v]
+        # nothing is asked of the last token
+        hidden = decoder.norm(run_layers(decoder, sequence[run.start : run.stop - 1]))[0]  # [n, w]
+        for first in range(run.first, run.stop, CHUNK):
+            stop = min(first + CHUNK, run.stop)
+            logits = decoder.head(hidden[first - 1 - run.start : stop - 1 - run.start]).to(exact)  # [chunk, v]
             info[first:stop] = F.cross_entropy(logits, sequence[first:stop].to(logits.device), reduction="none")
-    return info if bos is None else info[1:]
+    return (info if bos is None else info[1:]).double().cpu().numpy()
 
 
 def scoring_flops(config: Any, n: int, window: int | None = None) -> int:
@@ -97,28 +103,7 @@ def scoring_flops(config: Any, n: int, window: int | None = None) -> int:
     length = n + (bos_of(config) is not None)
     runs = windows(length, window_size(config, window))
     layers = config.num_hidden_layers
-    return sum(prefill_flops(config, [one.stop - 1 - one.start] * layers, one.stop - one.first) for one in runs)
-
-
-class _Unstored:
-    """What the layers get in place of a cache: nothing is kept, every token attends to those of its own run."""
-
-    def __init__(self, layers: range, tokens: int) -> None:
-        self.layers = layers
-        self.added = self.length = tokens  # as in a prefill: all that there is was added now
-
-    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return key, value
-
-
-def _last_hidden(decoder: Decoder, token_ids: Tensor) -> Tensor:
-    """[n, w] the hidden states behind the model's last norm."""
-    n = token_ids.shape[0]
-    positions = torch.arange(n, device=decoder.device)
-    hidden = decoder.embed(token_ids, positions)
-    layers: Any = _Unstored(range(len(decoder.layers)), n)
-    hidden = decoder.run(layers, hidden, positions, decoder.rope(hidden, positions), None, range(0), n)
-    return decoder.norm(hidden)[0]
+    return sum(prefill_flops(config, [run.stop - 1 - run.start] * layers, run.stop - run.first) for run in runs)
 
 
 def carried_over(info: np.ndarray, from_spans: np.ndarray, to_spans: np.ndarray) -> np.ndarray:

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lazyllm
-from lazyllm.engine.decoder import check_same_as_model, open_decoder
-from lazyllm.engine.prompt import Prompt
+from lazyllm.engine.checks import check_same_as_model
+from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.method import Prompt
 from lazyllm.methods import Baseline, Lazy, Method, PromptCompression, RandomDrop, StaticPruning
 from tests.reference import (
     VARIANTS,

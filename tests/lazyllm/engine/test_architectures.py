@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 import lazyllm
 from lazyllm.engine.architecture import find_layout, windows_of
-from lazyllm.engine.decoder import check_same_as_model, open_decoder
+from lazyllm.engine.checks import check_same_as_model
+from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
-from lazyllm.engine.prompt import Prompt
+from lazyllm.engine.method import Prompt
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, RandomDrop
 from scripts.support_matrix import OUT, REFUSED, refusal_of, table

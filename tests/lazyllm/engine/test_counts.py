@@ -16,7 +16,7 @@ from lazyllm.bench.steered import SteeredLazy
 from lazyllm.bench.waits import Waits
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
-from lazyllm.engine.prompt import Prompt
+from lazyllm.engine.method import Prompt
 from lazyllm.methods import Baseline, Lazy, Method
 
 LAYERS, WIDTH, HEADS, VOCAB = 10, 48, 4, 97

@@ -10,7 +10,7 @@ import torch
 
 import lazyllm
 from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.prompt import Prompt
+from lazyllm.engine.method import Prompt
 from lazyllm.methods import Baseline, Lazy
 from tests.reference import ARCHITECTURES, ReferenceOutput, lazy_reference, random_model
 

@@ -11,8 +11,10 @@ from transformers import (
 )
 
 import lazyllm
-from lazyllm.engine.decoder import check_same_as_model, check_structure, open_decoder
-from lazyllm.engine.prompt import Prompt
+from lazyllm.engine.architecture import check_structure
+from lazyllm.engine.checks import check_same_as_model
+from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.method import Prompt
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy
 from tests.reference import random_model

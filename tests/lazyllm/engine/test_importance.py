@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lazyllm.engine.importance import importance_of_layers
+from lazyllm.engine.partial import importance_of_layers
 from tests.reference import random_model
 
 PROMPT = np.random.default_rng(1).integers(0, 97, 23).tolist()

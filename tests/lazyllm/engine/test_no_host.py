@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lazyllm.engine.architecture import find_layout
 from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.prompt import Prompt
+from lazyllm.engine.method import Prompt
 from lazyllm.methods import Lazy, Method, PromptCompression
 from tests.lazyllm.methods.method_matrix import KEEPING, PRUNING
 from tests.reference import random_model

@@ -6,13 +6,13 @@ import random
 
 import pytest
 import torch
+from lazyllm.methods.selection import select, split_prompt
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lazyllm
 from lazyllm.engine.attention import attend_to_chosen, installed_attention, last_token_importance, part_mask
 from lazyllm.engine.cache import AuxCache, GroupCache
 from lazyllm.methods import Lazy
-from lazyllm.methods.selection import select, split_prompt
 from tests.reference import random_model
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 import lazyllm
 from lazyllm.engine.attention import last_token_importance
 from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.prompt import Prompt
+from lazyllm.engine.method import Prompt
 from lazyllm.methods import METHODS, Baseline, Lazy, Method, PromptCompression, RandomDrop, StaticPruning
 from tests.lazyllm.methods.method_matrix import KEEPING, PRUNING
 from tests.reference import random_model

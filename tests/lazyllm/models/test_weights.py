@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 import lazyllm
 from lazyllm.engine import cpu_linear, decoder, generation, memory
-from lazyllm.engine.decoder import check_same_as_model, open_decoder
+from lazyllm.engine.checks import check_same_as_model
+from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.devices import devices_of, home_of
 from lazyllm.errors import UserError
 from lazyllm.methods import Lazy

@@ -1,0 +1,83 @@
+"""The start-up check of a model: a few tokens, run by the loop over the layers and by the model itself."""
+
+from __future__ import annotations
+
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lazyllm.engine.cache import GroupCache
+from lazyllm.engine.decoder import Decoder, open_decoder
+from lazyllm.engine.flops import windows_of
+from lazyllm.engine.method import Look
+from lazyllm.errors import UserError
+
+CHECKED_STEPS = 2  # decoding steps
+CHECKED_WINDOW = 512  # tokens; of longer windows only the masks are checked (`lazyllm.engine.architecture`)
+
+_PASSED: WeakSet[PreTrainedModel] = WeakSet()
+
+
+def check_once(model: PreTrainedModel) -> None:
+    """`check_same_as_model`, unless this model has passed it, whoever loaded it. Raises UserError."""
+    if model not in _PASSED:
+        check_same_as_model(model)
+
+
+@torch.inference_mode()
+def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
+    """Run a few tokens through the loop over the layers and through `model(...)`: the logits must be the same.
+
+    Most of the tokens are run as a prompt, the others as decoding steps: a layer that keeps anything but K and V, or
+    mixes tokens outside attention, cannot give the same then. A window of up to `CHECKED_WINDOW` tokens is exceeded.
+    Rounded weights need no other tolerance: both ways run the same weights on the same rows, and differ only by the
+    order of attention's sums.
+    Raises UserError if the logits differ, or if a layer does not attend as transformers' layers do; FloatingPointError
+    if the model's own logits are not finite.
+    """
+    name = type(model).__name__
+    with open_decoder(model) as decoder:
+        shortest = min((window for window in windows_of(model.config) if window is not None), default=None)
+        if shortest is not None and shortest <= CHECKED_WINDOW:
+            length = max(length, shortest + CHECKED_STEPS + 2)
+        token_ids = torch.arange(length, device=decoder.device) % model.config.vocab_size
+        try:
+            ours = _logits_of_loop(decoder, token_ids)
+        except torch.OutOfMemoryError:  # of this moment, not of the model
+            raise
+        except (RuntimeError, TypeError, AttributeError, KeyError) as error:
+            raise UserError(f"the layers of {name} cannot be run one by one: {error}") from error
+    expected = model(token_ids[None], logits_to_keep=1 + CHECKED_STEPS, use_cache=False).logits[0].to(ours.device)
+    if not expected.isfinite().all():
+        raise FloatingPointError(f"{name}: the model's own logits are not finite (NaN or infinite)")
+    worst = (ours - expected).abs().max().item()
+    share = 1e-2 if torch.finfo(model.dtype).eps < 1e-3 else 5e-2
+    if not worst <= share * expected.abs().max().item():
+        raise UserError(
+            f"{name}: running its layers one by one gives other logits than the model does (they differ by up to "
+            f"{worst:.3g}), so it does something between or around its layers, or mixes tokens outside attention, "
+            "which the loop would leave out; this architecture is not supported"
+        )
+    _PASSED.add(model)
+
+
+def _logits_of_loop(decoder: Decoder, token_ids: Tensor) -> Tensor:
+    """[1 + CHECKED_STEPS, v] of the last tokens: the last of a prompt, and those of decoding steps."""
+    n, layers = token_ids.shape[0], range(len(decoder.layers))
+    all_positions = torch.arange(n, device=token_ids.device)
+    group = GroupCache(layers, n, n, decoder.device)
+    logits = []
+    ends = range(n - CHECKED_STEPS, n + 1)
+    for start, end in zip([0, *ends], ends, strict=False):
+        positions = all_positions[start:end]
+        hidden = decoder.embed(token_ids[start:end], positions)
+        group.extend(positions, end)
+        hidden = decoder.run(group, hidden, positions, decoder.rope(hidden, positions), None, Look(layers), end)
+        decoder.probe.take()  # raises RuntimeError if a layer attends in a way of its own
+        logits.append(decoder.logits(hidden))
+    without = [layer + 1 for layer in layers if layer not in group.stored_layers]
+    if without:
+        raise RuntimeError(f"layers {without} store no K and V of their own")
+    return torch.stack(logits)

@@ -1,0 +1,54 @@
+"""The first layers of a model, run once over a prompt, without K and V being stored: for scoring tokens.
+
+Notation:
+    n  tokens      w  hidden width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lazyllm.engine.decoder import Decoder, open_decoder
+from lazyllm.engine.method import NOTHING, Look
+
+
+def run_layers(decoder: Decoder, token_ids: Tensor, layers: int | None = None, look: Look = NOTHING) -> Tensor:
+    """[1, n, w] hidden states behind the first `layers` layers; None runs them all.
+
+    decoder: the open model. token_ids: [n], on the model's device; they attend to one another only, at positions from
+    0 on. look: what to see of attention; afterwards `decoder.probe.take()` or `take_each()` gives it.
+    The run counts in `decoder.tokens_run`, and so in `Generation.scoring_tokens`.
+    """
+    n = token_ids.shape[0]
+    positions = torch.arange(n, device=decoder.device)
+    hidden = decoder.embed(token_ids, positions)
+    unstored: Any = _Unstored(range(len(decoder.layers))[:layers], n)
+    return decoder.run(unstored, hidden, positions, decoder.rope(hidden, positions), None, look, n)
+
+
+class _Unstored:
+    """Stands in for a cache: nothing is kept, the tokens of a run attend to one another."""
+
+    def __init__(self, layers: range, tokens: int) -> None:
+        self.layers = layers
+        self.added = self.length = tokens  # as in a prefill: every token is new
+
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+@torch.inference_mode()
+def importance_of_layers(model: PreTrainedModel, token_ids: Tensor | Sequence[int]) -> Tensor:
+    """[layers, n] Eq. 1 in every layer: attention probability of the last token on each, mean over heads (Figure 2).
+
+    token_ids: one prompt [n]. Nothing is pruned. On the host, at least float32; a row sums to 1.
+    """
+    with open_decoder(model) as decoder:
+        prompt = torch.as_tensor(token_ids).to(decoder.device)
+        run_layers(decoder, prompt, look=Look(range(len(decoder.layers))))
+        return torch.stack(decoder.probe.take_each()).cpu()

@@ -1,0 +1,47 @@
+"""The other models that a method runs (`Method.models`): loaded once, opened beside the model under test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from lazyllm.engine.architecture import Layout, find_layout
+from lazyllm.engine.decoder import Decoder, open_decoder
+from lazyllm.engine.devices import home_of
+from lazyllm.models.load import load_tokenizer_of, load_weights
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Another model with its tokenizer. layout: found before the clock starts."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    layout: Layout
+
+
+def load_beside(name: str, model: PreTrainedModel) -> Beside:
+    """The model of that name, in the dtype and on the device of `model`. Kept for the prompts that follow.
+
+    Methods have no state, so this is where `Method.prepare` leaves what `Method.start` needs. Raises UserError.
+    """
+    return _load(name, str(model.dtype).removeprefix("torch."), str(home_of(model)))
+
+
+@contextmanager
+def open_beside(name: str, decoder: Decoder) -> Iterator[tuple[Decoder, Any]]:
+    """(decoder, tokenizer) of the model of that name. What it runs counts in `decoder.tokens_run` too."""
+    other = load_beside(name, decoder.model)
+    with open_decoder(other.model, other.layout, counted_by=decoder) as opened:
+        yield opened, other.tokenizer
+
+
+@lru_cache(maxsize=2)
+def _load(name: str, dtype: str, device: str) -> Beside:
+    model = load_weights(name, dtype=dtype, device=device)
+    return Beside(model, load_tokenizer_of(name), find_layout(model))
