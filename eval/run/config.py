@@ -36,8 +36,6 @@ LAUNCHERS = {
 warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
 
 
-_NAMING = ("schedule", "keep", "unit", "seed")
-
 DEFAULT_LABEL = "comparison"  # of an experiment that names none
 
 
@@ -271,13 +269,13 @@ def check_method(settings: dict[str, Any]) -> None:
 def canonical(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings as they are written down: the same for all ways to ask for the same method.
 
-    Hyperparameters that have their default are left out, but for those that name a setting (`_NAMING`).
+    Hyperparameters at their default are left out, except the method's dial and those that it names.
     """
     method = build_method(speedup_targets.check(settings))
     written = {"name": settings["name"]}
     for key, default in settings_of(type(method)).items():
         value = settings.get(key, default)
-        if key in _NAMING or value != default:
+        if key in (method.dial, *method.named) or value != default:
             written[key] = value
     return written
 

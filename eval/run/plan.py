@@ -22,10 +22,10 @@ from eval.run.measure import Case
 from eval.run.shards import Shard, parse_shard, split
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
-from lazyllm.methods import code_of
+from lazyllm.methods import Baseline, by_name, code_of
 from lazyllm.models.load import check_loading, devices_in_use, load_config, load_end_ids, load_tokenizer_of
 from lazyllm.models.quantisation import quantised_by
-from lazyllm.models.spec import QUANTISATIONS, source_of
+from lazyllm.models.spec import QUANTISATIONS, ModelSpec, source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -122,7 +122,7 @@ def identify(config: RunConfig) -> Identified:
     tokenizer = _tokenizer(config)
     loaded = [load_rows(dataset, config.data.dir, _on_error(config)) for dataset in datasets_of(config)]
     end_ids = load_end_ids(model_spec(config))
-    paired = config.timing.paired and settings["name"] != "baseline"
+    paired = config.timing.paired and by_name(settings["name"]) is not Baseline
     parameters = {one.dataset.name: _resolved(config, settings, one.dataset, model_config) for one in loaded}
     identity = _identity(config, loaded, model_config, tokenizer, end_ids, devices, paired) | {
         "method": _plain(canonical(settings)),
@@ -269,7 +269,7 @@ def _identity(
     source = source_of(config.model.name)
     dummy = config.model.load_format == "dummy"
     local = Path(source).is_dir()
-    scorer = config.method.get("scorer")
+    beside = build_method(speedup_targets.check(config.method)).models()
     code = code_of(config.method["name"])  # of lazyllm's own methods it is in "code"
     return {
         "model": config.model.name if local else source,
@@ -286,7 +286,7 @@ def _identity(
         "chat": config.model.chat,
         **({"method_code": code} if code is not None else {}),
         **({"half": config.half} if config.half is not None else {}),  # what is tuned on shares no table with the rest
-        **({"scorer_weights": provenance.weights_sha256(source_of(scorer))} if scorer else {}),
+        **({"method_weights": [_weights_of(spec) for spec in beside]} if beside else {}),
         "data": {one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in loaded},
         "max_new_tokens": config.max_new_tokens,
         "seed": config.seed,
@@ -297,6 +297,11 @@ def _identity(
         "device": " + ".join(map(provenance.device_name, devices)),
         "threads": torch.get_num_threads() if devices[0].type == "cpu" else None,
     }
+
+
+def _weights_of(spec: ModelSpec) -> str | None:
+    """What tells the weights of a method's other model apart: of a local one their hash, of a hub id its commit."""
+    return provenance.weights_sha256(spec.source) or getattr(load_config(spec), "_commit_hash", None)
 
 
 def _version_of_quantiser(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, str]:

@@ -25,7 +25,7 @@ from eval.store.record import Failure, Record
 from lazyllm.errors import UserError
 
 # What may differ between the runs of one model that lie in one table
-_FREE = {"method", "parameters", "data", "seed", "paired", "warmup", "scorer_weights", "method_code"}
+_FREE = {"method", "parameters", "data", "seed", "paired", "warmup", "method_weights", "method_code"}
 # Columns of `as_frame` that a measurement gives
 MEASURED = (
     "score", "rouge_l", "ttft_s", "scoring_s", "total_s", "step_s", "tokens", "pct_computed",

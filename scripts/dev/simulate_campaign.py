@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+import yaml
 
 from eval.benchmarks.datasets import DATASETS, Dataset
 from eval.store.folder import SCHEMA, fingerprint
@@ -27,17 +28,12 @@ from eval.store.frame import PLANNED, label_of, planned_text
 # LongBench's examples by dataset; 200 where it is not named
 _SIZES = {"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}
 MODELS = {"llama2": (32, 3500), "xgen": (32, 7500)}  # layers, and the longest prompt
+_EXPERIMENT = Path(__file__).parents[2] / "eval" / "conf" / "experiment" / "table1.yaml"
+_TABLE1 = {one["name"]: one for one in yaml.safe_load(_EXPERIMENT.read_text())["compare"].values()}  # one seed of each
 _LAZY = {"name": "lazy", "prune_generated": False, "revive": True}
 SETTINGS: tuple[dict[str, Any], ...] = (
-    _LAZY | {"schedule": "table1"},
-    _LAZY | {"schedule": "1.5x"},
-    _LAZY | {"schedule": "paper"},
-    _LAZY | {"schedule": {"8": 0.5}},
-    _LAZY | {"schedule": {"16": 0.3}},
-    {"name": "static_pruning", "layer": 2, "keep": "table1"},
-    {"name": "prompt_compression", "keep": "table1", "unit": "sentence"},
-    {"name": "random_drop", "keep": "table1"},
-    {"name": "random_drop", "keep": "2.0x"},
+    *(_LAZY | {"schedule": schedule} for schedule in ("table1", "1.5x", "2.0x", "paper", {"8": 0.5}, {"16": 0.3})),
+    *(settings for name, settings in _TABLE1.items() if name != "lazy"),
 )
 _STARTS = [1, 10, 20, 29]  # first layers of LazyLLM's groups
 _WORDS = (
@@ -71,7 +67,7 @@ def write_campaign(out: Path, campaign: Campaign) -> int:
 def _write_run(out: Path, campaign: Campaign, model: str, number: int, settings: dict[str, Any], seed: int) -> int:
     datasets = [one for one in DATASETS.values() if one.suite == "longbench"]
     sizes = {one.name: max(2, round(campaign.share * _SIZES.get(one.name, 200))) for one in datasets}
-    method = settings | ({"seed": seed} if settings["name"] == "random_drop" else {})
+    method = settings | ({"seed": seed} if "seed" in settings else {})
     identity = {
         "model": model, "method": method, "seed": seed, "paired": True, "warmup": 5, "code": "simulated",
         "load_format": "auto", "data": dict.fromkeys(sizes, "simulated"),
