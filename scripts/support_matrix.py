@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lazyllm.engine.architecture import check_structure
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError
-from tests.lazyllm.engine.architecture_matrix import COLUMNS, METHODS, Cell, cells, check
+from tests.lazyllm.engine.architecture_matrix import COLUMNS, Cell, cells, check
+from tests.lazyllm.methods.method_matrix import LISTED
 from tests.reference import VARIANTS
 
 OUT = Path(__file__).parent.parent / "docs" / "architectures.md"
@@ -73,7 +74,7 @@ def table(holds: Mapping[Cell, bool]) -> str:
     names = [f"{short[dtype]} {short.get(attention, attention)}" for dtype, attention in COLUMNS]
     lines = ["| architecture | method | " + " | ".join(names) + " |", "|" + "---|" * (2 + len(names))]
     for architecture in VARIANTS:
-        for method in METHODS:
+        for method in LISTED:
             marks = []
             for dtype, attention in COLUMNS:
                 cell = Cell(architecture, method, dtype, attention)

@@ -241,6 +241,18 @@ class HandModel:
         reach: int,
         attended: Sequence[tuple[np.ndarray, np.ndarray]],
     ) -> tuple[np.ndarray, np.ndarray]:
+        """`attend`, without the logits."""
+        hidden, probabilities, _ = self.attend(layer, hidden, position, reach, attended)
+        return hidden, probabilities
+
+    def attend(
+        self,
+        layer: int,
+        hidden: np.ndarray,
+        position: int,
+        reach: int,
+        attended: Sequence[tuple[np.ndarray, np.ndarray]],
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """One token through one layer.
 
         Args:
@@ -251,17 +263,18 @@ class HandModel:
             attended: key and value, each [G, d], of every token it attends to (itself among them), ``t`` of them.
 
         Returns:
-            The hidden state after the layer, [D], and the attention probabilities, [H, t].
+            The hidden state after the layer, [D]; the attention probabilities, [H, t]; their logits, [H, t].
         """
         prefix = f"model.layers.{layer - 1}"
         q, _, _ = self._query_key_value(layer, self._norm(f"{prefix}.input_layernorm", hidden))
         q = self._rope(self._head_norm(f"{prefix}.self_attn.q_norm", q), layer, position, reach)
-        probabilities, outputs = [], []
+        probabilities, outputs, logits = [], [], []
         for head in range(self.num_heads):
             kv_head = head // (self.num_heads // self.num_kv_heads)
             keys = np.stack([k[kv_head] for k, _ in attended])  # [t, d]
             values = np.stack([v[kv_head] for _, v in attended])  # [t, d]
-            p = _softmax(_capped(keys @ q[head] * self.attention_scale, self.attention_cap))
+            logits.append(_capped(keys @ q[head] * self.attention_scale, self.attention_cap))
+            p = _softmax(logits[-1])
             probabilities.append(p)
             outputs.append(p @ values)
         attention = self._linear(f"{prefix}.self_attn.o_proj", np.concatenate(outputs))
@@ -272,7 +285,7 @@ class HandModel:
         hidden = hidden + self.residual_factor * attention
         mlp = self._mlp(layer, self._norm(f"{prefix}.{before_mlp}_layernorm", hidden))
         mlp = self._norm(f"{prefix}.post_feedforward_layernorm", mlp)
-        return hidden + self.residual_factor * mlp, np.stack(probabilities)
+        return hidden + self.residual_factor * mlp, np.stack(probabilities), np.stack(logits)
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Final norm and language-model head: hidden state after the last layer [D] -> [V]."""
@@ -457,16 +470,24 @@ def lazy_reference(
 
 
 def static_reference(
-    model: PreTrainedModel, input_ids: Sequence[int], layer: int, ratio: float, steps: int
+    model: PreTrainedModel,
+    input_ids: Sequence[int],
+    layer: int,
+    ratio: float,
+    steps: int,
+    selected: Sequence[int] | None = None,
 ) -> ReferenceOutput:
     """Static token pruning: once, in prefill, after `layer`, by the importance averaged over layers 1 to `layer`.
 
     What is pruned is gone for all layers. Fills in `token_ids`, `logits` and `selected` (of the prefill) only.
+    selected: with layer 0, the prompt's positions that are run at all, the last one among them.
     """
     hand, out = HandModel(model), ReferenceOutput()
     n = len(input_ids)
     kv: dict[int, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
-    hidden = {p: hand.embed(token) for p, token in enumerate(input_ids)}
+    hidden = {p: hand.embed(input_ids[p]) for p in (range(n) if selected is None else selected)}
+    if selected is not None:
+        out.selected.append({0: list(selected)})
     total = dict.fromkeys(hidden, 0.0)
     for number in range(1, hand.num_layers + 1):
         kv[number] = {p: hand.key_value(number, hidden[p], p, n) for p in hidden}

@@ -36,7 +36,10 @@ def test_the_parameters_reach_the_papers_speedup_by_hand() -> None:
     table = pd.read_csv(PAPER / "table1.csv").set_index(["task", "method"])
     for dataset in (one for one in DATASETS.values() if one.suite == "longbench"):
         n = 3376
-        speedup = {name: table.loc[(dataset.task, name), "llama2_ttft_speedup"] for name in ("lazy", "static_pruning", "random_drop")}
+        speedup = {
+            name: table.loc[(dataset.task, name), "llama2_ttft_speedup"]
+            for name in ("lazy", "static_pruning", "random_drop")
+        }
         schedule = resolve(LAZY, dataset, LLAMA2, "llama2")["schedule"]
         assert len(set(schedule.values())) == 1
         counts, left = [], n

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,17 +21,9 @@ import lazyllm
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.method import Prompt
-from lazyllm.methods import Baseline, Lazy, Method, PromptCompression, RandomDrop, StaticPruning
-from tests.reference import (
-    VARIANTS,
-    ReferenceOutput,
-    casts_in_float64,
-    forward_reference,
-    keep_count,
-    lazy_reference,
-    random_variant,
-    static_reference,
-)
+from lazyllm.methods import Method
+from tests.lazyllm.methods.method_matrix import LISTED, ROWS
+from tests.reference import VARIANTS, ReferenceOutput, casts_in_float64, random_variant
 
 # (dtype, attention implementation); FlashAttention knows half precision only
 COLUMNS = [
@@ -39,16 +31,6 @@ COLUMNS = [
     ("bfloat16", "flash_attention_2"),
     ("float16", "flash_attention_2"),
 ]
-# a method with parameters that keep everything, and with some that prune, for a model of 4 layers
-METHODS: dict[str, tuple[Method, Method]] = {
-    "baseline": (Baseline(), Baseline()),
-    "lazy": (Lazy({1: 1.0, 3: 1.0}), Lazy({1: 0.6, 2: 0.7, 3: 0.5})),
-    "lazy, prune_generated": (Lazy({2: 1.0}, prune_generated=True), Lazy({1: 0.6, 2: 0.7}, prune_generated=True)),
-    "lazy, without revival": (Lazy({1: 1.0}, revive=False), Lazy({1: 0.6, 3: 0.5}, revive=False)),
-    "prompt_compression": (PromptCompression(1.0, "token"), PromptCompression(0.5, "token")),
-    "random_drop": (RandomDrop(1.0), RandomDrop(0.5, seed=3)),
-    "static_pruning": (StaticPruning(2, 1.0), StaticPruning(2, 0.4)),
-}
 # Longer than any window; the dynamic NTK's length is crossed in decoding, and the LongRoPE's before
 PROMPT = np.random.default_rng(0).integers(0, 97, 18).tolist()
 STEPS = 5
@@ -71,7 +53,7 @@ class Cell:
 def cells() -> Iterator[Cell]:
     """All combinations that transformers itself allows."""
     for architecture in VARIANTS:
-        for method in METHODS:
+        for method in LISTED:
             for dtype, attention in COLUMNS:
                 if is_offered(architecture, attention):
                     yield Cell(architecture, method, dtype, attention)
@@ -85,12 +67,13 @@ def is_offered(architecture: str, attention: str) -> bool:
 def check(cell: Cell) -> None:
     """Raise AssertionError where the cell does not do what docs/architectures.md says that it does."""
     with _opened(cell) as model:
-        keeping, pruning = METHODS[cell.method]
-        expected_tokens, expected_logits = _by_transformers(cell.architecture, cell.dtype, cell.attention)
-        found = lazyllm.generate(model, PROMPT, keeping, STEPS, ())
-        assert torch.equal(found.first_logits, expected_logits), "first logits with everything kept"
-        assert found.token_ids == expected_tokens, "tokens with everything kept"
-        assert found.pct_prompt_tokens_computed == 100
+        keeping, pruning = ROWS[cell.method].keeping, ROWS[cell.method].pruning
+        if keeping is not None:
+            expected_tokens, expected_logits = _by_transformers(cell.architecture, cell.dtype, cell.attention)
+            found = lazyllm.generate(model, PROMPT, keeping, STEPS, ())
+            assert torch.equal(found.first_logits, expected_logits), "first logits with everything kept"
+            assert found.token_ids == expected_tokens, "tokens with everything kept"
+            assert found.pct_prompt_tokens_computed == 100
 
         found = lazyllm.generate(model, PROMPT, pruning, STEPS, ())
         assert found.computed[0].tolist() == pruning.tokens_per_layer(4, len(PROMPT))
@@ -108,58 +91,31 @@ def check(cell: Cell) -> None:
         assert found.token_ids == expected.token_ids
         for ours, theirs in zip(found.selected, expected.selected, strict=False):
             assert ours == theirs
-        for ours, theirs in zip(logits_of_steps(model, pruning, found.token_ids), expected.logits, strict=True):
+        for ours, theirs in zip(logits_of_steps(model, pruning, PROMPT, found.token_ids), expected.logits, strict=True):
             assert np.abs(ours - theirs).max() < tolerance
 
 
-def logits_of_steps(model: PreTrainedModel, method: Method, token_ids: list[int]) -> list[np.ndarray]:
+def logits_of_steps(
+    model: PreTrainedModel, method: Method, prompt: Sequence[int], token_ids: Sequence[int]
+) -> list[np.ndarray]:
     """The logits of each step when it is fed `token_ids`."""
     with torch.inference_mode(), open_decoder(model) as decoder:
-        session = method.start(decoder, Prompt(torch.as_tensor(PROMPT)), len(token_ids))
-        found = [session.prefill(torch.tensor(PROMPT)).numpy()]
+        session = method.start(decoder, Prompt(torch.as_tensor(prompt)), len(token_ids))
+        found = [session.prefill(torch.as_tensor(prompt)).numpy()]
         return found + [session.step(token_id).numpy() for token_id in token_ids[:-1]]
 
 
 @lru_cache(maxsize=4)
 def by_reference(architecture: str, dtype: str, method: str) -> ReferenceOutput:
     """What the method's pruning parameters give, by the float64 reference."""
-    model = _model(architecture, dtype, "eager")
-    pruning: Any = METHODS[method][1]
-    match pruning:
-        case Lazy():
-            schedule = dict(lazyllm.Schedule.parse(pruning.schedule, 4).keep)
-            return lazy_reference(model, PROMPT, schedule, STEPS, (), pruning.prune_generated, revive=pruning.revive)
-        case StaticPruning():
-            return static_reference(model, PROMPT, pruning.layer, pruning.keep, STEPS)
-        case RandomDrop():  # the draw is this project's own; what it leaves is a prompt
-            others = np.random.default_rng([pruning.seed, len(PROMPT)]).choice(
-                len(PROMPT) - 1, keep_count(pruning.keep, len(PROMPT)) - 1, replace=False
-            )
-            return _on_the_rest(model, [*others.tolist(), len(PROMPT) - 1])
-        case PromptCompression():
-            info = _self_information(model, PROMPT[:-1])
-            ranking = sorted(range(len(info)), key=lambda p: (-info[p], p))
-            return _on_the_rest(model, [*ranking[: keep_count(pruning.keep, len(info))], len(PROMPT) - 1])
-        case _:
-            return lazy_reference(model, PROMPT, {}, STEPS)
-
-
-def _on_the_rest(model: PreTrainedModel, kept: list[int]) -> ReferenceOutput:
-    out = lazy_reference(model, [PROMPT[position] for position in sorted(kept)], {}, STEPS)
-    out.selected = [{0: sorted(kept)}]
-    return out
-
-
-def _self_information(model: PreTrainedModel, token_ids: list[int]) -> list[float]:
-    """-log p of each token after those before it; the first one gets that of an even guess."""
-    logits = forward_reference(model, token_ids[:-1])
-    log_sums = np.log(np.exp(logits).sum(axis=-1))
-    return [np.log(logits.shape[-1]), *(log_sums[p] - logits[p, token] for p, token in enumerate(token_ids[1:]))]
+    reference = ROWS[method].reference
+    assert reference is not None
+    return reference(_model(architecture, dtype, "eager"), PROMPT, STEPS)
 
 
 @lru_cache(maxsize=len(COLUMNS))
 def _model(architecture: str, dtype: str, attention: str) -> PreTrainedModel:
-    own = "eager" if attention == "flash_attention_2" else attention  # which is not installed: see `_flash_stand_in`
+    own = "eager" if attention == "flash_attention_2" else attention  # which is not installed: see `flash_stand_in`
     model = random_variant(architecture, 3, own, getattr(torch, dtype))
     model.config._attn_implementation = attention
     return model
@@ -172,7 +128,7 @@ def _opened(cell: Cell) -> Iterator[PreTrainedModel]:
         if cell.dtype == "float64":
             stack.enter_context(casts_in_float64())
         if cell.attention == "flash_attention_2":
-            stack.enter_context(_flash_stand_in())
+            stack.enter_context(flash_stand_in())
         model = _model(cell.architecture, cell.dtype, cell.attention)
         if cell.method == "baseline":
             check_same_as_model(model)
@@ -194,7 +150,7 @@ def _by_transformers(architecture: str, dtype: str, attention: str) -> tuple[lis
 
 
 @contextlib.contextmanager
-def _flash_stand_in() -> Iterator[None]:
+def flash_stand_in() -> Iterator[None]:
     """In place of FlashAttention 2, which needs a GPU: its conventions, computed by PyTorch.
 
     Causal over the slots, aligned at the end; `sliding_window` counted in slots; `softcap`; no masks.

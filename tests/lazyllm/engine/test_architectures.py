@@ -13,15 +13,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 import lazyllm
-from lazyllm.engine.architecture import find_layout, windows_of
+from lazyllm.engine.architecture import find_layout
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
 from lazyllm.engine.method import Prompt
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, RandomDrop
 from scripts.support_matrix import OUT, REFUSED, refusal_of, table
-from tests.lazyllm.engine.architecture_matrix import Cell, cells, check
+from tests.lazyllm.engine.architecture_matrix import Cell, cells, check, logits_of_steps
 from tests.reference import (
     VARIANTS,
     WINDOW,
@@ -39,7 +39,15 @@ def attention_of(variant: str) -> str:
     return "eager" if variant == "gemma2" else "sdpa"
 
 
-@pytest.mark.parametrize("cell", list(cells()), ids=str)
+# the bases' own rows, on one of each kind
+BASES = [
+    Cell(architecture, method, "float64", attention_of(architecture))
+    for architecture in ("llama", "mistral, window", "gemma2", "llama, dynamic NTK")
+    for method in ("a Prune", "a Select")
+]
+
+
+@pytest.mark.parametrize("cell", [*cells(), *BASES], ids=str)
 def test_matrix(cell: Cell) -> None:
     check(cell)
 
@@ -72,10 +80,7 @@ def test_random_lengths_and_schedules(variant: str, seed: int) -> None:
         assert found.selected == expected.selected
         assert found.token_ids == expected.token_ids
         assert found.computed.tolist() == expected.computed.tolist()
-        with torch.inference_mode(), open_decoder(model) as decoder:
-            session = method.start(decoder, Prompt(torch.tensor(prompt)), steps)
-            logits = [session.prefill(torch.tensor(prompt)).numpy()]
-            logits += [session.step(token_id).numpy() for token_id in found.token_ids[:-1]]
+        logits = logits_of_steps(model, method, prompt, found.token_ids)
     np.testing.assert_allclose(logits, expected.logits, rtol=0, atol=TOLERANCE)
 
 
@@ -160,7 +165,7 @@ def test_a_model_that_lazyllm_did_not_load_is_checked_once(monkeypatch: pytest.M
         lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
     model = _llama()
     lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
-    monkeypatch.setattr("lazyllm.engine.decoder.check_same_as_model", lambda _: pytest.fail("checked again"))
+    monkeypatch.setattr("lazyllm.engine.checks.check_same_as_model", lambda _: pytest.fail("checked again"))
     lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
 
 
@@ -169,7 +174,7 @@ def test_a_full_memory_is_no_unsupported_model(monkeypatch: pytest.MonkeyPatch) 
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     model = _llama()
-    for place in ("lazyllm.engine.decoder._logits_of_loop", "lazyllm.engine.architecture._trace"):
+    for place in ("lazyllm.engine.checks._logits_of_loop", "lazyllm.engine.architecture._trace"):
         monkeypatch.setattr(place, full)
         with pytest.raises(torch.OutOfMemoryError):
             check_same_as_model(model)

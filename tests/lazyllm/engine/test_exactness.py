@@ -9,22 +9,12 @@ import pytest
 import torch
 
 import lazyllm
-from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.method import Prompt
 from lazyllm.methods import Baseline, Lazy
+from tests.lazyllm.engine.architecture_matrix import logits_of_steps
 from tests.reference import ARCHITECTURES, ReferenceOutput, lazy_reference, random_model
 
 VOCAB = 97
 TOLERANCE = 1e-9
-
-
-def logits_of_all_steps(model, method, prompt: list[int], token_ids: list[int]) -> list[np.ndarray]:
-    """The logits of each step of the fast path when it is fed `token_ids`."""
-    with torch.inference_mode(), open_decoder(model) as decoder:
-        session = method.start(decoder, Prompt(torch.as_tensor(prompt)), len(token_ids))
-        found = [session.prefill(torch.tensor(prompt)).numpy()]
-        found += [session.step(token_id).numpy() for token_id in token_ids[:-1]]
-    return found
 
 
 def assert_same(model, prompt: list[int], schedule: dict[int, float], steps: int, prune_generated: bool) -> None:
@@ -36,7 +26,7 @@ def assert_same(model, prompt: list[int], schedule: dict[int, float], steps: int
     assert found.token_ids == expected.token_ids
     assert found.computed.tolist() == np.array(expected.computed).tolist()
     assert max(expected.compute_counts.values()) == 1
-    for step, logits in enumerate(logits_of_all_steps(model, method, prompt, found.token_ids)):
+    for step, logits in enumerate(logits_of_steps(model, method, prompt, found.token_ids)):
         assert np.abs(logits - expected.logits[step]).max() < TOLERANCE
     # what is held, from the reference's dictionaries: float64, 8 bytes an element
     config = model.config

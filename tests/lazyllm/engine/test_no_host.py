@@ -7,6 +7,7 @@ an index to write at, a transfer) is refused.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 from lazyllm.engine.architecture import find_layout
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.method import Prompt
-from lazyllm.methods import Lazy, Method, PromptCompression
-from tests.lazyllm.methods.method_matrix import KEEPING, PRUNING
+from tests.lazyllm.methods.method_matrix import ROWS, Row
 from tests.reference import random_model
 
 META = torch.device("meta")
@@ -53,25 +53,23 @@ class OnDevice(TorchDispatchMode):
         return out
 
 
-METHODS = {
-    name: method
-    for name, method in ({"keeping, " + name: method for name, method in KEEPING.items()} | PRUNING).items()
-    if not (isinstance(method, PromptCompression) and method.keep < 1)  # it chooses text, on the host
+KEEPING = {"keeping, " + name: replace(row, pruning=row.keeping) for name, row in ROWS.items() if row.keeping}
+# what scores chooses on the host
+CASES = {name: row for name, row in ROWS.items() if not row.scores} | {
+    name: replace(row, asks=0) for name, row in KEEPING.items()
 }
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("revived", [0, 3])
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
-def test_only_boundaries_ask_the_device(method: Method, revived: int, attention: str) -> None:
+@pytest.mark.parametrize("row", CASES.values(), ids=CASES.keys())
+def test_only_boundaries_ask_the_device(row: Row, revived: int, attention: str) -> None:
     twin: Any = random_model("llama", 2, num_layers=4)
     twin.config._attn_implementation = attention
     layout = find_layout(twin)  # compares numbers
     model = twin.to(META)
-    schedule: Any = method.schedule if isinstance(method, Lazy) and method.revive else {}
-    boundaries = sum(layer < 4 and ratio < 1 for layer, ratio in schedule.items())  # behind layer 4 nothing is revived
     with torch.inference_mode(), open_decoder(model, layout) as decoder:
-        session = method.start(decoder, Prompt(PROMPT), STEPS + 1)
+        session = row.pruning.start(decoder, Prompt(PROMPT), STEPS + 1)
         prompt = PROMPT.to(META)
         with OnDevice(revived) as prefill:
             session.prefill(prompt)
@@ -79,7 +77,7 @@ def test_only_boundaries_ask_the_device(method: Method, revived: int, attention:
         for token_id in range(STEPS):
             with OnDevice(revived) as step:
                 logits = session.step(token_id)
-            assert step.asked == boundaries
+            assert step.asked == row.asks
             assert (step.host, logits.shape) == ([], (97,))
 
 

@@ -6,13 +6,14 @@ import random
 
 import pytest
 import torch
-from lazyllm.methods.selection import select, split_prompt
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lazyllm
-from lazyllm.engine.attention import attend_to_chosen, installed_attention, last_token_importance, part_mask
+from lazyllm.engine.attention import attend_to_chosen, attention_scores, installed_attention, part_mask
 from lazyllm.engine.cache import AuxCache, GroupCache
+from lazyllm.engine.method import Look
 from lazyllm.methods import Lazy
+from lazyllm.methods.sessions import rank, split_prompt
 from tests.reference import random_model
 
 CPU = torch.device("cpu")
@@ -45,9 +46,9 @@ def test_attention_and_importance(heads: int, kv_heads: int, m: int, s: int) -> 
     chosen[..., 0] = True
     expected = _probabilities(query, key, chosen, 0.3)
     mask = part_mask(chosen[0, 0], heads // kv_heads, query.dtype)
-    torch.testing.assert_close(last_token_importance(query, key, mask, 0.3), expected[:, -1].mean(0))
+    torch.testing.assert_close(attention_scores(query, key, mask, 0.3), expected[:, -1].mean(0))
     everything = _probabilities(query, key, torch.ones_like(chosen), 0.3)
-    torch.testing.assert_close(last_token_importance(query, key, None, 0.3), everything[:, -1].mean(0))
+    torch.testing.assert_close(attention_scores(query, key, None, 0.3), everything[:, -1].mean(0))
     found = attend_to_chosen(query, key, value, mask, 0.3)
     for head in range(heads):
         of_head = value[0, head * kv_heads // heads]
@@ -57,7 +58,7 @@ def test_attention_and_importance(heads: int, kv_heads: int, m: int, s: int) -> 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_importance_is_at_least_float32(dtype: torch.dtype) -> None:
     query, key, _ = (tensor.to(dtype) for tensor in _qkv(4, 2, 1, 30, 8, seed=0))
-    importance = last_token_importance(query, key, None, 0.35)
+    importance = attention_scores(query, key, None, 0.35)
     assert importance.dtype == torch.float32
     assert importance.sum() == pytest.approx(1, abs=1e-5)
 
@@ -74,7 +75,7 @@ def test_installed_attention_is_removed_even_after_an_error() -> None:
 
 def test_the_probe_says_when_the_layer_never_ran() -> None:
     with installed_attention(random_model("llama", 0, num_layers=2)) as probe:
-        probe.watch(range(1))
+        probe.watch(Look([0]))
         with pytest.raises(RuntimeError, match="0 of 1 watched layers"):
             probe.take()
 
@@ -88,9 +89,9 @@ def test_split_prompt_keeps_the_newest_and_breaks_ties_downwards() -> None:
     assert (kept.tolist(), pruned.tolist()) == ([0], [])
 
 
-def test_select_breaks_ties_downwards() -> None:
-    assert select(torch.tensor([0.2, 0.5, 0.2, 0.4, 0.2]), 4).tolist() == [1, 3, 0, 2]
-    assert select(torch.zeros(5), 2).tolist() == [0, 1]
+def test_rank_breaks_ties_downwards() -> None:
+    assert rank(torch.tensor([0.2, 0.5, 0.2, 0.4, 0.2])).tolist() == [1, 3, 0, 2, 4]
+    assert rank(torch.zeros(5)).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -205,6 +206,6 @@ def test_importance_survives_what_attention_survives() -> None:
     """In float16 the unscaled product overflows where the scaled one does not."""
     query = torch.full((1, 1, 1, 128), 25.0, dtype=torch.float16)
     key = torch.stack([torch.full((128,), 25.0), torch.full((128,), 24.9), torch.zeros(128)])[None, None].half()
-    importance = last_token_importance(query, key, None, 128**-0.5)
+    importance = attention_scores(query, key, None, 128**-0.5)
     assert importance.isfinite().all()
     assert importance[0] > importance[1] > importance[2]

@@ -1,27 +1,139 @@
-"""One row a method: what every method's tests run over (`test_methods.py`). A new method adds its rows here."""
+"""One row a method: what every method's tests run over. A new method adds its row here.
+
+`test_methods.py` and `test_no_host.py` run all rows; `architecture_matrix.py` the listed ones on every architecture.
+"""
 
 from __future__ import annotations
 
-from lazyllm.methods import Baseline, Lazy, Method, PromptCompression, RandomDrop, StaticPruning
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-# parameters that prune, for a model of 4 layers
-PRUNING: dict[str, Method] = {
-    "lazy": Lazy({1: 0.6, 3: 0.5}),
-    "lazy, one token": Lazy({1: 0.01, 2: 0.01, 4: 0.01}),
-    "lazy, prune_generated": Lazy({2: 0.5}, prune_generated=True),
-    "lazy, without revival": Lazy({1: 0.6, 3: 0.5}, revive=False),
-    "prompt_compression": PromptCompression(0.5, "token"),
-    "prompt_compression, one token": PromptCompression(0.01, "token"),
-    "prompt_compression, windows": PromptCompression(0.7, "token", window=8),
-    "random_drop": RandomDrop(0.5, seed=3),
-    "static_pruning": StaticPruning(2, 0.4),
-    "static_pruning, after the last layer": StaticPruning(4, 0.4),
+import numpy as np
+from transformers import PreTrainedModel
+
+from lazyllm.engine.flops import first_layers_flops
+from lazyllm.engine.method import Look, Prompt
+from lazyllm.methods import Baseline, Lazy, Method, PromptCompression, Prune, RandomDrop, Select, StaticPruning
+from tests.reference import ReferenceOutput, forward_reference, keep_count, lazy_reference, static_reference
+
+Reference = Callable[[PreTrainedModel, Sequence[int], int], ReferenceOutput]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method on a model of 4 layers.
+
+    pruning: with parameters that prune. reference: what these give for (model, prompt, steps), by `tests/reference.py`;
+    `selected` may end early. keeping: with parameters that keep everything. asks: boundaries that may ask the device
+    for what to revive in a step. scores: whether a model runs before the prefill.
+    """
+
+    pruning: Method
+    reference: Reference | None = None
+    keeping: Method | None = None
+    asks: int = 0
+    scores: bool = False
+
+
+def _lazy(schedule: dict[int, float], asks: int, **settings: bool) -> Row:
+    def reference(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
+        return lazy_reference(model, prompt, schedule, steps, **settings)
+
+    return Row(Lazy(schedule, **settings), reference, Lazy(dict.fromkeys(schedule, 1.0), **settings), asks)
+
+
+def _static(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
+    return static_reference(model, prompt, 2, 0.4, steps)
+
+
+def _dropped(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
+    n = len(prompt)  # the draw is this project's own; what it leaves is a prompt
+    others = np.random.default_rng([3, n]).choice(n - 1, keep_count(0.5, n) - 1, replace=False)
+    return _on_the_rest(model, prompt, [*others.tolist(), n - 1], steps)
+
+
+def _compressed(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
+    """-log p of each token after those before it; the first one gets that of an even guess."""
+    logits = forward_reference(model, prompt[:-2])
+    log_sums = np.log(np.exp(logits).sum(axis=-1))
+    later = [log_sums[p] - logits[p, token] for p, token in enumerate(prompt[1:-1])]
+    info = [np.log(logits.shape[-1]), *later]
+    ranking = sorted(range(len(info)), key=lambda p: (-info[p], p))
+    return _on_the_rest(model, prompt, [*ranking[: keep_count(0.5, len(info))], len(prompt) - 1], steps)
+
+
+def _on_the_rest(model: PreTrainedModel, prompt: Sequence[int], kept: list[int], steps: int) -> ReferenceOutput:
+    out = lazy_reference(model, [prompt[position] for position in sorted(kept)], {}, steps)
+    out.selected = [{0: sorted(kept)}]
+    return out
+
+
+@dataclass(frozen=True)
+class Remembering(Prune):
+    """Prunes twice, and decoding still finds what was pruned in the layers that computed it."""
+
+    keep: float = 0.5
+    label = "remembering"
+    forget = False
+
+    def kept(self, num_layers: int, n: int) -> dict[int, int]:
+        first = keep_count(self.keep, n)
+        return {1: first, 3: keep_count(self.keep, first)}
+
+
+def _remembered(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
+    out = lazy_reference(model, prompt, {1: 0.5, 3: 0.5}, steps, revive=False)
+    out.selected = out.selected[:1]
+    return out
+
+
+@dataclass(frozen=True)
+class AskFirst(Select):
+    """Asks the first three layers, and runs the rest of the tokens at their own positions."""
+
+    keep: float = 0.5
+    label = "ask first"
+
+    def kept(self, n: int) -> int:
+        return keep_count(self.keep, n)
+
+    def select(self, decoder: Any, prompt: Prompt) -> Any:
+        from lazyllm.engine.partial import run_layers
+
+        run_layers(decoder, prompt.token_ids.to(decoder.device), 3, Look([2]))
+        return self.best(decoder.probe.take(), self.kept(len(prompt)))
+
+    def scoring_flops(self, config: Any, n: int) -> int:
+        return first_layers_flops(config, n, 3)
+
+
+def _asked(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
+    asked = lazy_reference(model, prompt, {3: 0.5}, 1)
+    out = static_reference(model, prompt, 0, 1.0, steps, asked.selected[0][3])
+    out.margin = asked.margin
+    return out
+
+
+# On every architecture and in docs/architectures.md
+LISTED = {
+    "baseline": Row(Baseline(), _lazy({}, 0).reference, Baseline()),
+    "lazy": _lazy({1: 0.6, 2: 0.7, 3: 0.5}, asks=3),
+    "lazy, prune_generated": _lazy({1: 0.6, 2: 0.7}, asks=2, prune_generated=True),
+    "lazy, without revival": _lazy({1: 0.6, 3: 0.5}, asks=0, revive=False),
+    "prompt_compression": Row(
+        PromptCompression(0.5, "token"), _compressed, PromptCompression(1.0, "token"), scores=True
+    ),
+    "random_drop": Row(RandomDrop(0.5, seed=3), _dropped, RandomDrop(1.0)),
+    "static_pruning": Row(StaticPruning(2, 0.4), _static, StaticPruning(2, 1.0)),
 }
-# parameters that keep everything: the baseline
-KEEPING: dict[str, Method] = {
-    "baseline": Baseline(),
-    "lazy": Lazy({1: 1.0, 3: 1.0}),
-    "prompt_compression": PromptCompression(1.0, "token"),
-    "random_drop": RandomDrop(1.0),
-    "static_pruning": StaticPruning(2, 1.0),
+ROWS = LISTED | {
+    "lazy, one token": _lazy({1: 0.01, 2: 0.01, 4: 0.01}, asks=2),  # nothing is revived behind the last layer
+    "prompt_compression, one token": Row(PromptCompression(0.01, "token"), scores=True),
+    "prompt_compression, windows": Row(PromptCompression(0.7, "token", window=8), scores=True),
+    "static_pruning, after the last layer": Row(StaticPruning(4, 0.4)),
+    "a Prune": Row(Remembering(), _remembered, Remembering(1.0)),
+    "a Select": Row(AskFirst(), _asked, scores=True),
 }
+PRUNING = {name: row.pruning for name, row in ROWS.items() if name != "baseline" and not name.startswith("a ")}
+KEEPING = {name: row.keeping for name, row in LISTED.items() if row.keeping is not None}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 import lazyllm
-from lazyllm.engine.attention import last_token_importance
-from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.method import Prompt
 from lazyllm.methods import METHODS, Baseline, Lazy, Method, PromptCompression, RandomDrop, StaticPruning
-from tests.lazyllm.methods.method_matrix import KEEPING, PRUNING
-from tests.reference import random_model
+from tests.lazyllm.engine.architecture_matrix import logits_of_steps
+from tests.lazyllm.methods.method_matrix import KEEPING, LISTED, ROWS, AskFirst, Row
+from tests.reference import random_model, static_reference
 
 LAYERS = 4
 MODEL = random_model("qwen3", 4, num_layers=LAYERS)
@@ -20,11 +22,11 @@ PROMPT = np.random.default_rng(0).integers(0, 97, 21).tolist()
 
 
 def test_the_matrix_is_complete() -> None:
-    for rows in (PRUNING, KEEPING):
-        assert {name.split(",")[0] for name in rows} | {"baseline"} == set(METHODS)
+    for rows in (LISTED, KEEPING):
+        assert {name.split(",")[0] for name in rows} == set(METHODS)
 
 
-@pytest.mark.parametrize("method", KEEPING.values(), ids=KEEPING.keys())
+@pytest.mark.parametrize("method", [row.keeping for row in ROWS.values() if row.keeping], ids=str)
 @pytest.mark.parametrize("n", [1, 2, 21])
 def test_keeping_everything_is_the_baseline(method: Method, n: int) -> None:
     with torch.inference_mode():
@@ -37,47 +39,66 @@ def test_keeping_everything_is_the_baseline(method: Method, n: int) -> None:
     assert torch.equal(out.first_logits, logits)
     assert out.pct_prompt_tokens_computed == 100
     assert method.ideal_speedup(MODEL.config, n) == 1
-    assert out.scoring_s == 0
+    assert (out.scoring_s, out.scoring_tokens) == (0, 0)
 
 
-@pytest.mark.parametrize("method", PRUNING.values(), ids=PRUNING.keys())
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
 @pytest.mark.parametrize("n", [1, 2, 3, 21])
-def test_the_claimed_share_is_the_measured_one(method: Method, n: int) -> None:
+def test_what_a_method_declares_is_what_is_computed(row: Row, n: int) -> None:
+    method, runs = row.pruning, [0] * LAYERS
+    lazyllm.generate(MODEL, PROMPT, Baseline(), 1, ())  # checks the model, which runs its layers too
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda _, args, index=index: runs.__setitem__(index, runs[index] + args[0].shape[1])
+        )
+        for index, layer in enumerate(MODEL.model.layers)
+    ]
+    one = lazyllm.generate(MODEL, PROMPT[:n], method, 1, ())
+    for hook in hooks:
+        hook.remove()
+    # every token that a layer has run, before the prefill and in it, is in one count or the other
+    assert sum(runs) / LAYERS - one.computed[0].mean() == pytest.approx(one.scoring_tokens, abs=0.75)
+    assert one.scoring_tokens >= sum(runs) / LAYERS - one.computed[0].mean()
+    assert one.pct_prompt_tokens_computed == pytest.approx(100 * (one.computed[0].mean() + one.scoring_tokens) / n)
     out = lazyllm.generate(MODEL, PROMPT[:n], method, 5, ())
     assert out.computed[0].tolist() == method.tokens_per_layer(LAYERS, n)
     assert (np.diff(out.computed, axis=0) >= 0).all()
     assert out.computed.max() <= n
-    if isinstance(method, PromptCompression):  # to score all tokens costs more than to drop some of them saves
-        assert method.ideal_speedup(MODEL.config, n) <= 1
-        assert (out.scoring_s > 0) == (out.computed[0, 0] < n)
-        assert out.ttft_s > out.scoring_s
-    else:
+    assert (out.scoring_s > 0) == (out.scoring_tokens > 0) <= row.scores
+    assert out.ttft_s > out.scoring_s
+    if not row.scores:  # scoring may cost more than pruning saves
         assert method.ideal_speedup(MODEL.config, n) >= 1
-        assert out.scoring_s == 0
 
 
-@pytest.mark.parametrize("method", PRUNING.values(), ids=PRUNING.keys())
-def test_no_state_stays_and_prompts_do_not_mix(method: Method) -> None:
-    first = lazyllm.generate(MODEL, PROMPT, method, 5, ())
-    lazyllm.generate(MODEL, PROMPT[::-1], method, 5, ())
-    again = lazyllm.generate(MODEL, PROMPT, method, 5, ())
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
+def test_no_state_stays_and_prompts_do_not_mix(row: Row) -> None:
+    first = lazyllm.generate(MODEL, PROMPT, row.pruning, 5, ())
+    lazyllm.generate(MODEL, PROMPT[::-1], row.pruning, 5, ())
+    again = lazyllm.generate(MODEL, PROMPT, row.pruning, 5, ())
     assert (first.token_ids, first.selected) == (again.token_ids, again.selected)
     assert torch.equal(first.first_logits, again.first_logits)
 
 
-NEVER_BACK = [
-    RandomDrop(0.5, seed=3),
-    PromptCompression(0.5, "token"),
-    StaticPruning(2, 0.4),
-    Lazy({1: 0.6, 3: 0.5}, revive=False),
-]
-
-
-@pytest.mark.parametrize("method", NEVER_BACK, ids=["random_drop", "compression", "static", "lazy without revival"])
-def test_what_is_pruned_is_never_computed_later(method: Method) -> None:
-    out = lazyllm.generate(MODEL, PROMPT, method, 8, ())
+@pytest.mark.parametrize("row", [row for row in ROWS.values() if not row.asks], ids=lambda row: row.pruning.label)
+def test_what_is_pruned_is_never_computed_later(row: Row) -> None:
+    out = lazyllm.generate(MODEL, PROMPT, row.pruning, 8, ())
     assert (out.computed == out.computed[0]).all()
     assert out.aux_bytes == 0
+
+
+def test_methods_are_made_without_torch() -> None:
+    code = """
+import sys, lazyllm
+for name, settings in {"baseline": {}, "lazy": {"schedule": {2: 0.5}}, "static_pruning": {"layer": 2, "keep": 0.5},
+                       "random_drop": {"keep": 0.5}, "prompt_compression": {"keep": 0.5}}.items():
+    lazyllm.methods.make(name, settings).tokens_per_layer(8, 100)
+assert set(lazyllm.methods.METHODS) == {"baseline", "lazy", "static_pruning", "random_drop", "prompt_compression"}
+heavy = {"torch", "transformers", "pandas"} & set(sys.modules)
+assert not heavy, heavy
+assert set(lazyllm.__all__) <= set(dir(lazyllm))
+assert lazyllm.generate.__module__ == "lazyllm.engine.generation"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_without_revival_decoding_sees_what_prefill_selected() -> None:
@@ -111,8 +132,7 @@ def test_random_drop_is_the_model_on_the_rest() -> None:
 
 def test_random_drop_draws_by_seed_and_evenly() -> None:
     def kept(seed: int) -> list[int]:
-        with torch.inference_mode(), open_decoder(MODEL) as decoder:
-            return RandomDrop(0.3, seed).start(decoder, Prompt(torch.zeros(40, dtype=torch.long)), 1)._kept.tolist()  # type: ignore[attr-defined]
+        return RandomDrop(0.3, seed).select(None, Prompt(torch.zeros(40, dtype=torch.long)))
 
     draws = [kept(seed) for seed in range(400)]
     assert kept(0) == draws[0]
@@ -124,52 +144,37 @@ def test_random_drop_draws_by_seed_and_evenly() -> None:
 
 
 @pytest.mark.parametrize(("layer", "keep", "left"), [(1, 0.5, 11), (2, 0.4, 9), (3, 0.01, 1), (4, 0.4, 9)])
-def test_static_pruning_against_masked_attention(layer: int, keep: float, left: int) -> None:
+def test_static_pruning_by_hand(layer: int, keep: float, left: int) -> None:
     """The late layers see the kept tokens only; the early ones lose the others after the prefill."""
-    importance = torch.stack([_eager_importance(index) for index in range(layer)]).mean(dim=0)
-    importance[-1] = torch.inf
-    expected = importance.sort(descending=True, stable=True).indices[:left].sort().values.tolist()
-    out = lazyllm.generate(MODEL, PROMPT, StaticPruning(layer, keep), 5, ())
-    assert out.selected[0] == {layer: expected}
+    method, expected = StaticPruning(layer, keep), static_reference(MODEL, PROMPT, layer, keep, 5)
+    out = lazyllm.generate(MODEL, PROMPT, method, 5, ())
+    assert out.selected[0] == expected.selected[0]
+    assert len(out.selected[0][layer]) == left
     assert out.kv_bytes == kv_bytes_of(left + 4, LAYERS)  # the last generated token is never run
-    assert out.token_ids == _masked_generation(layer, expected, 5)
+    assert out.token_ids == expected.token_ids
+    np.testing.assert_allclose(
+        logits_of_steps(MODEL, method, PROMPT, out.token_ids), expected.logits, rtol=0, atol=1e-9
+    )
 
 
-def _eager_importance(layer: int) -> torch.Tensor:
-    """Mean over heads of the last token's attention, from transformers' own eager attention."""
-    model = random_model("qwen3", 4, num_layers=LAYERS, attn_implementation="eager")
-    with torch.inference_mode():
-        attentions = model(torch.tensor([PROMPT]), output_attentions=True).attentions
-    return attentions[layer][0, :, -1].mean(dim=0).double()
-
-
-def _masked_generation(layer: int, kept: list[int], steps: int) -> list[int]:
-    """Greedy tokens from whole forward passes without a cache, one additive mask for each layer."""
-    model = random_model("qwen3", 4, num_layers=LAYERS, attn_implementation="eager")
-    n, tokens = len(PROMPT), list(PROMPT)
-    for _ in range(steps):
-        length = len(tokens)
-        causal = torch.ones(length, length).tril().bool()
-        late = causal.clone()
-        late[:, [position for position in range(n) if position not in kept]] = False
-        late |= torch.eye(length).bool()  # rows of pruned tokens need something to attend to; nobody reads them
-        early = causal.clone()
-        early[n:] = late[n:]  # generated tokens find the kept ones only, in the early layers too
-        masks = [early if index < layer else late for index in range(LAYERS)]
-        hooks = [
-            block.register_forward_pre_hook(_with_mask(mask), with_kwargs=True)
-            for block, mask in zip(model.model.layers, masks, strict=True)
-        ]
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_selected_tokens_run_at_their_own_positions(attention: str) -> None:
+    """As transformers runs the rest of a prompt that is given its positions."""
+    model = random_model("llama", 4, num_layers=LAYERS, attn_implementation=attention)
+    out = lazyllm.generate(model, PROMPT, AskFirst(0.5), 4, ())
+    positions = out.selected[0][0]
+    assert len(positions) == 11
+    tokens = [PROMPT[position] for position in positions]
+    for step, token_id in enumerate(out.token_ids):
+        at = torch.tensor([[*positions, *range(21, 21 + step)]])
         with torch.inference_mode():
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        for hook in hooks:
-            hook.remove()
-    return tokens[n:]
-
-
-def _with_mask(mask: torch.Tensor):
-    additive = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, float("-inf"))[None, None]
-    return lambda module, args, kwargs: (args, kwargs | {"attention_mask": additive})
+            logits = model(torch.tensor([tokens]), position_ids=at).logits[0, -1]
+        assert token_id == int(logits.argmax())
+        if step == 0:
+            torch.testing.assert_close(out.first_logits, logits, rtol=0, atol=1e-6)
+        tokens.append(token_id)
+    assert out.kv_bytes == kv_bytes_of(11 + 3, LAYERS) * model.config.hidden_size // 64
+    assert out.scoring_tokens == 16  # 21 tokens through three of four layers: 15.75
 
 
 @pytest.mark.parametrize(
@@ -182,8 +187,8 @@ def _with_mask(mask: torch.Tensor):
         (lambda: PromptCompression(0.5, "word"), "give one of token, sentence, phrase"),
         (lambda: PromptCompression(0.5, window=1), "2 or more"),
         (lambda: PromptCompression(0.5, scorer=3), "name of a model"),  # type: ignore[arg-type]
-        (lambda: StaticPruning(0, 0.5), "1 for the first layer"),
-        (lambda: StaticPruning(1.5, 0.5), "1 for the first layer"),  # type: ignore[arg-type]
+        (lambda: StaticPruning(0, 0.5), "1 or more"),
+        (lambda: StaticPruning(1.5, 0.5), "1 or more"),  # type: ignore[arg-type]
         (lambda: StaticPruning(2, 0), r"\(0, 1\]"),
     ],
 )
@@ -195,15 +200,3 @@ def test_bad_settings_are_refused(make, message: str) -> None:
 def test_a_layer_beyond_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match="only 4 layers"):
         lazyllm.generate(MODEL, PROMPT, StaticPruning(5, 0.5), 2, ())
-
-
-def test_the_watched_layers_are_averaged() -> None:
-    draw = torch.Generator().manual_seed(0)
-    pairs = [(torch.randn(1, 2, 1, 4, generator=draw), torch.randn(1, 2, 5, 4, generator=draw)) for _ in range(3)]
-    with open_decoder(MODEL) as decoder:
-        decoder.probe.watch(range(3))
-        for query, key in pairs:
-            decoder.probe.look(query, key, None, 0.5)
-        found = decoder.probe.take()
-    expected = sum(last_token_importance(query, key, None, 0.5) for query, key in pairs) / 3
-    torch.testing.assert_close(found, expected)

@@ -1,0 +1,89 @@
+"""What a method may ask to see of attention, against the model written out by hand in numpy."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.method import Look
+from lazyllm.engine.partial import importance_of_layers, run_layers
+from tests.lazyllm.engine.architecture_matrix import flash_stand_in, is_offered
+from tests.reference import HandModel, casts_in_float64, random_model, random_variant
+
+PROMPT = np.random.default_rng(1).integers(0, 97, 23).tolist()
+N = len(PROMPT)
+# sliding windows (7 tokens), a softcap, a norm of queries and keys, other scalings; two query heads share a key head
+ARCHITECTURES = ("llama", "mistral, window", "gemma2", "gemma3", "qwen3", "granite")
+LOOKS = [
+    Look((0, 2, 3), queries, raw, per_head)
+    for queries, raw, per_head in product((1, 5, 40), (False, True), (False, True))
+]
+
+
+def by_hand(model: Any, look: Look) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Of each layer that is looked at the scores, and hidden states [N, D] behind each layer; one token at a time."""
+    hand = HandModel(model)
+    hidden = {p: hand.embed(token) for p, token in enumerate(PROMPT)}
+    found, states = [], []
+    for layer in range(1, hand.num_layers + 1):
+        kv = {p: hand.key_value(layer, hidden[p], p, N) for p in hidden}
+        scores = np.full((hand.num_heads, N, N), -np.inf if look.raw else 0.0)
+        for p in range(N):
+            seen = [other for other in range(N) if hand.sees(layer, p, other)]
+            hidden[p], probabilities, logits = hand.attend(layer, hidden[p], p, N, [kv[other] for other in seen])
+            scores[:, p, seen] = logits if look.raw else probabilities
+        states.append(np.stack([hidden[p] for p in range(N)]))
+        if layer - 1 in look.layers:
+            scores = scores[:, -look.queries :]
+            scores = scores if look.per_head else scores.mean(axis=0)
+            found.append(scores[..., 0, :] if look.queries == 1 else scores)
+    return found, states
+
+
+@pytest.mark.parametrize(
+    ("architecture", "attention"),
+    [one for one in product(ARCHITECTURES, ("eager", "sdpa", "flash_attention_2")) if is_offered(*one)],
+)
+def test_every_look(architecture: str, attention: str) -> None:
+    model = random_variant(architecture, 2, "eager")
+    model.config._attn_implementation = attention
+    with torch.inference_mode(), casts_in_float64(), flash_stand_in(), open_decoder(model) as decoder:
+        for look in LOOKS:
+            expected, states = by_hand(model, look)
+            hidden = run_layers(decoder, torch.tensor(PROMPT), look=look)
+            for ours, theirs in zip(decoder.probe.take_each(), expected, strict=True):
+                np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-9)
+            np.testing.assert_allclose(hidden[0].numpy(), states[-1], rtol=0, atol=1e-9)
+            run_layers(decoder, torch.tensor(PROMPT), look=look)
+            np.testing.assert_allclose(decoder.probe.take().numpy(), np.mean(expected, axis=0), rtol=0, atol=1e-9)
+
+
+def test_the_first_layers_alone() -> None:
+    model = random_model("llama", 4, num_layers=5)
+    _, states = by_hand(model, Look())
+    with torch.inference_mode(), open_decoder(model) as decoder:
+        calls = []
+        for index, layer in enumerate(model.model.layers):
+            layer.register_forward_hook(lambda *_, index=index: calls.append(index))
+        for layers in (1, 3, 5):
+            calls.clear()
+            hidden = run_layers(decoder, torch.tensor(PROMPT), layers)
+            assert calls == list(range(layers))
+            np.testing.assert_allclose(hidden[0].numpy(), states[layers - 1], rtol=0, atol=1e-9)
+        assert decoder.tokens_run == pytest.approx(N * (1 + 3 + 5) / 5)
+
+
+def test_importance_of_all_layers_is_the_last_row_of_attention() -> None:
+    found = importance_of_layers(random_model("llama", 4, num_layers=5), PROMPT)
+    eager = random_model("llama", 4, num_layers=5, attn_implementation="eager")
+    with torch.inference_mode():
+        attentions = eager(torch.tensor([PROMPT]), output_attentions=True).attentions
+    expected = torch.stack([layer[0, :, -1].mean(dim=0) for layer in attentions])
+    assert found.shape == (5, 23)
+    torch.testing.assert_close(found, expected.to(found.dtype), rtol=0, atol=1e-6)  # eager softmax is in float32
+    assert importance_of_layers(random_model("qwen3", 4), PROMPT[:1]).eq(1).all()
