@@ -1,6 +1,6 @@
 """A package with methods of its own, as somebody else would write one, installed for real.
 
-Its `keep_last` is the worked example of `lazyllm.methods.Method`'s docstring, word for word.
+Its `keep_last` is the worked example of `lazyllm.methods.Prune`'s docstring, word for word.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lazyllm.methods import Method
+from lazyllm.methods import Prune
 
 _PYPROJECT = """
 [build-system]
@@ -24,6 +24,7 @@ version = "{version}"
 [project.entry-points."lazyllm.methods"]
 keep_last = "own_methods.keep_last:KeepLast"
 draws_lots = "own_methods.others:DrawsLots"
+drafted = "own_methods.others:Drafted"
 breaks_at_import = "own_methods.broken:Anything"
 is_no_method = "own_methods.others:IsNoMethod"
 odd_default = "own_methods.others:OddDefault"
@@ -46,6 +47,14 @@ class DrawsLots(Baseline):
 
 
 @dataclass(frozen=True)
+class Drafted(Baseline):
+    draft: str
+
+    def models(self):
+        return (self.draft,)
+
+
+@dataclass(frozen=True)
 class OddDefault(Baseline):
     folder: object = object()
 
@@ -57,7 +66,7 @@ class IsNoMethod:
 
 def example() -> str:
     """The source of the docstring's example, as far as its classes go."""
-    parts = [one.source for one in doctest.DocTestParser().get_examples(Method.__doc__ or "")]
+    parts = [one.source for one in doctest.DocTestParser().get_examples(Prune.__doc__ or "")]
     return "\n".join(parts[: next(number for number, part in enumerate(parts) if "load_model" in part)])
 
 

@@ -136,7 +136,7 @@ class Select(Method):
     >>> out.computed[0].tolist(), out.scoring_tokens  # 40 tokens through half of the layers
     ([10, 10, 10, 10, 10, 10, 10, 10], 20)
     >>> round(AskFirst(4, 0.25).ideal_speedup(model.config, 1000), 2)
-    1.42
+    1.51
 
     renumber: the model sees the tokens as a prompt of their own, at positions 0, 1, ...; if False, at the positions
     that they have in the whole prompt.

@@ -15,13 +15,13 @@ import numpy as np
 
 from lazyllm.engine.method import Prompt
 from lazyllm.methods.base import Select
-from lazyllm.methods.prompt_compression.segments import LINE_BREAK, check_spacy, load_splitter, starts_in
-from lazyllm.methods.prompt_compression.self_information import (
+from lazyllm.methods.prompt_compression.scoring import (
     carried_over,
     scoring_flops,
     self_information,
     window_size,
 )
+from lazyllm.methods.prompt_compression.segments import LINE_BREAK, check_spacy, load_splitter, starts_in
 from lazyllm.methods.schedule import check_ratio, check_whole, keep_count
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class PromptCompression(Select):
     unit: "token", "sentence" (in code: line) or "phrase" (noun phrases and single words, by spaCy's English model).
     scorer: folder, hub id or preset of the model that scores; None for the model under test, as in LazyLLM.
     window: tokens that the scoring model sees at once; None for as many as it can. See
-    `lazyllm.methods.prompt_compression.self_information`.
+    `lazyllm.methods.prompt_compression.scoring`.
 
     The model runs on the rest of the prompt's own tokens, with positions counted anew; nothing is tokenised again. So
     all that is no context (instruction, question, answers of examples) is untouched, token by token. With a prompt of

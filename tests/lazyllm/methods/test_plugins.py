@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException
 
+import lazyllm
 from eval.run.config import canonical, check_choice, register_schema, to_run_config
+from eval.run.plan import identify
+from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Lazy, base, by_name, code_of, known, make, plugins
 from tests.own_package import install_own_package
@@ -137,6 +141,26 @@ def test_the_code_of_a_version_is_told_from_that_of_another(installed: Path) -> 
     helper.write_text(before)
     assert changed != first
     assert code_of("keep_last") == first
+
+
+def test_two_drafts_never_share_a_run_folder(installed: Path, tmp_path: Path) -> None:
+    """A method names its other models itself, whatever the setting is called: their weights are in the identity."""
+    draft = tmp_path / "draft"
+    shutil.copytree(Path(lazyllm.__file__).parent / "models" / "tiny", draft)
+
+    def identity() -> dict:
+        overrides = ("model=tiny", "dataset=lookup", "limit=1", "method=drafted", f"method.draft={draft}")
+        return identify(config_of(*overrides)).identity
+
+    first = identity()
+    assert identity() == first
+    weights = draft / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    second = identity()
+    assert fingerprint(second) != fingerprint(first)
+    assert {key for key in first if first[key] != second[key]} == {"method_weights"}
 
 
 def test_importing_lazyllm_looks_for_no_package() -> None:

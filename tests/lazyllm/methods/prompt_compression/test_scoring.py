@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lazyllm.engine.decoder import open_decoder
-from lazyllm.methods.prompt_compression import self_information as module
-from lazyllm.methods.prompt_compression.self_information import (
+from lazyllm.methods.prompt_compression import scoring as module
+from lazyllm.methods.prompt_compression.scoring import (
     carried_over,
     scoring_flops,
     self_information,
@@ -23,7 +23,7 @@ BOS = 5
 
 def found(model: PreTrainedModel, token_ids: list[int], window: int | None = None) -> np.ndarray:
     with torch.inference_mode(), open_decoder(model) as decoder:
-        return self_information(decoder, torch.tensor(token_ids), window).numpy()
+        return self_information(decoder, torch.tensor(token_ids), window)
 
 
 def slow(model: PreTrainedModel, token_ids: list[int], window: int, bos: int | None) -> list[float]:
@@ -78,8 +78,11 @@ def test_chunks_change_nothing_and_bound_the_logits(chunk: int, monkeypatch) -> 
 
 
 def test_half_precision_is_compared_in_float32() -> None:
+    """What is scored in bfloat16 is rounded as float32 is."""
     model = random_model("llama", 0, num_layers=2, float64_throughout=False).to(torch.bfloat16)
-    assert found(model, [1, 2, 3]).dtype == np.float32
+    info = found(model, [1, 2, 3])
+    assert np.array_equal(info, info.astype(np.float32))
+    assert not torch.equal(torch.tensor(info).bfloat16().double(), torch.tensor(info))
 
 
 @pytest.mark.parametrize("length", range(1, 40))

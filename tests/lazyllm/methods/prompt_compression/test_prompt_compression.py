@@ -11,16 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lazyllm.methods.prompt_compression.compression import droppable, most_informative
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import lazyllm
+from lazyllm.engine import generation
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.flops import prefill_flops
-from lazyllm.methods import Baseline, PromptCompression
+from lazyllm.methods import Baseline, PromptCompression, beside
 from lazyllm.methods import prompt_compression as module
-from lazyllm.methods.prompt_compression.self_information import scoring_flops
+from lazyllm.methods.prompt_compression import droppable, most_informative
+from lazyllm.methods.prompt_compression.scoring import scoring_flops
+from lazyllm.models.load import load_config
 from lazyllm.models.spec import ModelSpec
 from tests.reference import random_model
 
@@ -272,7 +274,7 @@ def test_the_ideal_counts_the_scoring() -> None:
     expected = prefill_flops(config, [200] * 3) / (scoring + prefill_flops(config, [101] * 3))
     assert half.ideal_speedup(config, 200) == pytest.approx(expected, rel=1e-12)
     assert expected < PromptCompression(0.1, "token").ideal_speedup(config, 200) < 1
-    other = lazyllm.models.load.load_config(ModelSpec("tiny"))
+    other = load_config(ModelSpec("tiny"))
     with_tiny = prefill_flops(config, [200] * 3) / (scoring_flops(other, 199) + prefill_flops(config, [101] * 3))
     assert PromptCompression(0.5, scorer="tiny").ideal_speedup(config, 200) == pytest.approx(with_tiny, rel=1e-12)
 
@@ -310,12 +312,16 @@ def test_another_model_scores_with_its_own_tokens(unit: str, scorer) -> None:
     stays = {may_go[index] for index in chosen}
     assert [position for position in may_go if position in out.selected[0][0]] == sorted(stays)
     assert out.scoring_s > 0
+    assert out.scoring_tokens == len(own["input_ids"])  # with BOS, without the last one, of which nothing is asked
+    assert out.pct_prompt_tokens_computed == pytest.approx(
+        100 * (out.computed[0, 0] + out.scoring_tokens) / len(prompt)
+    )
 
 
 def test_the_scorer_is_loaded_once_and_before_the_clock(scorer, monkeypatch) -> None:
     name, _ = scorer
     loads: list[str] = []
-    load_weights, now = module.load_weights, lazyllm.engine.generation.read_clock
+    load_weights, now = beside.load_weights, generation.read_clock
 
     def counted(*args, **kwargs):
         loads.append("load")
@@ -325,8 +331,8 @@ def test_the_scorer_is_loaded_once_and_before_the_clock(scorer, monkeypatch) -> 
         loads.append("clock")
         return now(device)
 
-    monkeypatch.setattr(module, "load_weights", counted)
-    monkeypatch.setattr(lazyllm.engine.generation, "read_clock", clock)
+    monkeypatch.setattr(beside, "load_weights", counted)
+    monkeypatch.setattr(generation, "read_clock", clock)
     for _ in range(3):
         lazyllm.generate(model_of(), text_prompt(), PromptCompression(0.5, "token", scorer=name), 1, ())
     assert loads == ["load"] + ["clock", "clock"] * 3
