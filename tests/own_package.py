@@ -38,6 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lazyllm.methods import Baseline
+from lazyllm.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Drafted(Baseline):
     draft: str
 
     def models(self):
-        return (self.draft,)
+        return (ModelSpec(self.draft),)
 
 
 @dataclass(frozen=True)

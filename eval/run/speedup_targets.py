@@ -100,7 +100,7 @@ def resolve(settings: dict[str, Any], dataset: Dataset, model_config: Any, colum
         return settings
     column = column or "llama2"
     tokens = EMBEDDED_REFERENCE_TOKENS if dataset.suite == "embedded" else REFERENCE_TOKENS[column]
-    target = table1_speedup(dataset.task, settings["name"], column) if value == "table1" else float(value[:-1])
+    target = table1_speedup(dataset.task, settings["name"], column) if value == "table1" else float(str(value)[:-1])
     others = {key: value for key, value in settings.items() if key != "name"}
     solution = kind.solve(others, model_config, tokens, target)
     if solution is None:

@@ -10,9 +10,9 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.datasets import DATASETS, TASKS
-from eval.run.speedup_targets import DEPTHS
 from lazyllm.engine.flops import prefill_flops
 from lazyllm.methods import Lazy
+from lazyllm.methods.lazy import DEPTHS
 from lazyllm.methods.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def references(space: Space, ideal: Ideal, target: float | None) -> dict[str, Ca
     """The schedules that the tuned one is set beside: those of {"paper": ..., "uniform": ...} that reach the target.
 
     paper: after 30, 60 and 90 % of the depth (Figure 4), or the next earlier ones of
-    `eval.run.speedup_targets.DEPTHS` that reach
+    `lazyllm.methods.lazy.DEPTHS` that reach
     the target. uniform: evenly spaced, after as many layers as a schedule may have, or as many more as it takes. Both
     keep one ratio: 70 % as the paper has it where there is no target, else the highest that reaches it.
     """

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from lazyllm.engine.decoder import Decoder
     from lazyllm.engine.session import Session
+    from lazyllm.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ class Method(ABC):
         """How many of n prompt tokens enter each layer in prefill, layer 1 first. Raises ValueError as `groups`."""
         return [group.prompt_tokens for group in self.groups(num_layers, n) for _ in group.layers]
 
-    def models(self) -> tuple[str, ...]:
-        """The other models that the method runs: presets, folders or hub ids.
+    def models(self) -> tuple[ModelSpec, ...]:
+        """The other models that the method runs.
 
         They are part of a run's identity (by their weights), and `lazyllm.methods.beside` loads them.
         """

@@ -14,6 +14,7 @@ from lazyllm.engine.method import Group, Look, Method, Prompt
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from lazyllm.engine.decoder import Decoder
     from lazyllm.engine.session import Batch, Session
@@ -143,6 +144,12 @@ class Select(Method):
     """
 
     renumber: ClassVar[bool] = False
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        for spec in self.models():
+            from lazyllm.methods.beside import load_beside
+
+            load_beside(spec, model)
 
     @abstractmethod
     def kept(self, n: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from lazyllm.engine.architecture import Layout, find_layout
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.devices import home_of
 from lazyllm.models.load import load_tokenizer_of, load_weights
+from lazyllm.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -25,23 +26,23 @@ class Beside:
     layout: Layout
 
 
-def load_beside(name: str, model: PreTrainedModel) -> Beside:
-    """The model of that name, in the dtype and on the device of `model`. Kept for the prompts that follow.
+def load_beside(spec: ModelSpec, model: PreTrainedModel) -> Beside:
+    """The model of that spec, but in the dtype and on the device of `model`. Kept for the prompts that follow.
 
     Methods have no state, so this is where `Method.prepare` leaves what `Method.start` needs. Raises UserError.
     """
-    return _load(name, str(model.dtype).removeprefix("torch."), str(home_of(model)))
+    return _load(replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home_of(model))))
 
 
 @contextmanager
-def open_beside(name: str, decoder: Decoder) -> Iterator[tuple[Decoder, Any]]:
-    """(decoder, tokenizer) of the model of that name. What it runs counts in `decoder.tokens_run` too."""
-    other = load_beside(name, decoder.model)
+def open_beside(spec: ModelSpec, decoder: Decoder) -> Iterator[tuple[Decoder, Any]]:
+    """(decoder, tokenizer) of the model of that spec. What it runs counts in `decoder.tokens_run` too."""
+    other = load_beside(spec, decoder.model)
     with open_decoder(other.model, other.layout, counted_by=decoder) as opened:
         yield opened, other.tokenizer
 
 
 @lru_cache(maxsize=2)
-def _load(name: str, dtype: str, device: str) -> Beside:
-    model = load_weights(name, dtype=dtype, device=device)
-    return Beside(model, load_tokenizer_of(name), find_layout(model))
+def _load(spec: ModelSpec) -> Beside:
+    model = load_weights(spec)
+    return Beside(model, load_tokenizer_of(spec), find_layout(model))

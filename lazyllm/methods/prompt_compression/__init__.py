@@ -23,6 +23,7 @@ from lazyllm.methods.prompt_compression.scoring import (
 )
 from lazyllm.methods.prompt_compression.segments import LINE_BREAK, check_spacy, load_splitter, starts_in
 from lazyllm.methods.schedule import check_ratio, check_whole, keep_count
+from lazyllm.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,18 +79,18 @@ class PromptCompression(Select):
         if self.window is not None:
             check_whole("window", self.window, 2)
 
-    def models(self) -> tuple[str, ...]:
-        return () if self.scorer is None else (self.scorer,)
+    def models(self) -> tuple[ModelSpec, ...]:
+        return () if self.scorer is None else (ModelSpec(self.scorer),)
 
     def check(self, config: Any) -> None:
         if self.unit == "phrase":
             check_spacy()
         window_size(self._scorer_config(config), self.window)
-        for name in self.models():
+        for spec in self.models():
             from lazyllm.models.load import load_tokenizer_of
 
-            if not getattr(load_tokenizer_of(name), "is_fast", False):
-                raise ValueError(f"the tokenizer of scorer {name!r} does not say which characters its tokens are")
+            if not getattr(load_tokenizer_of(spec), "is_fast", False):
+                raise ValueError(f"the tokenizer of scorer {spec.name!r} does not say which characters its tokens are")
 
     def check_prompt(self, prompt: Prompt) -> None:
         needs_text = self.unit != "token" or self.scorer is not None
@@ -106,10 +107,7 @@ class PromptCompression(Select):
     def prepare(self, model: PreTrainedModel) -> None:
         if self.unit != "token":
             load_splitter(self.unit)
-        for name in self.models():
-            from lazyllm.methods.beside import load_beside
-
-            load_beside(name, model)
+        super().prepare(model)
 
     def kept(self, n: int) -> int:
         """For bare token ids, of which n - 1 may go. With a text it depends on the prompt: see `kept_of`."""
@@ -135,11 +133,9 @@ class PromptCompression(Select):
         return stays.nonzero()[0]
 
     def _scorer_config(self, config: Any) -> Any:
-        for name in self.models():
-            from lazyllm.models.load import load_config
+        from lazyllm.models.load import load_config
 
-            return load_config(name)
-        return config
+        return next((load_config(spec) for spec in self.models()), config)
 
     def _units(self, prompt: Prompt, may_go: np.ndarray) -> np.ndarray:
         """[c] the number of the unit that each of these tokens belongs to, ascending."""
@@ -170,8 +166,8 @@ class PromptCompression(Select):
 
         from lazyllm.methods.beside import open_beside
 
-        (name,) = self.models()
-        with open_beside(name, decoder) as (scorer, tokenizer):
+        (spec,) = self.models()
+        with open_beside(spec, decoder) as (scorer, tokenizer):
             own = tokenizer(
                 text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
             )

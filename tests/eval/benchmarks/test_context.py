@@ -18,7 +18,7 @@ from eval.benchmarks.embedded import TEMPLATES, rows
 from eval.benchmarks.longbench import Example, load_rows
 from eval.benchmarks.prompts import CHAT_FORMATS, Prompt, build_prompt
 from lazyllm.methods import PromptCompression
-from lazyllm.methods.prompt_compression.compression import droppable
+from lazyllm.methods.prompt_compression import droppable
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.models.spec import ModelSpec
 from lazyllm.models.tokenizers import load_tokenizer

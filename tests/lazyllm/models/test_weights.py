@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import lazyllm
-from lazyllm.engine import cpu_linear, decoder, generation, memory
+from lazyllm.engine import cpu_linear, decoder, devices, generation
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.devices import devices_of, home_of
@@ -342,10 +342,10 @@ def test_peaks_of_several_devices_add_up(monkeypatch: pytest.MonkeyPatch) -> Non
     reset: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100 * (device.index + 1))
-    memory.reset_peak(FIRST, SECOND)
+    devices.reset_peak(FIRST, SECOND)
     assert reset == [FIRST, SECOND]
-    assert memory.read_peak(FIRST, SECOND) == 300
-    assert memory.read_peak(FIRST, torch.device("mps")) is None
+    assert devices.read_peak(FIRST, SECOND) == 300
+    assert devices.read_peak(FIRST, torch.device("mps")) is None
 
 
 def test_the_clock_waits_for_every_device(synchronised: list[torch.device]) -> None:
