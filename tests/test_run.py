@@ -17,7 +17,7 @@ from eval.run.tracing import read_trace
 from eval.store.folder import read_run
 from eval.store.record import Record
 from lazyllm import Schedule
-from lazyllm.methods import METHODS
+from lazyllm.methods import METHODS, Lazy
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMES = ("ttft", "total_s", "generation_speedup", "step_speedup", "started", "git_commit")
@@ -228,7 +228,7 @@ def test_presets_depend_on_the_task_and_are_written_down(tmp_path: Path) -> None
     found = about["identity"]["parameters"]
     for record in records:  # the tokens that entered each layer are those of the dataset's own schedule
         schedule = Schedule(found[record.dataset]["schedule"])
-        per_layer = schedule.tokens_per_layer(8, record.prompt_tokens)
+        per_layer = Lazy(schedule).tokens_per_layer(8, record.prompt_tokens)
         assert record.method.computed[0] == [per_layer[start - 1] for start in record.method.group_starts]
     assert found["lookup"] != found["retrieve"]
 

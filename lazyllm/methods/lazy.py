@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lazyllm.engine.flops import nearest_ratio
 from lazyllm.engine.method import Group, Prompt
 from lazyllm.methods.base import Prune
-from lazyllm.methods.schedule import Schedule, keep_count
+from lazyllm.methods.schedule import Schedule
 
 if TYPE_CHECKING:
     from lazyllm.engine.decoder import Decoder
@@ -53,10 +53,10 @@ class Lazy(Prune):
             raise ValueError("prune_generated selects in every decoding step, which revive=False does not")
 
     def kept(self, num_layers: int, n: int) -> dict[int, int]:
-        kept = {}
-        for layer, ratio in Schedule.parse(self.schedule, num_layers).keep.items():
+        schedule, kept = Schedule.parse(self.schedule, num_layers), {}
+        for layer, ratio in schedule.keep.items():
             if ratio < 1:  # a layer that keeps everything is no boundary: both sides of it see the same tokens
-                n = kept[layer] = keep_count(ratio, n)
+                n = kept[layer] = schedule.kept(layer, n)
         return kept
 
     def groups(self, num_layers: int, n: int) -> list[Group]:

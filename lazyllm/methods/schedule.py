@@ -8,8 +8,6 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
-from lazyllm.engine.flops import prefill_flops
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -77,36 +75,17 @@ class Schedule:
                 schedule = cls(placed)
             case _:
                 schedule = cls(value)
-        schedule.check_depth(num_layers)
-        return schedule
-
-    def check_depth(self, num_layers: int) -> None:
-        """Raise ValueError if a pruning layer lies beyond the model's last layer."""
-        beyond = [layer for layer in self.keep if layer > num_layers]
+        beyond = [layer for layer in schedule.keep if layer > num_layers]
         if beyond:
             raise ValueError(
                 f"the schedule prunes after layer {beyond[0]}, but the model has only {num_layers} layers; "
-                f"Schedule.paper({num_layers}) is {dict(Schedule.paper(num_layers).keep)}"
+                f"Schedule.paper({num_layers}) is {dict(cls.paper(num_layers).keep)}"
             )
+        return schedule
 
     def kept(self, layer: int, n: int) -> int:
         """How many of the n tokens that entered pruning layer `layer` go on."""
         return keep_count(self.keep[layer], n)
-
-    def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
-        """How many of n prompt tokens enter each layer in prefill, layer 1 first."""
-        self.check_depth(num_layers)
-        counts = []
-        for layer in range(1, num_layers + 1):
-            counts.append(n)
-            if layer in self.keep:
-                n = self.kept(layer, n)
-        return counts
-
-    def ideal_speedup(self, config: Any, n: int) -> float:
-        """FLOPs of the baseline's prefill over this schedule's, for n prompt tokens (`lazyllm.engine.flops`)."""
-        layers = config.num_hidden_layers
-        return prefill_flops(config, [n] * layers) / prefill_flops(config, self.tokens_per_layer(layers, n))
 
 
 def keep_count(ratio: float, n: int) -> int:
