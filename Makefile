@@ -1,23 +1,25 @@
 # make run    set up, then every method on the embedded default, side by side
 # make test   set up, then lint and all tests
 # make paper  every table and figure from the stored runs below RUNS, into OUT, without a model: make paper RUNS=runs
-# make setup  only the set-up: .venv with the exact versions of requirements.lock
+# make setup  .venv with what running needs, in the versions of requirements.lock (setup-tests: requirements-dev.lock)
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+READY_TO_TEST := .venv/.ready-to-test
+PIN := $(BIN)/uv pip compile --quiet --no-annotate --no-header --python $(BIN)/python pyproject.toml
 # how many test processes; each keeps to one thread
 JOBS ?= auto
 # make paper: where the runs lie (several folders are fine), and where tables and figures go
 RUNS ?= runs
 OUT ?= $(firstword $(RUNS))/paper
 
-.PHONY: run test paper lint format setup lock clean
+.PHONY: run test paper lint format setup setup-tests lock clean
 
 run: setup
 	$(BIN)/python run.py experiment=demo
 
-test: setup lint
+test: setup-tests lint
 	$(BIN)/pytest -n $(JOBS)
 	MPLBACKEND=agg $(BIN)/pytest --nbmake notebooks
 
@@ -25,27 +27,36 @@ test: setup lint
 paper: setup
 	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m scripts.make_paper $(RUNS) --out $(OUT)
 
-lint: setup
+lint: setup-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 
-format: setup
+format: setup-tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 setup: $(READY)
 
+setup-tests: $(READY_TO_TEST)
+
 $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v[:2] <= (3, 13) else "Python 3.11 to 3.13 is needed, this is %d.%d: make setup PYTHON=python3.12" % v[:2])'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	scripts/dev/install.sh --requirement requirements.lock
+	scripts/dev/install.sh --no-deps --editable .
 	touch $(READY)
 
-# after a change of dependencies in pyproject.toml: install them by hand into .venv, then write down what is there
-lock:
-	$(BIN)/python -m pip freeze --all --exclude-editable --exclude pip | sed "s/+cpu$$//" > requirements.lock
+$(READY_TO_TEST): requirements-dev.lock $(READY)
+	scripts/dev/install.sh --requirement requirements-dev.lock
+	touch $(READY_TO_TEST)
+
+# After a change of dependencies in pyproject.toml: pin what running needs, then what tests need beside it.
+lock: setup
+	$(PIN) --output-file requirements.lock
+	$(PIN) --extra dev --constraint requirements.lock --output-file requirements-dev.lock
+	sed -i "s/+cpu$$//" requirements.lock requirements-dev.lock
 
 clean:
 	rm -rf .venv
