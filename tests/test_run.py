@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eval.benchmarks.longbench import resolve_datasets
+from eval.benchmarks.datasets import resolve_datasets
 from eval.run.tracing import read_trace
 from eval.store.folder import read_run
 from eval.store.record import Record

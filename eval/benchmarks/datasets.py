@@ -1,74 +1,74 @@
-"""What there is to evaluate on: every dataset, its task, its metric and how its prompts and answers are treated.
-
-The facts are those of LongBench's `pred.py`, `eval.py` and `config/` (commit 2e00731, arXiv 2308.14508).
-"""
+"""All suites' datasets by name: what a config may ask for, and how rows are loaded."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
-TASKS = ("single_doc_qa", "multi_doc_qa", "summarization", "few_shot", "synthetic", "code")
+from eval.benchmarks import SUITES
+from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, OnError
+from lazyllm.errors import UserError
+
+DATASETS: dict[str, Dataset] = {dataset.name: dataset for suite in SUITES.values() for dataset in suite.datasets}
+
+TASKS: tuple[str, ...] = tuple(dict.fromkeys(dataset.task for dataset in DATASETS.values()))
+"""All tasks, in the order of tables."""
+
+_WHOLE = {suite.whole: suite.datasets for suite in SUITES.values()}
+_TASK = {
+    task: tuple(dataset for dataset in suite.datasets if dataset.task == task)
+    for suite in SUITES.values()
+    for task in suite.tasks
+}
+CHOICES: dict[str, tuple[Dataset, ...]] = {**_WHOLE, **_TASK, **{name: (one,) for name, one in DATASETS.items()}}
+"""Every name that a config may give, and its datasets: a suite's, a task's, or a dataset's own name."""
 
 
-@dataclass(frozen=True)
-class Dataset:
-    """One dataset, as the harness needs to know it.
+def resolve_datasets(names: str | Iterable[str]) -> tuple[Dataset, ...]:
+    """The datasets that one or several names of `CHOICES` stand for, each once, in the order of the names.
 
-    name: its name in configs, files and tables.
-    task: the task (one of `TASKS`) whose score is the mean over its datasets.
-    metric: a key of `eval.benchmarks.metrics.METRICS`.
-    suite: where rows, templates and answer lengths come from: "longbench" or "embedded".
-    chat_wrap: whether the prompt is wrapped in the model's chat template.
-    first_line: whether only the first line of the answer is scored (leading newlines stripped first).
-    newline_ends: whether a newline token ends the answer, which then has at least one token.
-    protected: a pattern (re.MULTILINE) of what is not to be shortened in the context of a few-shot dataset: the
-        examples' answers, and the labels that lay the examples out; "" where the context holds no examples.
+    Raises UserError: an unknown name (with the closest known ones), or no name at all.
     """
-
-    name: str
-    task: str
-    metric: str
-    suite: str = "longbench"
-    chat_wrap: bool = True
-    first_line: bool = False
-    newline_ends: bool = False
-    protected: str = ""
+    wanted = [names] if isinstance(names, str) else list(names)
+    if not wanted:
+        raise UserError(f"no dataset named; give a dataset, a task, {', '.join(map(repr, _WHOLE))}, or a list of those")
+    return tuple(dict.fromkeys(dataset for name in wanted for dataset in _resolve(name)))
 
 
-# "Question: ..." and "Type: ..." in turn, a line each
-_TREC = r"^Question:|^Type:.*"
-# "Passage:", lines of text, "Question:", a line, "Answer:", a line: only the text may be shortened, as a question here
-# is what an example asks of its passage, and means little without its every word
-_TRIVIAQA = r"^Passage:$|^Question:\n.*\nAnswer:\n.*"
-# "Dialogue: ", lines of talk, "Summary: ", as a rule one line
-_SAMSUM = r"^Dialogue:|^Summary:[\s\S]*?(?=^Dialogue:|\Z)"
-# "Example", a sentence with its key, then the class and a full stop
-_SHOTS = r"^Example| \S+$"
+def _resolve(name: Any) -> tuple[Dataset, ...]:
+    if not isinstance(name, str):
+        raise UserError(f"a dataset is named by a string, got {name!r}")
+    if name in CHOICES:
+        return CHOICES[name]
+    close = difflib.get_close_matches(name, CHOICES)
+    meant = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(CHOICES)}"
+    raise UserError(f"unknown dataset {name!r}: {meant}")
 
 
-_ALL = (
-    Dataset("narrativeqa", "single_doc_qa", "f1"),
-    Dataset("qasper", "single_doc_qa", "f1"),
-    Dataset("multifieldqa_en", "single_doc_qa", "f1"),
-    Dataset("hotpotqa", "multi_doc_qa", "f1"),
-    Dataset("2wikimqa", "multi_doc_qa", "f1"),
-    Dataset("musique", "multi_doc_qa", "f1"),
-    Dataset("gov_report", "summarization", "rouge"),
-    Dataset("qmsum", "summarization", "rouge"),
-    Dataset("multi_news", "summarization", "rouge"),
-    Dataset("trec", "few_shot", "classification", chat_wrap=False, first_line=True, protected=_TREC),
-    Dataset("triviaqa", "few_shot", "f1", chat_wrap=False, first_line=True, protected=_TRIVIAQA),
-    Dataset("samsum", "few_shot", "rouge", chat_wrap=False, first_line=True, newline_ends=True, protected=_SAMSUM),
-    Dataset("passage_count", "synthetic", "count"),
-    Dataset("passage_retrieval_en", "synthetic", "retrieval"),
-    Dataset("lcc", "code", "code_similarity", chat_wrap=False),
-    Dataset("repobench-p", "code", "code_similarity", chat_wrap=False),
-    Dataset("lookup", "single_doc_qa", "f1", "embedded", chat_wrap=False),
-    Dataset("hops", "multi_doc_qa", "f1", "embedded", chat_wrap=False),
-    Dataset("digest", "summarization", "rouge", "embedded", chat_wrap=False),
-    Dataset("shots", "few_shot", "classification", "embedded", chat_wrap=False, first_line=True, protected=_SHOTS),
-    Dataset("retrieve", "synthetic", "retrieval", "embedded", chat_wrap=False),
-    Dataset("complete", "code", "code_similarity", "embedded", chat_wrap=False),
-)
+def load_rows(dataset: Dataset, data_dir: str | Path | None = None, on_error: OnError = "raise") -> LoadedDataset:
+    """A dataset's rows, template and answer length.
 
-DATASETS: dict[str, Dataset] = {dataset.name: dataset for dataset in _ALL}
+    data_dir: the folder that holds the suite's files; None if the suite is to fetch or make them.
+    on_error: "raise" at the first row that cannot be used, or "skip" such rows and list them in `skipped`.
+    Raises UserError as the suite's `load` does.
+    """
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
+    settings = DataSettings(Path(data_dir) if data_dir is not None else None, on_error)
+    return SUITES[dataset.suite].load(dataset, settings)
+
+
+def register_configs() -> None:
+    """Make every name of `CHOICES` one of Hydra's group `dataset`, and `default`, which names no dataset."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance().store
+    store(group="dataset", name="default", node={})
+    for name, datasets in CHOICES.items():
+        store(group="dataset", name=name, node={dataset.name: True for dataset in datasets})
+    for suite in SUITES.values():
+        if suite.limit is not None:  # set beside the group, so that limit=N still overrides it
+            node = {"dataset": {dataset.name: True for dataset in suite.datasets}, "limit": suite.limit}
+            store(group="dataset", name=suite.whole, node=node, package="_global_")

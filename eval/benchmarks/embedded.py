@@ -1,8 +1,8 @@
-"""The embedded suite: six small datasets, one per LongBench task, made at run time for the tiny model.
+"""The embedded suite: six small datasets, one per LongBench task, generated for the tiny model.
 
-Every row is drawn from a seeded generator; nothing is stored. Rows have LongBench's schema, so that the code that runs
-LongBench runs them. All six ask for the same skill, finding what stood behind a key somewhere in a long prompt, because
-that is what a model of a million parameters can learn and what pruning can break:
+Every row is drawn from a seeded generator and kept in the cache folder. Rows have LongBench's format, so the code that
+runs LongBench runs them. All six ask for the same skill, finding the words behind a key somewhere in a long prompt:
+a model of a million parameters can learn it, and pruning can break it.
 
 | name     | task           | needles in the context           | the prompt ends with  | the answer                |
 |----------|----------------|----------------------------------|-----------------------|---------------------------|
@@ -17,7 +17,7 @@ All other needles of a context are distractors of the same form. Needles stand a
 512, 1024 or 2048 tokens of the tiny tokenizer (`<|begin|>` included), because a context is composed of whole tokens: a
 list of strings each of which is one token of `vocabulary()`; a leading space belongs to its word.
 
-A row is of the test split where the hash of its text says so (`is_test`), whatever seed drew it: so no training
+The hash of a row's text says whether it is of the test split (`is_test`), whatever seed drew it. So no training
 sequence of `scripts/train_tiny.py`, which asks the same function, can hold a question of the test split.
 """
 
@@ -25,11 +25,19 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
+from pathlib import Path
 from typing import Any
+
+from eval.benchmarks.cache import cache_folder, made_once
+from eval.benchmarks.metrics import score_example
+from eval.benchmarks.rows import canonical, load_examples
+from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
 
 LENGTHS = (512, 1024, 2048)
 """Prompt lengths in tokens of the tiny tokenizer, in turn over the rows."""
@@ -75,18 +83,11 @@ _NOUNS = _words("town road house man woman market garden boat river table letter
 _VERBS = _words("was stood came went stayed looked seemed turned waited remained")
 _PREPOSITIONS = _words("in near behind under over with from beside")
 _ADVERBS = _words("again slowly there today often perhaps")
-_PATTERN = (
-    _DETERMINERS,
-    _ADJECTIVES,
-    _NOUNS,
-    _VERBS,
-    _PREPOSITIONS,
-    _DETERMINERS,
-    _ADJECTIVES,
-    _NOUNS,
-    _ADVERBS,
-)
 _CODE = _words("set add load store test jump push pop x y z w")
+
+_AGAIN = (_DETERMINERS, _ADJECTIVES, _NOUNS)
+_PATTERN = (*_AGAIN, _VERBS, _PREPOSITIONS, *_AGAIN, _ADVERBS)
+"""A filler sentence draws a word of each in turn."""
 
 CLASSES = ("animal", "color", "food", "machine", "number", "person", "sound", "place")
 """The class names of `shots`; none is a part of another."""
@@ -95,6 +96,24 @@ PARAGRAPHS = 40
 """The highest paragraph number of `retrieve` and document number of `hops`."""
 
 _ORDINALS = ("first", "second", "third")
+
+TEMPLATES: dict[str, str] = {
+    "lookup": "Ledger: {context}\nQuestion: entry {input}",
+    "hops": "Documents:\n{context}\nChain: link {input}",
+    "digest": "Notes: {context}\nDigest: {input}",
+    "shots": "Learn:\n{context}\nExample {input}",
+    "retrieve": "Pages:\n{context}\nWhere: {input}",
+    "complete": "File:\n{context}\ncall {input}",
+}
+"""The prompts, as LongBench's `dataset2prompt.json` gives them: placeholders {context} and {input}."""
+
+MAX_NEW_TOKENS: dict[str, int] = {"lookup": 8, "hops": 8, "digest": 20, "shots": 4, "retrieve": 4, "complete": 8}
+"""The limit of new tokens per dataset: the longest answer, its end token and a little more."""
+
+NAMES = tuple(TEMPLATES)
+
+ROWS = 240
+"""The number of rows of each dataset, 80 of each prompt length; a run takes the first `limit` of them."""
 
 
 @cache
@@ -118,45 +137,26 @@ def vocabulary() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*bare, *(f" {word}" for word in spaced)]))
 
 
-_HEADS: dict[str, Tokens] = {
-    "lookup": ["Ledger", ":"],
-    "hops": ["Documents", ":", "\n"],
-    "digest": ["Notes", ":"],
-    "shots": ["Learn", ":", "\n"],
-    "retrieve": ["Pages", ":", "\n"],
-    "complete": ["File", ":", "\n"],
-}
-"""What stands before the context."""
+def head(name: str) -> Tokens:
+    """The tokens of dataset `name`'s prompt before the context, the begin token included."""
+    return [BEGIN, *_tokens(TEMPLATES[name].partition("{context}")[0])]
 
-_TAILS: dict[str, Tokens] = {
-    "lookup": ["\n", "Question", ":", " entry"],
-    "hops": ["\n", "Chain", ":", " link"],
-    "digest": ["\n", "Digest", ":"],
-    "shots": ["\n", "Example"],
-    "retrieve": ["\n", "Where", ":"],
-    "complete": ["\n", "call"],
-}
-"""What stands between the context and the input."""
 
-TEMPLATES: dict[str, str] = {
-    "lookup": "Ledger: {context}\nQuestion: entry {input}",
-    "hops": "Documents:\n{context}\nChain: link {input}",
-    "digest": "Notes: {context}\nDigest: {input}",
-    "shots": "Learn:\n{context}\nExample {input}",
-    "retrieve": "Pages:\n{context}\nWhere: {input}",
-    "complete": "File:\n{context}\ncall {input}",
-}
-"""The prompts, as LongBench's `dataset2prompt.json` gives them: placeholders {context} and {input}."""
+def tail(name: str) -> Tokens:
+    """The tokens of dataset `name`'s prompt between the context and the input."""
+    return _tokens(TEMPLATES[name].partition("{context}")[2].removesuffix("{input}"))
 
-MAX_NEW_TOKENS: dict[str, int] = {"lookup": 8, "hops": 8, "digest": 20, "shots": 4, "retrieve": 4, "complete": 8}
-"""The limit of new tokens per dataset: the longest answer, its end token and a little more."""
+
+def _tokens(text: str) -> Tokens:
+    """Part of a template as tokens; a space at its end belongs to the word that is filled in behind it."""
+    return re.findall(r" ?\w+|[^ \w]", text)
 
 
 @dataclass(frozen=True)
 class Level:
-    """How hard a context is: the suite's own levels are `Level.full`, training begins with easier ones.
+    """The difficulty of a context: `Level.full` in the suite; training begins with easier ones.
 
-    context: tokens of the context. facts: needles in it. keys, values: how many names and words are drawn from.
+    context: tokens of the context. facts: needles in it. keys, values: the numbers of names and words to draw from.
     """
 
     context: int
@@ -172,14 +172,14 @@ class Level:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of a context: the tokens of the input, and of the answer without the end token."""
+    """A question about a context: the tokens of the input, and of the answer without the end token."""
 
     input: Tokens
     answer: Tokens
 
 
 def _draw(rng: random.Random, pool: Sequence[str], count: int) -> Tokens:
-    """`count` words of the pool as tokens, all different where the pool is big enough."""
+    """`count` words of the pool as tokens, all different if the pool is big enough."""
     words = rng.sample(pool, count) if count <= len(pool) else rng.choices(pool, k=count)
     return [f" {word}" for word in words]
 
@@ -367,19 +367,7 @@ def _direct_digest(rng: random.Random, level: Level) -> tuple[Tokens, list[Quest
 
 
 WARM_UP = {**GENERATORS, "digest": _direct_digest}
-"""What training begins with: the suite with an easier digest, in which nothing is looked up twice. Not in the suite."""
-
-NAMES = tuple(GENERATORS)
-
-
-def head(name: str) -> Tokens:
-    """The tokens of dataset `name`'s prompt before the context, the begin token included."""
-    return [BEGIN, *_HEADS[name]]
-
-
-def tail(name: str) -> Tokens:
-    """The tokens of dataset `name`'s prompt between the context and the input."""
-    return list(_TAILS[name])
+"""The generators that training begins with: digest is easier, as nothing is looked up twice. Not in the suite."""
 
 
 def _text(tokens: Tokens) -> str:
@@ -392,7 +380,7 @@ def is_test(context: Tokens, question: Question) -> bool:
     return hashlib.sha256((_text(context) + "\0" + _text(question.input)).encode()).digest()[0] % 4 == 0
 
 
-_GOLDEN = 0.6180339887498949
+_GOLDEN = 0.6180339887498949  # the golden ratio's fraction
 
 
 def _row(name: str, split: str, index: int) -> dict[str, Any]:
@@ -403,7 +391,7 @@ def _row(name: str, split: str, index: int) -> dict[str, Any]:
     rng = random.Random(f"{name}-{split}-{index}")
     while True:
         context, questions = GENERATORS[name](rng, level)
-        # Needles are asked for in turn, in steps of the golden ratio, so that few rows already cover all depths.
+        # Needles are asked for in turn, in steps of the golden ratio: few rows cover all depths.
         turn = (index // len(LENGTHS) * _GOLDEN + rng.random() * 0.1) % 1
         question = questions[int(turn * len(questions))]
         if is_test(context, question) == (split == "test"):
@@ -447,5 +435,39 @@ def rows(name: str, split: str = "test", count: int = 12) -> list[dict[str, Any]
 
 
 def token_length(row: dict[str, Any]) -> int:
-    """The prompt's length of an embedded row in tokens of the tiny tokenizer, read from its `_id`."""
+    """The length of a row's prompt in tokens of the tiny tokenizer, read from its `_id`."""
     return int(str(row["_id"]).split("-")[2])
+
+
+def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
+    """One dataset, its rows generated once and read from the cache folder afterwards."""
+    # The rows follow from this file, from Python's generator of random numbers, and from their number.
+    code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    key = f"{code} python{sys.version_info.major}.{sys.version_info.minor} {ROWS}"
+    file = cache_folder() / "embedded" / f"{dataset.name}.jsonl"
+    data = made_once(file, key, lambda: b"\n".join(map(canonical, rows(dataset.name, count=ROWS))))
+    name = dataset.name
+    source = f"embedded suite, {name}"
+    return load_examples(dataset, data, source, TEMPLATES[name], MAX_NEW_TOKENS[name], settings.on_error)
+
+
+_dataset = partial(Dataset, suite="embedded", chat_wrap=False)
+
+SUITE = Suite(
+    name="embedded",
+    version=1,
+    datasets=(
+        _dataset("lookup", "single_doc_qa", "f1"),
+        _dataset("hops", "multi_doc_qa", "f1"),
+        _dataset("digest", "summarization", "rouge"),
+        # protected: "Example", a sentence with its key, then the class and a full stop
+        _dataset("shots", "few_shot", "classification", first_line=True, protected=r"^Example| \S+$"),
+        _dataset("retrieve", "synthetic", "retrieval"),
+        _dataset("complete", "code", "code_similarity"),
+    ),
+    load=load,
+    score=score_example,
+    whole="embedded",
+    limit=12,  # enough for a first look
+    reference_tokens=1024,  # the middle one of `LENGTHS`
+)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import difflib
 import re
 import string
-import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -20,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer
 
-    from eval.benchmarks.datasets import Dataset
+    from eval.benchmarks.suite import Dataset
 
 Metric = Callable[[str, str, Sequence[str]], float]
 
@@ -30,12 +28,9 @@ _NUMBER = re.compile(r"\d+")
 _GOLD_PARAGRAPH = re.compile(r"Paragraph (\d+)")
 _CODE_COMMENT_MARKS = ("`", "#", "//")
 
-# `rouge` walks back through its LCS table by recursion, one frame a word, so that a long stretch without a full stop
-# ends in a RecursionError, which the official scorer counts as 0. Where that happens depends on how deep the stack
-# already is; these two put it at the same word for every caller: Python's own limit, and the frames under
-# `Rouge.get_scores` in the official script (module, scorer, metric).
-_OFFICIAL_RECURSION_LIMIT = 1000
-_OFFICIAL_FRAMES = 3
+# The package `rouge` walks back through its LCS table by recursion, one call a step. In the official script, Python's
+# limit of 1000 nested calls leaves room for this many steps; a longer walk ends in an error that scores 0.
+_OFFICIAL_STEPS = 990
 
 
 def normalize_answer(text: str) -> str:
@@ -54,12 +49,56 @@ def f1(prediction: str, gold: str, all_classes: Sequence[str] = ()) -> float:
 
 
 def rouge(prediction: str, gold: str, all_classes: Sequence[str] = ()) -> float:
-    """ROUGE-L F of the package `rouge` 1.0.1; 0 where it fails: on an empty text, on too long a sentence."""
-    try:
-        return _at_official_depth(lambda: _rouge_l(prediction, gold))
-    except (ValueError, RecursionError):
-        # The two ways in which the package fails on strings. The official scorer catches everything; we do not.
+    """ROUGE-L F of the package `rouge` 1.0.1: summary-level, over unique words.
+
+    0 if the package fails, as in the official scorer: on a text without a sentence, and on two sentences that take more
+    than `_OFFICIAL_STEPS` steps to compare.
+    """
+    answer, wanted = _sentences(prediction), _sentences(gold)
+    if not answer or not wanted:
         return 0.0
+    common: set[str] = set()
+    for reference in wanted:
+        for sentence in answer:
+            words = _common_words(reference, sentence)
+            if words is None:
+                return 0.0
+            common |= words
+    recall = len(common) / len({word for sentence in wanted for word in sentence})
+    precision = len(common) / len({word for sentence in answer for word in sentence})
+    return 2.0 * ((precision * recall) / (precision + recall + 1e-8))
+
+
+def _sentences(text: str) -> list[list[str]]:
+    """The words of each sentence; a sentence of white space is one empty word, which counts."""
+    return [sentence.split() or [""] for sentence in text.split(".") if sentence]
+
+
+def _common_words(left: list[str], right: list[str]) -> set[str] | None:
+    """The words of the longest common subsequence that the package finds; None if its walk is too long.
+
+    From the end of both, the walk takes equal words, and at a tie goes back in `right`.
+    """
+    if min(len(left), len(right)) > _OFFICIAL_STEPS:  # no walk is shorter than that
+        return None
+    lengths = [[0] * (len(right) + 1)]
+    for word in left:
+        above, row = lengths[-1], [0]
+        for column, other in enumerate(right):
+            row.append(above[column] + 1 if word == other else max(above[column + 1], row[column]))
+        lengths.append(row)
+    words: set[str] = set()
+    i, j, steps = len(left), len(right), 0
+    while i and j:
+        if left[i - 1] == right[j - 1]:
+            words.add(left[i - 1])
+            i, j = i - 1, j - 1
+        elif lengths[i - 1][j] > lengths[i][j - 1]:
+            i -= 1
+        else:
+            j -= 1
+        steps += 1
+    return words if steps <= _OFFICIAL_STEPS else None
 
 
 def classification(prediction: str, gold: str, all_classes: Sequence[str]) -> float:
@@ -188,59 +227,9 @@ def fuzz_ratio(left: str, right: str) -> int:
     return round(100 * difflib.SequenceMatcher(None, left, right).ratio())
 
 
-def _rouge_l(prediction: str, gold: str) -> float:
-    """The call that the official scorer makes, without the two metrics whose result it drops."""
-    scorer = _official_rouge()
-    return scorer.get_scores([prediction], [gold], avg=True)["rouge-l"]["f"]  # type: ignore[index]
-
-
-@lru_cache(maxsize=1)
-def _official_rouge():
-    from rouge import Rouge
-
-    return Rouge(metrics=["rouge-l"])
-
-
 @lru_cache(maxsize=1)
 def _google_scorer() -> RougeScorer:
     # Imported on first use: it brings nltk along, half a second that scoring other datasets need not wait for.
     from rouge_score.rouge_scorer import RougeScorer
 
     return RougeScorer(["rougeL"], use_stemmer=False)
-
-
-def _at_official_depth(call: Callable[[], float]) -> float:
-    """Runs `call` with as much stack left as the official scorer has, however deep the caller's own stack is.
-
-    A new thread starts with an empty stack; the recursion limit, which tests and notebooks raise, is set for that time.
-    Whatever `call` raises is raised here.
-    """
-    outcome: list[float] = []
-    error: list[BaseException] = []
-
-    def run() -> None:
-        limit = sys.getrecursionlimit()
-        # `call` itself and the function it calls are frames too, `get_scores` being the first that both have.
-        depth = _stack_depth() + 2
-        try:
-            sys.setrecursionlimit(_OFFICIAL_RECURSION_LIMIT + depth - _OFFICIAL_FRAMES)
-            outcome.append(call())
-        except BaseException as raised:
-            error.append(raised)
-        finally:
-            sys.setrecursionlimit(limit)
-
-    thread = threading.Thread(target=run, name="rouge")
-    thread.start()
-    thread.join()
-    if error:
-        raise error[0]
-    return outcome[0]
-
-
-def _stack_depth() -> int:
-    """The number of Python frames of this thread, the caller's included and this function's not."""
-    frame, depth = sys._getframe(1), 0
-    while frame is not None:
-        frame, depth = frame.f_back, depth + 1
-    return depth

@@ -1,11 +1,11 @@
-"""Prompts as LongBench's `pred.py` builds them (commit 2e00731), per model, and what its answers go through.
+"""Prompts as LongBench's `pred.py` builds them for each model (commit 2e00731), and the cleaning of answers.
 
-The order matters and is the official one: render the template; count its tokens, special ones included; where they are
-more than the limit, keep `int(limit / 2)` tokens of each end, decode the halves without special tokens and join the
-*texts*; wrap the text for chat models, except for the datasets that are exempt; tokenise again. So a truncated prompt's
-final number of tokens may be a little above or below the limit.
+The order of the steps is the official one: render the template; count its tokens, special ones included; if they exceed
+the limit, keep `int(limit / 2)` tokens of each end, decode the halves without special tokens and join the *texts*; wrap
+the text for chat models, except for exempt datasets; tokenise again. So a truncated prompt's final number of tokens may
+be a little above or below the limit.
 
-Along the way the place of the context is followed, for methods that shorten it and nothing else (`Prompt.context`).
+The place of the context is followed through all steps, for methods that shorten it and nothing else (`Prompt.context`).
 """
 
 from __future__ import annotations
@@ -13,29 +13,24 @@ from __future__ import annotations
 import hashlib
 import re
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
-import lazyllm
+from eval.benchmarks.suite import Dataset, Example
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
-    from eval.benchmarks.datasets import Dataset
-    from eval.benchmarks.longbench import Example
+    import lazyllm
 
 # The header that xgen-7b-8k-inst was tuned with: its published prompt format, byte for byte with both newlines.
 _XGEN_HEADER = (
     "A chat between a curious human and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the human's questions.\n\n"
 )
-
 
 Ranges = list[tuple[int, int]]  # half-open ranges of characters, ascending and disjoint
 
@@ -44,14 +39,12 @@ Ranges = list[tuple[int, int]]  # half-open ranges of characters, ascending and 
 class ChatFormat:
     """How a model's prompts are wrapped and its answers cleaned.
 
-    name: the name in configs.
-    before, after: what stands around the prompt.
+    before, after: the texts around the prompt.
     from_tokenizer: wrap by the tokenizer's own chat template instead.
     strip: answers lose the white space around them.
-    delete: then this text, wherever it occurs in the answer; "" for none.
+    delete: then every occurrence of this text in the answer is deleted; "" for none.
     """
 
-    name: str
     before: str = ""
     after: str = ""
     from_tokenizer: bool = False
@@ -60,13 +53,10 @@ class ChatFormat:
 
 
 CHAT_FORMATS: dict[str, ChatFormat] = {
-    chat.name: chat
-    for chat in (
-        ChatFormat("none"),
-        ChatFormat("llama2", before="[INST]", after="[/INST]"),
-        ChatFormat("xgen", before=f"{_XGEN_HEADER} ### Human: ", after="\n###", strip=True, delete="Assistant:"),
-        ChatFormat("auto", from_tokenizer=True),
-    )
+    "none": ChatFormat(),
+    "llama2": ChatFormat(before="[INST]", after="[/INST]"),
+    "xgen": ChatFormat(before=f"{_XGEN_HEADER} ### Human: ", after="\n###", strip=True, delete="Assistant:"),
+    "auto": ChatFormat(from_tokenizer=True),
 }
 
 
@@ -76,13 +66,13 @@ class Prompt:
 
     text: the prompt, truncated and wrapped.
     token_ids: its tokens as the model gets them, special ones included.
-    tokens_before_truncation: of the rendered template, special ones included, before truncation and wrap.
+    tokens_before_truncation: tokens of the rendered template, special ones included, before truncation and wrap.
     truncated: whether the middle was cut out.
-    sha256: of the token ids, written in decimal and joined by commas: two runs saw the same prompt if these agree.
-    context: ranges of `text` that a method may shorten: what the template's {context} gave, less the answers of its
-        examples, as far as truncation has left it.
-    spans: [n, 2] the range of `text` that each token stands for; None where that is not known: the tokenizer is no
-        fast one, or its chat template changes the prompt.
+    sha256: of the token ids: two runs saw the same prompt if these agree.
+    context: ranges of `text` that a method may shorten: the row's context, as far as truncation has left it, without
+        the answers of its examples.
+    spans: [n, 2] the range of `text` that each token stands for; None if that is not known: the tokenizer is no fast
+        one, or its chat template changes the prompt.
     """
 
     text: str
@@ -95,14 +85,16 @@ class Prompt:
 
     def as_input(self) -> lazyllm.Prompt:
         """The prompt as `lazyllm.generate` takes it."""
+        import torch
+
+        import lazyllm
+
         spans = () if self.spans is None else tuple(map(tuple, self.spans.tolist()))
         return lazyllm.Prompt(torch.tensor(self.token_ids), self.text, spans, self.context)
 
 
-def chat_format(chat: str | ChatFormat) -> ChatFormat:
-    """The format of that name, or the one given. Raises UserError: an unknown name."""
-    if isinstance(chat, ChatFormat):
-        return chat
+def chat_format(chat: str) -> ChatFormat:
+    """The format of that name. Raises UserError: an unknown name."""
     if chat not in CHAT_FORMATS:
         raise UserError(f"unknown chat format {chat!r}; known are {', '.join(CHAT_FORMATS)}")
     return CHAT_FORMATS[chat]
@@ -113,21 +105,21 @@ def build_prompt(
     template: str,
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int | None = None,
-    chat: str | ChatFormat = "none",
+    chat: str = "none",
     chat_wrap: bool = True,
     protected: str = "",
 ) -> Prompt:
     """The prompt of one example, in the official order (see the top of this file).
 
     template: with placeholders that are names of the row's fields, `{context}` and `{input}` as a rule.
-    max_prompt_tokens: the limit that middle truncation keeps to (Llama 2 chat 3500, XGen 7500); None for none.
-    chat: a name in `CHAT_FORMATS` or a format; "auto" is the tokenizer's own chat template.
-    chat_wrap: False for the datasets that are exempt from the wrap (`Dataset.chat_wrap`).
-    protected: what in the context is not to be shortened (`Dataset.protected`). It changes no token.
-    Raises UserError: a placeholder that is no field of a row, an unknown chat format or none in the tokenizer, a
-        limit that leaves no tokens, a prompt without tokens.
+    max_prompt_tokens: the limit for middle truncation (Llama 2 chat 3500, XGen 7500); None for none.
+    chat: a name in `CHAT_FORMATS`; "auto" is the tokenizer's own chat template.
+    chat_wrap: False for datasets that are exempt from the wrap (`Dataset.chat_wrap`).
+    protected: the text in the context that no method may shorten (`Dataset.protected`). It changes no token.
+    Raises UserError: a placeholder that is no field of a row, an unknown chat format, a tokenizer without chat
+        template for "auto", a limit that leaves no tokens, a prompt without tokens.
     """
-    chat = chat_format(chat)
+    wrap = chat_format(chat)
     if max_prompt_tokens is not None and max_prompt_tokens < 2:
         raise UserError(f"max_prompt_tokens must be at least 2 (one for each end) or null, got {max_prompt_tokens}")
     text, contexts = render(template, example)
@@ -139,7 +131,7 @@ def build_prompt(
         half = max_prompt_tokens // 2
         left, right = _decode(tokenizer, ids[:half]), _decode(tokenizer, ids[-half:])
         text, context = left + right, _after_cut(context, text, left, right)
-    if chat_wrap and chat.from_tokenizer:
+    if chat_wrap and wrap.from_tokenizer:
         inner, text = text, _apply_own_template(tokenizer, text)
         # The template has written the special tokens out, BOS among them where the model wants one: none is added.
         ids, spans = _tokenize_with_spans(tokenizer, text, special_tokens=False)
@@ -147,7 +139,7 @@ def build_prompt(
         context, spans = ([], None) if moved is None else (moved, spans)
     else:
         if chat_wrap:
-            text, context = f"{chat.before}{text}{chat.after}", _moved(context, len(chat.before))
+            text, context = f"{wrap.before}{text}{wrap.after}", _moved(context, len(wrap.before))
         ids, spans = _tokenize_with_spans(tokenizer, text)
     if not ids:
         raise UserError(f"{example.dataset}, row {example.id!r}: the prompt has no tokens (its text is {text!r})")
@@ -155,9 +147,9 @@ def build_prompt(
 
 
 def render(template: str, example: Example) -> tuple[str, Ranges]:
-    """The template with the row's fields filled in, and where in it the row's context stands.
+    """The template with the row's fields filled in, and the ranges of the row's context in it.
 
-    Raises UserError: another placeholder, a stray brace.
+    Raises UserError: a placeholder that is no field, a stray brace.
     """
     fields = {
         "input": example.input,
@@ -191,7 +183,7 @@ def render(template: str, example: Example) -> tuple[str, Ranges]:
 
 
 def _without(ranges: Ranges, text: str, protected: str) -> Ranges:
-    """What the pattern (`Dataset.protected`) leaves of the ranges; it sees each of them by itself."""
+    """The ranges without the matches of the pattern (`Dataset.protected`), which sees each range by itself."""
     if not protected:
         return ranges
     left = []
@@ -205,25 +197,21 @@ def _without(ranges: Ranges, text: str, protected: str) -> Ranges:
 
 
 def _after_cut(ranges: Ranges, text: str, left: str, right: str) -> Ranges:
-    """Where in `left + right` the ranges of `text` are, of which the two are the ends.
+    """The ranges of `text` in `left + right`, which are its ends, decoded from tokens.
 
-    Only what stands there letter for letter counts: the decoded ends differ from the text where the cut went through a
-    character (of several tokens), or where the tokenizer does not give back what it was given. Such letters belong to
-    no range, so that no method touches them.
+    Only letters that agree count. The decoded ends differ from the text if the cut went through a character of several
+    tokens, or if the tokenizer does not give back its input. Such letters belong to no range: no method touches them.
     """
-    same_left = _same(text, left)
-    same_right = _same(reversed(text), reversed(right))
-    found = _clipped(ranges, 0, same_left)
-    of_right = _clipped(ranges, len(text) - same_right, len(text))
-    for start, stop in _moved(of_right, len(left) + len(right) - len(text)):
-        if found and found[-1][1] == start:  # the cut went through this range
-            start = found.pop()[0]
-        found.append((start, stop))
-    return found
+    in_left = _clipped(ranges, 0, _same(text, left))
+    in_right = _clipped(ranges, len(text) - _same(text[::-1], right[::-1]), len(text))
+    in_right = _moved(in_right, len(left) + len(right) - len(text))
+    if in_left and in_right and in_left[-1][1] == in_right[0][0]:  # the cut went through this range
+        in_right[0] = (in_left.pop()[0], in_right[0][1])
+    return in_left + in_right
 
 
 def _after_own_template(ranges: Ranges, text: str, wrapped: str) -> Ranges | None:
-    """Where in `wrapped` the ranges of `text` are; None where it does not hold the text (stripped, maybe) just once."""
+    """The ranges of `text` in `wrapped`; None unless that holds the text, perhaps stripped, exactly once."""
     inner = text.strip()
     if wrapped.count(inner) != 1:
         return None
@@ -231,9 +219,9 @@ def _after_own_template(ranges: Ranges, text: str, wrapped: str) -> Ranges | Non
     return _moved(_clipped(ranges, start, start + len(inner)), wrapped.index(inner) - start)
 
 
-def _same(one: Iterable[str], other: Iterable[str]) -> int:
-    """How many letters at the beginning are the same in both."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+def _same(left: str, right: str) -> int:
+    """The number of letters before the first difference."""
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def _moved(ranges: Ranges, by: int) -> Ranges:
@@ -245,12 +233,11 @@ def _clipped(ranges: Ranges, lowest: int, highest: int) -> Ranges:
     return [(start, stop) for start, stop in clipped if start < stop]
 
 
-def post_process(text: str, chat: str | ChatFormat) -> str:
-    """A model's answer as `pred.py` writes it: unchanged but for XGen, whose are stripped and lose "Assistant:"."""
-    chat = chat_format(chat)
-    if chat.strip:
-        text = text.strip()
-    return text.replace(chat.delete, "") if chat.delete else text
+def post_process(text: str, chat: str) -> str:
+    """A model's answer as `pred.py` writes it: unchanged except for XGen (`ChatFormat.strip` and `.delete`)."""
+    wrap = chat_format(chat)
+    text = text.strip() if wrap.strip else text
+    return text.replace(wrap.delete, "") if wrap.delete else text
 
 
 def end_token_ids(
@@ -258,12 +245,10 @@ def end_token_ids(
 ) -> tuple[int, ...]:
     """The tokens that end an answer: the model's own and, for samsum, the newline token (`Dataset.newline_ends`).
 
-    model_eos_ids: what the model's generation config names; where it names none, the tokenizer's end token counts.
+    model_eos_ids: from the model's generation config; if it names none, the tokenizer's end token counts.
     Raises UserError: the newline is needed and the tokenizer has no token for it.
     """
-    if isinstance(model_eos_ids, int):
-        model_eos_ids = (model_eos_ids,)
-    ends = list(model_eos_ids or ())
+    ends = [model_eos_ids] if isinstance(model_eos_ids, int) else list(model_eos_ids or ())
     own: Any = tokenizer.eos_token_id
     if not ends and own is not None:
         ends.append(own)
@@ -281,7 +266,7 @@ def token_ids_sha256(token_ids: Sequence[int]) -> str:
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool = True) -> list[int]:
-    # verbose=False: a prompt above the model's length is what truncation is for, and no reason to warn.
+    # verbose=False: truncation deals with prompts above the model's length, so no warning.
     ids: Any = tokenizer(text, truncation=False, add_special_tokens=special_tokens, verbose=False)["input_ids"]
     return ids
 
@@ -289,7 +274,9 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: boo
 def _tokenize_with_spans(
     tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool = True
 ) -> tuple[list[int], np.ndarray | None]:
-    """Token ids, and the range of the text that each stands for where the tokenizer can say it (`Prompt.spans`)."""
+    """Token ids, and the range of the text that each stands for if the tokenizer can tell (`Prompt.spans`)."""
+    import numpy as np
+
     if not getattr(tokenizer, "is_fast", False):
         return _tokenize(tokenizer, text, special_tokens), None
     found: Any = tokenizer(

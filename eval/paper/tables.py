@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.paper.aggregate import by_task, with_baselines
 from eval.paper.table import Table, cell
@@ -127,7 +128,7 @@ _FORMS = (("", ""), ("", "_low"), ("", "_high"), ("paper_", ""), ("", "_differen
 def _sections(runs: Sequence[StoredRun]) -> list[tuple[str, str | None, str]]:
     """(model, the paper's column, suite): the paper's models on LongBench, run or not, then what else was run."""
     there = {
-        (run.model, run.paper_model if suite == "longbench" else None, suite)
+        (run.model, run.paper_model if SUITES[suite].in_paper else None, suite)
         for run in runs
         for suite in {DATASETS[name].suite for name in run.datasets}
     }
@@ -224,7 +225,7 @@ def _shown(row: dict[str, Any], name: str, digits: int, scale: float = 1) -> str
 
 
 def _model_name(row: dict[str, Any], dummies: set[str]) -> str:
-    notes = [row["suite"]] if row["suite"] != "longbench" else []
+    notes = [row["suite"]] if not SUITES[row["suite"]].in_paper else []
     notes += ["random weights"] if row["model"] in dummies else []
     return f"{row['model']} ({', '.join(notes)})" if notes else row["model"]
 

@@ -13,12 +13,11 @@ from omegaconf import MISSING as MISSING_VALUE
 from omegaconf import MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from eval.benchmarks.datasets import Dataset
-from eval.benchmarks.longbench import resolve_datasets
+from eval.benchmarks.datasets import register_configs, resolve_datasets
 from eval.benchmarks.prompts import chat_format
-from eval.benchmarks.split import HALVES
+from eval.benchmarks.split import HALVES, parse_shard
+from eval.benchmarks.suite import Dataset
 from eval.run import speedup_targets
-from eval.run.shards import parse_shard
 from eval.run.tracking import MODES, TRACKERS, TrackerConfig
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Method, by_name, known, make, settings_of
@@ -81,7 +80,7 @@ class TimingConfig:
 
 @dataclass
 class RunConfig:
-    """Everything a run is told. `dataset` maps names to true; a group's files hold them (eval/conf/dataset).
+    """Everything a run is told. `dataset` maps names to true (`eval.benchmarks.datasets.CHOICES`).
 
     limit: the first so many examples of each dataset. max_new_tokens: fewer than the dataset allows, for a quick look.
     seed: of random weights, and of a method that draws lots (its `seed` is this one unless set).
@@ -95,8 +94,8 @@ class RunConfig:
         is also written to runs/<label>-<model>.md and .csv; then `method` is not used.
     only: run one of them only, by its label; a sweep (-m) makes a job of each.
     label: the comparison's name.
-    shard: i/n, the i-th (from 1) of n jobs that share the run's examples (`eval.run.shards`); null for a run in one
-    job.
+    shard: i/n, the i-th (from 1) of n jobs that share the run's examples (`eval.benchmarks.split`); null for a run
+        in one job.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -127,6 +126,7 @@ def register_schema() -> None:
     """
     OmegaConf.register_new_resolver("keys", lambda mapping: ",".join(mapping), replace=True)
     ConfigStore.instance().store(name="schema", node=RunConfig)
+    register_configs()
     for name in known():
         if name not in METHODS:
             ConfigStore.instance().store(group="method", name=name, node=_config_of(name))
@@ -225,10 +225,7 @@ def to_run_config(config: Any) -> RunConfig:
     _require(plain.out is None or one_run, "out", plain.out, "no out= beside compare: each run has its own")
     _require(plain.shard is None or one_run, "shard", plain.shard, "only=LABEL beside it: it divides one run")
     if plain.shard is not None:
-        try:
-            parse_shard(plain.shard)
-        except ValueError as error:
-            raise UserError(f"shard: {error}") from error
+        parse_shard(plain.shard)
     datasets_of(plain)
     return plain
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from eval.benchmarks.datasets import Dataset
-from eval.benchmarks.longbench import Example
-from eval.benchmarks.metrics import rouge_score_f, score_example, scored_text
+from eval.benchmarks import SUITES
+from eval.benchmarks.metrics import rouge_score_f, scored_text
 from eval.benchmarks.prompts import Prompt, post_process
+from eval.benchmarks.suite import Dataset, Example
 from eval.store.record import PROMPT_END, Measurement, Record, compact_counts
 from lazyllm import Generation, generate
 from lazyllm.engine.devices import devices_of, read_peak, reset_peak
@@ -104,7 +104,7 @@ class Bench:
         return Measurement(
             text=text,
             token_ids=out.token_ids,
-            score=score_example(case.dataset, text, answers, classes),
+            score=SUITES[case.dataset.suite].score(case.dataset, text, answers, classes),
             rouge_l=rouge_score_f(scored_text(case.dataset, text), answers) if case.dataset.metric == "rouge" else None,
             ttft_s=out.ttft_s,
             scoring_s=out.scoring_s,

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from eval.benchmarks.datasets import TASKS, Dataset
-from eval.benchmarks.longbench import Example, LoadedDataset, load_rows
+from eval.benchmarks import SUITES
+from eval.benchmarks.datasets import TASKS, load_rows
 from eval.benchmarks.prompts import build_prompt, end_token_ids
-from eval.benchmarks.split import in_half
+from eval.benchmarks.split import Shard, in_half, parse_shard, shard_numbers
+from eval.benchmarks.suite import Dataset, Example, LoadedDataset
 from eval.run import provenance, speedup_targets
 from eval.run.config import RunConfig, build_method, canonical, check_method, datasets_of, model_spec
 from eval.run.measure import Case
-from eval.run.shards import Shard, parse_shard, split
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, by_name, code_of
@@ -37,10 +37,10 @@ DEFAULT_THREADS = torch.get_num_threads()  # which a job of a sweep must find ag
 class Plan:
     """A run, ready to be measured.
 
-    cases: all its examples, in order. ours: the keys of those that this job measures (`eval.run.shards`). traced: of
-    which
-    of these cases a trace is wanted. identity: what must agree for two records to lie in one folder. about: config and
-    provenance. file_part: what this job's files in the folder are told apart by; "" for a run in one job.
+    cases: all its examples, in order. ours: the keys of those that this job measures (`eval.benchmarks.split`).
+    traced: of which of these cases a trace is wanted. identity: what must agree for two records to lie in one folder.
+    about: config and provenance. file_part: what this job's files in the folder are told apart by; "" for a run in one
+    job.
     devices: all that the model may compute on. skipped: bad rows that were left out, for a message; None for none.
     """
 
@@ -252,7 +252,7 @@ def _keys_of(shard: Shard | None, cases: list[Case]) -> set[tuple[str, str]]:
     return (
         set(tokens)
         if shard is None
-        else {key for key, one in split(tokens, shard.count).items() if one == shard.number}
+        else {key for key, one in shard_numbers(tokens, shard.count).items() if one == shard.number}
     )
 
 
@@ -339,7 +339,7 @@ def _data_label(loaded: list[LoadedDataset]) -> str:
     if len(tasks) == 1:
         return next(iter(tasks))
     if len(suites) == 1 and len(tasks) == len(TASKS):
-        return "all" if suites == {"longbench"} else next(iter(suites))
+        return SUITES[next(iter(suites))].whole
     return f"{len(names)}_datasets"
 
 

@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from eval.benchmarks.datasets import DATASETS, Dataset
+from eval.benchmarks import SUITES
+from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.suite import Dataset
 from eval.run.tuned import is_tuned, read_tuned
 from lazyllm.errors import UserError
 from lazyllm.methods import by_name, settings_of
@@ -30,10 +32,8 @@ from lazyllm.models.spec import ModelSpec
 if TYPE_CHECKING:
     import pandas as pd
 
-# Prompts' lengths: the paper's mean for Llama 2, LongBench's limit for XGen (most prompts are cut to it), and the
-# middle one of the embedded suite's three
+# Prompts' lengths: the paper's mean for Llama 2, LongBench's limit for XGen (most prompts are cut to it)
 REFERENCE_TOKENS = {"llama2": 3376, "xgen": 7500}
-EMBEDDED_REFERENCE_TOKENS = 1024
 
 _EVAL = Path(__file__).parents[1]
 _TABLE1 = _EVAL / "paper" / "published" / "table1.csv"
@@ -99,7 +99,7 @@ def resolve(settings: dict[str, Any], dataset: Dataset, model_config: Any, colum
     if not is_preset(value):
         return settings
     column = column or "llama2"
-    tokens = EMBEDDED_REFERENCE_TOKENS if dataset.suite == "embedded" else REFERENCE_TOKENS[column]
+    tokens = SUITES[dataset.suite].reference_tokens or REFERENCE_TOKENS[column]
     target = table1_speedup(dataset.task, settings["name"], column) if value == "table1" else float(str(value)[:-1])
     others = {key: value for key, value in settings.items() if key != "name"}
     solution = kind.solve(others, model_config, tokens, target)
@@ -137,7 +137,7 @@ def parameters() -> pd.DataFrame:
     rows = []
     for column, tokens in REFERENCE_TOKENS.items():
         model_config = load_config(ModelSpec(column, "dummy"))
-        for dataset in {one.task: one for one in DATASETS.values() if one.suite == "longbench"}.values():
+        for dataset in {one.task: one for one in DATASETS.values() if SUITES[one.suite].in_paper}.values():
             for settings in solved:
                 found = resolve(settings, dataset, model_config, column)
                 name = found.pop("name")

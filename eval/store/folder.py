@@ -6,7 +6,8 @@ failures.jsonl  one `Failure` a line, where there are any: examples that are tri
 jobs.jsonl      when a job began and ended to measure, how, and the load that it saw (`eval.run.device_lock`)
 summary.*       made from the records at the end (`eval.paper.summary`)
 
-A shard of a run (`eval.run.shards`) writes records-2-of-4.jsonl and so on; a run's records are those of all its files.
+A shard of a run (`eval.benchmarks.split`) writes records-2-of-4.jsonl and so on; a run's records are those of all its
+files.
 What a kill leaves of a last line is cut off when its job goes on; any other damage is refused, and
 `eval.store.repair` mends
 it.

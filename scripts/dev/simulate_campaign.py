@@ -21,7 +21,8 @@ import numpy as np
 import orjson
 import yaml
 
-from eval.benchmarks.datasets import DATASETS, Dataset
+from eval.benchmarks import longbench
+from eval.benchmarks.suite import Dataset
 from eval.store.folder import SCHEMA, fingerprint
 from eval.store.frame import PLANNED, label_of, planned_text
 
@@ -65,7 +66,7 @@ def write_campaign(out: Path, campaign: Campaign) -> int:
 
 
 def _write_run(out: Path, campaign: Campaign, model: str, number: int, settings: dict[str, Any], seed: int) -> int:
-    datasets = [one for one in DATASETS.values() if one.suite == "longbench"]
+    datasets = longbench.DATASETS
     sizes = {one.name: max(2, round(campaign.share * _SIZES.get(one.name, 200))) for one in datasets}
     method = settings | ({"seed": seed} if "seed" in settings else {})
     identity = {

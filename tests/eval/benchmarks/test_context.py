@@ -13,10 +13,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lazyllm
-from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.embedded import TEMPLATES, rows
-from eval.benchmarks.longbench import Example, load_rows
 from eval.benchmarks.prompts import CHAT_FORMATS, Prompt, build_prompt
+from eval.benchmarks.suite import Example
 from lazyllm.methods import PromptCompression
 from lazyllm.methods.prompt_compression import droppable
 from lazyllm.models.load import load_tokenizer_of

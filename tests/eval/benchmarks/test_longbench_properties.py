@@ -1,15 +1,13 @@
-"""The loader against arbitrary rows, files and archives: a row is read as it is written, or named with the reason."""
+"""The loader against arbitrary rows and files: a row is read as it is written, or named with the reason."""
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import tempfile
 import warnings
-import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from eval.benchmarks.datasets import DATASETS
-from eval.benchmarks.longbench import MAX_LENGTHS, PROMPTS, TemplateWarning, load_rows, unpack_rows
+from eval.benchmarks.datasets import DATASETS, load_rows
+from eval.benchmarks.longbench import MAX_LENGTHS, PROMPTS, TemplateWarning
 from lazyllm.errors import UserError
 from tests.eval.benchmarks.test_longbench import CONFIG, ROW
 from tests.eval.store.test_folder_properties import JSON
@@ -163,44 +161,3 @@ def test_arbitrary_config_files_are_refused_by_name(name: str, content: bytes) -
         (folder / "config" / name).write_bytes(content)
         with pytest.raises(UserError, match=name):
             load_rows(QASPER, folder)
-
-
-MEMBERS = st.dictionaries(
-    st.sampled_from(["data/qasper.jsonl", "data/lcc.jsonl", "data/x", "x"]), st.binary(max_size=99), min_size=1
-)
-
-
-@given(
-    MEMBERS,
-    st.sampled_from([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]),
-    st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size=4)), max_size=4),
-    st.none() | st.floats(0, 1),
-)
-def test_a_damaged_archive_gives_whole_files_or_an_error_and_writes_nowhere_else(
-    members: dict[str, bytes], method: int, changes: list[tuple[float, bytes]], cut: float | None
-) -> None:
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", method) as opened:
-        for name, content in members.items():
-            opened.writestr(name, content)
-    content = bytearray(packed.getvalue())
-    for share, new in changes:
-        place = int(share * len(content))
-        content[place : place + len(new)] = new
-    damaged = bytes(content[: len(content) if cut is None else int(cut * len(content))])
-    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # zipfile's, of names that are there twice
-        outer, target = Path(name), Path(name) / "target"
-        target.mkdir()
-        (outer / "data.zip").write_bytes(damaged)
-        whole = {Path(one).name: text for one, text in members.items() if one.startswith("data/") and one[-1] == "l"}
-        usual = method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-        if damaged == packed.getvalue() and whole and usual:
-            assert unpack_rows(outer / "data.zip", target).keys() == whole.keys()
-        else:
-            with suppress(UserError):  # and no other error
-                unpack_rows(outer / "data.zip", target)
-        assert {one.name for one in outer.iterdir()} == {"data.zip", "target"}
-        for file in target.iterdir():  # a changed name may have made one of the other
-            assert file.name in {f"{dataset}.jsonl" for dataset in DATASETS}
-            assert file.read_bytes() in members.values()

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from eval.benchmarks.datasets import DATASETS
-from eval.benchmarks.longbench import Example, load_rows
+from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import (
     CHAT_FORMATS,
-    ChatFormat,
     build_prompt,
     end_token_ids,
     post_process,
     token_ids_sha256,
 )
+from eval.benchmarks.suite import Example
 from lazyllm.errors import UserError
 from lazyllm.models.tokenizers import load_tokenizer
 from tests.eval import official
@@ -216,11 +215,6 @@ def test_a_real_tokenizers_chat_template_gives_one_bos():
 )
 def test_answers_are_cleaned_as_per_model(chat, text, expected):
     assert post_process(text, chat) == expected
-    assert post_process(text, CHAT_FORMATS[chat]) == expected
-
-
-def test_a_format_of_ones_own_is_taken():
-    assert prompt_of("{input}", chat=ChatFormat("mine", before="<", after=">")).text == "<Who?>"
 
 
 # ----------------------------------------------------------------------------------------------------------- end tokens

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from eval.benchmarks.longbench import Example
 from eval.benchmarks.prompts import CHAT_FORMATS, Prompt, build_prompt
+from eval.benchmarks.suite import Example
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.models.spec import ModelSpec

@@ -16,8 +16,7 @@ import pytest
 
 import eval.report
 import lazyllm
-from eval.benchmarks.datasets import DATASETS
-from eval.benchmarks.longbench import load_rows
+from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt
 from eval.paper.figures import Figure
 from eval.paper.table import Table

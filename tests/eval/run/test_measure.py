@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from eval.benchmarks.datasets import DATASETS
-from eval.benchmarks.longbench import Example
 from eval.benchmarks.prompts import Prompt
+from eval.benchmarks.suite import Example
 from eval.run import measure
 from eval.run.measure import WARMUP_TOKENS, Bench, Case
 from lazyllm import Generation

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import lazyllm
-from eval.benchmarks.datasets import DATASETS
-from eval.benchmarks.longbench import load_rows
+from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt
 from eval.run.measure import Case
 from eval.run.tracing import Trace, read_trace, trace

@@ -1,9 +1,8 @@
 """The official scorer's facts derived a second time, in other ways than `eval.benchmarks.metrics` does, as an oracle
 for it.
 
-Written from the description of the metrics (LongBench's scoring rules and what the packages `rouge` 1.0.1 and
-`fuzzywuzzy` 0.18.0 do), without either package's code: ROUGE-L here is a walk over a table of its own, F1 strikes
-shared words off a list, and classification keeps its own index, so that the skip-one quirk is spelt out.
+Written from LongBench's scoring rules: F1 strikes shared words off a list, and classification keeps its own index, so
+that the skip-one quirk is spelt out. ROUGE-L and `fuzz.ratio` are compared with the packages themselves.
 """
 
 from __future__ import annotations
@@ -60,44 +59,6 @@ def _squad_words(text: str) -> list[str]:
             words.append(character)
             run = ""
     return "".join(words).split()
-
-
-def rouge(prediction: str, gold: str) -> float:
-    """`rouge` 1.0.1's ROUGE-L F: per pair of sentences the words of one longest common subsequence, all in one set."""
-    hypothesis, reference = _sentences(prediction), _sentences(gold)
-    if not hypothesis or not reference:
-        return 0.0  # the package raises ValueError
-    union: set[str] = set()
-    for wanted, given in itertools.product(reference, hypothesis):
-        union |= _common(wanted, given)
-    recall = len(union) / len(set(itertools.chain.from_iterable(reference)))
-    precision = len(union) / len(set(itertools.chain.from_iterable(hypothesis)))
-    return 2 * precision * recall / (precision + recall + 1e-8)
-
-
-def _sentences(text: str) -> list[list[str]]:
-    # A sentence of white space only is one empty word, which counts.
-    return [part.split() or [""] for part in text.split(".") if part]
-
-
-def _common(left: list[str], right: list[str]) -> set[str]:
-    """The words of the longest common subsequence that a walk from the end finds, which goes left at a tie."""
-    lengths = [[0] * (len(right) + 1)]
-    for word in left:
-        row = [0]
-        for column, other in enumerate(right):
-            row.append(lengths[-1][column] + 1 if word == other else max(lengths[-1][column + 1], row[column]))
-        lengths.append(row)
-    words, i, j = set(), len(left), len(right)
-    while i and j:
-        if left[i - 1] == right[j - 1]:
-            words.add(left[i - 1])
-            i, j = i - 1, j - 1
-        elif lengths[i - 1][j] > lengths[i][j - 1]:
-            i -= 1
-        else:
-            j -= 1
-    return words
 
 
 def classification(prediction: str, gold: str, all_classes: list[str]) -> float:

@@ -1,0 +1,54 @@
+"""Files that are fetched or made once: `$LAZYLLM_BENCH_CACHE`, or `~/.cache/lazyllm-bench`."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    """The folder for everything that is fetched or made once."""
+    return Path(os.environ.get("LAZYLLM_BENCH_CACHE") or "~/.cache/lazyllm-bench").expanduser()
+
+
+def made_once(file: Path, key: str, make: Callable[[], bytes]) -> bytes:
+    """The result of `make`: read from `file` if an earlier call wrote it under the same key, else made and written.
+
+    The file's first line holds the key and the sha256 of the rest, so an outdated or damaged file is made again.
+    A folder that cannot be written is no error: the next call makes the content again.
+    """
+    try:
+        header, _, content = file.read_bytes().partition(b"\n")
+        if header == _header(key, content):
+            return content
+    except OSError:
+        pass  # not made yet
+    content = make()
+    try:
+        write_atomically(file, _header(key, content) + b"\n" + content)
+    except OSError as error:
+        log.warning("%s could not be written (%s): the next run makes its content again", file, error)
+    return content
+
+
+def write_atomically(file: Path, content: bytes) -> None:
+    """Write a file that other processes see whole or not at all. Makes its folder. Raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, partial = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as opened:
+            opened.write(content)
+        os.replace(partial, file)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+def _header(key: str, content: bytes) -> bytes:
+    return f"{key} {hashlib.sha256(content).hexdigest()}".encode()

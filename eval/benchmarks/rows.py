@@ -1,0 +1,153 @@
+"""JSON lines in LongBench's format, checked line by line and field by field.
+
+Rows are read with `json` and not with the package `datasets`, which reads whole files into Arrow tables: it names no
+line and no field of a bad row, and refuses integers beyond 64 bits and halves of surrogate pairs for the whole file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from eval.benchmarks.metrics import gold_problem
+from eval.benchmarks.suite import Dataset, Example, LoadedDataset, OnError, Skipped
+from lazyllm.errors import UserError
+
+Fields = tuple[tuple[str, Callable[[Any], bool], str], ...]
+"""(name, whether a value will do, what is expected) of each field that a row must have."""
+
+Parsed = TypeVar("Parsed")
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_SKIP_HINT = "Mend the row, or go on without such rows with data.on_error=skip"
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is a string without half a surrogate pair: JSON can spell one, no tokenizer or file takes it."""
+    return isinstance(value, str) and (value.isascii() or not _HALF_PAIR.search(value))
+
+
+def is_texts(value: Any) -> bool:
+    """Whether a value is a list of such strings."""
+    return isinstance(value, list) and all(map(is_text, value))
+
+
+_FIELDS: Fields = (
+    ("input", is_text, "a string"),
+    ("context", lambda value: is_text(value) and bool(value.strip()), "a string that is not empty"),
+    ("answers", is_texts, "a list of strings"),
+    ("length", lambda value: type(value) is int and value >= 0, "a whole number"),
+    ("dataset", is_text, "a string"),
+    ("language", is_text, "a string"),
+    ("all_classes", lambda value: value is None or is_texts(value), "a list of strings or null"),
+)
+
+
+def read_lines(data: bytes, source: str, parse: Callable[[Any], Parsed]) -> Iterator[tuple[str, Parsed | UserError]]:
+    """(source:line, parsed value or the reason why there is none) of every line that is not blank.
+
+    Lines end at \\n only, and nothing is normalised: rows hold \\r and other characters at which text mode would split.
+    parse: takes a JSON value; raises UserError.
+    """
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{source}:{number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            yield where, UserError(f"not valid JSON in UTF-8 ({error})")
+            continue
+        try:
+            yield where, parse(row)
+        except (UserError, RecursionError) as error:  # a value may be nested too deeply to be shown
+            yield where, UserError(str(error))
+
+
+def check_fields(row: Any, fields: Fields) -> None:
+    """Raises UserError if a row is no JSON object, lacks a field, or has one of another type."""
+    if not isinstance(row, dict):
+        raise UserError(f"expected a JSON object, got {type(row).__name__}")
+    for field, accepts, expected in fields:
+        if field not in row:
+            raise UserError(f"field {field!r} is missing; expected {', '.join(name for name, _, _ in fields)}")
+        if not accepts(row[field]):
+            raise UserError(f"field {field!r} must be {expected}, got {shortened(row[field])}")
+
+
+def load_examples(
+    dataset: Dataset, data: bytes, source: str, template: str, max_new_tokens: int, on_error: OnError
+) -> LoadedDataset:
+    """A dataset from the bytes of its rows.
+
+    source: names the origin of the rows in messages. Raises UserError: a row that cannot be used (unless skipped), a
+    repeated `_id`, no usable row.
+    """
+    examples: list[Example] = []
+    skipped: list[Skipped] = []
+    places: dict[str, str] = {}
+    for where, example in read_lines(data, source, lambda row: parse_example(dataset, row)):
+        if isinstance(example, Example) and example.id in places:
+            place = places[example.id]
+            example = UserError(f"the same _id as in {place} ({example.id!r}); expected each row once")
+        if isinstance(example, Example):
+            places[example.id] = where
+            examples.append(example)
+        elif on_error == "raise":
+            raise UserError(f"{where}: {example}. {_SKIP_HINT}")
+        else:
+            skipped.append(Skipped(where, str(example)))
+    if not examples:
+        first = f": {len(skipped)} skipped, the first, {skipped[0].where}, for: {skipped[0].reason}" if skipped else ""
+        raise UserError(f"{source}: no usable row{first}; expected one JSON object a line in LongBench's format")
+    return LoadedDataset(
+        dataset=dataset,
+        examples=tuple(examples),
+        template=template,
+        max_new_tokens=max_new_tokens,
+        data_sha256=hashlib.sha256(data).hexdigest(),
+        config_sha256=hashlib.sha256(canonical([template, max_new_tokens])).hexdigest(),
+        source=source,
+        skipped=tuple(skipped),
+    )
+
+
+def parse_example(dataset: Dataset, row: Any) -> Example:
+    """A row in LongBench's format as an example. Raises UserError with the reason if it cannot be used."""
+    check_fields(row, _FIELDS)
+    if row["dataset"] != dataset.name:
+        raise UserError(
+            f"field 'dataset' must be {dataset.name!r} as the file's name says, got {shortened(row['dataset'])}"
+        )
+    problem = gold_problem(dataset, row["answers"], row["all_classes"])
+    if problem is not None:
+        raise UserError(problem)
+    identity = row.get("_id")
+    if identity is None:
+        identity = hashlib.sha256(canonical(row)).hexdigest()[:48]
+    elif not is_text(identity) or not identity:
+        raise UserError(f"field '_id' must be a string that is not empty, got {shortened(identity)}")
+    return Example(
+        dataset=dataset.name,
+        id=identity,
+        input=row["input"],
+        context=row["context"],
+        answers=tuple(row["answers"]),
+        all_classes=tuple(row["all_classes"] or ()),
+        length=row["length"],
+        language=row["language"],
+    )
+
+
+def shortened(value: Any) -> str:
+    """A value for a message, 60 characters at most."""
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:60]}... ({type(value).__name__})"
+
+
+def canonical(value: Any) -> bytes:
+    """JSON that is the same for equal values, in ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()

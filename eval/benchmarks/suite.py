@@ -1,0 +1,129 @@
+"""The values that a suite of tasks is made of.
+
+A suite is one file or folder beside this one. It ends in a `Suite`, which `eval.benchmarks.SUITES` lists: no other
+code names a suite. What differs between suites is a field here, never an `if`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+OnError = Literal["raise", "skip"]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One dataset of a suite.
+
+    name: its name in configs, files and tables; unique among all suites.
+    task: the task whose score is the mean over its datasets.
+    metric: a key of `eval.benchmarks.metrics.METRICS`.
+    suite: the name of its suite.
+    chat_wrap: whether the prompt is wrapped in the model's chat template.
+    first_line: whether only the first line of the answer is scored (leading newlines stripped first).
+    newline_ends: whether a newline token ends the answer, which then has at least one token.
+    protected: a pattern (re.MULTILINE) of text in a few-shot context that no method may shorten: the examples' answers,
+        and the labels that lay the examples out; "" if the context holds no examples.
+    """
+
+    name: str
+    task: str
+    metric: str
+    suite: str
+    chat_wrap: bool = True
+    first_line: bool = False
+    newline_ends: bool = False
+    protected: str = ""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row. Field names are LongBench's, except `id` (its `_id`).
+
+    id: the row's own, or a hash of the row if it has none; unique in its dataset.
+    answers: the gold answers, at least one.
+    all_classes: the class names; empty if the dataset is no classification.
+    length: the row's length as the suite counts it, in words or characters.
+    """
+
+    dataset: str
+    id: str
+    input: str
+    context: str
+    answers: tuple[str, ...]
+    all_classes: tuple[str, ...]
+    length: int
+    language: str
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that was left out: where it stands (file:line) and why."""
+
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LoadedDataset:
+    """A dataset's rows, and the facts that its prompts and answers need.
+
+    template: the official prompt, with placeholders such as `{context}` and `{input}`.
+    max_new_tokens: the most tokens an answer may have.
+    data_sha256: of the bytes of the rows, one JSON object a line.
+    config_sha256: of template and max_new_tokens.
+    source: the origin of the rows, for people.
+    skipped: rows left out, with `on_error="skip"` only.
+    """
+
+    dataset: Dataset
+    examples: tuple[Example, ...]
+    template: str
+    max_new_tokens: int
+    data_sha256: str
+    config_sha256: str
+    source: str
+    skipped: tuple[Skipped, ...]
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The settings of a run that say where rows come from.
+
+    dir: the folder with the suite's files (`data.dir`); None if the suite is to fetch or make them.
+    on_error: "raise" at the first row that cannot be used, or "skip" such rows and list them in `LoadedDataset`.
+    """
+
+    dir: Path | None = None
+    on_error: OnError = "raise"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite of datasets: what is asked, where it comes from and how it is scored.
+
+    name: its name in records and tables.
+    version: raised by every change of rows, prompts or scores.
+    datasets: in the order of tables.
+    load: reads one of its datasets. Raises UserError.
+    score: the official scorer: (dataset, answer, gold answers, class names) -> 0 to 1.
+    whole: the name in configs for all its datasets.
+    tasks: tasks that configs may name for its datasets of that task.
+    limit: the number of examples of each dataset in a run of `whole` that sets no `limit`; None for all.
+    in_paper: whether LazyLLM's paper reports this suite.
+    reference_tokens: the prompt length for which a target speedup is solved; None for the paper's lengths.
+    """
+
+    name: str
+    version: int
+    datasets: tuple[Dataset, ...]
+    load: Callable[[Dataset, DataSettings], LoadedDataset]
+    score: Callable[[Dataset, str, Sequence[str], Sequence[str] | None], float]
+    whole: str
+    tasks: tuple[str, ...] = ()
+    limit: int | None = None
+    in_paper: bool = False
+    reference_tokens: int | None = None
