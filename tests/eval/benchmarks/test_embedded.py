@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eval.benchmarks import embedded
-from eval.benchmarks.datasets import DATASETS, TASKS
+from eval.benchmarks.datasets import DATASETS, TASKS, load_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 FIELDS = {"input", "context", "answers", "length", "dataset", "language", "all_classes", "_id"}
@@ -51,12 +51,56 @@ def test_one_dataset_for_each_task():
     assert set(embedded.TEMPLATES) == set(embedded.MAX_NEW_TOKENS) == set(embedded.NAMES)
 
 
+def test_rows_are_those_of_the_stored_runs():
+    """The hashes of the rows that the runs in `results/` were made from (`identity.data` of their run.json)."""
+    hashes = {name: load_rows(DATASETS[name]).data_sha256[:16] for name in embedded.NAMES}
+    assert hashes == {
+        "lookup": "6232467f40ade2b0",
+        "hops": "c2b7d6443ebb9e95",
+        "digest": "10d8d868b88eb4d5",
+        "shots": "ce45097c1f186070",
+        "retrieve": "29823427afd59fb3",
+        "complete": "64fc2deca575cf9e",
+    }
+
+
 @EVERY
 def test_rows_are_the_same_every_time_and_for_every_count(name):
     rows = embedded.rows(name, count=9)
     assert rows == embedded.rows(name, count=9)
     assert rows[:4] == embedded.rows(name, count=4)
     assert len({json.dumps(row) for row in rows}) == 9
+
+
+def test_rows_are_generated_once_and_again_if_the_file_is_damaged(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
+    generated = embedded.rows("lookup", count=3)
+    monkeypatch.setattr(embedded, "ROWS", 3)
+    loaded = load_rows(DATASETS["lookup"])
+    assert [(e.id, e.input, e.context, list(e.answers)) for e in loaded.examples] == [
+        (row["_id"], row["input"], row["context"], row["answers"]) for row in generated
+    ]
+    assert (loaded.template, loaded.max_new_tokens) == (embedded.TEMPLATES["lookup"], 8)
+    file = tmp_path / "embedded" / "lookup.jsonl"
+    whole = file.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(embedded, "rows", lambda *_, **__: pytest.fail("the rows were generated again"))
+        assert load_rows(DATASETS["lookup"]) == loaded
+    for damaged in (whole[:-1], whole.replace(b"entry", b"extra", 1), b"", whole.partition(b"\n")[2]):
+        file.write_bytes(damaged)
+        assert load_rows(DATASETS["lookup"]) == loaded
+        assert file.read_bytes() == whole
+    monkeypatch.setattr(embedded, "ROWS", 4)
+    assert load_rows(DATASETS["lookup"]).examples[:3] == loaded.examples
+    assert len(load_rows(DATASETS["lookup"]).examples) == 4
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(embedded, "ROWS", 3)
+    assert len(load_rows(DATASETS["lookup"]).examples) == 3
+    assert "could not be written" in caplog.text
 
 
 @EVERY

@@ -57,8 +57,7 @@ def test_a_name_means_the_same_in_the_library_and_in_the_configs() -> None:
         found = {one.name for one in datasets_of(config_of(f"dataset={task}"))}
         assert found == {name for name, one in DATASETS.items() if (one.task, one.suite) == (task, "longbench")}
     assert {file.stem for file in FILES if file.parent.as_posix() == "hydra/launcher"} == set(LAUNCHERS)
-    suites = {"all": "longbench", "embedded": "embedded"}
-    for name, suite in suites.items():
+    for name, suite in {"all": "longbench", "embedded": "embedded"}.items():
         found = {one.name for one in datasets_of(config_of(f"dataset={name}"))}
         assert found == {one.name for one in DATASETS.values() if one.suite == suite}
 
@@ -75,6 +74,11 @@ def test_the_default() -> None:
 def test_longbench_limits() -> None:
     assert (config_of("model=llama2").model.max_prompt_tokens, config_of("model=llama2").model.chat) == (3500, "llama2")
     assert (config_of("model=xgen").model.max_prompt_tokens, config_of("model=xgen").model.chat) == (7500, "xgen")
+
+
+def test_the_embedded_suite_is_a_first_look_unless_limit_says_otherwise() -> None:
+    assert (config_of("dataset=embedded").limit, config_of("dataset=embedded", "limit=3").limit) == (12, 3)
+    assert config_of("dataset=lookup").limit is config_of("dataset=all").limit is None
 
 
 def test_several_datasets_and_one_left_out() -> None:
@@ -124,8 +128,8 @@ def test_unknown_keys_and_wrong_types_are_refused_by_hydra(override: str) -> Non
         (["+dataset.nosuch=true"], "unknown dataset 'nosuch'"),
         (["dataset=[qasper,lookup]"], "share no table"),
         (["model=custom"], "model.name=FOLDER_OR_HUB_ID"),
-        (["shard=2"], "'2' is not the i-th of n shards, written i/n"),
-        (["shard=5/4"], "'5/4' is not the i-th of n shards"),
+        (["shard=2"], "shard=2: expected the i-th of n shards, written i/n"),
+        (["shard=5/4"], "shard=5/4: expected the i-th of n shards"),
         (["experiment=demo", "shard=1/4"], "shard=1/4: expected only=LABEL"),
         (["method=random_drop", "seed=-1"], "seed is a whole number of 0 or more"),
     ],
