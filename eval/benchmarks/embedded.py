@@ -30,7 +30,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,7 @@ def _tokens(text: str) -> Tokens:
 
 @dataclass(frozen=True)
 class Level:
-    """The difficulty of a context: `Level.full` in the suite; training begins with easier ones.
+    """The difficulty of a context. The suite has one needle in 32 tokens of a prompt; training begins with fewer.
 
     context: tokens of the context. facts: needles in it. keys, values: the numbers of names and words to draw from.
     """
@@ -163,11 +163,6 @@ class Level:
     facts: int
     keys: int = 256
     values: int = len(VALUES)
-
-    @classmethod
-    def full(cls, context: int, length: int) -> Level:
-        """The suite's own difficulty for prompts of `length` tokens: one needle in 32 tokens, every name and word."""
-        return cls(context, length // 32)
 
 
 @dataclass(frozen=True)
@@ -182,6 +177,12 @@ def _draw(rng: random.Random, pool: Sequence[str], count: int) -> Tokens:
     """`count` words of the pool as tokens, all different if the pool is big enough."""
     words = rng.sample(pool, count) if count <= len(pool) else rng.choices(pool, k=count)
     return [f" {word}" for word in words]
+
+
+def _draw_values(rng: random.Random, level: Level, sizes: Sequence[int], end: str = ".") -> list[Tokens]:
+    """Answers of these numbers of words, each with `end` behind; no word occurs twice if there are enough."""
+    words = iter(_draw(rng, VALUES[: level.values], sum(sizes)))
+    return [[*islice(words, size), end] for size in sizes]
 
 
 def _sentence(rng: random.Random, size: int) -> Tokens:
@@ -213,9 +214,7 @@ def _among_filler(rng: random.Random, needles: list[Tokens], total: int) -> Toke
 def _lookup(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     """Facts of two to four words under a key, among filler."""
     names = _draw(rng, keys()[: level.keys], level.facts)
-    sizes = [rng.randint(2, 4) for _ in names]
-    words = iter(_draw(rng, VALUES[: level.values], sum(sizes)))
-    answers = [[*(next(words) for _ in range(size)), "."] for size in sizes]
+    answers = _draw_values(rng, level, [rng.randint(2, 4) for _ in names])
     needles = [[" entry", name, *answer] for name, answer in zip(names, answers, strict=True)]
     questions = [Question([name], answer) for name, answer in zip(names, answers, strict=True)]
     return _among_filler(rng, needles, level.context), questions
@@ -233,12 +232,10 @@ def _hops(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     """Documents in which a link leads from one key to a second, whose entry stands in another place."""
     chains = max(1, level.facts // 2)
     names = _draw(rng, keys()[: level.keys], 2 * chains)
-    sizes = [rng.randint(2, 3) for _ in range(chains)]
-    words = iter(_draw(rng, VALUES[: level.values], sum(sizes)))
+    values = _draw_values(rng, level, [rng.randint(2, 3) for _ in range(chains)])
     needles: list[Tokens] = []
     questions: list[Question] = []
-    for name, second, size in zip(names[:chains], names[chains:], sizes, strict=True):
-        value = [*(next(words) for _ in range(size)), "."]
+    for name, second, value in zip(names[:chains], names[chains:], values, strict=True):
         needles += [[" link", name, second, "."], [" entry", second, *value]]
         questions.append(Question([name], [second, *value]))
     rng.shuffle(needles)
@@ -257,11 +254,8 @@ def _digest(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
 
     Among asides of the same form, which stay out of the digest, and filler.
     """
-    size = 3
-    count = max(len(_ORDINALS), level.facts // 2)
-    names = _draw(rng, keys()[: level.keys], count)
-    words = iter(_draw(rng, VALUES[: level.values], size * count))
-    values = [[*(next(words) for _ in range(size)), "."] for _ in names]
+    names = _draw(rng, keys()[: level.keys], max(len(_ORDINALS), level.facts // 2))
+    values = _draw_values(rng, level, [3] * len(names))
     needles = _defined_before(
         rng, [([" entry", name, *value], [" aside", name, "."]) for name, value in zip(names, values, strict=True)]
     )
@@ -318,13 +312,11 @@ def _retrieve(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]
 def _complete(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     """A file of procedures; the last line calls one of them, and its arguments are to be written."""
     names = _draw(rng, keys()[: level.keys], max(1, level.facts // 2))
-    sizes = [rng.randint(2, 4) for _ in names]
-    words = iter(_draw(rng, VALUES[: level.values], sum(sizes)))
+    answers = _draw_values(rng, level, [rng.randint(2, 4) for _ in names], end=";")
     tokens: Tokens = []
     questions: list[Question] = []
-    rest = level.context + 1 - sum(sizes) - 4 * len(names)
-    for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
-        answer = [*(next(words) for _ in range(size)), ";"]
+    rest = level.context + 1 - sum(map(len, answers)) - 3 * len(names)
+    for i, (name, answer) in enumerate(zip(names, answers, strict=True)):
         tokens += ["proc", name, *answer, "\n"]
         share = rest // (len(names) - i)
         rest -= share
@@ -354,13 +346,12 @@ GENERATORS: dict[str, Callable[[random.Random, Level], tuple[Tokens, list[Questi
 
 def _direct_digest(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     """`_digest` with points that hold their words themselves."""
-    size = 4
     asides = max(0, level.facts // 2 - len(_ORDINALS))
-    words = iter(_draw(rng, VALUES[: level.values], size * (asides + len(_ORDINALS))))
+    values = _draw_values(rng, level, [4] * (asides + len(_ORDINALS)))
     marks = [" aside"] * asides
     for place, ordinal in zip(sorted(rng.sample(range(asides + 3), 3)), _ORDINALS, strict=True):
         marks.insert(place, f" {ordinal}")
-    needles = [[mark, *(next(words) for _ in range(size)), "."] for mark in marks]
+    needles = [[mark, *value] for mark, value in zip(marks, values, strict=True)]
     points = [needle for needle in needles if needle[0] != " aside"]
     answer = [token for point in points for token in point][1:]
     return _among_filler(rng, needles, level.context), [Question([" first"], answer)]
@@ -387,7 +378,7 @@ def _row(name: str, split: str, index: int) -> dict[str, Any]:
     """Row `index` of a split; draws again until the row's hash is of that split."""
     length = LENGTHS[index % len(LENGTHS)]
     inputs = {"shots": 4, "retrieve": 3}.get(name, 1)
-    level = Level.full(length - len(head(name)) - len(tail(name)) - inputs, length)
+    level = Level(length - len(head(name)) - len(tail(name)) - inputs, facts=length // 32)
     rng = random.Random(f"{name}-{split}-{index}")
     while True:
         context, questions = GENERATORS[name](rng, level)

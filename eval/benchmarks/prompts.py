@@ -151,16 +151,8 @@ def render(template: str, example: Example) -> tuple[str, Ranges]:
 
     Raises UserError: a placeholder that is no field, a stray brace.
     """
-    fields = {
-        "input": example.input,
-        "context": example.context,
-        "answers": list(example.answers),
-        "length": example.length,
-        "dataset": example.dataset,
-        "language": example.language,
-        "all_classes": list(example.all_classes) or None,
-        "_id": example.id,
-    }
+    fields = vars(example) | {"answers": list(example.answers), "all_classes": list(example.all_classes) or None}
+    fields["_id"] = fields.pop("id")
     try:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:

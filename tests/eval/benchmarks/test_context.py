@@ -21,17 +21,10 @@ from lazyllm.methods import PromptCompression
 from lazyllm.methods.prompt_compression import droppable
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.models.spec import ModelSpec
-from lazyllm.models.tokenizers import load_tokenizer
 from tests.eval import official
+from tests.eval.benchmarks.test_prompts import LLAMA2, LONGBENCH_NAMES, Characters, llama2
 
-LLAMA2 = official.SHARED / "tokenizers" / "llama2"
-LONGBENCH_NAMES = [name for name, dataset in DATASETS.items() if dataset.suite == "longbench"]
 CHAT = CHAT_FORMATS["llama2"]
-
-
-@cache
-def llama2() -> Any:
-    return load_tokenizer(LLAMA2)
 
 
 @cache
@@ -199,26 +192,6 @@ def test_embedded_prompts(name: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- the steps by hand
-
-
-class Characters:
-    """A tokenizer of one token per character (its code point), BOS 1 in front, that knows which character it is."""
-
-    is_fast = True
-    eos_token_id = 2
-    chat_template: str | None = None
-    around = ("<user>", "<model>")
-
-    def __call__(self, text: str, *, add_special_tokens: bool, return_offsets_mapping: bool = False, **_: Any) -> dict:
-        ids = [1] * add_special_tokens + [ord(character) for character in text]
-        offsets = [(0, 0)] * add_special_tokens + [(place, place + 1) for place in range(len(text))]
-        return {"input_ids": ids, "offset_mapping": offsets} if return_offsets_mapping else {"input_ids": ids}
-
-    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        return "".join(chr(number) for number in ids if number > 2)
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
-        return messages[0]["content"].strip().join(self.around)
 
 
 ROW = Example("qasper", "one", "Who?", "0123456789", ("cat",), (), 3, "en")

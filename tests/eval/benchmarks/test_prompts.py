@@ -31,14 +31,26 @@ ROW = Example("qasper", "one", "Who?", "A cat\r\nsat.", ("cat",), (), 3, "en")
 
 
 class Characters:
-    """A tokenizer of one token per character (its code point), BOS 1 in front; decoding skips BOS."""
+    """A tokenizer of one token per character (its code point), BOS 1 in front, that knows which character it is."""
 
+    is_fast = True
     eos_token_id = 2
     chat_template: str | None = None
+    around = ("\x01<user>", "<model>")
 
-    def __call__(self, text: str, *, truncation: bool, add_special_tokens: bool, verbose: bool) -> dict[str, list[int]]:
+    def __call__(
+        self,
+        text: str,
+        *,
+        truncation: bool,
+        add_special_tokens: bool,
+        verbose: bool,
+        return_offsets_mapping: bool = False,
+    ) -> dict[str, Any]:
         assert not truncation
-        return {"input_ids": [1] * add_special_tokens + [ord(character) for character in text]}
+        ids = [1] * add_special_tokens + [ord(character) for character in text]
+        offsets = [(0, 0)] * add_special_tokens + [(place, place + 1) for place in range(len(text))]
+        return {"input_ids": ids, "offset_mapping": offsets} if return_offsets_mapping else {"input_ids": ids}
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         assert skip_special_tokens
@@ -47,10 +59,8 @@ class Characters:
     def apply_chat_template(
         self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
     ) -> str:
-        assert not tokenize
-        assert add_generation_prompt
-        (message,) = messages
-        return f"\x01<{message['role']}>{message['content']}<model>"
+        assert (tokenize, add_generation_prompt, [message["role"] for message in messages]) == (False, True, ["user"])
+        return messages[0]["content"].strip().join(self.around)
 
 
 def prompt_of(template: str = "Q: {context}|{input}", tokenizer: Any = None, **kwargs: Any):
@@ -294,7 +304,9 @@ def test_a_tokenizer_without_chat_template_is_refused():
 
 def test_a_prompt_without_tokens_is_refused():
     class NoBos(Characters):
-        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        is_fast = False
+
+        def __call__(self, text: str, **_: Any) -> dict[str, Any]:
             return {"input_ids": [ord(character) for character in text]}
 
     with pytest.raises(UserError, match="qasper, row 'one': the prompt has no tokens"):
@@ -303,7 +315,7 @@ def test_a_prompt_without_tokens_is_refused():
 
 def test_a_tokenizer_without_newline_is_refused_for_samsum():
     class NoNewline(Characters):
-        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        def __call__(self, text: str, **_: Any) -> dict[str, Any]:
             return {"input_ids": []}
 
     tokenizer: Any = NoNewline()
