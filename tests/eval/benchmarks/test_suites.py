@@ -1,0 +1,51 @@
+"""The registry of suites: names that configs and tables can rely on, and an import that costs nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+from eval.benchmarks import SUITES
+from eval.benchmarks.datasets import CHOICES, DATASETS, TASKS
+from eval.benchmarks.metrics import METRICS
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# lazyllm/__init__.py is left out: its own imports are not this room's.
+IMPORTS = """
+import sys, types
+sys.modules["lazyllm"] = package = types.ModuleType("lazyllm")
+package.__path__ = ["lazyllm"]
+import eval.benchmarks.datasets, eval.benchmarks.prompts, eval.benchmarks.split, eval.score
+assert eval.benchmarks.metrics.code_similarity("a", "b") == 0  # fuzzywuzzy would warn here
+heavy = {"torch", "transformers", "pandas", "numpy", "datasets", "pyarrow", "hydra", "huggingface_hub", "rouge_score"}
+print(sorted(heavy & set(sys.modules)))
+"""
+
+
+def test_every_name_is_told_apart_and_every_dataset_can_be_scored() -> None:
+    datasets = [dataset for suite in SUITES.values() for dataset in suite.datasets]
+    assert len(DATASETS) == len(datasets)
+    assert all(dataset.suite == name for name, suite in SUITES.items() for dataset in suite.datasets)
+    assert {dataset.metric for dataset in datasets} == set(METRICS)
+    tasks = [task for suite in SUITES.values() for task in suite.tasks]
+    assert len(CHOICES) == len(DATASETS) + len(SUITES) + len(tasks)
+    assert all(CHOICES.values())
+    assert set(tasks) <= set(TASKS)
+
+
+def test_the_room_imports_nothing_heavy_and_warns_of_nothing() -> None:
+    shown = subprocess.run([sys.executable, "-W", "error", "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True)
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, "[]\n", "")
+
+
+def test_no_other_room_compares_the_name_of_a_suite() -> None:
+    for file in (ROOT / "eval").rglob("*.py"):
+        if file.parent.name == "benchmarks":
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                constants = {one.value for one in ast.walk(node) if isinstance(one, ast.Constant)}
+                assert not constants & set(SUITES), f"{file}:{node.lineno}"
