@@ -402,24 +402,15 @@ def _row(name: str, split: str, index: int) -> dict[str, Any]:
 
 
 def rows(name: str, split: str = "test", count: int = 12) -> list[dict[str, Any]]:
-    """The first `count` rows of an embedded dataset, in LongBench's schema.
+    """The first `count` rows of the dataset `name`, in LongBench's format.
 
-    Args:
-        name: one of `NAMES`.
-        split: "test", or "train" for rows of the kind that training may see.
-        count: rows; the lengths of `LENGTHS` take turns, so a multiple of three has as many of each.
-
-    Returns:
-        Rows with `input, context, answers, length, dataset, language, all_classes, _id`. `length` is in words as
-        LongBench's is; the prompt's length in tokens is the third part of `_id`: "lookup-test-1024-0007".
-
-    Raises:
-        ValueError: for an unknown name or split.
+    split: "test", or "train" for rows of the kind that training may see.
+    count: the lengths of `LENGTHS` take turns, so a multiple of three has as many of each.
+    The row's `length` is in words as LongBench's is; the prompt's length in tokens is the third part of `_id`:
+    "lookup-test-1024-0007". Raises ValueError: an unknown name or split.
     """
     if name not in GENERATORS:
-        raise ValueError(
-            f"unknown embedded dataset {name!r}: expected one of {', '.join(NAMES)} (eval/benchmarks/embedded.py)"
-        )
+        raise ValueError(f"unknown embedded dataset {name!r}: expected one of {', '.join(NAMES)}")
     if split not in ("test", "train"):
         raise ValueError(f"unknown split {split!r} of {name}: expected 'test' or 'train'")
     return [_row(name, split, index) for index in range(count)]
