@@ -17,7 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.cache import cache_folder, write_atomically
+from eval.benchmarks.disk_cache import cache_folder, write_atomically
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import load_examples, shortened
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from eval.benchmarks.cache import cache_folder
+from eval.benchmarks.disk_cache import cache_folder
 
 log = logging.getLogger(__name__)
 
