@@ -18,9 +18,9 @@ from lazyllm.engine.architecture import Layout, find_layout, hidden_before_layer
 from lazyllm.engine.attention import Probe, installed_attention, part_mask
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.cpu_linear import products_of
+from lazyllm.engine.declaration import Look
 from lazyllm.engine.devices import device_of, devices_of, home_of, is_spread, moved
 from lazyllm.engine.flops import LayerShape
-from lazyllm.engine.method import Look
 
 Rope = tuple[Tensor, ...]  # cos and sin, [1, m, d] each, for every kind of layer that has its own
 

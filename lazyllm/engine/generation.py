@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lazyllm.engine.checks import check_once
+from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.devices import read_clock
-from lazyllm.engine.method import Method, Prompt
+from lazyllm.engine.method import Method
 
 # [v] logits -> the next token, and whether it is the last one
 Choose = Callable[[Tensor], tuple[int, bool]]

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from lazyllm.engine.method import Look, Method
+from lazyllm.engine.declaration import Look
+from lazyllm.engine.method import Method
 from lazyllm.errors import UserError
 from lazyllm.methods import plugins
-from lazyllm.methods.base import Prune, Select
 from lazyllm.methods.baseline import Baseline
+from lazyllm.methods.bases import Prune, Select
 from lazyllm.methods.lazy import Lazy
 from lazyllm.methods.prompt_compression import PromptCompression
 from lazyllm.methods.random_drop import RandomDrop

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lazyllm.engine.cache import AuxCache, GroupCache
+from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import Decoder, Rope
-from lazyllm.engine.method import Prompt
 from lazyllm.engine.session import Batch, Session
 from lazyllm.methods.schedule import Schedule
 from lazyllm.methods.sessions import rank, split_prompt

@@ -1,19 +1,22 @@
-"""What runs the methods of `lazyllm.methods.base`, and the rule by which tokens are chosen."""
+"""What runs the methods of `lazyllm.methods.bases`, and the rule by which tokens are chosen."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
 from math import ceil
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import Decoder
 from lazyllm.engine.devices import read_clock
-from lazyllm.engine.method import Prompt
 from lazyllm.engine.session import Batch, Session
-from lazyllm.methods.base import Prune, Select
+
+if TYPE_CHECKING:
+    from lazyllm.methods.bases import Prune, Select
 
 
 def rank(scores: Tensor) -> Tensor:

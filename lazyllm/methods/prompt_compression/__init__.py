@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from lazyllm.engine.method import Prompt
-from lazyllm.methods.base import Select
+from lazyllm.engine.declaration import Prompt
+from lazyllm.methods.bases import Select
 from lazyllm.methods.prompt_compression.scoring import (
     carried_over,
     scoring_flops,

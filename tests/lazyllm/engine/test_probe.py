@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from lazyllm.engine.declaration import Look
 from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.method import Look
 from lazyllm.engine.partial import importance_of_layers, run_layers
 from tests.lazyllm.engine.architecture_matrix import flash_stand_in, is_offered
 from tests.reference import HandModel, casts_in_float64, random_model, random_variant
