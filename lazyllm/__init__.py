@@ -12,7 +12,7 @@ print(tokenizer.decode(output[0], skip_special_tokens=True))
 from typing import TYPE_CHECKING, Any
 
 from lazyllm import methods
-from lazyllm.engine.method import Prompt
+from lazyllm.engine.declaration import Prompt
 from lazyllm.errors import UserError
 from lazyllm.methods.schedule import Schedule
 

@@ -240,18 +240,6 @@ class HandModel:
         position: int,
         reach: int,
         attended: Sequence[tuple[np.ndarray, np.ndarray]],
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """`attend`, without the logits."""
-        hidden, probabilities, _ = self.attend(layer, hidden, position, reach, attended)
-        return hidden, probabilities
-
-    def attend(
-        self,
-        layer: int,
-        hidden: np.ndarray,
-        position: int,
-        reach: int,
-        attended: Sequence[tuple[np.ndarray, np.ndarray]],
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """One token through one layer.
 
@@ -407,7 +395,7 @@ def lazy_reference(
             for p in sorted(hidden):
                 attended = sorted(other for other in active if hand.sees(layer, p, other))
                 here = [kv[layer][other] for other in attended]
-                hidden[p], probabilities = hand.layer(layer, hidden[p], p, reach[p], here)
+                hidden[p], probabilities, _ = hand.layer(layer, hidden[p], p, reach[p], here)
                 if p == newest:  # equation 1: the mean over the heads; 0 for tokens outside the layer's window
                     seen = dict(zip(attended, probabilities.mean(axis=0).tolist(), strict=True))
                     importance = {other: seen.get(other, 0.0) for other in sorted(active)}
@@ -494,7 +482,7 @@ def static_reference(
         for p in sorted(hidden):
             attended = [other for other in sorted(hidden) if hand.sees(number, p, other)]
             here = [kv[number][other] for other in attended]
-            hidden[p], probabilities = hand.layer(number, hidden[p], p, n, here)
+            hidden[p], probabilities, _ = hand.layer(number, hidden[p], p, n, here)
             if p == n - 1 and number <= layer:
                 for other, value in zip(attended, probabilities.mean(axis=0).tolist(), strict=True):
                     total[other] += value / layer
@@ -518,7 +506,7 @@ def static_reference(
         for number in range(1, hand.num_layers + 1):
             kv[number][position] = hand.key_value(number, newest, position, position + 1)
             here = [pair for other, pair in kv[number].items() if hand.sees(number, position, other)]
-            newest, _ = hand.layer(number, newest, position, position + 1, here)
+            newest, *_ = hand.layer(number, newest, position, position + 1, here)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

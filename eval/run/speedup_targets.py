@@ -132,23 +132,23 @@ def parameters() -> pd.DataFrame:
     from lazyllm.models.load import load_config
 
     compared = yaml.safe_load(_EXPERIMENT.read_text(encoding="utf-8"))["compare"].values()
-    methods = {one["name"]: {key: value for key, value in one.items() if key != "seed"} for one in compared}
-    solved = [one for one in methods.values() if one.get(by_name(one["name"]).dial) == "table1"]
+    methods = {method["name"]: {key: value for key, value in method.items() if key != "seed"} for method in compared}
+    solved = [method for method in methods.values() if method.get(by_name(method["name"]).dial) == "table1"]
     rows = []
     for column, tokens in REFERENCE_TOKENS.items():
         model_config = load_config(ModelSpec(column, "dummy"))
-        for dataset in {one.task: one for one in DATASETS.values() if SUITES[one.suite].in_paper}.values():
+        for dataset in {data.task: data for data in DATASETS.values() if SUITES[data.suite].in_paper}.values():
             for settings in solved:
-                found = resolve(settings, dataset, model_config, column)
-                name = found.pop("name")
+                solved_for = resolve(settings, dataset, model_config, column)
+                name = solved_for.pop("name")
                 rows.append(
                     {
                         "task": dataset.task,
                         "model": column,
                         "method": name,
-                        "parameters": json.dumps(found),
+                        "parameters": json.dumps(solved_for),
                         "prompt_tokens": tokens,
-                        "ideal_ttft_speedup": round(by_name(name)(**found).ideal_speedup(model_config, tokens), 3),
+                        "ideal_ttft_speedup": round(by_name(name)(**solved_for).ideal_speedup(model_config, tokens), 3),
                         "paper_ttft_speedup": table1_speedup(dataset.task, name, column),
                     }
                 )

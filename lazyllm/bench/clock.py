@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from lazyllm.bench.rate import product_rate
 from lazyllm.bench.turns import Turns, in_turns
 from lazyllm.bench.waits import Waits
+from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.devices import read_clock, read_peak, reset_peak
 from lazyllm.engine.flops import LayerShape, prefill_flops
-from lazyllm.engine.method import Prompt
 from lazyllm.methods import Baseline, Lazy, Method
 from lazyllm.methods.schedule import Schedule
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import Decoder
-from lazyllm.engine.method import Prompt
 from lazyllm.methods import Lazy
 from lazyllm.methods.lazy_session import LazySession
 

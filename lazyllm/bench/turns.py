@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lazyllm.bench.rate import product_rate
+from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.devices import read_clock
 from lazyllm.engine.generation import greedy
-from lazyllm.engine.method import Prompt
 from lazyllm.engine.session import Session
 from lazyllm.methods import Method
 

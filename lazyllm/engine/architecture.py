@@ -1,7 +1,7 @@
-"""What a model does around its layers, found out from the model: its own code is run once, with its layers left out.
+"""What a model does around its layers: found by running the model's own code once, with its layers left out.
 
-Nothing here goes by a model's name. What the loop over the layers (`lazyllm.engine.decoder`) cannot reproduce is
-refused.
+Nothing here depends on a model's name. A model that the loop over the layers (`lazyllm.engine.decoder`) cannot
+reproduce is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lazyllm.errors import UserError
 
 @dataclass(frozen=True)
 class RopeCall:
-    """How the model makes one cos and sin: by which of its modules, with what beside hidden states and positions."""
+    """How the model makes one cos and sin: the module, and its arguments beside hidden states and positions."""
 
     module: str
     extras: tuple[tuple[str, Any], ...]
@@ -72,7 +72,7 @@ def check_structure(model: PreTrainedModel) -> None:
         raise UserError(f"{name} is in training mode (dropout): call model.eval() first")
 
 
-# What the loop gives the layers; a model that gives them other tensors has something that the loop would leave out
+# The tensors that the loop gives the layers; a model that gives others does something that the loop would leave out
 _GIVEN = frozenset(
     {"hidden_states", "attention_mask", "position_ids", "past_key_values", "position_embeddings", "cache_position"}
 )
@@ -113,7 +113,7 @@ def find_layout(model: PreTrainedModel) -> Layout:
 
 @dataclass(frozen=True)
 class _Trace:
-    """What the layers were given: per layer the attention mask, the distinct RoPE calls and which layer got which."""
+    """The layers' arguments: per layer the attention mask, the distinct RoPE calls and which layer got which."""
 
     masks: Sequence[Tensor | None]
     ropes: Sequence[RopeCall]
@@ -124,7 +124,7 @@ class _Trace:
 def _trace(model: PreTrainedModel, past: int) -> _Trace:
     inner: Any = model.model
     name = type(model).__name__
-    given: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
     made: list[tuple[RopeCall, Any]] = []
     embedded: list[Tensor] = []
 
@@ -141,65 +141,65 @@ def _trace(model: PreTrainedModel, past: int) -> _Trace:
     filler = torch.zeros(1, 1, past, 1, device=home_of(model), dtype=model.dtype)
     cache.update(filler, filler, 0)
     # position 0: a RoPE that grows with the length (dynamic NTK) begins anew
-    one = torch.zeros(1, 1, dtype=torch.long, device=home_of(model))
-    stand_ins = nn.ModuleList(_StandIn(index, layer, given) for index, layer in enumerate(inner.layers))
+    token = torch.zeros(1, 1, dtype=torch.long, device=home_of(model))
+    stand_ins = nn.ModuleList(_StandIn(index, layer, calls) for index, layer in enumerate(inner.layers))
     try:
         with (
             _own_masks(model),
             _in_place_of(inner, "layers", stand_ins),
             _in_place_of(inner, "norm", nn.Identity()),
         ):
-            given_back = inner(input_ids=one, position_ids=one, past_key_values=cache, use_cache=True, return_dict=True)
-            out = given_back.last_hidden_state
+            result = inner(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True, return_dict=True)
+            out = result.last_hidden_state
     finally:
         for hook in hooks:
             hook.remove()
 
-    if [one["index"] for one in given] != list(range(len(inner.layers))):
+    if [call["index"] for call in calls] != list(range(len(inner.layers))):
         raise UserError(f"{name} does not run each of its layers once, in their order")
-    entered = given[0]["hidden_states"]
-    if any(one["hidden_states"] is not entered for one in given) or out is not entered:
+    entered = calls[0]["hidden_states"]
+    if any(call["hidden_states"] is not entered for call in calls) or out is not entered:
         raise UserError(f"{name} changes the hidden states between its layers, which the loop would not")
-    others = {key for one in given for key, value in one.items() if torch.is_tensor(value)} - _GIVEN
+    others = {key for call in calls for key, value in call.items() if torch.is_tensor(value)} - _GIVEN
     if others:
         raise UserError(
             f"{name} gives its layers {', '.join(sorted(others))} beside hidden states, masks and positions"
         )
     ropes: list[RopeCall] = []
     rope_of: list[int] = []
-    for one in given:
-        call = next((call for call, output in made if output is one.get("position_embeddings")), None)
-        if call is None or len(one["position_embeddings"]) != 2:
+    for call in calls:
+        rope = next((rope for rope, output in made if output is call.get("position_embeddings")), None)
+        if rope is None or len(call["position_embeddings"]) != 2:
             raise UserError(f"{name} gives its layers no cos and sin that a module of its own makes")
-        if call not in ropes:
-            ropes.append(call)
-        rope_of.append(ropes.index(call))
+        if rope not in ropes:
+            ropes.append(rope)
+        rope_of.append(ropes.index(rope))
     plain = len(embedded) == 1 and torch.equal(embedded[0], entered)
-    return _Trace([one["attention_mask"] for one in given], ropes, rope_of, plain)
+    return _Trace([call["attention_mask"] for call in calls], ropes, rope_of, plain)
 
 
 class _StandIn(nn.Module):
-    """In place of a layer: takes down what it is given, and gives the hidden states back as they are."""
+    """Stands in for a layer: records its arguments, and returns the hidden states as they are."""
 
-    def __init__(self, index: int, layer: nn.Module, given: list[dict[str, Any]]) -> None:
+    def __init__(self, index: int, layer: nn.Module, calls: list[dict[str, Any]]) -> None:
         super().__init__()
         self._index = index
-        self._given = given
+        self._calls = calls
         self._parameters_of_layer = inspect.signature(layer.forward)
         self.__dict__["_layer"] = layer  # not a part of this module
 
     def __getattr__(self, name: str) -> Any:
-        """What a model asks its layers about (their type, say), the layer answers."""
+        """Attributes that a model reads of its layers (their type, say) are the layer's."""
         return getattr(self.__dict__["_layer"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         bound = self._parameters_of_layer.bind(*args, **kwargs).arguments
-        self._given.append({"index": self._index} | bound | bound.get("kwargs", {}))
+        self._calls.append({"index": self._index} | bound | bound.get("kwargs", {}))
         return bound["hidden_states"]
 
 
 def _note_rope(name: str, made: list[tuple[RopeCall, Any]]) -> Callable[..., None]:
-    """A forward hook that takes down what a module was called with, and what it gave."""
+    """A forward hook that records what a module was called with, and what it returned."""
 
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
@@ -220,18 +220,18 @@ def _sees_the_last(mask: Tensor, past: int, window: int | None) -> bool:
 
 
 class _Gives(nn.Module):
-    """In place of a module: gives the same thing whatever it is asked."""
+    """Stands in for a module: returns the same value for all arguments."""
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, value: Any) -> None:
         super().__init__()
-        self._given = given
+        self._value = value
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        return self._given
+        return self._value
 
 
 def _has_plain_logits(model: Any) -> bool:
-    """Whether what `lm_head` gives reaches the caller unchanged."""
+    """Whether the output of `lm_head` reaches the caller unchanged."""
     # large and small values: a cap or a factor changes some of them in any dtype
     ramp = torch.linspace(-100, 100, 64, dtype=model.dtype, device=home_of(model))[None, None]
     hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=home_of(model))
@@ -258,7 +258,7 @@ def hidden_before_layers(model: Any, token_ids: Tensor, positions: Tensor) -> Te
 
 @contextmanager
 def _own_masks(model: PreTrainedModel) -> Iterator[None]:
-    """Have the model make its masks as for eager attention, which is told everything by its mask."""
+    """Have the model make its masks as for eager attention, whose masks say everything."""
     name = model.config._attn_implementation
     model.config._attn_implementation = "eager"
     try:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lazyllm.engine.declaration import NOTHING, Look
 from lazyllm.engine.devices import home_of
-from lazyllm.engine.method import NOTHING, Look
 from lazyllm.errors import UserError
 
 

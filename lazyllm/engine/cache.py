@@ -23,17 +23,17 @@ GROWTH = 64
 class GroupCache:
     """K and V of the tokens that one group of layers has computed, in the order in which they were computed.
 
-    It is what the model's own attention layers get as `past_key_values`: `update` stores what they computed and says
-    what they attend to.
+    The model's own attention layers get it as `past_key_values`: `update` stores what they computed and returns what
+    they attend to.
 
     layers: indices (from 0) of the group's layers.
-    capacity: slots to make at the first step; grows where more are needed.
+    capacity: slots to make at the first step; grows if more are needed.
     max_positions: how long the whole text can become.
 
     attended: how many of the last slots the next layer attends to; None for all.
-    slot_of: [max_positions] the slot of the token at each position, -1 where it is not stored. The tokens to come have
-        theirs already, one after the other, and a step that adds more than the newest token moves them on: a step that
-        revives nothing has nothing to write down.
+    slot_of: [max_positions] the slot of the token at each position, -1 if it is not stored. Slots of future
+        tokens are assigned in advance, so a step that revives nothing writes nothing here. A step that adds more than
+        the newest token moves them on.
     """
 
     def __init__(self, layers: range, capacity: int, max_positions: int, device: torch.device) -> None:

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-# One row is what MKL is good at. From about so many rows on it reaches the rate that it has in prefill, where it is
-# left alone: a method that revives must not look fast by a product that the baseline's prefill does without.
+# MKL is good at one row. From about 32 rows on it reaches the rate that it has in prefill, where it is left alone: a
+# method that revives must not look fast by a product that the baseline's prefill does without.
 FEW_ROWS = range(2, 32)
 LARGE_MATRIX = 2**18  # elements; for smaller ones the way through oneDNN's own tensors costs more than it saves
 
 
 def products_of(rows: Tensor, largest: int) -> AbstractContextManager[Any]:
-    """A context for running layers over rows [1, m, w] in a decoding step: that of oneDNN's products where they pay.
+    """A context for running layers over rows [1, m, w] in a decoding step: with oneDNN's products, if they pay.
 
     largest: elements of the layers' largest matrix.
     """

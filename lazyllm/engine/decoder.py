@@ -18,9 +18,9 @@ from lazyllm.engine.architecture import Layout, find_layout, hidden_before_layer
 from lazyllm.engine.attention import Probe, installed_attention, part_mask
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.cpu_linear import products_of
+from lazyllm.engine.declaration import Look
 from lazyllm.engine.devices import device_of, devices_of, home_of, is_spread, moved
 from lazyllm.engine.flops import LayerShape
-from lazyllm.engine.method import Look
 
 Rope = tuple[Tensor, ...]  # cos and sin, [1, m, d] each, for every kind of layer that has its own
 
@@ -30,8 +30,8 @@ class Decoder:
 
     Use `open_decoder`, which installs the observing attention and removes it again.
 
-    device: where everything is that no layer owns; `devices`: all that compute. Layers may be elsewhere: then what they
-    need is brought there, and what leaves a group of them is brought back.
+    device: holds everything that no layer owns. devices: all that compute. Layers may be elsewhere: then their inputs
+    are brought there, and the output of a group is brought back.
     tokens_run: how many tokens have been run so far; one that ran through some of the layers counts as that share.
     """
 
@@ -59,7 +59,7 @@ class Decoder:
         return hidden_before_layers(self.model, token_ids, positions)
 
     def rope(self, hidden: Tensor, positions: Tensor) -> Rope:
-        """cos and sin of the tokens at `positions` [m], one pair after the other where layers differ in it."""
+        """cos and sin of the tokens at `positions` [m], one pair after the other if layers differ in it."""
         position_ids = positions[None]
         ropes = tuple(
             part
@@ -201,7 +201,7 @@ def open_decoder(
 @contextmanager
 def _ropes_put_back(model: Any) -> Iterator[None]:
     """Leave a RoPE that grows with the text as it was: not every release of transformers does so itself."""
-    grows = any("dynamic" in str(one.get("rope_type")) for one in _rope_parameters(model.config))
+    grows = any("dynamic" in str(rope.get("rope_type")) for rope in _rope_parameters(model.config))
     parts = ("embed_tokens", "layers", "norm")
     ropes = [child for name, child in model.model.named_children() if name not in parts] if grows else []
     held = [({k: v for k, v in vars(rope).items() if k[0] != "_"}, dict(rope._buffers)) for rope in ropes]
@@ -217,9 +217,9 @@ def _ropes_put_back(model: Any) -> Iterator[None]:
 
 def _rope_switches(config: Any) -> Iterator[int]:
     """The text lengths beyond which a LongRoPE takes its other frequencies."""
-    for one in _rope_parameters(config):
-        if one.get("rope_type") == "longrope":
-            yield one["original_max_position_embeddings"]
+    for rope in _rope_parameters(config):
+        if rope.get("rope_type") == "longrope":
+            yield rope["original_max_position_embeddings"]
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

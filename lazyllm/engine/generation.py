@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lazyllm.engine.checks import check_once
+from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.devices import read_clock
-from lazyllm.engine.method import Method, Prompt
+from lazyllm.engine.method import Method
 
 # [v] logits -> the next token, and whether it is the last one
 Choose = Callable[[Tensor], tuple[int, bool]]
@@ -146,8 +147,8 @@ def continue_prompt(
 
 def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt) -> Prompt:
     """The prompt. Raises ValueError if it is not one non-empty prompt of known tokens."""
-    given = input_ids if isinstance(input_ids, Prompt) else Prompt(torch.as_tensor(input_ids))
-    prompt = given.token_ids
+    whole = input_ids if isinstance(input_ids, Prompt) else Prompt(torch.as_tensor(input_ids))
+    prompt = whole.token_ids
     if prompt.ndim == 2 and prompt.shape[0] == 1:
         prompt = prompt[0]
     if prompt.ndim != 1 or prompt.shape[0] == 0 or prompt.is_floating_point():
@@ -161,7 +162,7 @@ def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt
             f"input_ids hold {int(prompt.min())} to {int(prompt.max())}, but the model knows 0 to {vocabulary - 1}: "
             "is the tokenizer another model's?"
         )
-    return replace(given, token_ids=prompt.to(torch.long))
+    return replace(whole, token_ids=prompt.to(torch.long))
 
 
 def check_fits(model: PreTrainedModel, method: Method, prompt: Prompt) -> None:

@@ -6,77 +6,18 @@ Nothing here imports torch: a method can be made, checked and counted before any
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lazyllm.engine.declaration import Group, Prompt
 from lazyllm.engine.flops import nearest_ratio, prefill_flops
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
     from lazyllm.engine.decoder import Decoder
     from lazyllm.engine.session import Session
     from lazyllm.models.spec import ModelSpec
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt as methods see it: its tokens and, if it is known, their text.
-
-    token_ids: [n] int64, on the host, special tokens included, n >= 1.
-    text: what the tokens stand for; "" if only token ids were given.
-    spans: per token the half-open range of `text` that it stands for, empty for a special token; () without a text.
-    context: ascending, disjoint ranges of `text` that a method may shorten by leaving tokens out. The rest
-        (instruction, question, an example's answer) is never touched.
-    """
-
-    token_ids: Tensor
-    text: str = ""
-    spans: tuple[tuple[int, int], ...] = ()
-    context: tuple[tuple[int, int], ...] = ()
-
-    def __len__(self) -> int:
-        return self.token_ids.shape[0]
-
-
-@dataclass(frozen=True)
-class Look:
-    """What a method asks to see of attention; by default nothing.
-
-    layers: indices, from 0, of the layers to look at.
-    queries: the newest `queries` tokens that a layer computes, fewer if it computes fewer.
-    raw: the logits of attention (scaled and capped as the model does it, -inf if a token is not attended to) instead
-        of the probabilities (softmax over the stored tokens).
-    per_head: the scores of each query head instead of their mean.
-
-    Each layer gives a tensor [h, w, s] of h query heads, w queries and s stored tokens, in float32 (float64 for a
-    float64 model). Without `per_head` it has no h; with `queries=1` it has no w. So the default is Eq. 1 of the
-    paper: [s] attention probabilities of the newest token, mean over heads.
-    """
-
-    layers: Collection[int] = ()
-    queries: int = 1
-    raw: bool = False
-    per_head: bool = False
-
-
-NOTHING = Look()
-
-
-@dataclass(frozen=True)
-class Group:
-    """Neighbouring layers that always see the same tokens.
-
-    layers: their indices, from 0. prompt_tokens: how many prompt tokens enter them in prefill. look: what to see of
-    their attention in prefill, and if `look_in_steps` in decoding too.
-    """
-
-    layers: range
-    prompt_tokens: int
-    look: Look = NOTHING
-    look_in_steps: bool = False
 
 
 class Method(ABC):

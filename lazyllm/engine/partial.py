@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lazyllm.engine.declaration import NOTHING, Look
 from lazyllm.engine.decoder import Decoder, open_decoder
-from lazyllm.engine.method import NOTHING, Look
 
 
 def run_layers(decoder: Decoder, token_ids: Tensor, layers: int | None = None, look: Look = NOTHING) -> Tensor:

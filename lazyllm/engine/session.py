@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from lazyllm.engine.cache import GroupCache
+from lazyllm.engine.declaration import NOTHING, Group
 from lazyllm.engine.decoder import Decoder, Rope
-from lazyllm.engine.method import NOTHING, Group
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ except ImportError as error:
         f"lm-evaluation-harness is not here, or not whole ({error}): pip install 'lazyllm-bench[lm-eval]'"
     ) from error
 
+from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import Decoder, open_decoder
-from lazyllm.engine.method import Prompt
 from lazyllm.integrations.transformers_generate import generate_with
 from lazyllm.methods import code_of, make
 from lazyllm.methods.schedule import Schedule

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from lazyllm.engine.method import Look, Method
+from lazyllm.engine.declaration import Look
+from lazyllm.engine.method import Method
 from lazyllm.errors import UserError
 from lazyllm.methods import plugins
-from lazyllm.methods.base import Prune, Select
 from lazyllm.methods.baseline import Baseline
+from lazyllm.methods.bases import Prune, Select
 from lazyllm.methods.lazy import Lazy
 from lazyllm.methods.prompt_compression import PromptCompression
 from lazyllm.methods.random_drop import RandomDrop
@@ -48,17 +49,17 @@ def by_name(name: str) -> type[Method]:
 
 
 def code_of(name: str) -> str | None:
-    """What the code of an installed package's method is told apart by; None for lazyllm's own. Raises UserError."""
+    """A short text that changes with the code of an installed package's method; None for lazyllm's own."""
     plugin = plugins.only(name, plugins.installed().get(name, ()), METHODS)
     return None if plugin is None else plugin.code()
 
 
 def settings_of(kind: type[Method]) -> dict[str, Any]:
-    """{hyperparameter: its default}, `dataclasses.MISSING` where it has none."""
+    """{hyperparameter: its default}, `dataclasses.MISSING` if it has none."""
     settings = {}
-    for one in fields(kind):  # type: ignore[arg-type]  # every method is a dataclass
-        if one.init:
-            settings[one.name] = one.default if one.default_factory is MISSING else one.default_factory()
+    for field in fields(kind):  # type: ignore[arg-type]  # every method is a dataclass
+        if field.init:
+            settings[field.name] = field.default if field.default_factory is MISSING else field.default_factory()
     return settings
 
 

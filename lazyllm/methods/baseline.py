@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lazyllm.engine.method import Group, Method
+from lazyllm.engine.declaration import Group
+from lazyllm.engine.method import Method
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lazyllm.engine.declaration import Group, Prompt
 from lazyllm.engine.flops import nearest_ratio
-from lazyllm.engine.method import Group, Prompt
-from lazyllm.methods.base import Prune
+from lazyllm.methods.bases import Prune
 from lazyllm.methods.schedule import Schedule
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lazyllm.engine.cache import AuxCache, GroupCache
+from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import Decoder, Rope
-from lazyllm.engine.method import Prompt
 from lazyllm.engine.session import Batch, Session
 from lazyllm.methods.schedule import Schedule
 from lazyllm.methods.sessions import rank, split_prompt
@@ -106,16 +106,16 @@ class LazySession(Session):
         return self.decoder.probe.take()
 
     def _importance_of_candidates(self, index: int) -> Tensor:
-        """[candidates] by position; less than any importance where a token is not in the set."""
+        """[candidates] by position; less than any importance if a token is not in the set."""
         importance, cache, end = self.importance(index), self.caches[index], self._num_candidates
-        # where a position is not stored the lookup finds some other token's, but such a token is not in the set
+        # of a position that is not stored the lookup finds some other token's, but such a token is not in the set
         importance = importance[:end] if cache.is_whole else importance[cache.slot_of[:end]]
         if self._num_present == self.length:
             return importance
         return torch.where(self._present[:end], importance, -1.0)
 
     def chosen(self, cache: GroupCache, batch: Batch) -> Tensor | None:
-        """The stored tokens that are in this step's set and not after the query; None where that is all of them."""
+        """The stored tokens that are in this step's set and not after the query; None if these are all."""
         if cache.added == cache.length:
             return None  # prefill: causal attention over the batch
         if len(batch) == 1 and cache.length == self._num_present:

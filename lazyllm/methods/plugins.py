@@ -37,14 +37,14 @@ class Plugin:
     target: str
 
     def load(self) -> type[Method]:
-        """The method's class. Raises UserError where the package is broken, or what it names is no method."""
-        where = f"method {self.name!r} of the package {self.package} {self.version} ({self.target})"
+        """The method's class. Raises UserError if the package is broken, or the class is no method."""
+        what = f"method {self.name!r} of the package {self.package} {self.version} ({self.target})"
         try:
             kind = EntryPoint(self.name, self.target, GROUP).load()
         except Exception as error:  # whatever another package does when it is imported
-            raise UserError(f"{where} could not be loaded: {type(error).__name__}: {error}") from error
+            raise UserError(f"{what} could not be loaded: {type(error).__name__}: {error}") from error
         if not (isinstance(kind, type) and issubclass(kind, Method) and is_dataclass(kind)):
-            raise UserError(f"{where} is no method: expected a dataclass derived from lazyllm.methods.Method")
+            raise UserError(f"{what} is no method: expected a dataclass derived from lazyllm.methods.Method")
         return kind
 
     def code(self) -> str:
@@ -61,18 +61,18 @@ class Plugin:
 
 @cache
 def installed() -> dict[str, tuple[Plugin, ...]]:
-    """{name: the methods of that name}, looked up once a process; more than one of a name are in each other's way."""
-    found: dict[str, tuple[Plugin, ...]] = {}
-    for one in sorted(entry_points(group=GROUP), key=lambda one: one.name):
-        assert one.dist is not None  # which only an entry point that was made by hand is without
-        plugin = Plugin(one.name, one.dist.name, one.dist.version, one.value)
-        found[plugin.name] = (*found.get(plugin.name, ()), plugin)
-    return found
+    """{name: the methods of that name}, looked up once a process. Two of one name are refused when asked for."""
+    plugins: dict[str, tuple[Plugin, ...]] = {}
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        assert point.dist is not None  # only an entry point that was made by hand has none
+        plugin = Plugin(point.name, point.dist.name, point.dist.version, point.value)
+        plugins[plugin.name] = (*plugins.get(plugin.name, ()), plugin)
+    return plugins
 
 
 def only(name: str, plugins: tuple[Plugin, ...], built_in: Iterable[str]) -> Plugin | None:
-    """The one among the plugins of that name; None where there is none. Raises UserError where a name is taken."""
-    packages = " and ".join(sorted({one.package for one in plugins}))
+    """The only plugin of that name; None if there is none. Raises UserError if the name is taken twice."""
+    packages = " and ".join(sorted({plugin.package for plugin in plugins}))
     if plugins and name in built_in:
         raise UserError(
             f"method {name!r} is lazyllm's own, and the package {packages} adds one of the same name: "

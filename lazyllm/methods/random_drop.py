@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from lazyllm.engine.method import Prompt
-from lazyllm.methods.base import Select
+from lazyllm.engine.declaration import Prompt
+from lazyllm.methods.bases import Select
 from lazyllm.methods.schedule import check_ratio, check_whole, keep_count
 
 if TYPE_CHECKING:

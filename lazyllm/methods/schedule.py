@@ -94,7 +94,7 @@ def keep_count(ratio: float, n: int) -> int:
 
 
 def check_ratio(what: str, ratio: Any) -> float:
-    """A keep ratio as a float. Raises TypeError or ValueError, naming `what`, where it is no number in (0, 1]."""
+    """A keep ratio as a float. Raises TypeError or ValueError, naming `what`, if it is no number in (0, 1]."""
     if isinstance(ratio, bool) or not isinstance(ratio, int | float):
         raise TypeError(f"{what} is a number in (0, 1], got {ratio!r}")
     if not 0 < ratio <= 1:

@@ -1,19 +1,22 @@
-"""What runs the methods of `lazyllm.methods.base`, and the rule by which tokens are chosen."""
+"""What runs the methods of `lazyllm.methods.bases`, and the rule by which tokens are chosen."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
 from math import ceil
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import Decoder
 from lazyllm.engine.devices import read_clock
-from lazyllm.engine.method import Prompt
 from lazyllm.engine.session import Batch, Session
-from lazyllm.methods.base import Prune, Select
+
+if TYPE_CHECKING:
+    from lazyllm.methods.bases import Prune, Select
 
 
 def rank(scores: Tensor) -> Tensor:
@@ -62,9 +65,11 @@ class SelectSession(Session):
 
     def __init__(self, method: Select, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> None:
         began, run_before = time.perf_counter(), decoder.tokens_run
-        kept = torch.as_tensor(method.select(decoder, prompt)).to(decoder.device)
+        selected = method.select(decoder, prompt)
         scored = decoder.tokens_run - run_before
-        scoring_s = read_clock(*decoder.devices) - began if scored else 0.0
+        busy = decoder.devices if torch.is_tensor(selected) else ()  # a choice on the host has waited for the devices
+        scoring_s = read_clock(*busy) - began if scored else 0.0
+        kept = torch.as_tensor(selected).to(decoder.device)
         groups = method.groups(len(decoder.layers), len(prompt))
         groups = [replace(group, prompt_tokens=kept.shape[0]) for group in groups]
         super().__init__(decoder, groups, kept.shape[0] if method.renumber else len(prompt), max_new_tokens)

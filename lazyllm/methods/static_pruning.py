@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lazyllm.engine.method import Look
-from lazyllm.methods.base import Prune
+from lazyllm.engine.declaration import Look
+from lazyllm.methods.bases import Prune
 from lazyllm.methods.schedule import check_ratio, check_whole, keep_count
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from lazyllm.engine.method import Prompt
-from lazyllm.methods.base import Select
+from lazyllm.engine.declaration import Prompt
+from lazyllm.methods.bases import Select
 from lazyllm.methods.prompt_compression.scoring import (
     carried_over,
     scoring_flops,
@@ -38,7 +38,7 @@ class PromptCompression(Select):
     """Drop the least informative units of the prompt's context before the model sees it.
 
     keep: share of the tokens that may go (`droppable`) that stays: `ceil(keep * c)` of c for unit "token"; for larger
-        units, which stay or go whole, the most informative until so many tokens stay, so it may be a few more.
+        units, which stay or go whole, the most informative until that many tokens stay, so it may be a few more.
     unit: "token", "sentence" (in code: line) or "phrase" (noun phrases and single words, by spaCy's English model).
     scorer: folder, hub id or preset of the model that scores; None for the model under test, as in LazyLLM.
     window: tokens that the scoring model sees at once; None for as many as it can. See
@@ -180,7 +180,7 @@ def droppable(prompt: Prompt) -> np.ndarray:
 
     With a text: those that lie wholly in the context and stand for more than white space. A token that holds part of a
     line break or of a line's indentation stays, so that the layout of code and of examples survives.
-    Raises ValueError where the text's spans are not as many as the tokens.
+    Raises ValueError if the text has not one span per token.
     """
     others = len(prompt) - 1
     if not prompt.text:

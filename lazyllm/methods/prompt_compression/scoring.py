@@ -1,4 +1,4 @@
-"""Self-information of tokens, -log p(x_t | x_<t), by a language model, in windows where the text is long.
+"""Self-information of tokens, -log p(x_t | x_<t), by a language model, in windows if the text is long.
 
 Notation:
     n  tokens to score      w  hidden width      v  vocabulary
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from lazyllm.engine.decoder import Decoder
 
-# Logits of so many positions are there at once: 33 MB in float32 for a vocabulary of 32,000
+# Logits of this many positions are in memory at once: 33 MB in float32 for a vocabulary of 32,000
 CHUNK = 256
 
 
@@ -53,7 +53,7 @@ def window_limit(config: Any) -> int:
 
 
 def window_size(config: Any, window: int | None) -> int:
-    """The window that is asked for, by default the model's limit. Raises ValueError where it is beyond the limit."""
+    """The window that is asked for, by default the model's limit. Raises ValueError if it is beyond the limit."""
     limit = window_limit(config)
     if window is not None and window > limit:
         raise ValueError(f"window={window}: the scoring model sees at most {limit} tokens at once; give that or less")
@@ -61,7 +61,7 @@ def window_size(config: Any, window: int | None) -> int:
 
 
 def bos_of(config: Any) -> int | None:
-    """The token that begins a text for this model, where its config names one."""
+    """The token that begins a text for this model, if its config names one."""
     bos = getattr(config, "bos_token_id", None)
     return bos if isinstance(bos, int) and 0 <= bos < config.vocab_size else None
 
@@ -111,7 +111,7 @@ def carried_over(info: np.ndarray, from_spans: np.ndarray, to_spans: np.ndarray)
 
     info: [k] of tokens that stand for the half-open character ranges from_spans [k, 2]. to_spans: [n, 2].
     A token's information is spread evenly over its characters; that of a character is shared evenly by the tokens that
-    stand for it (several, where a tokenizer writes it in bytes). Returns [n] float64. An empty range counts as that
+    stand for it (several, if a tokenizer writes it in bytes). Returns [n] float64. An empty range counts as that
     of the character it stands before.
     """
     length = int(max(from_spans.max(initial=0), to_spans.max(initial=0))) + 1

@@ -1,6 +1,6 @@
 """Where the units of a text begin: sentences (or lines of code) and phrases, which prompt compression keeps or drops.
 
-A splitter is a function from a text to the ascending places where its units begin. Units follow one another without
+A splitter is a function from a text to the ascending places at which its units begin. Units follow one another without
 gaps, so these places are all there is to say.
 """
 
@@ -47,7 +47,7 @@ def phrase_starts(text: str, nlp: Callable[[str], Any]) -> list[int]:
 
 
 def check_spacy() -> None:
-    """Raise ValueError, saying what to install, where spaCy or its English model is missing. Imports neither."""
+    """Raise ValueError, saying what to install, if spaCy or its English model is missing. Imports neither."""
     model = f"python -m spacy download {SPACY_MODEL}"
     if find_spec("spacy") is None:
         raise ValueError(

@@ -24,9 +24,9 @@ from lazyllm.bench.shapes import SHAPES, build, config_of
 from lazyllm.bench.steered import SteeredLazy
 from lazyllm.bench.turns import in_turns
 from lazyllm.bench.waits import Waits
+from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape
-from lazyllm.engine.method import Prompt
 from lazyllm.methods import Baseline, Lazy
 from lazyllm.models.spec import ModelSpec
 from tests.reference import random_model

@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lazyllm
 from lazyllm.bench.steered import SteeredLazy
 from lazyllm.bench.waits import Waits
+from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
-from lazyllm.engine.method import Prompt
 from lazyllm.methods import Baseline, Lazy, Method
 
 LAYERS, WIDTH, HEADS, VOCAB = 10, 48, 4, 97

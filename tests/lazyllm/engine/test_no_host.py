@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lazyllm.engine.architecture import find_layout
+from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.method import Prompt
 from tests.lazyllm.methods.method_matrix import ROWS, Row
 from tests.reference import random_model
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from lazyllm.engine.declaration import Look
 from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.method import Look
 from lazyllm.engine.partial import importance_of_layers, run_layers
 from tests.lazyllm.engine.architecture_matrix import flash_stand_in, is_offered
 from tests.reference import HandModel, casts_in_float64, random_model, random_variant
@@ -35,7 +35,7 @@ def by_hand(model: Any, look: Look) -> tuple[list[np.ndarray], list[np.ndarray]]
         scores = np.full((hand.num_heads, N, N), -np.inf if look.raw else 0.0)
         for p in range(N):
             seen = [other for other in range(N) if hand.sees(layer, p, other)]
-            hidden[p], probabilities, logits = hand.attend(layer, hidden[p], p, N, [kv[other] for other in seen])
+            hidden[p], probabilities, logits = hand.layer(layer, hidden[p], p, N, [kv[other] for other in seen])
             scores[:, p, seen] = logits if look.raw else probabilities
         states.append(np.stack([hidden[p] for p in range(N)]))
         if layer - 1 in look.layers:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
+from lazyllm.engine.declaration import Look, Prompt
 from lazyllm.engine.flops import first_layers_flops
-from lazyllm.engine.method import Look, Prompt
 from lazyllm.methods import Baseline, Lazy, Method, PromptCompression, Prune, RandomDrop, Select, StaticPruning
 from tests.reference import ReferenceOutput, forward_reference, keep_count, lazy_reference, static_reference
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lazyllm
-from lazyllm.engine.method import Prompt
+from lazyllm.engine.declaration import Prompt
 from lazyllm.methods import METHODS, Baseline, Lazy, Method, PromptCompression, RandomDrop, StaticPruning
 from tests.lazyllm.engine.architecture_matrix import logits_of_steps
 from tests.lazyllm.methods.method_matrix import KEEPING, LISTED, ROWS, AskFirst, Row

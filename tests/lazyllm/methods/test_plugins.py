@@ -19,7 +19,7 @@ from eval.run.config import canonical, check_choice, register_schema, to_run_con
 from eval.run.plan import identify
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
-from lazyllm.methods import METHODS, Lazy, base, by_name, code_of, known, make, plugins
+from lazyllm.methods import METHODS, Lazy, bases, by_name, code_of, known, make, plugins
 from tests.own_package import install_own_package
 
 CONF = Path(__file__).resolve().parents[3] / "eval" / "conf"
@@ -49,7 +49,7 @@ def config_of(*overrides: str):
 
 
 def test_the_worked_example_does_what_it_says() -> None:
-    failed, tried = doctest.testmod(base)
+    failed, tried = doctest.testmod(bases)
     assert tried >= 10
     assert failed == 0
 

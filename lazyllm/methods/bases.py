@@ -9,7 +9,8 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from lazyllm.engine.method import Group, Look, Method, Prompt
+from lazyllm.engine.declaration import Group, Look, Prompt
+from lazyllm.engine.method import Method
 
 if TYPE_CHECKING:
     import numpy as np
