@@ -285,11 +285,9 @@ def one_line(error: Exception) -> UserError:
         near = difflib.get_close_matches(name, error.options, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         return UserError(f"{group}={name}: {hint}expected one of {', '.join(error.options)}")
-    lines = [
-        line.strip().removeprefix("Error merging override ") for line in f"{error}\n{error.__cause__}".splitlines()
-    ]
+    lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
     lines = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))]
-    return UserError(": ".join(dict.fromkeys(lines[:2])))
+    return UserError(": ".join(dict.fromkeys(lines[:2])).removeprefix("Error merging override "))
 
 
 # ------------------------------------------------------------------------------------------------------------- checks

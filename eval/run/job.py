@@ -39,29 +39,29 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_job(config: DictConfig) -> None:
     """One job: the run or the comparison that a composed config describes."""
-    with _job():
+    with job():
         settings = to_run_config(config)
         from eval.run.loop import compare, run  # not at the top: torch is imported once the arguments are right
 
         compare(settings) if settings.compare else run(settings)
 
 
-def start(job: Callable[[DictConfig], None], arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> None:
-    """Carry out `job` once, or as a sweep through a Hydra launcher if the arguments hold an option such as -m.
+def start(work: Callable[[DictConfig], None], arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> None:
+    """Carry out `work` once, or as a sweep through a Hydra launcher if the arguments hold an option such as -m.
 
-    job: a function of a module that other processes can import. Raises UserError.
+    work: a function of a module that other processes can import. Raises UserError.
     """
     register_schema(schema)
     check_arguments(arguments, schema)
     _end_soon_after_ctrl_c()
     if not any(argument.startswith("-") for argument in arguments):
-        return job(compose_config(arguments))
+        return work(compose_config(arguments))
     # processes of a launcher import this package from where this one does
     paths = [str(CONF.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "HYDRA_FULL_ERROR": "1"}  # raise errors instead of exiting
     sys.argv = ["run.py", *arguments]
     try:
-        return hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+        return hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(work)()
     except (HydraException, OmegaConfBaseException) as error:
         raise one_line(error) from error
     except KeyboardInterrupt:
@@ -69,7 +69,7 @@ def start(job: Callable[[DictConfig], None], arguments: Sequence[str], schema: t
 
 
 @contextmanager
-def _job() -> Iterator[None]:
+def job() -> Iterator[None]:
     """Around a job's work. In a sweep an error is logged first: the other jobs go on, and the sweep ends with it."""
     sweep = HydraConfig.get() if HydraConfig.initialized() else None
     if sweep is not None:

@@ -145,7 +145,7 @@ class _Wandb(Tracker):
 
         self._wandb = wandb
         set_by_user = wandb.setup().settings.mode  # by WANDB_MODE or `wandb offline`
-        mode = config.mode
+        mode: Any = config.mode
         if mode == "auto":
             mode = {"dryrun": "offline", "offline": "offline", "disabled": "disabled"}.get(set_by_user, "online")
         if mode == "online" and not key_is_configured():

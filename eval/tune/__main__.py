@@ -1,50 +1,42 @@
-"""Search pruning layers and keep ratios, on one half of the examples; report on the other one.
+"""The verb `tune`: search pruning layers and keep ratios on one half of the examples; report on the other half.
 
-python -m eval.tune model=tiny dataset=embedded target_speedup=2.3      the best score at an ideal TTFT speedup
-python -m eval.tune model=tiny dataset=embedded                         the whole front of score against speedup
-python -m eval.tune -m worker=1,2,3,4 hydra/launcher=joblib ...         four processes on one study
-python -m eval.tune --help                                              every setting
+lazyllm-bench tune model=tiny dataset=embedded target_speedup=2.3      the best score at an ideal TTFT speedup
+lazyllm-bench tune model=tiny dataset=embedded                         the whole front of score against speedup
+lazyllm-bench tune -m worker=1,2,3,4 hydra/launcher=joblib ...         four processes on one study
+lazyllm-bench tune --help                                              every setting
 
-The same command goes on with a study that was stopped or killed. What is found is in the study's folder (front.md), and
+The same command goes on with a study that was stopped or killed. The result is in the study's folder (front.md), and
 a run takes it as method.schedule=tuned/FOLDER.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
-import hydra
 from omegaconf import DictConfig
 
-from eval.run import interrupt
-from eval.run.config import check_launcher
-from eval.run.job import run_job
-from eval.tune.settings import check_installed, register_tune_schema, to_tune_config
-from lazyllm.errors import UserError
-
-ROOT = Path(__file__).resolve().parents[2]
-
-register_tune_schema()
+from eval.run.job import job, start
+from eval.tune.settings import TuneConfig, check_installed, to_tune_config
 
 
-@hydra.main(version_base="1.3", config_path=str(ROOT / "eval" / "conf"), config_name="config")
-def main(config: DictConfig) -> None:
-    def search() -> None:
-        from eval.tune.search import tune  # not at the top: it needs Optuna
+def tune_job(config: DictConfig) -> None:
+    """One process's part in the search that a composed config describes."""
+    with job():
+        settings = to_tune_config(config)
+        from eval.tune.search import tune  # not at the top: torch is imported once the arguments are right
 
-        tune(to_tune_config(config))
+        tune(settings)
 
-    run_job(search)
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code. Raises UserError."""
+    check_installed()
+    start(tune_job, arguments, TuneConfig)
+    return 0
 
 
 if __name__ == "__main__":
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    try:
-        check_installed()
-        check_launcher(sys.argv[1:])
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    interrupt.end_soon_after_ctrl_c()
-    main()
+    from eval.cli import main as door
+
+    sys.exit(door(["tune", *sys.argv[1:]]))
