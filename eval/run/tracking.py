@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import json
 import logging
+import netrc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from eval.paper.summary import Summary, flat
 from eval.run.config import TrackerConfig
@@ -119,10 +121,18 @@ def _open(config: TrackerConfig, folder: Path, /, **init: Any) -> Iterator[Track
 
 
 def key_is_configured() -> bool:
-    """Whether W&B has a key without asking for one: from WANDB_API_KEY, or from `wandb login`."""
+    """Whether W&B has a key: in WANDB_API_KEY, or in the netrc file, where `wandb login` writes it.
+
+    `wandb.login(prompt=False)` would ask the server about it.
+    """
     import wandb
 
-    return bool(wandb.login(prompt=False))
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    with suppress(OSError, netrc.NetrcParseError):
+        return netrc.netrc(file).authenticators(urlsplit(wandb.setup().settings.base_url).netloc) is not None
+    return False
 
 
 class _Wandb(Tracker):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -73,11 +73,13 @@ def as_run(config: TuneConfig) -> RunConfig:
 
 def check_installed() -> None:
     """Raise UserError if Optuna is not installed."""
-    if find_spec("optuna") is None:
+    try:
+        version("optuna")
+    except PackageNotFoundError as error:
         raise UserError(
             "the search needs the package optuna: install it with pip install --editable '.[tune]', in the "
             "repository's folder"
-        )
+        ) from error
 
 
 def plain_config(config: TuneConfig) -> dict[str, Any]:
