@@ -17,7 +17,7 @@ VERBS = {
     "score": ("eval.score", "score a folder of answers that LongBench's own pred.py wrote"),
     "paper": ("scripts.make_paper", "make every table and figure from stored runs, without a model"),
     "report": ("eval.report.__main__", "make one HTML page of stored runs"),
-    "tune": ("eval.tune.__main__", "search a schedule: the best score at a TTFT speedup"),
+    "tune": ("eval.tune.command", "search a schedule: the best score at a TTFT speedup"),
     "bench": ("lazyllm.bench.__main__", "time prefill and decode on random weights, against the arithmetic"),
     "chat": ("lazyllm.integrations.chat", "chat with a model, with TTFT and the share of tokens computed"),
     "lm-eval": ("lazyllm.integrations.lm_eval", "lm-evaluation-harness' command line with the model `lazyllm`"),

@@ -19,7 +19,6 @@ from eval.run.plan import prepare
 from eval.store.folder import read_run
 from eval.store.record import Record
 from eval.store.trace import read_trace
-
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Lazy
 from tests.eval.run.test_configs import config_of
@@ -54,7 +53,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
 
 
 def stop_in_the_middle(folder: Path, number: signal.Signals) -> tuple[int, str]:
-    """Start the quick run and send it a signal when some of its examples are on the disk; its exit status and stderr."""
+    """Start the quick run and send it a signal once some examples are on the disk; its exit status and stderr."""
     file = folder / "run" / "records.jsonl"
     with start(folder, *QUICK) as process:
         while process.poll() is None and not (file.exists() and file.read_bytes().count(b"\n") >= 2):
@@ -157,9 +156,7 @@ def test_what_needs_more_than_the_config_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bad_rows_stop_the_run_or_are_counted(
-    tmp_path: Path, shared: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path, shared: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = tmp_path / "data"
     (data / "config").mkdir(parents=True)
     for name in ("dataset2prompt.json", "dataset2maxlen.json"):

@@ -81,9 +81,7 @@ def test_anything_else_is_refused_with_a_word(value: Any, num_layers: int) -> No
     assert Schedule.parse(json.loads(json.dumps(dict(schedule.keep))), num_layers) == schedule
     if isinstance(value, dict):
         assert len(schedule.keep) == len(value)
-    assert (
-        Lazy(schedule).tokens_per_layer(num_layers, 1) == [1] * num_layers
-    )  # one token cannot get fewer
+    assert Lazy(schedule).tokens_per_layer(num_layers, 1) == [1] * num_layers  # one token cannot get fewer
 
 
 @given(st.decimals(0, 100, places=3), DEPTHS, st.sampled_from(["", " "]), RATIOS)

@@ -11,7 +11,6 @@ a run takes it as method.schedule=tuned/FOLDER.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from omegaconf import DictConfig
@@ -34,9 +33,3 @@ def main(arguments: Sequence[str]) -> int:
     check_installed()
     start(tune_job, arguments, TuneConfig)
     return 0
-
-
-if __name__ == "__main__":
-    from eval.cli import main as door
-
-    sys.exit(door(["tune", *sys.argv[1:]]))
