@@ -25,7 +25,7 @@ def is_tuned(schedule: Any) -> bool:
 
 
 def read_tuned(reference: str, num_layers: int) -> dict[int, float]:
-    """{layer: keep ratio} of `tuned/NAME`. Raises UserError: no such file, an invalid one, or tuned at another depth."""
+    """{layer: keep ratio} of `tuned/NAME`. Raises UserError: no or an invalid file, or tuned at another depth."""
     file = _file(reference)
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
