@@ -119,7 +119,9 @@ def test_joblib_shards_of_a_run_are_one_run_and_a_bad_job_does_not_stop_them(
 
 def test_a_sweep_in_one_process_goes_on_after_a_job_that_fails(tmp_path: Path) -> None:
     quick = ("dataset=lookup", "limit=1", "max_new_tokens=2", "timing.warmup=0")
-    done = sweep(tmp_path, "experiment=demo", "+compare.bad={name: static_pruning, layer: 9, keep: 0.5}", "only=bad,lazy", *quick)
+    done = sweep(
+        tmp_path, "experiment=demo", "+compare.bad={name: static_pruning, layer: 9, keep: 0.5}", "only=bad,lazy", *quick
+    )
     assert done.returncode == 2, said(tmp_path, done)
     assert "job failed (experiment=demo +compare.bad=" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: method: static pruning after layer 9")

@@ -219,7 +219,7 @@ def _check_key(key: str, methods: Sequence[str], schema: type[RunConfig]) -> Non
         listed, where = [choice for choice in choices if "." not in choice], ""
     if key in choices:
         return
-    near = difflib.get_close_matches(key, choices, 1)
+    near = [choice for choice in choices if choice.startswith(key)] or difflib.get_close_matches(key, choices, 1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise UserError(f"unknown key {key}{where}: {hint}Known are {', '.join(dict.fromkeys(listed)) or 'none'}")
 

@@ -21,6 +21,7 @@ from typing import NoReturn
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -71,7 +72,7 @@ def start(work: Callable[[DictConfig], None], arguments: Sequence[str], schema: 
 @contextmanager
 def job() -> Iterator[None]:
     """Around a job's work. In a sweep an error is logged first: the other jobs go on, and the sweep ends with it."""
-    sweep = HydraConfig.get() if HydraConfig.initialized() else None
+    sweep = HydraConfig.get() if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN else None
     if sweep is not None:
         os.chdir(sweep.runtime.cwd)  # Ray's workers start elsewhere
     logging.basicConfig(

@@ -39,10 +39,10 @@ DEFAULT_THREADS = torch.get_num_threads()  # which a job of a sweep must find ag
 class Plan:
     """A run, ready to be measured.
 
-    cases: all its examples, in order. ours: keys of the examples that this job measures (`eval.benchmarks.split`). traced:
-    those of them that are to be traced. identity: what must agree for two records to lie in one folder. about: config
-    and provenance. file_part: the shard's part of its file names; "" for a run in one job. devices: all that the model
-    may compute on. skipped: a message about bad rows that were left out; None for none.
+    cases: all its examples, in order. ours: keys of the examples that this job measures (`eval.benchmarks.split`).
+    traced: those of them that are to be traced. identity: what must agree for two records to lie in one folder. about:
+    config and provenance. file_part: the shard's part of its file names; "" for a run in one job. devices: all that
+    the model may compute on. skipped: a message about bad rows that were left out; None for none.
     """
 
     config: RunConfig
