@@ -23,9 +23,11 @@ from pathlib import Path
 import pytest
 
 from eval.run.config import LAUNCHERS, check_launcher
+from eval.run.loop import run
 from eval.store.folder import read_run
 from eval.store.frame import as_frame, find_runs
 from lazyllm.errors import UserError
+from tests.eval.run.test_configs import config_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SLURM = ROOT / "scripts" / "dev" / "slurm_single_node.sh"
@@ -79,7 +81,7 @@ def installed(package: str) -> bool:
 
 def check_the_three_good_jobs(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
     output = said(folder, done)
-    assert done.returncode == 1, output
+    assert done.returncode == 2, output
     assert "static pruning after layer 9, but the model has only 8 layers" in done.stderr, output
     assert "job failed (method=static_pruning method.layer=9" in output
     table = as_frame(find_runs([folder / "runs"]))
@@ -92,24 +94,41 @@ def check_the_three_good_jobs(folder: Path, done: subprocess.CompletedProcess[st
     assert list((folder / "home").iterdir()) == []
 
 
-def test_joblib_shards_of_a_run_are_one_run_and_a_bad_job_does_not_stop_them(tmp_path: Path) -> None:
+def test_joblib_shards_of_a_run_are_one_run_and_a_bad_job_does_not_stop_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     done = sweep(tmp_path, "shard=1/2,3/2,2/2", *QUICK, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     output = said(tmp_path, done)
-    assert done.returncode == 1, output
+    assert done.returncode == 2, output
     assert "'3/2' is not the i-th of n shards" in done.stderr, output
     assert "job failed (shard=3/2 " in done.stderr, output
     assert "UserWarning" not in output
-    (run,) = find_runs([tmp_path / "runs"])
-    assert {file.name for file in run.folder.glob("records*")} == {"records-1-of-2.jsonl", "records-2-of-2.jsonl"}
-    assert len(as_frame([run])) == len(run.records) == 4
-    summary = json.loads((run.folder / "summary.json").read_text())  # made by the shard that ended last
+    (stored,) = find_runs([tmp_path / "runs"])
+    assert {file.name for file in stored.folder.glob("records*")} == {"records-1-of-2.jsonl", "records-2-of-2.jsonl"}
+    assert len(as_frame([stored])) == len(stored.records) == 4
+    summary = json.loads((stored.folder / "summary.json").read_text())  # made by the shard that ended last
     assert sum(row["examples"] for row in summary["rows"] if row["kind"] == "dataset") == 4
     # the same run in one job finds everything measured
-    again = sweep(tmp_path, *QUICK)
-    assert again.returncode == 0, said(tmp_path, again)
-    assert "4 examples, 4 of them already measured" in again.stderr
-    assert read_run(run.folder)[1] == run.records
-    assert not (run.folder / "records.jsonl").exists()
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO")
+    run(config_of(*QUICK), show=False)
+    assert "4 examples, 4 of them already measured" in caplog.text
+    assert read_run(stored.folder)[1] == stored.records
+    assert not (stored.folder / "records.jsonl").exists()
+
+
+def test_a_sweep_in_one_process_goes_on_after_a_job_that_fails(tmp_path: Path) -> None:
+    quick = ("dataset=lookup", "limit=1", "max_new_tokens=2", "timing.warmup=0")
+    done = sweep(
+        tmp_path, "experiment=demo", "+compare.bad={name: static_pruning, layer: 9, keep: 0.5}", "only=bad,lazy", *quick
+    )
+    assert done.returncode == 2, said(tmp_path, done)
+    assert "job failed (experiment=demo +compare.bad=" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: method: static pruning after layer 9")
+    assert [folder.name.rsplit("-", 1)[0] for folder in (tmp_path / "runs").glob("tiny-*")] == ["tiny-lazy-lookup"]
+    wrong = sweep(tmp_path, "modl=tiny,llama2")
+    assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1)
+    assert "unknown key modl: did you mean model?" in wrong.stderr
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -1,8 +1,9 @@
-"""The command itself, as a user calls it: real rows, resume after a kill, refusals."""
+"""Whole runs: real rows, resume after a kill, refusals, experiments. Processes are started only to be killed."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,24 +14,29 @@ import numpy as np
 import pytest
 
 from eval.benchmarks.datasets import resolve_datasets
-from eval.run.tracing import read_trace
+from eval.run.loop import compare, run
+from eval.run.plan import prepare
 from eval.store.folder import read_run
 from eval.store.record import Record
-from lazyllm import Schedule
+from eval.store.trace import read_trace
+from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Lazy
+from tests.eval.run.test_configs import config_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMES = ("ttft", "total_s", "generation_speedup", "step_speedup", "started", "git_commit")
+QUICK = ("dataset=[lookup,shots]", "limit=12", "max_new_tokens=4", "timing.warmup=0", "out=run")
+SHORT = ("max_new_tokens=2", "timing.warmup=0", "out=run")
 
 
-def call(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """`python run.py ...` in `folder`, offline."""
-    with start(folder, *overrides) as process:
-        stdout, stderr = process.communicate()
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO")
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    """`python run.py ...` in `folder`, offline."""
     return subprocess.Popen(
         [sys.executable, str(ROOT / "run.py"), *overrides],
         cwd=folder,
@@ -39,14 +45,17 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
         text=True,
         # a shell has the commands that it starts in the background ignore Ctrl-C, and whatever these start
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(folder), "LAZYLLM_BENCH_CACHE": str(folder)},
-    )
+        env={
+            "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(folder), "LAZYLLM_BENCH_CACHE": str(folder),
+            **{name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ},
+        },
+    )  # fmt: skip
 
 
-def stop_in_the_middle(folder: Path, number: signal.Signals, *overrides: str) -> tuple[int, str]:
-    """Start a run and send it a signal when some of its examples are on the disk; its exit status and stderr."""
+def stop_in_the_middle(folder: Path, number: signal.Signals) -> tuple[int, str]:
+    """Start the quick run and send it a signal once some examples are on the disk; its exit status and stderr."""
     file = folder / "run" / "records.jsonl"
-    with start(folder, *overrides) as process:
+    with start(folder, *QUICK) as process:
         while process.poll() is None and not (file.exists() and file.read_bytes().count(b"\n") >= 2):
             time.sleep(0.005)
         process.send_signal(number)
@@ -54,12 +63,15 @@ def stop_in_the_middle(folder: Path, number: signal.Signals, *overrides: str) ->
     return process.returncode, stderr
 
 
-def test_all_sixteen_datasets_of_real_rows_to_the_table(tmp_path: Path, shared: Path) -> None:
+def records_of(folder: str = "run") -> list[Record]:
+    return read_run(Path(folder))[1]
+
+
+def test_all_sixteen_datasets_of_real_rows_to_the_table(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = ("limit=1", "max_new_tokens=3", "model.max_prompt_tokens=600", "timing.warmup=1")
-    done = call(tmp_path, "dataset=all", f"data.dir={shared / 'longbench'}", "out=run", *short)
-    assert done.returncode == 0, done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # nothing is written elsewhere
-    _, records = read_run(tmp_path / "run")
+    run(config_of("dataset=all", f"data.dir={shared / 'longbench'}", "out=run", *short))
+    assert [path.name for path in Path().iterdir()] == ["run"]  # nothing is written elsewhere
+    records = records_of()
     names = [dataset.name for dataset in resolve_datasets("all")]
     assert [record.dataset for record in records] == names
     for record in records:
@@ -69,63 +81,56 @@ def test_all_sixteen_datasets_of_real_rows_to_the_table(tmp_path: Path, shared: 
         assert 0 < record.method.pct_prompt_tokens_computed <= 100
         assert record.method.computed[0][0] == record.prompt_tokens
         assert 1 <= len(record.method.token_ids) <= 3
-    for name in names:
-        assert name in done.stdout
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in names)
+    summary = json.loads(Path("run/summary.json").read_text())
     assert [row["name"] for row in summary["rows"] if row["kind"] == "dataset"] == names
     assert summary["provenance"]["versions"]["torch"]
     for suffix in ("csv", "md"):
-        assert (tmp_path / "run" / f"summary.{suffix}").read_text().count("hotpotqa") == 1
+        assert Path(f"run/summary.{suffix}").read_text().count("hotpotqa") == 1
 
 
-QUICK = ("dataset=[lookup,shots]", "limit=12", "max_new_tokens=4", "timing.warmup=0", "out=run")
-
-
-def without_times(summary: str) -> dict:
+def without_times(summary: Path) -> dict:
     def clean(value):
         if isinstance(value, dict):
-            return {key: clean(one) for key, one in value.items() if not key.startswith(TIMES)}
+            return {key: clean(one) for key, one in value.items() if not key.startswith((*TIMES, "out"))}
         return [clean(one) for one in value] if isinstance(value, list) else value
 
-    return clean(json.loads(summary))
+    return clean(json.loads(summary.read_text()))
 
 
-def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
-    killed.mkdir()
-    assert call(whole, *QUICK).returncode == 0
-    status, _ = stop_in_the_middle(killed, signal.SIGKILL, *QUICK)
+def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(config_of(*QUICK, "out=whole"), show=False)
+    status, _ = stop_in_the_middle(tmp_path, signal.SIGKILL)
     assert status == -signal.SIGKILL  # not ended by itself before
-    file = killed / "run" / "records.jsonl"
+    file = tmp_path / "run" / "records.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:2]) + lines[0][:100])  # as a kill in the middle of a write leaves it
-    again = call(killed, *QUICK)
-    assert again.returncode == 0, again.stderr
-    assert "24 examples, 2 of them already measured" in again.stderr
+    run(config_of(*QUICK))
+    table = capsys.readouterr().out
+    assert "24 examples, 2 of them already measured" in caplog.text
     assert file.read_bytes().startswith(b"".join(lines[:2]))  # measured once, kept as it was
-    ours = [Record.from_json(line) for line in file.read_text().splitlines()]
-    theirs = [Record.from_json(line) for line in (whole / "run" / "records.jsonl").read_text().splitlines()]
-    assert [(one.key, one.prompt_sha256, one.method.token_ids, one.method.computed) for one in ours] == [
-        (one.key, one.prompt_sha256, one.method.token_ids, one.method.computed) for one in theirs
-    ]
-    summaries = [without_times((folder / "run" / "summary.json").read_text()) for folder in (whole, killed)]
-    assert summaries[0] == summaries[1]
-    third = call(killed, *QUICK)
-    assert "24 of them already measured" in third.stderr
-    assert third.stdout == again.stdout  # the table is rebuilt from the store, without a model
-    other = call(killed, *QUICK, "seed=1")
-    assert other.returncode == 1
-    assert "holds a run that differs (seed: 0 there, 1 now)" in other.stderr
-    assert "Traceback" not in other.stderr
+    ours, theirs = (
+        [(one.key, one.prompt_sha256, one.method.token_ids, one.method.computed) for one in records_of(folder)]
+        for folder in ("run", "whole")
+    )
+    assert ours == theirs
+    assert without_times(tmp_path / "run" / "summary.json") == without_times(tmp_path / "whole" / "summary.json")
+    run(config_of(*QUICK))
+    assert "24 of them already measured" in caplog.text
+    assert capsys.readouterr().out == table  # rebuilt from the store, without a model
+    with pytest.raises(UserError, match=r"holds a run that differs \(seed: 0 there, 1 now\)"):
+        run(config_of(*QUICK, "seed=1"))
 
 
-def test_ctrl_c_ends_with_a_word_and_a_store_to_go_on_from(tmp_path: Path) -> None:
-    status, stderr = stop_in_the_middle(tmp_path, signal.SIGINT, *QUICK)
+def test_ctrl_c_ends_with_one_line_and_a_store_to_go_on_from(tmp_path: Path) -> None:
+    status, stderr = stop_in_the_middle(tmp_path, signal.SIGINT)
     assert status == 130
     assert "the same command goes on from there" in stderr
     assert "Traceback" not in stderr
-    lines = (tmp_path / "run" / "records.jsonl").read_text().splitlines(keepends=True)
+    lines = Path("run/records.jsonl").read_text().splitlines(keepends=True)
     assert 2 <= len(lines) < 24
     assert all(Record.from_json(line) for line in lines)
 
@@ -134,26 +139,24 @@ def test_ctrl_c_ends_with_a_word_and_a_store_to_go_on_from(tmp_path: Path) -> No
     ("overrides", "message"),
     [
         (["dataset=hotpotqa"], "data.dir=FOLDER"),
-        (["dataset=hotpotqa", "data.dir=nosuch"], "no such folder"),
         (["model=llama2"], "model.load_format=dummy"),
         (["model=llama2", "model.load_format=dummy"], "model.tokenizer="),
         (["method.schedule={9: 0.5}"], "only 8 layers"),
-        (["model=custom", "model.name=nosuch"], "none of the presets"),
         (["method=prompt_compression", "method.scorer=nosuch"], "none of the presets"),
         (["method=prompt_compression", "method.window=9999"], "sees at most 4096 tokens at once"),
     ],
 )
-def test_refusals_are_one_message_before_anything_is_written(
-    tmp_path: Path, overrides: list[str], message: str
+def test_what_needs_more_than_the_config_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
 ) -> None:
-    done = call(tmp_path, *overrides)
-    assert done.returncode != 0
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=message):
+        run(config_of(*overrides))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path, shared: Path) -> None:
+def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path, shared: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = tmp_path / "data"
     (data / "config").mkdir(parents=True)
     for name in ("dataset2prompt.json", "dataset2maxlen.json"):
@@ -162,103 +165,80 @@ def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path, shared: Path) -> N
     (data / "trec.jsonl").write_bytes(b"\n".join([rows[0], b"{broken", rows[1]]) + b"\n")
     overrides = ["dataset=trec", f"data.dir={data}", "max_new_tokens=1", "model.max_prompt_tokens=300"]
     overrides += ["timing.warmup=0", "out=run"]
-    stopped = call(tmp_path, *overrides)
-    assert stopped.returncode != 0
-    assert "trec.jsonl:2" in stopped.stderr
-    skipped = call(tmp_path, *overrides, "data.on_error=skip")
-    assert skipped.returncode == 0, skipped.stderr
-    assert "1 rows were skipped" in skipped.stderr
-    assert "trec.jsonl:2" in skipped.stderr
-    assert len(read_run(tmp_path / "run")[1]) == 2
+    with pytest.raises(UserError, match=r"trec\.jsonl:2"):
+        run(config_of(*overrides))
+    run(config_of(*overrides, "data.on_error=skip"))
+    assert "1 rows were skipped" in caplog.text
+    assert "trec.jsonl:2" in caplog.text
+    assert len(records_of()) == 2
 
 
-def test_the_demo_compares_every_method(tmp_path: Path) -> None:
-    done = call(tmp_path, "experiment=demo", "limit=1", "dataset=[shots,complete]", "timing.warmup=0")
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()]
+def test_the_demo_compares_every_method(capsys: pytest.CaptureFixture[str]) -> None:
+    compare(config_of("experiment=demo", "limit=1", "dataset=[shots,complete]", "timing.warmup=0"))
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines]
     for task in ("few_shot", "code"):
         assert {row[1] for row in rows if row and row[0] == task} == set(METHODS)
-    assert (tmp_path / "runs" / "demo-tiny.md").read_text().count("| lazy |") == 3  # two tasks and their mean
-    assert "model=llama2" in done.stdout.splitlines()[-1]
-    assert len(list((tmp_path / "runs").glob("tiny-*"))) == 4  # each method has its own run, beside its own baseline
+    assert Path("runs/demo-tiny.md").read_text().count("| lazy |") == 3  # two tasks and their mean
+    assert "model=llama2" in lines[-1]
+    assert len(list(Path("runs").glob("tiny-*"))) == 4  # each method has its own run, beside its own baseline
 
 
-def test_prompt_compression_scores_in_its_own_time(tmp_path: Path) -> None:
-    done = call(tmp_path, "method=prompt_compression", "limit=1", "timing.warmup=0", "max_new_tokens=2", "out=run")
-    assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
-    assert len(records) == 6
+def test_prompt_compression_scores_in_its_own_time() -> None:
+    run(config_of("method=prompt_compression", "dataset=[lookup,shots]", "limit=1", *SHORT))
+    records = records_of()
+    assert len(records) == 2
     for record in records:
-        method, baseline = record["method"], record["baseline"]
-        assert 0 < method["scoring_s"] < method["ttft_s"]
-        assert baseline["scoring_s"] == 0
-        assert method["pct_prompt_tokens_computed"] < 90
-        assert baseline["pct_prompt_tokens_computed"] == 100
+        assert record.baseline is not None
+        assert 0 < record.method.scoring_s < record.method.ttft_s
+        assert record.baseline.scoring_s == 0
+        assert record.baseline.pct_prompt_tokens_computed == 100
 
 
 def test_a_prompt_that_the_model_cannot_hold_is_refused(tmp_path: Path, shared: Path) -> None:
     data = f"data.dir={shared / 'longbench'}"
-    done = call(tmp_path, "dataset=qasper", data, "model.max_prompt_tokens=4090", "limit=1")
-    assert done.returncode != 0
-    assert "set a lower model.max_prompt_tokens" in done.stderr
+    with pytest.raises(UserError, match=r"set a lower model\.max_prompt_tokens"):
+        run(config_of("dataset=qasper", data, "model.max_prompt_tokens=4090", "limit=1"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_of_an_experiments_methods_by_its_label(tmp_path: Path) -> None:
-    quick = ("dataset=lookup", "limit=1", "max_new_tokens=2", "timing.warmup=0")
-    done = call(tmp_path, "-m", "experiment=demo", "only=lazy,random_drop", *quick)
-    assert done.returncode == 0, done.stderr
-    assert {path.name.rsplit("-", 1)[0] for path in (tmp_path / "runs").glob("tiny-*")} == {
-        "tiny-lazy-lookup", "tiny-random_drop-lookup",
-    }  # fmt: skip
-
-
-def test_a_sweep_goes_on_after_a_job_that_fails(tmp_path: Path) -> None:
-    quick = ("dataset=lookup", "limit=1", "max_new_tokens=2", "timing.warmup=0")
-    done = call(tmp_path, "-m", "method=static_pruning", "method.layer=9,2", *quick)
-    assert done.returncode == 1
-    assert "only 8 layers" in done.stderr
-    assert len(list((tmp_path / "runs").glob("tiny-static_pruning-*/records.jsonl"))) == 1
-
-
-def test_presets_depend_on_the_task_and_are_written_down(tmp_path: Path) -> None:
-    quick = ("dataset=[lookup,retrieve]", "limit=1", "max_new_tokens=2", "timing.warmup=0", "out=run")
-    assert call(tmp_path, "method.schedule=table1", *quick).returncode == 0
-    about, records = read_run(tmp_path / "run")
-    found = about["identity"]["parameters"]
+def test_targets_depend_on_the_task_and_are_written_down() -> None:
+    run(config_of("method.schedule=table1", "dataset=[lookup,retrieve]", "limit=1", *SHORT))
+    about, records = read_run(Path("run"))
+    parameters = about["identity"]["parameters"]
     for record in records:  # the tokens that entered each layer are those of the dataset's own schedule
-        schedule = Schedule(found[record.dataset]["schedule"])
-        per_layer = Lazy(schedule).tokens_per_layer(8, record.prompt_tokens)
+        method = Lazy(parameters[record.dataset]["schedule"])
+        per_layer = method.tokens_per_layer(8, record.prompt_tokens)
         assert record.method.computed[0] == [per_layer[start - 1] for start in record.method.group_starts]
-    assert found["lookup"] != found["retrieve"]
+    assert parameters["lookup"] != parameters["retrieve"]
 
 
-def test_traces_lie_beside_the_records_and_are_made_once(tmp_path: Path) -> None:
+def test_traces_lie_beside_the_records_and_are_made_once(caplog: pytest.LogCaptureFixture) -> None:
     quick = ("dataset=[lookup,shots]", "limit=2", "max_new_tokens=3", "timing.warmup=0", "out=run")
-    assert call(tmp_path, *quick).returncode == 0
-    done = call(tmp_path, *quick, "trace=1")  # of a run that is measured already
-    assert done.returncode == 0, done.stderr
-    _, records = read_run(tmp_path / "run")
-    files = sorted((tmp_path / "run" / "traces").iterdir())
+    run(config_of(*quick), show=False)
+    run(config_of(*quick, "trace=1"), show=False)  # of a run that is measured already
+    files = sorted(Path("run/traces").iterdir())
     assert [file.name.split("-")[0] for file in files] == ["lookup", "shots"]
     for file in files:
         trace = read_trace(file)
-        record = next(one for one in records if one.key == (trace.dataset, trace.id))
+        record = next(one for one in records_of() if one.key == (trace.dataset, trace.id))
         assert len(trace.tokens) == record.prompt_tokens
         assert (trace.computed, trace.group_starts) == (record.method.computed, record.method.group_starts)
         assert len(trace.generated) == len(record.method.token_ids)
         np.testing.assert_allclose(np.sum(trace.importance, axis=1), 1, rtol=1e-3)
     before = [file.stat().st_mtime_ns for file in files]
-    assert "4 of them already measured" in call(tmp_path, *quick, "trace=1").stderr
+    caplog.clear()
+    run(config_of(*quick, "trace=1"), show=False)
+    assert "4 of them already measured" in caplog.text
     assert [file.stat().st_mtime_ns for file in files] == before
 
 
-def test_a_sample_is_drawn_by_the_seed_and_can_be_widened(tmp_path: Path) -> None:
-    quick = ("dataset=[lookup,shots]", "limit=20", "max_new_tokens=1", "timing.warmup=0", "out=run")
-    keys = []
-    for sample in (3, 3, 40):
-        assert call(tmp_path, *quick, f"sample={sample}").returncode == 0
-        keys.append([record.key for record in read_run(tmp_path / "run")[1]])
+def test_a_sample_is_drawn_by_the_seed_and_can_be_widened() -> None:
+    keys = [
+        [case.key for case in prepare(config_of("dataset=[lookup,shots]", "limit=20", f"sample={sample}")).cases]
+        for sample in (3, 3, 40)
+    ]
     assert len(set(keys[0])) == 3
-    assert keys[0] == keys[1] == keys[2][:3]
+    assert keys[0] == keys[1]
+    assert set(keys[0]) < set(keys[2])
     assert len(set(keys[2])) == 40

@@ -73,6 +73,7 @@ def run_as_a_new_user(installed: Path, folder: Path, script: str) -> str:
         env={"PATH": os.defpath, "HOME": str(folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
+    file.unlink()
     return done.stdout
 
 
@@ -87,6 +88,9 @@ def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
     assert there == here
     assert "lazyllm/models/tiny/model.safetensors" in there
     assert "eval/report/page.html.jinja" in there
+    assert "eval/conf/config.yaml" in there
+    entry_points = zipfile.ZipFile(wheel).read(next(n for n in zipfile.ZipFile(wheel).namelist() if "entry_po" in n))
+    assert b"lazyllm-bench = eval.cli:main" in entry_points
 
 
 def test_the_readmes_example(installed: Path, tmp_path: Path) -> None:
@@ -98,3 +102,19 @@ def test_the_readmes_example(installed: Path, tmp_path: Path) -> None:
 
 def test_the_same_by_itself_and_through_transformers(installed: Path, tmp_path: Path) -> None:
     run_as_a_new_user(installed, tmp_path, WITH_TRANSFORMERS)
+
+
+DOOR = """
+import sys
+from eval.cli import main
+assert main(["run", "model=tiny", "limit=2", "dataset=lookup", "max_new_tokens=4", "timing.warmup=0"]) == 0
+assert main(["paper", "runs", "--out", "paper"]) == 0
+assert main(["status", "runs"]) == 0
+"""
+
+
+def test_the_commands_work_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    printed = run_as_a_new_user(installed, tmp_path, DOOR)
+    assert "1 runs: 1 done" in printed
+    assert len(list((tmp_path / "runs").glob("tiny-lazy-lookup-*/records.jsonl"))) == 1
+    assert (tmp_path / "paper" / "README.md").exists()

@@ -1,16 +1,21 @@
-"""What a run is told: the schema that Hydra checks every key against, and the checks that need more than a type."""
+"""What a run is told: the schema, and every check that needs neither torch nor a model."""
 
 from __future__ import annotations
 
+import difflib
 import warnings
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import MISSING as MISSING_VALUE
-from omegaconf import MissingMandatoryValue, OmegaConf
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from eval.benchmarks.datasets import register_configs, resolve_datasets
@@ -18,10 +23,11 @@ from eval.benchmarks.prompts import chat_format
 from eval.benchmarks.split import HALVES, parse_shard
 from eval.benchmarks.suite import Dataset
 from eval.run import speedup_targets
-from eval.run.tracking import MODES, TRACKERS, TrackerConfig
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Method, by_name, known, make, settings_of
 from lazyllm.models.spec import ModelSpec
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
 
 # Launcher -> (the plugin's package, the extra of pyproject.toml that installs it)
 LAUNCHERS = {
@@ -30,12 +36,17 @@ LAUNCHERS = {
     "submitit_local": ("hydra-submitit-launcher", "slurm"),
     "submitit_slurm": ("hydra-submitit-launcher", "slurm"),
 }
+TRACKERS = ("none", "wandb")
+TRACKER_MODES = ("auto", "online", "offline", "disabled")
+DEFAULT_LABEL = "comparison"  # of an experiment without a label
+
+# Config groups whose choice is an argument, and keys below which the schema fixes nothing
+_GROUPS = ("model", "method", "dataset", "tracker", "experiment")
+_COUNTS = ("limit", "sample", "max_new_tokens", "threads")
+_OPEN = ("dataset", "compare", "model.device_map")
 
 # The files in eval/conf/hydra/launcher have the names of the plugins' own configs and are checked against those
 warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
-
-
-DEFAULT_LABEL = "comparison"  # of an experiment that names none
 
 
 @dataclass
@@ -43,9 +54,9 @@ class ModelConfig:
     """name: preset, folder or hub id. load_format: "auto" or "dummy" (random weights, nothing downloaded).
 
     dtype, device, revision, attn_implementation, quantise, device_map: as in `ModelSpec`. tokenizer: folder or
-    hub id where it is not the model's own. max_prompt_tokens: LongBench's limit, beyond which the middle of a prompt is
-    cut out; null for none. chat: how prompts are wrapped: none, llama2, xgen or auto (the tokenizer's own template).
-    paper: the column of the paper's tables that the model is compared with: llama2, xgen or null.
+    hub id of another tokenizer than the model's own. max_prompt_tokens: LongBench's limit: the middle of a longer
+    prompt is cut out; null for no limit. chat: how prompts are wrapped: none, llama2, xgen or auto (the tokenizer's own
+    template). paper: the column of the paper's tables that the model is compared with: llama2, xgen or null.
     """
 
     name: str = MISSING_VALUE
@@ -79,23 +90,39 @@ class TimingConfig:
 
 
 @dataclass
-class RunConfig:
-    """Everything a run is told. `dataset` maps names to true (`eval.benchmarks.datasets.CHOICES`).
+class TrackerConfig:
+    """name: none or wandb. project, entity, tags: W&B's; entity null is the key's own.
 
-    limit: the first so many examples of each dataset. max_new_tokens: fewer than the dataset allows, for a quick look.
-    seed: of random weights, and of a method that draws lots (its `seed` is this one unless set).
+    group: what W&B lists together; null takes the experiment's label.
+    mode: online, offline, disabled, or auto: online if a key is configured (WANDB_API_KEY, or `wandb login`) and
+    WANDB_MODE does not say otherwise, else offline.
+    """
+
+    name: str = "none"
+    project: str = "lazyllm-bench"
+    entity: str | None = None
+    group: str | None = None
+    mode: str = "auto"
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RunConfig:
+    """All settings of a run. `dataset` maps dataset names to true.
+
+    limit: the first N examples of each dataset. max_new_tokens: fewer than the dataset allows, for a quick look.
+    seed: of random weights, and of methods that draw at random (a method's `seed` is this one unless set).
     threads: CPU threads; null leaves torch's choice.
     out: the run folder; null makes one below `runs/` whose name ends in the run's fingerprint.
-    sample: so many examples, drawn by `seed` from all that the datasets, `limit` and `half` leave.
-    half: tuning or held-out: of what `limit` leaves, the half that schedules are searched on, or the other one
+    sample: draw N examples at random (by `seed`), after `dataset`, `limit` and `half`.
+    half: tuning (the half of the examples that schedules are searched on) or held-out (the other half), after `limit`
         (`eval.benchmarks.split`); null for both.
-    trace: of the first so many examples of each dataset, keep what happened inside (`eval.run.tracing`).
+    trace: keep what happened inside of the first N examples of each dataset (`eval.store.trace`).
     compare: several methods, {label: settings like `method`'s}, run one after the other and put into one table, which
         is also written to runs/<label>-<model>.md and .csv; then `method` is not used.
-    only: run one of them only, by its label; a sweep (-m) makes a job of each.
+    only: the label of the one method of `compare` to run; a sweep (-m) makes a job of each.
     label: the comparison's name.
-    shard: i/n, the i-th (from 1) of n jobs that share the run's examples (`eval.benchmarks.split`); null for a run
-        in one job.
+    shard: i/n, the i-th (from 1) of n jobs that share the run's examples (`eval.benchmarks.split`); null: one job.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -118,14 +145,14 @@ class RunConfig:
     shard: str | None = None
 
 
-def register_schema() -> None:
-    """Make the schema known to Hydra, so that an unknown key or a value of another type is refused.
+def register_schema(schema: type[RunConfig] = RunConfig) -> None:
+    """Register the schema with Hydra, which then refuses unknown keys and values of another type.
 
-    Also `${keys:${compare}}`: the labels of a mapping, as a sweep wants its choices. And the methods that installed
-    packages add, as if each had a file in eval/conf/method; one that cannot be used is refused when it is asked for.
+    Also registers `${keys:${compare}}`, the labels of a mapping as a sweep's choices, and a config for each method of
+    an installed package. A package's method that cannot be used is refused when it is asked for (`check_choice`).
     """
     OmegaConf.register_new_resolver("keys", lambda mapping: ",".join(mapping), replace=True)
-    ConfigStore.instance().store(name="schema", node=RunConfig)
+    ConfigStore.instance().store(name="schema", node=schema)
     register_configs()
     for name in known():
         if name not in METHODS:
@@ -133,10 +160,7 @@ def register_schema() -> None:
 
 
 def _config_of(name: str) -> dict[str, Any]:
-    """What a file in eval/conf/method would hold: the method's name and the defaults of its hyperparameters.
-
-    A `seed` is the run's, as everywhere. Of a method that cannot be used the name alone: `check_choice` says why.
-    """
+    """A package's method as a config: its name and the defaults of its hyperparameters; only the name if unusable."""
     try:
         return {"name": name, **_defaults(name)}
     except UserError:
@@ -144,7 +168,7 @@ def _config_of(name: str) -> dict[str, Any]:
 
 
 def _defaults(name: str) -> dict[str, Any]:
-    """{hyperparameter: default} as configs write it. Raises UserError."""
+    """{hyperparameter: default} as configs write it; a `seed` is the run's. Raises UserError."""
     defaults: dict[str, Any] = {}
     for key, default in settings_of(by_name(name)).items():
         written = MISSING_VALUE if default is MISSING else default
@@ -159,41 +183,118 @@ def _defaults(name: str) -> dict[str, Any]:
     return defaults
 
 
-def check_choice(arguments: Sequence[str]) -> None:
-    """Refuse an installed package's method that cannot be used, before Hydra says no more than that a key is unknown.
+# ------------------------------------------------------------------------------------------------------- command line
 
-    arguments: the command line without the program's name. Raises UserError.
+
+def check_arguments(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> None:
+    """Refuse a command line with an unknown key, an unusable method or an unusable launcher. Raises UserError.
+
+    arguments: the command line without the program's name. `+compare.NAME={...}` adds a method to an experiment.
     """
-    chosen = [one.partition("=")[2] for one in arguments if one.startswith("method=")]
-    for name in [part for one in chosen for part in one.split(",")]:
-        if name in known():
-            try:
+    check_launcher(arguments)
+    check_choice(arguments)
+    overrides = [argument for argument in arguments if not argument.startswith("-")]
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    except HydraException as error:
+        raise one_line(error) from error
+    methods = [name for argument in arguments if argument.startswith("method=") for name in _choices(argument)]
+    for override in parsed:
+        _check_key(override.key_or_group, methods or ["lazy"], schema)
+
+
+def _check_key(key: str, methods: Sequence[str], schema: type[RunConfig]) -> None:
+    """Refuse a key that neither the schema nor one of the methods has."""
+    if key.startswith(("hydra/", "hydra.", *(f"{name}." for name in _OPEN))):
+        return
+    top, _, below = key.partition(".")
+    of_method = top == "method" and bool(below)
+    if of_method and not set(methods) <= set(known()):
+        return  # the method itself is refused
+    if of_method:
+        choices = ["name", *dict.fromkeys(setting for name in methods for setting in settings_of(by_name(name)))]
+        listed, where, key = choices[1:], f" of method {' or '.join(methods)}", below
+    else:
+        choices = [*_GROUPS, *_keys_of(schema())]
+        listed, where = [choice for choice in choices if "." not in choice], ""
+    if key in choices:
+        return
+    near = [choice for choice in choices if choice.startswith(key)] or difflib.get_close_matches(key, choices, 1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(f"unknown key {key}{where}: {hint}Known are {', '.join(dict.fromkeys(listed)) or 'none'}")
+
+
+def _keys_of(node: Any) -> Iterator[str]:
+    """The dotted keys of a config's dataclass."""
+    for one in fields(node):
+        value = getattr(node, one.name)
+        yield one.name
+        if is_dataclass(value):
+            yield from (f"{one.name}.{key}" for key in _keys_of(value))
+
+
+def _choices(argument: str) -> list[str]:
+    return argument.partition("=")[2].split(",")
+
+
+def check_choice(arguments: Sequence[str]) -> None:
+    """Refuse an installed package's method that cannot be used; Hydra would only call a key unknown. Raises UserError.
+
+    arguments: the command line without the program's name.
+    """
+    for argument in arguments:
+        for name in _choices(argument) if argument.startswith("method=") else ():
+            if name in known():
                 _defaults(name)
-            except UserError as error:
-                raise UserError(str(error)) from error
 
 
 def check_launcher(arguments: Sequence[str]) -> None:
-    """Refuse a launcher that Hydra cannot use, before it says no more than that it knows no such plugin.
+    """Refuse a launcher that is not installed, and Hydra's own keys without a sweep. Raises UserError.
 
-    arguments: the command line without the program's name. Raises UserError.
+    arguments: the command line without the program's name.
     """
-    asked = [one.partition("=")[2] for one in arguments if one.startswith("hydra/launcher=")]
-    for launcher in [one for one in asked if one in LAUNCHERS]:
-        package, extra = LAUNCHERS[launcher]
-        try:
-            version(package)
-        except PackageNotFoundError as error:
-            raise UserError(
-                f"hydra/launcher={launcher} needs the package {package}: install it with "
-                f"pip install --editable '.[{extra}]', in the repository's folder"
-            ) from error
-        if not {"-m", "--multirun", "--cfg", "-c", "--info", "-i"} & set(arguments):
-            raise UserError(f"hydra/launcher={launcher} starts the jobs of a sweep: give -m too")
+    sweep = {"-m", "--multirun", "--cfg", "-c", "--info", "-i"} & set(arguments)
+    for argument in arguments:
+        key, _, launcher = argument.partition("=")
+        if key == "hydra/launcher" and launcher in LAUNCHERS:
+            package, extra = LAUNCHERS[launcher]
+            try:
+                version(package)
+            except PackageNotFoundError as error:
+                raise UserError(
+                    f"hydra/launcher={launcher} needs the package {package}: install it with "
+                    f"pip install --editable '.[{extra}]', in the repository's folder"
+                ) from error
+        if key.startswith(("hydra/", "hydra.")) and launcher != "basic" and not sweep:
+            raise UserError(f"{argument} configures the jobs of a sweep: give -m too")
 
 
-def to_run_config(config: Any) -> RunConfig:
-    """The composed config as plain dataclasses, checked as far as that goes without a model. Raises UserError."""
+def compose_config(overrides: Sequence[str]) -> DictConfig:
+    """The config of one run: the defaults in eval/conf, changed by the overrides. Raises UserError, in one line."""
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return compose("config", list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise one_line(error) from error
+
+
+def one_line(error: Exception) -> UserError:
+    """Hydra's or OmegaConf's error as one short message."""
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        near = difflib.get_close_matches(name, error.options, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        return UserError(f"{group}={name}: {hint}expected one of {', '.join(error.options)}")
+    lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
+    lines = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))]
+    return UserError(": ".join(dict.fromkeys(lines[:2])).removeprefix("Error merging override "))
+
+
+# ------------------------------------------------------------------------------------------------------------- checks
+
+
+def to_run_config(config: DictConfig) -> RunConfig:
+    """The composed config as plain dataclasses, checked as far as possible without a model. Raises UserError."""
     try:
         plain = OmegaConf.to_object(config)
     except MissingMandatoryValue as error:
@@ -202,32 +303,42 @@ def to_run_config(config: Any) -> RunConfig:
             f"{error.full_key} has no default: give it on the command line, {error.full_key}={value}"
         ) from error
     assert isinstance(plain, RunConfig)
-    _require(
-        plain.model.load_format in ("auto", "dummy"), "model.load_format", plain.model.load_format, "auto or dummy"
-    )
-    _require(plain.data.on_error in ("raise", "skip"), "data.on_error", plain.data.on_error, "raise or skip")
-    _require(plain.timing.warmup >= 0, "timing.warmup", plain.timing.warmup, "0 or more runs")
-    for key in ("limit", "sample", "max_new_tokens", "threads"):
-        value = getattr(plain, key)
-        _require(value is None or value >= 1, key, value, "1 or more, or null")
-    _require(plain.half in (None, *HALVES), "half", plain.half, f"{' or '.join(HALVES)}, or null")
-    _require(plain.tracker.name in TRACKERS, "tracker.name", plain.tracker.name, " or ".join(TRACKERS))
-    _require(plain.tracker.mode in MODES, "tracker.mode", plain.tracker.mode, ", ".join(MODES))
-    model_spec(plain).check()
-    chat_format(plain.model.chat)
-    _require(plain.only is None or plain.only in plain.compare, "only", plain.only, ", ".join(plain.compare) or "null")
-    compared = {plain.only: plain.compare[plain.only]} if plain.only is not None else plain.compare
-    for settings in compared.values() if compared else [plain.method]:
-        check_method(settings)
-    _require(plain.model.paper in (None, "llama2", "xgen"), "model.paper", plain.model.paper, "llama2, xgen or null")
-    _require(plain.trace >= 0, "trace", plain.trace, "0 or more examples")
     one_run = not plain.compare or plain.only is not None
+    choices = {
+        "data.on_error": ("raise", "skip"),
+        "half": (None, *HALVES),
+        "tracker.name": TRACKERS,
+        "tracker.mode": TRACKER_MODES,
+        "model.paper": (None, "llama2", "xgen"),
+        "only": (None, *plain.compare),
+    }
+    for key, known_values in choices.items():
+        value = OmegaConf.select(config, key)
+        _require(value in known_values, key, value, " or ".join(str(one or "null") for one in known_values))
+    for key, least in (("timing.warmup", 0), ("trace", 0), *((key, 1) for key in _COUNTS)):
+        value = OmegaConf.select(config, key)
+        _require(value is None or value >= least, key, value, f"{least} or more{', or null' if least else ''}")
     _require(plain.out is None or one_run, "out", plain.out, "no out= beside compare: each run has its own")
     _require(plain.shard is None or one_run, "shard", plain.shard, "only=LABEL beside it: it divides one run")
     if plain.shard is not None:
         parse_shard(plain.shard)
+    folder = plain.data.dir
+    _require(folder is None or Path(folder).is_dir(), "data.dir", folder, "a folder: there is no such folder")
+    spec = model_spec(plain)
+    spec.check()
+    _ = spec.source  # refuses a name that is neither a folder nor a hub id
+    chat_format(plain.model.chat)
+    for settings in methods_of(plain):
+        check_method(settings)
     datasets_of(plain)
     return plain
+
+
+def methods_of(config: RunConfig) -> list[dict[str, Any]]:
+    """The settings of each method that the config runs: `method`, or those of `compare`, or the one named by `only`."""
+    if config.only is not None:
+        return [config.compare[config.only]]
+    return list(config.compare.values()) or [config.method]
 
 
 def model_spec(config: RunConfig) -> ModelSpec:
@@ -237,34 +348,28 @@ def model_spec(config: RunConfig) -> ModelSpec:
 
 
 def datasets_of(config: RunConfig) -> tuple[Dataset, ...]:
-    """The datasets that the run covers; where none is named, the embedded suite for `tiny` and LongBench for others.
+    """The run's datasets. If the config names none: the embedded suite for `tiny`, LongBench for other models.
 
-    Raises UserError where none is left or one is unknown.
+    Raises UserError if none is left or one is unknown.
     """
     names = [name for name, wanted in config.dataset.items() if wanted]
-    if not config.dataset:  # nothing was said: what the model is there for
+    if not config.dataset:
         names = ["embedded" if config.model.name == "tiny" else "all"]
     if not names:
         raise UserError("no dataset is left: write dataset=hotpotqa, a task's name, or dataset=all")
-    try:
-        datasets = resolve_datasets(names)
-    except UserError as error:
-        raise UserError(str(error)) from error
+    datasets = resolve_datasets(names)
     if len({dataset.suite for dataset in datasets}) > 1:
         raise UserError("LongBench's and the embedded datasets share no table: run them apart")
     return datasets
 
 
 def check_method(settings: dict[str, Any]) -> None:
-    """Refuse a method's config as far as that goes without a model. Raises UserError."""
-    try:
-        build_method(speedup_targets.check(settings))
-    except UserError as error:
-        raise UserError(str(error)) from error
+    """Refuse a method's config as far as that is possible without a model. Raises UserError."""
+    build_method(speedup_targets.check(settings))
 
 
 def canonical(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings as they are written down: the same for all ways to ask for the same method.
+    """The settings as a run's identity holds them: equal for all ways to ask for the same method.
 
     Hyperparameters at their default are left out, except the method's dial and those that it names.
     """
@@ -279,10 +384,7 @@ def canonical(settings: dict[str, Any]) -> dict[str, Any]:
 
 def build_method(settings: dict[str, Any]) -> Method:
     """A method from its config: `name`, and its dataclass's fields. Raises UserError, naming what is known."""
-    try:
-        return make(settings.get("name", ""), {key: value for key, value in settings.items() if key != "name"})
-    except UserError as error:
-        raise UserError(str(error)) from error
+    return make(settings.get("name", ""), {key: value for key, value in settings.items() if key != "name"})
 
 
 def _require(holds: bool, key: str, value: Any, expected: str) -> None:

@@ -1,73 +1,70 @@
-"""The device of a timed run: held by one run at a time, and what else went on while it was measured."""
+"""The devices of a timed run: held by one run at a time, and what else the machine did while it was measured."""
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from eval.benchmarks.disk_cache import cache_folder
 
 log = logging.getLogger(__name__)
 
 NVIDIA_SMI_TIMEOUT_S = 20.0
+POLL_S = 0.5
 
 
 @contextmanager
-def held(device: torch.device, holder: str) -> Iterator[None]:
-    """Hold an accelerator until the block ends, so that no two runs of this user are timed on it at once.
+def held(devices: Sequence[torch.device], holder: str) -> Iterator[None]:
+    """Hold these accelerators until the block ends, so that no two runs of this user are timed on one at once.
 
-    holder: told to those who wait. A run that finds the device held waits, and says for whom. The lock is a file in the
-    cache folder, named by the device's own id: it holds between containers and jobs that share that folder. The CPU is
-    not held: runs on cores of their own hardly disturb each other, and `load` tells whether there were enough of them.
+    holder: shown to those who wait. A run that finds a device held waits, and says for whom. A lock is a file in the
+    cache folder, named by the device's own id: it holds between containers and jobs that share that folder. All runs
+    take the devices in one order, so that no two wait for each other. The CPU is not held: runs on cores of their own
+    hardly disturb each other, and `load` tells whether there were enough cores.
     """
-    if device.type == "cpu":
-        yield
-        return
-    file = cache_folder() / "locks" / f"{_device_id(device)}.lock"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a+") as lock:  # not emptied: until it is ours, it says whose it is
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            log.info("%s is in use by %s: waiting until it is free", device, lock.read() or "another run")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:  # some cluster file systems know no locks
-            log.warning("%s: cannot be locked (%s); see to it that one run at a time uses %s", file, error, device)
-        lock.truncate(0)
-        lock.write(holder)
-        lock.flush()
-        yield
-
-
-@contextmanager
-def all_held(devices: Sequence[torch.device], holder: str) -> Iterator[None]:
-    """Hold all of these devices (see `held`), taken in one order by every run: no two wait for each other."""
     with ExitStack() as stack:
-        for device in sorted(devices, key=_device_id):
-            stack.enter_context(held(device, holder))
+        for device in sorted((device for device in devices if device.type != "cpu"), key=_device_id):
+            file = cache_folder() / "locks" / f"{_device_id(device)}.lock"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            stack.callback(_acquire(file, device, holder).release)
         yield
+
+
+def _acquire(file: Path, device: torch.device, holder: str) -> FileLock:
+    lock, note = FileLock(file, poll_interval=POLL_S), file.with_suffix(".holder")
+    try:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            other = note.read_text(encoding="utf-8") if note.exists() else "another run"
+            log.info("%s is in use by %s: waiting until it is free", device, other)
+            lock.acquire()
+    except OSError as error:  # some cluster file systems have no locks
+        log.warning("%s: cannot be locked (%s); make sure that only one run at a time uses %s", file, error, device)
+    note.write_text(holder, encoding="utf-8")
+    return lock
 
 
 def load(*devices: torch.device) -> dict[str, Any]:
     """What the machine does at this moment.
 
-    average: processes that ran or wanted to, mean over the last 1, 5 and 15 minutes (`os.getloadavg`). cpu_count: the
-    cores that they share. gpu_processes: how many use the GPU, by nvidia-smi, this one included once its model is
-    loaded (of several GPUs: the busiest); None on CPU or where it cannot be asked.
+    average: processes that ran or waited to, mean over the last 1, 5 and 15 minutes (`os.getloadavg`). cpu_count: the
+    cores that they share. gpu_processes: how many use the GPU, by nvidia-smi, including this one once its model is
+    loaded (of several GPUs: the busiest); None on CPU or if nvidia-smi does not answer.
     """
     counts = [_gpu_processes(device) for device in devices]
     return {
-        "average": [round(one, 2) for one in os.getloadavg()],
+        "average": [round(average, 2) for average in os.getloadavg()],
         "cpu_count": os.cpu_count(),
-        "gpu_processes": max((one for one in counts if one is not None), default=None),
+        "gpu_processes": max((count for count in counts if count is not None), default=None),
     }
 
 
@@ -77,7 +74,7 @@ def _gpu_processes(device: torch.device) -> int | None:
     query = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader", f"--id=GPU-{_device_id(device)}"]
     try:
         listed = subprocess.run(query, check=True, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S).stdout
-    except (OSError, subprocess.SubprocessError):  # no nvidia-smi (ROCm, a bare container), or one that does not answer
+    except (OSError, subprocess.SubprocessError):  # no nvidia-smi (ROCm, a bare container), or one that hangs
         return None
     return len(listed.split())
 

@@ -1,41 +1,122 @@
-"""What every command that Hydra starts has around its work: logging, errors for the user, and an end on Ctrl-C."""
+"""Around the work of every configured command: Hydra's part, logging, and a quick end after Ctrl-C.
+
+Python handles Ctrl-C between two of its own instructions. One operation of a long prefill, weights that are being read,
+or threads that are waited for at the end keep it from that. Records are safe at any moment (`eval.store.folder`), so a
+thread of our own ends the process.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NoReturn
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
-from eval.run import interrupt
-from lazyllm.errors import UserError
+from eval.run.config import CONF, RunConfig, check_arguments, compose_config, one_line, register_schema, to_run_config
+
+GRACE_S = 0.5  # for the regular end, which frees the device and notes when the job ended
+INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
+MESSAGE = "stopped: every finished example is safe, and the same command goes on from there"
 
 
-def run_job(work: Callable[[], object]) -> None:
-    """Do a Hydra job's work where the command was given. What a user can mend ends it with one line.
+def main(arguments: Sequence[str]) -> int:
+    """The verb `run`: one run, a comparison, or a sweep (-m). Returns the exit code. Raises UserError."""
+    start(run_job, arguments)
+    return 0
 
-    In a sweep the error is logged and raised: the other jobs go on, and Hydra ends the sweep with the first error.
+
+def run_job(config: DictConfig) -> None:
+    """One job: the run or the comparison that a composed config describes."""
+    with job():
+        settings = to_run_config(config)
+        from eval.run.loop import compare, run  # not at the top: torch is imported once the arguments are right
+
+        compare(settings) if settings.compare else run(settings)
+
+
+def start(work: Callable[[DictConfig], None], arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> None:
+    """Carry out `work` once, or as a sweep through a Hydra launcher if the arguments hold an option such as -m.
+
+    work: a function of a module that other processes can import. Raises UserError.
     """
-    job = HydraConfig.get()
-    os.chdir(job.runtime.cwd)  # Ray's workers start elsewhere
+    register_schema(schema)
+    check_arguments(arguments, schema)
+    _end_soon_after_ctrl_c()
+    if not any(argument.startswith("-") for argument in arguments):
+        return work(compose_config(arguments))
+    # processes of a launcher import this package from where this one does
+    paths = [str(CONF.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "HYDRA_FULL_ERROR": "1"}  # raise errors instead of exiting
+    sys.argv = ["run.py", *arguments]
+    try:
+        return hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(work)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise one_line(error) from error
+    except KeyboardInterrupt:
+        end()
+
+
+@contextmanager
+def job() -> Iterator[None]:
+    """Around a job's work. In a sweep an error is logged first: the other jobs go on, and the sweep ends with it."""
+    sweep = HydraConfig.get() if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN else None
+    if sweep is not None:
+        os.chdir(sweep.runtime.cwd)  # Ray's workers start elsewhere
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr, force=True
     )
-    for chatty in ("absl", "httpx", "datasets", "fontTools", "matplotlib"):
+    for chatty in ("absl", "httpx", "datasets", "fontTools", "matplotlib", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
-        work()
+        yield
     except Exception as error:
-        if job.mode == RunMode.MULTIRUN:
-            logging.error("job failed (%s): %s: %s", " ".join(job.overrides.task), type(error).__name__, error)
+        if sweep is not None:
+            logging.error("job failed (%s): %s: %s", " ".join(sweep.overrides.task), type(error).__name__, error)
             traceback.clear_frames(error.__traceback__)  # Hydra keeps the error, and it would keep the model
-            raise
-        if isinstance(error, UserError):
-            sys.exit(f"error: {error}")
         raise
     except KeyboardInterrupt:
-        interrupt.end()
+        end()
+
+
+def end() -> NoReturn:
+    """End this process now with `INTERRUPTED`, saying how to go on. For after Ctrl-C, once all files are closed.
+
+    Nothing else is waited for: torch and its threads keep an interpreter busy for seconds.
+    """
+    with suppress(OSError, ValueError):  # a reader that Ctrl-C has ended too, or a stream that was closed
+        sys.stdout.flush()
+    _end()
+
+
+def _end() -> NoReturn:
+    with suppress(OSError, ValueError):
+        print(MESSAGE, file=sys.stderr, flush=True)
+    os._exit(INTERRUPTED)
+
+
+def _end_soon_after_ctrl_c() -> None:
+    """From now on, end this process at most `GRACE_S` after Ctrl-C. The signal's own handler stays as it is."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)  # asked for by set_wakeup_fd
+    signal.set_wakeup_fd(writer)
+
+    def watch() -> None:
+        while os.read(reader, 1) != bytes([signal.SIGINT]):
+            pass
+        time.sleep(GRACE_S)
+        _end()  # standard output is left alone: its reader may be what blocks
+
+    threading.Thread(target=watch, name="ctrl-c", daemon=True).start()

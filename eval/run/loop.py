@@ -7,8 +7,9 @@ import logging
 import os
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -34,17 +36,19 @@ from eval.run import device_lock, provenance
 from eval.run.config import DEFAULT_LABEL, RunConfig, model_spec
 from eval.run.measure import Bench, Case
 from eval.run.plan import Plan, check_comparison, prepare
-from eval.run.progress import progress
-from eval.run.tracing import Trace, trace
+from eval.run.tracing import trace
 from eval.run.tracking import Tracker, open_tracker, track_pictures
-from eval.store.folder import RunStore, open_store, read_run, write_whole
+from eval.store.folder import RunStore, fingerprint, open_store, read_about, write_whole
 from eval.store.frame import PLANNED, StoredRun, planned_text
 from eval.store.record import Failure, Record
+from eval.store.trace import Trace
 from lazyllm.engine.devices import devices_of, read_clock, release_memory
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_weights
 
 log = logging.getLogger(__name__)
+
+PROGRESS_EVERY_S = 10.0  # between lines of progress if there is no terminal
 
 
 @dataclass(frozen=True)
@@ -58,24 +62,22 @@ class RunResult:
 def run(config: RunConfig, show: bool = True) -> RunResult:
     """Measure every example that the run folder does not hold yet, then summarise all of the run's examples.
 
-    show: print the table.
-
-    Everything that can be refused is refused before the model loads. Raises UserError,
-    UserError with one message for the user.
+    show: print the table. All that can be refused is refused before the model loads. Raises UserError.
     """
     plan = prepare(config)
-    part = plan.file_part
-    with open_store(plan.folder, plan.identity, plan.about, part) as store:
+    with open_store(plan.folder, plan.identity, plan.about, plan.file_part) as store:
         _check_prompts(plan.cases, store)
         store.write(PLANNED, planned_text(case.key for case in plan.cases))
         group = config.label if config.label != DEFAULT_LABEL else None
-        with open_tracker(config.tracker, StoredRun(plan.folder, *read_run(plan.folder)), group, part) as tracker:
+        with open_tracker(config.tracker, _stored(plan, store), group, plan.file_part) as tracker:
             _measure_missing(plan, store, tracker)
-            store.reload()
+            if plan.file_part:
+                store.reload()  # with what the other shards have measured meanwhile
             summary = _summarise(plan, store)
             if summary is not None:
                 records = [store.records[case.key] for case in plan.cases if case.key in store.records]
-                tracker.finish(summary, records, [] if config.tracker.name == "none" else _pictures(plan.folder))
+                pictures = [] if config.tracker.name == "none" else _pictures(_stored(plan, store))
+                tracker.finish(summary, records, pictures)
     if summary is not None and show:
         _console().print(as_table(summary, plan.title))
     if plan.skipped:
@@ -86,52 +88,50 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
 def compare(config: RunConfig) -> list[RunResult]:
     """Run each method of `config.compare`, then print one table of them all; `runs/<label>-<model>.*` hold it too.
 
-    With `config.only` that method alone is run, as any other run. Same errors as `run`.
+    With `config.only` that method alone is run, as any other run. Raises UserError.
     """
     if config.only is not None:
         return [run(replace(config, method=config.compare[config.only], compare={}))]
-    from eval.paper.figures import (  # not at the top: matplotlib is slow to import, and writes caches
-        plot_comparison,
-        save,
-    )
-
     check_comparison(config)
     results = {label: run(replace(config, method=method), show=False) for label, method in config.compare.items()}
     # every run has its table: shards are refused beside compare
     summaries = {label: result.summary for label, result in results.items() if result.summary is not None}
-    console = _console()
     title = config.label if config.half is None else f"{config.label}, {config.half} half"
-    console.print(compared_table(summaries, title))
-    runs = {label: read_run(result.folder)[0] for label, result in results.items()}
+    model = Path(config.model.name).name
+    stem = Path("runs") / f"{config.label}-{model}"
+    runs = {label: read_about(result.folder / "run.json") for label, result in results.items()}
     texts = {
         "md": compared_markdown(summaries, title),
         "csv": compared_csv(summaries),
         "json": json.dumps({"config": asdict(config), "runs": runs}, indent=2, sort_keys=True, default=str) + "\n",
     }
-    model = Path(config.model.name).name
-    stem = Path("runs") / f"{config.label}-{model}"
     for suffix, text in texts.items():
         write_whole(Path(f"{stem}.{suffix}"), text)
+    console = _console()
+    console.print(compared_table(summaries, title))
+    from eval.paper.figures import plot_comparison, save  # not at the top: matplotlib is slow to import
+
     pictures = save(plot_comparison(pd.read_csv(f"{stem}.csv"), f"{model}, {title}"), stem)
     track_pictures(config.tracker, Path("runs"), config.label, pictures)
-    console.print("Files:")
-    for path in (*(result.folder for result in results.values()), Path(f"{stem}.md"), *pictures):
-        console.print(f"  {path}", highlight=False)
+    lines = ["Files:", *(f"  {path}" for path in (*(one.folder for one in results.values()), f"{stem}.md", *pictures))]
     if config.model.name == "tiny":
-        console.print("The same on a checkpoint and LongBench, on a GPU:", highlight=False)
-        console.print("  python run.py model=llama2 method=lazy dataset=hotpotqa", highlight=False)
+        lines.append("The same on a checkpoint and LongBench, on a GPU:")
+        lines.append("  python run.py model=llama2 method=lazy dataset=hotpotqa")
+    console.print("\n".join(lines), highlight=False)
     return list(results.values())
+
+
+def _stored(plan: Plan, store: RunStore) -> StoredRun:
+    """The run as it now lies in its folder, without reading it again."""
+    about = {"fingerprint": fingerprint(plan.identity), "identity": plan.identity, **plan.about}
+    return StoredRun(plan.folder, about, list(store.records.values()))
 
 
 # --------------------------------------------------------------------------------------------------------- measurement
 
 
-def _trace_file(case: Case) -> str:
-    return f"traces/{Trace.file_name(case.dataset.name, case.example.id)}"
-
-
 def _check_prompts(cases: list[Case], store: RunStore) -> None:
-    """Raise UserError where the store holds another prompt of an example than the one that is built now."""
+    """Raise UserError if the store holds an example with another prompt than the one that is built now."""
     for case in cases:
         record = store.records.get(case.key)
         if record is not None and record.prompt_sha256 != case.prompt.sha256:
@@ -142,20 +142,20 @@ def _check_prompts(cases: list[Case], store: RunStore) -> None:
 
 
 @contextmanager
-def _noted(store: RunStore, used: tuple[torch.device, ...], examples: int) -> Iterator[None]:
-    """Write down when a job begins and ends to measure, why it ended early, and the machine's load at both times."""
+def _noted(store: RunStore, devices: tuple[torch.device, ...], examples: int) -> Iterator[None]:
+    """Note when a job begins and ends to measure, why it ended early, and the machine's load at both times."""
 
     def end(error: str | None) -> None:
-        store.note({"event": "end", "time": provenance.now(), "error": error, "load": device_lock.load(*used)})
+        store.note({"event": "end", "time": provenance.now(), "error": error, "load": device_lock.load(*devices)})
 
     begin = {"event": "begin", "time": provenance.now(), "host": socket.gethostname(), "process": os.getpid()}
-    store.note({**begin, "examples": examples, "load": device_lock.load(*used)})
+    store.note({**begin, "examples": examples, "load": device_lock.load(*devices)})
     try:
         yield
     except BaseException as caught:
         try:
             end(f"{type(caught).__name__}: {caught}")
-        except UserError as error:  # a full disk, say: what ended the job is what the user must hear
+        except UserError as error:  # a full disk, for example: the user must hear what ended the job
             log.warning("%s", error)
         raise
     end(None)
@@ -169,6 +169,18 @@ def load_model(config: RunConfig) -> PreTrainedModel:
     return model
 
 
+@contextmanager
+def released(devices: tuple[torch.device, ...]) -> Iterator[None]:
+    """Free the devices' memory when the block ends and its model is gone, before another run has the devices."""
+    try:
+        yield
+    finally:
+        try:
+            release_memory(*devices)
+        except RuntimeError as error:  # what ended the run is raised, not this
+            log.warning("%s: its memory could not be freed (%s)", ", ".join(map(str, devices)), error)
+
+
 def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker) -> None:
     """Load the model and measure this job's examples that the store does not hold, if there are any."""
     todo = [case for case in plan.cases if case.key in plan.ours and case.key not in store.records]
@@ -179,68 +191,30 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker) -> None:
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     holder = f"process {os.getpid()} for {plan.folder}"
-    with device_lock.all_held(plan.devices, holder), _noted(store, plan.devices, len(todo)):
-        model = load_model(plan.config)
-        bench = Bench(model, plan.tokenizer, plan.config.model.chat, plan.paired)
-        try:
-            _measure_cases(bench, todo, store, tracker, plan.config.timing.warmup)
-            for case in untraced:
-                if case.key in store.records:
-                    _trace_case(bench, case, store)
-        finally:
-            del model, bench
-            try:
-                release_memory(*plan.devices)  # before another run has the device
-            except RuntimeError as error:  # what ended the run goes first
-                log.warning("%s: its memory could not be freed (%s)", ", ".join(map(str, plan.devices)), error)
+    with device_lock.held(plan.devices, holder), _noted(store, plan.devices, len(todo)), released(plan.devices):
+        _measure_on(load_model(plan.config), plan, todo, untraced, store, tracker)
 
 
-def _measure_cases(bench: Bench, cases: list[Case], store: RunStore, tracker: Tracker, warmup: int) -> None:
-    if not cases:
-        return
-    log.info("warming up: %d runs", warmup)
-    for case in (cases[0], min(cases, key=lambda case: len(case.prompt.token_ids))):
-        try:
-            bench.warm_up(case, warmup)
-            break
-        except UserError:
-            raise
-        except Exception as error:  # the first example may be one that does not fit; what fails is written down below
-            log.warning("warming up on %s, row %s failed (%s: %s)", *case.key, type(error).__name__, error)
-            free(*devices_of(bench.model))
-    with progress(len(cases)) as advance:
-        for number, case in enumerate(cases):
+def _measure_on(
+    model: PreTrainedModel, plan: Plan, todo: list[Case], untraced: list[Case], store: RunStore, tracker: Tracker
+) -> None:
+    bench = Bench(model, plan.tokenizer, plan.config.model.chat, plan.paired)
+    if todo:
+        _warm_up(bench, todo, plan.config.timing.warmup)
+    with progress(len(todo)) as advance:
+        for number, case in enumerate(todo):
             outcome = _measure(bench, case, baseline_first=number % 2 == 0)
             if isinstance(outcome, Failure):
                 log.warning("%s, row %s failed: %s", *outcome.key, outcome.reason)
                 store.fail(outcome)
-                free(*devices_of(bench.model))
+                free(*plan.devices)
             else:
                 store.append(outcome)
                 tracker.record(outcome)
             advance(case.dataset.name)
-
-
-def free(*used: torch.device) -> None:
-    """Give back what a failed example has left. Raises UserError where a device itself has failed."""
-    try:
-        release_memory(*used)
-        read_clock(*used)  # waits for them
-    except RuntimeError as error:
-        raise UserError(
-            f"{', '.join(map(str, used))} does not recover from the last failure ({' '.join(str(error).split())}): "
-            "every other example would end the same. Finished ones are safe; give the same command again"
-        ) from error
-
-
-def _trace_case(bench: Bench, case: Case, store: RunStore) -> None:
-    """Trace an example that was measured. A trace is an addition: without it the run is as good."""
-    try:
-        text = trace(bench.model, bench.tokenizer, case).to_json()
-    except (RuntimeError, FloatingPointError) as error:  # out of memory: it watches every layer
-        log.warning("%s, row %s: no trace (%s: %s)", *case.key, type(error).__name__, error)
-        return
-    store.write(_trace_file(case), text)
+    for case in untraced:
+        if case.key in store.records:
+            _trace_case(bench, case, store)
 
 
 def _measure(bench: Bench, case: Case, baseline_first: bool) -> Record | Failure:
@@ -250,8 +224,75 @@ def _measure(bench: Bench, case: Case, baseline_first: bool) -> Record | Failure
     except UserError:
         raise  # every other example would end the same way
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        return Failure(*case.key, reason, traceback.format_exc())
+        return Failure(*case.key, reason_of(error), traceback.format_exc())
+
+
+def _warm_up(bench: Bench, cases: list[Case], runs: int) -> None:
+    log.info("warming up: %d runs", runs)
+    for case in (cases[0], min(cases, key=lambda case: len(case.prompt.token_ids))):
+        try:
+            bench.warm_up(case, runs)
+            return
+        except UserError:
+            raise
+        except Exception as error:  # the first example may not fit; measuring it notes the failure
+            log.warning("warming up on %s, row %s failed (%s)", *case.key, reason_of(error))
+        free(*devices_of(bench.model))
+
+
+def reason_of(error: Exception) -> str:
+    """An error's kind and text, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def free(*devices: torch.device) -> None:
+    """Free what a failed example has left in memory. Raises UserError if a device itself has failed."""
+    try:
+        release_memory(*devices)
+        read_clock(*devices)  # waits for them
+    except RuntimeError as error:
+        raise UserError(
+            f"{', '.join(map(str, devices))} does not recover from the last failure ({' '.join(str(error).split())}): "
+            "every other example would end the same. Finished ones are safe; give the same command again"
+        ) from error
+
+
+def _trace_file(case: Case) -> str:
+    return f"traces/{Trace.file_name(case.dataset.name, case.example.id)}"
+
+
+def _trace_case(bench: Bench, case: Case, store: RunStore) -> None:
+    """Trace an example that was measured. A trace is an addition: the run is whole without it."""
+    try:
+        text = trace(bench.model, bench.tokenizer, case).to_json()
+    except (RuntimeError, FloatingPointError) as error:  # out of memory: it keeps something of every layer
+        log.warning("%s, row %s: no trace (%s)", *case.key, reason_of(error))
+        return
+    store.write(_trace_file(case), text)
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A function to call with the dataset's name after each of `total` examples: a bar on a terminal, else lines."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, TextColumn("ETA"), TimeRemainingColumn(), console=console) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda name: bar.update(task, advance=1, description=name)
+        return
+    start = last = time.monotonic()
+    done = 0
+
+    def line(name: str) -> None:
+        nonlocal done, last
+        done += 1
+        now = time.monotonic()
+        if now - last >= PROGRESS_EVERY_S or done == total:
+            last = now
+            log.info("%d of %d examples (%s), ETA %.0f s", done, total, name, (now - start) / done * (total - done))
+
+    yield line
 
 
 # ------------------------------------------------------------------------------------------------------------- results
@@ -260,16 +301,24 @@ def _measure(bench: Bench, case: Case, baseline_first: bool) -> Record | Failure
 def _summarise(plan: Plan, store: RunStore) -> Summary | None:
     """The run's table, written beside the records; None while other shards have examples to measure.
 
-    Raises UserError where every example has failed.
+    Raises UserError if every example has failed.
     """
-    done = [store.records[case.key] for case in plan.cases if case.key in store.records]
     keys = {case.key for case in plan.cases}
+    done = [store.records[case.key] for case in plan.cases if case.key in store.records]
     failed = [failure for failure in store.failures if failure.key in keys]
-    if len(failed) == len(plan.cases):  # fewer where other shards have not begun
-        raise UserError(_all_failed(store, failed))
     if failed:
-        log.warning("%s", _some_failed(store, failed, len(plan.cases)))
-    pending = len(plan.cases) - len(done) - len(failed)
+        first = f"the first: {failed[0].dataset}, row {failed[0].id}: {failed[0].reason}"
+        file = store.folder / "failures.jsonl"
+        if len(failed) == len(keys):  # fewer while other shards have not begun
+            raise UserError(
+                f"all {len(failed)} examples failed, {first}. {file} says where; another model.dtype, a smaller "
+                "model.max_prompt_tokens or more memory may help"
+            )
+        log.warning(
+            f"{len(failed)} of {len(keys)} examples failed and are not in the table, {first}. {file} holds all; the "
+            "same command tries them again"
+        )
+    pending = len(keys) - len(done) - len(failed)
     if pending:
         log.info("%s: %d examples are left to other shards; the last of them makes the table", plan.folder, pending)
         return None
@@ -281,35 +330,15 @@ def _summarise(plan: Plan, store: RunStore) -> Summary | None:
     return summary
 
 
-def _all_failed(store: RunStore, failed: list[Failure]) -> str:
-    return (
-        f"all {len(failed)} examples failed, the first: {failed[0].dataset}, row {failed[0].id}: {failed[0].reason}. "
-        f"{store.folder / 'failures.jsonl'} says where; another model.dtype, a smaller model.max_prompt_tokens or "
-        "more memory may help"
-    )
+def _pictures(stored: StoredRun) -> list[Path]:
+    """All figures that one run is enough for, as PNG in its folder."""
+    from eval.paper.figures import FIGURES, save  # not at the top: matplotlib is slow to import
 
-
-def _some_failed(store: RunStore, failed: list[Failure], examples: int) -> str:
-    return (
-        f"{len(failed)} of {examples} examples failed and are not in the table, the first: {failed[0].dataset}, row "
-        f"{failed[0].id}: {failed[0].reason}. {store.folder / 'failures.jsonl'} holds all; the same command tries them "
-        "again"
-    )
-
-
-def _pictures(folder: Path) -> list[Path]:
-    """What can be drawn of a run by itself, as PNG in its folder."""
-    from eval.paper.figures import FIGURES, save  # not at the top: matplotlib is slow to import, and writes caches
-
-    runs = [StoredRun(folder, *read_run(folder))]
-    data = {name: figure.data(runs) for name, figure in FIGURES.items()}
-    (folder / "figures").mkdir(exist_ok=True)
-    return [
-        path
-        for name, figure in FIGURES.items()
-        if not data[name].empty
-        for path in save(figure.plot(data[name]), folder / "figures" / name, ("png",))
-    ]
+    folder = stored.folder / "figures"
+    folder.mkdir(exist_ok=True)
+    data = {name: figure.data([stored]) for name, figure in FIGURES.items()}
+    drawn = [name for name in FIGURES if not data[name].empty]
+    return [path for name in drawn for path in save(FIGURES[name].plot(data[name]), folder / name, ("png",))]
 
 
 def _console() -> Console:

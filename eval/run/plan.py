@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,11 +39,10 @@ DEFAULT_THREADS = torch.get_num_threads()  # which a job of a sweep must find ag
 class Plan:
     """A run, ready to be measured.
 
-    cases: all its examples, in order. ours: the keys of those that this job measures (`eval.benchmarks.split`).
-    traced: of which of these cases a trace is wanted. identity: what must agree for two records to lie in one folder.
-    about: config and provenance. file_part: what this job's files in the folder are told apart by; "" for a run in one
-    job.
-    devices: all that the model may compute on. skipped: bad rows that were left out, for a message; None for none.
+    cases: all its examples, in order. ours: keys of the examples that this job measures (`eval.benchmarks.split`).
+    traced: those of them that are to be traced. identity: what must agree for two records to lie in one folder. about:
+    config and provenance. file_part: the shard's part of its file names; "" for a run in one job. devices: all that
+    the model may compute on. skipped: a message about bad rows that were left out; None for none.
     """
 
     config: RunConfig
@@ -61,7 +62,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Identified:
-    """What a run is, before its prompts are built. identity: as in `Plan`. parameters: the method's, by dataset."""
+    """A run without its prompts. identity: as in `Plan`. parameters: the method's, by dataset."""
 
     identity: dict[str, Any]
     parameters: dict[str, dict[str, Any]]
@@ -80,13 +81,10 @@ class Identified:
 
 
 def prepare(config: RunConfig) -> Plan:
-    """Everything that a run needs but the model's weights.
-
-    Raises UserError with one message for the user.
-    """
-    found = identify(config)
-    loaded, identity = found.loaded, found.identity
-    cases = list(_cases(config, found))
+    """Everything that a run needs except the model's weights. Raises UserError."""
+    identified = identify(config)
+    loaded, identity = identified.loaded, identified.identity
+    cases = list(_cases(config, identified))
     half = f", {config.half} half" if config.half is not None else ""
     shard = parse_shard(config.shard) if config.shard is not None else None
     ours = _keys_of(shard, cases)
@@ -100,27 +98,27 @@ def prepare(config: RunConfig) -> Plan:
         identity=identity,
         about={
             "config": asdict(replace(config, shard=None)),
-            "provenance": _provenance(found.devices),
+            "provenance": _provenance(identified.devices),
             # what `limit` and `sample` choose from
             "examples": {one.dataset.name: len(one.examples) for one in loaded},
         },
         file_part=shard.file_part if shard is not None else "",
-        tokenizer=found.tokenizer,
-        devices=found.devices,
-        paired=found.paired,
+        tokenizer=identified.tokenizer,
+        devices=identified.devices,
+        paired=identified.paired,
         skipped=_skipped(loaded),
     )
 
 
 def identify(config: RunConfig) -> Identified:
-    """What decides which run a config asks for, without its prompts. Raises as `prepare`, but for UserError."""
+    """What decides which run a config asks for, without its prompts. Raises UserError."""
     check_method(config.method)
     devices = devices_in_use(model_spec(config))
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
     model_config = check_loading(model_spec(config))
     settings = _settings(config, model_config)
     tokenizer = _tokenizer(config)
-    loaded = [load_rows(dataset, config.data.dir, _on_error(config)) for dataset in datasets_of(config)]
+    loaded = [_rows(dataset, config.data.dir, _on_error(config)) for dataset in datasets_of(config)]
     end_ids = load_end_ids(model_spec(config))
     paired = config.timing.paired and by_name(settings["name"]) is not Baseline
     parameters = {one.dataset.name: _resolved(config, settings, one.dataset, model_config) for one in loaded}
@@ -141,8 +139,13 @@ def identify(config: RunConfig) -> Identified:
     )
 
 
+@lru_cache(maxsize=64)  # the runs of a comparison or a sweep share them
+def _rows(dataset: Dataset, folder: str | None, on_error: Any) -> LoadedDataset:
+    return load_rows(dataset, folder, on_error)
+
+
 def check_comparison(config: RunConfig) -> None:
-    """Refuse the last of `config.compare` before the first one runs. Raises UserError."""
+    """Refuse any method of `config.compare` before the first one runs. Raises UserError."""
     model_config = load_config(model_spec(config))
     for method in config.compare.values():
         settings = _settings(replace(config, method=method), model_config)
@@ -156,22 +159,29 @@ def _on_error(config: RunConfig) -> Any:
 
 def _settings(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
     """The method's settings on this model's depth."""
-    try:
+    with _about_the_method():
         return speedup_targets.at_depth(config.method, model_config.num_hidden_layers)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"method: {error}") from error
 
 
 def _resolved(
     config: RunConfig, settings: dict[str, Any], dataset: Dataset, model_config: PreTrainedConfig
 ) -> dict[str, Any]:
-    """The method's settings for one dataset, without presets, checked against the model's depth."""
-    try:
+    """The method's settings for one dataset, without targets, checked against the model's depth."""
+    with _about_the_method():
         resolved = speedup_targets.resolve(settings, dataset, model_config, config.model.paper)
         build_method(resolved).check(model_config)
+    return resolved
+
+
+@contextmanager
+def _about_the_method() -> Iterator[None]:
+    """What a method refuses, which may come from an installed package, as an error of the user's."""
+    try:
+        yield
+    except UserError:
+        raise
     except (ValueError, TypeError) as error:
         raise UserError(f"method: {error}") from error
-    return resolved
 
 
 def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
@@ -184,15 +194,15 @@ def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _cases(config: RunConfig, found: Identified) -> Iterator[Case]:
+def _cases(config: RunConfig, identified: Identified) -> Iterator[Case]:
     """Every example of the run with its prompt. What the model cannot hold, or the method not use, is refused here."""
-    model_config, tokenizer = found.model_config, found.tokenizer
+    model_config, tokenizer = identified.model_config, identified.tokenizer
     longest = model_config.max_position_embeddings
-    for one in found.loaded:
-        method = build_method(found.parameters[one.dataset.name])
-        dataset_end_ids = end_token_ids(tokenizer, found.end_ids, one.dataset)
+    for one in identified.loaded:
+        method = build_method(identified.parameters[one.dataset.name])
+        dataset_end_ids = end_token_ids(tokenizer, identified.end_ids, one.dataset)
         max_new_tokens = min(one.max_new_tokens, config.max_new_tokens or one.max_new_tokens)
-        for example in found.examples[one.dataset.name]:
+        for example in identified.examples[one.dataset.name]:
             prompt = build_prompt(
                 example,
                 one.template,

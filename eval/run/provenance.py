@@ -1,7 +1,8 @@
-"""Where a number comes from: code, versions, machine."""
+"""Where a number comes from: code, weights, versions, machine."""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.metadata
 import json
@@ -9,32 +10,21 @@ import os
 import platform
 import subprocess
 import time
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-import lazyllm
 from lazyllm.models.load import device_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge", "rouge-score", "fuzzywuzzy")
-# What decides a record, apart from the method library
-EVAL_FILES = (
-    "benchmarks/longbench.py",
-    "run/measure.py",
-    "benchmarks/metrics.py",
-    "run/speedup_targets.py",
-    "benchmarks/prompts.py",
-    "benchmarks/datasets.py",
-    "benchmarks/embedded.py",
-    "benchmarks/rows.py",
-    "benchmarks/suite.py",
-)
-# Interfaces of the library that no run goes through
-_NOT_RUN = frozenset({"bench", "integrations"})
+# The code that can change a record
+CODE = ("lazyllm/engine", "lazyllm/methods", "lazyllm/models", "eval/benchmarks", "eval/run/measure.py")
+_ROOT = Path(__file__).parents[2]
 _SAMPLES, _SAMPLE_BYTES = 256, 2**14  # of a weight file, spread evenly over it
 
 
@@ -43,27 +33,51 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
 
 
-def code_sha256() -> str:
-    """Of the sources that decide a record: two runs of different code are different runs."""
+@cache
+def code_sha256(parts: tuple[str, ...] = CODE) -> str:
+    """SHA-256 of sources without comments, docstrings and layout: runs of different code are different runs.
+
+    parts: folders (with all below them) and files, relative to the folder of the packages.
+    """
     digest = hashlib.sha256()
-    library, harness = Path(lazyllm.__file__).parent, Path(__file__).parents[1]
-    files = [file for file in sorted(library.rglob("*.py")) if file.parent.name not in _NOT_RUN]
-    for file in [*files, *(harness / name for name in EVAL_FILES)]:
-        digest.update(f"{file.parent.name}/{file.name}\0".encode() + file.read_bytes())
+    for part in parts:
+        path = _ROOT / part
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            content = json.dumps(_meaning(ast.parse(file.read_bytes())))
+            digest.update(f"{file.relative_to(_ROOT).as_posix()}\0{content}\0".encode())
     return digest.hexdigest()
 
 
+def _meaning(node: Any) -> Any:
+    """A syntax tree as nested lists, without positions and docstrings.
+
+    Not `ast.dump` or `ast.unparse`, whose texts differ between versions of Python: empty fields, of which new versions
+    add some, are left out.
+    """
+    if isinstance(node, ast.AST):
+        filled = [(name, value) for name, value in ast.iter_fields(node) if value is not None and value != []]
+        return [type(node).__name__, *([name, _meaning(value)] for name, value in filled)]
+    if isinstance(node, list):
+        return [_meaning(item) for item in node if not _is_text(item)]
+    return repr(node)
+
+
+def _is_text(node: Any) -> bool:
+    """Whether a statement is a text and nothing else, as a docstring is."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of everything that decides which ids a text gets."""
+    """SHA-256 of everything that decides the token ids of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 def weights_sha256(source: str) -> str | None:
-    """Of a local checkpoint: its config, and name, size and samples of its weight files. None for a hub id.
+    """SHA-256 of a local checkpoint: its config, and name, size and samples of its weight files. None for a hub id.
 
-    13 GB are not read whole to tell two checkpoints apart; a hub checkpoint is told by its commit.
+    Samples tell two checkpoints apart without reading 13 GB; a hub checkpoint is identified by its commit.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -89,10 +103,9 @@ def now() -> str:
 
 def git_commit() -> str | None:
     """The commit of the checkout that the code runs from, with "+changes" if it is not clean; None outside one."""
-    root = Path(lazyllm.__file__).parent
     try:
-        commit = _git(root, "rev-parse", "HEAD")
-        changes = _git(root, "status", "--porcelain", "--untracked-files=no")
+        commit = _git("rev-parse", "HEAD")
+        changes = _git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit + ("+changes" if changes else "")
@@ -117,5 +130,5 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _git(folder: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=_ROOT, check=True, capture_output=True, text=True).stdout.strip()

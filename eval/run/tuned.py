@@ -1,4 +1,4 @@
-"""Schedules that a search found (`python -m eval.tune`), as `method.schedule=tuned/NAME` takes them.
+"""Schedules that a search found (`lazyllm-bench tune`), as `method.schedule=tuned/NAME` takes them.
 
 NAME is a file of eval/conf/tuned without its suffix, or a path: a study's folder, or one of the YAML files in it.
 """
@@ -25,7 +25,7 @@ def is_tuned(schedule: Any) -> bool:
 
 
 def read_tuned(reference: str, num_layers: int) -> dict[int, float]:
-    """{layer: keep ratio} of `tuned/NAME`. Raises UserError: no such file, none of ours, or tuned at another depth."""
+    """{layer: keep ratio} of `tuned/NAME`. Raises UserError: no or an invalid file, or tuned at another depth."""
     file = _file(reference)
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -37,7 +37,7 @@ def read_tuned(reference: str, num_layers: int) -> dict[int, float]:
         shares = ", ".join(f"{100 * layer / depth:g}%: {ratio:g}" for layer, ratio in schedule.keep.items())
         raise UserError(
             f"{reference} was found on a model of {depth} layers, this one has {num_layers}: search on this one "
-            f"(python -m eval.tune), or give its shares of the depth yourself: {{{shares}}}"
+            f"(lazyllm-bench tune), or give its shares of the depth yourself: {{{shares}}}"
         )
     return dict(schedule.keep)
 
@@ -56,7 +56,7 @@ def _file(reference: str) -> Path:
     for file in (SHIPPED / f"{name}.yaml", path / FILE, path):
         if file.is_file():
             return file
-    shipped = ", ".join(PREFIX + one.stem for one in sorted(SHIPPED.glob("*.yaml"))) or "none yet"
+    shipped = ", ".join(PREFIX + file.stem for file in sorted(SHIPPED.glob("*.yaml"))) or "none yet"
     raise UserError(
         f"no tuned schedule {name!r}: expected a file in eval/conf/tuned ({shipped}), a study's folder with "
         f"{FILE} in it, or a path to such a file"

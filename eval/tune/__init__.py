@@ -1,1 +1,1 @@
-"""Pruning schedules by search: `python -m eval.tune`."""
+"""Pruning schedules by search: `lazyllm-bench tune`."""

@@ -149,10 +149,11 @@ def _table(
         held_out = summarise(records[name]).rows[-1]
         assert held_out.baseline_score is not None
         assert held_out.ttft_speedup is not None
-        prompts = [(one.dataset, one.prompt_tokens) for one in records[name]]
+        prompts = [(record.dataset, record.prompt_tokens) for record in records[name]]
+        ideal = Ideal.of(study.ideal.model_config, prompts, study.ideal.method)
         row |= {
             "held_out_examples": held_out.examples,
-            "held_out_ideal_speedup": Ideal.of(study.ideal.model_config, prompts).speedup(candidate.schedule),
+            "held_out_ideal_speedup": ideal.speedup(candidate.schedule),
             "baseline_score": held_out.baseline_score.mean,
         }
         compared = difference(records[name], paper) if paper is not None and name != "paper" else (math.nan,) * 3

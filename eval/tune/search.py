@@ -11,24 +11,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from transformers import PreTrainedModel
 
 from eval.benchmarks.split import RULE
 from eval.paper.summary import summarise
-from eval.run import device_lock
+from eval.run import device_lock, provenance
 from eval.run.config import model_spec
-from eval.run.loop import free, load_model
+from eval.run.loop import free, load_model, reason_of, released
 from eval.run.measure import Bench, Case
 from eval.run.plan import Plan, prepare
 from eval.store.folder import RunStore, fingerprint
 from eval.tune.findings import report
 from eval.tune.settings import TuneConfig, as_run, plain_config
-from eval.tune.space import Candidate, Ideal, Space, references
-from eval.tune.study import Scored, TrialFailed, locked, open_study, search
-from lazyllm.engine.devices import release_memory
+from eval.tune.space import Candidate, Ideal, Space, references, with_schedule
+from eval.tune.study import Scored, TrialFailed, open_study, search
 from lazyllm.errors import UserError
-from lazyllm.methods import Lazy
 from lazyllm.models.load import load_config
+
+# The code that decides which candidates are tried and what a score is, beside the code that decides a record
+CODE = ("eval/tune/space.py", "eval/tune/study.py", "eval/paper/aggregate.py")
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +38,15 @@ log = logging.getLogger(__name__)
 def tune(config: TuneConfig) -> Path:
     """Search, then report; returns the study's folder.
 
-    Where other processes work in the same study, the last one to end its trial reports. Raises what `eval.run.loop.run`
-    raises, each with one message for the user, before a model loads where it can be known before.
+    If several processes work in one study, the last one to end its trial reports. Raises UserError, before a model
+    loads if that is possible.
     """
     started = time.monotonic()
     plan = prepare(as_run(config))
     model_config = load_config(model_spec(plan.config))
     space = Space(model_config.num_hidden_layers, config.layers)
-    ideal = Ideal.of(model_config, [(case.dataset.name, len(case.prompt.token_ids)) for case in plan.cases])
+    prompts = [(case.dataset.name, len(case.prompt.token_ids)) for case in plan.cases]
+    ideal = Ideal.of(model_config, prompts, plan.cases[0].method)
     _check_reach(config, space, ideal)
     beside = references(space, ideal, config.target_speedup)
     identity = study_identity(config, plan)
@@ -57,12 +60,12 @@ def tune(config: TuneConfig) -> Path:
         ideal=ideal,
         target=config.target_speedup,
         seed=config.seed,
-        first=[one for one in beside.values() if space.holds(one)],
+        first=[candidate for candidate in beside.values() if space.holds(candidate)],
     ) as study:
         log.info("%s: %d examples to tune on, %s", folder, len(plan.cases), study.counts())
-        with _Scorer(plan, folder) as score:
+        with released(plan.devices), _Scorer(plan, folder) as score:  # before the finalists are timed
             search(study, score, config.trials, lambda: _has_time(config.timeout_s, started))
-        with locked(folder / ".lock-report"):
+        with FileLock(folder / "report.lock"):
             counts = study.counts()
             if counts.running:
                 log.info("%s: %d trials run in other processes; the last of them reports", folder, counts.running)
@@ -74,9 +77,9 @@ def tune(config: TuneConfig) -> Path:
 
 
 def study_identity(config: TuneConfig, plan: Plan) -> dict[str, Any]:
-    """What must agree for a study to be gone on with: the run's identity, the examples, the objective and the space.
+    """What must agree for a study to go on: the run's identity, the examples, the objective and the space.
 
-    How many trials there are is not part of it: a search can be widened.
+    The number of trials is not part of it: a search can be widened.
     """
     keys = "\n".join(f"{dataset}\0{one}" for dataset, one in sorted(case.key for case in plan.cases))
     method = {key: value for key, value in plan.identity["method"].items() if key != "schedule"}
@@ -84,7 +87,7 @@ def study_identity(config: TuneConfig, plan: Plan) -> dict[str, Any]:
     return run | {
         "method": method,
         "tuned_on": f"{len(plan.cases)} examples, {hashlib.sha256(keys.encode()).hexdigest()[:16]}",
-        "search_code": _code_sha256(),
+        "search_code": provenance.code_sha256(CODE)[:16],
         "target_speedup": config.target_speedup,
         "layers": config.layers,
     }
@@ -105,19 +108,15 @@ class _Scorer:
 
     def __exit__(self, *_: object) -> None:
         self._model = None
-        try:
-            release_memory(*self._plan.devices)  # before the finalists are timed
-        except RuntimeError as error:  # what ended the search goes first
-            log.warning("%s: its memory could not be freed (%s)", ", ".join(map(str, self._plan.devices)), error)
 
     def _score(self, candidate: Candidate) -> Scored:
         folder = self._folder / "trials" / candidate.name
         folder.mkdir(parents=True, exist_ok=True)
         store = RunStore(folder)
         todo = [case for case in self._plan.cases if case.key not in store.records]
-        with device_lock.all_held(self._plan.devices, f"process {os.getpid()} for {folder}"):  # none is timed meanwhile
+        with device_lock.held(self._plan.devices, f"process {os.getpid()} for {folder}"):  # no run is timed meanwhile
             for case in todo:
-                self._measure(replace(case, method=self._method(case, candidate)), store)
+                self._measure(replace(case, method=with_schedule(case.method, candidate.schedule)), store)
         rows = summarise([store.records[case.key] for case in self._plan.cases]).rows
         return Scored(
             score=rows[-1].score.mean,
@@ -125,25 +124,17 @@ class _Scorer:
             examples=len(self._plan.cases),
         )
 
-    def _method(self, case: Case, candidate: Candidate) -> Lazy:
-        assert isinstance(case.method, Lazy)
-        return replace(case.method, schedule=candidate.schedule)
-
     def _measure(self, case: Case, store: RunStore) -> None:
-        bench = Bench(self._loaded(), self._plan.tokenizer, self._plan.config.model.chat, paired=False)
+        if self._model is None:
+            self._model = load_model(self._plan.config)
+        bench = Bench(self._model, self._plan.tokenizer, self._plan.config.model.chat, paired=False)
         try:
             store.append(bench.measure(case, baseline_first=True))
         except UserError:
             raise
         except Exception as error:  # out of memory, logits that are not finite: no score, and never a 0
             free(*self._plan.devices)
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise TrialFailed(f"{case.dataset.name}, row {case.example.id}: {reason}") from error
-
-    def _loaded(self) -> PreTrainedModel:
-        if self._model is None:
-            self._model = load_model(self._plan.config)
-        return self._model
+            raise TrialFailed(f"{case.dataset.name}, row {case.example.id}: {reason_of(error)}") from error
 
 
 def _check_reach(config: TuneConfig, space: Space, ideal: Ideal) -> None:
@@ -162,13 +153,6 @@ def _check_reach(config: TuneConfig, space: Space, ideal: Ideal) -> None:
 
 def _has_time(timeout_s: float | None, started: float) -> bool:
     return timeout_s is None or time.monotonic() - started < timeout_s
-
-
-def _code_sha256() -> str:
-    """Of what decides which candidates are tried and what a score is, beside what decides a record."""
-    here = Path(__file__).parent
-    files = [here / "space.py", here / "study.py", *(here.parent / name for name in ("halves.py", "aggregate.py"))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def _folder_name(config: TuneConfig, plan: Plan, identity: dict[str, Any]) -> str:

@@ -1,19 +1,19 @@
-"""What a search is told: a run's settings, and its own."""
+"""Settings of a search: a run's settings, and its own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from eval.benchmarks.split import TUNING
-from eval.run.config import RunConfig, TimingConfig, register_schema, to_run_config
+from eval.run.config import RunConfig, TimingConfig, to_run_config
 from lazyllm.errors import UserError
+from lazyllm.methods import METHODS, by_name
 
-_NOT_HERE = ("compare", "only", "shard", "half", "trace")  # keys of a run that mean nothing to a search
+_NOT_HERE = ("compare", "only", "shard", "half", "trace")  # keys of a run that a search does not use
 
 
 @dataclass
@@ -21,10 +21,10 @@ class TuneConfig(RunConfig):
     """A run's settings (`eval.run.config.RunConfig`), and the search's.
 
     target_speedup: the ideal TTFT speedup that a schedule must reach; null searches the whole front of score against
-        speedup. trials: schedules to be measured; those that are refused by arithmetic alone do not count. layers: how
-        many pruning layers a schedule has at most. finalists: of a front, how many schedules are measured on the
-        held-out half. timeout_s: seconds after which this process begins no other trial; null for none.
-    worker: means nothing; a sweep over it (-m worker=1,2,3,4) starts so many processes on one study.
+        speedup. trials: number of schedules to measure; those refused by arithmetic alone do not count. layers: most
+        pruning layers of a schedule. finalists: number of schedules of a front to measure on the held-out half.
+    timeout_s: seconds after which this process begins no other trial; null for no limit.
+    worker: has no effect; a sweep over it (-m worker=1,2,3,4) starts that many processes on one study.
     `seed` is the search's too. `out` is the study's folder; null makes studies/<name>-<fingerprint>.
     """
 
@@ -36,29 +36,24 @@ class TuneConfig(RunConfig):
     worker: int | None = None
 
 
-def register_tune_schema() -> None:
-    """Make the schema known to Hydra, in the place of a run's: the configs are the same."""
-    register_schema()
-    ConfigStore.instance().store(name="schema", node=TuneConfig)
-
-
-def to_tune_config(config: Any) -> TuneConfig:
-    """The composed config, checked as far as that goes without a model. Raises UserError."""
+def to_tune_config(config: DictConfig) -> TuneConfig:
+    """The composed config, checked as far as possible without a model. Raises UserError."""
     plain = to_run_config(config)
     assert isinstance(plain, TuneConfig)
     default = TuneConfig()
     for key in _NOT_HERE:
         if getattr(plain, key) != getattr(default, key):
-            raise UserError(f"{key}={getattr(plain, key)}: means nothing to a search; leave it away")
+            raise UserError(f"{key}={getattr(plain, key)}: means nothing to a search; leave it out")
     if not plain.timing.paired:
         raise UserError(
             "timing.paired=false: means nothing to a search, whose trials are never paired and whose finalists always "
-            "are; leave it away"
+            "are; leave it out"
         )
-    if plain.method["name"] != "lazy":
-        raise UserError(f"method={plain.method['name']}: only LazyLLM has a schedule to be searched; give method=lazy")
+    if by_name(plain.method["name"]).dial != "schedule":
+        searched = " or ".join(f"method={name}" for name in METHODS if METHODS[name].dial == "schedule")
+        raise UserError(f"method={plain.method['name']}: has no schedule to search; give {searched}")
     if plain.method.get("schedule", "paper") != "paper":
-        raise UserError("method.schedule is what is searched: leave it away")
+        raise UserError("method.schedule is what is searched: leave it out")
     target = plain.target_speedup
     if target is not None and target <= 1:
         raise UserError(f"target_speedup={target}: expected more than 1, or null for the whole front")
@@ -77,12 +72,14 @@ def as_run(config: TuneConfig) -> RunConfig:
 
 
 def check_installed() -> None:
-    """Raise UserError where Optuna is not installed."""
-    if find_spec("optuna") is None:
+    """Raise UserError if Optuna is not installed."""
+    try:
+        version("optuna")
+    except PackageNotFoundError as error:
         raise UserError(
             "the search needs the package optuna: install it with pip install --editable '.[tune]', in the "
             "repository's folder"
-        )
+        ) from error
 
 
 def plain_config(config: TuneConfig) -> dict[str, Any]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.datasets import DATASETS, TASKS
 from lazyllm.engine.flops import prefill_flops
-from lazyllm.methods import Lazy
+from lazyllm.methods import Method
 from lazyllm.methods.lazy import DEPTHS
-from lazyllm.methods.schedule import Schedule
 
 if TYPE_CHECKING:
     from optuna import Trial
@@ -23,13 +22,13 @@ _POWERS = 2**12  # how finely a candidate's strength is set
 
 @dataclass(frozen=True)
 class Candidate:
-    """A drawn schedule. cuts: (layer, per cent kept) in order of layers; a layer may stand twice: then it is none."""
+    """A drawn schedule. cuts: (layer, per cent kept) in order of layers; it is invalid if a layer stands twice."""
 
     cuts: tuple[tuple[int, int], ...]
 
     @property
     def clashes(self) -> int:
-        """How many cuts fall onto the layer of another one."""
+        """Number of cuts after a layer that has one already."""
         return len(self.cuts) - len(dict(self.cuts))
 
     @property
@@ -44,7 +43,7 @@ class Candidate:
 
     @property
     def parameters(self) -> dict[str, int]:
-        """What Optuna would draw to draw this one."""
+        """The values that Optuna draws for this candidate."""
         drawn = {"cuts": len(self.cuts)}
         for number, (layer, percent) in enumerate(self.cuts, start=1):
             drawn |= {f"layer_{number}": layer, f"keep_{number}": percent}
@@ -65,9 +64,9 @@ class Space:
     step: int = 1
 
     def draw(self, trial: Trial) -> Candidate:
-        """A candidate by the trial's sampler. Which cut is called the first does not matter: they are put in order.
+        """A candidate by the trial's sampler, its cuts in order of layers.
 
-        With a target it is drawn as a shape, which `fitted` makes as strong as the target asks for.
+        With a target it is drawn as a shape, which `fitted` makes as strong as the target asks.
         """
         cuts = []
         for number in range(1, trial.suggest_int("cuts", 1, self.max_cuts) + 1):
@@ -78,8 +77,8 @@ class Space:
     def fitted(self, candidate: Candidate, ideal: Ideal, target: float) -> Candidate:
         """The candidate, pruned as little as reaches the target: every keep ratio to one power, then to a whole step.
 
-        What prunes more than it has to is no better, so no model is run for it. Where the candidate's layers cannot
-        reach the target, it is the one that prunes most there.
+        No model runs for a schedule that prunes more than the target asks: it is no better. If the candidate's layers
+        cannot reach the target, the result prunes most at these layers.
         """
         weak, strong = 0, _POWERS  # 1 / _POWERS of the greatest power, which takes even the mildest cut to the end
         while strong - weak > 1:
@@ -91,7 +90,9 @@ class Space:
     def _raised(self, candidate: Candidate, power: int) -> Candidate:
         greatest = math.log(self.lowest / 100) / math.log(self.highest / 100)
         raised = [(layer, 100 * (keep / 100) ** (power / _POWERS * greatest)) for layer, keep in candidate.cuts]
-        return Candidate(tuple((layer, min(self.ratios, key=lambda one: abs(one - keep))) for layer, keep in raised))
+        return Candidate(
+            tuple((layer, min(self.ratios, key=lambda ratio: abs(ratio - keep))) for layer, keep in raised)
+        )
 
     def holds(self, candidate: Candidate) -> bool:
         """Whether the candidate can be drawn."""
@@ -112,24 +113,25 @@ class Space:
 class Ideal:
     """Ideal TTFT speedups over many prompts, put together as measured ones are (`eval.paper.aggregate`).
 
-    lengths: {dataset: {prompt tokens: how many prompts}}. Of a dataset: the baseline's summed FLOPs over the
-    schedule's; of a task: the mean over its datasets; of everything: the mean over tasks.
+    lengths: {dataset: {prompt tokens: number of prompts}}. A dataset's speedup is the baseline's summed FLOPs over the
+    schedule's; a task's the mean over its datasets; the whole the mean over tasks. method: takes the schedules.
     """
 
     model_config: Any
     lengths: Mapping[str, Mapping[int, int]]
+    method: Method
 
     @classmethod
-    def of(cls, model_config: Any, prompts: Sequence[tuple[str, int]]) -> Ideal:
-        """Of the (dataset, tokens) of each prompt."""
+    def of(cls, model_config: Any, prompts: Sequence[tuple[str, int]], method: Method) -> Ideal:
+        """Ideal speedups on these prompts, each (dataset, tokens)."""
         lengths: dict[str, Counter[int]] = {}
         for dataset, tokens in prompts:
             lengths.setdefault(dataset, Counter())[tokens] += 1
-        return cls(model_config, lengths)
+        return cls(model_config, lengths, method)
 
     def speedup(self, schedule: Mapping[int, float]) -> float:
         """The schedule's ideal speedup; one prompt's is `Method.ideal_speedup`."""
-        method = Lazy(Schedule(schedule))
+        method = with_schedule(self.method, schedule)
         layers = self.model_config.num_hidden_layers
         flops = {
             n: [
@@ -147,13 +149,18 @@ class Ideal:
         return mean(mean(of_task) for of_task in by_task if of_task)
 
 
-def references(space: Space, ideal: Ideal, target: float | None) -> dict[str, Candidate]:
-    """The schedules that the tuned one is set beside: those of {"paper": ..., "uniform": ...} that reach the target.
+def with_schedule(method: Method, schedule: Mapping[int, float]) -> Method:
+    """The method with another schedule. method: its dial is "schedule"."""
+    return replace(method, schedule=dict(schedule))  # type: ignore[type-var]  # every method is a dataclass
 
-    paper: after 30, 60 and 90 % of the depth (Figure 4), or the next earlier ones of
-    `lazyllm.methods.lazy.DEPTHS` that reach
-    the target. uniform: evenly spaced, after as many layers as a schedule may have, or as many more as it takes. Both
-    keep one ratio: 70 % as the paper has it where there is no target, else the highest that reaches it.
+
+def references(space: Space, ideal: Ideal, target: float | None) -> dict[str, Candidate]:
+    """The schedules to compare the tuned one with: those of {"paper": ..., "uniform": ...} that reach the target.
+
+    paper: after 30, 60 and 90 % of the depth (Figure 4), or the next earlier layers of
+    `lazyllm.methods.lazy.DEPTHS` that reach the target. uniform: after evenly spaced layers, as many as a schedule
+    may have, or the fewest more that reach it. Both keep one ratio: the highest that reaches the target; without a
+    target 70 %, the paper's.
     """
     depth = space.num_layers
     even = [[depth * number // (cuts + 1) for number in range(1, cuts + 1)] for cuts in range(space.max_cuts, depth)]
@@ -165,8 +172,7 @@ def references(space: Space, ideal: Ideal, target: float | None) -> dict[str, Ca
             for layers in choices
             for percent in (reversed(space.ratios) if target is not None else [70])
         )
-        reaching = (one for one in equal if target is None or ideal.speedup(one.schedule) >= target)
-        candidate = next(reaching, None)
+        candidate = next((one for one in equal if target is None or ideal.speedup(one.schedule) >= target), None)
         if candidate is not None:
             found[name] = candidate
     return found

@@ -1,29 +1,28 @@
-"""A search's study: an Optuna study in a file that several processes share, and that a kill does not hurt.
+"""A search's study: an Optuna study in a file that several processes share, and that survives a kill.
 
-study.json       what the study is of (its identity), config, provenance
+study.json       the study's identity, config and provenance
 journal.log      Optuna's journal: every trial with its schedule, ideal speedup and score
-trials/NAME/     records.jsonl: one `Record` an example of the tuning half, kept when a trial is killed
-workers/ID.lock  held by a living process; a running trial whose process is gone is done again
+trials/NAME/     records.jsonl: one `Record` an example of the tuning half, kept if a trial is killed; .lock: held by
+                 the process that measures the schedule, so that a running trial without a process is done again
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import optuna
+from filelock import FileLock, Timeout
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from eval.store.folder import fingerprint, write_whole
@@ -32,7 +31,7 @@ from lazyllm.errors import UserError
 
 log = logging.getLogger(__name__)
 
-IN_VAIN = 100  # so many candidates in a row that need no model: nothing new is to be expected
+IN_VAIN = 100  # after N candidates in a row that need no model the search ends: nothing new is to be expected
 _NAME = "schedules"
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 
@@ -57,7 +56,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Counts:
-    """How many candidates were measured, refused by arithmetic, drawn again, failed or given up, and now run."""
+    """Numbers of candidates: measured, refused by arithmetic, drawn again, failed or given up, and running now."""
 
     measured: int
     refused: int
@@ -66,9 +65,13 @@ class Counts:
     running: int
 
 
+class TrialFailed(RuntimeError):  # noqa: N818 - an outcome
+    """A candidate that could not be measured; the message says why."""
+
+
 @dataclass(frozen=True)
 class Study:
-    """One process's hold of the study in `folder`. Open it with `open_study`."""
+    """One process's part in the study in `folder`. Open it with `open_study`."""
 
     folder: Path
     space: Space
@@ -76,22 +79,24 @@ class Study:
     target: float | None
     seed: int
     optuna: optuna.Study
-    worker: str
+    _locks: dict[int, FileLock] = field(default_factory=dict)  # of the trials that this process measures
 
     def next(self, trials: int) -> tuple[Trial, Candidate] | None:
-        """A candidate to be measured, which no other process measures; None where `trials` are, or nothing is new.
+        """A candidate to measure, reserved for this process; None if the study has `trials`, or nothing is new.
 
         Candidates that the constraints refuse, or that were measured before, are told to Optuna at once.
         """
-        with locked(self.folder / ".lock"):
+        with lock_of(self.folder):
             self._retire_the_dead()
             for vain in range(IN_VAIN):
                 counts = self.counts()
                 if counts.measured + counts.running >= trials:
                     return None
-                found = self._draw(at_random=vain >= IN_VAIN // 4)
-                if found is not None:
-                    return found
+                drawn = self._draw(at_random=vain >= IN_VAIN // 4)
+                if drawn is not None:
+                    self._locks[drawn[0].number] = lock = lock_of(self._trial_folder(drawn[1]))
+                    lock.acquire()
+                    return drawn
         log.info("%d candidates in a row were refused or known: the search ends", IN_VAIN)
         return None
 
@@ -99,17 +104,21 @@ class Study:
         """Write down a candidate's score."""
         trial.set_user_attr("tasks", dict(scored.tasks))
         trial.set_user_attr("examples", scored.examples)
-        self.optuna.tell(trial, self._values(scored.score, self.ideal.speedup(candidate.schedule)))
+        speedup = self.ideal.speedup(candidate.schedule)
+        self.optuna.tell(trial, [scored.score] if self.target is not None else [scored.score, speedup])
+        self._locks.pop(trial.number).release()
 
     def fail(self, trial: Trial, reason: str) -> None:
         """Write down that a candidate could not be measured."""
         trial.set_user_attr("reason", reason)
         self.optuna.tell(trial, state=TrialState.FAIL)
+        if trial.number in self._locks:
+            self._locks.pop(trial.number).release()
 
     def counts(self) -> Counts:
         trials = self._trials()
-        repeated = sum("repeats" in one.user_attrs for one in trials)
-        states = [one.state for one in trials]
+        repeated = sum("repeats" in trial.user_attrs for trial in trials)
+        states = [trial.state for trial in trials]
         return Counts(
             measured=states.count(TrialState.COMPLETE),
             refused=states.count(TrialState.PRUNED) - repeated,
@@ -122,37 +131,34 @@ class Study:
         """All schedules that were measured, once each, in order."""
         return [
             Tried(
-                _candidate(one),
-                one.user_attrs["ideal_speedup"],
-                Scored(one.values[0], one.user_attrs["tasks"], one.user_attrs["examples"]),
+                _candidate(trial),
+                trial.user_attrs["ideal_speedup"],
+                Scored(trial.values[0], trial.user_attrs["tasks"], trial.user_attrs["examples"]),
             )
-            for one in self._trials()
-            if one.state == TrialState.COMPLETE
+            for trial in self._trials()
+            if trial.state == TrialState.COMPLETE
         ]
 
     def _draw(self, at_random: bool) -> tuple[Trial, Candidate] | None:
-        """The next candidate, if it is one to be measured. at_random: not where good ones were, all are known there."""
-        ended = sum(one.state in _ENDED for one in self._trials())
+        """The next candidate, if it is to be measured. at_random: not near good ones, if all of these are known."""
+        ended = sum(trial.state in _ENDED for trial in self._trials())
         # a sampler for each trial, seeded by what the study holds: a search that goes on after a kill draws what it
         # would have drawn, and two processes do not draw the same
         self.optuna.sampler = _sampler(self.seed, ended + self.counts().running, at_random)
         trial = self.optuna.ask()
-        trial.set_user_attr("worker", self.worker)
         candidate = self.space.draw(trial)
         if self.target is not None and not candidate.clashes:
             candidate = self.space.fitted(candidate, self.ideal, self.target)
         trial.set_user_attr("cuts", candidate.cuts)
         trial.set_constraint("layers that stand twice", candidate.clashes)
-        if candidate.clashes:
+        speedup = 0.0 if candidate.clashes else self.ideal.speedup(candidate.schedule)
+        if not candidate.clashes:
+            trial.set_user_attr("ideal_speedup", speedup)
+            if self.target is not None:
+                trial.set_constraint("ideal speedup that is missing", self.target - speedup)
+        if candidate.clashes or (self.target is not None and speedup < self.target):
             self.optuna.tell(trial, state=TrialState.PRUNED)
             return None
-        speedup = self.ideal.speedup(candidate.schedule)
-        trial.set_user_attr("ideal_speedup", speedup)
-        if self.target is not None:
-            trial.set_constraint("ideal speedup that is missing", self.target - speedup)
-            if speedup < self.target:
-                self.optuna.tell(trial, state=TrialState.PRUNED)
-                return None
         for other in self._trials():
             if other.number == trial.number or _candidate(other) != candidate:
                 continue
@@ -166,20 +172,25 @@ class Study:
         return trial, candidate
 
     def _retire_the_dead(self) -> None:
-        """Give up the running trials of processes that are gone, and put their candidates first in the queue."""
-        for one in self._trials():
-            if one.state == TrialState.RUNNING and not self._lives(one.user_attrs.get("worker")):
-                parameters = {**one.system_attrs.get("fixed_params", {}), **one.params}
-                self.optuna.tell(one.number, state=TrialState.FAIL)
-                self.optuna.enqueue_trial(parameters)
-                log.info("trial %d was broken off: it is done again", one.number)
+        """Fail the running trials whose process is gone, and put their candidates first in the queue."""
+        for trial in self._trials():
+            if trial.state == TrialState.RUNNING and not self._is_measured(trial):
+                self.optuna.tell(trial.number, state=TrialState.FAIL)
+                self.optuna.enqueue_trial({**trial.system_attrs.get("fixed_params", {}), **trial.params})
+                log.info("trial %d was broken off: it is done again", trial.number)
 
-    def _lives(self, worker: str | None) -> bool:
-        """Whether the process that holds this worker's lock still runs. None: it ended while it drew."""
-        return worker == self.worker or (worker is not None and _is_held(self.folder / "workers" / f"{worker}.lock"))
+    def _is_measured(self, trial: FrozenTrial) -> bool:
+        """Whether a living process measures the trial. One that was still being drawn has no candidate."""
+        if "cuts" not in trial.user_attrs:
+            return False
+        try:
+            with lock_of(self._trial_folder(_candidate(trial))).acquire(timeout=0):
+                return False
+        except Timeout:
+            return True
 
-    def _values(self, score: float, speedup: float) -> list[float]:
-        return [score] if self.target is not None else [score, speedup]
+    def _trial_folder(self, candidate: Candidate) -> Path:
+        return self.folder / "trials" / candidate.name
 
     def _trials(self) -> list[FrozenTrial]:
         return self.optuna.get_trials(deepcopy=False)
@@ -197,44 +208,55 @@ def open_study(
     seed: int,
     first: Sequence[Candidate],
 ) -> Iterator[Study]:
-    """The study in `folder`, made if it is not there; this process counts as one of its workers until the block ends.
+    """The study in `folder`, made if it is not there.
 
-    identity: what must agree for a study to be gone on with. about: config and provenance, for people. first: what is
-    tried before the sampler draws. Raises UserError: a study of another identity, or a folder that cannot be used.
+    identity: what must agree for a study to go on. about: config and provenance, for people. first: candidates to try
+    before the sampler draws. Raises UserError: a study of another identity, or a folder that cannot be used.
     """
-    try:
-        (folder / "workers").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: the study's folder cannot be written ({error}); give another with out=") from error
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    worker = uuid4().hex[:12]
-    file = folder / "workers" / f"{worker}.lock"
-    with locked(file):
-        try:
-            with locked(folder / ".lock"):
-                _check_identity(folder / "study.json", identity, about)
-                study = optuna.create_study(
-                    storage=JournalStorage(JournalFileBackend(str(_mended_journal(folder, worker)))),
-                    study_name=_NAME,
-                    directions=["maximize"] if target is not None else ["maximize", "maximize"],
-                    load_if_exists=True,
-                )
-                for candidate in first:
-                    study.enqueue_trial(candidate.parameters, skip_if_exists=True)
-            yield Study(folder, space, ideal, target, seed, study, worker)
-        finally:
-            file.unlink(missing_ok=True)
+    locks: dict[int, FileLock] = {}
+    try:
+        with lock_of(folder):
+            _check_identity(folder / "study.json", identity, about)
+            journal = folder / "journal.log"
+            # the kernel frees this lock if its process is killed; Optuna's own would be waited for half a minute
+            lock: Any = FileLock(folder / "journal.lock")
+            with lock:
+                _cut_half_line(journal)
+            study = optuna.create_study(
+                storage=JournalStorage(JournalFileBackend(str(journal), lock)),
+                study_name=_NAME,
+                directions=["maximize"] if target is not None else ["maximize", "maximize"],
+                load_if_exists=True,
+            )
+            for candidate in first:
+                study.enqueue_trial(candidate.parameters, skip_if_exists=True)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: the study's folder cannot be written or locked ({error}); give another with out=FOLDER"
+        ) from error
+    try:
+        yield Study(folder, space, ideal, target, seed, study, locks)
+    finally:
+        for held in locks.values():
+            held.release()
+
+
+def lock_of(folder: Path) -> FileLock:
+    """The lock of a folder, which is made if it is not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder / ".lock")
 
 
 def search(study: Study, score: Callable[[Candidate], Scored], trials: int, goes_on: Callable[[], bool]) -> None:
     """Measure candidates until the study has `trials` of them, or `goes_on` says no.
 
-    score: raises TrialFailed where a candidate cannot be measured; other candidates are tried then. Raises UserError
-    after three of these in this process.
+    score: raises TrialFailed if a candidate cannot be measured; the search goes on with others. Raises UserError after
+    three of these in this process.
     """
     failures = 0
-    while goes_on() and (found := study.next(trials)) is not None:
-        trial, candidate = found
+    while goes_on() and (drawn := study.next(trials)) is not None:
+        trial, candidate = drawn
         log.info("trial %d: schedule %s", trial.number, candidate.schedule)
         try:
             scored = score(candidate)
@@ -249,28 +271,13 @@ def search(study: Study, score: Callable[[Candidate], Scored], trials: int, goes
         log.info("trial %d: score %.2f", trial.number, scored.score)
 
 
-class TrialFailed(RuntimeError):  # noqa: N818 - an outcome
-    """A candidate that could not be measured; the message says why."""
-
-
-@contextmanager
-def locked(file: Path) -> Iterator[None]:
-    """Hold a lock file, made if it is not there; waits for it. Raises UserError where the file system knows none."""
-    with file.open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            raise UserError(f"{file}: cannot be locked ({error}); put the study where locks work, with out=") from error
-        yield
-
-
 def _sampler(seed: int, number: int, at_random: bool) -> BaseSampler:
     drawn = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
     if at_random:
         return RandomSampler(drawn)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # `group`
-        # group: how many cuts there are decides which parameters there are
+        # group: the number of cuts decides which parameters there are
         return TPESampler(seed=drawn, multivariate=True, group=True)
 
 
@@ -300,36 +307,11 @@ def _check_identity(file: Path, identity: dict[str, Any], about: dict[str, Any])
         )
 
 
-def _mended_journal(folder: Path, worker: str) -> Path:
-    """The journal, without what a kill can leave: a lock that nobody holds, half a last line.
-
-    Optuna waits half a minute for such a lock, and would write its next line behind the half one and read neither.
-    """
-    journal = folder / "journal.log"
-    others = [file for file in (folder / "workers").glob("*.lock") if file.stem != worker]
-    if not any(_is_held(file) for file in others):
-        journal.with_name("journal.log.lock").unlink(missing_ok=True)
+def _cut_half_line(journal: Path) -> None:
+    """Cut off what a kill leaves of a last line: Optuna would write its next line behind it and read neither."""
     if journal.exists():
-        lock = JournalFileSymlinkLock(str(journal))  # Optuna's own: other processes may be writing
-        lock.acquire()
-        try:
-            with journal.open("r+b") as opened:
-                opened.truncate(opened.read().rfind(b"\n") + 1)
-        finally:
-            lock.release()
-    return journal
-
-
-def _is_held(file: Path) -> bool:
-    """Whether a living process holds this lock file."""
-    if not file.exists():
-        return False
-    with file.open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+        with journal.open("r+b") as opened:
+            opened.truncate(opened.read().rfind(b"\n") + 1)
 
 
 def _short(value: Any) -> str:

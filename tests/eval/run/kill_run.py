@@ -81,7 +81,7 @@ def job(folder: Path, before: Callable[[], None] = lambda: None) -> int:
     try:
         os.chdir(folder)
         before()
-        eval.run.run(config_of(), show=False)
+        eval.run.loop.run(config_of(), show=False)
         status = 0
     finally:
         os._exit(status)
@@ -213,7 +213,7 @@ def main(kills: int = 100, seed: int = 0) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     rows = {name: eval.run.plan.load_rows(one) for name, one in _datasets().items()}
-    # the rows are generated anew by each job, which takes most of its time: they are made once, before the fork
+    # generating the rows would take most of a job's time: they are made once, before the fork
     eval.run.plan.load_rows = lambda dataset, *_: rows[dataset.name]
     with tempfile.TemporaryDirectory() as folder:
         counts = kill_run(Path(folder), kills, seed)

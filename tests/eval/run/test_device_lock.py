@@ -1,14 +1,17 @@
 from __future__ import annotations
 
-import fcntl
+import logging
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 
 from eval.run import device_lock
 from eval.run.device_lock import held, load
@@ -20,95 +23,68 @@ HOLD = """
 import logging, sys, torch
 from eval.run.device_lock import held
 logging.basicConfig(level=logging.INFO)
-with held(torch.device("mps"), "the other run"):
+with held([torch.device("mps")], "the other run"):
     print("has it", flush=True)
     sys.stdin.read()
 """
 
 
-def start_holder(cache: Path) -> subprocess.Popen[str]:
-    """A process that holds the device until its standard input is closed."""
-    return subprocess.Popen(
-        [sys.executable, "-c", HOLD],
-        cwd=ROOT,
-        env=os.environ | {"LAZYLLM_BENCH_CACHE": str(cache)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_a_second_run_waits_and_says_for_whom(tmp_path: Path) -> None:
-    first, second = start_holder(tmp_path), None
-    try:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "has it\n"
-        second = start_holder(tmp_path)
-        assert second.stderr is not None
-        # packages may have words of their own before it
-        assert any("mps is in use by the other run: waiting until it is free" in line for line in second.stderr)
-        assert second.poll() is None
-        first.communicate()  # closes its input
-        assert second.stdout is not None
-        assert second.stdout.readline() == "has it\n"
-        second.communicate()
-        assert (first.returncode, second.returncode) == (0, 0)
-    finally:
-        for process in filter(None, (first, second)):
-            process.kill()
-            process.wait()
-
-
-def test_a_run_that_is_killed_lets_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_waits_for_the_device_and_says_for_whom_until_the_holder_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
-    with start_holder(tmp_path) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "has it\n"
-        other.kill()
-        other.communicate()
-    with held(DEVICE, "this run"):
-        assert (tmp_path / "locks" / "mps-0.lock").read_text() == "this run"
+    monkeypatch.setattr(device_lock, "POLL_S", 0.01)
+    caplog.set_level(logging.INFO)
+    order = []
+
+    def run() -> None:
+        with held([DEVICE], "this run"):
+            order.append("held")
+
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "has it\n"
+            waiting = threading.Thread(target=run)
+            waiting.start()
+            while "mps is in use by the other run: waiting until it is free" not in caplog.text:
+                assert waiting.is_alive()
+                time.sleep(0.01)
+            order.append("killed")
+        finally:
+            holder.kill()
+            holder.communicate()
+    waiting.join()
+    assert order == ["killed", "held"]
+    assert (tmp_path / "locks" / "mps-0.holder").read_text() == "this run"
 
 
-def test_devices_of_their_own_and_the_cpu_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
-    uuids = {0: "aaa", 1: "bbb"}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda one: SimpleNamespace(uuid=uuids[one.index]))
-    with held(torch.device("cuda:0"), "a"), held(torch.device("cuda:1"), "b"):
-        assert {file.name for file in (tmp_path / "locks").iterdir()} == {"aaa.lock", "bbb.lock"}
-        with held(torch.device("cpu"), "c"), held(torch.device("cpu"), "d"):
-            assert len(list((tmp_path / "locks").iterdir())) == 2
-
-
-def test_all_devices_of_a_run_are_taken_in_one_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_devices_of_a_run_are_taken_in_one_order_and_the_cpu_is_not(tmp_path: Path, monkeypatch) -> None:
     """Two runs that name the same two devices the other way round would else wait for each other for ever."""
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
     uuids = {0: "bbb", 1: "aaa"}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda one: SimpleNamespace(uuid=uuids[one.index]))
-    taken: list[int] = []
-    own = device_lock.held
-    monkeypatch.setattr(
-        device_lock, "held", lambda device, holder: (taken.append(device.index), own(device, holder))[1]
-    )
-    cuda = [torch.device("cuda", number) for number in (0, 1)]
-    for given in (cuda, cuda[::-1]):
-        with device_lock.all_held(given, "this run"):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
+    taken: list[str] = []
+    acquire = device_lock._acquire
+    monkeypatch.setattr(device_lock, "_acquire", lambda file, *of: (taken.append(file.stem), acquire(file, *of))[1])
+    devices = [torch.device("cuda", 0), torch.device("cpu"), torch.device("cuda", 1)]
+    for given in (devices, devices[::-1]):
+        with held(given, "this run"), held([torch.device("cpu")], "another"):
             for uuid in uuids.values():
-                with (tmp_path / "locks" / f"{uuid}.lock").open() as file, pytest.raises(BlockingIOError):
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert taken == [1, 0, 1, 0]
-    with device_lock.all_held([torch.device("cpu")], "this run"):
-        pass
+                with pytest.raises(Timeout):
+                    FileLock(tmp_path / "locks" / f"{uuid}.lock").acquire(timeout=0)
+    assert taken == ["aaa", "bbb", "aaa", "bbb"]
 
 
 def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch, caplog) -> None:
-    def no_locks(*_: object) -> None:
+    def no_locks(*_: object, **__: object) -> None:
         raise OSError(37, "No locks available")
 
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
-    monkeypatch.setattr("eval.run.device_lock.fcntl.flock", no_locks)
-    with held(DEVICE, "this run"):
+    monkeypatch.setattr("eval.run.device_lock.FileLock.acquire", no_locks)
+    with held([DEVICE], "this run"):
         pass
     assert "cannot be locked" in caplog.text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.run.interrupt import MESSAGE, STATUS
+from eval.run.job import INTERRUPTED, MESSAGE
 from eval.store.record import Record
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -28,60 +28,42 @@ def block():
 ALONE = (
     BLOCK
     + """
-from eval.run.interrupt import end_soon_after_ctrl_c
-end_soon_after_ctrl_c()
+from eval.run.job import _end_soon_after_ctrl_c
+_end_soon_after_ctrl_c()
 try:
     block()
 finally:
     print("went on")
 """
 )
-# Threads that are waited for when the interpreter ends, as those that read weights are
-THREADS = (
-    BLOCK
-    + """
-import concurrent.futures, time
-from eval.run.interrupt import end_soon_after_ctrl_c
-end_soon_after_ctrl_c()
-with concurrent.futures.ThreadPoolExecutor(1) as threads:
-    threads.submit(block)
-    time.sleep(10**6)
-"""
-)
 RUN = (
     BLOCK
     + """
-import runpy
-import eval.{module}
-real, calls = eval.{module}.{function}, 0
+import eval.cli
+import {module}
+real, calls = {module}.{function}, 0
 def blocking(*arguments, **settings):
     global calls
     calls += 1
     if calls == {call}:
         block()
     return real(*arguments, **settings)
-eval.{module}.{function} = blocking
-sys.argv = ["run.py", "dataset=lookup", "limit=4", "max_new_tokens=2", "timing.warmup=0", "out=run", "threads=1",
-            "model.max_prompt_tokens=96"]
-runpy.run_path({path!r}, run_name="__main__")
+{module}.{function} = blocking
+sys.exit(eval.cli.main({arguments!r}))
 """
 )
 SHORT = ["dataset=lookup", "limit=4", "max_new_tokens=2", "timing.warmup=0", "threads=1", "model.max_prompt_tokens=96"]
-TARGET = "target_speedup=1.2"
-COMMANDS = {
-    "run": f"sys.argv = ['run.py', *{SHORT!r}]; runpy.run_path({str(ROOT / 'run.py')!r}, run_name='__main__')",
-    "eval.tune": f"sys.argv = ['', *{SHORT!r}, {TARGET!r}]; runpy.run_module('eval.tune', run_name='__main__')",
-}
-# A measurement that hears of Ctrl-C, where nobody ends it from beside, and what an interpreter does before it ends
+# A measurement that Ctrl-C interrupts, without the thread of our own, and with work at the interpreter's end
 HEARS = """
-import atexit, runpy, sys, time
-import eval.run.interrupt, eval.run.measure
+import atexit, sys, time
+import eval.cli, eval.run.job, eval.run.measure
 def hear(*arguments, **settings):
     print("blocked", flush=True)
     time.sleep(10**6)
 eval.run.measure.generate = hear
-eval.run.interrupt.end_soon_after_ctrl_c = lambda: print("watched", file=sys.stderr)
+eval.run.job._end_soon_after_ctrl_c = lambda: print("watched", file=sys.stderr)
 atexit.register(print, "waited for", flush=True)
+sys.exit(eval.cli.main({arguments!r}))
 """
 
 
@@ -110,10 +92,9 @@ def interrupt(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-@pytest.mark.parametrize("code", [ALONE, THREADS])
-def test_what_cannot_be_interrupted_is_ended(tmp_path: Path, code: str) -> None:
-    done = interrupt(code, tmp_path)
-    assert done.returncode == STATUS == 130
+def test_what_cannot_be_interrupted_is_ended(tmp_path: Path) -> None:
+    done = interrupt(ALONE, tmp_path)
+    assert done.returncode == INTERRUPTED == 130
     assert done.stderr.endswith(f"{MESSAGE}\n")
     assert "the same command goes on from there" in MESSAGE
     assert "went on" not in done.stdout
@@ -121,13 +102,17 @@ def test_what_cannot_be_interrupted_is_ended(tmp_path: Path, code: str) -> None:
 
 @pytest.mark.parametrize(
     ("module", "function", "call", "records"),
-    [("run", "load_weights", 1, 0), ("measure", "generate", 6, 2)],  # two generations an example: method and baseline
+    [
+        ("eval.run.loop", "load_weights", 1, 0),
+        ("eval.run.measure", "generate", 6, 2),  # two generations an example: method and baseline
+    ],
 )
 def test_a_run_ends_while_it_loads_and_within_a_step(
     tmp_path: Path, module: str, function: str, call: int, records: int
 ) -> None:
-    done = interrupt(RUN.format(module=module, function=function, call=call, path=str(ROOT / "run.py")), tmp_path)
-    assert done.returncode == STATUS
+    arguments = ["run", *SHORT, "out=run"]
+    done = interrupt(RUN.format(module=module, function=function, call=call, arguments=arguments), tmp_path)
+    assert done.returncode == INTERRUPTED
     assert done.stderr.endswith(f"{MESSAGE}\n")
     assert "Traceback" not in done.stderr
     file = tmp_path / "run" / "records.jsonl"
@@ -137,10 +122,9 @@ def test_a_run_ends_while_it_loads_and_within_a_step(
     assert (tmp_path / "run" / "run.json").exists()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_ends_at_once(tmp_path: Path, command: str) -> None:
-    done = interrupt(HEARS + COMMANDS[command], tmp_path)
-    assert done.returncode == STATUS
+def test_a_search_ends_at_once(tmp_path: Path) -> None:
+    done = interrupt(HEARS.format(arguments=["tune", *SHORT, "target_speedup=1.2"]), tmp_path)
+    assert done.returncode == INTERRUPTED
     assert done.stderr.endswith(f"{MESSAGE}\n")
     assert "Traceback" not in done.stderr
     assert "watched" in done.stderr.splitlines()

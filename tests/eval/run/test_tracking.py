@@ -19,27 +19,20 @@ from typing import Any
 import pytest
 
 from eval.paper.summary import Row, Summary, Value, flat, summarise, to_json
-from eval.run import tracking
-from eval.run.tracking import (
-    HIDDEN,
-    Tracker,
-    TrackerConfig,
-    example_row,
-    open_tracker,
-    public,
-    summary_keys,
-    track_pictures,
-)
+from eval.run.config import TrackerConfig
+from eval.run.loop import run
+from eval.run.tracking import Tracker, example_row, open_tracker, summary_keys, track_pictures
 from eval.store.folder import fingerprint, open_store, read_run
 from eval.store.frame import StoredRun
 from eval.store.record import Measurement, Record
+from tests.eval.run.test_configs import config_of
 
 ROOT = Path(__file__).resolve().parents[3]
 SECRET = "5ecret" * 8
 OFFLINE = TrackerConfig("wandb", mode="offline", tags=["a-tag"])
 IDENTITY = {"model": "tiny", "method": {"name": "lazy", "schedule": {"2": 0.3}}, "seed": 0, "paired": True}
 CONFIG = {
-    "model": {"name": "tiny", "paper": None, "hub_token": SECRET},
+    "model": {"name": "tiny", "paper": None},
     "method": {"name": "lazy", "schedule": {2: 0.3}},
     "limit": 2,
 }
@@ -218,7 +211,7 @@ def test_config_history_summary_table_and_artifact_lie_in_the_offline_file(tmp_p
     assert written.exit_code == 0
 
     assert written.config["method"] == {"name": "lazy", "schedule": {"2": 0.3}}
-    assert written.config["model"] == {"name": "tiny", "paper": None, "hub_token": HIDDEN}
+    assert written.config["model"] == {"name": "tiny", "paper": None}
     assert written.config["setting"] == "lazy, schedule={2: 0.3}"
     assert (written.config["identity"], written.config["provenance"]) == (IDENTITY, {"cpu": "X"})
     assert (written.config["limit"], written.config["fingerprint"]) == (2, fingerprint(IDENTITY))
@@ -331,15 +324,19 @@ def test_a_run_that_goes_on_is_the_same_run_and_is_shown_whole(tmp_path: Path) -
     assert whole.running == [pytest.approx(AFTER_FIRST), pytest.approx(AFTER_SECOND)]
 
 
+def fake_run(folder: Path, **own: Any) -> Any:
+    """What `wandb.init` returns, without a server."""
+    quiet = {name: lambda *_, **__: None for name in ("log", "define_metric", "finish")}
+    place = str(folder / "run" / "wandb" / "run-1" / "files")
+    return SimpleNamespace(**({"resumed": False, "url": "", "dir": place, "offline": False} | quiet | own))
+
+
 @pytest.mark.parametrize(("resumed", "shown"), [(True, [2]), (False, [1, 2])])
 def test_what_the_server_has_is_not_sent_again(tmp_path: Path, monkeypatch, resumed: bool, shown: list[int]) -> None:
     import wandb
 
     sent = []
-    online = SimpleNamespace(
-        resumed=resumed, url="", dir=str(tmp_path / "run" / "wandb" / "run-1" / "files"), offline=False,
-        log=lambda row: sent.append(row["examples"]), define_metric=lambda *_, **__: None, finish=lambda **_: None,
-    )  # fmt: skip
+    online = fake_run(tmp_path, resumed=resumed, log=lambda row: sent.append(row["examples"]))
     monkeypatch.setattr(wandb, "init", lambda **_: online)
     with open_tracker(OFFLINE, run_of(tmp_path / "run", FIRST)) as tracker:
         tracker.record(SECOND)
@@ -349,28 +346,10 @@ def test_what_the_server_has_is_not_sent_again(tmp_path: Path, monkeypatch, resu
 # ------------------------------------------------------------------------------------------------------------- privacy
 
 
-def test_public_hides_secrets_and_the_home_folder(tmp_path: Path) -> None:
-    home = str(tmp_path / "home")
-    shown = public(
-        {
-            "api_key": "k", "WANDB_API_KEY": "k", "hub": {"hfToken": "t", "access-key": "a"}, "password": "p",
-            "no_token": None, "auth": "x", "client_secret": ["s"],
-            "tokenizer": "llama", "max_prompt_tokens": 3500, "token_ids": [1], "author": "me", "keep": 0.5,
-            "data": {"dir": f"{home}/data", "dirs": [f"{home}", f"{home}stead/x"]}, 2: 0.3, "path": tmp_path / "x",
-        }
-    )  # fmt: skip
-    assert shown == {
-        "api_key": HIDDEN, "WANDB_API_KEY": HIDDEN, "hub": {"hfToken": HIDDEN, "access-key": HIDDEN},
-        "password": HIDDEN, "no_token": None, "auth": HIDDEN, "client_secret": HIDDEN,
-        "tokenizer": "llama", "max_prompt_tokens": 3500, "token_ids": [1], "author": "me", "keep": 0.5,
-        "data": {"dir": "~/data", "dirs": ["~", f"{home}stead/x"]}, "2": 0.3, "path": str(tmp_path / "x"),
-    }  # fmt: skip
-
-
 def test_no_secret_is_in_any_byte_and_nothing_is_written_elsewhere(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     monkeypatch.setenv("HF_TOKEN", f"hf_{SECRET}")
-    monkeypatch.setattr(sys, "argv", ["run.py", f"model.hub_token={SECRET}"])
+    monkeypatch.setattr(sys, "argv", ["run.py", f"anything={SECRET}"])
     tracked(tmp_path / "run")
     files = [file for file in (tmp_path / "run" / "wandb").rglob("*") if file.is_file()]
     assert any(file.suffix == ".wandb" for file in files)
@@ -401,7 +380,7 @@ sys.addaudithook(watch)
 
 def isolated(tmp_path: Path, code: str, **environment: str) -> str:
     """What the code prints in a process of its own, with the helpers of this file as `t`."""
-    head = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests' / 'eval')!r}]\n"
+    head = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests' / 'eval' / 'run')!r}]\n"
     done = subprocess.run(
         [sys.executable, "-c", head + ISOLATED + textwrap.dedent(code)],
         cwd=tmp_path,
@@ -488,7 +467,11 @@ def test_the_mode(tmp_path: Path, monkeypatch, caplog, wanted: str, environment,
     if netrc:
         (tmp_path / "home" / ".netrc").write_text(f"machine 127.0.0.1:9 login user password {'k' * 40}\n")
         (tmp_path / "home" / ".netrc").chmod(0o600)
-    assert tracking._mode(wandb, wanted) == mode
+    modes = []
+    monkeypatch.setattr(wandb, "init", lambda mode, **_: modes.append(mode) or fake_run(tmp_path))
+    with open_tracker(TrackerConfig("wandb", mode=wanted), run_of(tmp_path / "run", FIRST)):
+        pass
+    assert (modes or ["disabled"]) == [mode]
     assert ("needs a key" in caplog.text) == (wanted == "online" and mode == "offline")
 
 
@@ -578,39 +561,31 @@ def test_an_error_of_the_run_is_not_changed(tmp_path: Path, monkeypatch) -> None
 # ------------------------------------------------------------------------------------------------------ the whole run
 
 
-def run_tracked(*overrides: str) -> Any:
-    """A run of the tiny model on two examples, in this process, as `python run.py tracker=wandb` makes it."""
-    from hydra import compose, initialize_config_dir
-
-    from eval.run.config import register_schema, to_run_config
-    from eval.run.loop import run
-
-    register_schema()
+def run_tracked(*overrides: str) -> list[Record]:
+    """A run of the tiny model on two examples, as `python run.py tracker=wandb` makes it; its records."""
     quick = ["tracker=wandb", "dataset=lookup", "limit=2", "max_new_tokens=3", "timing.warmup=0", "out=run"]
-    with initialize_config_dir(str(ROOT / "eval" / "conf"), version_base="1.3"):
-        return run(to_run_config(compose("config", overrides=[*quick, *overrides])))
+    run(config_of(*quick, *overrides))
+    return read_run(Path("run"))[1]
 
 
 @pytest.mark.parametrize("place", ["init", "log", "finish"])
-def test_a_run_is_whole_without_its_tracker(tmp_path: Path, monkeypatch, caplog, place: str) -> None:
+def test_a_run_is_whole_without_its_tracker(monkeypatch, caplog, place: str) -> None:
     break_at(place, monkeypatch)
-    run_tracked()
-    _, records = read_run(tmp_path / "run")
-    rows = json.loads((tmp_path / "run" / "summary.json").read_text())["rows"]
+    records = run_tracked()
+    rows = json.loads(Path("run/summary.json").read_text())["rows"]
     assert (len(records), rows[0]["name"], rows[0]["examples"]) == (2, "lookup", 2)
     assert len(warnings(caplog)) == 1
     monkeypatch.undo()
 
 
-def test_a_run_that_was_measured_without_a_tracker_is_shown_whole(tmp_path: Path) -> None:
+def test_a_run_that_was_measured_without_a_tracker_is_shown_whole() -> None:
     run_tracked("tracker=none")
-    assert not (tmp_path / "run" / "wandb").exists()
-    run_tracked("tracker.tags=[later]")
-    _, records = read_run(tmp_path / "run")
-    written = Written(*(tmp_path / "run" / "wandb").glob("offline-run-*"))
+    assert not Path("run/wandb").exists()
+    records = run_tracked("tracker.tags=[later]")
+    written = Written(*Path("run/wandb").glob("offline-run-*"))
     assert [(row["dataset"], row["id"]) for row in written.table()] == [record.key for record in records]
-    rows = json.loads((tmp_path / "run" / "summary.json").read_text())["rows"]
+    rows = json.loads(Path("run/summary.json").read_text())["rows"]
     assert written.summary["lookup/score"] == rows[0]["score"]["mean"]
     assert written.summary["lookup/ttft_speedup"] == rows[0]["ttft_speedup"]["mean"]
     assert len(written.running) == 2
-    assert written.config["tracker"]["tags"] == []  # run.json's: of the call that made the folder
+    assert written.config["tracker"]["tags"] == ["later"]

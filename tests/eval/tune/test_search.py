@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 
 import eval.run.measure
 from eval.benchmarks.split import in_half
-from eval.run.config import build_method, register_schema, to_run_config
+from eval.run.config import build_method, check_arguments, compose_config, register_schema, to_run_config
 from eval.run.plan import prepare
 from eval.run.speedup_targets import at_depth
 from eval.store.record import Measurement, Record
 from eval.tune.findings import difference, told_apart
 from eval.tune.search import tune
-from eval.tune.settings import register_tune_schema, to_tune_config
+from eval.tune.settings import TuneConfig, check_installed, to_tune_config
 from eval.tune.space import Candidate
 from eval.tune.study import Scored, Tried
 from lazyllm.errors import UserError
@@ -31,7 +29,6 @@ from lazyllm.models.spec import ModelSpec
 from tests.eval.benchmarks.test_split import examples_of
 from tests.eval.run.test_loop import config_of as run_config_of
 
-ROOT = Path(__file__).resolve().parents[3]
 QUICK = (
     "dataset=[lookup,shots]",
     "limit=6",
@@ -44,12 +41,17 @@ QUICK = (
 
 
 def config_of(*overrides: str):
-    register_tune_schema()
+    register_schema(TuneConfig)
     try:
-        with initialize_config_dir(str(ROOT / "eval" / "conf"), version_base="1.3"):
-            return to_tune_config(compose("config", overrides=list(overrides)))
+        check_arguments(overrides, TuneConfig)
+        return to_tune_config(compose_config(overrides))
     finally:
         register_schema()
+
+
+def run_config(*overrides: str):
+    register_schema()
+    return to_run_config(compose_config(overrides))
 
 
 def ids_below(folder: Path) -> dict[str, list[tuple[str, str]]]:
@@ -109,12 +111,8 @@ def test_a_run_takes_what_was_found(study: Path) -> None:
     tuned = pd.read_csv(study / "front.csv").set_index("kind").loc["tuned", "schedule"]
     assert {str(layer): ratio for layer, ratio in content["schedule"].items()} == json.loads(str(tuned))
     assert (content["layers"], content["model"], content["target_speedup"]) == (8, "tiny", 2.0)
-    short = ("dataset=lookup", "limit=1", "max_new_tokens=2", "timing.warmup=0", "half=null")
-    command = [sys.executable, str(ROOT / "run.py"), f"method.schedule=tuned/{study}", *short, "out=run"]
-    done = subprocess.run(command, cwd=study, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    identity = json.loads((study / "run" / "run.json").read_text())["identity"]
-    assert identity["method"]["schedule"] == json.loads(str(tuned))
+    plan = prepare(run_config(f"method.schedule=tuned/{study}", "dataset=lookup", "limit=1"))
+    assert plan.identity["method"]["schedule"] == json.loads(str(tuned))
 
 
 def test_the_same_command_measures_nothing_again_and_another_is_refused(study: Path, monkeypatch) -> None:
@@ -131,7 +129,7 @@ def test_the_same_command_measures_nothing_again_and_another_is_refused(study: P
     ):
         with pytest.raises(UserError, match=re.escape(named)):
             tune(config_of(*same, changed))
-    monkeypatch.setattr("eval.run.plan.provenance.code_sha256", lambda: "other code" * 4)
+    monkeypatch.setattr("eval.run.plan.provenance.code_sha256", lambda *_: "other code" * 4)
     with pytest.raises(UserError, match="code: "):
         tune(config_of(*same))
 
@@ -166,7 +164,7 @@ def test_a_device_that_fails_ends_the_search_and_no_trial_is_blamed(tmp_path: Pa
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    for name in ("eval.run.measure.generate", "eval.run.loop.release_memory", "eval.tune.search.release_memory"):
+    for name in ("eval.run.measure.generate", "eval.run.loop.release_memory"):
         monkeypatch.setattr(name, broken)
     with pytest.raises(UserError, match="cpu does not recover from the last failure"):
         tune(config_of(*QUICK, f"out={tmp_path / 'study'}"))
@@ -225,7 +223,7 @@ def test_the_difference_is_of_the_same_examples() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["method=baseline"], "only LazyLLM has a schedule"),
+        (["method=baseline"], "method=baseline: has no schedule to search; give method=lazy"),
         (["method.schedule={2: 0.3}"], "method.schedule is what is searched"),
         (["target_speedup=1"], "target_speedup=1.0: expected more than 1"),
         (["trials=0"], "trials=0: expected 1 or more"),
@@ -251,25 +249,17 @@ def test_what_only_the_prompts_tell_is_refused_before_a_model_loads(tmp_path: Pa
     assert not (tmp_path / "study").exists()
 
 
-def test_unknown_keys_and_a_missing_optuna_are_one_message(tmp_path: Path) -> None:
-    hidden = "import sys; sys.modules['optuna'] = None; import runpy; sys.argv = ['tune', *sys.argv[1:]]"
-    script = f"{hidden}; runpy.run_module('eval.tune', run_name='__main__', alter_sys=True)"
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    for command, message in (
-        ([sys.executable, "-c", script], "pip install --editable '.[tune]'"),
-        ([sys.executable, "-m", "eval.tune", "target=2"], "Key 'target' not in 'TuneConfig'"),
-    ):
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 1
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
-    assert not any(tmp_path.glob("**/study.json"))
+def test_a_missing_optuna_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_package(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("eval.tune.settings.version", no_package)
+    with pytest.raises(UserError, match=re.escape("pip install --editable '.[tune]'")):
+        check_installed()
 
 
 def test_the_experiment_compares_at_the_same_ideal_speedup() -> None:
-    register_schema()
-    with initialize_config_dir(str(ROOT / "eval" / "conf"), version_base="1.3"):
-        experiment = to_run_config(compose("config", overrides=["experiment=tuned"]))
+    experiment = run_config("experiment=tuned")
     assert experiment.half == "held-out"
     methods = {label: build_method(at_depth(method, 8)) for label, method in experiment.compare.items()}
     for tokens in (512, 1024, 2048):

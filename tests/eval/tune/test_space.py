@@ -28,27 +28,30 @@ def test_ideal_speedups_are_put_together_as_measured_ones_are() -> None:
     assert counts[100][-1] == 15
     whole, pruned = ({n: flops(one(n)) for n in counts} for one in (lambda n: [n] * 8, counts.get))
     lookup = (2 * whole[100] + whole[200]) / (2 * pruned[100] + pruned[200])
-    assert Ideal.of(SHAPE, prompts).speedup(schedule) == pytest.approx((lookup + whole[40] / pruned[40]) / 2)
-    one = Ideal.of(SHAPE, [("lookup", 100)])
+    assert Ideal.of(SHAPE, prompts, Lazy()).speedup(schedule) == pytest.approx((lookup + whole[40] / pruned[40]) / 2)
+    one = Ideal.of(SHAPE, [("lookup", 100)], Lazy())
     assert one.speedup(schedule) == pytest.approx(Lazy(schedule).ideal_speedup(SHAPE, 100))
 
 
 def test_datasets_of_one_task_count_as_one() -> None:
-    of = {name: Ideal.of(SHAPE, [(name, n)]).speedup({2: 0.5}) for name, n in (("qasper", 10), ("narrativeqa", 999))}
-    trec = Ideal.of(SHAPE, [("trec", 100)]).speedup({2: 0.5})
-    all_of_them = Ideal.of(SHAPE, [("qasper", 10), ("narrativeqa", 999), ("trec", 100)]).speedup({2: 0.5})
+    of = {
+        name: Ideal.of(SHAPE, [(name, n)], Lazy()).speedup({2: 0.5})
+        for name, n in (("qasper", 10), ("narrativeqa", 999))
+    }
+    trec = Ideal.of(SHAPE, [("trec", 100)], Lazy()).speedup({2: 0.5})
+    all_of_them = Ideal.of(SHAPE, [("qasper", 10), ("narrativeqa", 999), ("trec", 100)], Lazy()).speedup({2: 0.5})
     assert all_of_them == pytest.approx(((of["qasper"] + of["narrativeqa"]) / 2 + trec) / 2)
 
 
 def test_the_fastest_is_the_fastest() -> None:
-    space, ideal = Space(5, 2, 20, 80, 20), Ideal.of(SHAPE, [("lookup", 100)])
+    space, ideal = Space(5, 2, 20, 80, 20), Ideal.of(SHAPE, [("lookup", 100)], Lazy())
     every = [((a, k), (b, j)) for a in range(1, 5) for b in range(a + 1, 5) for k in space.ratios for j in space.ratios]
     best = max(every, key=lambda cuts: ideal.speedup(Candidate(cuts).schedule))
     assert Candidate(best) == space.fastest == Candidate(((1, 20), (2, 20)))
 
 
 def test_references_reach_the_target_and_no_more() -> None:
-    space, ideal = Space(8, 3), Ideal.of(SHAPE, [("lookup", 512)])
+    space, ideal = Space(8, 3), Ideal.of(SHAPE, [("lookup", 512)], Lazy())
     plain = references(space, ideal, None)
     assert plain["paper"].schedule == {2: 0.7, 4: 0.7, 7: 0.7}  # 30, 60, 90 % of 8
     assert plain["uniform"].schedule == {2: 0.7, 4: 0.7, 6: 0.7}
@@ -59,7 +62,7 @@ def test_references_reach_the_target_and_no_more() -> None:
 
 
 def test_references_begin_earlier_where_they_must() -> None:
-    space, ideal = Space(8, 3), Ideal.of(SHAPE, [("lookup", 512)])
+    space, ideal = Space(8, 3), Ideal.of(SHAPE, [("lookup", 512)], Lazy())
     late = max(ideal.speedup(dict.fromkeys(layers, 0.05)) for layers in ((2, 4, 7), (2, 4, 6)))
     found = references(space, ideal, late + 0.01)
     assert list(found["paper"].schedule) == [1, 4, 6]  # 20, 50, 80 % of 8
@@ -79,7 +82,7 @@ def test_a_candidate_is_its_own_parameters() -> None:
 
 
 def test_a_fitted_candidate_prunes_as_little_as_reaches_the_target() -> None:
-    space, ideal = Space(8, 3), Ideal.of(SHAPE, [("lookup", 512), ("hops", 100)])
+    space, ideal = Space(8, 3), Ideal.of(SHAPE, [("lookup", 512), ("hops", 100)], Lazy())
     for cuts in (((2, 50),), ((2, 5), (5, 95)), ((3, 95), (4, 90), (6, 70)), ((1, 40), (2, 40), (3, 40))):
         for target in (1.3, 1.8, 2.0):
             found = space.fitted(Candidate(cuts), ideal, target)
@@ -94,7 +97,7 @@ def test_a_fitted_candidate_prunes_as_little_as_reaches_the_target() -> None:
 
 
 def test_layers_that_cannot_reach_the_target_prune_most_and_are_refused_for_it() -> None:
-    space, ideal = Space(8, 3), Ideal.of(SHAPE, [("lookup", 512)])
+    space, ideal = Space(8, 3), Ideal.of(SHAPE, [("lookup", 512)], Lazy())
     found = space.fitted(Candidate(((6, 50), (7, 95))), ideal, 3.0)
     assert found == Candidate(((6, 5), (7, 5)))
     assert ideal.speedup(found.schedule) < 3

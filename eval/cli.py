@@ -1,0 +1,50 @@
+"""The one door to every command: `lazyllm-bench VERB ...`; `lazyllm-bench VERB --help` says more of each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from lazyllm.errors import UserError
+
+# Verb -> (module whose `main(arguments)` returns the exit code, what it does)
+VERBS = {
+    "run": ("eval.run.job", "measure a method beside its baseline: model=tiny method=lazy dataset=hotpotqa ..."),
+    "status": ("eval.run.status", "what of the runs below a folder is done, missing or failed, and why"),
+    "collect": ("eval.store.collect", "put all runs below a folder into one Parquet file"),
+    "repair": ("eval.store.repair", "set damaged files of a run aside and keep the good records"),
+    "score": ("eval.score", "score a folder of answers that LongBench's own pred.py wrote"),
+    "paper": ("scripts.make_paper", "make every table and figure from stored runs, without a model"),
+    "report": ("eval.report.__main__", "make one HTML page of stored runs"),
+    "tune": ("eval.tune.command", "search a schedule: the best score at a TTFT speedup"),
+    "bench": ("lazyllm.bench.__main__", "time prefill and decode on random weights, against the arithmetic"),
+    "chat": ("lazyllm.integrations.chat", "chat with a model, with TTFT and the share of tokens computed"),
+    "lm-eval": ("lazyllm.integrations.lm_eval", "lm-evaluation-harness' command line with the model `lazyllm`"),
+}
+
+
+def usage() -> str:
+    lines = [f"  {verb:<9}{what}" for verb, (_, what) in VERBS.items()]
+    return "\n".join(["usage: lazyllm-bench VERB ...", "", *lines, "", "lazyllm-bench VERB --help says more."])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Call a verb; returns the exit code: the verb's, or 2 with one line on stderr for errors the user can fix."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if verb in ("-h", "--help"):
+        print(usage())
+        return 0
+    if verb not in VERBS:
+        print(f"error: no such verb: {verb}\n\n{usage()}", file=sys.stderr)
+        return 2
+    try:
+        return import_module(VERBS[verb][0]).main(rest) or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

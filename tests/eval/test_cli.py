@@ -1,0 +1,95 @@
+"""The door: one screen of verbs, one line for what a user can fix, and nothing heavy before the arguments are right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from eval import cli
+from lazyllm.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ["torch", "transformers", "pandas", "matplotlib", "wandb", "datasets"]
+REFUSED = """
+import contextlib, io, json, sys
+from eval.cli import main
+found, heavy = {}, json.loads(sys.argv[2])
+for arguments in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            status = main(arguments)
+        except SystemExit as ended:
+            status = ended.code
+    found[" ".join(arguments)] = [status or 0, said.getvalue(), [name for name in heavy if name in sys.modules]]
+print(json.dumps(found))
+"""
+COMMANDS = {
+    "--help": (0, "usage: lazyllm-bench VERB"),
+    "run --help": (0, "max_new_tokens: null"),
+    "run modl=tiny": (2, "error: unknown key modl: did you mean model?"),
+    "run +foo=1": (2, "error: unknown key foo"),
+    "run model=lama2": (2, "error: model=lama2: did you mean llama2?"),
+    "run method=nosuch": (2, "error: method=nosuch: expected one of baseline"),
+    "run method=random_drop method.keep=1.5": (2, "error: method 'random_drop': keep lies in (0, 1], got 1.5"),
+    "run dataset=nosuch": (2, "error: dataset=nosuch"),
+    "run data.dir=nowhere": (2, "error: data.dir=nowhere: expected a folder: there is no such folder"),
+    "run model=custom model.name=./nowhere": (2, "error: './nowhere' is no model: no such folder"),
+    "tune target=2": (2, "error: unknown key target: did you mean target_speedup?"),
+    "tune method=baseline": (2, "error: method=baseline: has no schedule to search"),
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, list]:
+    """{arguments: [exit code, output, heavy modules imported so far]}, all of one process."""
+    commands = json.dumps([command.split() for command in COMMANDS])
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED, commands, json.dumps(HEAVY)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_bad_arguments_are_refused_in_one_line_before_anything_heavy_is_imported(answers, command: str) -> None:
+    status, said, heavy = answers[command]
+    expected_status, text = COMMANDS[command]
+    assert (status, heavy) == (expected_status, [])
+    assert text in said
+    if status:
+        assert len(said.splitlines()) == 1
+
+
+def test_the_help_is_one_screen_with_a_line_for_each_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 100
+    for verb in cli.VERBS:
+        assert sum(line.split()[:1] == [verb] for line in lines) == 1
+    assert cli.main(["nosuch"]) == 2
+    assert "no such verb: nosuch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_is_there(verb: str) -> None:
+    assert find_spec(cli.VERBS[verb][0]) is not None
+
+
+def test_errors_of_a_verb_are_one_line_and_its_exit_code_is_the_doors(monkeypatch, capsys) -> None:
+    def refuse(arguments: list[str]) -> int:
+        if arguments:
+            raise UserError(f"{arguments[0]} is wrong: give another")
+        return 3
+
+    monkeypatch.setattr(import_module(cli.VERBS["status"][0]), "main", refuse)
+    assert cli.main(["status"]) == 3
+    assert cli.main(["status", "this"]) == 2
+    assert capsys.readouterr().err == "error: this is wrong: give another\n"
