@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from eval.benchmarks.longbench import resolve_datasets
-from eval.run.tracing import read_trace
 from eval.store.folder import read_run
 from eval.store.record import Record
+from eval.store.trace import read_trace
 from lazyllm import Schedule
 from lazyllm.methods import METHODS, Lazy
 

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from eval.run.tracing import Trace
+from eval.store.trace import Trace
 
 
 class State(IntEnum):

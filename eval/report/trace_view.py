@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from eval.report.record_browser import embed_run
-from eval.run.tracing import Trace, read_trace
 from eval.store.frame import StoredRun
+from eval.store.trace import Trace, read_trace
 
 
 def embed_traces(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:

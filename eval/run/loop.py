@@ -35,11 +35,12 @@ from eval.run.config import DEFAULT_LABEL, RunConfig, model_spec
 from eval.run.measure import Bench, Case
 from eval.run.plan import Plan, check_comparison, prepare
 from eval.run.progress import progress
-from eval.run.tracing import Trace, trace
+from eval.run.tracing import trace
 from eval.run.tracking import Tracker, open_tracker, track_pictures
 from eval.store.folder import RunStore, open_store, read_run, write_whole
 from eval.store.frame import PLANNED, StoredRun, planned_text
 from eval.store.record import Failure, Record
+from eval.store.trace import Trace
 from lazyllm.engine.devices import devices_of, read_clock, release_memory
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_weights

@@ -125,7 +125,7 @@ class StoredRun:
 
     @property
     def traces(self) -> list[Path]:
-        """Files of `eval.run.tracing`, one a traced example."""
+        """Files of `eval.store.trace`, one a traced example."""
         return sorted((self.folder / "traces").glob("*.json"))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from eval.run.tracing import Trace, read_trace
 from eval.store.frame import StoredRun, label_of
+from eval.store.trace import Trace, read_trace
 
 
 def setting_of(run: StoredRun) -> str:

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure as MplFigure
 from eval.paper.figures.base import Figure
 from eval.paper.figures.choice import traced_example
 from eval.paper.figures.style import COLOURS, grid, new_figure, styled
-from eval.run.tracing import Trace
 from eval.store.frame import StoredRun
+from eval.store.trace import Trace
 
 COLUMNS = 700  # of the heat map: more cannot be told apart on paper
 _FAINTEST = 0.01  # of an equal share: what is less has the darkest colour

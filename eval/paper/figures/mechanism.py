@@ -17,8 +17,8 @@ from eval.paper.figures.base import Figure
 from eval.paper.figures.choice import setting_of, traced_example
 from eval.paper.figures.style import GREY, new_figure, styled
 from eval.paper.token_states import State, counts_per_layer, layer_groups, token_states
-from eval.run.tracing import Trace
 from eval.store.frame import StoredRun
+from eval.store.trace import Trace
 
 STEPS = 4  # the prefill and three decoding steps
 WINDOW = 44  # prompt tokens whose text can be read below one another

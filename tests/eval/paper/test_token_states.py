@@ -10,8 +10,8 @@ import pytest
 
 import lazyllm
 from eval.paper.token_states import State, counts_per_layer, layer_groups, token_states
-from eval.run.tracing import Trace
 from eval.store.record import compact_counts
+from eval.store.trace import Trace
 from lazyllm.methods import Baseline, Lazy, Method, RandomDrop, StaticPruning
 from tests.reference import lazy_reference, random_model
 

@@ -28,10 +28,10 @@ from eval.report.inline_svg import inline_svg
 from eval.report.page import render
 from eval.report.record_browser import embed_records
 from eval.report.trace_view import embed_trace, last_layers, revived
-from eval.run.tracing import Trace
 from eval.store.folder import open_store
 from eval.store.frame import StoredRun, find_runs
 from eval.store.record import Record
+from eval.store.trace import Trace
 from lazyllm.methods import Baseline, Lazy, Method, RandomDrop, StaticPruning
 from tests.conftest import ROOT
 from tests.eval.store.test_folder import measurement

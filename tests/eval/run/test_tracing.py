@@ -12,7 +12,8 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.longbench import load_rows
 from eval.benchmarks.prompts import build_prompt
 from eval.run.measure import Case
-from eval.run.tracing import Trace, read_trace, trace
+from eval.run.tracing import trace
+from eval.store.trace import Trace, read_trace
 from lazyllm.methods import Lazy, Method, RandomDrop
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.models.spec import ModelSpec

@@ -11,9 +11,9 @@ from typing import Any
 import pandas as pd
 
 from eval.paper.figures import Figure
-from eval.run.tracing import Trace
 from eval.store.frame import StoredRun
 from eval.store.record import Record
+from eval.store.trace import Trace
 from tests.eval.store.test_folder import measurement, record
 
 

@@ -10,7 +10,7 @@ from matplotlib.patches import PathPatch
 from eval.paper.figures import FIGURES, mechanism, plot_mechanism
 from eval.paper.figures.mechanism import WINDOW, mechanism_frame
 from eval.paper.token_states import State, token_states
-from eval.run.tracing import Trace
+from eval.store.trace import Trace
 from tests.eval.paper.figures.made import redrawn, small_trace, stored, texts, with_traces
 
 FIGURE = FIGURES["mechanism"]

@@ -1,0 +1,57 @@
+"""A trace: what happened inside one example, stored as a file of its own beside the run's records.
+
+Figure 2, the picture of the mechanism and the report's view of kept tokens are drawn from it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One example under one method.
+
+    tokens: [n] the text of each prompt token; together they are the prompt, except that special tokens are named.
+    generated: the text of each generated token; "" for a token that ends inside a letter.
+    importance: [layers][n] Eq. 1 in a prefill without pruning.
+    selected: per step {layer (1-based; 0 for before the model): ascending positions that enter the next layer}, prompt
+        and generated; a method that selects in prefill only has empty steps after the first.
+    group_starts, computed: as in `eval.store.record.Measurement`.
+    """
+
+    dataset: str
+    id: str
+    tokens: list[str]
+    generated: list[str]
+    importance: list[list[float]]
+    selected: list[dict[int, list[int]]]
+    group_starts: list[int]
+    computed: list[list[int]]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":")) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        """The trace in a file's text. Raises ValueError, TypeError or KeyError if the text holds none."""
+        values: dict[str, Any] = json.loads(text)
+        values["selected"] = [{int(layer): kept for layer, kept in step.items()} for step in values["selected"]]
+        return cls(**values)
+
+    @staticmethod
+    def file_name(dataset: str, example: str) -> str:
+        """The trace's file name. Ids are mostly hashes and counters, but foreign data may hold any text."""
+        safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in example)
+        return f"{dataset}-{safe[:80]}.json"
+
+
+def read_trace(file: Path) -> Trace:
+    """Raises ValueError if the file is no trace."""
+    try:
+        return Trace.from_json(file.read_text(encoding="utf-8"))
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{file}: not a trace ({type(error).__name__}: {error})") from error
