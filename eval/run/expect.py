@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from eval.run.config import RunConfig, canonical, register_schema, to_run_config
 from eval.run.plan import identify
-from eval.store.frame import label_of
+from eval.store.results import label_of
 from lazyllm.errors import UserError
 from lazyllm.models.spec import QUANTISATIONS
 

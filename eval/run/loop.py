@@ -13,23 +13,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import pandas as pd
 import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from eval.paper.summary import (
-    Summary,
-    as_table,
-    compared_csv,
-    compared_markdown,
-    compared_table,
-    summarise,
-    to_csv,
-    to_json,
-    to_markdown,
-)
+from eval.paper.summary import Summary, compared_table, summarise, summary_table, to_json
 from eval.run import device_lock, provenance
 from eval.run.config import DEFAULT_LABEL, RunConfig, model_spec
 from eval.run.measure import Bench, Case
@@ -37,9 +26,9 @@ from eval.run.plan import Plan, check_comparison, prepare
 from eval.run.progress import progress
 from eval.run.tracing import trace
 from eval.run.tracking import Tracker, open_tracker, track_pictures
-from eval.store.folder import RunStore, open_store, read_run, write_whole
-from eval.store.frame import PLANNED, StoredRun, planned_text
+from eval.store.folder import RunStore, open_store, read_about, write_whole
 from eval.store.record import Failure, Record
+from eval.store.results import PLANNED, Results, StoredRun, planned_text
 from eval.store.trace import Trace
 from lazyllm.engine.devices import devices_of, read_clock, release_memory
 from lazyllm.errors import UserError
@@ -70,7 +59,8 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
         _check_prompts(plan.cases, store)
         store.write(PLANNED, planned_text(case.key for case in plan.cases))
         group = config.label if config.label != DEFAULT_LABEL else None
-        with open_tracker(config.tracker, StoredRun(plan.folder, *read_run(plan.folder)), group, part) as tracker:
+        stored = StoredRun(plan.folder, store.about, list(store.records.values()))
+        with open_tracker(config.tracker, stored, group, part) as tracker:
             _measure_missing(plan, store, tracker)
             store.reload()
             summary = _summarise(plan, store)
@@ -78,7 +68,7 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
                 records = [store.records[case.key] for case in plan.cases if case.key in store.records]
                 tracker.finish(summary, records, [] if config.tracker.name == "none" else _pictures(plan.folder))
     if summary is not None and show:
-        _console().print(as_table(summary, plan.title))
+        _console().print(summary_table(summary, plan.title).to_rich())
     if plan.skipped:
         log.warning("%s", plan.skipped)
     return RunResult(plan.folder, summary)
@@ -102,18 +92,20 @@ def compare(config: RunConfig) -> list[RunResult]:
     summaries = {label: result.summary for label, result in results.items() if result.summary is not None}
     console = _console()
     title = config.label if config.half is None else f"{config.label}, {config.half} half"
-    console.print(compared_table(summaries, title))
-    runs = {label: read_run(result.folder)[0] for label, result in results.items()}
+    table = compared_table(summaries, title)
+    console.print(table.to_rich())
+    runs = {label: read_about(result.folder / "run.json") for label, result in results.items()}
     texts = {
-        "md": compared_markdown(summaries, title),
-        "csv": compared_csv(summaries),
+        "md": table.to_markdown(),
+        "csv": table.to_csv(),
         "json": json.dumps({"config": asdict(config), "runs": runs}, indent=2, sort_keys=True, default=str) + "\n",
     }
     model = Path(config.model.name).name
     stem = Path("runs") / f"{config.label}-{model}"
     for suffix, text in texts.items():
         write_whole(Path(f"{stem}.{suffix}"), text)
-    pictures = save(plot_comparison(pd.read_csv(f"{stem}.csv"), f"{model}, {title}"), stem)
+    methods = {label: method["name"] for label, method in config.compare.items()}
+    pictures = save(plot_comparison(table.frame, f"{model}, {title}", methods), stem)
     track_pictures(config.tracker, Path("runs"), config.label, pictures)
     console.print("Files:")
     for path in (*(result.folder for result in results.values()), Path(f"{stem}.md"), *pictures):
@@ -276,8 +268,9 @@ def _summarise(plan: Plan, store: RunStore) -> Summary | None:
         return None
     summary = summarise(done, failed)
     store.write("summary.json", to_json(summary, plan.about | {"identity": plan.identity}))
-    store.write("summary.csv", to_csv(summary))
-    store.write("summary.md", to_markdown(summary, plan.title))
+    table = summary_table(summary, plan.title)
+    store.write("summary.csv", table.to_csv())
+    store.write("summary.md", table.to_markdown())
     log.info("records, summary.json, .csv and .md are in %s", plan.folder)
     return summary
 
@@ -302,8 +295,8 @@ def _pictures(folder: Path) -> list[Path]:
     """What can be drawn of a run by itself, as PNG in its folder."""
     from eval.paper.figures import FIGURES, save  # not at the top: matplotlib is slow to import, and writes caches
 
-    runs = [StoredRun(folder, *read_run(folder))]
-    data = {name: figure.data(runs) for name, figure in FIGURES.items()}
+    results = Results([StoredRun(folder, read_about(folder / "run.json"))])
+    data = {name: figure.data(results) for name, figure in FIGURES.items()}
     (folder / "figures").mkdir(exist_ok=True)
     return [
         path

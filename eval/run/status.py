@@ -25,10 +25,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eval.store.columns import LineRecords
 from eval.store.folder import files_of, lines_of, read_about
-from eval.store.frame import CAMPAIGN, StoredRun, label_of
 from eval.store.record import job_event
+from eval.store.results import CAMPAIGN, StoredRun, label_of
 from lazyllm.errors import UserError
 
 DONE, RUNNING, UNCLEAR, FAILED, INCOMPLETE, MISSING = "done", "running", "unclear", "failed", "incomplete", "missing"
@@ -74,7 +73,7 @@ class _Run:
     """A run folder as it is found: some of it may be unreadable, and some of it may change meanwhile."""
 
     def __init__(self, folder: Path) -> None:
-        self.stored = StoredRun(folder, read_about(folder / "run.json"), LineRecords(folder))
+        self.stored = StoredRun(folder, read_about(folder / "run.json"))
         # read now, where a fault is the run's and not the table's
         self._keys = set(self.stored.keys)
         self.jobs = last_jobs(folder)

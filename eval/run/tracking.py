@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from eval.paper.summary import Summary, flat
-from eval.store.frame import StoredRun, label_of
 from eval.store.record import Record
+from eval.store.results import StoredRun, label_of
 
 log = logging.getLogger(__name__)
 

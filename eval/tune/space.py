@@ -110,7 +110,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Ideal:
-    """Ideal TTFT speedups over many prompts, put together as measured ones are (`eval.paper.aggregate`).
+    """Ideal TTFT speedups over many prompts, put together as measured ones are (`eval.store.aggregate`).
 
     lengths: {dataset: {prompt tokens: how many prompts}}. Of a dataset: the baseline's summed FLOPs over the
     schedule's; of a task: the mean over its datasets; of everything: the mean over tasks.
