@@ -24,7 +24,7 @@ import pytest
 
 from eval.run.config import LAUNCHERS, check_launcher
 from eval.store.folder import read_run
-from eval.store.frame import as_frame, find_runs
+from eval.store.results import as_frame, find_runs
 from lazyllm.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]

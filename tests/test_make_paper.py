@@ -15,10 +15,9 @@ import pytest
 
 from eval.paper.figures import FIGURES
 from eval.paper.tables import TABLES
-from eval.store.frame import StoredRun, find_runs
-from scripts.make_paper import main, make_paper
-from tests.eval.store.test_folder import record
-from tests.eval.store.test_frame import write_run
+from eval.paper.write import main, make_paper
+from eval.store.results import StoredRun, find_runs
+from tests.eval.store.made import record, write_run
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESET = {"name": "lazy", "schedule": "table1", "prune_generated": False, "revive": True}

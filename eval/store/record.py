@@ -221,8 +221,11 @@ def _schema(kind: type) -> pa.Schema:
     columns = []
     for one in fields(kind):
         optional, name = _type(one)
-        nested = pa.struct(list(_schema(Measurement))) if name == "Measurement" else None
-        columns.append(pa.field(one.name, nested or _TYPES[name][1], nullable=optional))
+        if name == "Measurement":  # of one that is null, Arrow takes every part for null
+            parts = [part.with_nullable(optional or part.nullable) for part in _schema(Measurement)]
+            columns.append(pa.field(one.name, pa.struct(parts), nullable=optional))
+        else:
+            columns.append(pa.field(one.name, _TYPES[name][1], nullable=optional))
     return pa.schema(columns)
 
 
@@ -254,6 +257,9 @@ def lines_to_table(data: bytes) -> pa.Table:
     for name in pc.call_function("unique", [table["dataset"]]).to_pylist():
         _check_dataset(name)
     for column in table.flatten().columns:
-        if pa.types.is_floating(column.type) and not pc.call_function("all", [pc.is_finite(column)]).as_py():
+        if pa.types.is_floating(column.type) and pc.call_function("all", [pc.is_finite(column)]).as_py() is False:
             raise ValueError("a number is not finite")
+    for one, column in zip(SCHEMA.field("method").type, table.select(["baseline"]).flatten().columns, strict=True):
+        if not one.nullable and column.null_count > table["baseline"].null_count:
+            raise ValueError(f"baseline.{one.name} is null")
     return table.cast(SCHEMA)

@@ -12,7 +12,7 @@ from eval.benchmarks.longbench import Example
 from eval.benchmarks.split import HALVES, in_half
 from eval.run.loop import run
 from eval.run.plan import prepare
-from eval.store.frame import find_runs
+from eval.store.results import find_runs
 from lazyllm.errors import UserError
 from tests.eval.run.test_loop import config_of
 

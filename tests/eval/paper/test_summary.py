@@ -21,7 +21,7 @@ from eval.paper.summary import (
     to_markdown,
 )
 from eval.store.record import Failure, Record
-from tests.eval.store.test_folder import measurement, record
+from tests.eval.store.made import measurement, record
 
 
 def _rows(summary: Summary) -> dict[str, object]:

@@ -11,8 +11,8 @@ import pytest
 
 from eval.paper import tables
 from eval.paper.tables import TABLES, memory, paper_values, sensitivity, table1, table2, ttft_share
-from eval.store.frame import StoredRun
 from eval.store.record import Record
+from eval.store.results import StoredRun
 from tests.eval.paper.figures.made import example, stored
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ def test_the_papers_numbers_are_read_by_key() -> None:
     assert values["llama2", "multi_doc_qa", "lazy", "ttft_speedup"] == 2.34
     assert values["xgen", "synthetic", "lazy", "score"] == 5.66
     assert values["llama2", "code", "prompt_compression", "score"] == 17.45
-    assert values["xgen", "few_shot", "lazy", "pct_computed"] == 65.30
+    assert values["xgen", "few_shot", "lazy", "pct_prompt_tokens_computed"] == 65.30
     assert values["llama2", "synthetic", "lazy", "generation_speedup"] == 1.79
 
 
@@ -151,8 +151,8 @@ def test_table_2_by_hand() -> None:
     table = table2([llama2("lazy", over(MULTI_DOC_QA, total_s=0.2, pct_prompt_tokens_computed=60.0))])
     assert set(table.frame["method"]) == {"lazy"}
     found = line(table.frame, model="llama2", task="multi_doc_qa")
-    assert (found["pct_computed"], found["paper_pct_computed"]) == (60, 63.94)
-    assert found["pct_computed_difference"] == pytest.approx(-3.94)
+    assert (found["pct_prompt_tokens_computed"], found["paper_pct_prompt_tokens_computed"]) == (60, 63.94)
+    assert found["pct_prompt_tokens_computed_difference"] == pytest.approx(-3.94)
     assert found["generation_speedup"] == pytest.approx(4)  # 0.8 s to 0.2 s
     assert found["generation_speedup_difference"] == pytest.approx(4 - 1.56)
 

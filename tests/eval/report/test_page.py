@@ -19,7 +19,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from eval.report.page import render
-from eval.store.frame import find_runs
+from eval.store.results import find_runs
 from tests.eval.report.test_report import (
     FIGURES,
     HOSTILE,

@@ -29,12 +29,12 @@ from eval.report.page import render
 from eval.report.record_browser import embed_records
 from eval.report.trace_view import embed_trace, last_layers, revived
 from eval.store.folder import open_store
-from eval.store.frame import StoredRun, find_runs
 from eval.store.record import Record
+from eval.store.results import StoredRun, find_runs
 from eval.store.trace import Trace
 from lazyllm.methods import Baseline, Lazy, Method, RandomDrop, StaticPruning
 from tests.conftest import ROOT
-from tests.eval.store.test_folder import measurement
+from tests.eval.store.made import measurement
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1"><!--<script>{{ 7 * 7 }}&amp;'
 MACHINE = {"device": "one core", "cpu": "one core", "cpu_count": 1, "threads": 1, "platform": "Linux", "cuda": None}

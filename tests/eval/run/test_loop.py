@@ -13,9 +13,9 @@ import eval.run.measure
 from eval.run.config import ModelConfig, RunConfig, TimingConfig
 from eval.run.loop import compare, free, run
 from eval.store.folder import RunStore, about_text, read_failures, read_run
-from eval.store.frame import as_frame, find_runs
 from eval.store.record import Record
 from eval.store.repair import repair
+from eval.store.results import as_frame, find_runs
 from lazyllm import Generation
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_weights

@@ -15,11 +15,10 @@ from eval.run.expect import expected
 from eval.run.status import Status, as_table, duration, exit_code, expected_count, main, status, total
 from eval.store.collect import collect
 from eval.store.folder import open_store
-from eval.store.frame import PLANNED, planned_text
 from eval.store.record import Failure
+from eval.store.results import PLANNED, planned_text
 from lazyllm.errors import UserError
-from tests.eval.store.test_folder import record
-from tests.eval.store.test_frame import write_run
+from tests.eval.store.made import record, write_run
 
 ROOT = Path(__file__).resolve().parents[3]
 BEGAN, ENDED = "2026-11-21T10:00:00Z", "2026-11-21T10:00:10Z"

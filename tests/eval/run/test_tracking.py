@@ -31,8 +31,8 @@ from eval.run.tracking import (
     track_pictures,
 )
 from eval.store.folder import fingerprint, open_store, read_run
-from eval.store.frame import StoredRun
 from eval.store.record import Measurement, Record
+from eval.store.results import StoredRun
 
 ROOT = Path(__file__).resolve().parents[3]
 SECRET = "5ecret" * 8
