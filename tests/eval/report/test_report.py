@@ -376,9 +376,11 @@ def _luminance(colour: str) -> float:
 
 def test_the_wheel_holds_every_file_of_the_page() -> None:
     folder = Path(eval.report.__file__).parent
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["eval.report"]
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["eval"]
     beside = {file.name for file in folder.iterdir() if file.is_file() and file.suffix != ".py"}
-    assert beside == {file.name for pattern in patterns for file in folder.glob(pattern)}
+    assert beside == {
+        file.name for pattern in patterns for file in folder.parent.glob(pattern) if file.parent == folder
+    }
     assert len(beside) == 5
 
 
