@@ -11,18 +11,11 @@ from eval.store.record import Measurement, Record, to_records
 from eval.store.results import StoredRun
 
 
-class Strings:
+class Strings(dict[str, int]):
     """Texts by number: prompts, gold answers and baselines are the same in many runs, and are embedded once."""
 
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
     def number(self, text: str) -> int:
-        return self._numbers.setdefault(text, len(self._numbers))
-
-    def all(self) -> list[str]:
-        """The texts, each at its number."""
-        return list(self._numbers)
+        return self.setdefault(text, len(self))
 
 
 def embed_records(runs: Sequence[StoredRun], most: int | None = None) -> dict[str, Any]:
@@ -39,7 +32,7 @@ def embed_records(runs: Sequence[StoredRun], most: int | None = None) -> dict[st
             for number, run in enumerate(runs)
             for record in _first_of_each_dataset(run, most)
         ],
-        "strings": strings.all(),
+        "strings": list(strings),
     }
 
 

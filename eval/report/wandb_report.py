@@ -47,9 +47,10 @@ def build_report(results: Results, title: str, project: str, entity: str = "", g
     measured the same.
     """
     try:
-        import wandb_workspaces.reports.v2 as wr
+        import wandb_workspaces.reports.v2 as library
     except ImportError as error:
         raise UserError(f"{error}: install the extra, pip install 'lazyllm-bench[wandb-report]'") from error
+    wr: Any = library
     runset: dict[str, Any] = {"entity": entity, "project": project} if entity else {}
     runsets = [wr.Runset(name="runs", filters=_filter(results, group), **runset)]
     tasks = _tasks(results)

@@ -54,6 +54,7 @@ def by_task(frame: pd.DataFrame, known: dict[Any, list[dict[str, Any]]] | None =
     baselines of the other methods' runs (all of them, as seeds are). It is compared with itself: speedups of 1.
     """
     rows, known = [], {} if known is None else known
+    key: Any
     for key, group in with_baselines(frame).groupby(["model", "method", "settings", "suite"], sort=False):
         setting = {name: group[name].iloc[0] for name in _SETTING} | {"seeds": group["seed"].nunique()}
         if key[1] == "baseline":  # its examples depend on which other settings are there

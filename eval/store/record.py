@@ -254,10 +254,10 @@ def lines_to_table(data: bytes) -> pa.Table:
     table = read_json(pa.BufferReader(data), ReadOptions(block_size=_BLOCK), options)
     if len(table) != data.count(b"\n"):  # Arrow takes two objects on a line, and skips blank lines
         raise ValueError("not one record on each line")
-    for name in pc.call_function("unique", [table["dataset"]]).to_pylist():
+    for name in table["dataset"].unique().to_pylist():
         _check_dataset(name)
     for column in table.flatten().columns:
-        if pa.types.is_floating(column.type) and pc.call_function("all", [pc.is_finite(column)]).as_py() is False:
+        if pa.types.is_floating(column.type) and False in pc.call_function("is_finite", [column]).unique().to_pylist():
             raise ValueError("a number is not finite")
     for one, column in zip(SCHEMA.field("method").type, table.select(["baseline"]).flatten().columns, strict=True):
         if not one.nullable and column.null_count > table["baseline"].null_count:

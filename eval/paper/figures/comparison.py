@@ -21,7 +21,7 @@ def plot_comparison(table: pd.DataFrame, title: str, methods: Mapping[str, str] 
     axes = figure.subplots()
     overall = table["task"].iloc[-1]  # the mean over tasks, or the only task
     looks: dict[str, str] = {}
-    for label in table["method"].unique():
+    for label in map(str, table["method"].unique()):
         name = (methods or {}).get(label, label)
         looks[label] = label if name in looks.values() else name
     styles = styles_of(looks.values())

@@ -97,7 +97,7 @@ def test_a_comparison_says_which_half_it_is_of(tmp_path: Path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("eval.paper.figures.save", lambda *_: [])
     titles = []
-    monkeypatch.setattr("eval.paper.figures.plot_comparison", lambda _, title: titles.append(title))
+    monkeypatch.setattr("eval.paper.figures.plot_comparison", lambda _, title, methods: titles.append(title))
     config = replace(config_of(tmp_path), out=None, limit=2, dataset={"lookup": True}, label="two")
     for half, title in (("held-out", "two, held-out half"), (None, "two")):
         compare(replace(config, half=half, compare={"lazy": config.method}))

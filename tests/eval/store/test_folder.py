@@ -34,33 +34,6 @@ def test_append_and_read(tmp_path: Path) -> None:
     assert about["config"] == {"a": 1}
 
 
-@pytest.mark.parametrize("cut", [1, 2, 57, -3])
-def test_a_half_written_last_line_is_cut_off_and_redone(tmp_path: Path, cut: int) -> None:
-    with open_store(tmp_path, IDENTITY, {}) as store:
-        store.append(record(0))
-        store.append(record(1))
-    file = tmp_path / "records.jsonl"
-    whole = file.read_bytes()
-    first = whole.index(b"\n") + 1
-    file.write_bytes(whole[: first + cut] if cut > 0 else whole[:cut])
-    with open_store(tmp_path, IDENTITY, {}) as store:
-        assert list(store.records) == [("hotpotqa", "row-0")]
-        assert file.read_bytes() == whole[:first]
-        store.append(record(1))
-    assert file.read_bytes() == whole
-
-
-def test_a_garbled_line_is_named_and_nothing_is_touched(tmp_path: Path) -> None:
-    with open_store(tmp_path, IDENTITY, {}) as store:
-        store.append(record(0))
-    file = tmp_path / "records.jsonl"
-    before = file.read_bytes() + b'{"dataset": "hotpotqa"}\n' + b"\xff\xfe\n" + b'{"half'
-    file.write_bytes(before)
-    with pytest.raises(UserError, match=r"records\.jsonl:2: not a record"), open_store(tmp_path, IDENTITY, {}):
-        pass
-    assert file.read_bytes() == before
-
-
 @pytest.mark.parametrize(
     "change", [{"seed": 1}, {"method": {"name": "lazy", "schedule": {"2": 0.5}}}, {"device": "another"}]
 )
@@ -160,16 +133,6 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
         open_store(file / "run", IDENTITY, {}).__enter__()
 
 
-def test_readers_change_nothing(tmp_path: Path) -> None:
-    with open_store(tmp_path, IDENTITY, {}) as store:
-        store.append(record(0))
-    file = tmp_path / "records.jsonl"
-    half = file.read_bytes() + b'{"dataset": "hot'  # as a reader finds it while the run goes on
-    file.write_bytes(half)
-    assert read_run(tmp_path)[1] == [record(0)]
-    assert file.read_bytes() == half
-
-
 def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch, caplog) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(37, "No locks available")
@@ -222,18 +185,6 @@ def full_disk(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_line_that_is_there_twice_counts_once_and_is_told(tmp_path: Path, caplog) -> None:
-    with open_store(tmp_path, IDENTITY, {}) as store:
-        store.append(record(0))
-        store.append(record(1))
-    file = tmp_path / "records.jsonl"
-    file.write_bytes(file.read_bytes() + file.read_bytes())
-    assert read_run(tmp_path)[1] == [record(0), record(1)]
-    assert "records.jsonl:3: the same line as" in caplog.text
-    with open_store(tmp_path, IDENTITY, {}) as store:
-        assert len(store.records) == 2
-
-
 def test_two_records_of_one_example_are_refused_and_both_named(tmp_path: Path) -> None:
     with open_store(tmp_path, IDENTITY, {}, "-1-of-2") as one, open_store(tmp_path, IDENTITY, {}, "-2-of-2") as two:
         one.append(record(0))
@@ -248,19 +199,6 @@ def test_two_records_of_one_example_are_refused_and_both_named(tmp_path: Path) -
         pass
     after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert after == before
-
-
-def test_a_last_line_that_lacks_only_its_end_is_a_record(tmp_path: Path) -> None:
-    """As an editor leaves a file, or a kill between the last two bytes."""
-    with open_store(tmp_path, IDENTITY, {}) as store:
-        store.append(record(0))
-    file = tmp_path / "records.jsonl"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1])
-    assert read_run(tmp_path)[1] == [record(0)]
-    with open_store(tmp_path, IDENTITY, {}) as store:
-        assert list(store.records.values()) == [record(0)]
-        assert file.read_bytes() == whole
 
 
 @pytest.mark.parametrize("name", ["records.jsonl", "failures.jsonl", "run.json"])
