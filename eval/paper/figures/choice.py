@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from eval.paper.methods import STUDIED
+from eval.paper.known_methods import STUDIED
 from eval.store.results import Results, StoredRun, label_of
 from eval.store.trace import Trace, read_trace
 

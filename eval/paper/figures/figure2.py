@@ -9,8 +9,8 @@ import pandas as pd
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as MplFigure
 
-from eval.paper.figures.base import Figure
 from eval.paper.figures.choice import traced_example
+from eval.paper.figures.figure import Figure
 from eval.paper.figures.style import COLOURS, grid, new_figure, styled
 from eval.store.results import Results
 from eval.store.trace import Trace

@@ -14,9 +14,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from eval.benchmarks.datasets import TASKS
-from eval.paper.figures.base import Figure
+from eval.paper.figures.figure import Figure
 from eval.paper.figures.style import GREY, MethodStyle, around, grid, new_figure, styled, styles_of
-from eval.paper.methods import BASELINE, STUDIED
+from eval.paper.known_methods import BASELINE, STUDIED
 from eval.paper.tables.beside_paper import PAPER_MODELS, published
 from eval.store.results import Results
 

@@ -11,9 +11,9 @@ from matplotlib import colormaps
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as MplFigure
 
-from eval.paper.figures.base import Figure
+from eval.paper.figures.figure import Figure
 from eval.paper.figures.style import GREY, LINES, MARKERS, around, direct_labels, grid, new_figure, styled
-from eval.paper.methods import STUDIED
+from eval.paper.known_methods import STUDIED
 from eval.store.results import Results
 
 _VALUES = ("score", "baseline_score", "relative_score", "ttft_speedup")

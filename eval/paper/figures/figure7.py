@@ -11,8 +11,8 @@ import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import FuncFormatter
 
-from eval.paper.figures.base import Figure
 from eval.paper.figures.choice import studied
+from eval.paper.figures.figure import Figure
 from eval.paper.figures.style import COLOURS, GREY, LINES, MARKERS, direct_labels, grid, new_figure, styled
 from eval.store.results import Results, StoredRun
 

@@ -12,10 +12,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path as Outline
 
-from eval.paper.figures.base import Figure
 from eval.paper.figures.choice import traced_example
+from eval.paper.figures.figure import Figure
 from eval.paper.figures.style import GREY, new_figure, styled
-from eval.paper.methods import STUDIED
+from eval.paper.known_methods import STUDIED
 from eval.paper.token_states import State, counts_per_layer, layer_groups, token_states
 from eval.store.results import Results
 from eval.store.trace import Trace

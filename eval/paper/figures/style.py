@@ -19,7 +19,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from eval.paper.methods import BASELINE, STUDIED, kind_of, place_of
+from eval.paper.known_methods import BASELINE, STUDIED, kind_of, place_of
 
 # Okabe and Ito's colours, told apart by colour-blind readers too
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

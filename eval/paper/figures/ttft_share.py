@@ -10,11 +10,11 @@ import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from eval.paper.figures.base import Figure
 from eval.paper.figures.choice import studied
+from eval.paper.figures.figure import Figure
 from eval.paper.figures.figure6 import shade_of
 from eval.paper.figures.style import GREY, LINES, MARKERS, around, direct_labels, grid, new_figure, styled
-from eval.paper.methods import BASELINE
+from eval.paper.known_methods import BASELINE
 from eval.store.results import Results
 
 # Of the introduction of the paper: Llama 2 7B on LongBench, its baseline

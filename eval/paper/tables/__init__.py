@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from eval.paper.table import Table
 from eval.paper.tables.beside_paper import table1, table2
-from eval.paper.tables.memory import memory
+from eval.paper.tables.memory_held import memory
 from eval.paper.tables.schedules import sensitivity
 from eval.paper.tables.ttft_by_length import ttft_share
 from eval.store.results import Results

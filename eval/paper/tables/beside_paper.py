@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from eval.benchmarks.datasets import DATASETS, TASKS
-from eval.paper.methods import BASELINE, STUDIED
+from eval.paper.known_methods import BASELINE, STUDIED
 from eval.paper.table import COMPUTED, Table
 from eval.paper.tables.cells import SECTION, model_name, random_models, shown
 from eval.store.results import Results

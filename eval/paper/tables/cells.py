@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.paper.methods import place_of
+from eval.paper.known_methods import place_of
 from eval.paper.table import cell
 from eval.store.results import Results
 

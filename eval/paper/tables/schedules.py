@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.paper.methods import STUDIED
+from eval.paper.known_methods import STUDIED
 from eval.paper.table import COMPUTED, Table
 from eval.paper.tables.cells import SECTION, SETTING, forms, model_name, overall, shown
 from eval.store.results import Results, label_of

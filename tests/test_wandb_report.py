@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from eval.benchmarks.datasets import TASKS
-from eval.report import wandb_report
 from eval.store.folder import fingerprint, open_store
 from eval.store.record import Record
+from scripts import wandb_report
 from tests.eval.store.made import measurement
 
 pytest.importorskip("wandb_workspaces", reason="the extra wandb-report is not installed")

@@ -1,8 +1,8 @@
 """A W&B Report of runs that were tracked with `tracker=wandb`: tables, scores and speedups by task, runs side by side.
 
-python -m eval.report.wandb_report runs --out report.json                      the spec as a file, offline
-python -m eval.report.wandb_report runs --publish --entity NAME                the report in project lazyllm-bench
-python -m eval.report.wandb_report --group table1 --publish --entity NAME      of a project's runs, none of them here
+python -m scripts.wandb_report runs --out report.json                      the spec as a file, offline
+python -m scripts.wandb_report runs --publish --entity NAME                the report in project lazyllm-bench
+python -m scripts.wandb_report --group table1 --publish --entity NAME      of a project's runs, none of them here
 
 The report's tables are made from the records of the given runs, and its panels show these runs only, found in W&B by
 their fingerprint. Needs the extra wandb-report.
@@ -167,7 +167,7 @@ def _tables(results: Results) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 2 with one message on stderr."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval.report.wandb_report",
+        prog="python -m scripts.wandb_report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.publish and not options.entity:
             raise UserError("--publish needs --entity NAME (or WANDB_ENTITY): the user or team of the project")
         if options.publish:
-            from eval.run.tracking import key_is_configured
+            from eval.run.tracking import key_is_configured  # not at the top: wandb is slow to import
 
             if not key_is_configured():
                 raise UserError("--publish needs a key: WANDB_API_KEY, or `wandb login`. Offline: --out FILE")
