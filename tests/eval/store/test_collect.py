@@ -26,12 +26,12 @@ from scripts.dev.simulate_campaign import Campaign, write_campaign
 from tests.eval.paper.figures.made import small_trace, with_traces
 from tests.eval.store.made import LAZY, record, write_run
 
-SMALL = Campaign(share=0.01, seeds=2, steps=(1, 64), settings=6)
+SMALL = Campaign(share=0.01, seeds=2, steps=(1, 64), settings=7)
 
 
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some hundred records of 24 runs, in two shards each."""
+    """Some hundred records of 28 runs, in two shards each."""
     folder = tmp_path_factory.mktemp("campaign")
     assert write_campaign(folder / "runs", SMALL) > 500
     run = next(run for run in find_runs([folder / "runs"]) if run.method == "lazy")
@@ -91,8 +91,8 @@ def test_each_settings_bootstrap_is_made_once(collected: Results, monkeypatch: p
     for part in [*TABLES.values(), *(figure.data for figure in FIGURES.values())]:
         part(results)
     records = len(results.frame) // 2  # of a model
-    # six settings, and the baselines beside all of them, beside the two presets of Table 1, and beside the five of lazy
-    of_a_model = [records // 6] * 6 + [records, records // 3, 5 * records // 6]
+    # seven settings, and the baselines beside all of them, beside the two presets of Table 1, and beside the six of lazy
+    of_a_model = [records // 7] * 7 + [records, 2 * records // 7, 6 * records // 7]
     assert sorted(made) == sorted(of_a_model * 2)
 
 
