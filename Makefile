@@ -25,7 +25,7 @@ test: setup-tests lint
 
 # one thread: the bootstrap's products are too small for more, and crawl where other work shares the cores
 paper: setup
-	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m scripts.make_paper $(RUNS) --out $(OUT)
+	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m eval.paper.write $(RUNS) --out $(OUT)
 
 lint: setup-tests
 	$(BIN)/ruff check .

@@ -25,7 +25,7 @@ import pytest
 from eval.run.config import LAUNCHERS, check_launcher
 from eval.run.loop import run
 from eval.store.folder import read_run
-from eval.store.frame import as_frame, find_runs
+from eval.store.results import as_frame, find_runs
 from lazyllm.errors import UserError
 from tests.eval.run.test_configs import config_of
 

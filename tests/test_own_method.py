@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from eval.store.folder import read_run
-from eval.store.frame import find_runs
+from eval.store.results import find_runs
 from lazyllm.errors import UserError
 from tests.own_package import install_own_package
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import socket
@@ -14,16 +13,11 @@ import pytest
 
 from eval.benchmarks.datasets import TASKS
 from eval.store.folder import fingerprint, open_store
-from eval.store.record import Measurement, Record
+from eval.store.record import Record
+from scripts import wandb_report
+from tests.eval.store.made import measurement
 
 pytest.importorskip("wandb_workspaces", reason="the extra wandb-report is not installed")
-
-ROOT = Path(__file__).resolve().parents[1]
-SPEC = importlib.util.spec_from_file_location("wandb_report", ROOT / "scripts" / "wandb_report.py")
-assert SPEC is not None
-assert SPEC.loader is not None
-wandb_report = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(wandb_report)
 
 
 @pytest.fixture(autouse=True)
@@ -45,14 +39,6 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules["wandb"].teardown()
 
 
-def measurement(score: float, ttft_s: float) -> Measurement:
-    return Measurement(
-        text="x", token_ids=[1], score=score, rouge_l=None, ttft_s=ttft_s, scoring_s=0.0, total_s=ttft_s,
-        decode_step_s=[], pct_prompt_tokens_computed=50.0, group_starts=[1], computed=[[4]], kv_bytes=8, aux_bytes=0,
-        peak_memory_bytes=None,
-    )  # fmt: skip
-
-
 def store(folder: Path, method: dict[str, Any], score: float, ttft_s: float, dataset: str = "hotpotqa") -> str:
     """A stored run of one example; its fingerprint."""
     identity = {
@@ -61,7 +47,9 @@ def store(folder: Path, method: dict[str, Any], score: float, ttft_s: float, dat
     }  # fmt: skip
     about = {"config": {"model": {"name": "tiny", "paper": None}}, "provenance": {"git_commit": "0123abc"}}
     with open_store(folder, identity, about) as opened:
-        opened.append(Record(dataset, "1", "p", 4, 4, measurement(score, ttft_s), measurement(1.0, 0.6)))
+        opened.append(
+            Record(dataset, "1", "p", 4, 4, measurement("x", score, ttft_s=ttft_s), measurement("x", 1.0, ttft_s=0.6))
+        )
     return fingerprint(identity)
 
 
@@ -146,10 +134,9 @@ def test_a_project_without_runs_here_has_every_task(tmp_path: Path) -> None:
         (["nosuch", "--out", "x.json"], "no such folder"),
     ],
 )
-def test_refusals_say_what_to_do(arguments: list[str], message: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        wandb_report.main(arguments)
-    assert message in str(caught.value)
+def test_refusals_say_what_to_do(arguments: list[str], message: str, capsys: Any) -> None:
+    assert wandb_report.main(arguments) == 2
+    assert message in capsys.readouterr().err
     assert not Path("x.json").exists()
 
 
@@ -159,18 +146,17 @@ def test_one_of_out_and_publish_is_needed(capsys) -> None:
     assert "give --out FILE for the spec, or --publish" in capsys.readouterr().err
 
 
-def test_without_the_extra_its_name_is_said(monkeypatch) -> None:
+def test_without_the_extra_its_name_is_said(monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)
-    with pytest.raises(SystemExit) as caught:
-        wandb_report.main(["--out", "x.json"])
-    assert "pip install 'lazyllm-bench[wandb-report]'" in str(caught.value)
+    assert wandb_report.main(["--out", "x.json"]) == 2
+    assert "pip install 'lazyllm-bench[wandb-report]'" in capsys.readouterr().err
 
 
 def test_publish_saves_and_gives_the_address(monkeypatch, capsys) -> None:
     from wandb_workspaces.reports.v2.interface import Report
 
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-    monkeypatch.setattr(wandb_report, "key_is_configured", lambda: True)
+    monkeypatch.setattr("eval.run.tracking.key_is_configured", lambda: True)
     monkeypatch.setattr(
         "wandb_workspaces.reports.v2.interface.execute_graphql", lambda *_: {"project": {"internalId": "1"}}
     )
@@ -186,6 +172,5 @@ def test_publish_saves_and_gives_the_address(monkeypatch, capsys) -> None:
         raise ValueError("no such project")
 
     monkeypatch.setattr(Report, "save", refuse)
-    with pytest.raises(SystemExit) as caught:
-        wandb_report.main(["--publish", "--entity", "me"])
-    assert "W&B did not take the report (ValueError: no such project)" in str(caught.value)
+    assert wandb_report.main(["--publish", "--entity", "me"]) == 2
+    assert "W&B did not take the report (ValueError: no such project)" in capsys.readouterr().err

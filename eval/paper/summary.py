@@ -1,44 +1,42 @@
-"""A run's own table: datasets and tasks, with confidence intervals, as text, CSV, Markdown and JSON.
+"""A run's own table, and the comparison of several runs': datasets and tasks, with confidence intervals.
 
-What the numbers mean is said in `eval.paper.aggregate`, which computes them.
+What the numbers mean is said in `eval.store.aggregate`, which computes them.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich import box
-from rich.table import Table
 
 from eval.benchmarks.datasets import DATASETS
-from eval.paper.aggregate import rows_of
-from eval.paper.table import cell, markdown_lines
-from eval.store.frame import example_rows
+from eval.paper.table import COMPUTED, Table, cell
+from eval.store.aggregate import rows_of
 from eval.store.record import Failure, Record
+from eval.store.results import example_rows
 
 
 @dataclass(frozen=True)
 class Value:
-    """A mean with its 95 % interval; low and high are None where one example cannot tell."""
+    """A mean with its 95 % interval; low and high are None if one example cannot tell."""
 
     mean: float
-    low: float | None
-    high: float | None
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True)
 class Row:
     """One line of the table. kind: "dataset", "task" or "all". Columns that were not measured are None.
 
-    generation_speedup compares whole answers, which may differ in length; step_speedup compares the mean decoding step
-    after the first token, whatever the length. failed: examples that could not be measured and are in no other column;
-    score_failed_as_zero: the score if they count as 0.
+    failed: examples that could not be measured and are in no other column; score_failed_as_zero: the score if they
+    count as 0. The values are columns of `eval.store.aggregate.by_task`: generation_speedup compares whole answers,
+    which may differ in length; step_speedup the mean decoding step after the first token, whatever the length.
     """
 
     name: str
@@ -54,6 +52,7 @@ class Row:
     generation_speedup: Value | None
     step_speedup: Value | None
     pct_prompt_tokens_computed: Value
+    scoring_tokens: Value
     ttft_s: Value
     total_s: Value
     generated_tokens: Value
@@ -62,11 +61,14 @@ class Row:
     aux_bytes: Value
 
 
+_VALUES = [column.name for column in fields(Row) if "Value" in str(column.type)]
+
+
 @dataclass(frozen=True)
 class Summary:
     """All rows: the datasets of each task followed by the task, then the mean over tasks.
 
-    failed, score_failed_as_zero: of the whole run, datasets of which nothing could be measured included.
+    failed, score_failed_as_zero: of the whole run, datasets without any measured example included.
     """
 
     rows: tuple[Row, ...]
@@ -75,7 +77,7 @@ class Summary:
 
 
 def summarise(records: Sequence[Record], failures: Sequence[Failure] = ()) -> Summary:
-    """The table of a run. failures: of examples without a record. Raises ValueError where there is no record."""
+    """The table of a run. failures: of examples without a record. Raises ValueError without any record."""
     if not records:
         raise ValueError("no record to summarise")
     rows = rows_of(example_rows(records).assign(seed=0))
@@ -96,24 +98,22 @@ def _with_failures(
         name: float(row["score"] * row["examples"] / (row["examples"] + failed[name])) for name, row in measured.items()
     } | {name: 0.0 for name in failed if name not in measured}
     datasets = list(zeroed)
-    for task in {DATASETS[name].task for name in datasets}:
+    tasks = {DATASETS[name].task for name in datasets}
+    for task in tasks:
         of_task = [name for name in datasets if DATASETS[name].task == task]
         failed[task] = sum(failed[name] for name in of_task)
         zeroed[task] = float(np.mean([zeroed[name] for name in of_task]))
-    tasks = {DATASETS[name].task for name in datasets}
     failed["all"] = len(failures)
     zeroed["all"] = float(np.mean([zeroed[task] for task in tasks]))
     return failed, zeroed
 
 
 def _row(row: dict[str, Any], failed: int, zeroed: float) -> Row:
-    def value(column: str) -> Value:
-        interval = row[f"{column}_low"], row[f"{column}_high"]
-        low, high = (None if np.isnan(end) else float(end) for end in interval)
-        return Value(float(row[column]), low, high)
-
-    def optional(column: str) -> Value | None:
-        return None if np.isnan(row[column]) else value(column)
+    def value(column: str) -> Value | None:
+        mean, low, high = (float(row[f"{column}{end}"]) for end in ("", "_low", "_high"))
+        if np.isnan(mean):
+            return None
+        return Value(mean) if np.isnan(low) else Value(mean, low, high)
 
     return Row(
         name="mean over tasks" if row["level"] == "all" else row["name"],
@@ -121,78 +121,9 @@ def _row(row: dict[str, Any], failed: int, zeroed: float) -> Row:
         task=row["task"],
         examples=row["examples"],
         failed=failed,
-        score=value("score"),
         score_failed_as_zero=zeroed,
-        baseline_score=optional("baseline_score"),
-        rouge_l=optional("rouge_l"),
-        ttft_speedup=optional("ttft_speedup"),
-        generation_speedup=optional("generation_speedup"),
-        step_speedup=optional("step_speedup"),
-        pct_prompt_tokens_computed=value("pct_computed"),
-        ttft_s=value("ttft_s"),
-        total_s=value("total_s"),
-        generated_tokens=value("tokens"),
-        baseline_generated_tokens=optional("baseline_tokens"),
-        kv_bytes=value("kv_bytes"),
-        aux_bytes=value("aux_bytes"),
+        **{column: value(column) for column in _VALUES},  # type: ignore[arg-type]  # what every record has is no None
     )
-
-
-# ------------------------------------------------------------------------------------------------------------- display
-
-_Columns = tuple[tuple[str, str, int], ...]  # (field, heading, digits shown)
-
-_SHOWN: _Columns = (
-    ("score", "score", 2),
-    ("baseline_score", "baseline score", 2),
-    ("ttft_speedup", "TTFT speedup", 2),
-    ("generation_speedup", "generation speedup", 2),
-    ("pct_prompt_tokens_computed", "% tokens computed", 1),
-)
-# Beside the score where examples failed: how many, and the score with them
-_WITH_FAILED: _Columns = (("failed", "failed", 0), ("score_failed_as_zero", "score, failed as 0", 2))
-
-
-def as_table(summary: Summary, title: str) -> Table:
-    """The table for a terminal; task rows in bold below their datasets."""
-    columns = _columns(_SHOWN, [summary])
-    table = _empty_table(title, _caption(summary), ["dataset, task"], columns)
-    for row in summary.rows:
-        style = None if row.kind == "dataset" else "bold"
-        name = f"  {row.name}" if row.kind == "dataset" else row.name
-        table.add_row(name, str(row.examples), *_cells(row, columns), style=style, end_section=row.kind != "dataset")
-    return table
-
-
-def to_markdown(summary: Summary, title: str) -> str:
-    """The same table in Markdown, task rows in bold."""
-    columns = _columns(_SHOWN, [summary])
-    rows = [
-        [row.name if row.kind == "dataset" else f"**{row.name}**", str(row.examples), *_cells(row, columns)]
-        for row in summary.rows
-    ]
-    return _markdown(title, _caption(summary), ["dataset, **task**"], columns, rows)
-
-
-def to_csv(summary: Summary) -> str:
-    """One line a row, every column with its interval, full precision."""
-    return _flat_csv(summary.rows)
-
-
-def flat(row: Any) -> dict[str, Any]:
-    """A row's columns side by side: of a `Value` the mean under the column's name, and `_low` and `_high`."""
-    cells: dict[str, Any] = {}
-    for key, value in asdict(row).items():
-        if isinstance(value, dict):
-            cells |= {key: value["mean"], f"{key}_low": value["low"], f"{key}_high": value["high"]}
-        else:
-            cells[key] = value
-    return cells
-
-
-def _flat_csv(rows: Sequence[Any]) -> str:
-    table = pd.DataFrame([flat(row) for row in rows])
-    return table.astype({"failed": "Int64"}).to_csv(index=False)  # a whole number, also beside rows that have none
 
 
 def to_json(summary: Summary, about: dict[str, Any]) -> str:
@@ -201,108 +132,89 @@ def to_json(summary: Summary, about: dict[str, Any]) -> str:
     return json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
 
 
-@dataclass(frozen=True)
-class _Compared:
-    """One line of a comparison: a method on one task."""
-
-    task: str
-    method: str
-    examples: int
-    score: Value | None
-    ttft_speedup: Value | None
-    generation_speedup: Value | None
-    pct_prompt_tokens_computed: Value | None
-    failed: int | None  # None for the baseline, of which only what stands beside a measured example is known
-    score_failed_as_zero: float | None
+def flat(row: Row) -> dict[str, Any]:
+    """A row's columns side by side: of a `Value` the mean under the column's name, and `_low` and `_high`."""
+    return _flat({column.name: getattr(row, column.name) for column in fields(row)})
 
 
-_COMPARED = tuple(column for column in _SHOWN if column[0] != "baseline_score")
+def _flat(line: Mapping[str, Any]) -> dict[str, Any]:
+    cells: dict[str, Any] = {}
+    for key, value in line.items():
+        if isinstance(value, Value):
+            cells |= {key: value.mean, f"{key}_low": value.low, f"{key}_high": value.high}
+        else:
+            cells[key] = value
+    return cells
 
 
-def _compared(summaries: dict[str, Summary]) -> list[_Compared]:
-    """Methods by tasks, the paired baseline first; joined by the task's name."""
-    by_method = {
+# -------------------------------------------------------------------------------------------------------------- tables
+
+# {column: (heading, digits shown)}
+_SHOWN = {
+    "score": ("score", 2),
+    "baseline_score": ("baseline score", 2),
+    "ttft_speedup": ("TTFT speedup", 2),
+    "generation_speedup": ("generation speedup", 2),
+    "pct_prompt_tokens_computed": ("% tokens computed", 1),
+}
+# Beside the score if examples failed: how many, and the score with them
+_WITH_FAILED = {"failed": ("failed", 0), "score_failed_as_zero": ("score, failed as 0", 2)}
+
+
+def summary_table(summary: Summary, title: str) -> Table:
+    """A run's datasets and tasks, tasks below their datasets."""
+    lines = [vars(row) for row in summary.rows]
+    names = [{"dataset, **task**": row.name if row.kind == "dataset" else f"**{row.name}**"} for row in summary.rows]
+    return _table("summary", title, lines, names, {"": summary}, tuple(_SHOWN))
+
+
+def compared_table(summaries: Mapping[str, Summary], title: str) -> Table:
+    """Methods by tasks, as in the paper's Table 1, each beside its own paired baseline. summaries: by label."""
+    by_label = {
         label: {row.name: row for row in summary.rows if row.kind != "dataset"} for label, summary in summaries.items()
     }
-    tasks = list(dict.fromkeys(name for rows in by_method.values() for name in rows))
     lines = []
-    for task in tasks:
-        found = {label: rows[task] for label, rows in by_method.items() if task in rows}
-        one = next(iter(found.values()))
-        if one.baseline_score is not None:
-            unit = Value(1.0, None, None)
-            lines.append(
-                _Compared(
-                    task,
-                    "baseline",
-                    one.examples,
-                    one.baseline_score,
-                    unit,
-                    unit,
-                    Value(100.0, None, None),
-                    None,
-                    None,
-                )
-            )
-        for label, row in found.items():
-            lines.append(
-                _Compared(
-                    task,
-                    label,
-                    row.examples,
-                    row.score,
-                    row.ttft_speedup,
-                    row.generation_speedup,
-                    row.pct_prompt_tokens_computed,
-                    row.failed,
-                    row.score_failed_as_zero,
-                )
-            )
-    return lines
+    for task in dict.fromkeys(name for rows in by_label.values() for name in rows):
+        rows = {label: rows[task] for label, rows in by_label.items() if task in rows}
+        first = next(iter(rows.values()))
+        if first.baseline_score is not None:
+            unit = {"ttft_speedup": Value(1.0), "generation_speedup": Value(1.0)}
+            baseline = {"score": first.baseline_score, **unit, "pct_prompt_tokens_computed": Value(100.0)}
+            # how many of its examples failed is not known: only what stands beside a measured example is
+            lines.append({"task": task, "method": "baseline", "examples": first.examples, **baseline})
+        lines += [{"task": task, "method": label} | {name: getattr(row, name) for name in _COMPARED}
+                  for label, row in rows.items()]  # fmt: skip
+    lines = [dict.fromkeys(("task", "method", *_COMPARED)) | line for line in lines]
+    names = [{"task": line["task"], "method": line["method"]} for line in lines]
+    captioned = {f"{label}: ": summary for label, summary in summaries.items()}
+    return _table("compared", title, lines, names, captioned, _COMPARED[1:5])
 
 
-def compared_table(summaries: dict[str, Summary], title: str) -> Table:
-    """Methods by tasks for a terminal, as in the paper's Table 1; each method beside its own paired baseline."""
-    columns = _columns(_COMPARED, summaries.values())
-    table = _empty_table(title, _compared_caption(summaries), ["task", "method"], columns)
-    lines = _compared(summaries)
-    for line, following in zip(lines, [*lines[1:], None], strict=True):
-        ends = following is None or following.task != line.task
-        table.add_row(line.task, line.method, str(line.examples), *_cells(line, columns), end_section=ends)
-    return table
+_COMPARED = ("examples", "score", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "failed",
+             "score_failed_as_zero")  # fmt: skip
 
 
-def compared_markdown(summaries: dict[str, Summary], title: str) -> str:
-    """The same in Markdown."""
-    columns = _columns(_COMPARED, summaries.values())
-    rows = [[line.task, line.method, str(line.examples), *_cells(line, columns)] for line in _compared(summaries)]
-    return _markdown(title, _compared_caption(summaries), ["task", "method"], columns, rows)
-
-
-def compared_csv(summaries: dict[str, Summary]) -> str:
-    """The same with intervals at full precision."""
-    return _flat_csv(_compared(summaries))
-
-
-def _empty_table(title: str, caption: str, names: Sequence[str], columns: _Columns) -> Table:
-    """A table for a terminal with its headings: the names, n, and each column's in two lines."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, caption=caption, padding=(0, 1, 0, 0))
-    for name in names:
-        table.add_column(name, no_wrap=True)
-    table.add_column("n", justify="right")
-    for _, heading, _ in columns:
-        first, _, rest = heading.partition(" ")
-        table.add_column(f"{first}\n{rest}", justify="right", no_wrap=True)
-    return table
-
-
-def _markdown(title: str, caption: str, names: Sequence[str], columns: _Columns, rows: Sequence[Sequence[str]]) -> str:
-    lines = markdown_lines([*names, "n", *(heading for _, heading, _ in columns)], rows, keys=len(names))
-    return "\n".join([f"# {title}", "", *lines, "", caption, ""])
-
-
-def _cells(row: Row | _Compared, columns: _Columns) -> list[str]:
-    return [_cell(getattr(row, column), digits) for column, _, digits in columns]
+def _table(
+    name: str,
+    title: str,
+    lines: Sequence[Mapping[str, Any]],
+    names: Sequence[dict[str, str]],
+    summaries: Mapping[str, Summary],
+    columns: Sequence[str],
+) -> Table:
+    """names: of each line, the cells that name it. summaries: by what precedes a sentence about each."""
+    if any(summary.failed for summary in summaries.values()):
+        columns = [columns[0], *_WITH_FAILED, *columns[1:]]
+    shown = {column: (_SHOWN | _WITH_FAILED)[column] for column in columns}
+    cells = [
+        {**of_line, "n": str(line["examples"])}
+        | {heading: _cell(line[column], digits) for column, (heading, digits) in shown.items()}
+        for of_line, line in zip(names, lines, strict=True)
+    ]
+    frame = pd.DataFrame([_flat(line) for line in lines])
+    frame = frame.astype({"failed": "Int64"})  # a whole number, also beside rows that have none
+    caption = _about(next(iter(summaries.values()))) + _failed(summaries)
+    return Table(name, title, caption, frame, pd.DataFrame(cells), keys=len(names[0]))
 
 
 def _cell(value: Value | float | None, digits: int) -> str:
@@ -311,21 +223,7 @@ def _cell(value: Value | float | None, digits: int) -> str:
     return cell(value.mean, value.low, value.high, digits) if isinstance(value, Value) else f"{value:.{digits}f}"
 
 
-def _columns(columns: _Columns, summaries: Iterable[Summary]) -> _Columns:
-    """The columns, and those that say what failed where something did."""
-    first, *rest = columns
-    return (first, *(_WITH_FAILED if any(summary.failed for summary in summaries) else ()), *rest)
-
-
-def _caption(summary: Summary) -> str:
-    return _about(summary) + _failed({"": summary})
-
-
-def _compared_caption(summaries: dict[str, Summary]) -> str:
-    return _about(next(iter(summaries.values()))) + _failed({f"{label}: ": one for label, one in summaries.items()})
-
-
-def _failed(summaries: dict[str, Summary]) -> str:
+def _failed(summaries: Mapping[str, Summary]) -> str:
     """A line for each summary in which examples failed."""
     return "".join(
         f"\n{label}{summary.failed} examples failed and are left out; if they count as 0, the score is "
@@ -336,7 +234,10 @@ def _failed(summaries: dict[str, Summary]) -> str:
 
 
 def _about(summary: Summary) -> str:
-    text = "Scores 0 to 100. ±: half of the 95 % bootstrap interval over examples; both ends are in summary.csv.\n"
+    text = (
+        "Scores 0 to 100. ±: half of the 95 % bootstrap interval over examples; both ends are in summary.csv.\n"
+        f"% tokens computed: {COMPUTED}.\n"
+    )
     if all(row.ttft_speedup is None for row in summary.rows):
         return text + "No speedup: no baseline was run beside the method (it is the baseline, or timing.paired=false)."
     return text + "Generation speedup is of whole answers, which may differ in length (see summary.csv)."

@@ -1,18 +1,23 @@
-"""A table as a value, and its three forms: Markdown for a reader, CSV at full precision, LaTeX for a paper."""
+"""A table as a value, and its forms: Markdown and a terminal for a reader, CSV at full precision, LaTeX for a paper."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pandas as pd
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "Δ": r"$\Delta$", "<": r"\textless{}",
     ">": r"\textgreater{}", "[": "{[}", "|": r"\textbar{}", "\n": " ",
 }  # fmt: skip
+COMPUTED = "tokens that any model runs to score the prompt first count too"  # for captions of "% tokens computed"
 _EMPTY = "No run for this table."
 
 
@@ -21,7 +26,7 @@ class Table:
     """name: the stem of its files. title, caption: one line, and what a reader needs to know.
 
     frame: keys and values at full precision, which the CSV holds. cells: the text shown, one column a heading; the
-    first `keys` of them name the row and are aligned to the left.
+    first `keys` of them name the row and are aligned to the left. A name in `**` is that of a sum over rows before it.
     """
 
     name: str
@@ -42,15 +47,32 @@ class Table:
         """Every key and value; an empty field is a value that was not measured."""
         return self.frame.to_csv(index=False, lineterminator="\n")
 
+    def to_rich(self) -> RichTable:
+        """The table for a terminal: headings in two lines, sums in bold below what they are of."""
+        from rich import box
+        from rich.table import Table as RichTable
+
+        table = RichTable(
+            title=self.title, title_justify="left", box=box.SIMPLE_HEAD, caption=self.caption, padding=(0, 1, 0, 0)
+        )
+        for number, heading in enumerate(self.cells.columns):
+            is_key = number < self.keys
+            first, _, rest = heading.partition(" ")
+            text = heading.replace("**", "") if is_key or not rest else f"{first}\n{rest}"
+            table.add_column(text, justify="left" if is_key else "right", no_wrap=True)
+        rows = self.cells.to_numpy().tolist()
+        sums = [row[0].startswith("**") for row in rows]
+        for row, is_sum, ends in zip(rows, sums, self._ends(), strict=True):
+            name = row[0].replace("**", "") if is_sum or not any(sums) else f"  {row[0]}"
+            table.add_row(name, *row[1:], style="bold" if is_sum else None, end_section=ends or is_sum)
+        return table
+
     def to_latex(self) -> str:
         """A `longtable` with the rules of booktabs, thin ones between groups of rows; it may be longer than a page."""
         headings, rows = list(self.cells.columns), self.cells.to_numpy().tolist()
-        groups = [row[: self.keys - 1] for row in rows]  # of the same keys but the last
         lines = []
-        for number, row in enumerate(rows):
-            if number and groups[number] != groups[number - 1]:
-                lines.append(r"\midrule")
-            lines.append(_latex_line(row))
+        for row, ends in zip(rows, self._ends(), strict=True):
+            lines += [_latex_line(row), *([r"\midrule"] if ends else [])]
         if not rows:
             headings, lines = [""], [_latex_line([_EMPTY])]
         head = [r"\toprule", _latex_line(headings), r"\midrule"]  # on every page
@@ -71,9 +93,14 @@ class Table:
             ]
         )
 
+    def _ends(self) -> list[bool]:
+        """Of each row, whether the next one differs in the keys before the last."""
+        groups = self.cells.iloc[:, : self.keys - 1].to_numpy().tolist()
+        return [group != following for group, following in zip(groups, [*groups[1:], *groups[-1:]], strict=True)]
+
 
 def cell(mean: float, low: float | None, high: float | None, digits: int) -> str:
-    """`25.30 ±1.20`: a value and half of its interval, where it has one."""
+    """`25.30 ±1.20`: a value and half of its interval, if it has one."""
     text = f"{mean:.{digits}f}"
     if low is None or high is None or math.isnan(low) or math.isnan(high):
         return text
@@ -83,14 +110,14 @@ def cell(mean: float, low: float | None, high: float | None, digits: int) -> str
 def markdown_lines(headings: Sequence[str], rows: Sequence[Sequence[str]], keys: int) -> list[str]:
     """A pipe table; the first `keys` columns to the left, numbers to the right."""
     rule = "|" + "---|" * keys + "---:|" * (len(headings) - keys)
-    lines = ["| " + " | ".join(one.replace("|", "\\|") for one in row) + " |" for row in (headings, *rows)]
+    lines = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in (headings, *rows)]
     return [lines[0], rule, *lines[1:]]
 
 
 def latex(text: str) -> str:
-    """The text with what LaTeX takes for its own escaped."""
+    """The text with LaTeX's special characters escaped."""
     return "".join(_LATEX.get(letter, letter) for letter in text)
 
 
 def _latex_line(cells: Sequence[str]) -> str:
-    return " & ".join(latex(one) for one in cells) + r" \\"
+    return " & ".join(latex(text) for text in cells) + r" \\"

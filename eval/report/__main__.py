@@ -7,29 +7,30 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.paper.figures import FIGURES
-from eval.paper.tables import TABLES
-from eval.report.page import render
 from eval.store.folder import write_whole
-from eval.store.frame import find_runs
+from eval.store.results import Results
 
 LARGE_MB = 30
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, or 2 with one message on stderr where there is no page to make."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, or 2 with one message on stderr if there is no page to make."""
     parser = argparse.ArgumentParser(prog="python -m eval.report", description=(__doc__ or "").partition(":")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="a run's folder, or one that holds several")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: report.html)")
     parser.add_argument(
         "--records", type=_at_least_one, metavar="N", help="show the first N records of each run and dataset only"
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     try:
-        page = render(find_runs(options.runs), TABLES, FIGURES, options.records)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
+        results = Results.read(options.runs)
+        from eval.paper.figures import FIGURES  # not at the top: what draws is slow to import
+        from eval.paper.tables import TABLES
+        from eval.report.page import render
+
+        page = render(results, TABLES, FIGURES, options.records)
         write_whole(options.out, page)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     size = len(page.encode()) / 1e6

@@ -24,7 +24,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """text: as shown. value: what a numeric column is sorted by, None where there is no number."""
+    """text: as shown. value: what a numeric column is sorted by, None without a number."""
 
     text: str
     value: float | None
@@ -59,8 +59,8 @@ def grid(
 ) -> Grid:
     """The grid of a table of texts.
 
-    keys: how many columns name the row: those after them are numeric, though a cell may say "no run". A column of which
-    nothing is known is numeric where every cell begins with a number or is empty.
+    keys: how many columns name the row: those after them are numeric, though a cell may say "no run". Other
+    columns are numeric if every cell begins with a number or is empty.
     """
     headings = [str(column) for column in cells.columns]
     texts = [[_text(value) for value in cells.iloc[:, index]] for index in range(len(headings))]

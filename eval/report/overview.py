@@ -9,19 +9,18 @@ from typing import Any
 
 import pandas as pd
 
-from eval.paper.aggregate import by_task
+from eval.paper.table import COMPUTED
 from eval.report.grid import Grid, grid
-from eval.store.columns import table_of
-from eval.store.frame import StoredRun, as_frame, label_of
+from eval.store.results import Results, StoredRun
 
 _RESULTS = (
     ("score", "score", 2),
     ("baseline_score", "baseline score", 2),
     ("ttft_speedup", "TTFT speedup", 2),
     ("generation_speedup", "generation speedup", 2),
-    ("pct_computed", "% tokens computed", 1),
+    ("pct_prompt_tokens_computed", "% tokens computed", 1),
     ("ttft_s", "TTFT, s", 4),
-)  # (column of `by_task`, heading, digits shown)
+)  # (column of `Results.by_task`, heading, digits shown)
 # named elsewhere on the page, or said again by the provenance
 _SHOWN_ELSEWHERE = {"method", "versions", "seed", "paired"}
 
@@ -33,17 +32,12 @@ def facts(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
     return [
         ("Models", _list(run.model for run in runs)),
         ("Methods", _list(run.method for run in runs)),
-        ("Runs", f"{len(runs)}, of {len({label(run) for run in runs})} settings"),
+        ("Runs", f"{len(runs)}, of {len({run.label for run in runs})} settings"),
         ("Datasets", _list(name for run in runs for name in run.datasets)),
         ("Examples", f"{len(examples):,}, in {sum(len(run.examples) for run in runs):,} records"),
         ("Measured", started[0] if started[0] == started[-1] else f"{started[0]} to {started[-1]}"),
         ("On", _list(run.about["provenance"]["machine"]["device"] for run in runs)),
     ]
-
-
-def label(run: StoredRun) -> str:
-    """The run's setting, for people."""
-    return label_of(run.method, run.settings)
 
 
 def _moment(run: StoredRun) -> str:
@@ -55,7 +49,7 @@ def runs_grid(runs: Sequence[StoredRun]) -> Grid:
     rows = [
         {
             "model": run.model,
-            "setting": label(run),
+            "setting": run.label,
             "seed": run.seed,
             "examples": len(run.examples),
             "datasets": len(run.datasets),
@@ -70,10 +64,9 @@ def runs_grid(runs: Sequence[StoredRun]) -> Grid:
     return grid("runs", "Runs", caption, pd.DataFrame(rows))
 
 
-def results_grid(runs: Sequence[StoredRun]) -> Grid:
+def results_grid(results: Results) -> Grid:
     """One row a setting and task or dataset, the means over tasks first; seeds of a setting are one row."""
-    table = by_task(as_frame(runs))
-    table = table.sort_values("level", key=lambda levels: levels != "all", kind="stable")
+    table = results.by_task.sort_values("level", key=lambda levels: levels != "all", kind="stable")
     several = len(set(table["suite"])) > 1
     rows = [
         {
@@ -88,22 +81,23 @@ def results_grid(runs: Sequence[StoredRun]) -> Grid:
     ]
     caption = (
         "Scores 0 to 100; speedups over the paired baseline. In brackets both ends of the 95 % bootstrap interval over "
-        "examples, where each dataset has more than one. Several seeds of an example count as one."
+        f"examples, if each dataset has more than one. Several seeds of an example count as one. % tokens computed: "
+        f"{COMPUTED}."
     )
     return grid("results", "Results", caption, pd.DataFrame(rows), filtered="task or dataset")
 
 
 def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Grid | None]:
-    """What all runs have in common, as (name, value); and a table of what differs, None where nothing does."""
-    flat = [_flatten({**_identity(run), **run.about["provenance"]}) for run in runs]
-    names = list(dict.fromkeys(name for one in flat for name in one))
-    same = [name for name in names if len({one.get(name, "") for one in flat}) == 1]
+    """What all runs have in common, as (name, value); and a table of what differs, None if nothing does."""
+    facts_of = [_flatten({**_identity(run), **run.about["provenance"]}) for run in runs]
+    names = list(dict.fromkeys(name for known in facts_of for name in known))
+    same = [name for name in names if len({known.get(name, "") for known in facts_of}) == 1]
     rows = [
-        {"folder": run.folder.name, **{name: one.get(name, "") for name in names if name not in same}}
-        for run, one in zip(runs, flat, strict=True)
+        {"folder": run.folder.name, **{name: known.get(name, "") for name in names if name not in same}}
+        for run, known in zip(runs, facts_of, strict=True)
     ]
     differing = grid("differing", "What differs between the runs", "", pd.DataFrame(rows))
-    return [(name, flat[0][name]) for name in same], differing if len(same) < len(names) else None
+    return [(name, facts_of[0][name]) for name in same], differing if len(same) < len(names) else None
 
 
 def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
@@ -121,8 +115,7 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
         (changed, "measured with code that no commit holds: it cannot be checked out again"),
         (textless, "stored before prompt ends and gold answers were kept: the records below lack them"),
     ]
-    found = [f"{text} ({_names(named)})." for named, text in concerned if named]
-    found = [text[0].upper() + text[1:] for text in found]
+    found = [f"{text[0].upper()}{text[1:]} ({_names(named)})." for named, text in concerned if named]
     found += _missing(runs)
     if most is not None and any(number > most for run in runs for number in _sizes(run).values()):
         found.append(f"Of each run and dataset, only the first {most} records are shown below; tables count all.")
@@ -153,7 +146,7 @@ def _sizes(run: StoredRun) -> dict[str, int]:
 
 
 def _lacks_prompt_ends(run: StoredRun) -> bool:
-    return "" in table_of(run.records, ["prompt_end"])["prompt_end"].unique().to_pylist()
+    return "" in run.table(["prompt_end"])["prompt_end"].unique().to_pylist()
 
 
 def _identity(run: StoredRun) -> dict[str, Any]:
@@ -163,7 +156,7 @@ def _identity(run: StoredRun) -> dict[str, Any]:
 def _flatten(value: Any, name: str = "") -> dict[str, str]:
     """{"machine.cpu": ...} of nested mappings, values as text."""
     if isinstance(value, dict) and value:
-        parts = [_flatten(one, f"{name}.{key}" if name else str(key)) for key, one in value.items()]
+        parts = [_flatten(inner, f"{name}.{key}" if name else str(key)) for key, inner in value.items()]
         return {key: text for part in parts for key, text in part.items()}
     return {name: value if isinstance(value, str) else json.dumps(value)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from eval.report.grid import Grid, grid
 from eval.report.inline_svg import inline_svg
 from eval.report.record_browser import embed_records
 from eval.report.trace_view import embed_traces
-from eval.store.frame import StoredRun
+from eval.store.results import Results
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("tables.js", "records.js", "traces.js")
@@ -27,7 +27,7 @@ _SCRIPTS = ("tables.js", "records.js", "traces.js")
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure on the page. svg: None where no run gives it data."""
+    """A figure on the page. svg: None if no run gives it data."""
 
     name: str
     title: str
@@ -36,18 +36,18 @@ class Picture:
 
 
 def render(
-    runs: Sequence[StoredRun],
-    tables: Mapping[str, Callable[[Sequence[StoredRun]], Table]],
+    results: Results,
+    tables: Mapping[str, Callable[[Results], Table]],
     figures: Mapping[str, Figure],
     most: int | None = None,
 ) -> str:
-    """The page of some runs, as `eval.store.frame.find_runs` gives them.
+    """The page of some runs.
 
     tables, figures: by name, as `eval.paper.tables.TABLES` and `eval.paper.figures.FIGURES` are. most: how many
-    records of each run
-    and dataset are shown, None for all. Raises ValueError where a trace cannot be read, UserError where runs do not
-    share a table.
+    records of each run and dataset are shown, None for all. Raises ValueError if a trace cannot be read, UserError if
+    runs do not share a table.
     """
+    runs = results.runs
     common, differing = overview.provenance(runs)
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     return _template().render(
@@ -55,11 +55,11 @@ def render(
         facts=overview.facts(runs),
         warnings=overview.warnings(runs, most),
         runs=overview.runs_grid(runs),
-        results=overview.results_grid(runs),
+        results=overview.results_grid(results),
         common=common,
         differing=differing,
-        tables=[_as_grid(make(runs)) for make in tables.values()],
-        pictures=[_as_picture(figure, runs) for figure in figures.values()],
+        tables=[_as_grid(make(results)) for make in tables.values()],
+        pictures=[_as_picture(figure, results) for figure in figures.values()],
         records=embed_records(runs, most),
         traces=embed_traces(runs),
         style=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
@@ -80,8 +80,8 @@ def _as_grid(table: Table) -> Grid:
     return grid(f"table-{table.name}", table.title, table.caption, table.cells, keys=table.keys)
 
 
-def _as_picture(figure: Figure, runs: Sequence[StoredRun]) -> Picture:
-    frame, name = figure.data(runs), f"figure-{figure.name}"
+def _as_picture(figure: Figure, results: Results) -> Picture:
+    frame, name = figure.data(results), f"figure-{figure.name}"
     svg = None if frame.empty else inline_svg(figure.plot(frame), name)
     return Picture(name, figure.title, figure.caption, svg)
 

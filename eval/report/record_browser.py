@@ -7,29 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from eval.store.columns import StoredRecords
-from eval.store.frame import StoredRun, label_of
-from eval.store.record import Measurement, Record
+from eval.store.record import Measurement, Record, to_records
+from eval.store.results import StoredRun
 
 
-class Strings:
+class Strings(dict[str, int]):
     """Texts by number: prompts, gold answers and baselines are the same in many runs, and are embedded once."""
 
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
     def number(self, text: str) -> int:
-        return self._numbers.setdefault(text, len(self._numbers))
-
-    def all(self) -> list[str]:
-        """The texts, each at its number."""
-        return list(self._numbers)
+        return self.setdefault(text, len(self))
 
 
 def embed_records(runs: Sequence[StoredRun], most: int | None = None) -> dict[str, Any]:
     """What the script reads: runs, strings, and one entry a record with texts as numbers into the strings.
 
-    most: of each run and dataset, only so many records, the first ones; None for all.
+    most: only the first N records of each run and dataset; None for all.
     Scores are 0 to 100, times in seconds.
     """
     strings = Strings()
@@ -40,20 +32,19 @@ def embed_records(runs: Sequence[StoredRun], most: int | None = None) -> dict[st
             for number, run in enumerate(runs)
             for record in _first_of_each_dataset(run, most)
         ],
-        "strings": strings.all(),
+        "strings": list(strings),
     }
 
 
 def embed_run(run: StoredRun) -> dict[str, Any]:
     """A run's names, for headings and filters."""
-    return {"model": run.model, "label": label_of(run.method, run.settings), "seed": run.seed}
+    return {"model": run.model, "label": run.label, "seed": run.seed}
 
 
-def _first_of_each_dataset(run: StoredRun, most: int | None) -> Sequence[Record]:
+def _first_of_each_dataset(run: StoredRun, most: int | None) -> list[Record]:
     if most is None:
         return run.records
-    first = np.flatnonzero(run.examples.groupby("dataset").cumcount() < most).tolist()
-    return run.records.take(first) if isinstance(run.records, StoredRecords) else [run.records[one] for one in first]
+    return to_records(run.table().take(np.flatnonzero(run.examples.groupby("dataset").cumcount() < most)))
 
 
 def _embed(run: int, record: Record, strings: Strings) -> dict[str, Any]:
@@ -70,14 +61,14 @@ def _embed(run: int, record: Record, strings: Strings) -> dict[str, Any]:
     }
 
 
-def _measured(one: Measurement, strings: Strings) -> dict[str, Any]:
+def _measured(measured: Measurement, strings: Strings) -> dict[str, Any]:
     return {
-        "text": strings.number(one.text),
-        "tokens": len(one.token_ids),
-        "score": _short(100 * one.score),
-        "ttft": _short(one.ttft_s),
-        "total": _short(one.total_s),
-        "pct": _short(one.pct_prompt_tokens_computed),
+        "text": strings.number(measured.text),
+        "tokens": len(measured.token_ids),
+        "score": _short(100 * measured.score),
+        "ttft": _short(measured.ttft_s),
+        "total": _short(measured.total_s),
+        "pct": _short(measured.pct_prompt_tokens_computed),
     }
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from eval.report.record_browser import embed_run
-from eval.store.frame import StoredRun
+from eval.store.results import StoredRun
 from eval.store.trace import Trace, read_trace
 
 
 def embed_traces(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
-    """All traces of the runs. Raises ValueError where a file is no trace."""
+    """All traces of the runs. Raises ValueError if a file is no trace."""
     return [{**embed_run(run), **embed_trace(read_trace(file))} for run in runs for file in run.traces]
 
 

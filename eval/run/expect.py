@@ -24,7 +24,7 @@ from eval.run.config import (
     to_run_config,
 )
 from eval.run.plan import identify
-from eval.store.frame import label_of
+from eval.store.results import label_of
 from lazyllm.errors import UserError
 
 # Parts of a run's identity that depend on where and when a job runs, not on what was asked for

@@ -14,24 +14,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import pandas as pd
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from eval.paper.summary import (
-    Summary,
-    as_table,
-    compared_csv,
-    compared_markdown,
-    compared_table,
-    summarise,
-    to_csv,
-    to_json,
-    to_markdown,
-)
+from eval.paper.summary import Summary, compared_table, summarise, summary_table, to_json
 from eval.run import device_lock, provenance
 from eval.run.config import DEFAULT_LABEL, RunConfig, model_spec
 from eval.run.measure import Bench, Case
@@ -39,8 +28,8 @@ from eval.run.plan import Plan, check_comparison, prepare
 from eval.run.tracing import trace
 from eval.run.tracking import Tracker, open_tracker, track_pictures
 from eval.store.folder import RunStore, fingerprint, open_store, read_about, write_whole
-from eval.store.frame import PLANNED, StoredRun, planned_text
 from eval.store.record import Failure, Record
+from eval.store.results import PLANNED, Results, StoredRun, planned_text
 from eval.store.trace import Trace
 from lazyllm.engine.devices import devices_of, read_clock, release_memory
 from lazyllm.errors import UserError
@@ -79,7 +68,7 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
                 pictures = [] if config.tracker.name == "none" else _pictures(_stored(plan, store))
                 tracker.finish(summary, records, pictures)
     if summary is not None and show:
-        _console().print(as_table(summary, plan.title))
+        _console().print(summary_table(summary, plan.title).to_rich())
     if plan.skipped:
         log.warning("%s", plan.skipped)
     return RunResult(plan.folder, summary)
@@ -99,19 +88,21 @@ def compare(config: RunConfig) -> list[RunResult]:
     title = config.label if config.half is None else f"{config.label}, {config.half} half"
     model = Path(config.model.name).name
     stem = Path("runs") / f"{config.label}-{model}"
+    table = compared_table(summaries, title)
     runs = {label: read_about(result.folder / "run.json") for label, result in results.items()}
     texts = {
-        "md": compared_markdown(summaries, title),
-        "csv": compared_csv(summaries),
+        "md": table.to_markdown(),
+        "csv": table.to_csv(),
         "json": json.dumps({"config": asdict(config), "runs": runs}, indent=2, sort_keys=True, default=str) + "\n",
     }
     for suffix, text in texts.items():
         write_whole(Path(f"{stem}.{suffix}"), text)
     console = _console()
-    console.print(compared_table(summaries, title))
+    console.print(table.to_rich())
     from eval.paper.figures import plot_comparison, save  # not at the top: matplotlib is slow to import
 
-    pictures = save(plot_comparison(pd.read_csv(f"{stem}.csv"), f"{model}, {title}"), stem)
+    methods = {label: method["name"] for label, method in config.compare.items()}
+    pictures = save(plot_comparison(table.frame, f"{model}, {title}", methods), stem)
     track_pictures(config.tracker, Path("runs"), config.label, pictures)
     lines = ["Files:", *(f"  {path}" for path in (*(one.folder for one in results.values()), f"{stem}.md", *pictures))]
     if config.model.name == "tiny":
@@ -324,8 +315,9 @@ def _summarise(plan: Plan, store: RunStore) -> Summary | None:
         return None
     summary = summarise(done, failed)
     store.write("summary.json", to_json(summary, plan.about | {"identity": plan.identity}))
-    store.write("summary.csv", to_csv(summary))
-    store.write("summary.md", to_markdown(summary, plan.title))
+    table = summary_table(summary, plan.title)
+    store.write("summary.csv", table.to_csv())
+    store.write("summary.md", table.to_markdown())
     log.info("records, summary.json, .csv and .md are in %s", plan.folder)
     return summary
 
@@ -336,7 +328,8 @@ def _pictures(stored: StoredRun) -> list[Path]:
 
     folder = stored.folder / "figures"
     folder.mkdir(exist_ok=True)
-    data = {name: figure.data([stored]) for name, figure in FIGURES.items()}
+    results = Results([stored])
+    data = {name: figure.data(results) for name, figure in FIGURES.items()}
     drawn = [name for name in FIGURES if not data[name].empty]
     return [path for name in drawn for path in save(FIGURES[name].plot(data[name]), folder / name, ("png",))]
 

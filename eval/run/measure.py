@@ -108,6 +108,7 @@ class Bench:
             rouge_l=rouge_score_f(scored_text(case.dataset, text), answers) if case.dataset.metric == "rouge" else None,
             ttft_s=out.ttft_s,
             scoring_s=out.scoring_s,
+            scoring_tokens=out.scoring_tokens,
             total_s=out.total_s,
             decode_step_s=out.decode_step_s,
             pct_prompt_tokens_computed=out.pct_prompt_tokens_computed,

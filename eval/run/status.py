@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from eval.store.columns import LineRecords
 from eval.store.folder import files_of, lines_of, read_about
-from eval.store.frame import CAMPAIGN, StoredRun, label_of
 from eval.store.record import job_event
+from eval.store.results import CAMPAIGN, StoredRun, label_of
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ def status(folders: Sequence[Path], expected: Sequence[Expected] = ()) -> list[S
     begun: set[int] = set()
     for folder in found:
         try:
-            stored = StoredRun(folder, read_about(folder / "run.json"), LineRecords(folder))
+            stored = StoredRun(folder, read_about(folder / "run.json"))
             numbers = [number for number, job in enumerate(expected) if job.is_of(stored.identity)]
             begun.update(numbers)
             lines.append(_line(stored, expected[numbers[-1]].examples if numbers else stored.planned))

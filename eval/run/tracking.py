@@ -29,8 +29,8 @@ from urllib.parse import urlsplit
 
 from eval.paper.summary import Summary, flat
 from eval.run.config import TrackerConfig
-from eval.store.frame import StoredRun, label_of
 from eval.store.record import Record
+from eval.store.results import StoredRun, label_of
 
 log = logging.getLogger(__name__)
 

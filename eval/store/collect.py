@@ -2,9 +2,8 @@
 
 What is written, whole or not at all:
 
-records.parquet   every record of every run, in columns (`eval.store.columns.SCHEMA`); a run's rows lie together
-campaign.json     which rows are whose, and of each run the hash of the files that its records came from, and which
-                  examples are missing
+records.parquet   every record of every run, in columns (`eval.store.record.SCHEMA`); a run's rows lie together
+campaign.json     which rows are whose, the hash of the files that a run's records came from, and the missing examples
 RUN/...           of each run, under its old name: run.json, examples.json, failures, jobs and traces, as they were
 
 Tables, figures and reports read this folder as they read the runs' own, with the same results. Runs that do not share a
@@ -19,23 +18,21 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eval.store.columns import SCHEMA, LineRecords, repeated
-from eval.store.folder import fingerprint, read_failures, write_whole
-from eval.store.frame import (
+from eval.store.folder import files_of, fingerprint, read_failures, write_whole
+from eval.store.record import SCHEMA
+from eval.store.results import (
     CAMPAIGN,
     CAMPAIGN_RECORDS,
-    CAMPAIGN_SCHEMA,
+    CAMPAIGN_VERSION,
     StoredRun,
     as_frame,
     find_runs,
@@ -45,21 +42,19 @@ from eval.store.frame import (
 from lazyllm.errors import UserError
 
 KEPT = ("run.json", "examples.json", "failures*.jsonl", "jobs*.jsonl", "traces/*.json")  # of a run's folder
-_SHOWN = 3  # examples that are named of those that a run lacks; campaign.json has all
+_SHOWN = 3  # missing examples that are named; campaign.json has all
 
 
 @dataclass(frozen=True)
 class Collected:
     """What became of one run. folder: its name in the campaign. files: how many its records came from.
 
-    twice: records that two shards, or one file, hold with the same outcome; one is kept. missing: None where it is not
-    known what the run was to measure.
+    missing: None if it is not known what the run was to measure.
     """
 
     folder: str
     records: int
     files: int
-    twice: int
     missing: list[tuple[str, str]] | None
     failed: int
 
@@ -67,7 +62,7 @@ class Collected:
 def collect(folders: Sequence[Path], out: Path) -> list[Collected]:
     """Write the campaign of all runs in or below the folders, also of those without a record.
 
-    At most two runs' records are in memory at a time. Raises UserError: no run, a mixture, damage, or a folder `out`
+    One run's records are in memory at a time. Raises UserError: no run, a mixture, damage, or a folder `out`
     that lies below the runs or holds something else.
     """
     runs = stored_runs(folders)
@@ -79,11 +74,11 @@ def collect(folders: Sequence[Path], out: Path) -> list[Collected]:
     root = Path(os.path.commonpath([run.folder.parent.absolute() for run in runs])) if runs else Path()
     with _whole_folder(out) as partial:
         entries, done = _write_records(runs, root, partial)
-        if not any(one.records for one in done):
+        if not any(run.records for run in done):
             raise UserError(f"no run with records below {', '.join(map(str, folders))}")
-        content = {"schema": CAMPAIGN_SCHEMA, "runs": entries}
+        content = {"schema": CAMPAIGN_VERSION, "runs": entries}
         write_whole(partial / CAMPAIGN, json.dumps(content, indent=1, sort_keys=True) + "\n")
-        _check_cells(find_runs([partial]))
+        as_frame(find_runs([partial]))  # refuses what would stand twice in one cell of a table
     return done
 
 
@@ -92,18 +87,14 @@ def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> tuple[li
     entries: list[dict[str, Any]] = []
     done: list[Collected] = []
     prompts: dict[tuple[str, str, str], str] = {}
-    writing: Future[None] | None = None
     groups = 0
     options: Any = {"compression": "zstd", "use_dictionary": ["dataset"], "write_statistics": False}
-    with pq.ParquetWriter(out / CAMPAIGN_RECORDS, SCHEMA, **options) as writer, ThreadPoolExecutor(1) as pool:
+    with pq.ParquetWriter(out / CAMPAIGN_RECORDS, SCHEMA, **options) as writer:
         for run in runs:
-            table, files, twice = _records_of(run)
+            table, first_group = run.table(), groups
             _check_prompts(run, table, prompts)
-            first_group = groups
             if len(table):
-                if writing is not None:
-                    writing.result()
-                writing = pool.submit(writer.write_table, table, row_group_size=len(table))
+                writer.write_table(table, row_group_size=len(table))
                 groups += 1
             name = run.folder.absolute().relative_to(root).as_posix()
             _copy_files(run.folder, out / name)
@@ -111,7 +102,8 @@ def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> tuple[li
             planned = run.planned
             missing = None if planned is None else [key for key in planned if key not in keys]
             failed = len({failure.key for failure in read_failures(run.folder)} - keys)
-            done.append(Collected(name, len(table), files, twice, missing, failed))
+            files = len(files_of(run.folder, "records"))  # none if it was collected before
+            done.append(Collected(name, len(table), files, missing, failed))
             entries.append(
                 {
                     "folder": name,
@@ -121,63 +113,18 @@ def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> tuple[li
                     "missing": missing,
                 }
             )
-        if writing is not None:
-            writing.result()
     return entries, done
-
-
-def _records_of(run: StoredRun) -> tuple[pa.Table, int, int]:
-    """A run's records, each example once; from how many files, and how many stood there twice. Raises UserError."""
-    if not isinstance(run.records, LineRecords):  # collected before
-        return run.records.table(), 0, 0  # type: ignore[union-attr]
-    files = run.records.by_file()
-    if files is None:
-        table = run.records.table()  # raises what is wrong, or leaves out what does not count
-        return table, 0, 0
-    table = pa.concat_tables([SCHEMA.empty_table(), *files.values()])
-    again = np.flatnonzero(repeated(table))
-    if len(again):
-        _refuse_differing(run, table, again, [name for name, part in files.items() for _ in range(len(part))])
-        table = table.filter(pa.array(~repeated(table)))
-    return table, len(files), len(again)
-
-
-def _refuse_differing(run: StoredRun, table: pa.Table, again: np.ndarray, names: list[str]) -> None:
-    """Raise UserError where an example stands twice with different outcomes. names: [rows] the file of each."""
-    keys = list(zip(table["dataset"].to_pylist(), table["id"].to_pylist(), strict=True))
-    first: dict[tuple[str, str], int] = {}
-    for row, key in enumerate(keys):
-        first.setdefault(key, row)
-    for row in again.tolist():
-        other = first[keys[row]]
-        if table.slice(row, 1).to_pylist() != table.slice(other, 1).to_pylist():
-            dataset, one = keys[row]
-            raise UserError(
-                f"{run.folder}: {dataset}, row {one} was measured twice with different outcomes, in {names[other]} and "
-                f"{names[row]}: remove one of the lines"
-            )
 
 
 def _check_prompts(run: StoredRun, table: pa.Table, prompts: dict[tuple[str, str, str], str]) -> None:
     """Refuse an example whose prompt is another one than in a run of the model before. prompts: grows by the run's."""
     columns = (table[name].to_pylist() for name in ("dataset", "id", "prompt_sha256"))
-    for dataset, one, sha256 in zip(*columns, strict=True):
-        if prompts.setdefault((run.model, dataset, one), sha256) != sha256:
+    for dataset, example, sha256 in zip(*columns, strict=True):
+        if prompts.setdefault((run.model, dataset, example), sha256) != sha256:
             raise UserError(
-                f"{run.folder}: {dataset}, row {one} was measured with another prompt than in the runs of {run.model} "
-                "before it: records of another run lie in this folder, or the data was changed"
+                f"{run.folder}: {dataset}, row {example} was measured with another prompt than in the runs of "
+                f"{run.model} before it: records of another run lie in this folder, or the data was changed"
             )
-
-
-def _check_cells(runs: Sequence[StoredRun]) -> None:
-    """Refuse what would stand twice in one cell of a table. Raises UserError."""
-    settings: dict[tuple[Any, ...], list[StoredRun]] = {}
-    for run in runs:
-        key = (run.model, run.method, json.dumps(run.settings, sort_keys=True), run.seed)
-        settings.setdefault(key, []).append(run)
-    for several in settings.values():
-        if len(several) > 1:
-            as_frame(several)
 
 
 def _copy_files(folder: Path, out: Path) -> None:
@@ -217,37 +164,33 @@ def _whole_folder(out: Path) -> Iterator[Path]:
 def describe(done: Sequence[Collected], out: Path) -> str:
     """What was done, for people: a line for each run that lacks something, then the whole."""
     lines = []
-    for one in done:
-        if one.twice:
-            lines.append(f"{one.folder}: {one.twice} records stood there twice, the same each time; one was kept")
-        if one.missing:
-            named = ", ".join(f"{dataset}, row {row}" for dataset, row in one.missing[:_SHOWN])
-            more = f" and {len(one.missing) - _SHOWN} more" if len(one.missing) > _SHOWN else ""
-            failed = f", {one.failed} of them failed" if one.failed else ""
-            lines.append(f"{one.folder}: {len(one.missing)} examples are missing{failed}: {named}{more}")
-        elif not one.records:
-            lines.append(f"{one.folder}: it has no record, and {one.failed} examples failed")
-    unknown = sum(one.missing is None for one in done)
+    for run in done:
+        if run.missing:
+            named = ", ".join(f"{dataset}, row {row}" for dataset, row in run.missing[:_SHOWN])
+            more = f" and {len(run.missing) - _SHOWN} more" if len(run.missing) > _SHOWN else ""
+            failed = f", {run.failed} of them failed" if run.failed else ""
+            lines.append(f"{run.folder}: {len(run.missing)} examples are missing{failed}: {named}{more}")
+        elif not run.records:
+            lines.append(f"{run.folder}: it has no record, and {run.failed} examples failed")
+    unknown = sum(run.missing is None for run in done)
     if unknown:
         lines.append(f"{unknown} runs do not say what they were to measure, so nobody knows what they lack")
-    records, files = sum(one.records for one in done), sum(one.files for one in done)
+    records, files = sum(run.records for run in done), sum(run.files for run in done)
     return "\n".join([*lines, f"{out}: {records} records of {len(done)} runs, from {files} files"])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, or 2 with one message on stderr where there is no campaign."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, or 2 with one message on stderr if there is no campaign."""
     parser = argparse.ArgumentParser(
         prog="python -m eval.store.collect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folders that the runs lie in, or below")
-    parser.add_argument(
-        "--out", type=Path, help="where to (default: the first of RUNS with -collected at its name's end)"
-    )
-    given = parser.parse_args(arguments)
-    first = given.runs[0].absolute()
-    out = given.out or first.with_name(f"{first.name}-collected")
+    parser.add_argument("--out", type=Path, help="where to (default: the first of RUNS with -collected added)")
+    options = parser.parse_args(argv)
+    first = options.runs[0].absolute()
+    out = options.out or first.with_name(f"{first.name}-collected")
     try:
-        done = collect(given.runs, out)
+        done = collect(options.runs, out)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,42 +1,55 @@
-"""One example's outcome: what the store holds a line of, and all that tables are made from."""
+"""One example's outcome, and the one schema of it: the lines of a run's folder, its columns and all checks follow.
+
+A new measured number is a field of `Measurement` here and a value in `eval.run.measure`. If older records lack it, the
+field has a default, with which they are read. Every field that is a number is a column of the frames, under its own
+name (`MEASURED`).
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import Field, asdict, dataclass, field, fields
 from datetime import datetime
+from functools import cache
 from types import NoneType
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow.json import ParseOptions, ReadOptions, read_json
 
 from eval.benchmarks.datasets import DATASETS
 
-# The types that a stored line's values may have
-_MEASURED: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("token_ids", "decode_step_s", "group_starts", "computed"), (list,)),
-    **dict.fromkeys(("score", "ttft_s", "scoring_s", "total_s", "pct_prompt_tokens_computed"), (int, float)),
-    **dict.fromkeys(("kv_bytes", "aux_bytes"), (int,)),
-    "text": (str,),
-    "rouge_l": (int, float, NoneType),
-    "peak_memory_bytes": (int, NoneType),
-}
-_OF_THE_EXAMPLE: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("prompt_sha256", "prompt_end"), (str,)),
-    **dict.fromkeys(("prompt_tokens", "prompt_tokens_before_truncation"), (int,)),
-    "answers": (list,),
-}
+_BLOCK = 1 << 24  # bytes that Arrow parses at a time, more than a line has
 PROMPT_END = 600  # characters of a prompt that its record keeps, for people to read
 
+_PERCENT = {"scale": 100}  # of a number that is stored as 0 to 1 and shown as 0 to 100
 
-@dataclass(frozen=True)
+_Kind = TypeVar("_Kind")
+
+# By a field's annotation: the types of its JSON values, and its column
+_TYPES: dict[str, tuple[tuple[type, ...], pa.DataType]] = {
+    "str": ((str,), pa.string()),
+    "int": ((int,), pa.int64()),
+    "float": ((int, float), pa.float64()),
+    "list[str]": ((list,), pa.list_(pa.string())),
+    "list[int]": ((list,), pa.list_(pa.int32())),
+    "list[float]": ((list,), pa.list_(pa.float64())),
+    "list[list[int]]": ((list,), pa.list_(pa.list_(pa.int32()))),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One generation, scored.
 
     text: the answer as it was scored, before the first-line rule of some datasets. token_ids: its tokens.
-    score: the dataset's metric, 0 to 1. rouge_l: rouge-score's ROUGE-L where the metric is ROUGE, else None.
+    score: the dataset's metric, 0 to 1. rouge_l: rouge-score's ROUGE-L if the metric is ROUGE, else None.
     ttft_s, scoring_s, total_s, decode_step_s: seconds, as in `lazyllm.Generation`.
+    scoring_tokens: prompt tokens that any model computed before the method's own prefill.
     pct_prompt_tokens_computed: 0 to 100, mean over layers, at the end.
     group_starts: first layer (from 1) of each run of layers that computed the same prompt tokens.
     computed: [steps][groups] distinct prompt tokens computed so far.
@@ -45,10 +58,11 @@ class Measurement:
 
     text: str
     token_ids: list[int]
-    score: float
-    rouge_l: float | None
+    score: float = field(metadata=_PERCENT)
+    rouge_l: float | None = field(metadata=_PERCENT)
     ttft_s: float
     scoring_s: float
+    scoring_tokens: int = 0
     total_s: float
     decode_step_s: list[float]
     pct_prompt_tokens_computed: float
@@ -59,19 +73,30 @@ class Measurement:
     peak_memory_bytes: int | None
 
     @classmethod
-    def from_values(cls, values: dict[str, Any]) -> Measurement:
-        """The measurement of a stored line's values. Raises ValueError or TypeError where they are none.
+    def of(cls, values: dict[str, Any]) -> Self:
+        """The measurement of a stored line's values. Raises ValueError or TypeError for invalid ones."""
+        return _checked(cls(**values))
 
-        Of lists only is looked at that they are lists: there are hundreds of thousands of lines to read.
-        """
-        one = cls(**values)
-        check_measurement(values)
-        return one
+
+def _columns(kind: type) -> list[Field[Any]]:
+    return [one for one in fields(kind) if _type(one)[1] in ("int", "float")]
+
+
+def _type(one: Field[Any]) -> tuple[bool, str]:
+    """Whether a field may be None, and its annotation without that."""
+    name = str(one.type)
+    return name.endswith(" | None"), name.removesuffix(" | None")
+
+
+# {column of the frames: the factor between it and the record's field}
+SCALES: dict[str, float] = {one.name: one.metadata.get("scale", 1) for one in _columns(Measurement)}
+# The frames' columns of a measurement: its numbers; the mean decoding step, and how many tokens were generated
+MEASURED = (*SCALES, "step_s", "generated_tokens")
 
 
 @dataclass(frozen=True)
 class Line:
-    """What the store holds a line of: something about one example."""
+    """A line of the store: something about one example."""
 
     dataset: str
     id: str
@@ -80,9 +105,15 @@ class Line:
     def key(self) -> tuple[str, str]:
         return self.dataset, self.id
 
-    def check_key(self) -> None:
-        """Raise ValueError or TypeError where dataset and id are none."""
-        _check_key(self.dataset, self.id)
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        """The object of a line. Raises ValueError, TypeError or KeyError for an invalid one."""
+        return cls.of(_values(line))
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Self:
+        """The object of a line's values. Raises as `from_json`."""
+        return _checked(cls(**values))
 
     def to_json(self) -> str:
         """One line of JSON, without a newline at its end."""
@@ -93,8 +124,8 @@ class Line:
 class Record(Line):
     """One example: its prompt, and what the method and the paired baseline (None if not paired) made of it.
 
-    prompt_end: the last `PROMPT_END` characters of the prompt's text. answers: the gold answers. Both are for reports
-    that set them beside the answer; empty in records of before they were kept.
+    prompt_end: the last `PROMPT_END` characters of the prompt's text. answers: the gold answers. Reports show both
+    beside the answer; older records lack them.
     """
 
     prompt_sha256: str
@@ -106,21 +137,13 @@ class Record(Line):
     answers: list[str] = field(default_factory=list)
 
     @classmethod
-    def from_json(cls, line: str) -> Record:
-        """The record of a line. Raises ValueError, TypeError or KeyError where it is none."""
-        return cls.of(_values(line))
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> Record:
-        """The record of a line's values, which it takes over.
-
-        Raises ValueError, TypeError or KeyError where they are none.
-        """
-        method, baseline = values.pop("method"), values.pop("baseline")
-        paired = None if baseline is None else Measurement.from_values(baseline)
-        one = cls(**values, method=Measurement.from_values(method), baseline=paired)
-        check_example(vars(one))
-        return one
+    def of(cls, values: dict[str, Any]) -> Self:
+        baseline = values["baseline"]
+        sides = {
+            "method": Measurement.of(values["method"]),
+            "baseline": None if baseline is None else Measurement.of(baseline),
+        }
+        return _checked(cls(**values | sides))
 
 
 @dataclass(frozen=True)
@@ -130,18 +153,9 @@ class Failure(Line):
     reason: str
     traceback: str
 
-    @classmethod
-    def from_json(cls, line: str) -> Failure:
-        """The failure of a line. Raises ValueError or TypeError where it is none."""
-        one = cls(**_values(line))
-        one.check_key()
-        _check("reason", one.reason, str)
-        _check("traceback", one.traceback, str)
-        return one
-
 
 def job_event(line: str) -> dict[str, Any]:
-    """A line of jobs.jsonl: "event", which is begin or end, its "time", and more. Raises as `Record.from_json`."""
+    """A line of jobs.jsonl: "event", which is begin or end, its "time", and more. Raises as `Line.from_json`."""
     values = _values(line)
     if values["event"] not in ("begin", "end"):
         raise ValueError(f"event is {values['event']!r}, not begin or end")
@@ -156,38 +170,96 @@ def compact_counts(computed: np.ndarray) -> tuple[list[int], list[list[int]]]:
     return (first + 1).tolist(), computed[:, first].tolist()
 
 
-def check_measurement(values: dict[str, Any]) -> None:
-    """Refuse a measurement's values, none missing, of which one is none. Raises ValueError or TypeError."""
-    for name, types in _MEASURED.items():
-        _check(name, values[name], *types)
-
-
-def check_example(values: dict[str, Any]) -> None:
-    """Refuse a record's values, none missing, of which one is none; its measurements are not looked at.
-
-    Raises ValueError or TypeError.
-    """
-    _check_key(values["dataset"], values["id"])
-    for name, types in _OF_THE_EXAMPLE.items():
-        _check(name, values[name], *types)
-
-
-def _check_key(dataset: Any, one: Any) -> None:
-    _check("dataset", dataset, str)
-    _check("id", one, str)
-    if dataset not in DATASETS:
-        raise ValueError(f"there is no dataset {dataset!r}")
+# -------------------------------------------------------------------------------------------------------------- checks
 
 
 def _values(line: str) -> dict[str, Any]:
     values = json.loads(line)
-    _check("the line", values, dict)
+    if type(values) is not dict:
+        raise TypeError(f"the line is {type(values).__name__}, not dict")
     return values
 
 
-def _check(name: str, value: Any, *types: type) -> None:
-    """Raise TypeError where a stored value has another type, ValueError where it is a number that is not finite."""
-    if type(value) not in types:  # JSON gives plain types, and True is no number
-        raise TypeError(f"{name} is {type(value).__name__}, not {' or '.join(one.__name__ for one in types)}")
-    if type(value) is float and not math.isfinite(value):
-        raise ValueError(f"{name} is {value}")
+def _checked(one: _Kind) -> _Kind:
+    """The object, if its values have the types of its fields and are finite. List items are not validated.
+
+    Raises TypeError or ValueError.
+    """
+    for name, types in _allowed(type(one)):
+        value = getattr(one, name)
+        if type(value) not in types:  # JSON gives plain types, and True is no number
+            expected = " or ".join(kind.__name__ for kind in types)
+            raise TypeError(f"{name} is {type(value).__name__}, not {expected}")
+        if type(value) is float and not math.isfinite(value):
+            raise ValueError(f"{name} is {value}")
+    if isinstance(one, Line):
+        _check_dataset(one.dataset)
+    return one
+
+
+def _check_dataset(name: str) -> None:
+    if name not in DATASETS:
+        raise ValueError(f"there is no dataset {name!r}")
+
+
+@cache
+def _allowed(kind: type) -> list[tuple[str, tuple[type, ...]]]:
+    """(field, the types of its values) of all fields but nested ones, which check themselves."""
+    typed = [(one.name, *_type(one)) for one in fields(kind)]
+    return [
+        (name, (*_TYPES[kind][0], *((NoneType,) if optional else ())))
+        for name, optional, kind in typed
+        if kind in _TYPES
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- columns
+
+
+def _schema(kind: type) -> pa.Schema:
+    """The columns of a class, nested as its fields are."""
+    columns = []
+    for one in fields(kind):
+        optional, name = _type(one)
+        if name == "Measurement":  # of one that is null, Arrow takes every part for null
+            parts = [part.with_nullable(optional or part.nullable) for part in _schema(Measurement)]
+            columns.append(pa.field(one.name, pa.struct(parts), nullable=optional))
+        else:
+            columns.append(pa.field(one.name, _TYPES[name][1], nullable=optional))
+    return pa.schema(columns)
+
+
+SCHEMA = _schema(Record)  # field by field; what is in both measurements is nested in `method` and `baseline`
+
+
+def to_table(records: Iterable[Record]) -> pa.Table:
+    """Records in the columns of `SCHEMA`. Raises ValueError for values that a column cannot hold."""
+    try:
+        return pa.Table.from_pylist([asdict(record) for record in records], schema=SCHEMA)
+    except (pa.ArrowException, TypeError, OverflowError) as error:
+        raise ValueError(str(error)) from error
+
+
+def to_records(table: pa.Table) -> list[Record]:
+    """The records of a table with the columns of `SCHEMA`, or of an older one. Raises as `Record.of`."""
+    return [Record.of(values) for values in table.to_pylist()]
+
+
+def lines_to_table(data: bytes) -> pa.Table:
+    """Whole lines in the columns of `SCHEMA`. Raises ValueError for a line that is invalid, or older than that."""
+    data.decode()  # Arrow does not look
+    if not data:
+        return SCHEMA.empty_table()
+    options = ParseOptions(explicit_schema=SCHEMA, unexpected_field_behavior="error")
+    table = read_json(pa.BufferReader(data), ReadOptions(block_size=_BLOCK), options)
+    if len(table) != data.count(b"\n"):  # Arrow takes two objects on a line, and skips blank lines
+        raise ValueError("not one record on each line")
+    for name in table["dataset"].unique().to_pylist():
+        _check_dataset(name)
+    for column in table.flatten().columns:
+        if pa.types.is_floating(column.type) and False in pc.call_function("is_finite", [column]).unique().to_pylist():
+            raise ValueError("a number is not finite")
+    for one, column in zip(SCHEMA.field("method").type, table.select(["baseline"]).flatten().columns, strict=True):
+        if not one.nullable and column.null_count > table["baseline"].null_count:
+            raise ValueError(f"baseline.{one.name} is null")
+    return table.cast(SCHEMA)

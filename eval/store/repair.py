@@ -1,11 +1,11 @@
 """Mends run folders that were damaged: `python -m eval.store.repair FOLDER ...`.
 
 A damaged file is kept beside as it was (records.jsonl.damaged-1); what is good of it stays in place, letter for letter:
-- lines that are no records are taken out, and so are all of several different records of one example, as none of them
-  can be told to be the right one: the run's command measures these examples again;
-- of a line that is there several times one stays;
-- run.json is put together again from summary.json. Without that it cannot be said whose the records are, and nothing is
-  changed; where there are no records, it is set aside and the run's command begins anew.
+- invalid lines are taken out. So are different records of one example, as nobody can tell which is right. The run's
+  command measures these examples again;
+- of equal lines one stays;
+- run.json is put together again from summary.json. Without that nobody knows whose the records are, and nothing is
+  changed; if there are no records, it is set aside and the run's command begins anew.
 
 What a kill leaves of a last line is no damage, and is left to the run.
 """
@@ -22,7 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from eval.store.folder import NO_LINE, SCHEMA, about_text, files_of, held_alone, lines_of, read_about, write_whole
+from eval.store.folder import NO_LINE, VERSION, about_text, files_of, held_alone, lines_of, read_about, write_whole
 from eval.store.record import Failure, Record, job_event
 from lazyllm.errors import UserError
 
@@ -34,7 +34,7 @@ _PARSE: dict[str, Callable[[str], Any]] = {
 
 
 def repair(folder: Path) -> list[str]:
-    """Mend one run folder; what was done, for people, a line for each file that was damaged.
+    """Mend one run folder; returns what was done, for people: a line for each file that was damaged.
 
     Raises UserError: no run folder, another process works in it, written by another version, or nothing says whose
     its records are. Then nothing was changed.
@@ -53,12 +53,12 @@ def repair(folder: Path) -> list[str]:
 
 
 def _mend_about(folder: Path) -> list[str]:
-    """Put run.json together again where it is damaged. Raises UserError where that cannot be done."""
+    """Put run.json together again if it is damaged. Raises UserError if that cannot be done."""
     file = folder / "run.json"
     schema = _schema(file)
-    if schema is not None and schema != SCHEMA:
+    if schema is not None and schema != VERSION:
         raise UserError(
-            f"{file}: written with schema {schema}, this version reads {SCHEMA}; nothing was changed: use the version "
+            f"{file}: written with schema {schema}, this version reads {VERSION}; nothing was changed: use the version "
             "that wrote it"
         )
     with suppress(UserError):
@@ -85,7 +85,7 @@ def _mend_about(folder: Path) -> list[str]:
 
 
 def _schema(file: Path) -> Any:
-    """The schema that run.json names; None where it cannot be read."""
+    """The schema that run.json names; None if it cannot be read."""
     try:
         return json.loads(file.read_bytes())["schema"]
     except (OSError, *NO_LINE):
@@ -93,7 +93,7 @@ def _schema(file: Path) -> Any:
 
 
 def _about_from_summary(file: Path) -> str | None:
-    """run.json's text, from the summary that repeats it; None where that cannot be read either."""
+    """run.json's text, from the summary that repeats it; None if that cannot be read either."""
     try:
         content = json.loads(file.read_bytes())
         identity, config = content["identity"], content["config"]
@@ -106,7 +106,7 @@ def _about_from_summary(file: Path) -> str | None:
 
 
 def _damaged_lines(file: Path, parse: Callable[[str], Any]) -> dict[int, str]:
-    """{line number: why it is none}."""
+    """{line number: why the line is invalid}."""
     return {
         number: f"{type(line).__name__}: {line}"
         for number, _, line in lines_of(file, parse)
@@ -115,7 +115,7 @@ def _damaged_lines(file: Path, parse: Callable[[str], Any]) -> dict[int, str]:
 
 
 def _damaged_records(folder: Path) -> dict[Path, dict[int, str]]:
-    """{file: {line number: why it is taken out}}, over all files of the run: none, a copy, or one of several."""
+    """{file: {line number: why it is taken out}}: an invalid line, a copy, or one of several records of an example."""
     bad: dict[Path, dict[int, str]] = {}
     places: dict[tuple[str, str], list[tuple[Path, int, Record]]] = {}
     for file in files_of(folder, "records"):
@@ -123,15 +123,15 @@ def _damaged_records(folder: Path) -> dict[Path, dict[int, str]]:
         for number, _, line in lines_of(file, Record.from_json):
             if isinstance(line, Record):
                 places.setdefault(line.key, []).append((file, number, line))
-    for (dataset, row), found in places.items():
-        first_file, first_number, first = found[0]
-        if all(record == first for _, _, record in found):
-            for file, number, _ in found[1:]:
+    for (dataset, row), copies in places.items():
+        first_file, first_number, first = copies[0]
+        if all(record == first for _, _, record in copies):
+            for file, number, _ in copies[1:]:
                 bad[file][number] = f"the same as {first_file.name}:{first_number}"
         else:
-            where = ", ".join(f"{file.name}:{number}" for file, number, _ in found)
-            for file, number, _ in found:
-                bad[file][number] = f"different records of {dataset}, row {row}, in {where}"
+            listed = ", ".join(f"{file.name}:{number}" for file, number, _ in copies)
+            for file, number, _ in copies:
+                bad[file][number] = f"different records of {dataset}, row {row}, in {listed}"
     return bad
 
 
@@ -163,14 +163,14 @@ def _copy_aside(file: Path) -> str:
     raise AssertionError("there is always a free name")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0: every folder is in order now; 1: one could not be mended."""
     parser = argparse.ArgumentParser(
         prog="python -m eval.store.repair", description="Mends run folders that were damaged."
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run's folder")
     status = 0
-    for folder in parser.parse_args(arguments).folders:
+    for folder in parser.parse_args(argv).folders:
         try:
             done = repair(folder)
         except UserError as error:

@@ -21,7 +21,6 @@ import pandas as pd
 from rich.console import Console
 
 from eval.benchmarks.split import HELD_OUT, RULE
-from eval.paper.aggregate import rows_of
 from eval.paper.figures.front import plot_front
 from eval.paper.figures.style import save
 from eval.paper.summary import summarise
@@ -30,9 +29,10 @@ from eval.run import provenance
 from eval.run.config import RunConfig, TimingConfig
 from eval.run.loop import run
 from eval.run.tuned import FILE, as_yaml
+from eval.store.aggregate import rows_of
 from eval.store.folder import read_run, write_whole
-from eval.store.frame import StoredRun, example_rows
 from eval.store.record import Record
+from eval.store.results import StoredRun, example_rows
 from eval.tune.settings import TuneConfig
 from eval.tune.space import Candidate, Ideal
 from eval.tune.study import Study, Tried
@@ -167,7 +167,7 @@ def _table(
 def difference(one: Sequence[Record], other: Sequence[Record]) -> tuple[float, float, float]:
     """The mean over tasks of one's scores less the other's, 0 to 100, of the examples that both have; low and high.
 
-    The interval is that of any score (`eval.paper.aggregate`): examples are drawn, each with both its scores.
+    The interval is that of any score (`eval.store.aggregate`): examples are drawn, each with both its scores.
     """
     theirs = {record.key: record.method.score for record in other}
     frame = example_rows([record for record in one if record.key in theirs]).assign(seed=0)

@@ -111,7 +111,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Ideal:
-    """Ideal TTFT speedups over many prompts, put together as measured ones are (`eval.paper.aggregate`).
+    """Ideal TTFT speedups over many prompts, put together as measured ones are (`eval.store.aggregate`).
 
     lengths: {dataset: {prompt tokens: number of prompts}}. A dataset's speedup is the baseline's summed FLOPs over the
     schedule's; a task's the mean over its datasets; the whole the mean over tasks. method: takes the schedules.

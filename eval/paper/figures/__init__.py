@@ -1,8 +1,8 @@
 """Pictures of stored runs: one file a figure, each a table and a drawing of that table (`Figure`)."""
 
 from eval.paper.figures import figure2, figure5, figure6, figure7, mechanism, sensitivity, ttft_share
-from eval.paper.figures.base import Figure
 from eval.paper.figures.comparison import plot_comparison
+from eval.paper.figures.figure import Figure
 from eval.paper.figures.mechanism import plot_mechanism
 from eval.paper.figures.style import save
 

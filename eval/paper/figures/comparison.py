@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 
-from eval.paper.figures.style import COLOURS, MARKERS, around, new_figure
+from eval.paper.figures.style import around, new_figure, styles_of
 
 
-def plot_comparison(table: pd.DataFrame, title: str) -> Any:
+def plot_comparison(table: pd.DataFrame, title: str, methods: Mapping[str, str] | None = None) -> Any:
     """Score against TTFT speedup, one colour a method.
 
     Small marks are tasks; the large one, with its intervals, is the mean over tasks.
-    table: as `eval.paper.summary.compared_csv` writes it. Returns a matplotlib figure.
+    table: the frame of `eval.paper.summary.compared_table`. methods: {label in the table: the method's name}, for
+    labels that are no names; the first label of a method looks as the method does. Returns a matplotlib figure.
     """
     figure = new_figure(7.2, 4.4)
     axes = figure.subplots()
     overall = table["task"].iloc[-1]  # the mean over tasks, or the only task
-    for number, method in enumerate(dict.fromkeys(table["method"])):
-        rows = table[table["method"] == method]
-        style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+    looks: dict[str, str] = {}
+    for label in map(str, table["method"].unique()):
+        name = (methods or {}).get(label, label)
+        looks[label] = label if name in looks.values() else name
+    styles = styles_of(looks.values())
+    for label, name in looks.items():
+        rows = table[table["method"] == label]
+        style: dict[str, Any] = {"color": styles[name].colour, "marker": styles[name].marker}
         tasks = rows[rows["task"] != overall]
         axes.scatter(tasks["ttft_speedup"], tasks["score"], s=22, alpha=0.55, linewidths=0, **style)
         mean: Any = rows[rows["task"] == overall]
@@ -28,7 +35,7 @@ def plot_comparison(table: pd.DataFrame, title: str) -> Any:
             axes.errorbar(
                 row["ttft_speedup"], row["score"],
                 xerr=around(row, "ttft_speedup"), yerr=around(row, "score"),
-                markersize=10, markeredgecolor="white", capsize=3, linestyle="none", label=method, **style,
+                markersize=10, markeredgecolor="white", capsize=3, linestyle="none", label=label, **style,
             )  # fmt: skip
     axes.set_xlabel("TTFT speedup over the paired baseline")
     axes.set_ylabel("score (0 to 100)")

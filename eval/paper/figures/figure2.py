@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,10 @@ import pandas as pd
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as MplFigure
 
-from eval.paper.figures.base import Figure
 from eval.paper.figures.choice import traced_example
+from eval.paper.figures.figure import Figure
 from eval.paper.figures.style import COLOURS, grid, new_figure, styled
-from eval.store.frame import StoredRun
+from eval.store.results import Results
 from eval.store.trace import Trace
 
 COLUMNS = 700  # of the heat map: more cannot be told apart on paper
@@ -38,12 +37,12 @@ def importance_frame(trace: Trace) -> pd.DataFrame:
     return frame.assign(**about)[[*about, *frame.columns]]
 
 
-def data(runs: Sequence[StoredRun]) -> pd.DataFrame:
+def data(results: Results) -> pd.DataFrame:
     """`importance_frame` of one traced example, with `model` before it. Nothing was pruned for it."""
-    found = traced_example(runs)
-    if found is None:
+    example = traced_example(results)
+    if example is None:
         return pd.DataFrame()
-    run, trace = found
+    run, trace = example
     frame = importance_frame(trace)
     frame.insert(0, "model", run.model)
     return frame
@@ -114,7 +113,7 @@ FIGURE = Figure(
     title="Most prompt tokens matter little to the next one (the paper's Figure 2)",
     caption=(
         "Importance (Eq. 1) of every token of one prompt, without any pruning. Left: by layer, on a log scale; "
-        "where there are more tokens than columns, a column shows the largest of its tokens. Scores below 1 % of "
+        "if there are more tokens than columns, a column shows the largest of its tokens. Scores below 1 % of "
         "an equal share, 1/n, have the darkest colour. Right: the tokens by their mean over the layers; "
         "the first bar holds all below that, too."
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,16 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from eval.benchmarks.datasets import TASKS
-from eval.paper.aggregate import by_task
-from eval.paper.figures.base import Figure
+from eval.paper.figures.figure import Figure
 from eval.paper.figures.style import GREY, MethodStyle, around, grid, new_figure, styled, styles_of
-from eval.store.frame import StoredRun, as_frame
+from eval.paper.known_methods import BASELINE, STUDIED
+from eval.paper.tables.beside_paper import PAPER_MODELS, published
+from eval.store.results import Results
 
 MEASURED, PAPER, CLAIM = "measured", "paper, Table 1", "paper, text"
 # Section 5 of the paper, Llama 2 7B, multi-document QA: 2.34x at a loss of 1 % at most, 3.0x at 10 % at most
 CLAIMS = ((2.34, 99.0), (3.0, 90.0))
 
-_TABLE1 = Path(__file__).parents[1] / "published" / "table1.csv"
 _SPEEDUP = re.compile(r"\d+(\.\d+)?x")
 _NAMES = {"llama2": "Llama 2 7B", "xgen": "XGen 7B"}
 _TITLES = {"all": "mean over tasks"}
@@ -32,17 +31,17 @@ _POINTS = ["relative_score", "ttft_speedup"]
 _VALUES = [f"{name}{end}" for name in _POINTS for end in ("", "_low", "_high")]
 
 
-def data(runs: Sequence[StoredRun]) -> pd.DataFrame:
+def data(results: Results) -> pd.DataFrame:
     """model, suite, task ("all": their mean), source, paper_model, method, label, settings, seeds, examples, on_curve;
     relative_score (100 * score / the paired baseline's) and ttft_speedup, with `_low` and `_high`.
 
     source: "measured"; "paper, Table 1" for its scores and speedups as published, in each of our tasks, of the column
-    `paper_model`: the model's own, or Llama 2's where the model is not in the paper; "paper, text" for the two claims.
+    `paper_model`: the model's own, or Llama 2's if the model is not in the paper; "paper, text" for the two claims.
     on_curve: the method's settings that are given by their speedup (`2.0x`); of a method without such a sweep, those
         that no other one beats in both score and speedup there.
     """
-    table: Any = by_task(as_frame(runs))
-    table = table[(table["level"] != "dataset") & (table["method"] != "baseline")]
+    table: Any = results.by_task
+    table = table[(table["level"] != "dataset") & (table["method"] != BASELINE)]
     table = table.dropna(subset=_POINTS).assign(source=MEASURED)
     if table.empty:
         return pd.DataFrame()
@@ -54,8 +53,8 @@ def data(runs: Sequence[StoredRun]) -> pd.DataFrame:
             swept = method["settings"].map(_is_given_by_speedup)
             panel.loc[method.index, "on_curve"] = swept if swept.any() else _undominated(method)
         own = panel["paper_model"].iloc[0]
-        published = paper_points(own if isinstance(own, str) else "llama2", sorted(set(panel["task"])))
-        parts += [panel, published.assign(model=model, suite=suite)]
+        points = paper_points(own if isinstance(own, str) else PAPER_MODELS[0], sorted(set(panel["task"])))
+        parts += [panel, points.assign(model=model, suite=suite)]
     columns = ["model", "suite", "task", "source", "paper_model", "method", "label", "settings", "seeds", "examples"]
     return pd.concat(parts, ignore_index=True).reindex(columns=[*columns, "on_curve", *_VALUES])
 
@@ -65,18 +64,18 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
 
     paper_model: llama2 or xgen. Its claims in the text are Llama 2's.
     """
-    table: Any = pd.read_csv(_TABLE1).rename(
+    table: Any = published("table1").rename(
         columns={f"{paper_model}_score": "score", f"{paper_model}_ttft_speedup": "ttft_speedup"}
     )[["task", "method", "score", "ttft_speedup"]]
     means: Any = table.groupby("method", sort=False)[["score", "ttft_speedup"]].mean().reset_index().assign(task="all")
     table = pd.concat([table, means], ignore_index=True)
-    baseline = table[table["method"] == "baseline"].set_index("task")["score"]
+    baseline = table[table["method"] == BASELINE].set_index("task")["score"]
     table["relative_score"] = 100 * table["score"] / table["task"].map(baseline)
-    table = table[(table["method"] != "baseline") & table["task"].isin(tasks)].assign(source=PAPER)
+    table = table[(table["method"] != BASELINE) & table["task"].isin(tasks)].assign(source=PAPER)
     if paper_model == "llama2" and "multi_doc_qa" in tasks:
         claims = [{"ttft_speedup": speedup, "relative_score": score} for speedup, score in CLAIMS]
         table = pd.concat(
-            [table, pd.DataFrame(claims).assign(task="multi_doc_qa", method="lazy", source=CLAIM)], ignore_index=True
+            [table, pd.DataFrame(claims).assign(task="multi_doc_qa", method=STUDIED, source=CLAIM)], ignore_index=True
         )
     return table.assign(paper_model=paper_model).drop(columns="score")
 
@@ -196,10 +195,10 @@ FIGURE = Figure(
     title="Score against TTFT speedup, task by task (the paper's Figure 5)",
     caption=(
         "Every setting of every method, on the tasks' own scores relative to the baseline that ran beside it; bars are "
-        "95 % bootstrap intervals over examples. Random token drop is pooled over its seeds. A curve joins the "
-        "settings that are given by their ideal speedup (1.5x, 2.0x, ...), or, where a method has none of these, those "
-        "that none of its others beats in both score and speedup, which flatters methods with many settings. Hollow: "
-        "the paper's Table 1 (its mean is made from its means); crosses: the claims in its text on multi-document QA."
+        "95 % bootstrap intervals over examples. Seeds of a setting are pooled. A curve joins the settings that are "
+        "given by their ideal speedup (1.5x, 2.0x, ...), or, if a method has none of these, those that none of its "
+        "others beats in both score and speedup, which flatters methods with many settings. Hollow: the paper's Table "
+        "1 (its mean is made from its means); crosses: the claims in its text on multi-document QA."
     ),
     data=data,
     plot=plot,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,25 +11,24 @@ from matplotlib import colormaps
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as MplFigure
 
-from eval.paper.aggregate import by_task
-from eval.paper.figures.base import Figure
+from eval.paper.figures.figure import Figure
 from eval.paper.figures.style import GREY, LINES, MARKERS, around, direct_labels, grid, new_figure, styled
-from eval.store.frame import StoredRun, as_frame
+from eval.paper.known_methods import STUDIED
+from eval.store.results import Results
 
 _VALUES = ("score", "baseline_score", "relative_score", "ttft_speedup")
 
 
-def single_points(runs: Sequence[StoredRun]) -> pd.DataFrame:
+def single_points(results: Results) -> pd.DataFrame:
     """LazyLLM's runs with one pruning layer, nothing else changed, averaged over the tasks: model, suite, layer, keep
     (0 to 1), examples, and score, baseline_score, relative_score, ttft_speedup, with `_low` and `_high`.
     """
-    table: Any = by_task(as_frame(runs))
-    table = table[(table["level"] == "all") & (table["method"] == "lazy")]
+    table: Any = results.by_task
+    table = table[(table["level"] == "all") & (table["method"] == STUDIED)]
     columns = ["model", "suite", "layer", "keep", "examples"]
     columns += [f"{name}{end}" for name in _VALUES for end in ("", "_low", "_high")]
-    points = pd.DataFrame(
-        [_single_point(json.loads(one)) for one in table["settings"]], index=table.index, columns=["layer", "keep"]
-    )
+    points = [_single_point(json.loads(settings)) for settings in table["settings"]]
+    points = pd.DataFrame(points, index=table.index, columns=["layer", "keep"])
     table = table.join(points).dropna(subset="layer").astype({"layer": int, "keep": float})
     return table.sort_values(["model", "suite", "keep", "layer"])[columns].reset_index(drop=True)
 

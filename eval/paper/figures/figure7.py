@@ -11,26 +11,24 @@ import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import FuncFormatter
 
-from eval.paper.figures.base import Figure
-from eval.paper.figures.choice import setting_of, shown_lazy
+from eval.paper.figures.choice import studied
+from eval.paper.figures.figure import Figure
 from eval.paper.figures.style import COLOURS, GREY, LINES, MARKERS, direct_labels, grid, new_figure, styled
-from eval.store.columns import table_of
-from eval.store.frame import StoredRun
+from eval.store.results import Results, StoredRun
 
 _LINEAR_STEPS = 40  # longer generations get a logarithmic axis: most happens in the first steps
 
 
-def data(runs: Sequence[StoredRun]) -> pd.DataFrame:
+def data(results: Results) -> pd.DataFrame:
     """model, label, group (from 1), layers (for people), step (0: prefill), examples, generating, pct_computed.
 
     pct_computed: 0 to 100, the mean over all `examples` of the distinct prompt tokens computed so far in the group's
     layers. An example that has ended stays at its last value; `generating` counts those that have not.
     """
-    chosen = shown_lazy(runs)
-    settings = dict.fromkeys((run.model, setting_of(run)) for run in chosen)
+    runs = studied(results).runs
     parts = []
-    for model, label in settings:
-        counters = [_counters(run) for run in chosen if run.model == model]
+    for model, label in dict.fromkeys((run.model, run.label) for run in runs):
+        counters = [_counters(run) for run in runs if run.model == model]
         parts.append(_curves(counters).assign(model=model, label=label))
     if not parts:
         return pd.DataFrame()
@@ -71,7 +69,7 @@ class _Counters:
 
 
 def _counters(run: StoredRun) -> _Counters:
-    table = table_of(run.records, ["prompt_tokens", "method.group_starts", "method.computed"])
+    table = run.table(["prompt_tokens", "method.group_starts", "method.computed"])
     starts, computed = (table[f"method.{name}"].combine_chunks() for name in ("group_starts", "computed"))
     return _Counters(
         prompt_tokens=table["prompt_tokens"].to_numpy(),
@@ -84,7 +82,7 @@ def _counters(run: StoredRun) -> _Counters:
 
 
 def _curves(parts: Sequence[_Counters]) -> pd.DataFrame:
-    """Examples may lack a boundary where two groups of theirs happen to agree: groups are those of all examples."""
+    """An example lacks a boundary if two groups of it happen to agree: groups are those of all examples."""
     starts = np.unique(np.concatenate([part.starts for part in parts])).tolist()
     lengths = np.concatenate([np.diff(part.steps) for part in parts])
     steps = int(lengths.max())
@@ -120,7 +118,7 @@ def _layer_names(starts: Sequence[int]) -> list[str]:
     # the records do not say how many layers there are
     names = [
         f"layer {start}" if start == end else f"layers {start}\u2013{end}"
-        for start, end in zip(starts, [one - 1 for one in starts[1:]], strict=False)
+        for start, end in zip(starts, [following - 1 for following in starts[1:]], strict=False)
     ]
     return [*names, f"layers {starts[-1]} and up" if len(starts) > 1 else "all layers"]
 

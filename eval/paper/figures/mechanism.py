@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path as Outline
 
-from eval.paper.figures.base import Figure
-from eval.paper.figures.choice import setting_of, traced_example
+from eval.paper.figures.choice import traced_example
+from eval.paper.figures.figure import Figure
 from eval.paper.figures.style import GREY, new_figure, styled
+from eval.paper.known_methods import STUDIED
 from eval.paper.token_states import State, counts_per_layer, layer_groups, token_states
-from eval.store.frame import StoredRun
+from eval.store.results import Results
 from eval.store.trace import Trace
 
 STEPS = 4  # the prefill and three decoding steps
@@ -83,15 +83,15 @@ def plot_mechanism(trace: Trace, steps: int = STEPS, tokens: range | None = None
     return plot(mechanism_frame(trace, steps, tokens))
 
 
-def data(runs: Sequence[StoredRun]) -> pd.DataFrame:
+def data(results: Results) -> pd.DataFrame:
     """`mechanism_frame` of the first traced example of a LazyLLM run, with `model` and `label` before it."""
-    found = traced_example([run for run in runs if run.method == "lazy"])
-    if found is None:
+    example = traced_example(results.where(lambda run: run.method == STUDIED))
+    if example is None:
         return pd.DataFrame()
-    run, trace = found
+    run, trace = example
     frame = mechanism_frame(trace)
     frame.insert(0, "model", run.model)
-    frame.insert(1, "label", setting_of(run))
+    frame.insert(1, "label", run.label)
     return frame
 
 

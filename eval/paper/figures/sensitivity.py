@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure as MplFigure
 
-from eval.paper.figures.base import Figure
+from eval.paper.figures.figure import Figure
 from eval.paper.figures.figure6 import single_points
 from eval.paper.figures.style import GREY, new_figure, styled
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ import numpy as np
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from eval.paper.known_methods import BASELINE, STUDIED, kind_of, place_of
 
 # Okabe and Ito's colours, told apart by colour-blind readers too
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -61,26 +64,25 @@ class MethodStyle:
         return {"color": self.colour, "marker": self.marker, "linestyle": self.line}
 
 
-_METHODS = {
-    "baseline": MethodStyle("baseline", "#000000", "X", LINES[0]),
-    "lazy": MethodStyle("LazyLLM", "#0072B2", "o", LINES[0]),
-    "static_pruning": MethodStyle("static pruning", "#D55E00", "s", LINES[1]),
-    "random_drop": MethodStyle("random token drop", "#009E73", "^", LINES[2]),
-    "prompt_compression": MethodStyle("prompt compression", "#CC79A7", "D", LINES[3]),
-}
-# for methods that are not the paper's
+# for methods that have no colour and marker of their own
 _SPARE = [("#E69F00", "v"), ("#56B4E9", "P"), ("#6E6E6E", "*"), ("#8B5A2B", "h")]
 
 
 def styles_of(methods: Iterable[str]) -> dict[str, MethodStyle]:
-    """{method: its style}: the paper's methods always look the same; others take what is left, by their names."""
-    wanted = set(methods)
-    others = sorted(wanted - set(_METHODS))
-    spare = {
-        name: MethodStyle(name, *_SPARE[number % len(_SPARE)], LINES[4])
-        for number, name in enumerate(others)
-    }  # fmt: skip
-    return {name: style for name, style in (_METHODS | spare).items() if name in wanted}
+    """{method: its style}, in the methods' order: a method always looks as it says itself; others take a spare look.
+
+    Lines are solid for the baseline and the method under study.
+    """
+    styles: dict[str, MethodStyle] = {}
+    spare = cycle(_SPARE)
+    for name in sorted(set(methods), key=place_of):
+        kind = kind_of(name)
+        if kind is None or kind.colour is None or kind.marker is None:
+            styles[name] = MethodStyle(name if kind is None else kind.label, *next(spare), LINES[-1])
+        else:
+            line = LINES[0] if name in (BASELINE, STUDIED) else LINES[1 + kind.order % (len(LINES) - 1)]
+            styles[name] = MethodStyle(kind.label, kind.colour, kind.marker, line)
+    return styles
 
 
 _Plot = TypeVar("_Plot", bound=Callable[..., MplFigure])
@@ -98,7 +100,7 @@ def styled(plot: _Plot) -> _Plot:
 
 
 def new_figure(width: float, height: float, wspace: float = 0.02) -> MplFigure:
-    """An empty figure of so many inches, whose parts make room for each other. wspace: the least gap, as a share."""
+    """An empty figure, sizes in inches, whose parts make room for each other. wspace: the least gap, as a share."""
     return MplFigure(figsize=(width, height), layout=ConstrainedLayoutEngine(wspace=wspace))
 
 

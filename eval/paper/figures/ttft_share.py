@@ -10,11 +10,12 @@ import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from eval.paper.figures.base import Figure
-from eval.paper.figures.choice import shown_lazy
+from eval.paper.figures.choice import studied
+from eval.paper.figures.figure import Figure
 from eval.paper.figures.figure6 import shade_of
 from eval.paper.figures.style import GREY, LINES, MARKERS, around, direct_labels, grid, new_figure, styled
-from eval.store.frame import StoredRun, as_frame
+from eval.paper.known_methods import BASELINE
+from eval.store.results import Results
 
 # Of the introduction of the paper: Llama 2 7B on LongBench, its baseline
 PAPER = {"prompt_tokens": 3376, "tokens": 68, "ttft_share": 23.0}
@@ -23,26 +24,25 @@ RESAMPLES = 2000
 _ANSWERS = ((1, 4), (5, 16), (17, 64), (65, 256), (257, 1024))
 
 
-def data(runs: Sequence[StoredRun]) -> pd.DataFrame:
-    """model, paper_model, label, answer ("5-16": so many generated tokens), prompt (a power of two, the nearest to the
-    examples' prompts), examples; means over these of prompt_tokens, tokens, and ttft_share (0 to 100, of each
+def data(results: Results) -> pd.DataFrame:
+    """model, paper_model, label, answer ("5-16": 5 to 16 generated tokens), prompt (a power of two, the nearest to the
+    examples' prompts), examples; means over these of prompt_tokens, generated_tokens, and ttft_share (0 to 100, of each
     example's generation time), with ttft_share_low and _high (95 % bootstrap).
 
-    Of each model the LazyLLM setting that `shown_lazy` names and the baseline that ran beside it.
+    Of each model the LazyLLM setting that `studied` names and the baseline that ran beside it.
     """
-    lazy = shown_lazy(runs)
-    if not lazy:
+    frame: Any = studied(results).frame
+    if frame.empty:
         return pd.DataFrame()
-    frame: Any = as_frame(lazy)
-    methods = [_generations(frame, prefix, label) for prefix, label in (("baseline_", "baseline"), ("", None))]
+    methods = [_generations(frame, prefix, label) for prefix, label in (("baseline_", BASELINE), ("", None))]
     both: Any = pd.concat(methods, ignore_index=True)
     both = both.dropna(subset="ttft_s").assign(ttft_share=lambda one: 100 * one["ttft_s"] / one["total_s"])
-    both["answer"] = [_answer(int(tokens)) for tokens in both["tokens"]]
+    both["answer"] = [_answer(int(tokens)) for tokens in both["generated_tokens"]]
     both["prompt"] = 2 ** np.log2(both["prompt_tokens"]).round().astype(int)
     rows = []
     for keys, group in both.groupby(["model", "label", "answer", "prompt"], sort=False):
         low, high = _interval(group["ttft_share"].to_numpy())
-        means = group[["prompt_tokens", "tokens", "ttft_share"]].mean().to_dict()
+        means = group[["prompt_tokens", "generated_tokens", "ttft_share"]].mean().to_dict()
         ends = {"ttft_share_low": low, "ttft_share_high": high}
         named = dict(zip(("model", "label", "answer", "prompt"), keys, strict=True))
         paper_model = group["paper_model"].iloc[0]
@@ -53,7 +53,7 @@ def data(runs: Sequence[StoredRun]) -> pd.DataFrame:
     table["answer"] = pd.Categorical(table["answer"], order, ordered=True)
     table = table.sort_values(["answer", "prompt"]).sort_values(
         ["model", "label"],
-        key=lambda column: column.ne("baseline") if column.name == "label" else column,
+        key=lambda column: column.ne(BASELINE) if column.name == "label" else column,
         kind="stable",
     )
     return table.astype({"answer": str}).reset_index(drop=True)
@@ -72,16 +72,16 @@ def plot(frame: Any) -> MplFigure:
         for label, axes in zip(dict.fromkeys(of_model["label"]), line, strict=False):
             _draw_panel(axes, of_model, str(label), answers)
             axes.set_title(f"{model}: {label}")
-        for axes in line[of_model["label"].nunique() :]:  # where no baseline was measured
+        for axes in line[of_model["label"].nunique() :]:  # if no baseline was measured
             axes.set_axis_off()
         line[0].set_ylabel("TTFT, % of the generation time")
     return figure
 
 
 def _generations(frame: Any, prefix: str, label: str | None) -> pd.DataFrame:
-    columns = {f"{prefix}{name}": name for name in ("ttft_s", "total_s", "tokens")}
-    found = frame[["model", "paper_model", "label", "prompt_tokens", *columns]].rename(columns=columns)
-    return found if label is None else found.assign(label=label)
+    columns = {f"{prefix}{name}": name for name in ("ttft_s", "total_s", "generated_tokens")}
+    chosen = frame[["model", "paper_model", "label", "prompt_tokens", *columns]].rename(columns=columns)
+    return chosen if label is None else chosen.assign(label=label)
 
 
 def _answer(tokens: int) -> str:

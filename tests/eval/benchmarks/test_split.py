@@ -15,7 +15,7 @@ from eval.benchmarks.split import HALVES, Shard, in_half, parse_shard, shard_num
 from eval.benchmarks.suite import Example
 from eval.run.loop import run
 from eval.run.plan import prepare
-from eval.store.frame import find_runs
+from eval.store.results import find_runs
 from lazyllm.errors import UserError
 from tests.eval.run.test_loop import config_of
 

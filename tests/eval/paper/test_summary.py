@@ -9,19 +9,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from eval.paper.summary import (
-    Summary,
-    as_table,
-    compared_csv,
-    compared_markdown,
-    compared_table,
-    summarise,
-    to_csv,
-    to_json,
-    to_markdown,
-)
+from eval.paper.summary import Summary, compared_table, summarise, summary_table, to_json
 from eval.store.record import Failure, Record
-from tests.eval.store.test_folder import measurement, record
+from tests.eval.store.made import measurement, record
 
 
 def _rows(summary: Summary) -> dict[str, object]:
@@ -82,17 +72,17 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 def test_without_a_baseline_there_is_no_speedup() -> None:
     summary = summarise([replace(one, baseline=None) for one in RECORDS])
     assert all(row.ttft_speedup is None and row.baseline_score is None for row in summary.rows)
-    assert "No speedup" in to_markdown(summary, "a run")
+    assert "No speedup" in summary_table(summary, "a run").to_markdown()
 
 
 def test_the_same_numbers_in_every_form() -> None:
     summary = summarise(RECORDS)
-    lines = list(csv.DictReader(io.StringIO(to_csv(summary))))
+    lines = list(csv.DictReader(io.StringIO(summary_table(summary, "").to_csv())))
     content = json.loads(to_json(summary, {"identity": {"seed": 0}}))
     assert content["identity"] == {"seed": 0}
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(as_table(summary, "a run"))
-    text, markdown = console.export_text(), to_markdown(summary, "a run")
+    console.print(summary_table(summary, "a run").to_rich())
+    text, markdown = console.export_text(), summary_table(summary, "a run").to_markdown()
     for row, line, stored in zip(summary.rows, lines, content["rows"], strict=True):
         assert (line["name"], stored["name"]) == (row.name, row.name)
         assert float(line["score"]) == stored["score"]["mean"] == row.score.mean
@@ -109,7 +99,7 @@ def test_no_record_no_table() -> None:
 def test_a_comparison_joins_methods_by_task() -> None:
     one = summarise(RECORDS)
     other = summarise([replace(record, method=record.baseline) for record in RECORDS if record.dataset != "trec"])
-    lines = list(csv.DictReader(io.StringIO(compared_csv({"fast": one, "slow": other}))))
+    lines = list(csv.DictReader(io.StringIO(compared_table({"fast": one, "slow": other}, "").to_csv())))
     by_key = {(line["task"], line["method"]): line for line in lines}
     assert list(by_key) == [
         ("multi_doc_qa", "baseline"), ("multi_doc_qa", "fast"), ("multi_doc_qa", "slow"),
@@ -121,8 +111,8 @@ def test_a_comparison_joins_methods_by_task() -> None:
     assert float(by_key["multi_doc_qa", "fast"]["ttft_speedup"]) == 3
     assert float(by_key["multi_doc_qa", "slow"]["ttft_speedup"]) == 1
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(compared_table({"fast": one, "slow": other}, "two"))
-    text, markdown = console.export_text(), compared_markdown({"fast": one, "slow": other}, "two")
+    console.print(compared_table({"fast": one, "slow": other}, "two").to_rich())
+    text, markdown = console.export_text(), compared_table({"fast": one, "slow": other}, "two").to_markdown()
     for task, method in by_key:
         assert sum(task in line and method in line for line in text.splitlines()) == 1
         assert f"| {task} | {method} |" in markdown
@@ -142,33 +132,36 @@ def test_failures_are_counted_and_the_score_shown_with_them_as_zero() -> None:
     assert rows["multi_doc_qa"].score_failed_as_zero == pytest.approx(multi_doc_qa)
     assert rows["mean over tasks"].score_failed_as_zero == pytest.approx((multi_doc_qa + 50) / 2)
     text = f"4 examples failed and are left out; if they count as 0, the score is {(multi_doc_qa + 50) / 2:.2f}."
-    assert text in to_markdown(summary, "title")
-    assert f"lazy: {text}" in compared_markdown({"static": summarise(RECORDS), "lazy": summary}, "title")
-    assert "failed" not in to_markdown(summarise(RECORDS), "title")
+    assert text in summary_table(summary, "title").to_markdown()
+    assert f"lazy: {text}" in compared_table({"static": summarise(RECORDS), "lazy": summary}, "title").to_markdown()
+    assert "failed" not in summary_table(summarise(RECORDS), "title").to_markdown()
 
 
 def test_tables_show_the_score_with_and_without_what_failed() -> None:
     """Side by side in every form; a run in which nothing failed has no such columns."""
     summary = summarise(RECORDS, [Failure("hotpotqa", "x", "NaN", ""), Failure("hotpotqa", "y", "NaN", "")])
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(as_table(summary, "a run"))
-    console.print(compared_table({"lazy": summary, "static": summarise(RECORDS)}, "two"))
+    console.print(summary_table(summary, "a run").to_rich())
+    console.print(compared_table({"lazy": summary, "static": summarise(RECORDS)}, "two").to_rich())
     text = console.export_text()
     (line,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["hotpotqa"]]
     assert (line[1], line[2]) == ("2", "50.00")  # two were measured
     assert "25.00" in line  # of four
-    markdown = to_markdown(summary, "a run")
+    markdown = summary_table(summary, "a run").to_markdown()
     assert "| score | failed | score, failed as 0 | baseline score |" in markdown
     (line,) = [line.split(" | ") for line in markdown.splitlines() if line.startswith("| hotpotqa |")]
     assert line[1] == "2"
     assert line[2].startswith("50.00")
     assert line[3:5] == ["2", "25.00"]
-    compared = compared_markdown({"lazy": summary, "static": summarise(RECORDS)}, "two")
+    compared = compared_table({"lazy": summary, "static": summarise(RECORDS)}, "two").to_markdown()
     lines = {tuple(line.split(" | ")[:2]): line.split(" | ") for line in compared.splitlines()}
     assert lines["| multi_doc_qa", "lazy"][4:6] == ["2", f"{(25 + 33.33) / 2:.2f}"]
     assert lines["| multi_doc_qa", "static"][4:6] == ["0", f"{(50 + 33.33) / 2:.2f}"]
     assert lines["| multi_doc_qa", "baseline"][4:6] == ["-", "-"]
-    rows = {row["method"]: row for row in csv.DictReader(io.StringIO(compared_csv({"lazy": summary})))}
+    rows = {row["method"]: row for row in csv.DictReader(io.StringIO(compared_table({"lazy": summary}, "").to_csv()))}
     assert rows["lazy"]["failed"] == "2"
-    for untouched in (to_markdown(summarise(RECORDS), "a run"), compared_markdown({"a": summarise(RECORDS)}, "one")):
+    for untouched in (
+        summary_table(summarise(RECORDS), "a run").to_markdown(),
+        compared_table({"a": summarise(RECORDS)}, "one").to_markdown(),
+    ):
         assert "failed" not in untouched

@@ -9,10 +9,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from eval.paper import tables
-from eval.paper.tables import TABLES, memory, paper_values, sensitivity, table1, table2, ttft_share
-from eval.store.frame import StoredRun
+from eval.paper.tables import TABLES, memory, sensitivity, table1, table2, ttft_share
+from eval.paper.tables.beside_paper import paper_values
 from eval.store.record import Record
+from eval.store.results import Results, StoredRun
 from tests.eval.paper.figures.made import example, stored
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -50,13 +50,13 @@ def test_the_papers_numbers_are_read_by_key() -> None:
     assert values["llama2", "multi_doc_qa", "lazy", "ttft_speedup"] == 2.34
     assert values["xgen", "synthetic", "lazy", "score"] == 5.66
     assert values["llama2", "code", "prompt_compression", "score"] == 17.45
-    assert values["xgen", "few_shot", "lazy", "pct_computed"] == 65.30
+    assert values["xgen", "few_shot", "lazy", "pct_prompt_tokens_computed"] == 65.30
     assert values["llama2", "synthetic", "lazy", "generation_speedup"] == 1.79
 
 
 def test_table_1_by_hand() -> None:
     runs = [llama2("lazy", over(MULTI_DOC_QA, score=0.25, ttft_s=0.1))]
-    table = table1(runs)
+    table = table1(Results(runs))
     found = line(table.frame, model="llama2", task="multi_doc_qa", method="lazy")
     assert (found["status"], found["examples"], found["datasets"]) == ("measured", 6, 3)
     assert (found["score"], found["paper_score"]) == (25, 22.31)
@@ -70,7 +70,7 @@ def test_table_1_by_hand() -> None:
 
 
 def test_what_was_not_run_says_so() -> None:
-    table = table1([llama2("lazy", over(MULTI_DOC_QA))])
+    table = table1(Results([llama2("lazy", over(MULTI_DOC_QA))]))
     assert len(table.frame) == 2 * 6 * 5
     for key in (
         {"model": "llama2", "task": "multi_doc_qa", "method": "static_pruning"},
@@ -87,12 +87,12 @@ def test_what_was_not_run_says_so() -> None:
 
 def test_only_the_presets_runs_count() -> None:
     other = {"schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
-    table = table1([stored(over(MULTI_DOC_QA), "lazy", other, model="llama2", paper="llama2")])
+    table = table1(Results([stored(over(MULTI_DOC_QA), "lazy", other, model="llama2", paper="llama2")]))
     assert set(table.frame["status"]) == {"no run"}
 
 
 def test_part_of_a_task_is_not_compared() -> None:
-    table = table1([llama2("lazy", over(("hotpotqa",), score=0.25))])
+    table = table1(Results([llama2("lazy", over(("hotpotqa",), score=0.25))]))
     found = line(table.frame, model="llama2", task="multi_doc_qa", method="lazy")
     assert (found["status"], found["score"], found["paper_score"]) == ("1 of 3 datasets", 25, 22.31)
     assert math.isnan(found["score_difference"])
@@ -102,19 +102,19 @@ def test_part_of_a_task_is_not_compared() -> None:
 
 def test_seeds_are_averaged_and_their_deviation_kept() -> None:
     runs = [llama2("random_drop", over(MULTI_DOC_QA, score=score), seed=seed) for seed, score in enumerate((0.1, 0.4))]
-    found = line(table1(runs).frame, model="llama2", task="multi_doc_qa", method="random_drop")
+    found = line(table1(Results(runs)).frame, model="llama2", task="multi_doc_qa", method="random_drop")
     assert (found["seeds"], found["examples"], found["score"]) == (2, 6, 25)
     assert found["score_seed_std"] == pytest.approx(math.sqrt(2 * 15**2))  # of 10 and 40
 
 
 def test_other_models_have_no_paper_beside_them() -> None:
-    table = table1([preset("lazy", over(("hops",)))])
+    table = table1(Results([preset("lazy", over(("hops",)))]))
     found = line(table.frame, model="tiny", task="multi_doc_qa", method="lazy")
     assert (found["suite"], found["status"], found["score"]) == ("embedded", "measured", 50)
     cells = line(table.cells, model="tiny (embedded)", task="multi_doc_qa", method="lazy")
     assert (cells["score"], cells["score, paper"], cells["score, Δ"]) == ("50.00 ±0.00", "-", "-")
     # the paper's model on another suite is not the paper's experiment either
-    frame = table1([llama2("lazy", over(("hops",)))]).frame
+    frame = table1(Results([llama2("lazy", over(("hops",)))])).frame
     assert line(frame, suite="longbench", task="multi_doc_qa", method="lazy", model="llama2")["status"] == "no run"
     embedded = line(frame, suite="embedded", task="multi_doc_qa", method="lazy")
     assert math.isnan(embedded["paper_score"])
@@ -123,7 +123,7 @@ def test_other_models_have_no_paper_beside_them() -> None:
 def test_settings_of_one_method_are_told_apart() -> None:
     ablation = PRESETS["lazy"] | {"revive": False}
     runs = [preset("lazy", over(("hops",))), stored(over(("hops",), score=0.2), "lazy", ablation)]
-    table = table1(runs)
+    table = table1(Results(runs))
     rows = table.frame[(table.frame["method"] == "lazy") & (table.frame["task"] == "multi_doc_qa")]
     rows = rows[rows["model"] == "tiny"]
     assert dict(zip(rows["label"], rows["score"], strict=True)) == {
@@ -137,22 +137,22 @@ def test_random_weights_are_named() -> None:
     run = preset("lazy", over(("hops",)))
     run.identity["load_format"] = "dummy"
     for name in TABLES:
-        assert "tiny (embedded, random weights)" in set(TABLES[name]([run]).cells["model"])
+        assert "tiny (embedded, random weights)" in set(TABLES[name](Results([run])).cells["model"])
 
 
 def test_what_a_preset_stood_for_is_kept() -> None:
     run = preset("lazy", over(("hops",)))
     run.identity["parameters"] = {"hops": {"name": "lazy", "schedule": {"2": 0.4}, "revive": True}}
-    found = line(table1([run]).frame, model="tiny", task="multi_doc_qa", method="lazy")
+    found = line(table1(Results([run])).frame, model="tiny", task="multi_doc_qa", method="lazy")
     assert json.loads(found["parameters"]) == {"schedule": {"2": 0.4}, "revive": True}
 
 
 def test_table_2_by_hand() -> None:
-    table = table2([llama2("lazy", over(MULTI_DOC_QA, total_s=0.2, pct_prompt_tokens_computed=60.0))])
+    table = table2(Results([llama2("lazy", over(MULTI_DOC_QA, total_s=0.2, pct_prompt_tokens_computed=60.0))]))
     assert set(table.frame["method"]) == {"lazy"}
     found = line(table.frame, model="llama2", task="multi_doc_qa")
-    assert (found["pct_computed"], found["paper_pct_computed"]) == (60, 63.94)
-    assert found["pct_computed_difference"] == pytest.approx(-3.94)
+    assert (found["pct_prompt_tokens_computed"], found["paper_pct_prompt_tokens_computed"]) == (60, 63.94)
+    assert found["pct_prompt_tokens_computed_difference"] == pytest.approx(-3.94)
     assert found["generation_speedup"] == pytest.approx(4)  # 0.8 s to 0.2 s
     assert found["generation_speedup_difference"] == pytest.approx(4 - 1.56)
 
@@ -164,7 +164,7 @@ def test_memory_by_hand() -> None:
         *(example("hops", one, baseline=baseline, **measured) for one in "ab"),
         *(example("lookup", one, baseline=baseline | {"kv_bytes": 4_000_000}, **measured) for one in "ab"),
     ]
-    table = memory([stored(records)])
+    table = memory(Results([stored(records)]))
     found = line(table.frame, method="lazy")
     assert (found["kv_bytes"], found["aux_bytes"], found["cache_bytes"]) == (1e6, 5e5, 1.5e6)
     assert found["baseline_cache_bytes"] == 3e6  # the mean of two tasks
@@ -179,7 +179,7 @@ def test_memory_by_hand() -> None:
 
 def test_memory_without_a_baseline_or_a_peak_says_so() -> None:
     records = [replace(one, baseline=None) for one in over(("hops",))]
-    cells = line(memory([stored(records)]).cells, method="lazy, schedule=paper")
+    cells = line(memory(Results([stored(records)])).cells, method="lazy, schedule=paper")
     assert (cells["both / baseline"], cells["peak / baseline"], cells["peak, MB"]) == ("unpaired",) * 2 + ("not known",)
 
 
@@ -189,7 +189,7 @@ def test_ttft_share_by_hand() -> None:
         example("hops", "b", prompt_tokens=513, ttft_s=0.3, total_s=0.4, token_ids=[1] * 4),
         example("hops", "c", prompt_tokens=1000, ttft_s=0.1, total_s=0.8, token_ids=[1] * 5),
     ]
-    table = ttft_share([stored(records)])
+    table = ttft_share(Results([stored(records)]))
     frame = table.frame[table.frame["method"] == "lazy"]
     found = {
         (row["prompt_tokens"], row["answer_tokens"]): (row["generations"], row["share"])
@@ -216,13 +216,15 @@ def test_sensitivity_by_hand() -> None:
         return stored(over(("hops",), score=score, ttft_s=ttft_s), "lazy", settings)
 
     table = sensitivity(
-        [
-            run({"2": 0.5}, 0.8, 0.2),
-            run({"2": 0.8}, 0.9, 0.3),
-            run({"2": 0.5, "10": 0.4}, 0.6, 0.1),
-            run({"2": 0.5}, 0.4, 0.2, revive=False),
-            run("paper", 0.95, 0.25),
-        ]
+        Results(
+            [
+                run({"2": 0.5}, 0.8, 0.2),
+                run({"2": 0.8}, 0.9, 0.3),
+                run({"2": 0.5, "10": 0.4}, 0.6, 0.1),
+                run({"2": 0.5}, 0.4, 0.2, revive=False),
+                run("paper", 0.95, 0.25),
+            ]
+        )
     )
     rows = {row["label"]: row for row in table.frame.to_dict("records")}
     assert [row["ttft_speedup"] for row in rows.values()] == pytest.approx([0.4 / 0.3, 1.6, 2, 2, 4])
@@ -241,7 +243,7 @@ def test_sensitivity_by_hand() -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_nothing_gives_a_table_that_says_so(name: str) -> None:
-    table = TABLES[name]([])
+    table = TABLES[name](Results([]))
     shown = table.to_markdown()
     assert shown.count("no run") == 2 * {"table1": 60, "table2": 12}.get(name, 0)
     assert ("No run for this table." in shown) == (name not in ("table1", "table2"))
@@ -256,5 +258,5 @@ def test_the_order_of_runs_does_not_matter() -> None:
         llama2("static_pruning", over(MULTI_DOC_QA, score=0.3)),
         preset("lazy", over(("hops", "lookup"))),
     ]
-    for name in tables.TABLES:
-        assert TABLES[name](runs).to_csv() == TABLES[name](runs[::-1]).to_csv()
+    for name in TABLES:
+        assert TABLES[name](Results(runs)).to_csv() == TABLES[name](Results(runs[::-1])).to_csv()

@@ -19,7 +19,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from eval.report.page import render
-from eval.store.frame import find_runs
+from eval.store.results import Results
 from tests.eval.report.test_report import (
     FIGURES,
     HOSTILE,
@@ -72,7 +72,7 @@ def browser() -> Iterator[webdriver.Chrome]:
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    (folder / "page.html").write_text(render(make_runs(folder / "runs"), TABLES, FIGURES), encoding="utf-8")
+    (folder / "page.html").write_text(render(Results(make_runs(folder / "runs")), TABLES, FIGURES), encoding="utf-8")
     return folder / "page.html"
 
 
@@ -344,7 +344,7 @@ def test_thousands_of_records_and_tokens_stay_usable(browser: webdriver.Chrome, 
     )
     (tmp_path / "run" / "traces").mkdir()
     (tmp_path / "run" / "traces" / "long.json").write_text(long.to_json())
-    html = render(find_runs([tmp_path]), {}, {})
+    html = render(Results.read([tmp_path]), {}, {})
     assert len(html) < 30e6
     (tmp_path / "page.html").write_text(html, encoding="utf-8")
     browser.get((tmp_path / "page.html").as_uri())

@@ -28,12 +28,12 @@ from eval.report.page import render
 from eval.report.record_browser import embed_records
 from eval.report.trace_view import embed_trace, last_layers, revived
 from eval.store.folder import open_store
-from eval.store.frame import StoredRun, find_runs
 from eval.store.record import Record
+from eval.store.results import Results, StoredRun, find_runs
 from eval.store.trace import Trace
 from lazyllm.methods import Baseline, Lazy, Method, RandomDrop, StaticPruning
 from tests.conftest import ROOT
-from tests.eval.store.test_folder import measurement
+from tests.eval.store.made import measurement
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1"><!--<script>{{ 7 * 7 }}&amp;'
 MACHINE = {"device": "one core", "cpu": "one core", "cpu_count": 1, "threads": 1, "platform": "Linux", "cuda": None}
@@ -251,7 +251,7 @@ def test_provenance_says_what_is_common_once_and_what_differs_by_run(tmp_path: P
 def test_results_by_hand(tmp_path: Path) -> None:
     records = [example(0, score=1.0, ttft_s=0.1), example(1, score=0.5, ttft_s=0.3)]
     store(tmp_path / "a", {"name": "lazy", "schedule": {"2": 0.5}}, records)
-    found = overview.results_grid(find_runs([tmp_path]))
+    found = overview.results_grid(Results(find_runs([tmp_path])))
     headings = [column.heading for column in found.columns]
     rows = [dict(zip(headings, row, strict=True)) for row in found.rows]
     lazy = [row for row in rows if row["setting"].text == "lazy, schedule={2: 0.5}"]
@@ -283,14 +283,14 @@ def test_figures_in_one_page_share_no_id() -> None:
 # ----------------------------------------------------------------------------------------------------------------- page
 
 
-def hand_table(runs: Sequence[StoredRun]) -> Table:
+def hand_table(results: Results) -> Table:
     """A table as `eval.paper.tables` makes them; its cells and words are hostile."""
     names = ["b", "a", HOSTILE, "d", "e"]
     cells = pd.DataFrame({f"name {HOSTILE}": names, "score": ["10.5 ±1", "9", "no run", "100", "9"]})
     return Table("hand", f"By hand {HOSTILE}", f"Caption {HOSTILE}", cells, cells)
 
 
-def bare_table(runs: Sequence[StoredRun]) -> Table:
+def bare_table(results: Results) -> Table:
     """A table that the runs give nothing for."""
     return Table("bare", "Nothing", "", pd.DataFrame(), pd.DataFrame({"task": [], "score": []}))
 
@@ -305,9 +305,9 @@ def draw(frame: pd.DataFrame) -> Any:
 TABLES = {"hand": hand_table, "bare": bare_table}
 FIGURES = {
     "full": Figure(
-        "full", f"Drawn {HOSTILE}", f"Caption {HOSTILE}", lambda runs: pd.DataFrame({"x": [1.0, 2.0]}), draw
+        "full", f"Drawn {HOSTILE}", f"Caption {HOSTILE}", lambda results: pd.DataFrame({"x": [1.0, 2.0]}), draw
     ),
-    "empty": Figure("empty", "Not drawn", "", lambda runs: pd.DataFrame(), draw),
+    "empty": Figure("empty", "Not drawn", "", lambda results: pd.DataFrame(), draw),
 }
 
 
@@ -329,7 +329,7 @@ def make_runs(folder: Path) -> list[StoredRun]:
 
 
 def test_the_page_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
-    page = render(make_runs(tmp_path), TABLES, FIGURES)
+    page = render(Results(make_runs(tmp_path)), TABLES, FIGURES)
     style_and_script = re.findall(r"(?s)<style>.*?</style>|<script>.*</script>", page)
     assert not any(re.search(r"https?:|url\(|@import|fetch\(|XMLHttp", part) for part in style_and_script)
     references = re.findall(r"\b(?:src|href|action|data|poster|srcset)=[\"']?([^\"'\s>]*)", page)
@@ -339,7 +339,7 @@ def test_the_page_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
 
 
 def test_no_text_can_close_a_script_or_become_markup(tmp_path: Path) -> None:
-    page = render(make_runs(tmp_path), TABLES, FIGURES)
+    page = render(Results(make_runs(tmp_path)), TABLES, FIGURES)
     assert page.count("</script>") == page.count("<script") == 3  # two with data and one with code
     assert "<img" not in page
     assert "<!--<script" not in page
@@ -375,9 +375,11 @@ def _luminance(colour: str) -> float:
 
 def test_the_wheel_holds_every_file_of_the_page() -> None:
     folder = Path(eval.report.__file__).parent
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["eval.report"]
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["eval"]
     beside = {file.name for file in folder.iterdir() if file.is_file() and file.suffix != ".py"}
-    assert beside == {file.name for pattern in patterns for file in folder.glob(pattern)}
+    assert beside == {
+        file.name for pattern in patterns for file in folder.parent.glob(pattern) if file.parent == folder
+    }
     assert len(beside) == 5
 
 
@@ -386,8 +388,8 @@ def test_the_wheel_holds_every_file_of_the_page() -> None:
 
 def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     make_runs(tmp_path / "runs")
-    monkeypatch.setattr(command, "TABLES", TABLES)
-    monkeypatch.setattr(command, "FIGURES", FIGURES)
+    monkeypatch.setattr("eval.paper.tables.TABLES", TABLES)
+    monkeypatch.setattr("eval.paper.figures.FIGURES", FIGURES)
     out = tmp_path / "new" / "page.html"
     assert command.main([str(tmp_path / "runs"), "--out", str(out)]) == 0
     assert out.read_text(encoding="utf-8").startswith("<!doctype html>")

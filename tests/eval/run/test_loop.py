@@ -13,9 +13,9 @@ import eval.run.measure
 from eval.run.config import ModelConfig, RunConfig, TimingConfig
 from eval.run.loop import compare, free, run
 from eval.store.folder import RunStore, about_text, read_failures, read_run
-from eval.store.frame import as_frame, find_runs
 from eval.store.record import Record
 from eval.store.repair import repair
+from eval.store.results import as_frame, find_runs
 from lazyllm import Generation
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_weights
@@ -97,7 +97,7 @@ def test_a_comparison_says_which_half_it_is_of(tmp_path: Path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("eval.paper.figures.save", lambda *_: [])
     titles = []
-    monkeypatch.setattr("eval.paper.figures.plot_comparison", lambda _, title: titles.append(title))
+    monkeypatch.setattr("eval.paper.figures.plot_comparison", lambda _, title, methods: titles.append(title))
     config = replace(config_of(tmp_path), out=None, limit=2, dataset={"lookup": True}, label="two")
     for half, title in (("held-out", "two, held-out half"), (None, "two")):
         compare(replace(config, half=half, compare={"lazy": config.method}))

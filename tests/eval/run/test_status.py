@@ -15,12 +15,11 @@ from eval.run.loop import run
 from eval.run.status import Status, exit_code, main, status
 from eval.store.collect import collect
 from eval.store.folder import open_store
-from eval.store.frame import PLANNED, planned_text
 from eval.store.record import Failure
+from eval.store.results import PLANNED, planned_text
 from lazyllm.errors import UserError
 from tests.eval.run.test_configs import config_of
-from tests.eval.store.test_folder import record
-from tests.eval.store.test_frame import write_run
+from tests.eval.store.made import record, write_run
 
 BEGAN, ENDED = "2026-11-21T10:00:00Z", "2026-11-21T10:00:10Z"
 

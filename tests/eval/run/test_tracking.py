@@ -23,8 +23,8 @@ from eval.run.config import TrackerConfig
 from eval.run.loop import run
 from eval.run.tracking import Tracker, example_row, open_tracker, summary_keys, track_pictures
 from eval.store.folder import fingerprint, open_store, read_run
-from eval.store.frame import StoredRun
 from eval.store.record import Measurement, Record
+from eval.store.results import StoredRun
 from tests.eval.run.test_configs import config_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -252,7 +252,17 @@ def test_config_history_summary_table_and_artifact_lie_in_the_offline_file(tmp_p
 def test_every_number_of_the_table_is_in_the_summary_with_its_interval() -> None:
     one = Value(1.5, 1.0, 2.0)
     values = dict.fromkeys(
-        ("score", "pct_prompt_tokens_computed", "ttft_s", "total_s", "generated_tokens", "kv_bytes", "aux_bytes"), one
+        (
+            "score",
+            "pct_prompt_tokens_computed",
+            "scoring_tokens",
+            "ttft_s",
+            "total_s",
+            "generated_tokens",
+            "kv_bytes",
+            "aux_bytes",
+        ),
+        one,
     )
     absent = dict.fromkeys(
         ("baseline_score", "rouge_l", "ttft_speedup", "generation_speedup", "step_speedup",

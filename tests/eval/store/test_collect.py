@@ -9,37 +9,40 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from eval.benchmarks.datasets import DATASETS
-from eval.paper import aggregate
-from eval.paper.aggregate import by_task
 from eval.paper.figures import FIGURES
+from eval.paper.tables import TABLES
+from eval.paper.write import main as write_paper
 from eval.report.__main__ import main as report
+from eval.store import aggregate
 from eval.store.collect import collect, describe, main
 from eval.store.folder import open_store
-from eval.store.frame import PLANNED, as_frame, find_runs, planned_text, stored_runs
-from eval.store.record import Failure
+from eval.store.record import SCHEMA, Failure
+from eval.store.results import PLANNED, Results, find_runs, planned_text, stored_runs
 from lazyllm.errors import UserError
 from scripts.dev.simulate_campaign import Campaign, write_campaign
-from scripts.make_paper import main as make_paper
 from tests.eval.paper.figures.made import small_trace, with_traces
-from tests.eval.store.test_folder import record
-from tests.eval.store.test_frame import LAZY, write_run
+from tests.eval.store.made import LAZY, record, write_run
 
-SMALL = Campaign(share=0.05, seeds=2, steps=(1, 64))
+SMALL = Campaign(share=0.01, seeds=2, steps=(1, 64), settings=7)
 
 
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A few thousand records of 36 runs, in two shards each."""
+    """Some hundred records of 28 runs, in two shards each."""
     folder = tmp_path_factory.mktemp("campaign")
-    assert write_campaign(folder / "runs", SMALL) > 5000
-    run = next(one for one in find_runs([folder / "runs"]) if one.method == "lazy")
+    assert write_campaign(folder / "runs", SMALL) > 500
+    run = next(run for run in find_runs([folder / "runs"]) if run.method == "lazy")
     with_traces(run, run.folder, small_trace())
     collect([folder / "runs"], folder / "collected")
     return folder
+
+
+@pytest.fixture(scope="module")
+def collected(campaign: Path) -> Results:
+    return Results.read([campaign / "collected"])
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -49,15 +52,20 @@ def files(folder: Path) -> dict[str, bytes]:
 # -------------------------------------------------------------------------------------------- the same either way
 
 
-def test_every_table_and_figure_is_the_same_from_both(campaign: Path, tmp_path: Path) -> None:
-    for name in ("runs", "collected"):
-        assert make_paper([str(campaign / name), "--out", str(tmp_path / name)]) == 0
-    raw, collected = files(tmp_path / "runs"), files(tmp_path / "collected")
-    assert raw == collected
-    assert {f"figures/{name}.svg" for name in FIGURES} <= raw.keys()  # none was left out for want of data
+def test_every_table_and_figure_is_the_same_from_both(campaign: Path, collected: Results, tmp_path: Path) -> None:
+    """The command writes those of the collected runs; those of the runs themselves are made of the same frames."""
+    assert write_paper([str(campaign / "collected"), "--out", str(tmp_path)]) == 0
+    written = files(tmp_path)
+    raw = Results.read([campaign / "runs"])
+    assert raw.frame.drop(columns="folder").equals(collected.frame.drop(columns="folder"))
+    for name, make in TABLES.items():
+        assert written[f"tables/{name}.csv"].decode() == make(raw).to_csv()
+    for name, figure in FIGURES.items():  # none was left out for want of data
+        assert written[f"figures/{name}.csv"].decode() == figure.data(raw).to_csv(index=False)
 
 
-def test_the_report_is_the_same_from_both(campaign: Path, tmp_path: Path) -> None:
+def test_the_report_is_the_same_from_both(campaign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.paper.figures.FIGURES", {})
     pages = []
     for name in ("runs", "collected"):
         assert report([str(campaign / name), "--out", str(tmp_path / name), "--records", "1"]) == 0
@@ -65,13 +73,27 @@ def test_the_report_is_the_same_from_both(campaign: Path, tmp_path: Path) -> Non
     assert pages[0] == pages[1]
 
 
-def test_nothing_of_a_run_is_lost(campaign: Path) -> None:
-    raw, collected = (find_runs([campaign / name]) for name in ("runs", "collected"))
-    assert [run.folder.name for run in raw] == [run.folder.name for run in collected]
-    for one, other in zip(raw[:3], collected[:3], strict=True):
-        assert list(one.records) == list(other.records)
-        assert (one.about, one.planned, one.records_sha256) == (other.about, other.planned, other.records_sha256)
-    assert [len(run.traces) for run in raw] == [len(run.traces) for run in collected]
+def test_nothing_of_a_run_is_lost(campaign: Path, collected: Results) -> None:
+    raw = find_runs([campaign / "runs"])
+    assert [run.folder.name for run in raw] == [run.folder.name for run in collected.runs]
+    for run, other in zip(raw[:3], collected.runs[:3], strict=True):
+        assert run.table().equals(other.table())
+        assert run.table().schema.equals(SCHEMA)
+        assert (run.about, run.planned, run.records_sha256) == (other.about, other.planned, other.records_sha256)
+    assert [len(run.traces) for run in raw] == [len(run.traces) for run in collected.runs]
+
+
+def test_each_settings_bootstrap_is_made_once(collected: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    rows_of = aggregate.rows_of
+    monkeypatch.setattr(aggregate, "rows_of", lambda frame: made.append(len(frame)) or rows_of(frame))
+    results = Results(collected.runs)
+    for part in [*TABLES.values(), *(figure.data for figure in FIGURES.values())]:
+        part(results)
+    records = len(results.frame) // 2  # of a model
+    # seven settings, and the baselines beside all of them, beside two presets of Table 1, and beside the six of lazy
+    of_a_model = [records // 7] * 7 + [records, 2 * records // 7, 6 * records // 7]
+    assert sorted(made) == sorted(of_a_model * 2)
 
 
 # -------------------------------------------------------------------- a slow version, in dictionaries and plain Python
@@ -88,7 +110,7 @@ def mean(values: list[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def test_the_tables_are_those_of_a_slow_version(campaign: Path) -> None:
+def test_the_tables_are_those_of_a_slow_version(campaign: Path, collected: Results) -> None:
     cells: dict[tuple[str, str, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for about, line in lines(campaign / "runs"):
         settings = {key: value for key, value in about["identity"]["method"].items() if key not in ("name", "seed")}
@@ -102,17 +124,17 @@ def test_the_tables_are_those_of_a_slow_version(campaign: Path) -> None:
                 "score": round(100 * mean([row["method"]["score"] for row in rows]), 2),
                 "ttft_speedup": sum(row["baseline"]["ttft_s"] for row in rows)
                 / sum(row["method"]["ttft_s"] for row in rows),
-                "pct_computed": mean([row["method"]["pct_prompt_tokens_computed"] for row in rows]),
+                "pct_prompt_tokens_computed": mean([row["method"]["pct_prompt_tokens_computed"] for row in rows]),
                 "kv_bytes": mean([row["method"]["kv_bytes"] for row in rows]),
                 "examples": len({row["id"] for row in rows}),
             }
             slow[(*key, name)] = found
             tasks[DATASETS[name].task].append(found)
-        values = ("score", "ttft_speedup", "pct_computed", "kv_bytes")
+        values = ("score", "ttft_speedup", "pct_prompt_tokens_computed", "kv_bytes")
         of_tasks = {task: {one: mean([row[one] for row in rows]) for one in values} for task, rows in tasks.items()}
         slow |= {(*key, task): row for task, row in of_tasks.items()}
         slow[(*key, "all")] = {one: mean([row[one] for row in of_tasks.values()]) for one in values}
-    table: Any = by_task(as_frame(find_runs([campaign / "collected"])))
+    table: Any = collected.by_task
     rows = {
         (row["model"], row["method"], row["settings"], row["name"]): row
         for row in table[table["method"] != "baseline"].to_dict("records")
@@ -123,43 +145,23 @@ def test_the_tables_are_those_of_a_slow_version(campaign: Path) -> None:
             assert rows[key][name] == pytest.approx(value, rel=1e-9), (key, name)
 
 
-def test_figure_7_is_that_of_a_slow_version(campaign: Path) -> None:
-    shares: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+def test_figure_7_is_that_of_a_slow_version(campaign: Path, collected: Results) -> None:
+    of_models: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for about, line in lines(campaign / "runs"):
-        if about["identity"]["method"].get("schedule") != "paper":
-            continue
-        computed = line["method"]["computed"]
-        for step in range(64):
-            for group, count in enumerate(computed[min(step, len(computed) - 1)]):
-                key = about["identity"]["model"], step, group + 1
-                shares[key].append(100 * count / line["prompt_tokens"])
-    frame = FIGURES["figure7"].data(find_runs([campaign / "collected"]))
+        if about["identity"]["method"].get("schedule") == "paper":
+            of_models[about["identity"]["model"]].append(line)
+    shares: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+    for model, of_model in of_models.items():
+        for step in range(max(len(line["method"]["computed"]) for line in of_model)):
+            for line in of_model:
+                computed = line["method"]["computed"]
+                for group, count in enumerate(computed[min(step, len(computed) - 1)]):
+                    shares[model, step, group + 1].append(100 * count / line["prompt_tokens"])
+    frame = FIGURES["figure7"].data(collected)
     found = {(row["model"], row["step"], row["group"]): row["pct_computed"] for row in frame.to_dict("records")}
     assert found.keys() == shares.keys()
     for key, values in shares.items():
         assert found[key] == pytest.approx(mean(values))
-
-
-# ------------------------------------------------------------------------------------------------------------- work
-
-
-@pytest.mark.parametrize("seeds", [1, 3])
-def test_the_work_grows_with_the_records_and_the_settings_only(
-    seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each line is parsed once to be collected, never to be read again, and each setting's bootstrap is made once."""
-    parsed, made = [0], []
-    loads, rows_of = orjson.loads, aggregate._rows_of
-    monkeypatch.setattr("eval.store.columns.orjson.loads", lambda line: parsed.append(1) or loads(line))
-    monkeypatch.setattr(aggregate, "_rows_of", lambda frame: made.append(len(frame)) or rows_of(frame))
-    monkeypatch.setattr(aggregate, "_known_rows", {})
-    records = write_campaign(tmp_path / "runs", Campaign(0.01, seeds, (2, 2), settings=6, models=("llama2",)))
-    collect([tmp_path / "runs"], tmp_path / "collected")
-    assert sum(parsed) == records
-    assert make_paper([str(tmp_path / "collected"), "--out", str(tmp_path / "out")]) == 0
-    assert sum(parsed) == records
-    # six settings, and the baselines beside all of them, beside the two presets of Table 1, and beside the five of lazy
-    assert sorted(made) == sorted([records // 6] * 6 + [records, records // 3, 5 * records // 6])
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused
@@ -169,22 +171,24 @@ def shard(folder: Path, part: str, *records: Any) -> None:
     (folder / f"records{part}.jsonl").write_text("".join(one.to_json() + "\n" for one in records))
 
 
-def test_shards_are_merged_and_what_stands_twice_is_kept_once(tmp_path: Path) -> None:
+def test_shards_are_merged_and_what_stands_twice_is_kept_once(tmp_path: Path, caplog: Any) -> None:
     folder = write_run(tmp_path / "runs" / "a", [])
     shard(folder, "-1-of-2", record(0), record(1))
     shard(folder, "-2-of-2", record(2), record(1))
     (done,) = collect([tmp_path / "runs"], tmp_path / "out")
-    assert (done.records, done.files, done.twice, done.missing) == (3, 2, 1, None)
+    assert (done.records, done.files, done.missing) == (3, 2, None)
     (run,) = find_runs([tmp_path / "out"])
-    assert list(run.records) == [record(0), record(1), record(2)]
-    assert "1 records stood there twice" in describe([done], tmp_path / "out")
+    assert run.records == [record(0), record(1), record(2)]
+    assert "records-2-of-2.jsonl:2: the same line as" in caplog.text
 
 
 def test_shards_that_disagree_are_refused(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "runs" / "a", [])
     shard(folder, "-1-of-2", record(0))
     shard(folder, "-2-of-4", record(0, score=1.0))
-    with pytest.raises(UserError, match=r"hotpotqa, row row-0 .*records-1-of-2.jsonl and records-2-of-4.jsonl"):
+    with pytest.raises(
+        UserError, match=r"records-2-of-4.jsonl:1: another record of hotpotqa, row row-0, than .*records-1-of-2"
+    ):
         collect([tmp_path / "runs"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert [one.name for one in tmp_path.iterdir()] == ["runs"]
@@ -273,7 +277,7 @@ def test_a_run_of_which_every_example_failed_is_kept(tmp_path: Path) -> None:
     for name in ("once", "twice"):
         assert (tmp_path / name / "b" / "failures.jsonl").read_bytes() == (folder / "failures.jsonl").read_bytes()
         runs = stored_runs([tmp_path / name])
-        assert [list(run.records) for run in runs] == [[record(0), record(1)], [], [record(0), record(1)]]
+        assert [run.records for run in runs] == [[record(0), record(1)], [], [record(0), record(1)]]
         assert [len(run.failures) for run in runs] == [0, 2, 0]
         assert [run.folder.name for run in find_runs([tmp_path / name])] == ["a", "c"]
 

@@ -19,7 +19,8 @@ from eval.store.folder import NO_LINE, open_store, read_failures, read_run
 from eval.store.record import Failure, Measurement, Record
 from eval.store.repair import repair
 from lazyllm.errors import UserError
-from tests.eval.store.test_folder import IDENTITY, record
+from tests.eval.store.made import record
+from tests.eval.store.test_folder import IDENTITY
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 COUNT = st.integers(0, 2**40)
@@ -33,6 +34,7 @@ MEASUREMENTS = st.builds(
     scoring_s=FINITE,
     total_s=FINITE,
     decode_step_s=st.lists(FINITE, max_size=4),
+    scoring_tokens=COUNT,
     pct_prompt_tokens_computed=FINITE,
     group_starts=st.lists(COUNT, max_size=3),
     computed=st.lists(st.lists(COUNT, max_size=3), max_size=3),

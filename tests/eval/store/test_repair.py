@@ -12,7 +12,8 @@ from eval.store.folder import fingerprint, open_store, read_failures, read_run
 from eval.store.record import Failure
 from eval.store.repair import main, repair
 from lazyllm.errors import UserError
-from tests.eval.store.test_folder import IDENTITY, record
+from tests.eval.store.made import record
+from tests.eval.store.test_folder import IDENTITY
 
 ABOUT = {"config": {"limit": 3, "model": {"name": "tiny"}}, "provenance": {"started": "then"}}
 
@@ -45,7 +46,7 @@ def test_garbled_lines_are_taken_out_and_the_file_is_kept_as_it_was(folder: Path
     damaged = lines[0] + lines[1][:50] + b"\n" + lines[2] + b'{"half'
     (folder / "records.jsonl").write_bytes(damaged)
     (folder / "failures.jsonl").write_bytes(b"\xff\n" + (folder / "failures.jsonl").read_bytes())
-    with pytest.raises(UserError, match=rf"records\.jsonl:2: not a record.*python -m eval\.repair {folder}"):
+    with pytest.raises(UserError, match=rf"records\.jsonl:2: not a record.*python -m eval\.store\.repair {folder}"):
         read_run(folder)
     assert main([str(folder)]) == 0
     shown = capsys.readouterr().out

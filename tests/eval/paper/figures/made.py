@@ -11,10 +11,10 @@ from typing import Any
 import pandas as pd
 
 from eval.paper.figures import Figure
-from eval.store.frame import StoredRun
 from eval.store.record import Record
+from eval.store.results import StoredRun
 from eval.store.trace import Trace
-from tests.eval.store.test_folder import measurement, record
+from tests.eval.store.made import measurement, record
 
 
 def example(dataset: str, name: str, prompt_tokens: int = 100, baseline: dict | None = None, **method: Any) -> Record:

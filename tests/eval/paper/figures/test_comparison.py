@@ -4,6 +4,7 @@ import pandas as pd
 from matplotlib.container import ErrorbarContainer
 
 from eval.paper.figures import plot_comparison
+from lazyllm.methods import METHODS
 from tests.eval.paper.figures.made import texts
 
 
@@ -31,4 +32,18 @@ def test_tasks_are_small_and_the_mean_has_intervals() -> None:
     ]  # fmt: skip
     horizontal = means[1].lines[2][0].get_segments()[0]
     assert horizontal.round(6).tolist() == [[2.3, 30], [2.7, 30]]
+    colours = [one.lines[0].get_color() for one in means]
+    assert colours == [METHODS["baseline"].colour, METHODS["lazy"].colour]  # as in every other picture
     assert {"baseline", "lazy", "tiny, demo", "TTFT speedup over the paired baseline"} <= set(texts(picture))
+
+
+def test_a_label_looks_as_its_method_does() -> None:
+    """The first label of a method; a second one looks as nothing else."""
+    labels = {"gentle": "lazy", "harsh": "lazy", "other": "static_pruning"}
+    table = pd.DataFrame([row("mean over tasks", label, 50, 2, 0.1) for label in labels])
+    means = [one for one in plot_comparison(table, "", labels).axes[0].containers if isinstance(one, ErrorbarContainer)]
+    looks = {one.get_label(): (one.lines[0].get_color(), one.lines[0].get_marker()) for one in means}
+    for label in ("gentle", "other"):
+        kind = METHODS[labels[label]]
+        assert looks[label] == (kind.colour, kind.marker)
+    assert len(set(looks.values())) == 3

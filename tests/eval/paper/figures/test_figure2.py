@@ -8,6 +8,7 @@ import pytest
 
 from eval.paper.figures import FIGURES, figure2
 from eval.paper.figures.figure2 import COLUMNS, importance_frame
+from eval.store.results import Results
 from tests.eval.paper.figures.made import redrawn, small_trace, stored, texts, with_traces
 
 FIGURE = FIGURES["figure2"]
@@ -15,7 +16,7 @@ FIGURE = FIGURES["figure2"]
 
 def test_by_hand(tmp_path: Path) -> None:
     run = with_traces(stored([]), tmp_path, small_trace())
-    frame = FIGURE.data([run])
+    frame = FIGURE.data(Results([run]))
     about = frame[["model", "dataset", "id", "prompt_tokens", "width"]].drop_duplicates()
     assert about.to_numpy().tolist() == [["tiny", "lookup", "a", 3, 1]]
     of_map = frame[frame["part"] == "map"]
@@ -45,7 +46,7 @@ def test_the_picture(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     importance = rng.dirichlet(np.full(40, 0.1), size=12)
     trace = replace(small_trace(), tokens=["a"] * 40, importance=importance.tolist())
-    picture = redrawn(FIGURE, FIGURE.data([with_traces(stored([]), tmp_path, trace)]))
+    picture = redrawn(FIGURE, FIGURE.data(Results([with_traces(stored([]), tmp_path, trace)])))
     left, right = picture.axes[:2]
     image = left.images[0]
     np.testing.assert_allclose(image.get_array(), importance)

@@ -10,6 +10,7 @@ import pytest
 
 from eval.paper.figures import FIGURES
 from eval.paper.figures.figure5 import _undominated, paper_points
+from eval.store.results import Results
 from tests.eval.paper.figures.made import example, redrawn, stored, texts
 
 FIGURE = FIGURES["figure5"]
@@ -33,7 +34,7 @@ def runs(**where: Any) -> list:
 
 
 def test_measured_by_hand() -> None:
-    frame: Any = FIGURE.data(runs())
+    frame: Any = FIGURE.data(Results(runs()))
     measured = frame[frame["source"] == "measured"].set_index(["task", "label"])
     found = measured[["relative_score", "ttft_speedup", "on_curve", "seeds"]]
     one, other, drop = "lazy, schedule={2: 0.3}", "lazy, schedule={2: 0.5}", "random_drop, keep=0.5"
@@ -80,7 +81,7 @@ def test_the_papers_points_are_those_of_its_table() -> None:
 
 @pytest.mark.parametrize(("model", "paper", "column"), [("tiny", None, "llama2"), ("xgen", "xgen", "xgen")])
 def test_each_model_stands_beside_its_own_column(model: str, paper: str | None, column: str) -> None:
-    frame: Any = FIGURE.data(runs(model=model, paper=paper))
+    frame: Any = FIGURE.data(Results(runs(model=model, paper=paper)))
     published = frame[frame["source"] == "paper, Table 1"]
     assert set(published["paper_model"]) == {column}
     assert set(published["task"]) == {"multi_doc_qa", "few_shot", "all"}
@@ -105,7 +106,7 @@ def test_each_model_stands_beside_its_own_column(model: str, paper: str | None, 
 
 def test_models_and_suites_have_panels_of_their_own() -> None:
     embedded = stored([example("hops", "a", score=0.5, ttft_s=0.2)])
-    frame = FIGURE.data([*runs(), embedded, *runs(model="llama2", paper="llama2")])
+    frame = FIGURE.data(Results([*runs(), embedded, *runs(model="llama2", paper="llama2")]))
     assert list(dict.fromkeys(zip(frame["model"], frame["suite"], strict=True))) == [
         ("tiny", "longbench"), ("tiny", "embedded"), ("llama2", "longbench"),
     ]  # fmt: skip
@@ -115,8 +116,8 @@ def test_models_and_suites_have_panels_of_their_own() -> None:
 
 def test_what_cannot_be_compared_is_left_out() -> None:
     without = example("hotpotqa", "a", baseline={"score": 0.0})
-    assert FIGURE.data([stored([without])]).empty  # no share of nothing
-    assert FIGURE.data([stored([example("hotpotqa", "a")], "baseline")]).empty
+    assert FIGURE.data(Results([stored([without])])).empty  # no share of nothing
+    assert FIGURE.data(Results([stored([example("hotpotqa", "a")], "baseline")])).empty
 
 
 def test_a_sweep_by_speedup_is_the_curve() -> None:
@@ -124,7 +125,7 @@ def test_a_sweep_by_speedup_is_the_curve() -> None:
         stored([example("trec", "a", score=score, ttft_s=ttft)], settings={"schedule": name, "revive": True})
         for name, score, ttft in (("1.5x", 0.3, 0.2), ("2.0x", 0.4, 0.1), ("table1", 0.9, 0.05))
     ]
-    frame: Any = FIGURE.data(swept)
+    frame: Any = FIGURE.data(Results(swept))
     measured = frame[(frame["source"] == "measured") & (frame["task"] == "few_shot")]
     assert dict(zip(measured["label"], measured["on_curve"], strict=True)) == {
         "lazy, schedule=1.5x": True, "lazy, schedule=2.0x": True, "lazy, schedule=table1": False,

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from eval.paper.figures import FIGURES
+from eval.store.results import Results
 from tests.eval.paper.figures.made import example, redrawn, stored, texts
 
 FIGURE = FIGURES["figure6"]
@@ -31,18 +32,18 @@ def test_by_hand() -> None:
         stored([example("hotpotqa", "a")], settings={"schedule": {"2": 0.5}, "prune_generated": True}),
         stored([example("hotpotqa", "a")], "static_pruning", {"layer": 2, "keep": 0.5}),
     ]
-    frame = FIGURE.data([*RUNS, *others])
+    frame = FIGURE.data(Results([*RUNS, *others]))
     columns = ["model", "suite", "layer", "keep", "examples", "score", "relative_score", "ttft_speedup"]
     assert frame[columns].to_numpy().tolist() == [
         ["tiny", "longbench", 2, 0.1, 2, 5, 5, 3], ["tiny", "longbench", 4, 0.1, 2, 50, 50, 3],
         ["tiny", "longbench", 2, 0.5, 2, pytest.approx(30), pytest.approx(30), 3],
         ["tiny", "longbench", 4, 0.5, 2, pytest.approx(70), pytest.approx(70), 3],
     ]  # fmt: skip
-    assert FIGURE.data(others).empty
+    assert FIGURE.data(Results(others)).empty
 
 
 def test_the_picture() -> None:
-    frame = FIGURE.data([*RUNS, single(2, 0.5, model="llama2", paper="llama2")])
+    frame = FIGURE.data(Results([*RUNS, single(2, 0.5, model="llama2", paper="llama2")]))
     picture = redrawn(FIGURE, frame)
     assert len(picture.axes) == 2
     axes = next(one for one in picture.axes if one.get_title(loc="left").startswith("tiny"))
@@ -58,11 +59,11 @@ def test_the_picture() -> None:
 
 def test_sensitivity_shows_each_point_and_where_there_is_none() -> None:
     figure = FIGURES["sensitivity"]
-    picture = redrawn(figure, figure.data([*RUNS, single(6, 0.1, (0.9, 0.9))]))
+    picture = redrawn(figure, figure.data(Results([*RUNS, single(6, 0.1, (0.9, 0.9))])))
     scores, speedups = ([text.get_text() for text in axes.texts] for axes in picture.axes)
     assert scores == ["5", "50", "90", "30", "70", "no run"]  # row by row, the smallest share first
     assert speedups == ["3.00"] * 5 + ["no run"]
     written = texts(picture)
     for text in ("pruned after layer", "kept share", "10 %", "50 %", "6"):
         assert text in written
-    assert figure.data([stored([example("trec", "a")])]).empty
+    assert figure.data(Results([stored([example("trec", "a")])])).empty

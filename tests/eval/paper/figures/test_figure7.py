@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from eval.paper.figures import FIGURES
+from eval.store.results import Results
 from tests.eval.paper.figures.made import example, redrawn, stored, texts
 
 FIGURE = FIGURES["figure7"]
@@ -12,7 +13,7 @@ SHORT = example("trec", "short", 20, group_starts=[1, 3], computed=[[20, 10]])
 
 
 def test_by_hand() -> None:
-    frame = FIGURE.data([stored([LONG]), stored([SHORT], seed=1)])
+    frame = FIGURE.data(Results([stored([LONG]), stored([SHORT], seed=1)]))
     assert frame[["layers", "step", "generating", "pct_computed"]].to_numpy().tolist() == [
         ["layers 1–2", 0, 2, 100], ["layers 1–2", 1, 1, 100], ["layers 1–2", 2, 1, 100],
         ["layers 3–4", 0, 2, 50], ["layers 3–4", 1, 1, 60], ["layers 3–4", 2, 1, 65],  # (80 + 50) / 2: short stays
@@ -29,18 +30,18 @@ def test_one_setting_is_chosen_for_each_model() -> None:
         stored([LONG], settings=one), stored([LONG, SHORT], settings=other), stored([SHORT], "static_pruning"),
         stored([LONG, SHORT], settings=other, model="big"), stored([LONG], model="big"),
     ]  # fmt: skip
-    frame = FIGURE.data(runs)
+    frame = FIGURE.data(Results(runs))
     chosen = frame.groupby("model")[["label", "examples"]].first()
     assert chosen.loc["tiny"].tolist() == ["lazy, schedule={2: 0.5}", 2]  # the most run one
     assert chosen.loc["big"].tolist() == ["lazy, schedule=paper", 1]  # Figure 4's, whatever else there is
-    assert FIGURE.data([runs[2]]).empty
+    assert FIGURE.data(Results([runs[2]])).empty
     picture = redrawn(FIGURE, frame)
     assert len(picture.axes) == 4
     assert "tiny: lazy, schedule={2: 0.5}, 2 examples" in texts(picture)
 
 
 def test_the_picture() -> None:
-    picture = redrawn(FIGURE, FIGURE.data([stored([LONG, SHORT])]))
+    picture = redrawn(FIGURE, FIGURE.data(Results([stored([LONG, SHORT])])))
     curves, examples = picture.axes
     assert [line.get_ydata().tolist() for line in curves.lines] == [
         pytest.approx([100, 100, 100]), pytest.approx([50, 60, 65]), pytest.approx([35, 45, 55]),
@@ -53,7 +54,9 @@ def test_the_picture() -> None:
 
 
 def test_a_single_step_and_a_long_answer_can_be_drawn() -> None:
-    redrawn(FIGURE, FIGURE.data([stored([SHORT])]))
+    redrawn(FIGURE, FIGURE.data(Results([stored([SHORT])])))
     computed = [[10, 5 + step // 20] for step in range(100)]
-    picture = redrawn(FIGURE, FIGURE.data([stored([example("trec", "a", 10, group_starts=[1, 3], computed=computed)])]))
+    picture = redrawn(
+        FIGURE, FIGURE.data(Results([stored([example("trec", "a", 10, group_starts=[1, 3], computed=computed)])]))
+    )
     assert picture.axes[0].get_xscale() == "symlog"

@@ -10,6 +10,7 @@ from matplotlib.patches import PathPatch
 from eval.paper.figures import FIGURES, mechanism, plot_mechanism
 from eval.paper.figures.mechanism import WINDOW, mechanism_frame
 from eval.paper.token_states import State, token_states
+from eval.store.results import Results
 from eval.store.trace import Trace
 from tests.eval.paper.figures.made import redrawn, small_trace, stored, texts, with_traces
 
@@ -52,7 +53,7 @@ def test_the_window_is_where_most_is_revived() -> None:
 
 
 def test_the_picture_shows_every_cell(tmp_path: Path) -> None:
-    frame = FIGURE.data([stored([], "static_pruning"), with_traces(stored([]), tmp_path, long_trace())])
+    frame = FIGURE.data(Results([stored([], "static_pruning"), with_traces(stored([]), tmp_path, long_trace())]))
     picture = redrawn(FIGURE, frame)
     assert len(picture.axes) == 4
     for step, axes in enumerate(picture.axes):

@@ -12,6 +12,7 @@ from matplotlib.colors import to_rgb
 
 from eval.paper.figures import FIGURES, save
 from eval.paper.figures.style import _apart, around, direct_labels, new_figure, styled, styles_of
+from eval.store.results import Results
 from lazyllm.methods import METHODS
 
 
@@ -27,7 +28,7 @@ PROTANOPIA = [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [
 
 
 def test_methods_are_told_apart_without_colour_and_by_the_colour_blind() -> None:
-    styles = styles_of([*METHODS, "prompt_compression", "one", "two"])
+    styles = styles_of([*METHODS, "one", "two"])
     assert len({style.marker for style in styles.values()}) == len(styles)
     paper = [style for name, style in styles.items() if name not in ("one", "two", "baseline")]
     assert len({str(style.line) for style in paper}) == len(paper)
@@ -40,7 +41,10 @@ def test_a_method_looks_the_same_whatever_is_beside_it() -> None:
     assert styles_of(["lazy"])["lazy"] == styles_of(["mine", "baseline", "lazy"])["lazy"]
     assert styles_of(["mine", "other"])["mine"] == styles_of(["other", "mine"])["mine"]
     assert styles_of(["mine", "other"])["mine"] != styles_of(["mine", "other"])["other"]
-    assert list(styles_of(["random_drop", "lazy"])) == ["lazy", "random_drop"]
+    assert list(styles_of(["mine", "lazy", "random_drop", "baseline"])) == ["baseline", "random_drop", "lazy", "mine"]
+    for name, kind in METHODS.items():
+        style = styles_of([name])[name]
+        assert (style.name, style.colour, style.marker) == (kind.label, kind.colour, kind.marker)
 
 
 def test_files_are_the_same_every_time_and_without_a_date(tmp_path: Path) -> None:
@@ -105,4 +109,4 @@ def test_every_figure_says_what_it_is_and_knows_what_to_do_without_runs() -> Non
         assert figure.name == name
         assert figure.title
         assert figure.caption.endswith(".")
-        assert figure.data([]).empty
+        assert figure.data(Results([])).empty

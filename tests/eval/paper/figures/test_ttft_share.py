@@ -8,6 +8,7 @@ import pytest
 
 from eval.paper.figures import FIGURES
 from eval.paper.figures.ttft_share import _answer, _interval
+from eval.store.results import Results
 from tests.eval.paper.figures.made import example, redrawn, stored, texts
 
 FIGURE = FIGURES["ttft_share"]
@@ -27,8 +28,8 @@ RECORDS = [
 
 
 def test_by_hand() -> None:
-    frame = FIGURE.data([stored(RECORDS), stored(RECORDS[:1], settings={"schedule": {"2": 0.5}})])
-    columns = ["label", "answer", "prompt", "examples", "prompt_tokens", "tokens", "ttft_share"]
+    frame = FIGURE.data(Results([stored(RECORDS), stored(RECORDS[:1], settings={"schedule": {"2": 0.5}})]))
+    columns = ["label", "answer", "prompt", "examples", "prompt_tokens", "generated_tokens", "ttft_share"]
     assert frame[columns].to_numpy().tolist() == [
         ["baseline", "1-4", 512, 1, 500, 4, 60],
         ["baseline", "5-16", 512, 1, 530, 5, 80],
@@ -36,7 +37,7 @@ def test_by_hand() -> None:
         ["lazy, schedule=paper", "1-4", 512, 2, 515, 3.5, pytest.approx(30)],
         ["lazy, schedule=paper", "65-256", 1024, 1, 1100, 70, 30],
     ]
-    assert FIGURE.data([stored(RECORDS, "static_pruning")]).empty
+    assert FIGURE.data(Results([stored(RECORDS, "static_pruning")])).empty
 
 
 @pytest.mark.parametrize(("tokens", "name"), [(1, "1-4"), (4, "1-4"), (5, "5-16"), (64, "17-64"), (1025, "1025+")])
@@ -54,7 +55,7 @@ def test_intervals_are_those_of_the_mean() -> None:
 
 @pytest.mark.parametrize(("model", "paper"), [("tiny", None), ("llama2", "llama2"), ("xgen", "xgen")])
 def test_the_picture(model: str, paper: str | None) -> None:
-    picture = redrawn(FIGURE, FIGURE.data([stored(RECORDS, model=model, paper=paper)]))
+    picture = redrawn(FIGURE, FIGURE.data(Results([stored(RECORDS, model=model, paper=paper)])))
     left, right = picture.axes
     assert left.containers[0].lines[0].get_xydata().tolist() == [[500, 60]]
     assert right.containers[0].lines[0].get_xydata().tolist() == [[515, pytest.approx(30)]]
@@ -71,6 +72,6 @@ def test_the_picture(model: str, paper: str | None) -> None:
 
 
 def test_without_a_baseline_there_is_one_panel() -> None:
-    frame = FIGURE.data([stored([replace(one, baseline=None) for one in RECORDS])])
+    frame = FIGURE.data(Results([stored([replace(one, baseline=None) for one in RECORDS])]))
     assert set(frame["label"]) == {"lazy, schedule=paper"}
     assert [axes.axison for axes in redrawn(FIGURE, frame).axes] == [True, False]

@@ -15,19 +15,22 @@ import pytest
 
 from eval.paper.figures import FIGURES
 from eval.paper.tables import TABLES
-from eval.store.frame import StoredRun, find_runs
-from scripts.make_paper import main, make_paper
-from tests.eval.store.test_folder import record
-from tests.eval.store.test_frame import write_run
+from eval.paper.write import main, write_paper
+from eval.store.results import Results
+from tests.eval.store.made import record, write_run
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 PRESET = {"name": "lazy", "schedule": "table1", "prune_generated": False, "revive": True}
 
 
 def figure(name: str, data: pd.DataFrame) -> Any:
     """A figure whose picture is its data as text."""
     return SimpleNamespace(
-        name=name, title=f"Picture {name}", caption=f"About {name}.", data=lambda runs: data, plot=pd.DataFrame.to_csv
+        name=name,
+        title=f"Picture {name}",
+        caption=f"About {name}.",
+        data=lambda results: data,
+        plot=pd.DataFrame.to_csv,
     )
 
 
@@ -39,16 +42,16 @@ def save(picture: str, stem: Path, suffixes: Any) -> list[Path]:
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> list[StoredRun]:
+def runs(tmp_path: Path) -> Results:
     records = [record(number, dataset) for dataset in ("hotpotqa", "2wikimqa", "musique") for number in range(2)]
     write_run(tmp_path / "runs" / "one", records, PRESET, model="llama2", paper="llama2")
     write_run(tmp_path / "runs" / "two", [record(0, "hops"), record(1, "hops")])
-    return find_runs([tmp_path / "runs"])
+    return Results.read([tmp_path / "runs"])
 
 
-def test_everything_is_written_and_listed(runs: list[StoredRun], tmp_path: Path) -> None:
+def test_everything_is_written_and_listed(runs: Results, tmp_path: Path) -> None:
     figures = {"some": figure("some", pd.DataFrame({"a": [1]})), "none": figure("none", pd.DataFrame())}
-    paths = make_paper(runs, tmp_path / "out", figures, save)
+    paths = write_paper(runs, tmp_path / "out", figures, save)
     expected = {"README.md", "provenance.json"}
     expected |= {f"tables/{name}.{suffix}" for name in TABLES for suffix in ("md", "csv", "tex")}
     expected |= {f"figures/some.{suffix}" for suffix in ("svg", "pdf", "png", "csv")}
@@ -66,8 +69,8 @@ def test_everything_is_written_and_listed(runs: list[StoredRun], tmp_path: Path)
         assert len(rows) == len(make(runs).frame)
 
 
-def test_what_had_no_run(runs: list[StoredRun], tmp_path: Path) -> None:
-    index = make_paper(runs, tmp_path / "out", {}, save)[0].read_text()
+def test_what_had_no_run(runs: Results, tmp_path: Path) -> None:
+    index = write_paper(runs, tmp_path / "out", {}, save)[0].read_text()
     missing = [line for line in index.splitlines() if line.startswith("- Table 1")]
     assert [line.split(": ", 2)[2] for line in missing] == [
         "llama2 on longbench: baseline (5 of 6 tasks), random_drop, static_pruning, prompt_compression, "
@@ -77,41 +80,41 @@ def test_what_had_no_run(runs: list[StoredRun], tmp_path: Path) -> None:
     ]
 
 
-def test_a_picture_of_an_earlier_time_does_not_stay(runs: list[StoredRun], tmp_path: Path) -> None:
-    make_paper(runs, tmp_path, {"some": figure("some", pd.DataFrame({"a": [1]}))}, save)
-    make_paper(runs, tmp_path, {"some": figure("some", pd.DataFrame())}, save)
+def test_a_picture_of_an_earlier_time_does_not_stay(runs: Results, tmp_path: Path) -> None:
+    write_paper(runs, tmp_path, {"some": figure("some", pd.DataFrame({"a": [1]}))}, save)
+    write_paper(runs, tmp_path, {"some": figure("some", pd.DataFrame())}, save)
     assert list((tmp_path / "figures").iterdir()) == []
 
 
-def test_provenance_names_every_run(runs: list[StoredRun], tmp_path: Path) -> None:
-    make_paper(runs, tmp_path / "out", {}, save)
+def test_provenance_names_every_run(runs: Results, tmp_path: Path) -> None:
+    write_paper(runs, tmp_path / "out", {}, save)
     text = (tmp_path / "out" / "provenance.json").read_text()
     assert str(tmp_path) not in text
     one, two = json.loads(text)
     assert (one["folder"], one["model"], one["examples"], one["method"]) == ("one", "llama2", 6, PRESET)
-    assert one["fingerprint"] == runs[0].about["fingerprint"]
+    assert one["fingerprint"] == runs.runs[0].about["fingerprint"]
     records = (tmp_path / "runs" / "two" / "records.jsonl").read_bytes()
     assert two["records_sha256"] == {"records.jsonl": hashlib.sha256(records).hexdigest()}
     assert two["provenance"]["git_commit"] == "abc"
 
 
-def test_twice_the_same_bytes(runs: list[StoredRun], tmp_path: Path) -> None:
-    written = [make_paper(runs, tmp_path / name, {}, save) for name in ("a", "b")]
+def test_twice_the_same_bytes(runs: Results, tmp_path: Path) -> None:
+    written = [write_paper(runs, tmp_path / name, {}, save) for name in ("a", "b")]
     for first, second in zip(*written, strict=True):
         assert first.read_bytes() == second.read_bytes()
 
 
-def test_the_command_with_the_real_figures(runs: list[StoredRun], tmp_path: Path, capsys: Any) -> None:
+def test_the_command_with_the_real_figures(runs: Results, tmp_path: Path, capsys: Any) -> None:
     assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
     assert "from 2 runs" in capsys.readouterr().out
     for name, one in FIGURES.items():
         there = (tmp_path / "out" / "figures" / f"{name}.png").exists()
         assert there == (not one.data(runs).empty)
-    assert main([str(tmp_path / "absent"), "--out", str(tmp_path / "out")]) == 1
+    assert main([str(tmp_path / "absent"), "--out", str(tmp_path / "out")]) == 2
     assert "no such folder" in capsys.readouterr().err
 
 
-def test_neither_model_nor_matplotlib_is_needed_for_the_tables() -> None:
-    code = "import sys, scripts.make_paper; print({'torch', 'transformers', 'matplotlib'} & set(sys.modules))"
+def test_nothing_slow_is_imported_before_the_arguments_are_right() -> None:
+    code = "import sys, eval.paper.write; print({'pandas', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -8,41 +8,9 @@ from typing import Any
 
 import pytest
 
-from eval.store.folder import open_store
-from eval.store.frame import COLUMNS, as_frame, find_runs, label_of
-from eval.store.record import Record
+from eval.store.results import COLUMNS, as_frame, find_runs, label_of
 from lazyllm.errors import UserError
-from tests.eval.store.test_folder import measurement, record
-
-LAZY = {"name": "lazy", "schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
-
-
-def write_run(
-    folder: Path,
-    records: list[Record],
-    method: dict[str, Any] = LAZY,
-    model: str = "tiny",
-    paper: str | None = None,
-    **identity: Any,
-) -> Path:
-    """A run folder as `run.py` leaves it."""
-    about = {
-        "config": {"model": {"name": model, "paper": paper}},
-        "provenance": {"git_commit": "abc", "machine": {"device": "a device"}, "versions": {"torch": "2"}},
-    }
-    usual = {
-        "model": model,
-        "method": method,
-        "seed": 0,
-        "paired": True,
-        "code": "1",
-        "data": {},
-        "load_format": "auto",
-    }
-    with open_store(folder, usual | identity, about) as store:
-        for one in records:
-            store.append(one)
-    return folder
+from tests.eval.store.made import LAZY, measurement, record, write_run
 
 
 def test_runs_are_found_at_any_depth_and_in_order(tmp_path: Path) -> None:
@@ -92,7 +60,7 @@ def test_a_row_holds_the_record(tmp_path: Path) -> None:
         record(7, "gov_report"),
         method=measurement(
             score=0.25, rouge_l=0.5, ttft_s=0.2, total_s=0.6, scoring_s=0.1, decode_step_s=[0.1, 0.3],
-            token_ids=[1, 2, 3], peak_memory_bytes=9,
+            token_ids=[1, 2, 3], peak_memory_bytes=9, scoring_tokens=7,
         ),
         baseline=measurement(decode_step_s=[], token_ids=[1]),
     )  # fmt: skip
@@ -104,11 +72,12 @@ def test_a_row_holds_the_record(tmp_path: Path) -> None:
         "model": "tiny", "method": "random_drop", "settings": '{"keep": 0.5}', "label": "random_drop, keep=0.5",
         "seed": 4, "paired": True, "dataset": "gov_report", "task": "summarization", "suite": "longbench",
         "id": "row-7", "prompt_tokens": 100, "score": 25, "rouge_l": 50, "ttft_s": 0.2, "scoring_s": 0.1,
-        "total_s": 0.6, "step_s": 0.2, "tokens": 3, "pct_computed": 75, "kv_bytes": 640, "aux_bytes": 32,
-        "peak_bytes": 9, "baseline_score": 50, "baseline_tokens": 1, "baseline_ttft_s": 0.2,
+        "total_s": 0.6, "step_s": 0.2, "generated_tokens": 3, "pct_prompt_tokens_computed": 75, "kv_bytes": 640,
+        "aux_bytes": 32, "scoring_tokens": 7, "peak_memory_bytes": 9, "baseline_score": 50,
+        "baseline_generated_tokens": 1, "baseline_ttft_s": 0.2, "baseline_scoring_tokens": 0,
     }  # fmt: skip
     assert {key: row[key] for key in expected} == pytest.approx(expected)
-    for missing in ("baseline_step_s", "baseline_rouge_l", "baseline_peak_bytes"):
+    for missing in ("baseline_step_s", "baseline_rouge_l", "baseline_peak_memory_bytes"):
         assert math.isnan(row[missing])
 
 
@@ -156,5 +125,5 @@ def test_a_first_look_gives_way_to_the_run_of_all(tmp_path: Path) -> None:
 def test_other_rows_under_the_same_name_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "a", [record(0)], data={"hotpotqa": "1234 5678"})
     write_run(tmp_path / "b", [record(1)], data={"hotpotqa": "1234 9999"})
-    with pytest.raises(UserError, match="different rows or templates of hotpotqa"):
+    with pytest.raises(UserError, match="differ in the rows or templates of hotpotqa"):
         find_runs([tmp_path])

@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 from eval.benchmarks.datasets import DATASETS
-from eval.paper.aggregate import COLUMNS, RESAMPLES, VALUES, by_task
-from eval.store.frame import COLUMNS as FRAME_COLUMNS
-from eval.store.frame import MEASURED
+from eval.store.aggregate import COLUMNS, RESAMPLES, VALUES, by_task
+from eval.store.record import MEASURED
+from eval.store.results import COLUMNS as FRAME_COLUMNS
 
 NAN = float("nan")
 
@@ -22,11 +22,12 @@ def example(dataset: str, name: str, method: str = "lazy", seed: int = 0, **chan
     row |= dict(model="tiny", paper_model=None, method=method, settings="{}", label=method, seed=seed, run="r",
                 folder="f", paired=True, dataset=dataset, id=name, task=DATASETS[dataset].task,
                 suite=DATASETS[dataset].suite, prompt_tokens=10)  # fmt: skip
-    row |= dict(score=50.0, ttft_s=1.0, scoring_s=0.0, total_s=2.0, step_s=0.5, tokens=3, pct_computed=80.0,
-                kv_bytes=60, aux_bytes=20, peak_bytes=1000)  # fmt: skip
-    row |= dict(baseline_score=100.0, baseline_ttft_s=2.0, baseline_scoring_s=0.0, baseline_total_s=4.0,
-                baseline_step_s=1.0, baseline_tokens=3, baseline_pct_computed=100.0, baseline_kv_bytes=100,
-                baseline_aux_bytes=0, baseline_peak_bytes=1200)  # fmt: skip
+    row |= dict(score=50.0, ttft_s=1.0, scoring_s=0.0, scoring_tokens=0, total_s=2.0, step_s=0.5, generated_tokens=3,
+                pct_prompt_tokens_computed=80.0, kv_bytes=60, aux_bytes=20, peak_memory_bytes=1000)  # fmt: skip
+    baseline = dict(score=100.0, ttft_s=2.0, scoring_s=0.0, scoring_tokens=0, total_s=4.0, step_s=1.0,
+                    generated_tokens=3, pct_prompt_tokens_computed=100.0, kv_bytes=100, aux_bytes=0,
+                    peak_memory_bytes=1200)  # fmt: skip
+    row |= {f"baseline_{name}": value for name, value in baseline.items()}
     assert set(changes) <= set(row)
     return row | changes
 

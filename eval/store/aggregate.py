@@ -8,8 +8,6 @@ that an example's own baseline stays with it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -19,7 +17,7 @@ import pandas as pd
 
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.benchmarks.metrics import dataset_score
-from eval.store.frame import MEASURED
+from eval.store.record import MEASURED
 
 RESAMPLES = 2000
 
@@ -34,30 +32,36 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-def by_task(frame: pd.DataFrame) -> pd.DataFrame:
+def by_task(frame: pd.DataFrame, known: dict[Any, list[dict[str, Any]]] | None = None) -> pd.DataFrame:
     """One row per setting and dataset, task ("task" rows) and suite ("all" rows, the mean over its tasks).
 
-    frame: as `eval.store.frame.as_frame` makes it. Columns: model, paper_model, method, settings, label, suite,
-    level ("dataset", "task" or "all"), name (the dataset's, the task's, "all"), task ("all" where level is),
-    seeds, examples and datasets (how many), score_seed_std (sample standard deviation of the seeds' scores, of those
-    seeds that have every example of the row; NaN for fewer than two), and v, v_low, v_high for each v of `VALUES`:
-    the measured columns of `as_frame` and of the paired baseline, and
+    frame: as `eval.store.results.as_frame` makes it. known: rows of settings computed before, with the same examples;
+    it grows. Columns: model, paper_model, method, settings, label, suite, level ("dataset", "task" or "all"), name (the
+    dataset's, the task's, "all"), task ("all" if level is), seeds, examples and datasets (how many), score_seed_std
+    (sample standard deviation of the seeds' scores, of those seeds that have every example of the row; NaN for fewer
+    than two), and v, v_low, v_high for each v of `VALUES`: the measured columns of `as_frame` and of the paired
+    baseline, and
 
     cache_bytes, baseline_cache_bytes: KV and Aux Cache together.
     ttft_speedup, generation_speedup, step_speedup: whole answers may differ in length, a mean decoding step does not.
     relative_score: 100 * score / baseline_score of the row.
 
     A dataset's score is rounded as LongBench rounds it. Several seeds of an example count as one example: its mean, and
-    in speedups the sum of the times. A value is NaN where not every example has it, where a baseline's score is 0, and
-    at both ends of an interval where a dataset has one example only.
+    in speedups the sum of the times. A value is NaN if an example lacks it, or if a baseline's score is 0; both ends of
+    an interval are NaN if a dataset has one example only.
 
     Settings `baseline`: runs of that method, and for examples that none of the model's baseline runs holds, the paired
     baselines of the other methods' runs (all of them, as seeds are). It is compared with itself: speedups of 1.
     """
-    rows = []
-    for _, group in with_baselines(frame).groupby(["model", "method", "settings", "suite"], sort=False):
-        setting = {key: group[key].iloc[0] for key in _SETTING} | {"seeds": group["seed"].nunique()}
-        rows += [{**setting, **row} for row in rows_of(group)]
+    rows, known = [], {} if known is None else known
+    key: Any
+    for key, group in with_baselines(frame).groupby(["model", "method", "settings", "suite"], sort=False):
+        setting = {name: group[name].iloc[0] for name in _SETTING} | {"seeds": group["seed"].nunique()}
+        if key[1] == "baseline":  # its examples depend on which other settings are there
+            found = rows_of(group)
+        else:
+            found = known[key] = known.get(key) or rows_of(group)
+        rows += [{**setting, **row} for row in found]
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
@@ -66,32 +70,6 @@ def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
     Columns and rules as in `by_task`; frame needs dataset, id, seed and the measured columns.
     """
-    key = _digest(frame)
-    rows = _known_rows.get(key)
-    if rows is None:
-        rows = _known_rows[key] = _rows_of(frame)
-        while len(_known_rows) > _KNOWN:
-            del _known_rows[next(iter(_known_rows))]
-    return [dict(row) for row in rows]
-
-
-# The rows of what was asked for lately, by all that they are made from: tables and figures share most settings, and the
-# bootstrap is what they cost
-_known_rows: dict[bytes, list[dict[str, Any]]] = {}
-_KNOWN = 256  # settings, each with some 100 kB
-
-
-def _digest(frame: pd.DataFrame) -> bytes:
-    """A hash of all columns that `rows_of` reads."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in ("dataset", "id"):
-        digest.update(json.dumps(frame[name].to_list()).encode())
-    for name in ("seed", *_BOTH):
-        digest.update(frame[name].to_numpy(dtype=float).tobytes())
-    return digest.digest()
-
-
-def _rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
     codes = frame.groupby(["dataset", "id"], sort=False).ngroup().to_numpy()
     examples = _per_example(frame, codes)
     groups = {str(name): group for name, group in examples.groupby("dataset", sort=False)}
@@ -212,15 +190,15 @@ def _row(
 
 def _seed_scores(frame: pd.DataFrame, codes: np.ndarray, sizes: dict[str, int]) -> dict[str, dict[int, float]]:
     """{dataset: {seed: official score}} of the seeds that have every example of the dataset; codes: as above."""
-    found: dict[str, dict[int, float]] = {name: {} for name in sizes}
+    seeds: dict[str, dict[int, float]] = {name: {} for name in sizes}
     keys: Any
     values: Any = frame["score"]
     means = values.groupby([frame["dataset"], frame["seed"], codes], sort=False).mean()
     for keys, scores in means.groupby(level=[0, 1], sort=False):
         dataset, seed = keys
         if len(scores) == sizes[dataset]:
-            found[dataset][seed] = dataset_score((scores / 100).to_list())
-    return found
+            seeds[dataset][seed] = dataset_score((scores / 100).to_list())
+    return seeds
 
 
 def _mean_of_common(parts: Sequence[dict[int, float]]) -> dict[int, float]:

@@ -1,0 +1,21 @@
+"""The paper's Tables 1 and 2 beside what was measured, and the tables that its reviewers asked for.
+
+Every table is made from stored results alone and joins by key: model, suite, method, settings, task.
+"""
+
+from collections.abc import Callable
+
+from eval.paper.table import Table
+from eval.paper.tables.beside_paper import table1, table2
+from eval.paper.tables.memory_held import memory
+from eval.paper.tables.schedules import sensitivity
+from eval.paper.tables.ttft_by_length import ttft_share
+from eval.store.results import Results
+
+TABLES: dict[str, Callable[[Results], Table]] = {
+    "table1": table1,
+    "table2": table2,
+    "memory": memory,
+    "ttft_share": ttft_share,
+    "sensitivity": sensitivity,
+}

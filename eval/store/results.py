@@ -1,0 +1,407 @@
+"""Stored runs as one value: what tables, figures and reports are made from, without a model.
+
+A *setting* is a method with its hyperparameters, whatever the seed; a run is one setting on one model with one seed.
+A column has the name that the value has in a record's line, with a dot before what is nested: `prompt_tokens`,
+`method.ttft_s`, `baseline.computed`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from eval.benchmarks.datasets import DATASETS
+from eval.store.folder import files_of, read_about, read_failures, read_table
+from eval.store.record import MEASURED, SCALES, SCHEMA, Failure, Record, to_records, to_table
+from lazyllm.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# What may differ between the runs of one model that share a table. scorer_weights: older runs' method_weights
+_FREE = {
+    "method", "parameters", "data", "seed", "paired", "warmup", "method_weights", "scorer_weights", "method_code",
+}  # fmt: skip
+_SIDES = {"method": "", "baseline": "baseline_"}  # {of a record: the prefix of its columns}
+COLUMNS = [
+    "model", "paper_model", "method", "settings", "label", "seed", "run", "folder", "paired",
+    "dataset", "task", "suite", "id", "prompt_tokens",
+    *(f"{prefix}{name}" for prefix in _SIDES.values() for name in MEASURED),
+]  # fmt: skip
+_USUAL = {"revive": True, "prune_generated": False}
+_KEY = ["model", "method", "settings", "seed", "dataset", "id"]
+
+PLANNED = "examples.json"  # in a run folder: {dataset: ids of its examples that the run is to measure}
+CAMPAIGN = "campaign.json"  # beside the records that `eval.store.collect` has put into one file
+CAMPAIGN_VERSION = 1
+CAMPAIGN_RECORDS = "records.parquet"
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run's part of a collected campaign. groups: its row groups in the Parquet file. sha256: as `records_sha256`."""
+
+    file: Path
+    groups: range
+    sha256: dict[str, str]
+
+    def table(self, columns: Sequence[str] | None) -> pa.Table:
+        """The records, nested; at least the columns named. Raises UserError."""
+        try:
+            with pq.ParquetFile(self.file) as opened:
+                if opened.schema_arrow.equals(SCHEMA):
+                    return opened.read_row_groups(list(self.groups), None if columns is None else list(columns))
+                return to_table(to_records(opened.read_row_groups(list(self.groups))))  # of an older version
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"{self.file}: cannot be read ({error}); collect the runs again") from error
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRun:
+    """A run: run.json's content, and its records, which are read if they are asked for.
+
+    source: where the records are: the lines in the folder (None), a campaign's part, or here in memory.
+    """
+
+    folder: Path
+    about: dict[str, Any]
+    source: Sequence[Record] | Part | None = None
+
+    def table(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Every record, in order. columns: as in this module's docstring, flat; None: `SCHEMA`'s, nested.
+
+        Raises UserError.
+        """
+        if self.source is None:
+            table = read_table(self.folder)
+        else:
+            table = self.source.table(columns) if isinstance(self.source, Part) else to_table(self.source)
+        return table if columns is None else table.flatten().select(list(columns)).combine_chunks()
+
+    @property
+    def records(self) -> list[Record]:
+        """Every record, in order. Raises UserError."""
+        return list(self.source) if isinstance(self.source, Sequence) else to_records(self.table())
+
+    @cached_property
+    def examples(self) -> pd.DataFrame:
+        """One row a record: the columns of `as_frame` from `dataset` on. Raises UserError."""
+        return _example_rows(self.table(_READ))
+
+    @property
+    def datasets(self) -> list[str]:
+        """Datasets with records, in their order."""
+        return [str(name) for name in self.examples["dataset"].unique()]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return self.about["identity"]
+
+    @property
+    def model(self) -> str:
+        """The model's short name: the preset, or the last part of its folder or hub id."""
+        return Path(self.about["config"]["model"]["name"]).name
+
+    @property
+    def paper_model(self) -> str | None:
+        """The column of the paper's tables that this model stands in: llama2, xgen or None."""
+        return self.about["config"]["model"]["paper"]
+
+    @property
+    def method(self) -> str:
+        return self.identity["method"]["name"]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The method's hyperparameters as they were configured, without name and seed."""
+        return {key: value for key, value in self.identity["method"].items() if key not in ("name", "seed")}
+
+    @property
+    def label(self) -> str:
+        """The setting, for people."""
+        return label_of(self.method, self.settings)
+
+    @property
+    def seed(self) -> int:
+        return self.identity["method"].get("seed", self.identity["seed"])
+
+    @property
+    def failures(self) -> list[Failure]:
+        """Examples that could not be measured."""
+        failures = read_failures(self.folder)
+        done = set(self.keys) if failures else set()
+        return [failure for failure in failures if failure.key not in done]
+
+    @property
+    def keys(self) -> list[tuple[str, str]]:
+        """(dataset, id) of each record."""
+        return list(zip(self.examples["dataset"], self.examples["id"], strict=True))
+
+    @property
+    def records_sha256(self) -> dict[str, str]:
+        """{name: SHA-256} of the files that the records were written to."""
+        if isinstance(self.source, Part):
+            return dict(self.source.sha256)
+        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(self.folder, "records")}
+
+    @property
+    def planned(self) -> list[tuple[str, str]] | None:
+        """(dataset, id) of the examples that the run's last job was to measure; None for older runs.
+
+        Raises UserError.
+        """
+        file = self.folder / PLANNED
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            return [(dataset, example) for dataset, ids in content.items() for example in ids]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise UserError(f"{file}: cannot be read ({type(error).__name__}: {error}); remove it") from error
+
+    @property
+    def traces(self) -> list[Path]:
+        """Files of `eval.store.trace`, one a traced example."""
+        return sorted((self.folder / "traces").glob("*.json"))
+
+
+def label_of(method: str, settings: dict[str, Any]) -> str:
+    """A setting for people: `lazy, schedule={2: 0.3}`, without what is empty, or usual for LazyLLM in the paper."""
+    shown = {key: value for key, value in settings.items() if value is not None and _USUAL.get(key) is not value}
+    return ", ".join([method, *(f"{key}={_plain(value)}" for key, value in shown.items())])
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {inner}" for key, inner in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def planned_text(keys: Iterable[tuple[str, str]]) -> str:
+    """The content of `PLANNED`."""
+    content: dict[str, list[str]] = {}
+    for dataset, example in keys:
+        content.setdefault(dataset, []).append(example)
+    return json.dumps(content) + "\n"
+
+
+def find_runs(folders: Sequence[Path]) -> list[StoredRun]:
+    """All runs with records in or below the folders, in order of their names, raw or collected (`eval.store.collect`).
+
+    Raises UserError: none, damaged, or a mixture.
+    """
+    runs = [run for run in stored_runs(folders) if len(run.examples)]
+    if not runs:
+        raise UserError(f"no run with records below {', '.join(map(str, folders))}")
+    refuse_mixtures(runs)
+    return runs
+
+
+def stored_runs(folders: Sequence[Path]) -> list[StoredRun]:
+    """All runs in or below the folders, in order of their names, also those without a record. Raises UserError."""
+    missing = [str(folder) for folder in folders if not folder.is_dir()]
+    if missing:
+        raise UserError(f"{missing[0]}: no such folder; give the folder that the runs lie in, e.g. runs")
+    campaigns = sorted({file.parent for folder in folders for file in folder.rglob(CAMPAIGN)})
+    collected = {run.folder: run for folder in campaigns for run in _collected_runs(folder)}
+    raw = {file.parent for folder in folders for file in folder.rglob("run.json")} - collected.keys()
+    runs = {folder: StoredRun(folder, read_about(folder / "run.json")) for folder in raw}
+    return [run for _, run in sorted((runs | collected).items())]
+
+
+def _collected_runs(campaign: Path) -> list[StoredRun]:
+    file = campaign / CAMPAIGN
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["schema"] != CAMPAIGN_VERSION:
+            raise UserError(
+                f"{file}: written with schema {content['schema']}, this version reads {CAMPAIGN_VERSION}; collect again"
+            )
+        return [
+            StoredRun(
+                campaign / run["folder"],
+                read_about(campaign / run["folder"] / "run.json"),
+                Part(campaign / CAMPAIGN_RECORDS, range(*run["row_groups"]), run["records_sha256"]),
+            )
+            for run in content["runs"]
+        ]
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: cannot be read as a campaign ({type(error).__name__}: {error})") from error
+
+
+def refuse_mixtures(runs: Sequence[StoredRun]) -> None:
+    """Raise UserError if runs of one model differ in more than method, data and seed: they do not share a table.
+
+    Runs of one method agree in its code, and all runs in the rows and templates of a dataset.
+    """
+    names = sorted({name for run in runs for name in run.identity} - _FREE)
+    first: dict[tuple[str, str], tuple[StoredRun, Any]] = {}
+    for run in runs:
+        facts = {name: run.identity.get(name) for name in names}
+        facts[f"the code of {run.method}"] = run.identity.get("method_code")
+        facts |= {f"the rows or templates of {name}": sha256 for name, sha256 in run.identity["data"].items()}
+        for fact, here in facts.items():
+            other, there = first.setdefault((run.model, fact), (run, here))
+            if here != there:
+                raise UserError(
+                    f"{run.folder} and {other.folder} differ in {fact} ({here!r} and {there!r}): they do not share a "
+                    "table. Give folders that hold one of them only"
+                )
+
+
+# -------------------------------------------------------------------------------------------------------------- frames
+
+
+class Results:
+    """Stored runs, and the frames that tables and figures are made from, each made once. runs: in their order."""
+
+    def __init__(self, runs: Sequence[StoredRun]) -> None:
+        self.runs = tuple(runs)
+        self._parts: dict[tuple[StoredRun, ...], Results] = {self.runs: self}
+        self._known: dict[Any, list[dict[str, Any]]] = {}
+
+    @classmethod
+    def read(cls, folders: Sequence[Path]) -> Results:
+        """All runs with records in or below the folders. Raises UserError as `find_runs`."""
+        return cls(find_runs(folders))
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """One row an example of a run, as `as_frame` says. Raises UserError."""
+        return as_frame(self.runs)
+
+    @cached_property
+    def by_task(self) -> pd.DataFrame:
+        """One row a setting and dataset, task or suite, as `eval.store.aggregate.by_task` says. Raises UserError."""
+        from eval.store.aggregate import by_task  # not at the top: pandas is slow to import
+
+        return by_task(self.frame, self._known)
+
+    def where(self, keep: Callable[[StoredRun], bool]) -> Results:
+        """The results of some of the runs, all runs of a setting or none. What was computed of a setting is shared."""
+        runs = tuple(run for run in self.runs if keep(run))
+        if runs not in self._parts:
+            part = self._parts[runs] = Results(runs)
+            part._parts, part._known = self._parts, self._known
+        return self._parts[runs]
+
+
+def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
+    """One row an example of a run.
+
+    model, paper_model (missing: the paper has no such model), method, settings (canonical JSON of the hyperparameters),
+    label (the same for people), seed, run (the fingerprint), folder, paired, dataset, task, suite, id, prompt_tokens;
+    then `eval.store.record.MEASURED` of the method, and with `baseline_` before it of the paired baseline (NaN if there
+    is none). Scores are 0 to 100; step_s is the mean decoding step (NaN for answers of one token).
+
+    If two runs hold the same example with the same setting and seed, the paired one counts; of such, the one
+    with more examples (a first look at one dataset gives way to the run of all). Raises UserError if that does not
+    decide.
+    """
+    import pandas as pd
+
+    runs = [run for run in runs if len(run.examples)]
+    if not runs:
+        return pd.DataFrame(columns=COLUMNS)
+    examples = pd.concat([run.examples for run in runs], ignore_index=True)
+    sizes = [len(run.examples) for run in runs]
+    described = [_described(run) for run in runs]
+    fixed = {name: np.repeat(np.array([run[name] for run in described], dtype=object), sizes) for name in described[0]}
+    fixed |= {"seed": fixed["seed"].astype(int), "paired": fixed["paired"].astype(bool)}
+    table: Any = pd.concat([pd.DataFrame(fixed), examples], axis=1)[COLUMNS]
+    settings = {(run["model"], run["method"], run["settings"], run["seed"]) for run in described}
+    return table if len(settings) == len(runs) else _without_repeated(table)  # a run holds an example once
+
+
+def _described(run: StoredRun) -> dict[str, Any]:
+    """The columns of `as_frame` that are the same in all rows of a run."""
+    return {
+        "model": run.model,
+        "paper_model": run.paper_model,
+        "method": run.method,
+        "settings": json.dumps(run.settings, sort_keys=True),
+        "label": run.label,
+        "seed": run.seed,
+        "run": run.about["fingerprint"],
+        "folder": str(run.folder),
+        "paired": run.identity["paired"],
+    }
+
+
+def _without_repeated(table: pd.DataFrame) -> pd.DataFrame:
+    table = table.assign(size=table.groupby("folder")["id"].transform("size"))
+    table = table.sort_values(["paired", "size"], ascending=False, kind="stable")
+    twice = table[table.duplicated([*_KEY, "paired", "size"], keep=False)]
+    if len(twice):
+        row = twice.iloc[0]
+        both = sorted(set(twice[(twice[_KEY] == row[_KEY]).all(axis=1)]["folder"]))
+        raise UserError(
+            f"{row['dataset']}, row {row['id']}, {row['label']}: measured twice, in {' and '.join(both)}; take one away"
+        )
+    return table.drop_duplicates(_KEY).sort_index().reset_index(drop=True).drop(columns="size")
+
+
+def example_rows(records: Sequence[Record]) -> pd.DataFrame:
+    """One row a record: the columns of `as_frame` from `dataset` on."""
+    return _example_rows(to_table(records).flatten().combine_chunks())
+
+
+# The columns of records that `_example_rows` reads
+_READ = [
+    "dataset", "id", "prompt_tokens",
+    *(f"{side}.{name}" for side in _SIDES for name in (*SCALES, "decode_step_s", "token_ids")),
+]  # fmt: skip
+
+
+def _example_rows(table: pa.Table) -> pd.DataFrame:
+    """The same of a flat table."""
+    import pandas as pd
+
+    datasets: Any = table["dataset"].to_pandas()
+    columns: dict[str, Any] = {"dataset": datasets}
+    for fact in ("task", "suite"):
+        columns[fact] = datasets.map({name: getattr(dataset, fact) for name, dataset in DATASETS.items()})
+    columns |= {"id": table["id"].to_pandas(), "prompt_tokens": table["prompt_tokens"].to_numpy()}
+    for side, prefix in _SIDES.items():
+        columns |= {f"{prefix}{name}": scale * _numbers(table[f"{side}.{name}"]) for name, scale in SCALES.items()}
+        columns[f"{prefix}step_s"] = _mean_of_each(table[f"{side}.decode_step_s"].combine_chunks())
+        columns[f"{prefix}generated_tokens"] = _numbers(_lengths(table[f"{side}.token_ids"]))
+    return pd.DataFrame(columns)
+
+
+def _lengths(lists: Any) -> Any:
+    return pc.call_function("list_value_length", [lists])
+
+
+def _numbers(column: pa.ChunkedArray) -> np.ndarray:
+    """[rows]; integers become floats only if one is missing, which is NaN."""
+    if not column.null_count:
+        return column.to_numpy().astype(np.int64 if pa.types.is_integer(column.type) else np.float64)
+    return pc.fill_null(column.cast(pa.float64()), float("nan")).to_numpy()
+
+
+def _mean_of_each(lists: pa.ListArray) -> np.ndarray:
+    """[rows] the mean of each list, as `numpy.mean` computes it; NaN if it is empty or missing."""
+    lengths = pc.fill_null(_lengths(lists), 0).to_numpy()
+    starts, values = lists.offsets.to_numpy()[:-1], lists.values.to_numpy()
+    means = np.full(len(lengths), np.nan)
+    for length in np.unique(lengths[lengths > 0]):
+        rows = np.flatnonzero(lengths == length)
+        # rows of one array, so that each is summed as it would be alone
+        means[rows] = values[starts[rows, None] + np.arange(length)].mean(axis=1)
+    return means

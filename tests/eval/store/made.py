@@ -1,0 +1,54 @@
+"""Records and run folders made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from eval.store.folder import open_store
+from eval.store.record import Measurement, Record
+
+LAZY = {"name": "lazy", "schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
+
+
+def measurement(text: str = "an answer", score: float = 0.5, **changes) -> Measurement:
+    values: dict[str, Any] = dict(
+        text=text, token_ids=[3, 4], score=score, rouge_l=None, ttft_s=0.2, scoring_s=0.0, total_s=0.3,
+        decode_step_s=[0.1],
+        pct_prompt_tokens_computed=75.0, group_starts=[1, 3], computed=[[8, 4], [8, 5]], kv_bytes=640, aux_bytes=32,
+        peak_memory_bytes=None,
+    )  # fmt: skip
+    return Measurement(**(values | changes))
+
+
+def record(number: int, dataset: str = "hotpotqa", **changes) -> Record:
+    method, baseline = measurement(**changes), measurement("base", ttft_s=0.4)
+    return Record(dataset, f"row-{number}", "abc", 100, 120, method, baseline, "...\nQuestion: why?", ["because", "so"])
+
+
+def write_run(
+    folder: Path,
+    records: list[Record],
+    method: dict[str, Any] = LAZY,
+    model: str = "tiny",
+    paper: str | None = None,
+    **identity: Any,
+) -> Path:
+    """A run folder as `run.py` leaves it."""
+    about = {
+        "config": {"model": {"name": model, "paper": paper}},
+        "provenance": {"git_commit": "abc", "machine": {"device": "a device"}, "versions": {"torch": "2"}},
+    }
+    usual = {
+        "model": model,
+        "method": method,
+        "seed": 0,
+        "paired": True,
+        "code": "1",
+        "data": {},
+        "load_format": "auto",
+    }
+    with open_store(folder, usual | identity, about) as store:
+        for one in records:
+            store.append(one)
+    return folder

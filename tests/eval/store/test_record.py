@@ -1,0 +1,206 @@
+"""A record as an object, as a line and as a row of columns, all by one schema."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eval.store import record as schema
+from eval.store.folder import read_run, read_table
+from eval.store.record import MEASURED, SCHEMA, Record, compact_counts, lines_to_table, to_records, to_table
+from eval.store.results import StoredRun, as_frame, example_rows
+from lazyllm.errors import UserError
+from tests.eval.store.made import measurement, record, write_run
+
+
+def varied() -> list[Record]:
+    """Records that differ in everything that may be empty, missing or of another length."""
+    rng = np.random.default_rng(0)
+    records = []
+    for number in range(40):
+        steps = int(rng.integers(0, 200))
+        method = measurement(
+            text="\u00e4\u4e2d\U0001f600\n\x00", decode_step_s=rng.random(steps).tolist(), score=float(rng.random()),
+            token_ids=rng.integers(0, 50_000, steps + 1).tolist(), rouge_l=0.25 if number % 2 else None,
+            computed=rng.integers(0, 9000, (steps + 1, 3)).tolist(), group_starts=[1, 4, 9], scoring_tokens=number,
+            peak_memory_bytes=2**40 if number % 3 else None,
+        )  # fmt: skip
+        paired = measurement() if number % 4 else None
+        records.append(replace(record(number), method=method, baseline=paired, answers=["a"] * (number % 3)))
+    return records
+
+
+def lines(*records: Any) -> bytes:
+    """Lines as the store has them, and as it does not: of records, of values, or as text."""
+    texts = [one.to_json() if isinstance(one, Record) else one if isinstance(one, str) else json.dumps(one)
+             for one in records]  # fmt: skip
+    return "".join(f"{text}\n" for text in texts).encode()
+
+
+def changed(example: dict[str, Any], side: str = "method", measured: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A record's values with some changed, and some of one of its measurements."""
+    values = asdict(record(1))
+    values[side] |= measured or {}
+    return values | example
+
+
+def test_records_come_back_as_they_were(tmp_path: Path) -> None:
+    records = varied()
+    assert to_records(to_table(records)) == records
+    write_run(tmp_path, records)
+    stored, memory = StoredRun(tmp_path, {}), StoredRun(tmp_path, {}, records)
+    assert stored.records == memory.records == records
+    assert lines_to_table(lines(*records)).equals(to_table(records))
+    names = ["id", "method.decode_step_s", "baseline.ttft_s"]
+    assert stored.table(names).to_pylist() == memory.table(names).to_pylist()
+    assert stored.table(names)["method.decode_step_s"].to_pylist()[3] == records[3].method.decode_step_s
+
+
+def slow_row(record: Record) -> dict[str, Any]:
+    """What `example_rows` says of a record, one value after the other."""
+    row: dict[str, Any] = {"dataset": record.dataset, "id": record.id, "prompt_tokens": record.prompt_tokens}
+    for prefix, side in (("", record.method), ("baseline_", record.baseline)):
+        values: dict[str, Any] = dict.fromkeys(MEASURED)
+        if side is not None:
+            values = {name: getattr(side, name, None) for name in MEASURED} | {
+                "score": 100 * side.score, "rouge_l": None if side.rouge_l is None else 100 * side.rouge_l,
+                "step_s": float(np.mean(side.decode_step_s)) if side.decode_step_s else None,
+                "generated_tokens": len(side.token_ids),
+            }  # fmt: skip
+        row |= {f"{prefix}{name}": math.nan if value is None else value for name, value in values.items()}
+    return row
+
+
+def test_every_value_is_the_records_to_the_last_bit() -> None:
+    records = varied()
+    for row, one in zip(example_rows(records).to_dict("records"), records, strict=True):
+        for name, value in slow_row(one).items():
+            found: Any = row[name]
+            assert found == value or (math.isnan(found) and math.isnan(value)), name
+
+
+@pytest.mark.parametrize("name", ["prompt_end", "answers", "scoring_tokens"])
+def test_older_records_are_read_with_defaults(tmp_path: Path, name: str) -> None:
+    """Also beside records of this version, and for every reader."""
+    values = asdict(record(0))
+    for part in (values, values["method"], values["baseline"]):
+        part.pop(name, None)
+    default = {"prompt_end": "", "answers": [], "scoring_tokens": 0}[name]
+    expected = replace(record(0), **{} if name == "scoring_tokens" else {name: default})
+    write_run(tmp_path, [])
+    (tmp_path / "records.jsonl").write_bytes(lines(values, record(1)))
+    assert read_run(tmp_path)[1] == StoredRun(tmp_path, {}).records == [expected, record(1)]
+    assert as_frame([StoredRun(tmp_path, read_run(tmp_path)[0])])["scoring_tokens"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 40, 400])
+def test_a_last_line_without_its_end_counts_if_it_is_whole(tmp_path: Path, cut: int) -> None:
+    write_run(tmp_path, [record(0), record(1)])
+    file = tmp_path / "records.jsonl"
+    file.write_bytes(file.read_bytes()[:-cut])
+    assert to_records(read_table(tmp_path)) == read_run(tmp_path)[1] == [record(0), record(1)][: 2 if cut == 1 else 1]
+
+
+def test_an_example_that_stands_twice_counts_as_the_store_says(tmp_path: Path) -> None:
+    write_run(tmp_path, [record(0), record(1)])
+    with (tmp_path / "records.jsonl").open("ab") as opened:
+        opened.write(lines(record(0), ""))
+    assert to_records(read_table(tmp_path)) == read_run(tmp_path)[1] == [record(0), record(1)]
+    with (tmp_path / "records.jsonl").open("ab") as opened:
+        opened.write(lines(record(1, score=1.0)))
+    with pytest.raises(UserError, match=r"records\.jsonl:5: another record of hotpotqa, row row-1"):
+        read_table(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("text", "JSONDecodeError"),
+        ([], "the line is list, not dict"),
+        (changed({"odd": 1}), "odd"),
+        (changed({"id": 3}), "id is int, not str"),
+        (changed({"dataset": "nosuch"}), "there is no dataset 'nosuch'"),
+        (changed({"prompt_tokens": "100"}), "prompt_tokens is str, not int"),
+        (changed({"prompt_tokens": 512.0}), "prompt_tokens is float, not int"),
+        (changed({"prompt_end": None}), "prompt_end is NoneType, not str"),
+        (changed({"answers": "because"}), "answers is str, not list"),
+        (changed({"method": None}), "NoneType"),
+        (f"{record(1).to_json()}{record(2).to_json()}", "Extra data"),
+        *(
+            (changed({}, side, {name: value}), f"{name} is {type(value).__name__}|{name} is {value}")
+            for side in ("method", "baseline")
+            for name, value in (
+                ("score", True), ("score", "1"), ("score", None), ("score", math.nan), ("ttft_s", math.inf),
+                ("kv_bytes", 123.0), ("peak_memory_bytes", 123.0), ("text", None), ("token_ids", {}),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_an_invalid_line_is_named_by_every_reader(tmp_path: Path, line: Any, reason: str) -> None:
+    write_run(tmp_path, [])
+    (tmp_path / "records.jsonl").write_bytes(lines(record(0), line))
+    with pytest.raises(ValueError):  # noqa: PT011 - Arrow's own words, which nobody is shown
+        lines_to_table(lines(record(0), line))
+    for read in (read_run, read_table, lambda folder: example_rows(StoredRun(folder, {}).records)):
+        with pytest.raises(UserError, match=rf"records\.jsonl:2: not a record .*({reason})"):
+            read(tmp_path)
+
+
+def test_a_number_that_no_column_holds_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path, [record(0, token_ids=[2**40])])
+    with pytest.raises(UserError, match="a record holds a value that no record has"):
+        read_table(tmp_path)
+
+
+def test_compact_counts_lose_nothing() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        steps, groups = rng.randint(1, 5), rng.randint(1, 4)
+        widths = [rng.randint(1, 4) for _ in range(groups)]
+        counts = np.array([[rng.randint(0, 2) for _ in range(groups)] for _ in range(steps)])
+        full = np.repeat(counts, widths, axis=1)
+        starts, compact = compact_counts(full)
+        ends = [*starts[1:], full.shape[1] + 1]
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        assert np.array_equal(np.repeat(np.array(compact), lengths, axis=1), full)
+
+
+def test_a_new_number_is_a_column_everywhere(tmp_path: Path) -> None:
+    """In another process, as the classes are changed before anything else is imported: a field is all it takes."""
+    source = Path(schema.__file__).read_text(encoding="utf-8")
+    assert source.count("    kv_bytes: int\n") == 1
+    code = f"""
+import sys, types
+import eval.store
+module = types.ModuleType("eval.store.record")
+sys.modules["eval.store.record"] = eval.store.record = module
+exec({source.replace("    kv_bytes: int", "    kv_bytes: int; joules: float = 0.0")!r}, module.__dict__)
+from dataclasses import replace
+from pathlib import Path
+from eval.store.results import Results, StoredRun
+from tests.eval.store.made import measurement, record, write_run
+run = write_run(Path({str(tmp_path)!r}), [record(0, joules=2.5), record(1, joules=3.5)])
+row = Results.read([run]).by_task.set_index(["method", "level"]).loc[("lazy", "all")]
+print(row["joules"], row["joules_low"], row["joules_high"], row["baseline_joules"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "3.0 2.5 3.5 0.0\n", done.stderr
+
+
+def test_the_schema_needs_neither_torch_nor_pandas() -> None:
+    code = "import sys, eval.store.record; print({'torch', 'pandas', 'matplotlib'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_the_columns_are_the_records_fields() -> None:
+    assert SCHEMA.names == list(Record.__dataclass_fields__)
+    assert [column.name for column in SCHEMA.field("method").type] == list(asdict(measurement()))
