@@ -15,7 +15,7 @@ VERBS = {
     "collect": ("eval.store.collect", "put all runs below a folder into one Parquet file"),
     "repair": ("eval.store.repair", "set damaged files of a run aside and keep the good records"),
     "score": ("eval.score", "score a folder of answers that LongBench's own pred.py wrote"),
-    "paper": ("scripts.make_paper", "make every table and figure from stored runs, without a model"),
+    "paper": ("eval.paper.write", "make every table and figure from stored runs, without a model"),
     "report": ("eval.report.__main__", "make one HTML page of stored runs"),
     "tune": ("eval.tune.command", "search a schedule: the best score at a TTFT speedup"),
     "bench": ("lazyllm.bench.__main__", "time prefill and decode on random weights, against the arithmetic"),

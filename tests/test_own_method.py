@@ -60,7 +60,7 @@ def test_from_the_command_to_the_table_and_never_two_versions_in_one(tmp_path: P
     shutil.copytree(tmp_path / "run", tmp_path / "newer")  # beside it, they do not meet in a table either
     about["identity"]["method_code"] = "own-methods 0.2 0123456789abcdef"
     (tmp_path / "newer" / "run.json").write_text(json.dumps(about))
-    with pytest.raises(UserError, match=r"different code of keep_last \(own-methods 0"):
+    with pytest.raises(UserError, match=r"differ in the code of keep_last \('own-methods 0"):
         find_runs([tmp_path / "run", tmp_path / "newer"])
 
     broken = call(tmp_path, newer, "method=breaks_at_import", "method.keep=0.3")
