@@ -233,6 +233,20 @@ class HandModel:
         k = self._head_norm(f"model.layers.{layer - 1}.self_attn.k_norm", k)
         return self._rope(k, layer, position, reach), v
 
+    def query(self, layer: int, hidden: np.ndarray, position: int, reach: int) -> np.ndarray:
+        """Query (after RoPE) of one token in one layer. Arguments as of :meth:`key_value`; returns [H, d]."""
+        q, _, _ = self._query_key_value(layer, self._norm(f"model.layers.{layer - 1}.input_layernorm", hidden))
+        q = self._head_norm(f"model.layers.{layer - 1}.self_attn.q_norm", q)
+        return self._rope(q, layer, position, reach)
+
+    def kv_head(self, head: int) -> int:
+        """The key/value head that a query head reads (grouped-query attention). Both from 0."""
+        return head // (self.num_heads // self.num_kv_heads)
+
+    def attention_logits(self, query: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Attention logits [t] of one query head [d] to keys [t, d], with the model's scale and softcap."""
+        return _capped(keys @ query * self.attention_scale, self.attention_cap)
+
     def layer(
         self,
         layer: int,
@@ -253,18 +267,27 @@ class HandModel:
         Returns:
             The hidden state after the layer, [D]; the attention probabilities, [H, t]; their logits, [H, t].
         """
+        by_head = [[(k[g], v[g]) for k, v in attended] for g in range(self.num_kv_heads)]
+        after, probabilities, logits = self.attend_by_head(layer, hidden, position, reach, by_head)
+        return after, np.stack(probabilities), np.stack(logits)
+
+    def attend_by_head(
+        self,
+        layer: int,
+        hidden: np.ndarray,
+        position: int,
+        reach: int,
+        attended: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]],
+    ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
+        """`attend` with other tokens for each key/value head; ``attended[g]``: pairs of [d] of head g."""
         prefix = f"model.layers.{layer - 1}"
-        q, _, _ = self._query_key_value(layer, self._norm(f"{prefix}.input_layernorm", hidden))
-        q = self._rope(self._head_norm(f"{prefix}.self_attn.q_norm", q), layer, position, reach)
+        q = self.query(layer, hidden, position, reach)
         probabilities, outputs, logits = [], [], []
         for head in range(self.num_heads):
-            kv_head = head // (self.num_heads // self.num_kv_heads)
-            keys = np.stack([k[kv_head] for k, _ in attended])  # [t, d]
-            values = np.stack([v[kv_head] for _, v in attended])  # [t, d]
-            logits.append(_capped(keys @ q[head] * self.attention_scale, self.attention_cap))
-            p = _softmax(logits[-1])
-            probabilities.append(p)
-            outputs.append(p @ values)
+            here = attended[self.kv_head(head)]
+            logits.append(self.attention_logits(q[head], np.stack([k for k, _ in here])))
+            probabilities.append(_softmax(logits[-1]))
+            outputs.append(probabilities[-1] @ np.stack([v for _, v in here]))
         attention = self._linear(f"{prefix}.self_attn.o_proj", np.concatenate(outputs))
         if self.is_gemma or self.kind == "olmo2":  # the norm of this name comes behind attention, not before the MLP
             attention, before_mlp = self._norm(f"{prefix}.post_attention_layernorm", attention), "pre_feedforward"
@@ -273,7 +296,7 @@ class HandModel:
         hidden = hidden + self.residual_factor * attention
         mlp = self._mlp(layer, self._norm(f"{prefix}.{before_mlp}_layernorm", hidden))
         mlp = self._norm(f"{prefix}.post_feedforward_layernorm", mlp)
-        return hidden + self.residual_factor * mlp, np.stack(probabilities), np.stack(logits)
+        return hidden + self.residual_factor * mlp, probabilities, logits
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Final norm and language-model head: hidden state after the last layer [D] -> [V]."""
