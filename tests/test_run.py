@@ -147,9 +147,13 @@ def test_ctrl_c_ends_with_one_line_and_a_store_to_go_on_from(tmp_path: Path) -> 
     ],
 )
 def test_what_needs_more_than_the_config_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    message: str,
 ) -> None:
-    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=message):
         run(config_of(*overrides))
