@@ -50,7 +50,7 @@ def test_from_the_command_to_the_table_and_never_two_versions_in_one(tmp_path: P
 
     newer = install_own_package(tmp_path, "0.2", helper="SHARE = 0.5\n")
     mixed = call(tmp_path, newer, *OWN, "out=run")
-    assert mixed.returncode == 1
+    assert mixed.returncode == 2
     assert re.search(
         "holds a run that differs .*method_code: .own-methods 0.1 .* there, .own-methods 0.2", mixed.stderr
     )
@@ -64,6 +64,6 @@ def test_from_the_command_to_the_table_and_never_two_versions_in_one(tmp_path: P
         find_runs([tmp_path / "run", tmp_path / "newer"])
 
     broken = call(tmp_path, newer, "method=breaks_at_import", "method.keep=0.3")
-    assert broken.returncode == 1
+    assert broken.returncode == 2
     assert "error: method 'breaks_at_import' of the package own-methods 0.2" in broken.stderr
     assert "Traceback" not in broken.stderr
