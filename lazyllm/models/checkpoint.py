@@ -1,91 +1,93 @@
-"""A checkpoint's files, looked at before any is loaded: safetensors only, whole, and all of them there."""
+"""A checkpoint's files, fetched from the hub and checked before any is loaded: safetensors only, whole, all there."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from lazyllm.errors import UserError
-from lazyllm.models.hub import hub_file
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIGS = ("config.json", "generation_config.json")
+INDEX = "model.safetensors.index.json"
+WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", INDEX)
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
-def check_files(source: str, explicit: str | None = None) -> None:
-    """Refuse a folder whose weights are pickled, absent, cut short or outside it. Raises UserError.
+def hub_folder(hub_id: str, files: Iterable[str], revision: str | None = None, instead: str = "") -> Path:
+    """A local folder with those files of a repository that exist, from the Hugging Face hub or its cache.
 
-    explicit: the file that the checkpoint's config names as its weights (`transformers_weights`), None for the usual.
+    files: names or patterns. instead: what the user can do without the hub, for the message. No code of the repository
+    is run. The folder's name is the repository's commit. Raises UserError: not a hub id, gated, not found, or not in
+    the cache and the hub does not answer.
+    """
+    from huggingface_hub import errors, snapshot_download
 
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(files)))
+    except (OSError, errors.HFValidationError) as error:
+        match error:
+            case errors.HFValidationError():
+                reason = f"neither a folder nor a hub id ({error})"
+            case errors.GatedRepoError():
+                reason = f"gated: ask for access at https://huggingface.co/{hub_id}, then log in with `hf auth login`"
+            case errors.RevisionNotFoundError():
+                reason = f"the repository has no revision {revision!r}"
+            case errors.RepositoryNotFoundError():
+                reason = "no such repository on the hub, or it is private and you are not logged in (`hf auth login`)"
+            case _:
+                reason = f"it is not in the hub's cache and could not be downloaded ({' '.join(str(error).split())})"
+        raise UserError(f"{hub_id}: {reason}. {instead}".rstrip()) from error
+
+
+def check_files(folder: Path, source: str, weights_file: str | None = None) -> None:
+    """Refuse a checkpoint whose weights are pickled, absent, cut short or outside its folder. Raises UserError.
+
+    source: the checkpoint's name in messages. weights_file: the file that its config names (`transformers_weights`).
     Only headers are read. A pickle can run code when it is read, so none is opened, whatever names it.
     """
-    folder = Path(source)
     if (folder / "adapter_config.json").is_file():
         raise UserError(
             f"{source} is an adapter: merge it into its model (peft's merge_and_unload), and give the result's folder"
         )
-    name = explicit or next((one for one in (WEIGHTS, INDEX) if (folder / one).is_file()), None)
+    name = weights_file or next((name for name in ("model.safetensors", INDEX) if (folder / name).is_file()), None)
     if name is None:
-        pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
-        raise UserError(
-            _pickled(source, pickles) if pickles else f"{source} holds no weights: no {WEIGHTS}, no {INDEX}"
-        )
-    for shard in _shards(folder, name) if name.endswith(".index.json") else [name]:
+        raise _pickled(source, sorted(file.name for pattern in PICKLES for file in folder.glob(pattern)))
+    for shard in _shards(folder / name) if name.endswith(".index.json") else [name]:
         _check_shard(folder, shard)
 
 
-def check_hub_files(source: str, revision: str | None = None) -> None:
-    """Refuse a hub repository without safetensors, whose pickles transformers would have the hub convert for it.
-
-    Raises UserError.
-    """
-    unknown = None
-    for name in (WEIGHTS, INDEX):
-        try:
-            if hub_file(source, name, revision) is not None:
-                return
-        except UserError as error:
-            unknown = error
-    if unknown is not None:  # not known to be absent
-        raise UserError(str(unknown)) from unknown
-    raise UserError(_pickled(source, []))
-
-
-def _shards(folder: Path, index: str) -> list[str]:
+def _shards(index: Path) -> list[str]:
     try:
-        named = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()
-        if not all(isinstance(one, str) for one in named):
-            raise ValueError("weight_map does not map names to files")
-        return sorted(set(named))
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted({str(Path(name)) for name in weight_map.values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder / index} could not be used ({type(error).__name__}: {error})") from error
+        raise UserError(f"{index} could not be used ({type(error).__name__}: {error})") from error
 
 
 def _check_shard(folder: Path, name: str) -> None:
-    if not name.endswith(".safetensors"):
-        raise UserError(_pickled(str(folder), [name]))
-    if Path(name).name != name:
-        raise UserError(
-            f"{folder}: its weights are to be read from {name!r}, which is not a file of the folder: refused"
-        )
+    from safetensors import SafetensorError, safe_open
+
     file = folder / name
+    if not name.endswith(".safetensors"):
+        raise _pickled(str(folder), [name])
+    if Path(name).name != name:
+        raise UserError(f"{folder}: its weights are in {name!r}, which is not a file of the folder: refused")
     if not file.is_file():
         raise UserError(f"{file} is missing: the checkpoint is not complete; download or copy it again")
     try:
         with safe_open(file, framework="pt"):
-            pass  # the header, and that the file is as long as it says
+            pass  # reads the header and compares the file's length with it
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{file} is damaged or cut short ({error}): download or copy it again, and compare its size"
         ) from error
 
 
-def _pickled(source: str, files: list[str]) -> str:
-    what = f"pickles ({', '.join(files[:3])}{', ...' if len(files) > 3 else ''})" if files else "no safetensors"
-    return (
-        f"{source}: its weights are {what}. Pickles can run code when they are read: refused. If you trust where they "
+def _pickled(source: str, files: list[str]) -> UserError:
+    kind = f"pickles ({', '.join(files)})" if files else f"not safetensors (no model.safetensors, no {INDEX})"
+    return UserError(
+        f"{source}: its weights are {kind}. Pickles can run code when they are read: refused. If you trust where they "
         "are from, download them and write them as safetensors, once, into the same folder: python -c "
         '"from transformers import AutoModelForCausalLM as M; '
         "M.from_pretrained('FOLDER', use_safetensors=False, dtype='auto').save_pretrained('FOLDER')\", "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from transformers import (
 
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError
-from lazyllm.models.checkpoint import check_files, check_hub_files
-from lazyllm.models.hub import hub_file
+from lazyllm.models.checkpoint import CONFIGS, WEIGHTS, check_files, hub_folder
 from lazyllm.models.quantisation import check_quantise, check_quantised, quantisation_config, quantised_by, require
 from lazyllm.models.spec import PRESETS, DeviceMap, ModelSpec
 from lazyllm.models.tokenizers import load_tokenizer
@@ -92,7 +91,7 @@ def check_loading(spec: ModelSpec) -> PreTrainedConfig:
     if not spec.is_dummy:
         check_quantised(spec.source, config, spec.device_map)
         if Path(spec.source).is_dir():
-            check_files(spec.source, getattr(config, "transformers_weights", None))
+            check_files(Path(spec.source), spec.source, _weights_file(config))
     return config
 
 
@@ -129,21 +128,14 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
     architecture = None if preset is None else preset.architecture
     if spec.is_dummy and architecture is not None:
         return LlamaConfig(**architecture)
-    source = spec.source
-    if not Path(source).is_dir():
-        instead = "Give a folder with the checkpoint: model.name=FOLDER"
-        if architecture is not None:
-            instead += ", or time random weights with model.load_format=dummy"
-        try:
-            found = hub_file(source, "config.json", spec.revision)
-        except UserError as error:
-            raise UserError(f"{error}. {instead}") from error
-        if found is None:
-            raise UserError(f"{source}: the repository has no config.json: not a transformers model")
+    folder = _folder(spec, CONFIGS)
     try:
-        return AutoConfig.from_pretrained(source, revision=spec.revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"{source}: its config.json could not be used ({error})") from error
+        raise UserError(f"{spec.source}: its config.json could not be used ({error})") from error
+    if str(folder) != spec.source:
+        config._commit_hash = folder.name  # as transformers does for a hub id
+    return config
 
 
 def load_end_ids(spec: ModelSpec) -> tuple[int, ...]:
@@ -153,14 +145,12 @@ def load_end_ids(spec: ModelSpec) -> tuple[int, ...]:
     """
     end_ids: Any = getattr(load_config(spec), "eos_token_id", None)
     if not spec.is_dummy:
-        name = "generation_config.json"
-        folder = Path(spec.source)
-        file = folder / name if folder.is_dir() else hub_file(spec.source, name, spec.revision)
-        if file is not None and file.is_file():
+        file = _folder(spec, CONFIGS) / "generation_config.json"
+        if file.is_file():
             try:
                 end_ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id", end_ids)
             except ValueError as error:
-                raise UserError(f"{spec.source}: its {name} could not be used ({error})") from error
+                raise UserError(f"{spec.source}: its {file.name} could not be used ({error})") from error
     if end_ids is None:
         return ()
     return (end_ids,) if isinstance(end_ids, int) else tuple(end_ids)
@@ -194,11 +184,26 @@ def device_name(device: torch.device) -> str:
         return platform.processor() or platform.machine()
 
 
+def _folder(spec: ModelSpec, files: Iterable[str]) -> Path:
+    """The spec's folder, or one with those files of its hub repository. Raises UserError."""
+    if Path(spec.source).is_dir():
+        return Path(spec.source)
+    instead = "Give a folder with the checkpoint: model.name=FOLDER"
+    if spec.name in PRESETS:
+        instead += ", or time random weights with model.load_format=dummy"
+    return hub_folder(spec.source, files, spec.revision, instead)
+
+
+def _weights_file(config: PreTrainedConfig) -> str | None:
+    return getattr(config, "transformers_weights", None)
+
+
 def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
     """The checkpoint's model, every one of its weights read from the checkpoint. Raises UserError."""
     source, dtype, device = spec.source, getattr(torch, spec.dtype), as_device(spec.device)
-    if not Path(source).is_dir():
-        check_hub_files(source, spec.revision)
+    folder = _folder(spec, [*CONFIGS, *WEIGHTS, _weights_file(config) or "model.safetensors"])
+    if str(folder) != source:  # a local folder has been checked already
+        check_files(folder, source, _weights_file(config))
     placement: Any = dict(spec.device_map) if isinstance(spec.device_map, Mapping) else spec.device_map
     if placement is None and (spec.quantise is not None or quantised_by(config) is not None):
         placement = {"": device}  # quantised weights are packed for a device: they are made on it
@@ -209,8 +214,7 @@ def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
         settings["device_map"] = placement
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            revision=spec.revision,
+            folder,
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,

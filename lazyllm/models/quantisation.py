@@ -1,4 +1,4 @@
-"""Quantised weights: by which names they are asked for, and what must be installed for them.
+"""Quantised weights: what transformers is told, and what must be installed.
 
 Weights are quantised while a checkpoint is read, by torchao or bitsandbytes, through transformers: those of every
 linear layer but `lm_head`. Activations, K, V and hidden states stay in the model's dtype.
@@ -6,7 +6,6 @@ linear layer but `lm_head`. Activations, K, V and hidden states stay in the mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ def check_quantise(quantise: str, dtype: torch.dtype, device: torch.device) -> N
     require("accelerate", f"quantise={quantise}")
     if quantise == "int4" and (device.type != "cuda" or dtype != torch.bfloat16):
         raise UserError(
-            f"quantise=int4 is there in bfloat16 on CUDA only (torchao has kernels for no other), got "
+            f"quantise=int4 needs bfloat16 on CUDA (torchao has kernels for nothing else), got "
             f"{str(dtype).removeprefix('torch.')} on {device.type}: give quantise=int8 or bnb_nf4"
         )
 
@@ -70,9 +69,9 @@ def quantisation_config(quantise: str, dtype: torch.dtype) -> Any:
 
 
 def quantised_by(config: Any) -> str | None:
-    """How a checkpoint of this config is quantised already, by its own word; None where it is not."""
-    own = _own(config)
-    return None if own is None else str(own.get("quant_method", "unknown"))
+    """The quantisation method that a checkpoint's config names; None if it is not quantised."""
+    settings = getattr(config, "quantization_config", None)
+    return None if settings is None else str(settings.get("quant_method", "unknown"))
 
 
 def check_quantised(source: str, config: Any, device_map: Any) -> None:
@@ -80,41 +79,29 @@ def check_quantised(source: str, config: Any, device_map: Any) -> None:
 
     transformers would take an unknown kind for no quantisation at all.
     """
-    own = _own(config)
-    if own is None:
-        return
     kind = quantised_by(config)
+    if kind is None:
+        return
     require("accelerate", f"{source}, which is quantised ({kind}),")
+    settings = config.quantization_config
+    if not AutoHfQuantizer.supports_quant_method(settings):
+        raise UserError(f"{source} is quantised by {kind!r}, which transformers {transformers.__version__} cannot read")
     try:
-        if not AutoHfQuantizer.supports_quant_method(own):
-            raise UserError(
-                f"{source} is quantised by {kind!r}, which transformers {transformers.__version__} cannot read"
-            )
-        AutoHfQuantizer.from_config(own, pre_quantized=True).validate_environment(
-            device_map=device_map, weights_only=True
-        )
+        quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+        quantizer.validate_environment(device_map=device_map, weights_only=True)
     except (ImportError, ValueError, RuntimeError, TypeError, AssertionError) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"{source} is quantised ({kind}) and cannot be read here: {error}") from error
 
 
 def require(package: str, what_for: str) -> None:
-    """Raises UserError where the package is absent, or older than this transformers can use."""
-    is_there = {
+    """Raises UserError if the package is absent, or older than this transformers can use."""
+    is_available = {
         "accelerate": is_accelerate_available,
         "torchao": is_torchao_available,
         "bitsandbytes": is_bitsandbytes_available,
     }[package]
-    if not is_there():
+    if not is_available():
         raise UserError(
             f"{what_for} needs the package {package}, which is not installed, or too old for transformers "
             f"{transformers.__version__}: {_INSTALL[package]}"
         )
-
-
-def _own(config: Any) -> dict[str, Any] | None:
-    own = getattr(config, "quantization_config", None)
-    if own is None or isinstance(own, Mapping):
-        return None if own is None else dict(own)
-    return own.to_dict()

@@ -14,22 +14,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.errors import UserError
-from lazyllm.models.hub import hub_file, is_offline, is_reachable
+from lazyllm.models.checkpoint import hub_folder
+from lazyllm.models.xgen_tokenizer import is_xgen, load_xgen_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CONFIG = "tokenizer_config.json"
+# Files of a hub repository that decide ids, texts or chat prompts
+FILES = (
+    "tokenizer.json", "tokenizer.model", _CONFIG, "special_tokens_map.json", "added_tokens.json", "config.json",
+    "chat_template.*", "additional_chat_templates/*",
+)  # fmt: skip
 _SPACE = "▁"  # how sentencepiece writes a space
 _BPE = 2  # sentencepiece's TrainerSpec.ModelType
+_SPECIAL = ("unk", "bos", "eos")
 
-# What a `tokenizer_config.json` beside a `tokenizer.model` may say that changes token ids, texts or chat prompts.
+# Keys of a `tokenizer_config.json` beside a `tokenizer.model` that change token ids, texts or chat prompts.
 _CONFIG_KEYS = ("add_bos_token", "add_eos_token", "chat_template", "model_max_length", "clean_up_tokenization_spaces")
-
 
 _INSTEAD = (
     "Give a local tokenizer with model.tokenizer=FOLDER (tokenizer.json, or sentencepiece's tokenizer.model; for "
-    "XGen 7B its tokenizer_config.json and GPT-2's merges.txt)."
+    "XGen 7B its tokenizer_config.json and GPT-2's merges.txt)"
 )
 
 
@@ -37,25 +43,37 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTraine
     """Loads a tokenizer from a folder, a sentencepiece file or the hub. No remote code is ever run.
 
     source: a folder with `tokenizer.json`; a folder with only sentencepiece's `tokenizer.model` (BPE), or that file
-        itself; or a hub id whose repository holds one of the two. Where both are there, `tokenizer.json` is used.
-        Where neither is, a `tokenizer_config.json` that names XGen 7B's tokenizer is enough.
+        itself; or a hub id whose repository holds one of the two. If both are there, `tokenizer.json` is used.
+        If neither is, a `tokenizer_config.json` that names XGen 7B's tokenizer is enough.
     revision: branch, tag or commit of a hub id.
     Raises UserError: none of the files is there, one is damaged or of another kind, or the hub does not give it.
     """
     path = Path(source).expanduser()
-    if path.is_file():
-        return sentencepiece_tokenizer(path)
-    if path.is_dir():
-        if (path / "tokenizer.json").is_file():
-            return _from_tokenizer_json(str(path), None, local_only=True)
-        if (path / "tokenizer.model").is_file():
-            return sentencepiece_tokenizer(path / "tokenizer.model")
-        if (path / _CONFIG).is_file() and (tokenizer := _xgen_or_none(path / _CONFIG)) is not None:
-            return tokenizer
-        raise UserError(f"{path}: the folder holds neither tokenizer.json nor tokenizer.model")
-    if len(path.parts) > 2 or str(source).startswith((".", "/", "~")):
+    if not path.exists() and (len(path.parts) > 2 or str(source).startswith((".", "/", "~"))):
         raise UserError(f"{source}: no such file or folder, and not a hub id (owner/name) either")
-    return _from_hub(str(source), revision)
+    folder = path if path.exists() else hub_folder(str(source), FILES, revision, _INSTEAD)
+    tokenizer = sentencepiece_tokenizer(folder) if folder.is_file() else _from_folder(folder, str(source))
+    tokenizer.name_or_path = str(source)
+    return tokenizer
+
+
+def _from_folder(folder: Path, source: str) -> PreTrainedTokenizerBase:
+    """The files in the folder decide how it is loaded; AutoTokenizer alone guesses wrong."""
+    from transformers import AutoTokenizer
+
+    if (folder / "tokenizer.json").is_file():
+        try:
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{source}: its tokenizer.json could not be loaded ({error}). {_INSTEAD}") from error
+    if (folder / "tokenizer.model").is_file():
+        return sentencepiece_tokenizer(folder / "tokenizer.model")
+    if (folder / _CONFIG).is_file() and is_xgen(folder / _CONFIG):
+        return load_xgen_tokenizer(folder / _CONFIG)
+    raise UserError(
+        f"{source} holds neither tokenizer.json nor tokenizer.model, and a tokenizer that exists only as the "
+        f"repository's own code is not run. {_INSTEAD}"
+    )
 
 
 def sentencepiece_tokenizer(model_file: Path) -> PreTrainedTokenizerBase:
@@ -70,9 +88,8 @@ def sentencepiece_tokenizer(model_file: Path) -> PreTrainedTokenizerBase:
 
     proto = _sentencepiece_proto(model_file)
     pieces = proto.pieces
-    kind = type(pieces[0])
-    vocab = {piece.piece: number for number, piece in enumerate(pieces)}
-    score = {piece.piece: piece.score for piece in pieces if piece.type == kind.NORMAL}
+    normal = type(pieces[0]).NORMAL
+    score = {piece.piece: piece.score for piece in pieces if piece.type == normal}
     merges = [
         (-score[piece], -cut, piece[:cut], piece[cut:])
         for piece in score
@@ -82,65 +99,19 @@ def sentencepiece_tokenizer(model_file: Path) -> PreTrainedTokenizerBase:
     # sentencepiece merges the pair with the best score first and, among equal ones, the leftmost. Only the runs of
     # spaces have equal scores, and there "leftmost first" means: the longest left part first.
     merges.sort()
-    spec = proto.trainer_spec
-    names = {name: pieces[getattr(spec, f"{name}_id")].piece for name in ("unk", "bos", "eos")}
+    special = {f"{name}_token": pieces[getattr(proto.trainer_spec, f"{name}_id")].piece for name in _SPECIAL}
     tokenizer = LlamaTokenizer(
-        vocab=vocab,
+        vocab={piece.piece: number for number, piece in enumerate(pieces)},
         merges=[(left, right) for _, _, left, right in merges],
         legacy=True,
-        unk_token=names["unk"],
-        bos_token=names["bos"],
-        eos_token=names["eos"],
+        **special,
         **_settings(model_file.parent / _CONFIG),
     )
     # transformers puts no space in front of a text that begins with one; sentencepiece always does.
     backend: Any = tokenizer.backend_tokenizer
     backend.pre_tokenizer = None
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
-    tokenizer.name_or_path = str(model_file)
     return tokenizer
-
-
-def _from_tokenizer_json(source: str, revision: str | None, local_only: bool) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            source, revision=revision, trust_remote_code=False, local_files_only=local_only
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(f"{source}: its tokenizer.json could not be loaded ({error}). {_INSTEAD}") from error
-
-
-def _from_hub(hub_id: str, revision: str | None) -> PreTrainedTokenizerBase:
-    """Whichever of the two files the repository holds decides how it is loaded; AutoTokenizer alone guesses wrong."""
-    from huggingface_hub import constants
-
-    try:
-        if hub_file(hub_id, "tokenizer.json", revision) is not None:
-            local_only = is_offline() or not is_reachable(constants.ENDPOINT)
-            return _from_tokenizer_json(hub_id, revision, local_only)
-        model_file = hub_file(hub_id, "tokenizer.model", revision)
-        config_file = hub_file(hub_id, _CONFIG, revision)
-    except UserError as error:
-        raise UserError(f"{error}. {_INSTEAD}") from error
-    if model_file is not None:
-        return sentencepiece_tokenizer(model_file)
-    if config_file is not None and (tokenizer := _xgen_or_none(config_file)) is not None:
-        return tokenizer
-    raise UserError(
-        f"{hub_id}: its repository holds neither tokenizer.json nor tokenizer.model, and a tokenizer that exists only "
-        f"as the repository's own code is not run. {_INSTEAD}"
-    )
-
-
-def _xgen_or_none(config_file: Path) -> PreTrainedTokenizerBase | None:
-    from lazyllm.models.xgen_tokenizer import (  # here, as that module needs this one's error
-        is_xgen,
-        load_xgen_tokenizer,
-    )
-
-    return load_xgen_tokenizer(config_file) if is_xgen(config_file) else None
 
 
 def _sentencepiece_proto(model_file: Path) -> Any:
@@ -157,7 +128,7 @@ def _sentencepiece_proto(model_file: Path) -> Any:
         len(proto.pieces) > 0
         and trainer.model_type == _BPE
         and trainer.byte_fallback
-        and min(trainer.unk_id, trainer.bos_id, trainer.eos_id) >= 0
+        and min(getattr(trainer, f"{name}_id") for name in _SPECIAL) >= 0
         and not normalizer.precompiled_charsmap
         and normalizer.add_dummy_prefix
         and not normalizer.remove_extra_whitespaces

@@ -1,8 +1,8 @@
 """XGen 7B's tokenizer, without its repository's code.
 
 The checkpoint's own tokenizer is Python code over tiktoken (`tokenization_xgen.py`), which is not run, and which has
-been broken since transformers 4.34. What it does, this one does with transformers' fast tokenizer, which also knows the
-characters that a token stands for (offsets):
+been broken since transformers 4.34. This one does the same with transformers' fast tokenizer, which also gives each
+token's characters (offsets):
 
 - ids 0 to 50256 are GPT-2's: 256 bytes, 50,000 merges, `<|endoftext|>`. All of them follow from GPT-2's `merges.txt`.
 - ids 50257 to 50294 are runs of 31 down to 2 spaces, then of 9 down to 2 tabs. They are no added tokens, which would be
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.errors import UserError
-from lazyllm.models.hub import hub_file
+from lazyllm.models.checkpoint import hub_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -46,7 +46,7 @@ MERGES = "merges.txt"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
 _CLASS = "XgenTokenizer"
-# What the checkpoint's tokenizer_config.json may say that changes ids, and the only values that are XGen 7B's.
+# Keys of the checkpoint's tokenizer_config.json that change ids, with XGen 7B's values.
 _EXPECTED = {"eos_token": END_OF_TEXT, "add_eos_token": False, "add_special_tokens": True}
 _INSTEAD = (
     f"XGen's tokenizer is made from GPT-2's {MERGES}: put the one of https://huggingface.co/{GPT2}/blob/main/{MERGES} "
@@ -57,7 +57,7 @@ _INSTEAD = (
 def is_xgen(config_file: Path) -> bool:
     """Whether a `tokenizer_config.json` names XGen 7B's tokenizer. Raises UserError: the file is damaged."""
     config = _read(config_file)
-    by_code = (config.get("auto_map") or {}).get("AutoTokenizer") or []  # the repository's module and class; or several
+    by_code = (config.get("auto_map") or {}).get("AutoTokenizer") or []  # "module.Class", or a list of these
     names = [config.get("tokenizer_class"), *([by_code] if isinstance(by_code, str) else by_code)]
     return any(name is not None and name.rsplit(".", 1)[-1] == _CLASS for name in names)
 
@@ -71,26 +71,28 @@ def load_xgen_tokenizer(config_file: Path) -> PreTrainedTokenizerFast:
     """
     config = _read(config_file)
     for key, expected in _EXPECTED.items():
-        if (given := _text_of(config.get(key, expected))) != expected:
-            raise UserError(f"{config_file}: {key} is {given!r}, and XGen 7B's is {expected!r}")
+        if (value := _text_of(config.get(key, expected))) != expected:
+            raise UserError(f"{config_file}: {key} is {value!r}, and XGen 7B's is {expected!r}")
     settings = {key: config[key] for key in ("chat_template", "model_max_length") if config.get(key) is not None}
-    tokenizer = xgen_tokenizer(read_merges(_merges_file(config_file.parent)), **settings)
+    folder = config_file.parent
+    if not (folder / MERGES).is_file():
+        folder = hub_folder(GPT2, [MERGES], instead=_INSTEAD)
+    tokenizer = xgen_tokenizer(read_merges(folder / MERGES), **settings)
     if (padding := _text_of(config.get("pad_token"))) is not None:
         if padding not in (END_OF_TEXT, *CONTROL_TOKENS):
             raise UserError(f"{config_file}: pad_token is {padding!r}, which is no token of XGen 7B's")
         tokenizer.pad_token = padding
-    tokenizer.name_or_path = str(config_file.parent)
     return tokenizer
 
 
 def read_merges(merges_file: Path) -> list[tuple[str, str]]:
     """GPT-2's merges, first one first, in the characters that stand for bytes. Raises UserError: another file."""
     content = merges_file.read_bytes()
-    if (found := hashlib.sha256(content).hexdigest()) != MERGES_SHA256:
+    if (sha256 := hashlib.sha256(content).hexdigest()) != MERGES_SHA256:
         raise UserError(
-            f"{merges_file}: not GPT-2's {MERGES}: its sha256 is {found}, expected was {MERGES_SHA256}. {_INSTEAD}"
+            f"{merges_file}: not GPT-2's {MERGES}: its sha256 is {sha256}, expected was {MERGES_SHA256}. {_INSTEAD}"
         )
-    lines = content.decode("utf-8").splitlines()[1:]  # the first one says which version of the format it is
+    lines = content.decode("utf-8").splitlines()[1:]  # the first line is the format's version
     return [(left, right) for left, right in (line.split(" ") for line in lines)]
 
 
@@ -105,10 +107,11 @@ def xgen_tokenizer(merges: Sequence[tuple[str, str]], **settings: Any) -> PreTra
 
     # GPT-2 writes a byte as one character; sorted, these have the order of its ids.
     base = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges), END_OF_TEXT]
-    runs = _runs()
+    # The merges that make runs of blanks, in the order of the ids they make: a run and one more, longest run first
+    runs = [(blank * (length - 1), blank) for blank, longest in LONGEST_RUN.items() for length in range(longest, 1, -1)]
     vocab = {token: number for number, token in enumerate([*base, *map("".join, runs)])}
     if len(vocab) != len(base) + len(runs):
-        raise UserError("the merges given make a token twice, or a run of blanks: they are not GPT-2's")
+        raise UserError("the merges make a token twice, or a run of blanks: they are not GPT-2's")
     backend: Any = Tokenizer(models.BPE(vocab=vocab, merges=[*merges, *runs]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -127,23 +130,6 @@ def xgen_tokenizer(merges: Sequence[tuple[str, str]], **settings: Any) -> PreTra
     return tokenizer
 
 
-def _runs() -> list[tuple[str, str]]:
-    """The merges that make runs of blanks, in the order of the ids they make: a run and one more, longest run first."""
-    return [(blank * (length - 1), blank) for blank, longest in LONGEST_RUN.items() for length in range(longest, 1, -1)]
-
-
-def _merges_file(folder: Path) -> Path:
-    if (folder / MERGES).is_file():
-        return folder / MERGES
-    try:
-        merges_file = hub_file(GPT2, MERGES)
-    except UserError as error:
-        raise UserError(f"{error}. {_INSTEAD}") from error
-    if merges_file is None:
-        raise UserError(f"{GPT2}: the repository has no {MERGES}. {_INSTEAD}")
-    return merges_file
-
-
 def _read(config_file: Path) -> dict[str, Any]:
     try:
         return json.loads(config_file.read_text(encoding="utf-8"))
@@ -152,5 +138,5 @@ def _read(config_file: Path) -> dict[str, Any]:
 
 
 def _text_of(value: Any) -> Any:
-    """Tokens stand in a tokenizer_config.json as their text, or as an object that holds it."""
+    """A tokenizer_config.json writes a token as its text, or as an object that holds it."""
     return value.get("content") if isinstance(value, dict) else value

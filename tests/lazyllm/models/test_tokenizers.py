@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -122,10 +121,6 @@ def test_a_damaged_tokenizer_json_is_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_a_hub_id_without_network_ends_fast_in_one_message(monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    started = time.monotonic()
-    with pytest.raises(UserError, match=r"some/model: .*HF_HUB_OFFLINE is set.*model\.tokenizer=FOLDER"):
+def test_a_hub_id_without_network_ends_in_one_message(offline):
+    with pytest.raises(UserError, match=r"some/model: .*HF_HUB_OFFLINE.*model\.tokenizer=FOLDER"):
         load_tokenizer("some/model")
-    assert time.monotonic() - started < 5

@@ -170,7 +170,7 @@ def test_a_checkpoint_quantised_by_what_is_not_there_is_refused_before_it_loads(
         ({"device_map": "auto"}, "accelerate", "device_map needs the package accelerate"),
         ({"quantise": "int3"}, None, "unknown quantise 'int3': give one of int8, int4, bnb_int8, bnb_nf4"),
         ({"quantise": "int8", "dtype": "float64"}, None, "float64"),
-        ({"quantise": "int4", "dtype": "bfloat16", "device": "cpu"}, None, "bfloat16 on CUDA only.*bfloat16 on cpu"),
+        ({"quantise": "int4", "dtype": "bfloat16", "device": "cpu"}, None, "bfloat16 on CUDA .*bfloat16 on cpu"),
         ({"quantise": "int8", "load_format": "dummy"}, None, "load_format=dummy"),
         ({"device_map": "auto", "load_format": "dummy"}, None, "load_format=dummy"),
         ({"device_map": "auto", "device": "cpu"}, None, "device=cpu has nothing to say"),

@@ -24,7 +24,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lazyllm.errors import UserError
 from lazyllm.models import xgen_tokenizer as xgen
-from lazyllm.models.hub import hub_file
+from lazyllm.models.checkpoint import hub_folder
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.models.spec import ModelSpec
 from lazyllm.models.tokenizers import load_tokenizer
@@ -61,7 +61,7 @@ CONTROLS = {
 def learned_merges() -> list[tuple[str, str]]:
     from tokenizers import ByteLevelBPETokenizer
 
-    sources = [ROOT / "README.md", *sorted((ROOT / "lazyllm").glob("*.py")), *sorted((ROOT / "eval").glob("*.py"))]
+    sources = [ROOT / "README.md", *sorted((ROOT / "lazyllm").rglob("*.py")), *sorted((ROOT / "eval").rglob("*.py"))]
     trainer = ByteLevelBPETokenizer()
     trainer.train_from_iterator(
         (re.sub(r"[ \t]+", " ", source.read_text(encoding="utf-8")) for source in sources),
@@ -93,13 +93,11 @@ def file(request, merges_file) -> Path:
     if request.param == "made":
         return merges_file
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         try:
-            found = hub_file(xgen.GPT2, xgen.MERGES)
+            return hub_folder(xgen.GPT2, [xgen.MERGES]) / xgen.MERGES
         except UserError as error:
             pytest.skip(f"GPT-2's own merges are not here: {error}")
-    assert found is not None
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -391,26 +389,10 @@ def test_merges_with_a_run_of_blanks_are_refused():
         xgen.xgen_tokenizer(pairs)
 
 
-def hub_with(monkeypatch, files: dict[tuple[str, str], Path]) -> None:
-    """A hub that has these files, by repository and name, and no others."""
-
-    def give(hub_id: str, name: str, revision: str | None = None) -> Path | None:
-        return files.get((hub_id, name))
-
-    monkeypatch.setattr("lazyllm.models.tokenizers.hub_file", give)
-    monkeypatch.setattr("lazyllm.models.xgen_tokenizer.hub_file", give)
-
-
-def test_the_preset_takes_gpt2s_merges_from_the_hub(checkpoint, merges_file, monkeypatch, tmp_path):
-    config_file = checkpoint() / "tokenizer_config.json"
-    (tmp_path / "merges.txt").unlink()
-    hub_with(
-        monkeypatch,
-        {
-            ("Salesforce/xgen-7b-8k-inst", "tokenizer_config.json"): config_file,
-            ("openai-community/gpt2", "merges.txt"): merges_file,
-        },
-    )
+def test_the_preset_takes_gpt2s_merges_from_the_hub(checkpoint, merges_file, hub):
+    hub["Salesforce/xgen-7b-8k-inst"] = checkpoint()
+    hub["openai-community/gpt2"] = merges_file.parent
+    (checkpoint() / "merges.txt").unlink()
     tokenizer = load_tokenizer_of(ModelSpec("xgen"))
     assert tokenizer is not None
     assert (tokenizer.eos_token_id, len(tokenizer)) == (50256, 50313)
@@ -423,12 +405,10 @@ def test_a_dummy_takes_the_folder_that_it_is_given_and_nothing_from_the_hub(chec
     assert tokenizer.eos_token_id == 50256
 
 
-def test_offline_the_message_says_which_file_goes_where(checkpoint, monkeypatch, tmp_path):
+def test_offline_the_message_says_which_file_goes_where(checkpoint, offline):
     folder = checkpoint()
     (folder / "merges.txt").unlink()
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    where = r"HF_HUB_OFFLINE is set.*https://huggingface\.co/openai-community/gpt2/.*merges\.txt into a folder, beside"
+    where = r"HF_HUB_OFFLINE.*https://huggingface\.co/openai-community/gpt2/.*merges\.txt into a folder, beside"
     with pytest.raises(UserError, match=where):
         load_tokenizer(folder)
     with pytest.raises(UserError, match=r"for XGen 7B its tokenizer_config\.json and GPT-2's merges\.txt"):

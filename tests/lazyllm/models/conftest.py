@@ -1,0 +1,33 @@
+"""What the tests of this room share: a hub that is offline, and one that a test fills."""
+
+from __future__ import annotations
+
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The hub with an empty cache and without a network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Path]:
+    """A hub of folders by hub id, to which the test adds. A repository gives those files only that are asked for."""
+    repositories: dict[str, Path] = {}
+
+    def snapshot_download(hub_id: str, revision: str | None = None, allow_patterns: list[str] | None = None) -> str:
+        snapshot = tmp_path / "hub" / hub_id.replace("/", "--") / ("0123456789" * 4)
+        snapshot.mkdir(parents=True, exist_ok=True)
+        for file in repositories[hub_id].iterdir():
+            if any(fnmatch(file.name, pattern) for pattern in allow_patterns or ["*"]):
+                shutil.copy(file, snapshot)
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    return repositories
