@@ -4,11 +4,10 @@ Answers are streamed to standard output; after each, standard error says how lon
 of the prompt's tokens was computed. A model with a chat template gets the whole conversation again in every turn; any
 other completes each line by itself. Ctrl-C stops an answer, Ctrl-D ends.
 
-    python -m lazyllm.integrations.chat --model FOLDER_OR_HUB_ID
-    python -m lazyllm.integrations.chat --model llama2 --prompt-file report.txt --schedule '{"9": 0.5, "19": 0.5}'
-    python -m lazyllm.integrations.chat --once "entry zanur lantern copper. Question: entry zanur" --max-new-tokens 8
-    python -m lazyllm.integrations.chat --schedule none --once - < question.txt          # without pruning, for
-    comparison
+    lazyllm-bench chat --model FOLDER_OR_HUB_ID
+    lazyllm-bench chat --model llama2 --prompt-file report.txt --schedule '{"9": 0.5, "19": 0.5}'
+    lazyllm-bench chat --once "entry zanur lantern copper. Question: entry zanur" --max-new-tokens 8
+    lazyllm-bench chat --schedule none --once - < question.txt          # without pruning, for comparison
 """
 
 from __future__ import annotations
@@ -20,51 +19,40 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import PreTrainedModel, StoppingCriteriaList, TextStreamer
-from transformers.utils import logging
-
-from lazyllm.engine.generation import Generation
-from lazyllm.integrations.transformers_generate import using
-from lazyllm.methods import Baseline, Lazy, Method, make
-from lazyllm.methods.schedule import Schedule
-from lazyllm.models.load import check_loading, load_tokenizer_of, load_weights
+from lazyllm.errors import UserError
 from lazyllm.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from lazyllm.engine.generation import Generation
+    from lazyllm.methods import Method
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """The command. arguments: None takes those of the process."""
     options = _parser().parse_args(arguments)
-    logging.disable_progress_bar()
-    if options.threads:
-        torch.set_num_threads(options.threads)
     try:
-        context = "" if options.prompt_file is None else _text_of(options.prompt_file)
         sampling = sampling_options(options)
+        context = "" if options.prompt_file is None else options.prompt_file.read_text(encoding="utf-8")
         spec = ModelSpec(options.model, dtype=options.dtype, device=options.device, tokenizer=options.tokenizer)
-        config = check_loading(spec)
-        method = method_of(options.schedule, options.method, config.num_hidden_layers)
-        method.check(config)
-        tokenizer = load_tokenizer_of(spec)
-        model = load_weights(spec)
+        spec.check()
+        chat = _load(spec, options, context, sampling)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         sys.exit(f"error: {error}")
-    if options.seed is not None:
-        torch.manual_seed(options.seed)
-    chat = Chat(model, tokenizer, method, context, sampling | {"max_new_tokens": options.max_new_tokens})
     if options.once is not None:
-        text = sys.stdin.read() if options.once == "-" else options.once
         try:
-            chat.answer(text)
+            chat.answer(sys.stdin.read() if options.once == "-" else options.once)
         except (ValueError, RuntimeError) as error:
             sys.exit(f"error: {error}")
         except KeyboardInterrupt:
             sys.exit(130)
         return
-    print(
-        f"{options.model}, {options.method or options.schedule}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr
-    )
+    method = options.method or options.schedule
+    print(f"{options.model}, {method}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
     for text in _lines():
         try:
             chat.answer(text)
@@ -74,8 +62,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print("\n(given up)", file=sys.stderr)
 
 
+def _load(spec: ModelSpec, options: argparse.Namespace, context: str, sampling: dict[str, Any]) -> Chat:
+    import torch
+    from transformers.utils import logging
+
+    from lazyllm.models.load import check_loading, load_tokenizer_of, load_weights
+
+    logging.disable_progress_bar()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    config = check_loading(spec)
+    method = method_of(options.schedule, options.method, config.num_hidden_layers)
+    method.check(config)
+    tokenizer = load_tokenizer_of(spec)
+    model = load_weights(spec)
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
+    return Chat(model, tokenizer, method, context, sampling | {"max_new_tokens": options.max_new_tokens})
+
+
 class Chat:
-    """A conversation with one model: `answer` prints what it says, and remembers it where there is a chat template.
+    """A conversation with one model: `answer` prints what it says, and remembers it if there is a chat template.
 
     context: text in front of the first question, "" for none. options: of `model.generate`.
     """
@@ -88,7 +95,6 @@ class Chat:
         self.method = method
         self.context = context
         self.options = options
-        self.has_template = bool(getattr(tokenizer, "chat_template", None))
         self.messages: list[dict[str, str]] = []
 
     def answer(self, text: str) -> Generation:
@@ -97,9 +103,14 @@ class Chat:
         Raises ValueError for an empty prompt and for one that is too long for the model. The conversation then stays as
         it was.
         """
-        messages = [*self.messages, {"role": "user", "content": text if self.messages else self._with_context(text)}]
-        prompt = self._prompt(messages, text)
-        self._check(prompt)
+        import torch
+        from transformers import StoppingCriteriaList, TextStreamer
+
+        from lazyllm.integrations.transformers_generate import using
+
+        with_context = f"{self.context}\n{text}" if self.context else text
+        messages = [*self.messages, {"role": "user", "content": text if self.messages else with_context}]
+        prompt = self._prompt(messages, with_context)
         with _ctrl_c_stops() as stopped, using(self.model, self.method):
             out = self.model.generate(  # type: ignore[operator]
                 prompt,
@@ -115,21 +126,16 @@ class Chat:
         print(summary(generation), file=sys.stderr, flush=True)
         return generation
 
-    def _with_context(self, text: str) -> str:
-        return f"{self.context}\n{text}" if self.context else text
-
     def _prompt(self, messages: list[dict[str, str]], text: str) -> torch.Tensor:
-        """[1, n] token ids on the model's device."""
-        if self.has_template:
-            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
-        else:
-            ids = self.tokenizer(self._with_context(text)).input_ids
-        return torch.tensor([ids], dtype=torch.long, device=self.model.device)
+        """[1, n] token ids on the model's device, of the conversation if there is a chat template, else of the text."""
+        import torch
 
-    def _check(self, prompt: torch.Tensor) -> None:
-        n, new = prompt.shape[1], self.options["max_new_tokens"]
+        if getattr(self.tokenizer, "chat_template", None):
+            chat = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            ids = chat["input_ids"]
+        else:
+            ids = self.tokenizer(text).input_ids
+        n, new = len(ids), self.options["max_new_tokens"]
         most = getattr(self.model.config, "max_position_embeddings", None)
         if n == 0:
             raise ValueError("the prompt is empty: write something, or give --prompt-file")
@@ -138,6 +144,7 @@ class Chat:
                 f"{n} prompt tokens and {new} new ones are more than the model's {most}: shorten the text, begin a new "
                 "conversation, or set a smaller --max-new-tokens"
             )
+        return torch.tensor([ids], dtype=torch.long, device=self.model.device)
 
 
 def summary(generation: Generation) -> str:
@@ -150,51 +157,43 @@ def summary(generation: Generation) -> str:
 
 
 def method_of(schedule: str, name: str | None, num_layers: int) -> Method:
-    """LazyLLM with what `--schedule` names, or what `--method` names, which may be an installed package's.
+    """LazyLLM with the schedule that `--schedule` names, or the method that `--method` names (also a package's).
 
-    Raises ValueError or TypeError for what is no schedule of such a model, UserError for what is no method.
+    Raises ValueError or TypeError if the model cannot have such a schedule, UserError for an unknown method.
     """
+    from lazyllm.methods import Baseline, Lazy, make
+    from lazyllm.methods.schedule import Schedule
+
     if name is not None:
         name, _, settings = name.partition(" ")
         return make(name, _json_of(settings or "{}", "--method is a NAME, or NAME and JSON such as"))
-    given = _json_of(schedule, "--schedule is paper, none or JSON such as") if schedule.startswith("{") else schedule
-    parsed = Schedule.parse(given, num_layers)
+    wanted = "--schedule is paper, none or JSON such as"
+    parsed = Schedule.parse(_json_of(schedule, wanted) if schedule.startswith("{") else schedule, num_layers)
     return Lazy(parsed) if parsed.keep else Baseline()
 
 
 def _json_of(text: str, wanted: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f'{wanted} {{"9": 0.7}}, got {text!r}: {error}') from error
-    if not isinstance(found, dict):
-        raise ValueError(f'{wanted} {{"9": 0.7}}, got {text!r}')
-    return found
+        return dict(json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise UserError(f'{wanted} {{"9": 0.7}}, got {text!r}: {error}') from error
 
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
-    """`model.generate`'s options for how tokens are chosen. Greedy without a temperature. Raises ValueError."""
-    if options.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens is at least 1, got {options.max_new_tokens}")
-    if options.temperature == 0:
-        if options.top_p is not None or options.top_k is not None:
-            raise ValueError("--top-p and --top-k choose among samples: set --temperature too")
-        # the checkpoint's own are for sampling
-        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if options.temperature < 0:
-        raise ValueError(f"--temperature is 0 (greedy) or more, got {options.temperature}")
+    """`model.generate`'s options for how tokens are chosen. Greedy without a temperature. Raises UserError."""
     top_k = 0 if options.top_k is None else options.top_k  # 0 is transformers' word for all
     top_p = 1.0 if options.top_p is None else options.top_p
+    if options.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens is at least 1, got {options.max_new_tokens}")
+    if options.temperature < 0:
+        raise UserError(f"--temperature is 0 (greedy) or more, got {options.temperature}")
     if top_k < 0 or not 0 < top_p <= 1:
-        raise ValueError(f"--top-k is 0 or more and --top-p lies in (0, 1], got {top_k} and {top_p}")
-    return {"do_sample": True, "temperature": options.temperature, "top_p": top_p, "top_k": top_k}
-
-
-def _text_of(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no UTF-8 text: {error}") from error
+        raise UserError(f"--top-k is 0 or more and --top-p lies in (0, 1], got {top_k} and {top_p}")
+    if options.temperature > 0:
+        return {"do_sample": True, "temperature": options.temperature, "top_p": top_p, "top_k": top_k}
+    if options.top_p is not None or options.top_k is not None:
+        raise UserError("--top-p and --top-k choose among samples: set --temperature too")
+    return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}  # not the checkpoint's own
 
 
 @contextmanager
@@ -218,45 +217,37 @@ def _ctrl_c_stops() -> Iterator[Callable[[], bool]]:
 def _lines() -> Iterator[str]:
     """The questions, one line each, until the end of standard input; empty lines are left out."""
     mark = "> " if sys.stdin.isatty() else ""
-    with suppress(ImportError):  # not on every system; it makes `input` edit lines and remember them
+    with suppress(ImportError):  # absent on some systems; it makes `input` edit lines and remember them
         import readline  # noqa: F401
     while True:
         try:
-            line = input(mark).strip()
+            if line := input(mark).strip():
+                yield line
         except KeyboardInterrupt:
             print(file=sys.stderr)
-            continue
         except EOFError:
             return
-        if line:
-            yield line
 
 
 def _parser() -> argparse.ArgumentParser:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
-        prog="python -m lazyllm.integrations.chat",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="lazyllm-bench chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="tiny", help="preset (tiny, llama2, ...), folder or hub id; default tiny")
-    parser.add_argument("--tokenizer", help="folder or hub id, where it is not the model's")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument(
-        "--schedule", default="paper", help="paper (Figure 4's), none (no pruning), or JSON {layer: keep ratio}"
-    )
-    parser.add_argument(
-        "--method", help="another method, instead of a schedule: NAME, or 'NAME {\"parameter\": value}'"
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    parser.add_argument("--top-p", type=float, help="with --temperature")
-    parser.add_argument("--top-k", type=int, help="with --temperature")
-    parser.add_argument("--seed", type=int, help="of the sampling")
-    parser.add_argument("--prompt-file", type=Path, help="text in front of the (first) question, UTF-8")
-    parser.add_argument("--once", metavar="TEXT", help="answer this and end; - reads it from standard input")
+    add = parser.add_argument
+    add("--model", default="tiny", help="preset (tiny, llama2, ...), folder or hub id; default tiny")
+    add("--tokenizer", help="folder or hub id of another tokenizer than the model's")
+    add("--dtype", default="bfloat16")
+    add("--device", default="auto")
+    add("--threads", type=int, help="CPU threads")
+    add("--schedule", default="paper", help="paper (Figure 4's), none (no pruning), or JSON {layer: keep ratio}")
+    add("--method", help="another method, instead of a schedule: NAME, or 'NAME {\"parameter\": value}'")
+    add("--max-new-tokens", type=int, default=256)
+    add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    add("--top-p", type=float, help="with --temperature")
+    add("--top-k", type=int, help="with --temperature")
+    add("--seed", type=int, help="of the sampling")
+    add("--prompt-file", type=Path, help="text in front of the (first) question, UTF-8")
+    add("--once", metavar="TEXT", help="answer this and end; - reads it from standard input")
     return parser
 
 

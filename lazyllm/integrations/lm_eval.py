@@ -1,12 +1,11 @@
 """lm-evaluation-harness on a model with pruned prompts: `--model lazyllm`. Needs the extra [lm-eval].
 
-python -m lazyllm.integrations.lm_eval --model lazyllm --model_args pretrained=tiny,method=lazy,schedule=2:0.7+5:0.7
---tasks ...
-python -m lazyllm.integrations.lm_eval --model lazyllm --model_args '{"pretrained": "tiny", "schedule": {"2": 0.7}}'
---tasks ...
+    lazyllm-bench lm-eval --model lazyllm --model_args pretrained=tiny,method=lazy,schedule=2:0.7+5:0.7 --tasks ...
+    lazyllm-bench lm-eval --model lazyllm --model_args '{"pretrained": "tiny", "schedule": {"2": 0.7}}' --tasks ...
 
 This is lm-eval's own command line, with one more model: lm-eval looks for no plug-ins, so its own `lm_eval` cannot find
-the name. In Python, `import lazyllm.integrations.lm_eval` is enough for `simple_evaluate(model="lazyllm", ...)`.
+the name. Without --device, the accelerator is used if there is one. In Python, `import lazyllm.integrations.lm_eval` is
+enough for `simple_evaluate(model="lazyllm", ...)`.
 
 Everything but the model's work is that of lm-eval's `hf`: token ids, truncation, chat templates, stop strings, results.
 """
@@ -31,7 +30,7 @@ try:
     from lm_eval.models import huggingface
 except ImportError as error:
     raise ImportError(
-        f"lm-evaluation-harness is not here, or not whole ({error}): pip install 'lazyllm-bench[lm-eval]'"
+        f"lm-evaluation-harness could not be imported ({error}): pip install 'lazyllm-bench[lm-eval]'"
     ) from error
 
 from lazyllm.engine.declaration import Prompt
@@ -39,11 +38,15 @@ from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.integrations.transformers_generate import generate_with
 from lazyllm.methods import code_of, make
 from lazyllm.methods.schedule import Schedule
-from lazyllm.models.load import as_device, load_config, load_tokenizer_of, load_weights
+from lazyllm.models.load import as_device, check_loading, load_config, load_tokenizer_of, load_weights
 from lazyllm.models.spec import DTYPES, ModelSpec
 
 _HFLM: Any = huggingface.HFLM  # its decorator hides its type
-_Request = tuple[Any, list[int], list[int]]  # what the cache knows it by, context, continuation
+_Request = tuple[Any, list[int], list[int]]  # its key in lm-eval's cache, context, continuation
+# Arguments of lm-eval's `hf` that are handed on to it
+_OF_HF = frozenset(
+    {"max_length", "softmax_dtype", "prefix_token_id", "think_end_token", "enable_thinking", "chat_template_args"}
+)
 
 
 @register_model("lazyllm")
@@ -51,8 +54,8 @@ class PrunedLM(_HFLM):
     """A model whose contexts are prefilled by a method, for lm-eval.
 
     pretrained: a preset, folder or hub id, as in `lazyllm.load_model`; so are revision, tokenizer, attn_implementation
-        and device. dtype: "auto" is the checkpoint's. method: its name; settings: its hyperparameters, a schedule also
-        as `2:0.7+5:0.7`. The others as in lm-eval's `hf`. batch_size: any; requests are run one by one.
+        and device. dtype: "auto" is the checkpoint's. method: its name. batch_size: any; requests are run one by one.
+        settings: the method's hyperparameters, a schedule also as `2:0.7+5:0.7`, and arguments of lm-eval's `hf`.
 
     loglikelihood: the context is the prompt that the method prunes; the continuation is fed token by token, whatever
         the model would say, so each of its tokens is judged as decoding would see it. A prefill is shared by all
@@ -61,8 +64,7 @@ class PrunedLM(_HFLM):
         nothing to prune, so methods that prune prompt tokens only give the baseline's perplexity, one token at a time.
     generate_until: as in lm-eval's `hf`, sampled where the task says so; beams are refused (`lazyllm.generate_with`).
 
-    Raises UserError before the weights load, wherever that can
-    be known.
+    Raises UserError, before the weights load if possible.
     """
 
     def __init__(
@@ -77,22 +79,12 @@ class PrunedLM(_HFLM):
         revision: str | None = None,
         tokenizer: str | None = None,
         attn_implementation: str = "sdpa",
-        max_length: int | None = None,
-        softmax_dtype: str | None = None,
-        prefix_token_id: int | None = None,
-        think_end_token: str | int | None = None,
-        enable_thinking: bool | None = None,
-        chat_template_args: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        self._spec = ModelSpec(
-            pretrained,
-            device=device,
-            revision=revision,
-            tokenizer=tokenizer,
-            attn_implementation=attn_implementation,
-        )
-        config = load_config(self._spec)
+        spec = ModelSpec(pretrained, "auto", "bfloat16", device, revision, tokenizer, attn_implementation)
+        self._spec = replace(spec, dtype=_dtype_of(load_config(spec)) if dtype == "auto" else dtype)
+        config = check_loading(self._spec)
+        of_hf = {key: settings.pop(key) for key in _OF_HF & settings.keys()}
         self.method = make(method, _as_settings(settings, config.num_hidden_layers))
         try:
             self.method.check(config)
@@ -100,27 +92,18 @@ class PrunedLM(_HFLM):
         except (TypeError, ValueError) as error:
             raise UserError(f"method {method!r}: {error}") from error
         self.method_code = code_of(method)
-        given = {
-            "max_length": max_length,
-            "softmax_dtype": softmax_dtype,
-            "prefix_token_id": prefix_token_id,
-            "think_end_token": think_end_token,
-            "enable_thinking": enable_thinking,
-            "chat_template_args": chat_template_args,
-        }
-        # what is not given is left to lm-eval, whose older versions do not know all of it
         super().__init__(
             pretrained,
             backend="causal",
             tokenizer=tokenizer,
             device=str(as_device(device)),
-            dtype=dtype,
+            dtype=self._spec.dtype,
             batch_size=1,
-            **{key: value for key, value in given.items() if value is not None},
+            **of_hf,
         )
         self.method.prepare(self.model)
 
-    # What lm-eval's `hf` leaves to its subclasses: config, tokenizer and weights come from where all of lazyllm's do
+    # Hooks of lm-eval's `hf`: config, tokenizer and weights are loaded as everywhere in lazyllm
 
     def _get_config(self, pretrained: str, **_: Any) -> None:
         self._config = load_config(self._spec)
@@ -128,16 +111,15 @@ class PrunedLM(_HFLM):
     def _create_tokenizer(self, pretrained: Any, tokenizer: Any, **_: Any) -> None:
         self.tokenizer = load_tokenizer_of(self._spec)
 
-    def _create_model(self, pretrained: str, dtype: Any = "auto", **_: Any) -> None:
-        dtype = _dtype_of(self.config) if dtype == "auto" else dtype
-        self._model = load_weights(replace(self._spec, dtype=dtype, device=str(self._device)))
+    def _create_model(self, pretrained: str, **_: Any) -> None:
+        self._model = load_weights(replace(self._spec, device=str(self._device)))
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes beside its results."""
         return {
             "model_num_parameters": self.model.num_parameters(),
             "model_dtype": self.model.dtype,
-            "model_revision": self._given_revision,
+            "model_revision": self._spec.revision,
             "model_sha": getattr(self.config, "_commit_hash", None) or "",
             "method": repr(self.method),
             "method_code": self.method_code,
@@ -154,10 +136,10 @@ class PrunedLM(_HFLM):
         answers: dict[int, tuple[float, bool]] = {}
         with torch.inference_mode(), open_decoder(self.model) as decoder:
             for context, numbers in by_context.items():
-                found = self._judge(decoder, context, [requests[number][2] for number in numbers])
-                for number, answer in zip(numbers, found, strict=True):
+                judged = self._judge(decoder, context, [requests[number][2] for number in numbers])
+                for number, answer in zip(numbers, judged, strict=True):
                     answers[number] = answer
-                    if requests[number][0] is not None:  # a window of a rolling request has no name of its own
+                    if requests[number][0] is not None:  # a window of a rolling request has no key
                         self.cache_hook.add_partial("loglikelihood", requests[number][0], answer)
         return [answers[number] for number in range(len(requests))]
 
@@ -171,7 +153,7 @@ class PrunedLM(_HFLM):
     def _judge(
         self, decoder: Decoder, context: tuple[int, ...], continuations: list[list[int]]
     ) -> list[tuple[float, bool]]:
-        """Each continuation's answer. Raises FloatingPointError where logits are not numbers."""
+        """Each continuation's answer. Raises FloatingPointError if logits are not numbers."""
         prompt = _prompt_of(context)
         token_ids = prompt.token_ids.to(decoder.device)
         session = None  # one that has not been stepped yet
@@ -179,8 +161,7 @@ class PrunedLM(_HFLM):
         answers = []
         for continuation in continuations:
             if first is None or (len(continuation) > 1 and session is None):
-                longest = max(len(one) for one in continuations)
-                session = self.method.start(decoder, prompt, longest)
+                session = self.method.start(decoder, prompt, max(map(len, continuations)))
                 first = session.prefill(token_ids)
             logits = [first]
             if len(continuation) > 1:
@@ -206,18 +187,18 @@ class PrunedLM(_HFLM):
         )
 
 
-def _as_settings(given: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """A command line's hyperparameters: a schedule there is `2:0.7+5:0.7`, as commas part the arguments; or JSON's."""
-    schedule = given.get("schedule")
+def _as_settings(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """Hyperparameters of a command line, where a schedule is JSON or `2:0.7+5:0.7` (commas part the arguments)."""
+    schedule = settings.get("schedule")
     try:
         if isinstance(schedule, str) and ":" in schedule:
-            pairs = [one.partition(":") for one in schedule.split("+")]
+            pairs = [pair.partition(":") for pair in schedule.split("+")]
             schedule = {layer.strip(): float(ratio) for layer, _, ratio in pairs}
         if isinstance(schedule, dict):
-            return given | {"schedule": dict(Schedule.parse(schedule, num_layers).keep)}
+            return settings | {"schedule": dict(Schedule.parse(schedule, num_layers).keep)}
     except (TypeError, ValueError) as error:
         raise UserError(f"schedule={schedule}: {error}; give LAYER:RATIO+LAYER:RATIO, e.g. 2:0.7+5:0.7") from error
-    return given
+    return settings
 
 
 def _prompt_of(token_ids: Sequence[int]) -> Prompt:
@@ -225,12 +206,20 @@ def _prompt_of(token_ids: Sequence[int]) -> Prompt:
 
 
 def _dtype_of(config: Any) -> str:
-    """The checkpoint's dtype; float32 where it names none, as in lm-eval's `hf`."""
+    """The checkpoint's dtype; float32 if it names none, as in lm-eval's `hf`."""
     name = str(getattr(config, "dtype", None)).removeprefix("torch.")
     return name if name in DTYPES else "float32"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """lm-eval's command line with one more model. arguments: None takes those of the process."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = {argument.partition("=")[0] for argument in arguments}
+    if not options or options <= {"-h", "--help"}:
+        print(__doc__)
+    if "--model" in options and not options & {"--device", "--config"}:
+        arguments += ["--device", str(as_device("auto"))]  # lm-eval's own default is cuda:0
+    sys.argv[1:] = arguments  # which is where lm-eval reads them
     try:
         cli_evaluate()
     except UserError as error:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from transformers import (
     ExponentialDecayLengthPenalty,
     ForcedEOSTokenLogitsProcessor,
     GenerationConfig,
+    GenerationMixin,
     MaxLengthCriteria,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -41,9 +42,58 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lazyllm.engine.generation import Generation, as_prompt, check_fits, continue_prompt
 from lazyllm.engine.method import Method
-from lazyllm.integrations.generate_options import check_options
 
-# What `generate` itself puts beside the ids, and what changes nothing here: only the last logits are ever computed.
+# Every field of `GenerationConfig` is in one of three tables; a test goes through those of the installed release.
+# Options that transformers makes into logits processors and stopping criteria, or that are read here.
+HONOURED = frozenset(
+    {"bad_words_ids", "begin_suppress_tokens", "bos_token_id", "do_sample", "encoder_no_repeat_ngram_size"}
+    | {"encoder_repetition_penalty", "eos_token_id", "epsilon_cutoff", "eta_cutoff"}
+    | {"exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "max_length"}
+    | {"max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size"}
+    | {"num_return_sequences", "output_logits", "output_scores", "pad_token_id", "remove_invalid_values"}
+    | {"renormalize_logits", "repetition_penalty", "return_dict_in_generate", "sequence_bias", "stop_strings"}
+    | {"suppress_tokens", "temperature", "top_h", "top_k", "top_p", "typical_p", "watermarking_config"}
+)
+
+_ONE_SEQUENCE = "one token is chosen at a time for one sequence: leave it out, and sample (do_sample=True) for variety"
+_OWN_CACHE = "a pruned generation has a KV cache of its own, made for it: leave it out"
+_NOT_KEPT = "the layers see different tokens, and nothing of it is kept: call model(sequences, ...) afterwards"
+
+# Options that a pruned generation cannot honour: the values that ask for nothing, and what to do instead.
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "assistant_early_exit": ((None,), _ONE_SEQUENCE),
+    "cache_config": ((None,), _OWN_CACHE),
+    "cache_implementation": ((None, "dynamic"), _OWN_CACHE),
+    "compile_config": ((None,), "the number of tokens changes from layer to layer and step to step: leave it out"),
+    "constraints": ((None,), _ONE_SEQUENCE),
+    "diversity_penalty": ((None, 0.0), _ONE_SEQUENCE),
+    "dola_layers": ((None,), "layers run on different tokens and are not compared: leave it out"),
+    "force_words_ids": ((None,), _ONE_SEQUENCE),
+    "guidance_scale": ((None, 1), "guidance runs the model a second time, unpruned: leave it out"),
+    "is_assistant": ((None, False), "a pruned generation cannot draft for another model"),
+    "low_memory": ((None, False), "it is an option of beam and contrastive search: leave it out"),
+    "max_cache_len": ((None,), _OWN_CACHE),
+    "num_beam_groups": ((None, 1), _ONE_SEQUENCE),
+    "num_beams": ((None, 1), _ONE_SEQUENCE),
+    "output_attentions": ((None, False), _NOT_KEPT),
+    "output_hidden_states": ((None, False), _NOT_KEPT),
+    "penalty_alpha": ((None, 0), _ONE_SEQUENCE),
+    "prefill_chunk_size": ((None,), "the newest token's attention to the whole prompt is what prunes: leave it out"),
+    "prompt_lookup_num_tokens": ((None,), _ONE_SEQUENCE),
+    "token_healing": ((None, False), "it changes the prompt behind the attention mask: heal the prompt before"),
+    "use_cache": ((None, True), "pruning works on the KV cache: set use_cache=True"),
+    "use_mtp": ((None, False), _ONE_SEQUENCE),
+}
+
+# Options that only tune a refused mode, or that no decoding loop reads.
+INERT = frozenset(
+    {"assistant_confidence_threshold", "assistant_ensemble_weight", "assistant_lookbehind"}
+    | {"continuous_batching_config", "decoder_start_token_id", "disable_compile", "early_stopping"}
+    | {"length_penalty", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"}
+    | {"speculation_type", "target_lookbehind", "transformers_version"}
+)
+
+# What `generate` itself puts beside the ids. It changes nothing here: only the last logits are ever computed.
 _KNOWN_KWARGS = frozenset(
     {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "tokenizer"}
     | {"use_cache"}
@@ -57,16 +107,17 @@ _COUNTING = (
     MinNewTokensLengthLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
 )
+_PARAMETERS = list(inspect.signature(GenerationMixin.generate).parameters)[1:]  # of `model.generate`, in order
 
 
 @dataclass
 class LazyGenerateOutput(GenerateDecoderOnlyOutput):
     """transformers' output with `return_dict_in_generate=True`, and one `lazyllm.Generation` a row.
 
-    sequences: [b, n + longest answer]. scores, logits: per step [b, v] float32, where asked for; once a row has ended
+    sequences: [b, n + longest answer]. scores, logits: per step [b, v] float32, if asked for; once a row has ended
         its scores name the padding token (0, and minus infinity for all others), and its logits are NaN.
-    past_key_values, attentions, hidden_states: None. A pruned cache is none that transformers could go on from.
-    generations: what each row's prompt, answer, times and selections were; token ids without padding.
+    past_key_values, attentions, hidden_states: None. transformers could not go on from a pruned cache.
+    generations: prompt, answer, times and selections of each row; token ids without padding.
     """
 
     generations: list[Generation] | None = None
@@ -77,25 +128,26 @@ def generate_with(method: Method, *, seed: int | None = None) -> GenerateWith:
 
         model.generate(**inputs, custom_generate=lazyllm.generate_with(method), max_new_tokens=64)
 
-    Everything else is as without it: sampling and its options, logits processors, stopping criteria, streamers (one
-    row), `num_return_sequences`, `return_dict_in_generate` (see `LazyGenerateOutput`). Where all tokens are kept, the
-    tokens are those of transformers. What cannot be done is refused, by name: beams, assistants, a given cache,
-    `inputs_embeds`, attentions and hidden states.
+    Everything else is as without it: sampling and its options, logits processors, stopping criteria,
+    `num_return_sequences`, `return_dict_in_generate` (see `LazyGenerateOutput`). If all tokens are kept, the tokens are
+    those of transformers. Refused by name: beams, assistants, a filled cache, `inputs_embeds`, attentions and hidden
+    states.
+
+    transformers 5 drops `streamer`, `assistant_model`, `synced_gpus` and the `tokenizer` of `stop_strings` before it
+    calls a `custom_generate`, which can neither honour nor refuse them: a streamer gets the prompt and nothing more.
+    Use `lazyllm.using`, which sees them.
 
     Batches are padded on the left. Each row is pruned by its own length, runs alone, and comes out as the row alone:
     its processors and criteria see [1, tokens] without the padding. Limits of length count from the end of the padded
-    prompt, as in transformers. A row's answer ends where it ends, and padding follows. `max_time` is for the whole
-    call. A processor or criterion of one's own sees the rows one after the other; one that carries something from
-    step to step has to begin anew when the ids are those of another prompt.
+    prompt, as in transformers. Padding follows a row's answer. `max_time` is for the whole call. A processor or
+    criterion of one's own sees the rows one after the other; one that carries something from step to step has to begin
+    anew when the ids are those of another prompt.
 
     seed: None draws from torch's global generator, row after row: a batch gives what calls row by row give after one
         `torch.manual_seed`, and one row what it gives in transformers. With a seed, row i draws from a generator of its
         own, seeded with seed + i: it does not depend on the rows before it, and is what `seed=seed + i` gives for the
         row alone; the global generator is neither read nor moved.
-
-    transformers 5 loses `tokenizer` on its way to a callable, so `stop_strings` need either `lazyllm.using` or
-    `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
-    Raises TypeError or ValueError for what is no method or seed.
+    Raises TypeError or ValueError if it is given no method or no seed.
     """
     return GenerateWith(method, seed)
 
@@ -108,8 +160,9 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
             model.generate(**inputs, max_new_tokens=64)
             pipeline("text-generation", model=model, tokenizer=tokenizer)("Once upon a time")
 
-    The same arguments and results as with `generate_with`, whose docstring holds here too; `stop_strings` with
-    `tokenizer` work. Of several that are nested the innermost holds, and a call's own `custom_generate` before it.
+    The same arguments and results as with `generate_with`, whose docstring holds here too. Also honoured: a `streamer`
+    (for one row), and `stop_strings` with `tokenizer`. Also refused: `assistant_model`, `synced_gpus`, any cache. The
+    innermost of several nested ones holds, and a call's own `custom_generate` before it.
     """
     decode = GenerateWith(method, seed)
     original: Any = model.generate
@@ -117,9 +170,11 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
 
     @functools.wraps(original)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("custom_generate") is None:
-            kwargs = _stop_strings_as_criterion(model, args, kwargs) | {"custom_generate": decode}
-        return original(*args, **kwargs)
+        call = dict(zip(_PARAMETERS, args, strict=False)) | kwargs
+        if call.get("custom_generate") is None:
+            call = _stop_strings_as_criterion(model, call)
+            call["custom_generate"] = _seen(decode, call)
+        return original(**call)
 
     setattr(model, "generate", generate)  # noqa: B010 - the instance's, in front of the class's
     try:
@@ -131,6 +186,38 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
             setattr(model, "generate", own)  # noqa: B010
 
 
+def _seen(decode: GenerateWith, call: Mapping[str, Any]) -> Callable[..., Any]:
+    """`decode` with those arguments of `model.generate` that transformers drops. Raises ValueError."""
+    if call.get("assistant_model") is not None:
+        raise ValueError(f"an assistant_model does not go together with a pruning method: {_ONE_SEQUENCE}")
+    if call.get("synced_gpus"):
+        raise ValueError("synced_gpus: rows of different processes cannot wait for each other; set it to False")
+    if call.get("past_key_values") is not None:
+        raise ValueError(_GIVEN_CACHE)
+    mask_given = call.get("attention_mask") is not None
+    return functools.partial(decode, streamer=call.get("streamer"), mask_given=mask_given)
+
+
+_GIVEN_CACHE = "past_key_values were given: leave them out, and give the whole prompt, which is run anew"
+
+
+def _stop_strings_as_criterion(model: Any, call: Mapping[str, Any]) -> dict[str, Any]:
+    """`generate`'s arguments with `stop_strings` made into the criterion that transformers would make of them.
+
+    transformers 5 makes it from a tokenizer that it has dropped, if there is a `custom_generate`.
+    """
+    configs = (call.get("generation_config"), getattr(model, "generation_config", None))
+    sources = [call.get("stop_strings"), *(getattr(config, "stop_strings", None) for config in configs)]
+    strings = next((source for source in sources if source is not None), None)
+    tokenizer = call.get("tokenizer")
+    if strings is None or tokenizer is None:
+        return dict(call)
+    criteria = StoppingCriteriaList(call.get("stopping_criteria") or [])
+    if not any(isinstance(criterion, StopStringCriteria) for criterion in criteria):
+        criteria.append(StopStringCriteria(tokenizer, strings))
+    return {**call, "stop_strings": None, "stopping_criteria": criteria}
+
+
 @dataclass(frozen=True)
 class GenerateWith:
     """`generate_with`'s callable. transformers calls it where it would call its own decoding loop."""
@@ -140,7 +227,7 @@ class GenerateWith:
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, Method):
-            raise TypeError(f"method is a method with its parameters, e.g. lazyllm.methods.Lazy(), got {self.method!r}")
+            raise TypeError(f"give a method with its parameters (lazyllm.methods.Lazy(...), ...), got {self.method!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
             raise ValueError(f"seed is a whole number of 0 or more, or None, got {self.seed!r}")
 
@@ -151,37 +238,46 @@ class GenerateWith:
         logits_processor: Sequence[Any],
         stopping_criteria: Sequence[Any],
         generation_config: GenerationConfig,
+        streamer: Any = None,
+        mask_given: bool = True,
         **model_kwargs: Any,
     ) -> LazyGenerateOutput | Tensor:
-        """The whole decoding of input_ids [b, n]; `model_kwargs` are those that `generate` prepared for `forward`."""
-        given = _given_to_generate(self)
-        streamer = model_kwargs.pop("streamer", None) or given.get("streamer")
-        check_options(generation_config, given.get("assistant_model"))
-        _check_call(model, input_ids, streamer, model_kwargs, given)
-        width = input_ids.shape[1]
+        """The whole decoding of input_ids [b, n]; `model_kwargs` are those that `generate` prepared for `forward`.
+
+        mask_given: whether the attention mask is the caller's; if not, transformers guessed it from the padding token.
+        """
+        check_options(generation_config)
+        _check_call(model_kwargs)
+        rows, width = input_ids.shape
+        if streamer is not None and rows > 1:
+            raise ValueError(f"a streamer is for one row, got {rows}: rows run one after the other")
         padding = _left_padding(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
-        if given and given["kwargs"].get("attention_mask") is None:
-            _check_padded_left(input_ids, generation_config)
-        lengths = [one.max_length for one in stopping_criteria if isinstance(one, MaxLengthCriteria)]
-        # one token is generated where the limit is reached already, as in transformers
-        max_new_tokens = max(1, min(lengths, default=generation_config.max_length) - width)
-        _check_can_pad(generation_config, stopping_criteria, len(padding))
         pad_id = _padding_token(generation_config)
+        if not mask_given and rows > 1 and pad_id is not None and (input_ids[:, -1] == pad_id).any():
+            raise ValueError(
+                "rows end with the padding token and there is no attention_mask: pad on the left, "
+                "tokenizer.padding_side='left', and give the attention_mask"
+            )
+        if pad_id is None and rows > 1 and not all(isinstance(one, MaxLengthCriteria) for one in stopping_criteria):
+            raise ValueError("rows may end at different lengths, and there is no padding token: give pad_token_id")
+        lengths = [one.max_length for one in stopping_criteria if isinstance(one, MaxLengthCriteria)]
+        # one token is generated if the limit is reached already, as in transformers
+        max_new_tokens = max(1, min(lengths, default=generation_config.max_length) - width)
         ids_on_host = input_ids.cpu()
         prompts = [as_prompt(model, ids_on_host[row, left:]) for row, left in enumerate(padding)]
         for prompt in prompts:
             check_fits(model, self.method, prompt)
 
         wanted = generation_config.return_dict_in_generate
-        rows: list[_Row] = []
-        generations: list[Generation] = []
         put = None if streamer is None else functools.partial(_put, streamer)
+        choosers: list[_Row] = []
+        generations: list[Generation] = []
         for index, (prompt, left) in enumerate(zip(prompts, padding, strict=True)):
             row = _Row(
                 model=model,
                 ids=input_ids[index : index + 1],
                 left=left,
-                processors=[_of_row(one, input_ids, index, left) for one in logits_processor],
+                processors=[_of_row(processor, input_ids, index, left) for processor in logits_processor],
                 criteria=stopping_criteria,
                 generator=self._generator(index, input_ids.device),
                 samples=bool(generation_config.do_sample),
@@ -189,7 +285,7 @@ class GenerateWith:
                 logits=() if wanted and generation_config.output_logits else None,
             )
             generations.append(continue_prompt(model, prompt, self.method, max_new_tokens, row.choose, put))
-            rows.append(row)
+            choosers.append(row)
         if streamer is not None:
             streamer.end()
         sequences = _sequences(input_ids, generations, pad_id)
@@ -198,8 +294,8 @@ class GenerateWith:
         steps = sequences.shape[1] - width
         return LazyGenerateOutput(
             sequences=sequences,  # type: ignore[arg-type]
-            scores=_by_step([row.scores for row in rows], steps, pad_id, float("-inf")),  # type: ignore[arg-type]
-            logits=_by_step([row.logits for row in rows], steps, None, math.nan),  # type: ignore[arg-type]
+            scores=_by_step([row.scores for row in choosers], steps, pad_id, float("-inf")),  # type: ignore[arg-type]
+            logits=_by_step([row.logits for row in choosers], steps, None, math.nan),  # type: ignore[arg-type]
             generations=generations,
         )
 
@@ -209,7 +305,7 @@ class GenerateWith:
 
 @dataclass
 class _Row:
-    """One row on its way: chooses its tokens as transformers does, and keeps what transformers would return.
+    """One row of the batch: chooses its tokens as transformers does, and keeps what transformers would return.
 
     ids: [1, t], padding included. left: tokens of padding before the prompt. scores, logits: per step [1, v], or None.
     """
@@ -223,10 +319,6 @@ class _Row:
     samples: bool
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
-    _ended: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._ended = torch.zeros(1, dtype=torch.bool, device=self.ids.device)
 
     def choose(self, last_logits: Tensor) -> tuple[int, bool]:
         """A `Choose`. Tensors of processors and results are ordinary ones, as in transformers."""
@@ -245,7 +337,7 @@ class _Row:
             else:
                 chosen = scores.argmax(dim=-1, keepdim=True)
             self.ids = torch.cat([self.ids, chosen], dim=1)
-            ended = self._ended
+            ended = torch.zeros_like(chosen[0], dtype=torch.bool)
             for criterion in self.criteria:
                 ended = ended | criterion(self._seen_by(criterion), self.scores)
             score = scores.gather(1, chosen)
@@ -281,39 +373,32 @@ def _not_called(model: PreTrainedModel) -> Iterator[None]:
         hook.remove()
 
 
-def _given_to_generate(decode: GenerateWith) -> Mapping[str, Any]:
-    """What the caller of `model.generate` gave it, by the names of its parameters; {} where nobody called it.
+def check_options(config: GenerationConfig) -> None:
+    """Refuse each generation option that a pruned generation would not honour. Raises ValueError."""
+    for name, (accepted, instead) in REFUSED.items():
+        value = getattr(config, name, None)
+        if value not in accepted:
+            raise ValueError(f"{name}={value!r} does not go together with a pruning method: {instead}")
+    mode = config.get_generation_mode()
+    if mode not in ("greedy_search", "sample"):
+        raise ValueError(f"generation mode {mode.value} does not go together with a pruning method: {_ONE_SEQUENCE}")
+    for name, default in vars(GenerationConfig()).items():
+        value = getattr(config, name, None)
+        known = name.startswith("_") or name in HONOURED | REFUSED.keys() | INERT
+        if not known and value not in (None, default):
+            raise ValueError(f"{name}={value!r}: an option of a newer transformers, unknown here: leave it out")
 
-    transformers 5 drops `streamer` and `assistant_model` on the way to a callable: a streamer would get the prompt and
-    then wait for ever. They are still to be had where they were given, in the frame of `generate`.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        found = frame.f_locals
-        if found.get("custom_generate") is decode and "kwargs" in found:
-            return found
-        frame = frame.f_back
-    return {}
 
-
-def _check_call(
-    model: PreTrainedModel, input_ids: Tensor, streamer: Any, model_kwargs: Mapping[str, Any], given: Mapping[str, Any]
-) -> None:
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder: pruning is for decoders")
+def _check_call(model_kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments of `model.generate` that are no options. Raises ValueError."""
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds were given: methods work on tokens; give input_ids")
-    if given.get("synced_gpus") or model_kwargs.get("synced_gpus"):
-        raise ValueError("synced_gpus: rows of different processes cannot wait for each other; set it to False")
-    cache = model_kwargs.get("past_key_values")
-    of_user = given.get("kwargs", {}).get("past_key_values") is not None
-    if of_user or (cache is not None and cache.get_seq_length() > 0):
-        raise ValueError("past_key_values were given: leave them out, and give the whole prompt, which is run anew")
-    more = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_KWARGS)
-    if more:
-        raise ValueError(f"{', '.join(more)}: nothing like it is handed on to the model's layers; leave it out")
-    if streamer is not None and input_ids.shape[0] > 1:
-        raise ValueError(f"a streamer is for one row, got {input_ids.shape[0]}: rows run one after the other")
+    cache = model_kwargs.get("past_key_values")  # transformers makes an empty one for every call
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(_GIVEN_CACHE)
+    unknown = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_KWARGS)
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: nothing like it is handed on to the model's layers; leave it out")
 
 
 def _left_padding(input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> list[int]:
@@ -333,39 +418,19 @@ def _left_padding(input_ids: Tensor, mask: Tensor | None, position_ids: Tensor |
                 "tokenizer.padding_side='left'"
             )
     if position_ids is not None:
-        _check_positions(position_ids.cpu(), seen)
+        positions = position_ids.cpu().expand(rows, -1) if position_ids.shape[0] == 1 else position_ids.cpu()
+        counted = seen.long().cumsum(dim=1) - 1
+        if positions.shape != (rows, width) or not torch.equal(positions[seen].long(), counted[seen]):
+            raise ValueError("position_ids other than 0, 1, 2, ... from a row's first token were given: leave them out")
     return padding
 
 
-def _check_positions(position_ids: Tensor, seen: Tensor) -> None:
-    rows, width = seen.shape
-    of_rows = position_ids if position_ids.shape[0] == rows else position_ids[:1].expand(rows, -1)
-    counted = seen.long().cumsum(dim=1) - 1
-    if of_rows.shape != (rows, width) or not torch.equal(of_rows[seen].long(), counted[seen]):
-        raise ValueError("position_ids other than 0, 1, 2, ... from a row's first token were given: leave them out")
-
-
-def _check_padded_left(input_ids: Tensor, config: GenerationConfig) -> None:
-    """Without an attention mask, a last token that is the padding's shows that the batch is padded on the right."""
-    pad_id = _padding_token(config)
-    if pad_id is not None and input_ids.shape[0] > 1 and (input_ids[:, -1] == pad_id).any():
-        raise ValueError(
-            "rows end with the padding token and there is no attention_mask: pad on the left, "
-            "tokenizer.padding_side='left', and give the attention_mask"
-        )
-
-
 def _padding_token(config: GenerationConfig) -> int | None:
-    """The padding token as transformers takes it: the first end token where there is none of its own."""
+    """The padding token as transformers takes it: the first end token if there is none of its own."""
     for token in (config.pad_token_id, config.eos_token_id):
         if token is not None:
             return int(torch.as_tensor(token).flatten()[0])
     return None
-
-
-def _check_can_pad(config: GenerationConfig, criteria: Sequence[Any], rows: int) -> None:
-    if _padding_token(config) is None and rows > 1 and not all(isinstance(one, MaxLengthCriteria) for one in criteria):
-        raise ValueError("rows may end at different lengths, and there is no padding token: give pad_token_id")
 
 
 def _of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
@@ -376,10 +441,9 @@ def _of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
     match processor:
         case RepetitionPenaltyLogitsProcessor():
             ignored = getattr(processor, "prompt_ignore_length", None)
-            if not isinstance(ignored, Tensor):
-                return processor
-            processor = copy.copy(processor)
-            processor.prompt_ignore_length = max(0, int(ignored[row]) - left)
+            if isinstance(ignored, Tensor):
+                processor = copy.copy(processor)
+                processor.prompt_ignore_length = max(0, int(ignored[row]) - left)
         case EncoderRepetitionPenaltyLogitsProcessor():
             processor = copy.copy(processor)
             processor.encoder_input_ids = prompt
@@ -397,7 +461,7 @@ def _of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
 
 def _sequences(input_ids: Tensor, generations: Sequence[Generation], pad_id: int | None) -> Tensor:
     """[b, n + longest]: prompts, answers, and padding behind the shorter ones."""
-    answers = [one.token_ids for one in generations]
+    answers = [generation.token_ids for generation in generations]
     longest = max(map(len, answers))
     # without a padding token all are equally long
     padded = [answer + [pad_id or 0] * (longest - len(answer)) for answer in answers]
@@ -415,21 +479,3 @@ def _by_step(
     if pad_id is not None and 0 <= pad_id < after.shape[1]:
         after[:, pad_id] = 0
     return tuple(torch.cat([row[step] if step < len(row) else after for row in kept]) for step in range(steps))
-
-
-def _stop_strings_as_criterion(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """`generate`'s keywords with `stop_strings` made into the criterion that transformers would make of them.
-
-    transformers 5 makes it from a tokenizer that it has dropped, where there is a `custom_generate`.
-    """
-    config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
-    configs = (config, getattr(model, "generation_config", None))
-    sources = [kwargs.get("stop_strings"), *(getattr(one, "stop_strings", None) for one in configs)]
-    strings = next((found for found in sources if found is not None), None)
-    tokenizer = kwargs.get("tokenizer")
-    if strings is None or tokenizer is None:
-        return dict(kwargs)
-    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-    if not any(isinstance(one, StopStringCriteria) for one in criteria):
-        criteria.append(StopStringCriteria(tokenizer, strings))
-    return {**kwargs, "stop_strings": None, "stopping_criteria": criteria}

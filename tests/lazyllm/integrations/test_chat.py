@@ -1,8 +1,8 @@
-"""`python -m lazyllm.integrations.chat`: what it prints, where, and how it ends. Answers are held against
-`lazyllm.generate`."""
+"""`lazyllm-bench chat`: what it prints, where, and how it ends. Answers are held against `lazyllm.generate`."""
 
 from __future__ import annotations
 
+import io
 import re
 import signal
 import subprocess
@@ -25,6 +25,7 @@ METHOD = Lazy({2: 0.5, 5: 0.5})
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 SUMMARY = re.compile(r"\[TTFT (\d+\.\d{3}) s \| (\d+\.\d) % of (\d+) prompt tokens computed \| (\d+) tokens in \S+ s\]")
+SMALL = ["--dtype", "float32", "--device", "cpu", "--max-new-tokens", "6"]
 
 
 @pytest.fixture(scope="module")
@@ -32,65 +33,43 @@ def tiny() -> tuple[Any, Any]:
     return lazyllm.load_model("tiny", dtype="float32", device="cpu")
 
 
-def said(tiny: tuple[Any, Any], text: str, method: Any = METHOD, tokens: int = 6) -> str:
+def generated(tiny: tuple[Any, Any], text: str, method: Any = METHOD) -> tuple[lazyllm.Generation, str]:
     model, tokenizer = tiny
-    out = lazyllm.generate(model, tokenizer(text).input_ids, method, tokens)
-    return tokenizer.decode(out.token_ids, skip_special_tokens=True)
-
-
-def chat(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "lazyllm.integrations.chat",
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-        "--threads",
-        "1",
-        *arguments,
-    ]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=300, check=False)
+    out = lazyllm.generate(model, tokenizer(text).input_ids, method, 6)
+    return out, tokenizer.decode(out.token_ids, skip_special_tokens=True)
 
 
 def test_once(tiny: tuple[Any, Any], tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("entry zanur lantern copper. the old house was quiet.")
-    schedule = '{"2": 0.5, "5": 0.5}'
-    done = chat("--once", "-", "--prompt-file", str(tmp_path / "long.txt"), "--schedule", schedule,
-                "--max-new-tokens", "6", stdin="Question: entry zanur")  # fmt: skip
+    arguments = ["--once", "-", "--prompt-file", str(tmp_path / "long.txt"), "--schedule", '{"2": 0.5, "5": 0.5}']
+    command = [sys.executable, "-m", "lazyllm.integrations.chat", *SMALL, "--threads", "1", *arguments]
+    done = subprocess.run(command, input="Question: entry zanur", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    prompt = "entry zanur lantern copper. the old house was quiet.\nQuestion: entry zanur"
-    assert done.stdout == said(tiny, prompt) + "\n"
+    expected, text = generated(tiny, "entry zanur lantern copper. the old house was quiet.\nQuestion: entry zanur")
+    assert done.stdout == text + "\n"
     found = SUMMARY.search(done.stderr)
     assert found
-    model, tokenizer = tiny
-    expected = lazyllm.generate(model, tokenizer(prompt).input_ids, METHOD, 6)
     assert found[2] == f"{expected.pct_prompt_tokens_computed:.1f}"
     assert [int(found[3]), int(found[4])] == [expected.prompt_tokens, len(expected.token_ids)]
     assert float(found[1]) > 0
 
 
-def test_lines_from_standard_input(tiny: tuple[Any, Any]) -> None:
+def test_lines_from_standard_input(tiny, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a chat template each line stands for itself; one that is too long is refused, and the next one heard."""
-    too_long = "lantern " * 4200
-    done = chat("--schedule", "none", "--max-new-tokens", "6", stdin=f"{TEXT}\n\n{too_long}\n{TEXT}\n")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == 2 * (said(tiny, TEXT, Baseline()) + "\n")
-    assert [found[1] for found in SUMMARY.findall(done.stderr)] == ["100.0", "100.0"]
-    assert "are more than the model's 4096" in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{TEXT}\n\n{'lantern ' * 4200}\n{TEXT}\n"))
+    main([*SMALL, "--schedule", "none"])
+    printed = capsys.readouterr()
+    assert printed.out == 2 * (generated(tiny, TEXT, Baseline())[1] + "\n")
+    assert [found[1] for found in SUMMARY.findall(printed.err)] == ["100.0", "100.0"]
+    assert "are more than the model's 4096" in printed.err
 
 
-def test_conversations_are_sent_again(tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_conversations_are_sent_again(tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     model, tokenizer = tiny
-    tokenizer.chat_template = TEMPLATE
-    try:
-        talk = Chat(model, tokenizer, METHOD, "the old house was quiet.", GREEDY)
-        first = talk.answer("entry zanur")
-        second = talk.answer("entry lantern")
-    finally:
-        tokenizer.chat_template = None
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    talk = Chat(model, tokenizer, METHOD, "the old house was quiet.", GREEDY)
+    first = talk.answer("entry zanur")
+    second = talk.answer("entry lantern")
     answers = [tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in (first, second)]
     assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in answers)
     begin = "user: the old house was quiet.\nentry zanur\n"
@@ -155,23 +134,19 @@ def test_sampling_follows_the_seed(tiny: tuple[Any, Any]) -> None:
     ],
 )
 def test_errors_come_before_the_model(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lazyllm.integrations.chat.load_weights", None)  # it would be a TypeError of another text
+    monkeypatch.setattr("lazyllm.models.load.load_weights", None)  # it would be a TypeError of another text
     with pytest.raises(SystemExit, match=f"^error: .*{message}"):
         main(["--once", "x", *arguments])
 
 
-def test_schedules() -> None:
-    assert method_of("none", None, 8) == Baseline()
+def test_schedules_and_methods() -> None:
+    assert method_of("none", None, 8) == method_of("paper", "baseline", 8) == Baseline()
     assert method_of("paper", None, 10) == Lazy(lazyllm.Schedule({3: 0.7, 6: 0.7, 9: 0.7}))
     assert method_of('{"50%": 0.7}', None, 8) == Lazy(lazyllm.Schedule({4: 0.7}))
-
-
-def test_methods() -> None:
-    assert method_of("paper", "baseline", 8) == Baseline()
     assert method_of("paper", 'random_drop {"keep": 0.5}', 8) == RandomDrop(0.5)
     with pytest.raises(UserError, match="unknown method 'nosuch'; known are"):
         method_of("paper", "nosuch", 8)
-    with pytest.raises(ValueError, match="--method is a NAME, or NAME and JSON"):
+    with pytest.raises(UserError, match="--method is a NAME, or NAME and JSON"):
         method_of("paper", "random_drop 0.5", 8)
 
 

@@ -27,8 +27,7 @@ from transformers import (
 
 import lazyllm
 from lazyllm.bench.waits import Waits
-from lazyllm.integrations.generate_options import HONOURED, INERT, REFUSED, check_options
-from lazyllm.integrations.transformers_generate import LazyGenerateOutput
+from lazyllm.integrations.transformers_generate import HONOURED, INERT, REFUSED, LazyGenerateOutput, check_options
 from lazyllm.methods import Baseline, Lazy, Method
 from tests.lazyllm.methods.method_matrix import KEEPING, PRUNING
 from tests.reference import random_model
@@ -326,15 +325,14 @@ def ways(method: Method) -> list[Callable[..., Any]]:
 
 
 def test_streamers_get_what_transformers_gives_them() -> None:
-    expected = Put()
+    expected, found = Put(), Put()
     theirs(streamer=expected)
     assert len(expected.got) == 10
-    for way in ways(KEEP):
-        found = Put()
-        way(input_ids=ids_of(LONG), max_new_tokens=8, streamer=found)
+    with lazyllm.using(MODEL, KEEP):
+        MODEL.generate(ids_of(LONG), max_new_tokens=8, streamer=found)
         assert found.got == expected.got
         with pytest.raises(ValueError, match="a streamer is for one row"):
-            way(**BATCH, max_new_tokens=8, streamer=Put())
+            MODEL.generate(**BATCH, max_new_tokens=8, streamer=Put())
 
 
 @pytest.fixture(scope="module")
@@ -351,17 +349,15 @@ def test_text_streamers_on_the_tiny_model(tiny: tuple[Any, Any], capsys: pytest.
     plain = model.generate(**inputs, max_new_tokens=6, streamer=TextStreamer(tokenizer, skip_prompt=True))
     expected = capsys.readouterr().out
     assert expected.strip()
-    kept = lazyllm.generate_with(Lazy({2: 1.0}))
-    streamer = TextStreamer(tokenizer, skip_prompt=True)
-    out = model.generate(**inputs, max_new_tokens=6, streamer=streamer, custom_generate=kept)
-    assert torch.equal(out, plain)
-    assert capsys.readouterr().out == expected
-    pieces = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    arguments = {**inputs, "max_new_tokens": 6, "streamer": pieces, "custom_generate": kept}
-    thread = threading.Thread(target=model.generate, kwargs=arguments)
-    thread.start()
-    assert "".join(pieces) == expected.rstrip("\n")
-    thread.join()
+    with lazyllm.using(model, Lazy({2: 1.0})):
+        out = model.generate(**inputs, max_new_tokens=6, streamer=TextStreamer(tokenizer, skip_prompt=True))
+        assert torch.equal(out, plain)
+        assert capsys.readouterr().out == expected
+        pieces = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+        thread = threading.Thread(target=model.generate, kwargs={**inputs, "max_new_tokens": 6, "streamer": pieces})
+        thread.start()
+        assert "".join(pieces) == expected.rstrip("\n")
+        thread.join()
 
 
 def test_stop_strings(tiny: tuple[Any, Any]) -> None:
@@ -517,26 +513,27 @@ def test_options_that_are_in_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     config = GenerationConfig()
     config.of_the_checkpoint = 3  # what a checkpoint adds, transformers hands round as well
     check_options(config)
-    monkeypatch.setattr("lazyllm.integrations.generate_options.INERT", INERT - {"length_penalty"})
+    monkeypatch.setattr("lazyllm.integrations.transformers_generate.INERT", INERT - {"length_penalty"})
     check_options(GenerationConfig())
     with pytest.raises(ValueError, match=r"length_penalty=2.0: an option of a newer transformers"):
         check_options(GenerationConfig(length_penalty=2.0))
+
+
+def filled_cache() -> DynamicCache:
+    return MODEL(ids_of(LONG[:3]), use_cache=True).past_key_values
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"inputs_embeds": torch.zeros(1, 3, MODEL.config.hidden_size, dtype=torch.float64)}, "give input_ids"),
-        ({"input_ids": ids_of(LONG), "past_key_values": DynamicCache()}, "past_key_values were given"),
-        ({"input_ids": ids_of(LONG), "assistant_model": MODEL}, "an assistant_model does not go together"),
-        ({"input_ids": ids_of(LONG), "synced_gpus": True}, "synced_gpus"),
+        ({"input_ids": ids_of(LONG), "past_key_values": filled_cache()}, "past_key_values were given"),
         ({"input_ids": ids_of(LONG), "position_ids": torch.arange(WIDTH)[None] + 2}, "position_ids"),
         ({"input_ids": ids_of(LONG), "labels": ids_of(LONG)}, "labels: nothing like it"),
         ({"input_ids": ids_of([1, 97])}, "the model knows 0 to 96"),
         ({"input_ids": BATCH["input_ids"], "attention_mask": BATCH["attention_mask"].flip(1)}, "padded on the right"),
         ({"input_ids": ids_of([1, 2, 3]), "attention_mask": ids_of([1, 0, 1])}, "padded between its tokens"),
         ({"input_ids": ids_of([1, 2, 3]), "attention_mask": ids_of([0, 0, 0])}, "no token at all"),
-        ({"input_ids": torch.tensor([[5, 6, 0], [5, 6, 7]]), "eos_token_id": 0}, "pad on the left"),
         ({**BATCH, "pad_token_id": None, "max_time": 9.0}, "give pad_token_id"),
     ],
 )
@@ -546,6 +543,20 @@ def test_refused_calls(given: dict[str, Any], message: str, monkeypatch: pytest.
     for way in ways(PRUNE):
         with pytest.raises(ValueError, match=message):
             way(**given, max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"past_key_values": DynamicCache()}, "past_key_values were given"),
+        ({"assistant_model": MODEL}, "an assistant_model does not go together"),
+        ({"synced_gpus": True}, "synced_gpus"),
+        ({"inputs": torch.tensor([[5, 6, 0], [5, 6, 7]]), "eos_token_id": 0}, "pad on the left"),
+    ],
+)
+def test_using_refuses_what_transformers_drops_before_a_custom_generate(given: dict[str, Any], message: str) -> None:
+    with lazyllm.using(MODEL, PRUNE), pytest.raises(ValueError, match=message):
+        MODEL.generate(**{"inputs": ids_of(LONG), **given}, max_new_tokens=3)
 
 
 def test_bad_methods_and_seeds() -> None:
