@@ -1,4 +1,4 @@
-"""`scripts/train_tiny.py` and what it made: tokenizer, sequences, resuming, the shipped model."""
+"""`scripts/dev/train_tiny.py` and what it made: tokenizer, sequences, resuming, the shipped model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.benchmarks import embedded
-from scripts import train_tiny
+from scripts.dev import train_tiny
 
 TINY = Path(__file__).resolve().parents[1] / "lazyllm" / "models" / "tiny"
 

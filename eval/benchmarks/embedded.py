@@ -18,7 +18,7 @@ All other needles of a context are distractors of the same form. Needles stand a
 list of strings each of which is one token of `vocabulary()`; a leading space belongs to its word.
 
 The hash of a row's text says whether it is of the test split (`is_test`), whatever seed drew it. So no training
-sequence of `scripts/train_tiny.py`, which asks the same function, can hold a question of the test split.
+sequence of `scripts/dev/train_tiny.py`, which asks the same function, can hold a question of the test split.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Architecture x method x dtype x attention implementation: every cell, and what must hold in it.
 
-`test_architectures.py` runs the cells; `scripts/support_matrix.py` runs the same and writes docs/architectures.md.
+`test_architectures.py` runs the cells; `scripts/dev/support_matrix.py` runs the same and writes docs/architectures.md.
 """
 
 from __future__ import annotations

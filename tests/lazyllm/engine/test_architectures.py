@@ -20,7 +20,7 @@ from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, RandomDrop
-from scripts.support_matrix import OUT, REFUSED, refusal_of, table
+from scripts.dev.support_matrix import OUT, REFUSED, refusal_of, table
 from tests.lazyllm.engine.architecture_matrix import Cell, cells, check, logits_of_steps
 from tests.reference import (
     VARIANTS,

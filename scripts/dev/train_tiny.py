@@ -1,11 +1,9 @@
-"""Train the tiny Llama of `lazyllm/models/tiny` from scratch on the CPU, for the embedded suite
-(`eval/benchmarks/embedded.py`).
+"""Train the tiny Llama of `lazyllm/models/tiny` on the CPU, for the embedded suite (`eval/benchmarks/embedded.py`).
 
-    nice -n 10 python scripts/train_tiny.py                     # train, resuming where a checkpoint lies in --work
-    python scripts/train_tiny.py --evaluate lazyllm/models/tiny        # score a saved model on the test split, from
-    disk
-    python scripts/train_tiny.py --figure results/tiny          # draw the log
-    python scripts/train_tiny.py --placeholder lazyllm/models/tiny     # tokenizer and random weights only
+    nice -n 10 python -m scripts.dev.train_tiny                           # train, resuming from a checkpoint in --work
+    python -m scripts.dev.train_tiny --evaluate lazyllm/models/tiny       # score a saved model on the test split
+    python -m scripts.dev.train_tiny --figure results/tiny                # draw the log
+    python -m scripts.dev.train_tiny --placeholder lazyllm/models/tiny    # tokenizer and random weights only
 
 Half of the early sequences are copying (random tokens of the whole vocabulary of which segments come again at varying
 distance), half are contexts of the suite with several questions. Contexts begin short, with few facts over few keys and
@@ -18,27 +16,24 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import random
-import sys
 import time
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from eval.benchmarks import embedded  # noqa: E402
+from eval.benchmarks import embedded
 
 IGNORE = -100
 COPY = "copy"
 FAMILIES = (*embedded.NAMES, COPY)
 ADVANCE = 0.9
+COUNTERS = ("step", "tokens", "stage", "stage_tokens", "seconds", "loss", "accuracy", "log")  # of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -145,7 +140,6 @@ def save_model(model: Any, folder: Path) -> None:
     """Write model and tokenizer in `from_pretrained` form."""
     from transformers import PreTrainedTokenizerFast
 
-    folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=build_tokenizer(),
@@ -160,8 +154,6 @@ def save_model(model: Any, folder: Path) -> None:
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    for path in folder.iterdir():
-        path.chmod(0o644)
 
 
 # Sequences. ids and labels are lists of one length; labels are IGNORE where no loss is.
@@ -188,8 +180,7 @@ def copy_sequence(rng: random.Random, length: int) -> tuple[list[int], list[int]
 def task_sequence(rng: random.Random, name: str, stage: Stage) -> tuple[list[int], list[int], list[int]]:
     """A context of a task and as many questions as fit, drawn with replacement; loss on the answers.
 
-    Returns:
-        ids, labels, and the positions of each question's first answer token.
+    Returns ids, labels, and the positions of each question's first answer token.
     """
     ids = token_ids()
     before, between = embedded.head(name), embedded.tail(name)
@@ -274,13 +265,13 @@ class Trainer:
         self.seconds = 0.0
         self.accuracy = [0.0] * len(FAMILIES)
         self.loss = 0.0
+        self.log: list[dict[str, Any]] = []
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
-        others = [p for n, p in self.model.named_parameters() if not (p.ndim == 2 and "embed" not in n)]
-        if self.args.optimizer == "muon":
-            if not hasattr(torch.optim, "Muon"):
-                sys.exit(f"Muon is in torch 2.9 and later, this is {torch.__version__}: use --optimizer adamw")
+        parameters = dict(self.model.named_parameters())
+        matrices = [p for n, p in parameters.items() if p.ndim == 2 and "embed" not in n]
+        others = [p for n, p in parameters.items() if p.ndim != 2 or "embed" in n]
+        if self.args.optimizer == "muon":  # in torch 2.9 and later
             return [
                 torch.optim.Muon(matrices, lr=1.0, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
                 torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0),
@@ -319,14 +310,16 @@ class Trainer:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
-        self._note(batch, wanted, logits, labels, loss, current=stage == STAGES[self.stage])
+        self._watch(batch, wanted, logits, labels, loss, current=stage == STAGES[self.stage])
         self.step += 1
         self.tokens += batch.ids.numel()
         self.stage_tokens += batch.ids.numel()
         self.seconds += time.perf_counter() - started
         self._advance()
 
-    def _note(self, batch: Batch, wanted: Tensor, logits: Tensor, labels: Tensor, loss: Tensor, current: bool) -> None:
+    def _watch(
+        self, batch: Batch, wanted: Tensor, logits: Tensor, labels: Tensor, loss: Tensor, current: bool
+    ) -> None:
         """Running means (of some 30 steps) of the loss and of each family's first-token accuracy."""
         self.loss += (loss.item() - self.loss) * (0.03 if self.step else 1.0)
         if not current:
@@ -350,21 +343,16 @@ class Trainer:
             self.stage_tokens = 0
             self.accuracy = [value * 0.5 for value in self.accuracy]
 
-    def state(self) -> dict[str, Any]:
-        """Everything that the next step depends on."""
-        return {
+    def save(self, path: Path) -> None:
+        """Write a checkpoint, everything that the next step depends on, whole or not at all."""
+        state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "rng": self.rng.getstate(),
-            "counters": (self.step, self.tokens, self.stage, self.stage_tokens, self.seconds, self.loss),
-            "accuracy": self.accuracy,
+            "counters": {key: getattr(self, key) for key in COUNTERS},
         }
-
-    def save(self, path: Path) -> None:
-        """Write the checkpoint whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(self.state(), path.with_suffix(".part"))
-        os.replace(path.with_suffix(".part"), path)
+        torch.save(state, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint that `save` wrote."""
@@ -373,13 +361,11 @@ class Trainer:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.rng.setstate(state["rng"])
-        self.step, self.tokens, self.stage, self.stage_tokens, self.seconds, self.loss = state["counters"]
-        self.accuracy = state["accuracy"]
+        vars(self).update(state["counters"])
 
-    def row(self) -> dict[str, Any]:
-        """One line of the log."""
-        accuracy = {name: round(value, 4) for name, value in zip(FAMILIES, self.accuracy, strict=True)}
-        return {
+    def note(self) -> None:
+        """Add a line to the log."""
+        row = {
             "step": self.step,
             "tokens": self.tokens,
             "seconds": round(self.seconds, 1),
@@ -387,46 +373,35 @@ class Trainer:
             "length": STAGES[self.stage].length,
             "lr": f"{self.rate():.3g}",
             "loss": round(self.loss, 4),
-            **accuracy,
+            **{name: round(value, 4) for name, value in zip(FAMILIES, self.accuracy, strict=True)},
         }
+        self.log.append(row)
+        print(json.dumps(row), f"{self.tokens / self.seconds:.0f} tokens/s", flush=True)
 
 
-def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Add a line to the CSV log, with the header first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(row), lineterminator="\n")
-        if fresh:
-            writer.writeheader()
-        writer.writerow(row)
-
-
-def trim_log(path: Path, step: int) -> None:
-    """Drop the lines of steps that a checkpoint of `step` will take again."""
-    if path.exists():
-        header, *lines = path.read_text().splitlines()
-        kept = [line for line in lines if int(line.split(",")[0]) <= step]
-        path.write_text("\n".join([header, *kept]) + "\n")
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write a CSV file."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def train(args: argparse.Namespace) -> Trainer:
     """Train to the end of the curriculum or to `--steps`, writing log, checkpoint and model as it goes."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
+    args.work.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(args)
     checkpoint = args.work / "checkpoint.pt"
     if checkpoint.exists():
         trainer.load(checkpoint)
-        trim_log(args.work / "log.csv", trainer.step)
         print(f"resumed at step {trainer.step}", flush=True)
     while not trainer.done() and (not args.steps or trainer.step < args.steps):
         trainer.update()
         if trainer.step % args.log_every == 0:
-            row = trainer.row()
-            append_row(args.work / "log.csv", row)
-            speed = trainer.tokens / trainer.seconds
-            print(json.dumps(row), f"{speed:.0f} tokens/s", flush=True)
+            trainer.note()
+            write_rows(args.work / "log.csv", trainer.log)
         if trainer.step % args.save_every == 0:
             trainer.save(checkpoint)
     trainer.save(checkpoint)
@@ -437,13 +412,6 @@ def train(args: argparse.Namespace) -> Trainer:
 # Evaluation, from disk.
 
 
-def load_folder(folder: Path) -> tuple[Any, Any]:
-    """Model and tokenizer as a user loads them."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-
-
 @torch.inference_mode()
 def answer(model: Any, tokenizer: Any, prompts: list[list[int]], limit: int) -> list[str]:
     """Greedy answers to prompts of one length, the end token and what follows it removed."""
@@ -452,43 +420,32 @@ def answer(model: Any, tokenizer: Any, prompts: list[list[int]], limit: int) -> 
     return tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
 
 
-def evaluate(folder: Path, count: int, split: str = "test", batch: int = 20) -> list[dict[str, Any]]:
-    """Scores of a saved model on single questions, for each task and prompt length.
+def evaluate(folder: Path, count: int, batch: int = 20) -> list[dict[str, Any]]:
+    """Scores of a saved model on single questions of the test split, a dict for each task and prompt length.
 
-    Returns:
-        One dict for each pair: `dataset, length, examples, score` (0 to 100, by the dataset's metric) and `exact` (% of
-        answers that are the gold text, end and punctuation included).
+    score: 0 to 100, by the dataset's metric. exact: % of answers that are the gold text, punctuation included.
     """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     from eval.benchmarks.datasets import DATASETS
     from eval.benchmarks.metrics import score_example
 
-    model, tokenizer = load_folder(folder)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     results = []
-    for name in embedded.NAMES:
-        for length in embedded.LENGTHS:
-            rows = [row for row in embedded.rows(name, split, count) if embedded.token_length(row) == length]
-            prompts = [tokenizer(embedded.TEMPLATES[name].format(**row)).input_ids for row in rows]
-            answers: list[str] = []
-            for i in range(0, len(rows), batch):
-                answers += answer(model, tokenizer, prompts[i : i + batch], embedded.MAX_NEW_TOKENS[name])
-            scores = [
-                score_example(DATASETS[name], text, row["answers"], row["all_classes"])
-                for text, row in zip(answers, rows, strict=True)
-            ]
-            exact = [
-                text.strip().rstrip(".;") == row["answers"][0].strip().removeprefix("Paragraph ").rstrip(".;")
-                for text, row in zip(answers, rows, strict=True)
-            ]
-            results.append(
-                {
-                    "dataset": name,
-                    "length": length,
-                    "examples": len(rows),
-                    "score": round(100 * sum(scores) / len(rows), 2),
-                    "exact": round(100 * sum(exact) / len(rows), 2),
-                }
-            )
-            print(results[-1], flush=True)
+    for name, length in product(embedded.NAMES, embedded.LENGTHS):
+        rows = [row for row in embedded.rows(name, "test", count) if embedded.token_length(row) == length]
+        prompts = [tokenizer(embedded.TEMPLATES[name].format(**row)).input_ids for row in rows]
+        answers: list[str] = []
+        for i in range(0, len(rows), batch):
+            answers += answer(model, tokenizer, prompts[i : i + batch], embedded.MAX_NEW_TOKENS[name])
+        score = exact = 0.0
+        for text, row in zip(answers, rows, strict=True):
+            gold = row["answers"][0].strip().removeprefix("Paragraph ")
+            score += score_example(DATASETS[name], text, row["answers"], row["all_classes"])
+            exact += text.strip().rstrip(".;") == gold.rstrip(".;")
+        shares = {"score": round(100 * score / len(rows), 2), "exact": round(100 * exact / len(rows), 2)}
+        results.append({"dataset": name, "length": length, "examples": len(rows), **shares})
+        print(results[-1], flush=True)
     return results
 
 
@@ -498,15 +455,14 @@ def draw(log: Path, folder: Path) -> None:
     The accuracies are running means that are halved when a stage begins: the dips say that, not that the model forgot.
     """
     import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     with log.open() as file:
         rows = list(csv.DictReader(file))
     millions = [int(row["tokens"]) / 1e6 for row in rows]
-    plt.rcParams["svg.hashsalt"] = "tiny"
-    figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), constrained_layout=True)
+    matplotlib.rcParams["svg.hashsalt"] = "tiny"
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True)
     top.plot(millions, [float(row["loss"]) for row in rows], color="black")
     top.set_ylabel("loss on answers, nats")
     for name in FAMILIES:
@@ -520,23 +476,17 @@ def draw(log: Path, folder: Path) -> None:
             for axes in (top, bottom):
                 axes.axvline(millions[i], color="0.8", zorder=0)
             top.annotate(
-                f" {rows[i]['length']}",
-                (millions[i], 1),
-                xycoords=("data", "axes fraction"),
-                va="top",
-                rotation=90,  # stages may follow each other closely
+                f" {rows[i]['length']}", (millions[i], 1), xycoords=("data", "axes fraction"), va="top", rotation=90,
                 fontsize="x-small",
-            )
-    top.set_title(
-        "Training of lazyllm/models/tiny (grey: a new stage, with its sequence length in tokens)", fontsize="medium"
-    )
+            )  # fmt: skip
+    title = "Training of lazyllm/models/tiny (grey: a new stage, with its sequence length in tokens)"
+    top.set_title(title, fontsize="medium")
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / "training.png", dpi=120)
     figure.savefig(folder / "training.svg", metadata={"Date": None})
-    plt.close(figure)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -555,14 +505,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--placeholder", type=Path, help="write tokenizer and random weights to this folder, and stop")
     add("--figure", type=Path, help="draw the log in --work into this folder, and stop")
     add("--evaluate", type=Path, help="score the model in this folder on the test split, and stop")
-    add("--scores", type=Path, help="CSV file to which --evaluate appends its scores")
+    add("--scores", type=Path, help="CSV file for the scores of --evaluate")
     add("--count", type=int, default=600, help="test rows a task for --evaluate, a third of each length")
-    return parser.parse_args(argv)
+    return parser.parse_args(arguments)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point."""
-    args = parse(argv)
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
     if args.placeholder:
         save_model(build_model(args.seed), args.placeholder)
     elif args.figure:
@@ -570,8 +519,8 @@ def main(argv: list[str] | None = None) -> None:
     elif args.evaluate:
         torch.set_num_threads(args.threads)
         results = evaluate(args.evaluate, args.count)
-        for row in results if args.scores else []:
-            append_row(args.scores, row)
+        if args.scores:
+            write_rows(args.scores, results)
     else:
         train(args)
 

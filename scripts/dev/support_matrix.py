@@ -1,10 +1,9 @@
 """Run the matrix of supported architectures and write it down: docs/architectures.md.
 
-    python -m scripts.support_matrix            # some minutes on one core
+    python -m scripts.dev.support_matrix            # some minutes on one core
 
 The cells and what is checked in each are those of `tests/lazyllm/engine/architecture_matrix.py`; nothing is written
-unless
-all of them hold.
+unless all of them hold.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lazyllm.engine.architecture import check_structure
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError
 from tests.lazyllm.engine.architecture_matrix import COLUMNS, Cell, cells, check
 from tests.lazyllm.methods.method_matrix import LISTED
 from tests.reference import VARIANTS
 
-OUT = Path(__file__).parent.parent / "docs" / "architectures.md"
+OUT = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 _SMALL: dict[str, Any] = dict(
     vocab_size=97, hidden_size=64, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4,
@@ -55,13 +53,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def refusal_of(name: str) -> str:
-    """The message with which a model of `REFUSED` is refused at start-up; "" where it is not."""
+    """The message with which a model of `REFUSED` is refused at start-up; "" if it is not refused."""
     kind, own, _ = REFUSED[name]
     config = AutoConfig.for_model(kind, **(({} if kind == "gpt2" else _SMALL) | own))
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     try:
-        check_structure(model)
         check_same_as_model(model)
     except UserError as error:
         return str(error)
@@ -89,16 +86,15 @@ def document(holds: Mapping[Cell, bool]) -> str:
     refused = "\n".join(f"| {name} | {reason} |" for name, (_, _, reason) in REFUSED.items())
     return f"""# Which models work
 
-Written by `python -m scripts.support_matrix` with torch {torch.__version__.split("+")[0]} and transformers \
+Written by `python -m scripts.dev.support_matrix` with torch {torch.__version__.split("+")[0]} and transformers \
 {transformers.__version__} on a CPU: {number} combinations, all of which hold.
 
 What a model is, is found out from the model and not from its name: its own code is run once with its layers left out,
 which shows what enters layer 1, which cos and sin and which mask each layer gets, and what becomes of the logits
 (`lazyllm/engine/architecture.py`); then a prompt and two decoding steps are run through the loop over the layers and
-through
-`model(...)`, and must give the same logits (`check_same_as_model`). So a decoder that is not in this table but is built
-like one that is (Ministral, OLMo 3, Cohere 2, Mixtral, Nemotron, ...) works too; only those of the table are held
-against an independent reference. FLOPs and ideal speedups are counted for gated MLPs without experts.
+through `model(...)`, and must give the same logits (`check_same_as_model`). So a decoder that is not in this table but
+is built like one that is (Ministral, OLMo 3, Cohere 2, Mixtral, Nemotron, ...) works too; only those of the table are
+held against an independent reference. FLOPs and ideal speedups are counted for gated MLPs without experts.
 
 ## What is checked in each cell
 
