@@ -5,9 +5,9 @@ that what slows the machine for a while slows both; transformers itself and the 
 other. Ratios are those of such a pair, reported as the median over the pairs with its quartiles. Two generations in
 turns hold their KV caches at once.
 
-    python -m lazyllm.bench --shape llama-1b --threads 1 --tokens 2000 --new-tokens 33 --method paper --against hf
-    python -m lazyllm.bench --shape llama2-7b --tokens 1000 3500 --new-tokens 65 --method paper@0.02 --json out.json
-    python -m lazyllm.bench --shape layers=16,width=1024 --dtype float32 --method '{"2": 0.4, "5": 0.5}'
+    lazyllm-bench bench --shape llama-1b --threads 1 --tokens 2000 --new-tokens 33 --method paper --against hf
+    lazyllm-bench bench --shape llama2-7b --tokens 1000 3500 --new-tokens 65 --method paper@0.02 --json out.json
+    lazyllm-bench bench --shape layers=16,width=1024 --dtype float32 --method '{"2": 0.4, "5": 0.5}'
     python -m lazyllm.bench.measure_all results/reference    # all that the targets ask for, on this machine
 
 A method is a schedule: `paper` (Figure 4's), `none`, `keep1` (Figure 4's layers, keep ratio 1), or JSON
@@ -27,51 +27,59 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
-from transformers import PreTrainedConfig
-
-from lazyllm.bench.case_table import table
-from lazyllm.bench.clock import Case, measure, untimed
 from lazyllm.bench.shapes import SHAPES, build, config_of
-from lazyllm.bench.steered import SteeredLazy
-from lazyllm.methods import Baseline, Lazy
-from lazyllm.methods.schedule import Schedule
-from lazyllm.models.load import as_device, device_name
 from lazyllm.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from lazyllm.methods import Lazy
 
 HF = "hf"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """The command. arguments: None takes those of the process."""
     options = _parser().parse_args(arguments)
+    import torch  # after the arguments are parsed, as it takes seconds
+
+    from lazyllm.models.load import as_device
+
     if options.threads:
         torch.set_num_threads(options.threads)
+    spec = ModelSpec(
+        options.shape, "dummy", options.dtype, options.device, attn_implementation=options.attention, seed=options.seed
+    )
     try:
-        spec = ModelSpec(
-            options.shape,
-            "dummy",
-            options.dtype,
-            options.device,
-            attn_implementation=options.attention,
-            seed=options.seed,
-        )
         spec.check()
-        device = as_device(options.device)
+        if options.repeats == 0 and (options.against or options.new_tokens != [1]):
+            raise ValueError("--repeats 0 is one prefill of each method: give --new-tokens 1, and not --against")
         config = config_of(options.shape, max(options.tokens) + max(options.new_tokens))
         methods = {text: method_of(text, config) for text in options.method or ["paper"]}
-    except (ValueError, TypeError, RuntimeError) as error:
+        device = as_device(options.device)
+    except (ValueError, TypeError) as error:
         sys.exit(f"error: {error}")
-    if options.repeats == 0 and (options.against or options.new_tokens != [1]):
-        sys.exit("error: --repeats 0 is one prefill of each method: give --new-tokens 1, and not --against")
-    model = build(config, spec)
+    _measure(options, build(config, spec), methods, device)
+
+
+def _measure(
+    options: argparse.Namespace, model: PreTrainedModel, methods: dict[str, Lazy], device: torch.device
+) -> None:
+    import torch
+
+    from lazyllm.bench.case_table import table
+    from lazyllm.bench.clock import Case, measure, untimed
+    from lazyllm.methods import Baseline
+    from lazyllm.models.load import device_name
+
     draw = torch.Generator().manual_seed(options.seed)
     cases: list[Case] = []
     print(f"{options.shape}, {options.dtype}, on {device_name(device)}, {torch.get_num_threads()} CPU thread(s)")
     for tokens, new_tokens in product(options.tokens, options.new_tokens):
-        prompt = torch.randint(0, config.vocab_size, (tokens,), generator=draw)
+        prompt = torch.randint(0, model.config.vocab_size, (tokens,), generator=draw)
         contenders = {**methods, **({HF: None} if options.against == HF else {})}
         of_length = []
         of_baseline = untimed(model, Baseline(), prompt, new_tokens)
@@ -88,7 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def method_of(text: str, config: PreTrainedConfig) -> Lazy:
-    """The method that a `--method` names. Raises ValueError or TypeError for what is none."""
+    """The method that a `--method` names. Raises ValueError or TypeError if the model cannot have it."""
+    from lazyllm.bench.steered import SteeredLazy
+    from lazyllm.methods import Lazy
+    from lazyllm.methods.schedule import Schedule
+
     schedule_text, at, share = text.partition("@")
     layers = config.num_hidden_layers
     if schedule_text == "keep1":
@@ -101,6 +113,11 @@ def method_of(text: str, config: PreTrainedConfig) -> Lazy:
 
 def about(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """What the samples were measured with and on."""
+    import torch
+    import transformers
+
+    from lazyllm.models.load import device_name
+
     return {
         "settings": {key: value for key, value in vars(options).items() if key != "json"},
         "device": device_name(device),
@@ -117,19 +134,17 @@ def about(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the sources, "-dirty" where they differ from it; None where git does not know them."""
+    """The commit of the sources, "-dirty" if they differ from it; None if git does not know them."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip()
 
 
 def _parser() -> argparse.ArgumentParser:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
-        prog="python -m lazyllm.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="lazyllm-bench bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="llama-1b", help=f"{', '.join(SHAPES)}, or sizes: layers=16,width=1024,...")
     parser.add_argument("--dtype", default="bfloat16")

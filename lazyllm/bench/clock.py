@@ -1,4 +1,4 @@
-"""The clock: pairs of runs, and one more run of each method, untimed, for what would disturb the clock."""
+"""The clock: pairs of runs in turns, token by token, and one more run of each method for what would disturb it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lazyllm.bench.rate import product_rate
-from lazyllm.bench.turns import Turns, in_turns
 from lazyllm.bench.waits import Waits
 from lazyllm.engine.declaration import Prompt
-from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.devices import read_clock, read_peak, reset_peak
 from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.engine.generation import greedy
+from lazyllm.engine.session import Session
 from lazyllm.methods import Baseline, Lazy, Method
 from lazyllm.methods.schedule import Schedule
 
@@ -125,7 +126,7 @@ def measure(
         name=name,
         tokens=n,
         new_tokens=new_tokens,
-        boundaries=_boundaries(method, layers),
+        boundaries=sum(ratio < 1 for ratio in _keep_ratios(method, layers).values()),
         ideal_ttft_speedup=method.ideal_speedup(config, n) if method else 1.0,
         prefill_flops=prefill_flops(config, (method or Baseline()).tokens_per_layer(layers, n)),
         baseline_prefill_flops=prefill_flops(config, [n] * layers),
@@ -135,10 +136,8 @@ def measure(
     )
 
 
-def _boundaries(method: Method | None, layers: int) -> int:
-    if not isinstance(method, Lazy):
-        return 0
-    return sum(ratio < 1 for ratio in Schedule.parse(method.schedule, layers).keep.values())
+def _keep_ratios(method: Method | None, layers: int) -> Mapping[int, float]:
+    return Schedule.parse(method.schedule, layers).keep if isinstance(method, Lazy) else {}
 
 
 def _beside_baseline(
@@ -146,29 +145,92 @@ def _beside_baseline(
 ) -> Pair:
     """The two in turns: a pair, whichever of them begins."""
     order = [Baseline(), method] if baseline_first else [method, Baseline()]
-    runs = [_run(model, done) for done in in_turns(model, order, prompt, new_tokens)]
+    runs = [turns.run() for turns in in_turns(model, order, prompt, new_tokens)]
     return Pair(*(runs if baseline_first else reversed(runs)))
 
 
 def _beside_transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int, baseline_first: bool) -> Pair:
     """The baseline and transformers itself, one whole generation after the other."""
-    if baseline_first:
-        return Pair(_alone(model, prompt, new_tokens), _transformers(model, prompt, new_tokens, prefill_first=True))
-    other = _transformers(model, prompt, new_tokens, prefill_first=False)
-    return Pair(_alone(model, prompt, new_tokens), other)
+    other = None if baseline_first else _transformers(model, prompt, new_tokens, prefill_first=False)
+    [alone] = in_turns(model, [Baseline()], prompt, new_tokens)
+    return Pair(alone.run(), other or _transformers(model, prompt, new_tokens, prefill_first=True))
 
 
-def _alone(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> Run:
-    [done] = in_turns(model, [Baseline()], prompt, new_tokens)
-    return _run(model, done)
+class Turns:
+    """One generation, as `lazyllm.generate` makes it, a token at a call.
+
+    token_ids: so far. seconds: of each of them, the first one's with the start of the session.
+    """
+
+    def __init__(self, decoder: Decoder, method: Method, prompt: Tensor, new_tokens: int) -> None:
+        self.token_ids: list[int] = []
+        self.seconds: list[float] = []
+        self.method = method
+        self._decoder = decoder
+        self._prompt = prompt
+        self._new_tokens = new_tokens
+        self._session: Session | None = None
+        self._product_flops_per_s = 0.0
+        self._choose = greedy()
+
+    @property
+    def selected(self) -> list[dict[int, list[int]]]:
+        """As in `lazyllm.engine.generation.Generation`."""
+        assert self._session is not None
+        return [{layer: kept.tolist() for layer, kept in step.items()} for step in self._session.selected]
+
+    def take(self) -> None:
+        """Generate the next token."""
+        if self._session is None:
+            self._product_flops_per_s = product_rate(self._decoder.model, len(self._prompt))
+        start = read_clock(self._decoder.device)
+        if self._session is None:
+            self._session = self.method.start(self._decoder, Prompt(self._prompt), self._new_tokens)
+            logits = self._session.prefill(self._prompt.to(self._decoder.device))
+        else:
+            logits = self._session.step(self.token_ids[-1])
+        token_id, _ = self._choose(logits)
+        self.seconds.append(read_clock(self._decoder.device) - start)
+        self.token_ids.append(token_id)
+
+    def run(self) -> Run:
+        """The times, when the last token is there."""
+        first, *steps = self.seconds
+        revived = [0] * len(steps)
+        if isinstance(self.method, Lazy):
+            revived = revived_flops(self._decoder.model, self.method, self.selected, len(self._prompt))
+        return Run(first, steps, sum(self.seconds), revived, self._product_flops_per_s)
 
 
-def _run(model: PreTrainedModel, done: Turns) -> Run:
-    first, *steps = done.seconds
-    revived = [0] * len(steps)
-    if isinstance(done.method, Lazy):
-        revived = revived_flops(model, done.method, done.selected, done.prompt_tokens)
-    return Run(first, steps, sum(done.seconds), revived, done.product_flops_per_s)
+@torch.inference_mode()
+def in_turns(model: PreTrainedModel, methods: Sequence[Method], prompt: Tensor, new_tokens: int) -> list[Turns]:
+    """Continue a prompt [n] with each of the methods, the first token of each before the second of any.
+
+    What slows the machine for a while slows each of them. All of them hold their K and V at once. Raises
+    FloatingPointError if logits are not finite.
+    """
+    for method in methods:
+        method.prepare(model)
+    with open_decoder(model) as decoder:
+        generations = [Turns(decoder, method, prompt, new_tokens) for method in methods]
+        for _ in range(new_tokens):
+            for turns in generations:
+                turns.take()
+    return generations
+
+
+def product_rate(model: PreTrainedModel, n: int) -> float:
+    """What the device reaches at best: FLOP/s of one product of n tokens with a matrix of the MLP's."""
+    width, mlp = model.config.hidden_size, model.config.intermediate_size
+    draw = torch.Generator(model.device).manual_seed(0)
+    rows = torch.rand(n, width, device=model.device, generator=draw).to(model.dtype)
+    weight = torch.rand(mlp, width, device=model.device, generator=draw).to(model.dtype)
+    F.linear(rows[:1], weight)
+    start = read_clock(model.device)
+    repeats = 10 if model.device.type != "cpu" else 1
+    for _ in range(repeats):
+        F.linear(rows, weight)
+    return repeats * 2 * n * width * mlp / (read_clock(model.device) - start)
 
 
 @torch.inference_mode()
@@ -211,7 +273,7 @@ def revived_flops(
     """
     layers = model.config.num_hidden_layers
     shape = LayerShape.of(model.config)
-    cuts = [cut for cut in Schedule.parse(method.schedule, layers).keep if cut < layers]
+    cuts = [cut for cut in _keep_ratios(method, layers) if cut < layers]
     per_step = [0] * (len(selected) - 1)
     for cut, end in zip(cuts, [*cuts[1:], layers], strict=True):
         stored = set(selected[0][cut])

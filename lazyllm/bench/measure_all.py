@@ -12,58 +12,54 @@ Llama's.
 from __future__ import annotations
 
 import argparse
-import json
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lazyllm.bench.__main__ import main as bench
 from lazyllm.models.load import as_device
 
 # Keep ratios that make three boundaries reach the paper's Table 1: eval/paper/published/table1_parameters.csv
-_OF_TABLE_1 = {task: json.dumps(dict.fromkeys(("9", "19", "28"), ratio)) for task, ratio in {
-    "single_doc_qa": 0.7693, "multi_doc_qa": 0.3567, "summarization": 0.7162, "few_shot": 0.4084, "code": 0.5017,
-}.items()}  # fmt: skip
-_OF_TABLE_1["synthetic"] = json.dumps(dict.fromkeys(("6", "16", "25"), 0.3711))
-# The shortest, mean and longest of LongBench's prompts with Llama 2's tokenizer, cut to 3,500 (89 rows, 16 datasets)
-_LONGBENCH = (1315, 3372, 3506)
+_TABLE_1 = {
+    "single_doc_qa": '{"9": 0.7693, "19": 0.7693, "28": 0.7693}',
+    "multi_doc_qa": '{"9": 0.3567, "19": 0.3567, "28": 0.3567}',
+    "summarization": '{"9": 0.7162, "19": 0.7162, "28": 0.7162}',
+    "few_shot": '{"9": 0.4084, "19": 0.4084, "28": 0.4084}',
+    "code": '{"9": 0.5017, "19": 0.5017, "28": 0.5017}',
+    "synthetic": '{"6": 0.3711, "16": 0.3711, "25": 0.3711}',
+}
 
 
-def _methods(*methods: str) -> list[str]:
-    return [part for method in methods for part in ("--method", method)]
+def _method(schedule: str) -> str:
+    return f"--method '{schedule}'"
 
 
-_STEPS = [*_methods("paper", "paper@0.02", "keep1"), "--against", "hf"]
+_STEPS = "--method paper --method paper@0.02 --method keep1 --against hf"
+_TWO = """--method paper --method '{"2": 0.4, "6": 0.5}'"""
 
-ON_CPU: Mapping[str, Sequence[str]] = {
-    "steps": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "33", *_STEPS, "--repeats", "3",
-              "--warmup", "1"],
+# Name of a part -> the arguments of `python -m lazyllm.bench`
+ON_CPU = {
+    "steps": f"--shape llama-1b --tokens 2000 --new-tokens 33 {_STEPS} --repeats 3 --warmup 1",
     # what does not take turns token by token needs more pairs to see through the machine's ups and downs
-    "prefill": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "1", *_methods("paper"), "--against", "hf",
-                "--repeats", "12", "--warmup", "1"],
-    "transformers": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "9", *_methods("keep1"), "--against",
-                     "hf", "--repeats", "9", "--warmup", "1"],
-    "answers": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "1", "17",
-                *_methods("paper", '{"2": 0.4, "6": 0.5}'), "--repeats", "3", "--warmup", "0"],
-    "long_answers": ["--shape", "llama-1b", "--tokens", "2000", "--new-tokens", "129", "512",
-                     *_methods("paper", '{"2": 0.4, "6": 0.5}'), "--repeats", "1", "--warmup", "0"],
-    "curve": ["--shape", "llama-1b", "--tokens", "1000", "2000", "4000", "8000", "--new-tokens", "1",
-              *_methods("paper"), "--repeats", "2", "--warmup", "0"],
-    "long": ["--shape", "llama-1b", "--tokens", "16000", "32000", "--new-tokens", "1", *_methods("paper"),
-             "--repeats", "0"],
-}  # fmt: skip
+    "prefill": "--shape llama-1b --tokens 2000 --new-tokens 1 --method paper --against hf --repeats 12 --warmup 1",
+    "transformers": "--shape llama-1b --tokens 2000 --new-tokens 9 --method keep1 --against hf --repeats 9 --warmup 1",
+    "answers": f"--shape llama-1b --tokens 2000 --new-tokens 1 17 {_TWO} --repeats 3 --warmup 0",
+    "long_answers": f"--shape llama-1b --tokens 2000 --new-tokens 129 512 {_TWO} --repeats 1 --warmup 0",
+    "curve": "--shape llama-1b --tokens 1000 2000 4000 8000 --new-tokens 1 --method paper --repeats 2 --warmup 0",
+    "long": "--shape llama-1b --tokens 16000 32000 --new-tokens 1 --method paper --repeats 0",
+}
 
-ON_AN_ACCELERATOR: Mapping[str, Sequence[str]] = {
-    "steps": ["--shape", "llama2-7b", "--tokens", "1000", "2000", "3500", "7500", "--new-tokens", "64", *_STEPS],
-    "xgen": ["--shape", "xgen-7b", "--tokens", "1000", "2000", "3500", "7500", "--new-tokens", "64", *_STEPS],
-    "table1": ["--shape", "llama2-7b", "--tokens", "3500", "--new-tokens", "64", *_methods(*_OF_TABLE_1.values())],
-    "answers": ["--shape", "llama2-7b", "--tokens", "3500", "--new-tokens", "1", "17", "129", "512",
-                *_methods("paper", _OF_TABLE_1["multi_doc_qa"]), "--repeats", "3"],
-    "longbench": ["--shape", "llama2-7b", "--tokens", *map(str, _LONGBENCH), "--new-tokens", "64",
-                  *_methods("paper")],
-    "curve": ["--shape", "llama2-7b", "--tokens", "1000", "2000", "4000", "8000", "16000", "32000",
-              "--new-tokens", "1", *_methods("paper"), "--repeats", "3"],
-}  # fmt: skip
+ON_AN_ACCELERATOR = {
+    "steps": f"--shape llama2-7b --tokens 1000 2000 3500 7500 --new-tokens 64 {_STEPS}",
+    "xgen": f"--shape xgen-7b --tokens 1000 2000 3500 7500 --new-tokens 64 {_STEPS}",
+    "table1": f"--shape llama2-7b --tokens 3500 --new-tokens 64 {' '.join(map(_method, _TABLE_1.values()))}",
+    "answers": "--shape llama2-7b --tokens 3500 --new-tokens 1 17 129 512 --method paper "
+    f"{_method(_TABLE_1['multi_doc_qa'])} --repeats 3",
+    # the shortest, mean and longest prompts of LongBench (89 rows, 16 datasets), Llama 2's tokenizer, cut to 3,500
+    "longbench": "--shape llama2-7b --tokens 1315 3372 3506 --new-tokens 64 --method paper",
+    "curve": "--shape llama2-7b --tokens 1000 2000 4000 8000 16000 32000 --new-tokens 1 --method paper --repeats 3",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -80,12 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         partial = file.with_suffix(".partial")  # a part that is stopped is not taken for a whole one
         threads = ["--threads", str(options.threads)] if options.threads else []
-        bench([*parts[name], "--dtype", "bfloat16", "--device", options.device, *threads, "--json", str(partial)])
+        settings = ["--dtype", "bfloat16", "--device", options.device, *threads, "--json", str(partial)]
+        bench([*shlex.split(parts[name]), *settings])
         partial.replace(file)
 
 
 def _parser() -> argparse.ArgumentParser:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         prog="python -m lazyllm.bench.measure_all",
         description=__doc__,

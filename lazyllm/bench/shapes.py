@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import LlamaConfig, PreTrainedModel
-
-from lazyllm.engine.checks import check_same_as_model
-from lazyllm.models.load import random_weights
 from lazyllm.models.spec import PRESETS, ModelSpec
 
-# The facts are those of the published config.json files
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, PreTrainedModel
+
+# The values are those of the published config.json files
 _LLAMA_1B = dict(
     vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
     num_key_value_heads=8, head_dim=64, rms_norm_eps=1e-5, tie_word_embeddings=True,
@@ -35,9 +34,11 @@ SIZES = {
 def config_of(shape: str, max_tokens: int) -> LlamaConfig:
     """The config of a shape's name, or of sizes such as "layers=16,width=1024,heads=16,kv_heads=4".
 
-    Sizes that are not given follow from the others: heads of width 64, as many of keys, an MLP of 8/3 of the width,
-    32,000 words. max_tokens: how long prompt and answer become. Raises ValueError for what is neither.
+    Other sizes follow from those: heads of width 64, as many key heads, an MLP of 8/3 of the width, 32,000 words.
+    max_tokens: of prompt and answer. Raises ValueError if it is neither.
     """
+    from transformers import LlamaConfig
+
     if shape in SHAPES:
         known: dict[str, Any] = SHAPES[shape] | {"max_position_embeddings": max_tokens}
         return LlamaConfig(**known)
@@ -55,13 +56,15 @@ def config_of(shape: str, max_tokens: int) -> LlamaConfig:
     width = sizes["width"]
     heads = sizes.get("heads", max(1, width // 64))
     derived = {"mlp": -(-width * 8 // 3 // 64) * 64, "heads": heads, "kv_heads": heads, "vocab": 32000}
-    named: dict[str, Any] = {SIZES[name]: value for name, value in (derived | sizes).items()}
-    named["max_position_embeddings"] = max_tokens
-    return LlamaConfig(**named)
+    settings: dict[str, Any] = {SIZES[name]: value for name, value in (derived | sizes).items()}
+    return LlamaConfig(**settings, max_position_embeddings=max_tokens)
 
 
 def build(config: LlamaConfig, spec: ModelSpec) -> PreTrainedModel:
-    """The model with seeded random weights, in eval mode, checked to be what the loop over its layers reproduces."""
+    """The model with seeded random weights, in eval mode, checked to give the same in the loop over its layers."""
+    from lazyllm.engine.checks import check_same_as_model
+    from lazyllm.models.load import random_weights
+
     model = random_weights(config, spec)
     model.eval()
     check_same_as_model(model)

@@ -15,42 +15,50 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lazyllm.bench.case_table import idle_step_ratio, revival_cost, step_ratio, total_ratio, ttft_speedup
 from lazyllm.bench.clock import Case, Pair, Run, Untimed
+from lazyllm.bench.ratios import (
+    idle_step_ratio,
+    memory_ratio,
+    of_pairs,
+    revival_cost,
+    share_of_ideal,
+    step_ratio,
+    total_ratio,
+    ttft_speedup,
+)
 
 LONG = 2000  # tokens from which on a prefill is held against the arithmetic
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One measured number. case: what it was measured on, for people."""
-
-    value: float
-    case: str
 
 
 @dataclass(frozen=True)
 class Target:
     """A promise about speed or memory.
 
-    what: the quantity. wanted: the bound, for people. holds: whether a number keeps it. read: the numbers that one
-    file's cases give.
+    what: the quantity. wanted: the bound, ">= x" or "<= x"; "0" is "<= 0". read: the numbers of a case, which may need
+    the other cases of its file.
     """
 
     what: str
     wanted: str
-    holds: Callable[[float], bool]
-    read: Callable[[Sequence[Case]], Iterable[tuple[Case, float]]]
+    read: Callable[[Case, Sequence[Case]], Iterable[float]]
+
+    @property
+    def is_least(self) -> bool:
+        """Whether the bound is a lower one."""
+        return self.wanted.startswith(">=")
+
+    def holds(self, value: float) -> bool:
+        bound = float(self.wanted.split()[-1])
+        return value >= bound if self.is_least else value <= bound
 
 
 def read_reports(folder: Path) -> list[dict[str, Any]]:
-    """The benchmark's JSON files below a folder, by name. Raises ValueError where there is none."""
-    files = sorted(folder.rglob("*.json"))
-    reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    found = [report for report in reports if isinstance(report, dict) and "cases" in report]
-    if not found:
+    """The benchmark's JSON files below a folder, by name. Raises ValueError if there is none."""
+    reports = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.rglob("*.json"))]
+    reports = [report for report in reports if isinstance(report, dict) and "cases" in report]
+    if not reports:
         raise ValueError(f"{folder}: no file of `python -m lazyllm.bench --json` lies there")
-    return found
+    return reports
 
 
 def cases_of(report: dict[str, Any]) -> list[Case]:
@@ -68,159 +76,122 @@ def _case(values: dict[str, Any]) -> Case:
 def table(reports: Sequence[dict[str, Any]]) -> str:
     """Markdown: for each target the worst reading of all cases, the range, and whether each of them keeps it."""
     lines = ["| what | target | worst | all readings | |", "|---|---|---:|---|---|"]
+    files = [(report["settings"]["shape"], cases_of(report)) for report in reports]
     for target in TARGETS:
         readings = [
-            Reading(value, f"{report['settings']['shape']}, {case.name}, {case.tokens} + {case.new_tokens} tokens")
-            for report in reports
-            for case, value in target.read(cases_of(report))
+            (value, f"{shape}, {case.name}, {case.tokens} + {case.new_tokens} tokens")
+            for shape, cases in files
+            for case in cases
+            for value in target.read(case, cases)
         ]
         lines.append(_row(target, readings))
     return "\n".join(lines)
 
 
-def _row(target: Target, readings: Sequence[Reading]) -> str:
+def _row(target: Target, readings: Sequence[tuple[float, str]]) -> str:
+    """readings: (value, what it was measured on)."""
     if not readings:
         return f"| {target.what} | {target.wanted} | - | not measured | |"
-    missed = [reading for reading in readings if not target.holds(reading.value)]
-    # a target that is a lower bound is worst where it is lowest
-    order = sorted(readings, key=lambda reading: reading.value)
-    worst = order[0] if target.holds(float("inf")) else order[-1]
-    low, high = order[0].value, order[-1].value
-    verdict = "met" if not missed else f"missed by {len(missed)} of {len(readings)}"
+    missed = sum(not target.holds(value) for value, _ in readings)
+    order = sorted(readings, key=lambda reading: reading[0])
+    (low, _), (high, _) = order[0], order[-1]
+    worst, case = order[0] if target.is_least else order[-1]
+    verdict = f"missed by {missed} of {len(readings)}" if missed else "met"
     return (
-        f"| {target.what} | {target.wanted} | {worst.value:.3g} ({worst.case}) | "
+        f"| {target.what} | {target.wanted} | {worst:.3g} ({case}) | "
         f"{low:.3g} to {high:.3g} of {len(readings)} | {verdict} |"
     )
 
 
-def _each(of_case: Callable[[Case], Iterable[float]]) -> Callable[[Sequence[Case]], Iterable[tuple[Case, float]]]:
-    return lambda cases: [(case, value) for case in cases for value in of_case(case)]
+def _medians(case: Case, *ratios: Callable[[Pair], float | None]) -> list[float]:
+    """The median over the pairs of each ratio that any of them has."""
+    return [statistics.median(values) for ratio in ratios if (values := of_pairs(case, ratio))]
 
 
-def _at_most(bound: float) -> Callable[[float], bool]:
-    return lambda value: value <= bound
+def _ttft_ratio(pair: Pair) -> float:
+    return pair.other.ttft_s / pair.baseline.ttft_s
 
 
-def _median(case: Case, of_pair: Callable[[Pair], float | None]) -> Iterable[float]:
-    """The median over the pairs, if there is any."""
-    values = [value for pair in case.pairs if (value := of_pair(pair)) is not None]
-    return [statistics.median(values)] if values else []
+def _share_of_ideal(case: Case) -> list[float]:
+    return [share_of_ideal(case)] if case.boundaries and case.tokens >= LONG else []
 
 
-def _is_hf(case: Case) -> bool:
-    return case.untimed is None
+def _step_beside_transformers(case: Case) -> list[float]:
+    return [1 / ratio for ratio in _medians(case, step_ratio)] if case.untimed is None else []
 
 
-def _keeps_all(case: Case) -> bool:
-    return not _is_hf(case) and case.boundaries == 0
-
-
-def _share_of_ideal(case: Case) -> Iterable[float]:
-    if _is_hf(case) or case.boundaries == 0 or case.tokens < LONG:
-        return []
-    return [share / case.ideal_ttft_speedup for share in _median(case, ttft_speedup)]
-
-
-def _prefill_against_transformers(case: Case) -> Iterable[float]:
-    return _median(case, lambda pair: pair.baseline.ttft_s / pair.other.ttft_s) if _is_hf(case) else []
-
-
-def _step_against_transformers(case: Case) -> Iterable[float]:
-    return _median(case, _step_over_other) if _is_hf(case) else []
-
-
-def _step_over_other(pair: Pair) -> float | None:
-    ratio = step_ratio(pair)
-    return None if ratio is None else 1 / ratio
-
-
-def _keep_one(case: Case) -> Iterable[float]:
-    if not _keeps_all(case):
-        return []
-    return [
-        *_median(case, lambda pair: pair.other.ttft_s / pair.baseline.ttft_s),
-        *_median(case, idle_step_ratio),
-        *_median(case, total_ratio),
-    ]
-
-
-def _idle_step(case: Case) -> Iterable[float]:
-    return _median(case, idle_step_ratio) if case.boundaries else []
-
-
-def _revival(case: Case) -> Iterable[float]:
-    return _median(case, lambda pair: revival_cost(pair, case.prefill_flops)) if case.boundaries else []
-
-
-def _whole(case: Case) -> Iterable[float]:
+def _whole(case: Case) -> list[float]:
     # a single sample of a prefill says nothing of an answer
-    answered = [pair for pair in case.pairs if len(pair.baseline.step_s) == case.new_tokens - 1]
-    return [statistics.median(map(total_ratio, answered))] if answered and not _is_hf(case) else []
+    has_answers = len(case.pairs[0].baseline.step_s) == case.new_tokens - 1
+    return _medians(case, total_ratio) if case.untimed is not None and has_answers else []
 
 
-def _selection(case: Case) -> Iterable[float]:
-    return [case.untimed.selection_share] if case.untimed is not None and case.boundaries else []
+def _peak_growth(case: Case, cases: Sequence[Case]) -> Iterable[float]:
+    """From the method's shortest prompt to this one: growth of the peak beyond the weights over the prompt's.
 
-
-def _prefill_waits(case: Case) -> Iterable[float]:
-    return [case.untimed.prefill_waits] if case.untimed is not None else []
-
-
-def _step_waits(case: Case) -> Iterable[float]:
-    """How many more than one per boundary."""
-    return [max(0, case.untimed.step_waits - case.boundaries)] if case.untimed is not None else []
-
-
-def _memory(case: Case) -> Iterable[float]:
-    if case.untimed is None or not case.name.startswith("paper"):
-        return []
-    return [(case.untimed.kv_bytes + case.untimed.aux_bytes) / case.baseline_untimed.kv_bytes]
-
-
-def _peak_growth(cases: Sequence[Case]) -> Iterable[tuple[Case, float]]:
-    """From a method's shortest prompt to each other one: growth of the peak beyond the weights over the prompt's.
-
-    What is linear gives 1, less where something does not grow at all; what is quadratic gives the prompt's growth. On a
+    What is linear gives 1, less if something does not grow at all; what is quadratic gives the prompt's growth. On a
     CPU the peak is the process', and what the C library holds back comes on top.
     """
-    for name in dict.fromkeys(case.name for case in cases):
-        of_method = {case.tokens: case for case in cases if case.name == name and case.tokens >= LONG and case.untimed}
-        for tokens in sorted(of_method)[1:]:
-            shortest = min(of_method)
-            before, after = _peak(of_method[shortest]), _peak(of_method[tokens])
-            if before and after:
-                yield of_method[tokens], after / before / (tokens / shortest)
-
-
-def _peak(case: Case) -> int | None:
-    return case.untimed.prefill_peak_bytes if case.untimed is not None else None
-
-
-def _longer_prompts(case: Case) -> Iterable[float]:
-    """TTFT over the baseline's divided by the ideal speedup, of prompts of each length."""
-    return [1 / share for share in _share_of_ideal(case)]
+    alike = [other for other in cases if other.name == case.name and other.tokens >= LONG and other.untimed]
+    shortest = min(alike, key=lambda other: other.tokens, default=case)
+    before, after = (each.untimed and each.untimed.prefill_peak_bytes for each in (shortest, case))
+    growth = case.tokens / shortest.tokens
+    return [after / before / growth] if before and after and growth > 1 else []
 
 
 TARGETS = (
+    Target("TTFT speedup / ideal speedup, 2,000 tokens and more", ">= 0.97", lambda case, _: _share_of_ideal(case)),
     Target(
-        "TTFT speedup / ideal speedup, 2,000 tokens and more", ">= 0.97", lambda x: x >= 0.97, _each(_share_of_ideal)
+        "baseline's prefill / `model(...)`",
+        "<= 1.00",
+        lambda case, _: _medians(case, ttft_speedup) if case.untimed is None else [],
     ),
-    Target("baseline's prefill / `model(...)`", "<= 1.00", _at_most(1.0), _each(_prefill_against_transformers)),
-    Target("baseline's step / `model.generate`'s", "<= 1.00", _at_most(1.0), _each(_step_against_transformers)),
-    Target("keep ratio 1 / baseline: TTFT, step, whole", "<= 1.02", _at_most(1.02), _each(_keep_one)),
-    Target("step in which nothing is revived / baseline's", "<= 1.05", _at_most(1.05), _each(_idle_step)),
-    Target("cost of revival / its FLOPs' time", "<= 1.2", _at_most(1.2), _each(_revival)),
-    Target("whole generation / baseline's", "<= 1.02", _at_most(1.02), _each(_whole)),
-    Target("selection, share of TTFT", "<= 0.01", _at_most(0.01), _each(_selection)),
-    Target("waits in prefill", "0", _at_most(0), _each(_prefill_waits)),
-    Target("waits in a step beyond one per boundary", "0", _at_most(0), _each(_step_waits)),
-    Target("KV + Aux / baseline's KV, Figure 4's schedule", "<= 0.75", _at_most(0.75), _each(_memory)),
-    Target("growth of the peak beyond weights / the prompt's", "<= 1.05", _at_most(1.05), _peak_growth),
-    Target("TTFT / (baseline's / ideal), by length", "<= 1.05", _at_most(1.05), _each(_longer_prompts)),
+    Target("baseline's step / `model.generate`'s", "<= 1.00", lambda case, _: _step_beside_transformers(case)),
+    Target(
+        "keep ratio 1 / baseline: TTFT, step, whole",
+        "<= 1.02",
+        lambda case, _: (
+            _medians(case, _ttft_ratio, idle_step_ratio, total_ratio) if case.untimed and not case.boundaries else []
+        ),
+    ),
+    Target(
+        "step in which nothing is revived / baseline's",
+        "<= 1.05",
+        lambda case, _: _medians(case, idle_step_ratio) if case.boundaries else [],
+    ),
+    Target(
+        "cost of revival / its FLOPs' time",
+        "<= 1.2",
+        lambda case, _: _medians(case, lambda pair: revival_cost(pair, case.prefill_flops)) if case.boundaries else [],
+    ),
+    Target("whole generation / baseline's", "<= 1.02", lambda case, _: _whole(case)),
+    Target(
+        "selection, share of TTFT",
+        "<= 0.01",
+        lambda case, _: [case.untimed.selection_share] if case.untimed and case.boundaries else [],
+    ),
+    Target("waits in prefill", "0", lambda case, _: [case.untimed.prefill_waits] if case.untimed else []),
+    Target(
+        "waits in a step beyond one per boundary",
+        "0",
+        lambda case, _: [max(0, case.untimed.step_waits - case.boundaries)] if case.untimed else [],
+    ),
+    Target(
+        "KV + Aux / baseline's KV, Figure 4's schedule",
+        "<= 0.75",
+        lambda case, _: [memory_ratio(case)] if case.untimed and case.name.startswith("paper") else [],
+    ),
+    Target("growth of the peak beyond weights / the prompt's", "<= 1.05", _peak_growth),
+    Target(
+        "TTFT / (baseline's / ideal), by length",
+        "<= 1.05",
+        lambda case, _: [1 / share for share in _share_of_ideal(case)],
+    ),
 )
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
     if len(arguments) != 1:
         sys.exit("usage: python -m lazyllm.bench.targets FOLDER")
     try:
@@ -230,4 +201,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

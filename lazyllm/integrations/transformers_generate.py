@@ -107,7 +107,7 @@ _COUNTING = (
     MinNewTokensLengthLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
 )
-_PARAMETERS = list(inspect.signature(GenerationMixin.generate).parameters)[1:]  # of `model.generate`, in order
+_PARAMETERS = list(inspect.signature(vars(GenerationMixin)["generate"]).parameters)[1:]  # of `model.generate`, in order
 
 
 @dataclass

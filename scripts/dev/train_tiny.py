@@ -317,9 +317,7 @@ class Trainer:
         self.seconds += time.perf_counter() - started
         self._advance()
 
-    def _watch(
-        self, batch: Batch, wanted: Tensor, logits: Tensor, labels: Tensor, loss: Tensor, current: bool
-    ) -> None:
+    def _watch(self, batch: Batch, wanted: Tensor, logits: Tensor, labels: Tensor, loss: Tensor, current: bool) -> None:
         """Running means (of some 30 steps) of the loss and of each family's first-token accuracy."""
         self.loss += (loss.item() - self.loss) * (0.03 if self.step else 1.0)
         if not current:

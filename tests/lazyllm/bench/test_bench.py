@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 
 import lazyllm
 from lazyllm.bench.__main__ import main, method_of
-from lazyllm.bench.case_table import (
+from lazyllm.bench.clock import Pair, Run, in_turns, quartiles, revived_flops
+from lazyllm.bench.ratios import (
     idle_step_ratio,
     revival_cost,
     reviving_step_ratio,
@@ -19,10 +20,8 @@ from lazyllm.bench.case_table import (
     total_ratio,
     utilisation,
 )
-from lazyllm.bench.clock import Pair, Run, quartiles, revived_flops
 from lazyllm.bench.shapes import SHAPES, build, config_of
 from lazyllm.bench.steered import SteeredLazy
-from lazyllm.bench.turns import in_turns
 from lazyllm.bench.waits import Waits
 from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
@@ -132,7 +131,7 @@ def test_generations_in_turns_are_those_alone() -> None:
     for done, expected in zip(in_turns(model, methods, prompt, 7), alone, strict=True):
         assert (done.token_ids, done.selected) == (expected.token_ids, expected.selected)
         assert len(done.seconds) == 7
-        assert done.product_flops_per_s > 0
+        assert done.run().product_flops_per_s > 0
     assert model.config._attn_implementation == "sdpa"
 
 
