@@ -21,7 +21,7 @@ from lazyllm.models.load import device_name
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge", "rouge-score", "fuzzywuzzy")
+PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge-score")
 # The code that can change a record
 CODE = ("lazyllm/engine", "lazyllm/methods", "lazyllm/models", "eval/benchmarks", "eval/run/measure.py")
 _ROOT = Path(__file__).parents[2]
