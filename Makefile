@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 READY_TO_TEST := .venv/.ready-to-test
-PIN := $(BIN)/uv pip compile --quiet --no-annotate --no-header --python $(BIN)/python pyproject.toml
+PIN := UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip compile --quiet --no-annotate --no-header --python $(BIN)/python pyproject.toml
 # how many test processes; each keeps to one thread
 JOBS ?= auto
 # make paper: where the runs lie (several folders are fine), and where tables and figures go
@@ -25,7 +25,7 @@ test: setup-tests lint
 
 # one thread: the bootstrap's products are too small for more, and crawl where other work shares the cores
 paper: setup
-	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m eval.paper.write $(RUNS) --out $(OUT)
+	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/lazyllm-bench paper $(RUNS) --out $(OUT)
 
 lint: setup-tests
 	$(BIN)/ruff check .
