@@ -30,7 +30,7 @@ from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
 
 # The code that decides which candidates are tried and what a score is, beside the code that decides a record
-CODE = ("eval/tune/space.py", "eval/tune/study.py", "eval/paper/aggregate.py")
+CODE = ("eval/tune/space.py", "eval/tune/study.py", "eval/store/aggregate.py")
 
 log = logging.getLogger(__name__)
 
