@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from eval.benchmarks.split import in_half
 from eval.run.config import build_method, check_arguments, compose_config, register_schema, to_run_config
 from eval.run.plan import prepare
 from eval.run.speedup_targets import at_depth
-from eval.store.record import Measurement, Record
+from eval.store.record import Record
 from eval.tune.findings import difference, told_apart
 from eval.tune.search import tune
 from eval.tune.settings import TuneConfig, check_installed, to_tune_config
@@ -28,6 +27,7 @@ from lazyllm.models.load import load_config
 from lazyllm.models.spec import ModelSpec
 from tests.eval.benchmarks.test_split import examples_of
 from tests.eval.run.test_loop import config_of as run_config_of
+from tests.eval.store.made import measurement
 
 QUICK = (
     "dataset=[lookup,shots]",
@@ -202,9 +202,8 @@ def test_points_of_one_name_do_not_take_each_others_place() -> None:
 
 def test_the_difference_is_of_the_same_examples() -> None:
     def records(scores: dict[str, list[float]]) -> list[Record]:
-        one = Measurement("", [1], 0.0, None, 1.0, 0.0, 1.0, [], 100.0, [1], [[1]], 1, 0, None)
         return [
-            Record(name, str(number), "", 1, 1, replace(one, score=score), None)
+            Record(name, str(number), "", 1, 1, measurement(score=score), None)
             for name, values in scores.items()
             for number, score in enumerate(values)
         ]
