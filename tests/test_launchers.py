@@ -100,7 +100,7 @@ def test_joblib_shards_of_a_run_are_one_run_and_a_bad_job_does_not_stop_them(
     done = sweep(tmp_path, "shard=1/2,3/2,2/2", *QUICK, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     output = said(tmp_path, done)
     assert done.returncode == 2, output
-    assert "'3/2' is not the i-th of n shards" in done.stderr, output
+    assert "shard=3/2: expected the i-th of n shards" in done.stderr, output
     assert "job failed (shard=3/2 " in done.stderr, output
     assert "UserWarning" not in output
     (stored,) = find_runs([tmp_path / "runs"])
