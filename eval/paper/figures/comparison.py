@@ -7,9 +7,10 @@ from typing import Any
 
 import pandas as pd
 
-from eval.paper.figures.style import around, new_figure, styles_of
+from eval.paper.figures.style import around, grid, legend_beside, new_figure, styled, styles_of
 
 
+@styled
 def plot_comparison(table: pd.DataFrame, title: str, methods: Mapping[str, str] | None = None) -> Any:
     """Score against TTFT speedup, one colour a method.
 
@@ -37,12 +38,8 @@ def plot_comparison(table: pd.DataFrame, title: str, methods: Mapping[str, str] 
                 xerr=around(row, "ttft_speedup"), yerr=around(row, "score"),
                 markersize=10, markeredgecolor="white", capsize=3, linestyle="none", label=label, **style,
             )  # fmt: skip
-    axes.set_xlabel("TTFT speedup over the paired baseline")
-    axes.set_ylabel("score (0 to 100)")
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.set_ylim(-4, 104)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, title=f"large: {overall}\nsmall: one task", alignment="left", loc="center left",
-                bbox_to_anchor=(1.0, 0.5))  # fmt: skip
+    axes.set(xlabel="TTFT speedup over the paired baseline", ylabel="score (0 to 100)", ylim=(-4, 104))
+    axes.set_title(title, fontsize=11)
+    grid(axes)
+    legend_beside(axes, title=f"large: {overall}\nsmall: one task", alignment="left")
     return figure

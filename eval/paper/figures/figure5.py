@@ -18,6 +18,7 @@ from eval.paper.figures.figure import Figure
 from eval.paper.figures.style import GREY, MethodStyle, around, grid, new_figure, styled, styles_of
 from eval.paper.known_methods import BASELINE, STUDIED
 from eval.paper.tables.beside_paper import PAPER_MODELS, published
+from eval.paper.tables.cells import forms
 from eval.store.results import Results
 
 MEASURED, PAPER, CLAIM = "measured", "paper, Table 1", "paper, text"
@@ -28,7 +29,6 @@ _SPEEDUP = re.compile(r"\d+(\.\d+)?x")
 _NAMES = {"llama2": "Llama 2 7B", "xgen": "XGen 7B"}
 _TITLES = {"all": "mean over tasks"}
 _POINTS = ["relative_score", "ttft_speedup"]
-_VALUES = [f"{name}{end}" for name in _POINTS for end in ("", "_low", "_high")]
 
 
 def data(results: Results) -> pd.DataFrame:
@@ -56,7 +56,7 @@ def data(results: Results) -> pd.DataFrame:
         points = paper_points(own if isinstance(own, str) else PAPER_MODELS[0], sorted(set(panel["task"])))
         parts += [panel, points.assign(model=model, suite=suite)]
     columns = ["model", "suite", "task", "source", "paper_model", "method", "label", "settings", "seeds", "examples"]
-    return pd.concat(parts, ignore_index=True).reindex(columns=[*columns, "on_curve", *_VALUES])
+    return pd.concat(parts, ignore_index=True).reindex(columns=[*columns, "on_curve", *forms(*_POINTS)])
 
 
 def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
@@ -164,27 +164,19 @@ def _write_legend(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
     published = rows[rows["source"] == PAPER]
     name = _NAMES[published["paper_model"].iloc[0]]
     whose = f"the paper's, {name}" if _is_own(rows) else f"the paper's (of {name},\non LongBench)"
-    handles = [Line2D([], [], label=styles[one].name, markersize=5, **styles[one].drawn) for one in styles
-               if one in measured]  # fmt: skip
-    hollow: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 8, "color": GREY}
-    handles.append(Line2D([], [], label=f"hollow: {whose}", marker="o", **hollow))
-    missing = [one for one in styles if one not in measured and one in set(published["method"])]
+    hollow: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 8}
+    handles = [Line2D([], [], label=style.name, markersize=5, **style.drawn) for method, style in styles.items()
+               if method in measured]  # fmt: skip
+    handles.append(Line2D([], [], label=f"hollow: {whose}", marker="o", color=GREY, **hollow))
     handles += [
-        Line2D([], [], label=f"{styles[one].name} (the paper's only)", **hollow | {"color": styles[one].colour},
-               marker=styles[one].marker) for one in missing
-    ]  # fmt: skip
+        Line2D([], [], label=f"{style.name} (the paper's only)", **style.drawn | hollow)
+        for method, style in styles.items()
+        if method in set(published["method"]) - measured
+    ]
     if (rows["source"] == CLAIM).any():
         claims = ", ".join(f"{speedup:g}x at {score:g} %" for speedup, score in CLAIMS)
         handles.append(
-            Line2D(
-                [],
-                [],
-                linestyle="none",
-                marker="+",
-                markersize=9,
-                color="black",
-                label=f"the paper's claims:\n{claims}",
-            )
+            Line2D([], [], color="black", label=f"the paper's claims:\n{claims}", **hollow | {"marker": "+"})
         )
     axes.legend(handles=handles, loc="center left", title="small and faint: the method's\nother settings",
                 alignment="left")  # fmt: skip

@@ -12,8 +12,9 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as MplFigure
 
 from eval.paper.figures.figure import Figure
-from eval.paper.figures.style import GREY, LINES, MARKERS, around, direct_labels, grid, new_figure, styled
+from eval.paper.figures.style import GREY, LINES, MARKERS, around, grid, legend_beside, new_figure, styled
 from eval.paper.known_methods import STUDIED
+from eval.paper.tables.cells import forms
 from eval.store.results import Results
 
 _VALUES = ("score", "baseline_score", "relative_score", "ttft_speedup")
@@ -25,8 +26,7 @@ def single_points(results: Results) -> pd.DataFrame:
     """
     table: Any = results.by_task
     table = table[(table["level"] == "all") & (table["method"] == STUDIED)]
-    columns = ["model", "suite", "layer", "keep", "examples"]
-    columns += [f"{name}{end}" for name in _VALUES for end in ("", "_low", "_high")]
+    columns = ["model", "suite", "layer", "keep", "examples", *forms(*_VALUES)]
     points = [_single_point(json.loads(settings)) for settings in table["settings"]]
     points = pd.DataFrame(points, index=table.index, columns=["layer", "keep"])
     table = table.join(points).dropna(subset="layer").astype({"layer": int, "keep": float})
@@ -61,26 +61,23 @@ def _single_point(settings: dict[str, Any]) -> tuple[int | None, float | None]:
 
 def _draw_panel(axes: Any, rows: Any) -> None:
     shares = sorted(set(rows["keep"]))
-    last = rows["layer"].max()
     drawn = rows[["score", "score_low", "score_high", "baseline_score"]].to_numpy()
     low, high = np.nanmin(drawn), np.nanmax(drawn)  # there may be no intervals, and no baseline
     margin = 0.06 * max(high - low, 1)
     axes.set(ylim=(low - margin, high + margin))
-    labels = []
     for number, keep in enumerate(shares):
         curve, colour = rows[rows["keep"] == keep], shade_of(number, len(shares))
         axes.errorbar(
             curve["layer"], curve["score"], yerr=around(curve, "score"), color=colour, elinewidth=0.8, capsize=2,
             marker=MARKERS[number % len(MARKERS)], linestyle=LINES[number % len(LINES)], markersize=5,
+            label=f"keep {100 * keep:g} %",
         )  # fmt: skip
-        labels.append((float(curve["score"].iloc[-1]), f"keep {100 * keep:g} %", colour))
     baseline = float(np.mean(rows["baseline_score"]))
     if np.isfinite(baseline):
-        axes.axhline(baseline, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)))
-        labels.append((baseline, "baseline", GREY))
+        axes.axhline(baseline, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)), label="baseline")
     axes.set_xticks(sorted(set(rows["layer"])))
     axes.set(xlabel="layer after which tokens are pruned, once", ylabel="score (0 to 100)")
-    direct_labels(axes, labels, last)
+    legend_beside(axes)
     grid(axes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from matplotlib.ticker import FuncFormatter
 
 from eval.paper.figures.choice import studied
 from eval.paper.figures.figure import Figure
-from eval.paper.figures.style import COLOURS, GREY, LINES, MARKERS, direct_labels, grid, new_figure, styled
+from eval.paper.figures.style import COLOURS, GREY, LINES, MARKERS, grid, legend_beside, new_figure, styled
 from eval.store.results import Results, StoredRun
 
 _LINEAR_STEPS = 40  # longer generations get a logarithmic axis: most happens in the first steps
@@ -28,8 +27,7 @@ def data(results: Results) -> pd.DataFrame:
     runs = studied(results).runs
     parts = []
     for model, label in dict.fromkeys((run.model, run.label) for run in runs):
-        counters = [_counters(run) for run in runs if run.model == model]
-        parts.append(_curves(counters).assign(model=model, label=label))
+        parts.append(_curves([run for run in runs if run.model == model]).assign(model=model, label=label))
     if not parts:
         return pd.DataFrame()
     columns = ["model", "label", "group", "layers", "step", "examples", "generating", "pct_computed"]
@@ -51,67 +49,29 @@ def plot(frame: Any) -> MplFigure:
     return figure
 
 
-@dataclass(frozen=True)
-class _Counters:
-    """The method's counters of a run's examples: the lists of `eval.store.record.Measurement`, concatenated.
-
-    prompt_tokens: [examples]. starts: [all groups of all examples]; own_starts: [examples + 1] where each one's begin.
-    steps: [examples + 1] where each one's steps begin; rows: [all steps + 1] where each one's values begin.
-    computed: [all steps, their groups, in one dimension].
-    """
-
-    prompt_tokens: np.ndarray
-    starts: np.ndarray
-    own_starts: np.ndarray
-    steps: np.ndarray
-    rows: np.ndarray
-    computed: np.ndarray
-
-
-def _counters(run: StoredRun) -> _Counters:
-    table = run.table(["prompt_tokens", "method.group_starts", "method.computed"])
-    starts, computed = (table[f"method.{name}"].combine_chunks() for name in ("group_starts", "computed"))
-    return _Counters(
-        prompt_tokens=table["prompt_tokens"].to_numpy(),
-        starts=starts.values.to_numpy(),
-        own_starts=starts.offsets.to_numpy(),
-        steps=computed.offsets.to_numpy(),
-        rows=computed.values.offsets.to_numpy(),
-        computed=computed.values.values.to_numpy(),
-    )
-
-
-def _curves(parts: Sequence[_Counters]) -> pd.DataFrame:
-    """An example lacks a boundary if two groups of it happen to agree: groups are those of all examples."""
-    starts = np.unique(np.concatenate([part.starts for part in parts])).tolist()
-    lengths = np.concatenate([np.diff(part.steps) for part in parts])
-    steps = int(lengths.max())
-    names = _layer_names(starts)
-    means = [
-        [float(np.concatenate([_shares(part, start, step) for part in parts]).mean()) for step in range(steps)]
-        for start in starts
-    ]
+def _curves(runs: Sequence[StoredRun]) -> pd.DataFrame:
+    """Two groups of an example that happen to agree are stored as one: the groups shown are those of all examples."""
+    names = ["prompt_tokens", "method.group_starts", "method.computed"]
+    examples = [tuple(row.values()) for run in runs for row in run.table(names).to_pylist()]
+    starts = sorted({start for _, own_starts, _ in examples for start in own_starts})
+    lengths = np.array([len(computed) for _, _, computed in examples])
+    steps = np.arange(lengths.max())
+    shares = np.empty((len(starts), len(steps), len(examples)))
+    for number, (prompt_tokens, own_starts, computed) in enumerate(examples):
+        groups = np.searchsorted(own_starts, starts, side="right") - 1
+        rows = np.array(computed)[np.minimum(steps, len(computed) - 1)]  # an example that has ended stays at its last
+        shares[:, :, number] = 100 * rows[:, groups].T / prompt_tokens
+    group, step = np.indices(shares.shape[:2]).reshape(2, -1)
     return pd.DataFrame(
-        [
-            {
-                "group": group + 1,
-                "layers": names[group],
-                "step": step,
-                "examples": len(lengths),
-                "generating": int((lengths > step).sum()),
-                "pct_computed": means[group][step],
-            }
-            for group in range(len(starts))
-            for step in range(steps)
-        ]
+        {
+            "group": group + 1,
+            "layers": np.array(_layer_names(starts))[group],
+            "step": step,
+            "examples": len(examples),
+            "generating": (lengths > step[:, None]).sum(axis=1),
+            "pct_computed": shares.mean(axis=2).ravel(),
+        }
     )
-
-
-def _shares(part: _Counters, layer: int, step: int) -> np.ndarray:
-    """[examples] per cent of the prompt's tokens computed in a layer; after an example's last step its last value."""
-    group = np.add.reduceat((part.starts <= layer).astype(int), part.own_starts[:-1]) - 1
-    row = part.steps[:-1] + np.minimum(step, np.diff(part.steps) - 1)
-    return 100 * part.computed[part.rows[row] + group].astype(int) / part.prompt_tokens
 
 
 def _layer_names(starts: Sequence[int]) -> list[str]:
@@ -125,7 +85,6 @@ def _layer_names(starts: Sequence[int]) -> list[str]:
 
 def _draw_curves(axes: Any, frame: Any) -> None:
     steps = int(frame["step"].max())
-    labels = []
     for (_, name), curve in frame.groupby(["group", "layers"], sort=True):
         number = int(curve["group"].iloc[0]) - 1
         axes.plot(
@@ -133,11 +92,10 @@ def _draw_curves(axes: Any, frame: Any) -> None:
             linestyle=LINES[number % len(LINES)], marker=MARKERS[number % len(MARKERS)],
             markersize=4.5 if steps <= _LINEAR_STEPS else 0, label=str(name), clip_on=False,
         )  # fmt: skip
-        labels.append((float(curve["pct_computed"].iloc[-1]), str(name), COLOURS[number % len(COLOURS)]))
     axes.set_ylim(0, 103)
     axes.set_xlim(0, max(steps, 1))
     axes.set_title(f"{frame['model'].iloc[0]}: {frame['label'].iloc[0]}, {frame['examples'].iloc[0]} examples")
-    direct_labels(axes, labels, max(steps, 1))
+    legend_beside(axes)
     grid(axes)
 
 

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.lines import Line2D
 
-from eval.paper.figures.style import COLOURS, GREY, around, grid, new_figure, styled
+from eval.paper.figures.style import COLOURS, GREY, around, grid, legend_beside, new_figure, styled
 
 _BESIDE = {"paper": ("paper's, or earlier", "s", COLOURS[1]), "uniform": ("evenly spaced", "^", COLOURS[2])}
 _TUNED = ("found by search", "o", COLOURS[0])
@@ -59,4 +59,4 @@ def _write_legend(axes: Any, kinds: list[str]) -> None:
         Line2D([], [], marker="o", label="every schedule tried", **hollow | {"markersize": 3}),
         Line2D([], [], color=GREY, linewidth=1, label="their front (tuned on)"),
     ]
-    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    legend_beside(axes, handles=handles)

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -110,43 +109,9 @@ def grid(axes: Any, which: str = "both") -> None:
     axes.set_axisbelow(True)
 
 
-def direct_labels(axes: Any, labels: Sequence[tuple[float, str, str]], x: float, size: float = 8) -> None:
-    """Write labels to the right of their curves, moved apart where they would overlap.
-
-    labels: (the y at which the curve ends, text, colour). x: where they begin, in data units.
-    """
-    if not labels:
-        return
-    low, high = axes.get_ylim()
-    height = axes.get_position().height * axes.figure.get_figheight()
-    least = 1.25 * size / 72 / height * (high - low)  # a line of text in data units
-    order = np.argsort([y for y, _, _ in labels], kind="stable")
-    wanted = np.array([labels[number][0] for number in order], dtype=float)
-    for number, y in zip(order, _apart(wanted, least, low, high), strict=True):
-        _, text, colour = labels[number]
-        axes.annotate(
-            text, (x, y), xytext=(6, 0), textcoords="offset points", color=darker(colour), fontsize=size, va="center",
-            annotation_clip=False,
-        )  # fmt: skip
-
-
-def darker(colour: str) -> tuple[float, ...]:
-    """The colour for text: thin strokes need more contrast to white than curves do."""
-    return tuple(0.7 * part for part in to_rgb(colour))
-
-
-def _apart(wanted: np.ndarray, least: float, low: float, high: float) -> np.ndarray:
-    """Ascending positions near the wanted ones, `least` apart, and within low and high as far as there is room."""
-    steps = least * np.arange(len(wanted))
-    # least squares under the order of `wanted - steps` (isotonic regression, by pooling)
-    blocks: list[list[float]] = []
-    for value in wanted - steps:
-        blocks.append([value])
-        while len(blocks) > 1 and np.mean(blocks[-2]) > np.mean(blocks[-1]):
-            blocks[-2:] = [blocks[-2] + blocks[-1]]
-    placed = np.concatenate([np.full(len(block), np.mean(block)) for block in blocks]) + steps
-    overshoot = max(0.0, placed[-1] - high)
-    return placed - min(overshoot, max(0.0, placed[0] - low))
+def legend_beside(axes: Any, **options: Any) -> None:
+    """A legend to the right of the axes, where it covers no curve. options: of matplotlib's `legend`."""
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), **options)
 
 
 def around(rows: Any, column: str) -> np.ndarray:

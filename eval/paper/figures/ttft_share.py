@@ -13,13 +13,13 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from eval.paper.figures.choice import studied
 from eval.paper.figures.figure import Figure
 from eval.paper.figures.figure6 import shade_of
-from eval.paper.figures.style import GREY, LINES, MARKERS, around, direct_labels, grid, new_figure, styled
+from eval.paper.figures.style import GREY, LINES, MARKERS, around, grid, legend_beside, new_figure, styled
 from eval.paper.known_methods import BASELINE
+from eval.store.aggregate import RESAMPLES
 from eval.store.results import Results
 
 # Of the introduction of the paper: Llama 2 7B on LongBench, its baseline
 PAPER = {"prompt_tokens": 3376, "tokens": 68, "ttft_share": 23.0}
-RESAMPLES = 2000
 
 _ANSWERS = ((1, 4), (5, 16), (17, 64), (65, 256), (257, 1024))
 
@@ -98,7 +98,7 @@ def _interval(values: np.ndarray) -> tuple[float, float]:
 
 def _draw_panel(axes: Any, of_model: Any, label: str, answers: Sequence[str]) -> None:
     rows = of_model[of_model["label"] == label]
-    labels, last = [], of_model["prompt_tokens"].max()
+    last = of_model["prompt_tokens"].max()
     axes.set_xscale("log")
     axes.set(ylim=(0, 103), xlabel="prompt tokens")
     for number, answer in enumerate(answers):
@@ -108,8 +108,8 @@ def _draw_panel(axes: Any, of_model: Any, label: str, answers: Sequence[str]) ->
         axes.errorbar(
             curve["prompt_tokens"], curve["ttft_share"], yerr=around(curve, "ttft_share"), color=colour, capsize=2,
             elinewidth=0.8, markersize=5, marker=MARKERS[number % len(MARKERS)], linestyle=LINES[number % len(LINES)],
+            label=f"{answer.replace('-', chr(0x2013))} tokens",
         )  # fmt: skip
-        labels.append((float(curve["ttft_share"].iloc[-1]), f"{answer.replace('-', chr(0x2013))} tokens", colour))
     with_paper = _paper_applies(of_model)
     if with_paper:  # in both panels, so that their axes agree
         last = max(last, PAPER["prompt_tokens"])
@@ -126,7 +126,7 @@ def _draw_panel(axes: Any, of_model: Any, label: str, answers: Sequence[str]) ->
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
     axes.set_xlim(of_model["prompt_tokens"].min() / 1.15, last * 1.15)
-    direct_labels(axes, labels, last * 1.15)
+    legend_beside(axes)
     grid(axes)
 
 

@@ -1,17 +1,15 @@
 from __future__ import annotations
 
-import random
 from itertools import combinations
 from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
-import pytest
 from matplotlib.colors import to_rgb
 
 from eval.paper.figures import FIGURES, save
-from eval.paper.figures.style import _apart, around, direct_labels, new_figure, styled, styles_of
+from eval.paper.figures.style import around, new_figure, styled, styles_of
 from eval.store.results import Results
 from lazyllm.methods import METHODS
 
@@ -72,29 +70,6 @@ def test_matplotlib_is_left_as_it_was() -> None:
 
     plot()
     assert dict(mpl.rcParams) == before
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_labels_are_apart_in_order_and_near(seed: int) -> None:
-    rng = random.Random(seed)
-    wanted = np.sort([rng.uniform(0, 10) for _ in range(rng.randint(1, 8))])
-    placed = _apart(wanted, 0.7, 0, 10)
-    assert (np.diff(placed) >= 0.7 - 1e-9).all()
-    assert placed.min() > -1e-9
-    assert placed.max() < 10 + 1e-9
-    if (np.diff(wanted) >= 0.7).all():
-        assert placed.tolist() == pytest.approx(wanted.tolist())
-
-
-def test_equal_curves_have_readable_labels() -> None:
-    figure = new_figure(4, 3)
-    axes = figure.subplots()
-    axes.set_ylim(0, 100)
-    direct_labels(axes, [(100.0, name, "#0072B2") for name in "abcd"], 1)
-    direct_labels(axes, [], 1)
-    figure.canvas.draw()
-    boxes = [text.get_window_extent() for text in axes.texts]
-    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
 def test_intervals_are_distances_and_missing_where_there_is_none() -> None:
