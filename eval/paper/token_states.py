@@ -27,7 +27,7 @@ def token_states(trace: Trace) -> np.ndarray:
     trace's counters say. Raises ValueError where it is not.
     """
     n, steps = len(trace.tokens), len(trace.computed)
-    in_set = _sets(trace)
+    in_set = step_sets(trace)
     before = np.zeros_like(in_set)
     before[1:] = np.logical_or.accumulate(in_set)[:-1]
     _check_counts(trace, (before | in_set)[:, :, :n].sum(axis=2))
@@ -55,13 +55,13 @@ def counts_per_layer(trace: Trace) -> np.ndarray:
     return np.repeat(np.array(trace.computed), widths, axis=1)
 
 
-def _sets(trace: Trace) -> np.ndarray:
+def step_sets(trace: Trace) -> np.ndarray:
     """[steps, layers, n + steps - 1] bool: whether the token is in the step's set for the layer.
 
     After a pruning layer that is what it selected; before the first one, every token that is there. A method that
     selects in prefill only sees, in every later step and layer, what its last selection left.
     """
-    n, steps, layers = len(trace.tokens), len(trace.computed), len(trace.importance)
+    n, steps, layers = len(trace.tokens), len(trace.selected), len(trace.importance)
     in_set = np.zeros((steps, layers, n + steps - 1), dtype=bool)
     for step in range(steps):
         selected = trace.selected[step]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from eval.paper.token_states import step_sets
 from eval.report.record_browser import embed_run
 from eval.store.results import StoredRun
 from eval.store.trace import Trace, read_trace
@@ -23,7 +24,7 @@ def embed_trace(trace: Trace) -> dict[str, Any]:
     generated, whose code after "0" is an index into levels. revived: per step, positions. anew: whether the step
     selected for itself.
     """
-    depths = [last_layers(trace, step) for step in range(len(trace.selected))]
+    depths = last_layers(trace)
     levels = sorted({int(layer) for depth in depths for layer in np.unique(depth)})
     return {
         "dataset": trace.dataset,
@@ -39,27 +40,18 @@ def embed_trace(trace: Trace) -> dict[str, Any]:
     }
 
 
-def last_layers(trace: Trace, step: int) -> np.ndarray:
-    """[n + step] the last layer (from 1; 0 for none) in which each token is in the step's set.
+def last_layers(trace: Trace) -> list[np.ndarray]:
+    """Of each step, [n + step] the last layer (from 1; 0 for none) in which each token is in the step's set.
 
     Tokens are the prompt's and those generated ones that have been run. A step without a selection of its own stays
     with the prefill's, which knows of no generated token.
     """
-    n, layers = len(trace.tokens), len(trace.importance)
-    own = step == 0 or bool(trace.selected[step])
-    last = np.full(n + step, layers)
-    candidates = n + step if own else n
-    last[:candidates] = _last_of_nested(trace.selected[step if own else 0], candidates, layers)
-    return last
-
-
-def _last_of_nested(selected: Mapping[int, Sequence[int]], tokens: int, layers: int) -> np.ndarray:
-    last = np.full(tokens, layers)
-    for layer in sorted(selected, reverse=True):  # the first layer that leaves a token out decides
-        left_out = np.ones(tokens, dtype=bool)
-        left_out[[position for position in selected[layer] if position < tokens]] = False
-        last[left_out] = layer
-    return last
+    n, steps, layers = len(trace.tokens), len(trace.selected), len(trace.importance)
+    depths = [in_set[:, : n + step].sum(axis=0) for step, in_set in enumerate(step_sets(trace))]  # the sets are nested
+    return [
+        depths[step] if step == 0 or trace.selected[step] else np.append(depths[0], np.full(step, layers))
+        for step in range(steps)
+    ]
 
 
 def revived(depths: Sequence[np.ndarray]) -> list[list[int]]:

@@ -83,7 +83,7 @@ def collect(folders: Sequence[Path], out: Path) -> list[Collected]:
 
 
 def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> tuple[list[dict[str, Any]], list[Collected]]:
-    """Every run's records and files; what campaign.json says of each, and what became of it."""
+    """Every run's records and files; campaign.json's entry of each, and what became of it."""
     entries: list[dict[str, Any]] = []
     done: list[Collected] = []
     prompts: dict[tuple[str, str, str], str] = {}
@@ -104,15 +104,8 @@ def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> tuple[li
             failed = len({failure.key for failure in read_failures(run.folder)} - keys)
             files = len(files_of(run.folder, "records"))  # none if it was collected before
             done.append(Collected(name, len(table), files, missing, failed))
-            entries.append(
-                {
-                    "folder": name,
-                    "records": len(table),
-                    "row_groups": [first_group, groups],
-                    "records_sha256": run.records_sha256,
-                    "missing": missing,
-                }
-            )
+            entry = {"row_groups": [first_group, groups], "records_sha256": run.records_sha256}
+            entries.append({"folder": name, "records": len(table), "missing": missing, **entry})
     return entries, done
 
 

@@ -1,13 +1,13 @@
-"""Mends run folders that were damaged: `python -m eval.store.repair FOLDER ...`.
+"""Repair damaged run folders: `python -m eval.store.repair FOLDER ...`.
 
-A damaged file is kept beside as it was (records.jsonl.damaged-1); what is good of it stays in place, letter for letter:
-- invalid lines are taken out. So are different records of one example, as nobody can tell which is right. The run's
+A damaged file is kept beside as it was (records.jsonl.damaged-1). Its good lines stay in place, letter for letter:
+- invalid lines are taken out, and so are different records of one example, as nobody can tell which is right. The run's
   command measures these examples again;
 - of equal lines one stays;
-- run.json is put together again from summary.json. Without that nobody knows whose the records are, and nothing is
-  changed; if there are no records, it is set aside and the run's command begins anew.
+- run.json is restored from summary.json. Without a summary nobody knows whose the records are, and nothing is changed;
+  if there are no records, run.json is set aside and the run's command begins anew.
 
-What a kill leaves of a last line is no damage, and is left to the run.
+A last line cut short by a kill is no damage; the run removes it itself.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from eval.store.folder import NO_LINE, VERSION, about_text, files_of, held_alone
 from eval.store.record import Failure, Record, job_event
 from lazyllm.errors import UserError
 
+_Lines = dict[Path, list[tuple[int, str, Any]]]  # of each file, as `lines_of` gives them
+_Reasons = dict[tuple[Path, int], str]  # {(file, line number): why the line is taken out}
+
 _PARSE: dict[str, Callable[[str], Any]] = {
     "records": Record.from_json,
     "failures": Failure.from_json,
@@ -43,12 +46,15 @@ def repair(folder: Path) -> list[str]:
         raise UserError(f"{folder}: no run folder: it holds neither run.json nor records")
     with held_alone(folder):
         done = _mend_about(folder)
-        bad = _damaged_records(folder)
         for name, parse in _PARSE.items():
-            for file in files_of(folder, name):
-                reasons = bad.get(file, {}) if name == "records" else _damaged_lines(file, parse)
+            lines = {file: list(lines_of(file, parse)) for file in files_of(folder, name)}
+            bad = _invalid(lines)
+            if name == "records":
+                bad |= _repeated(lines)
+            for file, of_file in lines.items():
+                reasons = {number: reason for (place, number), reason in bad.items() if place == file}
                 if reasons:
-                    done.append(_take_out(file, reasons, parse))
+                    done.append(_take_out(file, of_file, reasons))
     return done
 
 
@@ -70,12 +76,9 @@ def _mend_about(folder: Path) -> list[str]:
             f"{file}: cannot be read, and no summary.json says whose the records are; nothing was changed: put the "
             "right run.json there (every run of the same command has the same identity in it), or start a new run"
         )
-    if not file.exists():
-        aside = None
-    elif file.is_file():
-        aside = _copy_aside(file)
-    else:
+    if file.is_dir():
         raise UserError(f"{file}: not a file; nothing was changed: take it away")
+    aside = _copy_aside(file) if file.exists() else None
     if text is None:
         file.unlink()
         return [f"run.json: could not be read; set aside as {aside}. There are no records: the run begins anew"]
@@ -105,39 +108,37 @@ def _about_from_summary(file: Path) -> str | None:
     return about_text(identity, about)
 
 
-def _damaged_lines(file: Path, parse: Callable[[str], Any]) -> dict[int, str]:
-    """{line number: why the line is invalid}."""
+def _invalid(lines: _Lines) -> _Reasons:
     return {
-        number: f"{type(line).__name__}: {line}"
-        for number, _, line in lines_of(file, parse)
+        (file, number): f"{type(line).__name__}: {line}"
+        for file, of_file in lines.items()
+        for number, _, line in of_file
         if isinstance(line, Exception)
     }
 
 
-def _damaged_records(folder: Path) -> dict[Path, dict[int, str]]:
-    """{file: {line number: why it is taken out}}: an invalid line, a copy, or one of several records of an example."""
-    bad: dict[Path, dict[int, str]] = {}
+def _repeated(lines: _Lines) -> _Reasons:
+    """Copies of a record after the first, and all of several different records of one example."""
     places: dict[tuple[str, str], list[tuple[Path, int, Record]]] = {}
-    for file in files_of(folder, "records"):
-        bad[file] = _damaged_lines(file, Record.from_json)
-        for number, _, line in lines_of(file, Record.from_json):
+    for file, of_file in lines.items():
+        for number, _, line in of_file:
             if isinstance(line, Record):
                 places.setdefault(line.key, []).append((file, number, line))
+    bad: _Reasons = {}
     for (dataset, row), copies in places.items():
         first_file, first_number, first = copies[0]
         if all(record == first for _, _, record in copies):
-            for file, number, _ in copies[1:]:
-                bad[file][number] = f"the same as {first_file.name}:{first_number}"
+            reason, taken = f"the same as {first_file.name}:{first_number}", copies[1:]
         else:
             listed = ", ".join(f"{file.name}:{number}" for file, number, _ in copies)
-            for file, number, _ in copies:
-                bad[file][number] = f"different records of {dataset}, row {row}, in {listed}"
+            reason, taken = f"different records of {dataset}, row {row}, in {listed}", copies
+        bad |= {(file, number): reason for file, number, _ in taken}
     return bad
 
 
-def _take_out(file: Path, reasons: dict[int, str], parse: Callable[[str], Any]) -> str:
-    """Take lines out of a file, which is kept beside as it was."""
-    kept = [text for number, text, _ in lines_of(file, parse) if number not in reasons]
+def _take_out(file: Path, lines: Sequence[tuple[int, str, Any]], reasons: dict[int, str]) -> str:
+    """Take lines out of a file, and keep a copy of the whole file beside it."""
+    kept = [text for number, text, _ in lines if number not in reasons]
     aside = _copy_aside(file)
     write_whole(file, "".join(f"{text}\n" for text in kept))
     listed = "; ".join(f"line {number}: {reason}" for number, reason in sorted(reasons.items())[:5])
@@ -146,28 +147,22 @@ def _take_out(file: Path, reasons: dict[int, str], parse: Callable[[str], Any]) 
 
 
 def _copy_aside(file: Path) -> str:
-    """Copy a file beside itself under a name that is free, and give that name. Raises UserError."""
-    content = file.read_bytes()
-    for number in count(1):
-        copy = file.with_name(f"{file.name}.damaged-{number}")
-        try:
-            with copy.open("xb") as opened:
-                opened.write(content)
-                opened.flush()
-                os.fsync(opened.fileno())
-            return copy.name
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise UserError(f"{copy}: could not be written ({error}); nothing was changed, make room first") from error
-    raise AssertionError("there is always a free name")
+    """Copy a file beside itself; returns the copy's name, which was free. Raises UserError."""
+    names = (file.with_name(f"{file.name}.damaged-{number}") for number in count(1))
+    copy = next(name for name in names if not name.exists())
+    try:
+        with copy.open("xb") as opened:
+            opened.write(file.read_bytes())
+            opened.flush()
+            os.fsync(opened.fileno())
+    except OSError as error:
+        raise UserError(f"{copy}: could not be written ({error}); nothing was changed, make room first") from error
+    return copy.name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0: every folder is in order now; 1: one could not be mended."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.store.repair", description="Mends run folders that were damaged."
-    )
+    parser = argparse.ArgumentParser(prog="python -m eval.store.repair", description="Repair damaged run folders.")
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run's folder")
     status = 0
     for folder in parser.parse_args(argv).folders:

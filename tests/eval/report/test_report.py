@@ -130,7 +130,7 @@ def test_choices_are_those_of_the_column() -> None:
 
 
 def test_layers_of_a_trace_by_hand() -> None:
-    found = [last_layers(TRACE, step) for step in range(3)]
+    found = last_layers(TRACE)
     assert [depth.tolist() for depth in found] == LAST_LAYERS
     assert revived(found) == REVIVED
     embedded = embed_trace(TRACE)
@@ -141,7 +141,7 @@ def test_layers_of_a_trace_by_hand() -> None:
 
 def test_a_step_without_a_selection_stays_with_the_prefills() -> None:
     dropped = Trace("trec", "a", ["a", "b", "c"], ["d", "e"], [[0.5, 0.2, 0.3]] * 2, [{0: [0, 2]}, {}], [1], [[2], [2]])
-    assert [last_layers(dropped, step).tolist() for step in (0, 1)] == [[2, 0, 2], [2, 0, 2, 2]]
+    assert [depth.tolist() for depth in last_layers(dropped)] == [[2, 0, 2], [2, 0, 2, 2]]
     assert embed_trace(dropped)["revived"] == [[], []]
     assert embed_trace(dropped)["anew"] == [True, False]
 
@@ -169,7 +169,7 @@ def test_what_is_drawn_is_what_was_computed(tiny_and_a_prompt: tuple[Any, list[i
     unimportant = [[0.0] * len(prompt)] * layers
     words = ["word"] * len(prompt)
     traced = Trace("digest", "0", words, ["word"] * steps, unimportant, out.selected, [], [])
-    depths = [last_layers(traced, step) for step in range(steps)]
+    depths = last_layers(traced)
     assert steps > 1
     reached = np.zeros(len(prompt))
     for depth, computed in zip(depths, out.computed, strict=True):

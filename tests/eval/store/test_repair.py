@@ -78,7 +78,7 @@ def test_what_status_cannot_read_of_the_jobs_is_taken_out(folder: Path, line: st
     (folder / "jobs.jsonl").write_text(f"{line}\n{before}")
     (damaged,) = status([folder])
     assert (damaged.state, "jobs.jsonl:1: not a job's begin or end" in damaged.why) == ("failed", True)
-    assert f"python -m eval.store.repair {folder}" in damaged.why
+    assert f"lazyllm-bench repair {folder}" in damaged.why
     (done,) = repair(folder)
     assert done.startswith("jobs.jsonl: 1 lines taken out, 1 kept")
     assert (folder / "jobs.jsonl").read_text() == before
