@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from eval.store.results import PLANNED, label_of, planned_text
 
 # LongBench's examples by dataset; 200 if it is not named
 _SIZES = {"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}
-MODELS = {"llama2": (32, 3500), "xgen": (32, 7500)}  # layers, and the longest prompt
+MODELS = {"llama2": 3500, "xgen": 7500}  # the longest prompt
 _EXPERIMENT = Path(__file__).parents[2] / "eval" / "conf" / "experiment" / "table1.yaml"
 _TABLE1 = {method["name"]: method for method in yaml.safe_load(_EXPERIMENT.read_text())["compare"].values()}
 _STUDIED = "lazy"
@@ -37,42 +36,56 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     *(_LAZY | {"schedule": schedule} for schedule in ("table1", "1.5x", "2.0x", "paper", {"8": 0.5}, {"16": 0.3})),
     *(settings for name, settings in _TABLE1.items() if name != _STUDIED),
 )
-_STARTS = [1, 10, 20, 29]  # first layers of LazyLLM's groups
-_WORDS = (
-    "the of and to in is that it was for on are as with his they at be this from have or by one had not but what all "
-    "were when we there can an your which their said if do will each about how up out them then she many some so"
+_WORDS = np.array(
+    [
+        "the",
+        "of",
+        "and",
+        "to",
+        "in",
+        "is",
+        "that",
+        "it",
+        "was",
+        "for",
+        "on",
+        "are",
+        "as",
+        "with",
+        "his",
+        "they",
+        "at",
+        "be",
+        "this",
+        "from",
+        "have",
+        "or",
+        "by",
+    ]
 )
 _SHARDS = 2
 
 
-@dataclass(frozen=True)
-class Campaign:
-    """share: of each dataset's examples, at least two. steps: fewest and most generated tokens."""
+def write_campaign(
+    out: Path, share: float = 1.0, seeds: int = 5, steps: Sequence[int] = (64, 64), settings: int = len(SETTINGS)
+) -> int:
+    """Write every run's folder below `out`; returns the number of records.
 
-    share: float = 1.0
-    seeds: int = 5
-    steps: tuple[int, int] = (64, 64)
-    settings: int = len(SETTINGS)
-    models: tuple[str, ...] = tuple(MODELS)
-
-
-def write_campaign(out: Path, campaign: Campaign) -> int:
-    """Write every run's folder below `out`; returns the number of records."""
-    records = 0
-    for model in campaign.models:
-        for number, settings in enumerate(SETTINGS[: campaign.settings]):
-            for seed in range(campaign.seeds):
-                records += _write_run(out, campaign, model, number, settings, seed)
-    return records
+    share: of each dataset's examples, at least two. steps: fewest and most generated tokens. settings: how many.
+    """
+    sizes = {dataset.name: max(2, round(share * _SIZES.get(dataset.name, 200))) for dataset in longbench.DATASETS}
+    runs = [(model, number, seed) for model in MODELS for number in range(settings) for seed in range(seeds)]
+    for model, number, seed in runs:
+        _write_run(out, model, number, seed, sizes, steps)
+    return len(runs) * sum(sizes.values())
 
 
-def _write_run(out: Path, campaign: Campaign, model: str, number: int, settings: dict[str, Any], seed: int) -> int:
-    datasets = longbench.DATASETS
-    sizes = {one.name: max(2, round(campaign.share * _SIZES.get(one.name, 200))) for one in datasets}
-    method = settings | ({"seed": seed} if "seed" in settings else {})
+def _write_run(out: Path, model: str, number: int, seed: int, sizes: dict[str, int], steps: Sequence[int]) -> None:
+    settings = SETTINGS[number]
     identity = {
-        "model": model, "method": method, "seed": seed, "paired": True, "warmup": 5, "code": "simulated",
-        "load_format": "auto", "data": dict.fromkeys(sizes, "simulated"),
+        "model": model, "method": settings | ({"seed": seed} if "seed" in settings else {}), "seed": seed,
+        "paired": True, "warmup": 5, "code": "simulated", "load_format": "auto",
+        "data": dict.fromkeys(sizes, "simulated"),
     }  # fmt: skip
     about = {
         "examples": sizes,
@@ -85,70 +98,61 @@ def _write_run(out: Path, campaign: Campaign, model: str, number: int, settings:
     folder = out / f"{model}-{settings['name']}-all-{fingerprint(identity)[:8]}"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(about_text(identity, about))
-    planned = ((one.name, _id(one, number)) for one in datasets for number in range(sizes[one.name]))
-    (folder / PLANNED).write_text(planned_text(planned))
-    files = [(folder / f"records-{shard + 1}-of-{_SHARDS}.jsonl").open("w") for shard in range(_SHARDS)]
-    for place, dataset in enumerate(datasets):
+    (folder / PLANNED).write_text(
+        planned_text((name, _id(name, n)) for name, size in sizes.items() for n in range(size))
+    )
+    lines: list[list[str]] = [[] for _ in range(_SHARDS)]
+    for place, dataset in enumerate(longbench.DATASETS):
         rng = np.random.default_rng([seed, number, place, list(MODELS).index(model)])
-        for example, record in enumerate(_records(rng, campaign, model, settings, dataset, sizes[dataset.name])):
-            files[example % _SHARDS].write(f"{record.to_json()}\n")
-    for file in files:
-        file.close()
-    return sum(sizes.values())
+        longest = MODELS[model]
+        # a prompt's length is the same in every run
+        lengths = np.random.default_rng([longest, place]).lognormal(8.4, 0.6, sizes[dataset.name]).astype(int) + 200
+        for example, tokens in enumerate(np.minimum(longest, lengths).tolist()):
+            record = _record(rng, settings, dataset, example, tokens, int(rng.integers(steps[0], steps[1] + 1)))
+            lines[example % _SHARDS].append(f"{record.to_json()}\n")
+    for shard, of_shard in enumerate(lines, start=1):
+        (folder / f"records-{shard}-of-{_SHARDS}.jsonl").write_text("".join(of_shard))
 
 
-def _id(dataset: Dataset, number: int) -> str:
-    return f"{dataset.name}{number:044d}"
+def _id(dataset: str, number: int) -> str:
+    return f"{dataset}{number:044d}"
 
 
-def _records(
-    rng: np.random.Generator, campaign: Campaign, model: str, settings: dict[str, Any], dataset: Dataset, n: int
-) -> Iterator[Record]:
-    longest = MODELS[model][1]
-    # what belongs to the examples is the same in every run
-    own = np.random.default_rng([longest, *dataset.name.encode()])
-    lengths = np.minimum(longest, own.lognormal(8.4, 0.6, n).astype(int) + 200)
-    words = np.array(_WORDS.split())
-    ends = [" ".join(words[own.integers(0, len(words), 150)])[-600:] for _ in range(n)]
-    answers = [" ".join(words[own.integers(0, len(words), 6)]) for _ in range(n)]
+def _record(
+    rng: np.random.Generator, settings: dict[str, Any], dataset: Dataset, example: int, tokens: int, steps: int
+) -> Record:
+    ttft_s = tokens * 3e-4 * float(rng.lognormal(0, 0.05))
     speedup = 1 + len(label_of(settings["name"], settings)) % 5 / 3
-    for example in range(n):
-        tokens = int(lengths[example])
-        steps = int(rng.integers(campaign.steps[0], campaign.steps[1] + 1))
-        ttft = tokens * 3e-4 * float(rng.lognormal(0, 0.05))
-        is_lazy = settings["name"] == _STUDIED
-        keep = [1.0, 0.7, 0.5, 0.35] if is_lazy else [1.0, 0.5]
-        grown = np.minimum(1, np.array(keep) + np.linspace(0, 0.2, steps)[:, None] * rng.random())
-        yield Record(
-            dataset=dataset.name,
-            id=_id(dataset, example),
-            prompt_sha256=f"{example:064x}",
-            prompt_tokens=tokens,
-            prompt_tokens_before_truncation=tokens * 2,
-            method=_measurement(
-                rng, words, dataset, steps, ttft / speedup, _STARTS if is_lazy else [1, 3], (grown * tokens).astype(int)
-            ),
-            baseline=_measurement(rng, words, dataset, steps, ttft, [1], np.full((steps, 1), tokens)),
-            prompt_end=ends[example],
-            answers=[answers[example]],
-        )
+    starts, kept = ([1, 10, 20, 29], [1.0, 0.7, 0.5, 0.35]) if settings["name"] == _STUDIED else ([1, 3], [1.0, 0.5])
+    grown = np.minimum(1, np.array(kept) + np.linspace(0, 0.2, steps)[:, None] * rng.random())
+    return Record(
+        dataset=dataset.name,
+        id=_id(dataset.name, example),
+        prompt_sha256=f"{example:064x}",
+        prompt_tokens=tokens,
+        prompt_tokens_before_truncation=tokens * 2,
+        method=_measurement(rng, dataset, ttft_s / speedup, starts, (grown * tokens).astype(int)),
+        baseline=_measurement(rng, dataset, ttft_s, [1], np.full((steps, 1), tokens)),
+        prompt_end=" ".join(np.roll(np.tile(_WORDS, 7), example))[-600:],
+        answers=[" ".join(np.roll(_WORDS, example)[:6])],
+    )
 
 
 def _measurement(
-    rng: np.random.Generator, words: np.ndarray, dataset: Dataset, steps: int, ttft: float, starts: list[int],
-    computed: np.ndarray,
-) -> Measurement:  # fmt: skip
-    decoding = (0.02 * rng.lognormal(0, 0.1, steps - 1)).tolist()
+    rng: np.random.Generator, dataset: Dataset, ttft_s: float, starts: list[int], computed: np.ndarray
+) -> Measurement:
+    steps = len(computed)
+    decode_step_s = (0.02 * rng.lognormal(0, 0.1, steps - 1)).tolist()
     score = float(rng.beta(0.6, 1.2))
     return Measurement(
-        text=" ".join(words[rng.integers(0, len(words), steps)]),
+        text=" ".join(rng.choice(_WORDS, steps)),
         token_ids=rng.integers(3, 32_000, steps).tolist(),
         score=score,
         rouge_l=score * 0.9 if dataset.metric == "rouge" else None,
-        ttft_s=ttft,
+        ttft_s=ttft_s,
         scoring_s=0.0,
-        total_s=ttft + sum(decoding),
-        decode_step_s=decoding,
+        total_s=ttft_s + sum(decode_step_s),
+        decode_step_s=decode_step_s,
         pct_prompt_tokens_computed=float(100 * computed[-1].mean() / computed[0, 0]),
         group_starts=starts,
         computed=computed.tolist(),
@@ -163,10 +167,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="a folder that is not there yet")
     parser.add_argument("--share", type=float, default=1.0, help="of each dataset's examples (default: all)")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, nargs=2, default=(64, 64), metavar=("FEWEST", "MOST"))
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs=2,
+        default=(64, 64),
+        metavar=("FEWEST", "MOST"),
+        help="generated tokens (default: 64)",
+    )
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True)
-    records = write_campaign(options.out, Campaign(options.share, options.seeds, tuple(options.steps)))
+    records = write_campaign(**vars(options))
     size = sum(file.stat().st_size for file in options.out.rglob("*.jsonl"))
     print(f"{records} records, {size / 1e9:.2f} GB in {options.out}")
     return 0

@@ -22,18 +22,16 @@ from eval.store.folder import open_store
 from eval.store.record import SCHEMA, Failure
 from eval.store.results import PLANNED, Results, find_runs, planned_text, stored_runs
 from lazyllm.errors import UserError
-from scripts.dev.simulate_campaign import Campaign, write_campaign
+from scripts.dev.simulate_campaign import write_campaign
 from tests.eval.paper.figures.made import small_trace, with_traces
 from tests.eval.store.made import LAZY, record, write_run
-
-SMALL = Campaign(share=0.01, seeds=2, steps=(1, 64), settings=7)
 
 
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some hundred records of 28 runs, in two shards each."""
     folder = tmp_path_factory.mktemp("campaign")
-    assert write_campaign(folder / "runs", SMALL) > 500
+    assert write_campaign(folder / "runs", share=0.01, seeds=2, steps=(1, 64), settings=7) > 500
     run = next(run for run in find_runs([folder / "runs"]) if run.method == "lazy")
     with_traces(run, run.folder, small_trace())
     collect([folder / "runs"], folder / "collected")
