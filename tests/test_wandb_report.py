@@ -6,16 +6,16 @@ import json
 import os
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eval.benchmarks.datasets import TASKS
-from eval.store.folder import fingerprint, open_store
-from eval.store.record import Record
+from eval.store.folder import read_run
 from scripts import wandb_report
-from tests.eval.store.made import measurement
+from tests.eval.store.made import measurement, record, write_run
 
 pytest.importorskip("wandb_workspaces", reason="the extra wandb-report is not installed")
 
@@ -41,16 +41,10 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def store(folder: Path, method: dict[str, Any], score: float, ttft_s: float, dataset: str = "hotpotqa") -> str:
     """A stored run of one example; its fingerprint."""
-    identity = {
-        "model": "tiny", "method": method, "seed": method.get("seed", 0), "paired": True, "device": "a device",
-        "code": "c", "data": {dataset: "d"},
-    }  # fmt: skip
-    about = {"config": {"model": {"name": "tiny", "paper": None}}, "provenance": {"git_commit": "0123abc"}}
-    with open_store(folder, identity, about) as opened:
-        opened.append(
-            Record(dataset, "1", "p", 4, 4, measurement("x", score, ttft_s=ttft_s), measurement("x", 1.0, ttft_s=0.6))
-        )
-    return fingerprint(identity)
+    example = record(1, dataset, score=score, ttft_s=ttft_s)
+    example = replace(example, baseline=measurement(score=1.0, ttft_s=0.6))
+    write_run(folder, [example], method, seed=method.get("seed", 0), device="a device", data={dataset: "d"})
+    return read_run(folder)[0]["fingerprint"]
 
 
 def blocks_of(file: Path, kind: str) -> list[dict[str, Any]]:
@@ -103,7 +97,7 @@ def test_the_spec_of_stored_runs(tmp_path: Path, capsys) -> None:
     assert {tuple(line["metrics"]) for line in lines} == {("running/score",), ("running/ttft_speedup",)}
     assert {line["xAxis"] for line in lines} == {"examples"}
     text = json.dumps(blocks_of(out, "paragraph"))
-    assert "3 runs of tiny on 2 examples; device: a device; commit: 0123abc" in text
+    assert "3 runs of tiny on 2 examples; device: a device; commit: abc" in text
 
 
 def test_seeds_are_told_apart(tmp_path: Path) -> None:

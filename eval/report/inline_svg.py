@@ -7,10 +7,6 @@ import re
 from typing import Any
 
 import matplotlib as mpl
-
-mpl.use("Agg")  # files only: no screen is needed or opened
-
-import matplotlib.pyplot as plt
 from markupsafe import Markup
 
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -18,14 +14,13 @@ _IDS = re.compile(r'(\bid="|url\(#|href="#)')
 
 
 def inline_svg(figure: Any, name: str) -> Markup:
-    """The figure as an `<svg>` element whose ids begin with `name`, so that figures do not share theirs; closes it.
+    """The figure as an `<svg>` element whose ids begin with `name`, so that figures do not share theirs.
 
     Letters are drawn as paths: they look the same on every machine.
     """
     written = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": name}):
         figure.savefig(written, format="svg", bbox_inches="tight", metadata=_NO_METADATA)
-    plt.close(figure)
     text = written.getvalue()
     element = text[text.index("<svg") :]
     attributes = f'<svg role="img" aria-labelledby="{name}-title" '

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as MplFigure
+from matplotlib.ticker import MaxNLocator
 
 from eval.paper.figures.choice import traced_example
 from eval.paper.figures.figure import Figure
@@ -68,7 +69,7 @@ def _draw_map(figure: MplFigure, axes: Any, frame: Any) -> None:
     )  # fmt: skip
     axes.set(xlabel="prompt token", ylabel="layer")
     axes.set_title(f"a  Importance by layer and token ({frame['model'].iloc[0]}, {frame['dataset'].iloc[0]})")
-    axes.set_yticks(_layer_ticks(layers))
+    axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 4, 8, 10]))
     if width > 1:
         axes.set_xlabel(f"prompt token (each column: the largest of {width} neighbours)")
     bar = figure.colorbar(picture, ax=axes, extend="min", pad=0.015, aspect=28)
@@ -101,11 +102,6 @@ def _draw_distribution(axes: Any, frame: Any) -> None:
     axes.set_ylim(0, 1.2 * highest)
     axes.yaxis.get_major_locator().set_params(integer=True)
     grid(axes, "y")
-
-
-def _layer_ticks(layers: int) -> list[int]:
-    step = next(step for step in (1, 2, 4, 8, 16, 32) if layers / step <= 9)
-    return [1, *range(step, layers + 1, step)] if step > 1 else list(range(1, layers + 1))
 
 
 FIGURE = Figure(

@@ -5,13 +5,12 @@ import io
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from eval.paper.summary import Summary, compared_table, summarise, summary_table, to_json
 from eval.store.record import Failure, Record
-from tests.eval.store.made import measurement, record
+from tests.eval.store.made import measurement
 
 
 def _rows(summary: Summary) -> dict[str, object]:
@@ -32,36 +31,15 @@ RECORDS = [
 ]
 
 
-def test_means_by_hand() -> None:
+def test_rows_and_their_values() -> None:
+    """Every value is `eval.store.aggregate`'s, whose tests hold them."""
     rows = _rows(summarise(RECORDS))
     assert list(rows) == ["hotpotqa", "musique", "multi_doc_qa", "trec", "few_shot", "mean over tasks"]
-    assert rows["hotpotqa"].score.mean == 50
-    assert rows["hotpotqa"].ttft_speedup.mean == 2  # (3 + 1) / (1 + 1)
-    assert rows["hotpotqa"].generation_speedup.mean == 1.5
-    assert rows["musique"].score.mean == 33.33  # the official score is rounded
-    assert rows["multi_doc_qa"].score.mean == pytest.approx((50 + 33.33) / 2)
-    assert rows["multi_doc_qa"].baseline_score.mean == 25
-    assert rows["multi_doc_qa"].ttft_speedup.mean == 3
-    assert rows["mean over tasks"].score.mean == pytest.approx(((50 + 33.33) / 2 + 100) / 2)
-    assert rows["mean over tasks"].ttft_speedup.mean == 2
     assert [rows[name].examples for name in rows] == [2, 1, 3, 1, 1, 4]
+    assert rows["multi_doc_qa"].score.mean == pytest.approx((50 + 33.33) / 2)
+    assert rows["mean over tasks"].ttft_speedup.mean == 2
     assert rows["hotpotqa"].score.low is not None
-    for name in ("musique", "multi_doc_qa", "mean over tasks"):  # one example has no interval, nor what contains it
-        assert rows[name].score.low is None
-    assert rows["hotpotqa"].generated_tokens.mean == rows["hotpotqa"].baseline_generated_tokens.mean == 2
-    assert rows["hotpotqa"].step_speedup.mean == 1
-
-
-def test_intervals_are_those_of_the_mean() -> None:
-    rng = np.random.default_rng(0)
-    scores = rng.random(400)
-    records = [record(number, score=float(score)) for number, score in enumerate(scores)]
-    row = summarise(records).rows[0]
-    half = 100 * 1.96 * scores.std() / 20  # the normal interval, which 400 examples nearly have
-    assert row.score.low == pytest.approx(100 * scores.mean() - half, abs=0.15 * half)
-    assert row.score.high == pytest.approx(100 * scores.mean() + half, abs=0.15 * half)
-    assert row.ttft_speedup.low == pytest.approx(2)  # every example is twice as fast, so there is no doubt
-    assert row.ttft_speedup.high == pytest.approx(2)
+    assert rows["mean over tasks"].score.low is None  # one example has no interval, nor what contains it
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
@@ -134,19 +112,11 @@ def test_failures_are_counted_and_the_score_shown_with_them_as_zero() -> None:
     text = f"4 examples failed and are left out; if they count as 0, the score is {(multi_doc_qa + 50) / 2:.2f}."
     assert text in summary_table(summary, "title").to_markdown()
     assert f"lazy: {text}" in compared_table({"static": summarise(RECORDS), "lazy": summary}, "title").to_markdown()
-    assert "failed" not in summary_table(summarise(RECORDS), "title").to_markdown()
 
 
 def test_tables_show_the_score_with_and_without_what_failed() -> None:
     """Side by side in every form; a run in which nothing failed has no such columns."""
     summary = summarise(RECORDS, [Failure("hotpotqa", "x", "NaN", ""), Failure("hotpotqa", "y", "NaN", "")])
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(summary_table(summary, "a run").to_rich())
-    console.print(compared_table({"lazy": summary, "static": summarise(RECORDS)}, "two").to_rich())
-    text = console.export_text()
-    (line,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["hotpotqa"]]
-    assert (line[1], line[2]) == ("2", "50.00")  # two were measured
-    assert "25.00" in line  # of four
     markdown = summary_table(summary, "a run").to_markdown()
     assert "| score | failed | score, failed as 0 | baseline score |" in markdown
     (line,) = [line.split(" | ") for line in markdown.splitlines() if line.startswith("| hotpotqa |")]

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
@@ -19,6 +18,7 @@ import lazyllm
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt
 from eval.paper.figures import Figure
+from eval.paper.figures.style import new_figure
 from eval.paper.table import Table
 from eval.report import __main__ as command
 from eval.report import overview
@@ -27,27 +27,30 @@ from eval.report.inline_svg import inline_svg
 from eval.report.page import render
 from eval.report.record_browser import embed_records
 from eval.report.trace_view import embed_trace, last_layers, revived
-from eval.store.folder import open_store
 from eval.store.record import Record
 from eval.store.results import Results, StoredRun, find_runs
 from eval.store.trace import Trace
 from lazyllm.methods import Baseline, Lazy, Method, RandomDrop, StaticPruning
 from tests.conftest import ROOT
-from tests.eval.store.made import measurement
+from tests.eval.store.made import measurement, write_run
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1"><!--<script>{{ 7 * 7 }}&amp;'
 MACHINE = {"device": "one core", "cpu": "one core", "cpu_count": 1, "threads": 1, "platform": "Linux", "cuda": None}
 PROVENANCE = {"git_commit": "c0ffee", "started": "2026-01-02T03:04:05Z", "versions": {"torch": "9"}, "machine": MACHINE}
 
 
-def store(folder: Path, method: dict, records: Sequence[Record], paired: bool = True, **changes: Any) -> None:
-    """Write a run folder by hand. changes: of its provenance, and of warmup and seed."""
-    identity = {"model": "mini", "method": method, "seed": changes.pop("seed", 0), "paired": paired}
-    identity |= {"warmup": changes.pop("warmup", 5), "dtype": "float32", "data": {"hotpotqa": "aa bb"}}
-    about = {"config": {"model": {"name": "mini", "paper": None}}, "provenance": PROVENANCE | changes}
-    with open_store(folder, identity, about) as opened:
-        for record in records:
-            opened.append(record)
+def store(
+    folder: Path,
+    method: dict,
+    records: Sequence[Record],
+    paired: bool = True,
+    seed: int = 0,
+    warmup: int = 5,
+    **changes,
+) -> None:
+    """Write a run folder by hand. changes: of its provenance."""
+    identity = {"seed": seed, "paired": paired, "warmup": warmup, "data": {"hotpotqa": "aa bb"}}
+    write_run(folder, list(records), method, "mini", provenance=PROVENANCE | changes, **identity)
 
 
 def example(
@@ -266,11 +269,11 @@ def test_results_by_hand(tmp_path: Path) -> None:
 def test_figures_in_one_page_share_no_id() -> None:
     drawn = []
     for name in ("one", "two"):
-        figure, axes = plt.subplots()
+        figure = new_figure(4, 3)
+        axes = figure.subplots()
         axes.plot([1, 2], [3, 4], marker="o", label=HOSTILE)
         axes.legend()
         drawn.append(inline_svg(figure, name))
-        assert not plt.fignum_exists(figure.number)
     ids = [set(re.findall(r'\bid="([^"]+)"', svg)) for svg in drawn]
     assert len(ids[0]) > 10
     assert not ids[0] & ids[1]
@@ -296,7 +299,8 @@ def bare_table(results: Results) -> Table:
 
 
 def draw(frame: pd.DataFrame) -> Any:
-    figure, axes = plt.subplots()
+    figure = new_figure(4, 3)
+    axes = figure.subplots()
     axes.plot(frame["x"], frame["x"], marker="o", label=HOSTILE)
     axes.legend(title=HOSTILE)
     return figure

@@ -26,29 +26,22 @@ def record(number: int, dataset: str = "hotpotqa", **changes) -> Record:
     return Record(dataset, f"row-{number}", "abc", 100, 120, method, baseline, "...\nQuestion: why?", ["because", "so"])
 
 
+PROVENANCE = {"git_commit": "abc", "machine": {"device": "a device"}, "versions": {"torch": "2"}}
+
+
 def write_run(
     folder: Path,
     records: list[Record],
     method: dict[str, Any] = LAZY,
     model: str = "tiny",
     paper: str | None = None,
+    provenance: dict[str, Any] = PROVENANCE,
     **identity: Any,
 ) -> Path:
     """A run folder as `run.py` leaves it."""
-    about = {
-        "config": {"model": {"name": model, "paper": paper}},
-        "provenance": {"git_commit": "abc", "machine": {"device": "a device"}, "versions": {"torch": "2"}},
-    }
-    usual = {
-        "model": model,
-        "method": method,
-        "seed": 0,
-        "paired": True,
-        "code": "1",
-        "data": {},
-        "load_format": "auto",
-    }
-    with open_store(folder, usual | identity, about) as store:
-        for one in records:
-            store.append(one)
+    about = {"config": {"model": {"name": model, "paper": paper}}, "provenance": provenance}
+    usual = {"model": model, "method": method, "seed": 0, "paired": True, "code": "1", "data": {}}
+    with open_store(folder, usual | {"load_format": "auto"} | identity, about) as store:
+        for record in records:
+            store.append(record)
     return folder

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from eval.benchmarks.datasets import DATASETS
 from eval.paper.figures import FIGURES
 from eval.paper.tables import TABLES
 from eval.paper.write import main as write_paper
@@ -104,45 +103,6 @@ def lines(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
                 yield json.loads(about.read_text()), json.loads(line)
 
 
-def mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def test_the_tables_are_those_of_a_slow_version(campaign: Path, collected: Results) -> None:
-    cells: dict[tuple[str, str, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    for about, line in lines(campaign / "runs"):
-        settings = {key: value for key, value in about["identity"]["method"].items() if key not in ("name", "seed")}
-        key = about["identity"]["model"], about["identity"]["method"]["name"], json.dumps(settings, sort_keys=True)
-        cells[key][line["dataset"]].append(line)
-    slow: dict[tuple[str, str, str, str], dict[str, float]] = {}
-    for key, datasets in cells.items():
-        tasks: dict[str, list[dict[str, float]]] = defaultdict(list)
-        for name, rows in datasets.items():
-            found = {
-                "score": round(100 * mean([row["method"]["score"] for row in rows]), 2),
-                "ttft_speedup": sum(row["baseline"]["ttft_s"] for row in rows)
-                / sum(row["method"]["ttft_s"] for row in rows),
-                "pct_prompt_tokens_computed": mean([row["method"]["pct_prompt_tokens_computed"] for row in rows]),
-                "kv_bytes": mean([row["method"]["kv_bytes"] for row in rows]),
-                "examples": len({row["id"] for row in rows}),
-            }
-            slow[(*key, name)] = found
-            tasks[DATASETS[name].task].append(found)
-        values = ("score", "ttft_speedup", "pct_prompt_tokens_computed", "kv_bytes")
-        of_tasks = {task: {one: mean([row[one] for row in rows]) for one in values} for task, rows in tasks.items()}
-        slow |= {(*key, task): row for task, row in of_tasks.items()}
-        slow[(*key, "all")] = {one: mean([row[one] for row in of_tasks.values()]) for one in values}
-    table: Any = collected.by_task
-    rows = {
-        (row["model"], row["method"], row["settings"], row["name"]): row
-        for row in table[table["method"] != "baseline"].to_dict("records")
-    }
-    assert rows.keys() == slow.keys()
-    for key, row in slow.items():
-        for name, value in row.items():
-            assert rows[key][name] == pytest.approx(value, rel=1e-9), (key, name)
-
-
 def test_figure_7_is_that_of_a_slow_version(campaign: Path, collected: Results) -> None:
     of_models: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for about, line in lines(campaign / "runs"):
@@ -159,7 +119,7 @@ def test_figure_7_is_that_of_a_slow_version(campaign: Path, collected: Results) 
     found = {(row["model"], row["step"], row["group"]): row["pct_computed"] for row in frame.to_dict("records")}
     assert found.keys() == shares.keys()
     for key, values in shares.items():
-        assert found[key] == pytest.approx(mean(values))
+        assert found[key] == pytest.approx(math.fsum(values) / len(values))
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused

@@ -23,17 +23,6 @@ ROOT = Path(__file__).resolve().parents[3]
 IDENTITY = {"model": "tiny", "method": {"name": "lazy", "schedule": {"2": 0.7}}, "seed": 0}
 
 
-def test_append_and_read(tmp_path: Path) -> None:
-    with open_store(tmp_path / "run", IDENTITY, {"config": {"a": 1}}) as store:
-        for number in range(3):
-            store.append(record(number))
-    about, records = read_run(tmp_path / "run")
-    assert records == [record(number) for number in range(3)]
-    assert about["fingerprint"] == fingerprint(IDENTITY)
-    assert about["identity"] == IDENTITY
-    assert about["config"] == {"a": 1}
-
-
 @pytest.mark.parametrize(
     "change", [{"seed": 1}, {"method": {"name": "lazy", "schedule": {"2": 0.5}}}, {"device": "another"}]
 )
@@ -43,40 +32,6 @@ def test_another_identity_is_refused_and_named(tmp_path: Path, change: dict) -> 
     with pytest.raises(UserError, match=f"differs \\({next(iter(change))}: .*out=FOLDER"):
         open_store(tmp_path, IDENTITY | change, {}).__enter__()
     assert fingerprint(IDENTITY | change) != fingerprint(IDENTITY)
-
-
-def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
-    with (
-        open_store(tmp_path, IDENTITY, {}),
-        pytest.raises(UserError, match="another process"),
-        open_store(tmp_path, IDENTITY, {}),
-    ):
-        pass
-    with open_store(tmp_path, IDENTITY, {}):
-        pass  # released
-
-
-def test_shards_write_files_of_their_own_and_are_read_as_one_run(tmp_path: Path) -> None:
-    with open_store(tmp_path, IDENTITY, {}, "-1-of-2") as one, open_store(tmp_path, IDENTITY, {}, "-2-of-2") as two:
-        one.append(record(0))
-        one.fail(Failure("hotpotqa", "row-2", "out of memory", "..."))
-        two.append(record(1))
-        assert set(one.records) == {("hotpotqa", "row-0")}
-        one.reload()
-        two.reload()
-        assert set(one.records) == set(two.records) == {("hotpotqa", "row-0"), ("hotpotqa", "row-1")}
-        assert [failure.id for failure in two.failures] == ["row-2"]
-    assert (tmp_path / "records-1-of-2.jsonl").read_text() == record(0).to_json() + "\n"
-    assert (tmp_path / "records-2-of-2.jsonl").read_text() == record(1).to_json() + "\n"
-    assert read_run(tmp_path)[1] == [record(0), record(1)]
-    with open_store(tmp_path, IDENTITY, {}) as whole:  # goes on with what shards have left
-        assert len(whole.records) == 2
-        whole.append(record(2))
-    assert (tmp_path / "records.jsonl").read_text() == record(2).to_json() + "\n"
-    assert sorted(one.id for one in read_run(tmp_path)[1]) == ["row-0", "row-1", "row-2"]
-    with open_store(tmp_path, IDENTITY, {}, "-1-of-2") as one:
-        assert len(one.records) == 3
-        assert one.failures == []
 
 
 def test_a_shards_half_line_is_left_to_the_shard(tmp_path: Path) -> None:
@@ -92,8 +47,8 @@ def test_a_shards_half_line_is_left_to_the_shard(tmp_path: Path) -> None:
         assert file.read_bytes() == record(0).to_json().encode() + b"\n"
 
 
-@pytest.mark.parametrize(("first", "second"), [("-1-of-2", "-1-of-2"), ("-1-of-2", ""), ("", "-1-of-2")])
-def test_one_shard_in_two_processes_or_a_shard_beside_the_whole_run_is_refused(
+@pytest.mark.parametrize(("first", "second"), [("", ""), ("-1-of-2", "-1-of-2"), ("-1-of-2", ""), ("", "-1-of-2")])
+def test_a_run_in_two_processes_or_a_shard_beside_the_whole_run_is_refused(
     tmp_path: Path, first: str, second: str
 ) -> None:
     with (
@@ -102,6 +57,8 @@ def test_one_shard_in_two_processes_or_a_shard_beside_the_whole_run_is_refused(
         open_store(tmp_path, IDENTITY, {}, second),
     ):
         pass
+    with open_store(tmp_path, IDENTITY, {}):
+        pass  # released
 
 
 def test_shards_of_another_run_are_refused(tmp_path: Path) -> None:
@@ -122,10 +79,7 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no run\.json"):
         open_store(tmp_path, IDENTITY, {}).__enter__()
     (tmp_path / "run.json").write_text(json.dumps({"schema": 99, "identity": IDENTITY}))
-    with pytest.raises(UserError, match="schema 99"):
-        open_store(tmp_path, IDENTITY, {}).__enter__()
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=r"run\.json: written with schema 99, this version reads 2; give another out="):
         open_store(tmp_path, IDENTITY, {}).__enter__()
     file = tmp_path / "file"
     file.write_text("")
@@ -141,34 +95,6 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch,
     with open_store(tmp_path, IDENTITY, {}) as store:
         store.append(record(0))
     assert "cannot be locked" in caplog.text
-
-
-def test_a_full_disk_says_what_is_safe(tmp_path: Path, monkeypatch) -> None:
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with open_store(tmp_path, IDENTITY, {}) as store:
-        store.append(record(0))
-        monkeypatch.setattr("eval.store.folder.os.fsync", full)
-        with pytest.raises(UserError, match="Those before it are safe"):
-            store.append(record(1))
-        with pytest.raises(UserError, match="could not be written"):
-            store.write("summary.md", "text")
-    assert not list(tmp_path.glob(".*.partial"))
-
-
-def test_a_failure_counts_until_the_example_has_a_record(tmp_path: Path) -> None:
-    failed = [
-        Failure("hotpotqa", f"row-{number}", "OutOfMemoryError: 2 GB\n more", "Traceback ...") for number in (1, 2)
-    ]
-    with open_store(tmp_path, IDENTITY, {}) as store:
-        for one in failed:
-            store.fail(one)
-        store.append(record(2))
-        assert store.failures == failed[:1]
-    with open_store(tmp_path, IDENTITY, {}) as store:  # read back
-        assert store.failures == failed[:1]
-        assert set(store.records) == {("hotpotqa", "row-2")}
 
 
 # -------------------------------------------------------------------------------------------------- damaged by hand
@@ -211,16 +137,6 @@ def test_a_folder_where_a_file_belongs_is_named(tmp_path: Path, name: str) -> No
         open_store(tmp_path, IDENTITY, {}).__enter__()
 
 
-def test_a_folder_in_the_way_of_the_summary_is_named(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").mkdir()
-    with (
-        open_store(tmp_path, IDENTITY, {}) as store,
-        pytest.raises(UserError, match=r"summary\.json: could not"),
-    ):
-        store.write("summary.json", "{}")
-    assert not list(tmp_path.glob(".*.partial"))
-
-
 @pytest.mark.parametrize(
     "content", ["", "{", '{"schema": 2', "[]", "null", '{"schema": 2, "identity": []}', '{"identity": {}}', "\0\0\0"]
 )
@@ -233,17 +149,6 @@ def test_a_damaged_description_is_refused_with_what_to_do(tmp_path: Path, conten
         with pytest.raises(UserError, match=r"run\.json: cannot be read .*Nothing was changed.*eval\.store\.repair"):
             read(tmp_path)
     assert file.read_text() == content
-
-
-def test_the_schema_of_another_version_is_refused_and_untouched(tmp_path: Path) -> None:
-    with open_store(tmp_path, IDENTITY, {}) as store:
-        store.append(record(0))
-    about = json.loads((tmp_path / "run.json").read_text())
-    (tmp_path / "run.json").write_text(json.dumps(about | {"schema": 1}))
-    before = (tmp_path / "records.jsonl").read_bytes()
-    with pytest.raises(UserError, match=r"run\.json: written with schema 1, this version reads 2; give another out="):
-        open_store(tmp_path, IDENTITY, {}).__enter__()
-    assert (tmp_path / "records.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("cut", [0, 1, 60, -2, -1])
@@ -282,6 +187,7 @@ def test_a_disk_that_is_full_from_the_start_leaves_no_half_description(tmp_path:
     with open_store(tmp_path, IDENTITY, {}) as store, full_disk(10), full:
         store.write("summary.json", "x" * 20)
     assert not (tmp_path / "summary.json").exists()
+    assert not list(tmp_path.glob(".*.partial"))
 
 
 def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:

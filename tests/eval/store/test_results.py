@@ -28,16 +28,25 @@ def test_runs_are_found_at_any_depth_and_in_order(tmp_path: Path) -> None:
 def test_no_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         find_runs([tmp_path / "absent"])
+    assert list(as_frame([]).columns) == COLUMNS
     write_run(tmp_path / "begun", [])
     with pytest.raises(UserError, match="no run with records"):
         find_runs([tmp_path])
 
 
-@pytest.mark.parametrize("key", ["code", "load_format", "device"])
-def test_mixtures_of_one_model_are_refused(tmp_path: Path, key: str) -> None:
-    write_run(tmp_path / "a", [record(0)])
-    write_run(tmp_path / "b", [record(1)], **{key: "another"})
-    with pytest.raises(UserError, match=f"differ in {key} .*'another'"):
+@pytest.mark.parametrize(
+    ("identity", "fact"),
+    [
+        ({"code": "another"}, "code"),
+        ({"load_format": "another"}, "load_format"),
+        ({"device": "another"}, "device"),
+        ({"data": {"hotpotqa": "another"}}, "the rows or templates of hotpotqa"),
+    ],
+)
+def test_mixtures_of_one_model_are_refused(tmp_path: Path, identity: dict[str, Any], fact: str) -> None:
+    write_run(tmp_path / "a", [record(0)], data={"hotpotqa": "1234 5678"})
+    write_run(tmp_path / "b", [record(1)], **identity)
+    with pytest.raises(UserError, match=f"differ in {fact} .*'another'"):
         find_runs([tmp_path])
 
 
@@ -96,11 +105,6 @@ def test_the_same_measured_twice_is_refused(tmp_path: Path) -> None:
         as_frame(find_runs([tmp_path]))
 
 
-def test_nothing_gives_an_empty_frame() -> None:
-    assert list(as_frame([]).columns) == COLUMNS
-    assert len(as_frame([])) == 0
-
-
 @pytest.mark.parametrize(
     ("method", "settings", "label"),
     [
@@ -120,10 +124,3 @@ def test_a_first_look_gives_way_to_the_run_of_all(tmp_path: Path) -> None:
     frame = as_frame(find_runs([tmp_path]))
     assert frame["id"].tolist() == ["row-0", "row-1"]
     assert frame["score"].tolist() == [100, 50]
-
-
-def test_other_rows_under_the_same_name_are_refused(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", [record(0)], data={"hotpotqa": "1234 5678"})
-    write_run(tmp_path / "b", [record(1)], data={"hotpotqa": "1234 9999"})
-    with pytest.raises(UserError, match="differ in the rows or templates of hotpotqa"):
-        find_runs([tmp_path])

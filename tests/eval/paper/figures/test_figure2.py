@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eval.paper.figures import FIGURES, figure2
+from eval.paper.figures import FIGURES
 from eval.paper.figures.figure2 import COLUMNS, importance_frame
 from eval.store.results import Results
 from tests.eval.paper.figures.made import redrawn, small_trace, stored, texts, with_traces
@@ -59,8 +59,3 @@ def test_the_picture(tmp_path: Path) -> None:
     assert f"the top 10 % get {top:.0f} %" in written
     for text in ("layer", "prompt token", "% of the prompt tokens", "1/n = 0.025", "tiny, lookup"):
         assert text in written
-
-
-def test_layers_have_few_ticks() -> None:
-    assert figure2._layer_ticks(8) == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert figure2._layer_ticks(32) == [1, 4, 8, 12, 16, 20, 24, 28, 32]
