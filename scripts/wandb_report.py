@@ -56,15 +56,14 @@ def build_report(results: Results, title: str, project: str, entity: str = "", g
     tasks = _tasks(results)
     means = ["all"] if len(tasks) > 1 else tasks
 
+    places = [
+        wr.Layout(x=number % 2 * WIDTH // 2, y=number // 2 * HEIGHT, w=WIDTH // 2, h=HEIGHT)
+        for number in range(len(COLUMNS))
+    ]
+    wide, below = (wr.Layout(x=0, y=y, w=WIDTH, h=2 * HEIGHT) for y in (0, HEIGHT))
+
     def panels(*shown: Any) -> Any:
         return wr.PanelGrid(runsets=runsets, panels=list(shown))
-
-    def place(number: int) -> Any:
-        """Of a panel, two in a line."""
-        return wr.Layout(x=number % 2 * WIDTH // 2, y=number // 2 * HEIGHT, w=WIDTH // 2, h=HEIGHT)
-
-    def wide(y: int = 0) -> Any:
-        return wr.Layout(x=0, y=y, w=WIDTH, h=2 * HEIGHT)
 
     blocks = [wr.P(_introduction(results, group)), wr.TableOfContents()]
     if results.runs:
@@ -72,26 +71,25 @@ def build_report(results: Results, title: str, project: str, entity: str = "", g
     blocks.append(wr.H1("Score against speed"))
     for task in means:
         x, y = (wr.SummaryMetric(f"{task}/{column}") for column in ("ttft_speedup", "score"))
-        blocks.append(
-            panels(wr.ScatterPlot(title=f"{_name(task)}: score against TTFT speedup", x=x, y=y, layout=wide()))
-        )
+        title_of = f"{_name(task)}: score against TTFT speedup"
+        blocks.append(panels(wr.ScatterPlot(title=title_of, x=x, y=y, layout=wide)))
     blocks.append(wr.H1("By task"))
     for task in dict.fromkeys([*tasks, *means]):
         bars = (
-            wr.BarPlot(title=f"{_name(task)}: {heading}", metrics=[f"{task}/{column}"], layout=place(number))
-            for number, (column, heading) in enumerate(COLUMNS)
+            wr.BarPlot(title=f"{_name(task)}: {heading}", metrics=[f"{task}/{column}"], layout=place)
+            for (column, heading), place in zip(COLUMNS, places, strict=True)
         )
         blocks += [wr.H2(_name(task)), panels(*bars)]
     curves = (
-        wr.LinePlot(title=heading, x="examples", y=[key], title_x="examples", layout=place(number))
-        for number, (key, heading) in enumerate(RUNNING)
+        wr.LinePlot(title=heading, x="examples", y=[key], title_x="examples", layout=place)
+        for (key, heading), place in zip(RUNNING, places, strict=False)
     )
     blocks += [
         wr.H1("Run by run"),
         wr.P("Settings that differ, and how score and speedup settled while examples were measured."),
-        panels(*curves, wr.RunComparer(diff_only="split", layout=wide(HEIGHT))),
+        panels(*curves, wr.RunComparer(diff_only="split", layout=below)),
         wr.H1("Examples"),
-        panels(wr.WeavePanelSummaryTable(table_name="per_example", layout=wide())),
+        panels(wr.WeavePanelSummaryTable(table_name="per_example", layout=wide)),
     ]
     return wr.Report(project=project, entity=entity, title=title, width="fluid", blocks=blocks)
 

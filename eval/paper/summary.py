@@ -132,14 +132,10 @@ def to_json(summary: Summary, about: dict[str, Any]) -> str:
     return json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
 
 
-def flat(row: Row) -> dict[str, Any]:
+def flat(row: Row | Mapping[str, Any]) -> dict[str, Any]:
     """A row's columns side by side: of a `Value` the mean under the column's name, and `_low` and `_high`."""
-    return _flat({column.name: getattr(row, column.name) for column in fields(row)})
-
-
-def _flat(line: Mapping[str, Any]) -> dict[str, Any]:
     cells: dict[str, Any] = {}
-    for key, value in line.items():
+    for key, value in (row if isinstance(row, Mapping) else vars(row)).items():
         if isinstance(value, Value):
             cells |= {key: value.mean, f"{key}_low": value.low, f"{key}_high": value.high}
         else:
@@ -211,7 +207,7 @@ def _table(
         | {heading: _cell(line[column], digits) for column, (heading, digits) in shown.items()}
         for of_line, line in zip(names, lines, strict=True)
     ]
-    frame = pd.DataFrame([_flat(line) for line in lines])
+    frame = pd.DataFrame([flat(line) for line in lines])
     frame = frame.astype({"failed": "Int64"})  # a whole number, also beside rows that have none
     caption = _about(next(iter(summaries.values()))) + _failed(summaries)
     return Table(name, title, caption, frame, pd.DataFrame(cells), keys=len(names[0]))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -30,13 +29,13 @@ def facts(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
     examples = {(run.model, *key) for run in runs for key in run.keys}
     started = sorted(_moment(run) for run in runs)
     return [
-        ("Models", _list(run.model for run in runs)),
-        ("Methods", _list(run.method for run in runs)),
+        ("Models", _listed(run.model for run in runs)),
+        ("Methods", _listed(run.method for run in runs)),
         ("Runs", f"{len(runs)}, of {len({run.label for run in runs})} settings"),
-        ("Datasets", _list(name for run in runs for name in run.datasets)),
+        ("Datasets", _listed(name for run in runs for name in run.datasets)),
         ("Examples", f"{len(examples):,}, in {sum(len(run.examples) for run in runs):,} records"),
         ("Measured", started[0] if started[0] == started[-1] else f"{started[0]} to {started[-1]}"),
-        ("On", _list(run.about["provenance"]["machine"]["device"] for run in runs)),
+        ("On", _listed(run.about["provenance"]["machine"]["device"] for run in runs)),
     ]
 
 
@@ -89,7 +88,11 @@ def results_grid(results: Results) -> Grid:
 
 def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Grid | None]:
     """What all runs have in common, as (name, value); and a table of what differs, None if nothing does."""
-    facts_of = [_flatten({**_identity(run), **run.about["provenance"]}) for run in runs]
+    facts_of = [
+        _flatten({key: value for key, value in run.identity.items() if key not in _SHOWN_ELSEWHERE})
+        | _flatten(run.about["provenance"])
+        for run in runs
+    ]
     names = list(dict.fromkeys(name for known in facts_of for name in known))
     same = [name for name in names if len({known.get(name, "") for known in facts_of}) == 1]
     rows = [
@@ -108,7 +111,7 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
     unpaired = [run for run in runs if not run.identity["paired"] and run.method != "baseline"]
     changed = [run for run in runs if (run.about["provenance"]["git_commit"] or "+changes").endswith("+changes")]
     cold = [run for run in runs if run.identity["warmup"] == 0]
-    textless = [run for run in runs if _lacks_prompt_ends(run)]
+    textless = [run for run in runs if "" in run.table(["prompt_end"])["prompt_end"].unique().to_pylist()]
     concerned = [
         (unpaired, "measured without a paired baseline: no speedup, and no answer to compare with"),
         (cold, "timed without warm-up: the first examples' times hold one-off costs"),
@@ -117,7 +120,7 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
     ]
     found = [f"{text[0].upper()}{text[1:]} ({_names(named)})." for named, text in concerned if named]
     found += _missing(runs)
-    if most is not None and any(number > most for run in runs for number in _sizes(run).values()):
+    if most is not None and any(run.examples["dataset"].value_counts().max() > most for run in runs):
         found.append(f"Of each run and dataset, only the first {most} records are shown below; tables count all.")
     return found
 
@@ -136,21 +139,9 @@ def _missing(runs: Sequence[StoredRun]) -> list[str]:
                 verb, means = ("lacks", "its means are") if len(concerned) == 1 else ("lack", "their means are")
                 found.append(
                     f"{_names(concerned)} {verb} {len(lacking)} of the {len(wanted)} examples that runs of {model} "
-                    f"hold ({_list(sorted(dataset for dataset, _ in lacking))}): {means} over other examples."
+                    f"hold ({_listed(sorted(dataset for dataset, _ in lacking))}): {means} over other examples."
                 )
     return found
-
-
-def _sizes(run: StoredRun) -> dict[str, int]:
-    return Counter(run.examples["dataset"])
-
-
-def _lacks_prompt_ends(run: StoredRun) -> bool:
-    return "" in run.table(["prompt_end"])["prompt_end"].unique().to_pylist()
-
-
-def _identity(run: StoredRun) -> dict[str, Any]:
-    return {key: value for key, value in run.identity.items() if key not in _SHOWN_ELSEWHERE}
 
 
 def _flatten(value: Any, name: str = "") -> dict[str, str]:
@@ -179,5 +170,5 @@ def _names(runs: Sequence[StoredRun]) -> str:
     return ", ".join(names) if len(names) <= 5 else f"{', '.join(names[:4])} and {len(names) - 4} more"
 
 
-def _list(names: Any) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(names))

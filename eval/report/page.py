@@ -15,7 +15,7 @@ from markupsafe import Markup
 from eval.paper.figures import Figure
 from eval.paper.table import Table
 from eval.report import overview
-from eval.report.grid import Grid, grid
+from eval.report.grid import grid
 from eval.report.inline_svg import inline_svg
 from eval.report.record_browser import embed_records
 from eval.report.trace_view import embed_traces
@@ -58,13 +58,17 @@ def render(
         results=overview.results_grid(results),
         common=common,
         differing=differing,
-        tables=[_as_grid(make(results)) for make in tables.values()],
+        tables=[
+            grid(f"table-{table.name}", table.title, table.caption, table.cells, keys=table.keys)
+            for table in (make(results) for make in tables.values())
+        ],
         pictures=[_as_picture(figure, results) for figure in figures.values()],
         records=embed_records(runs, most),
         traces=embed_traces(runs),
         style=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),
-        script_hash=_hash(script),
+        # for the content security policy: nothing else on the page may run
+        script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
 
 
@@ -76,16 +80,7 @@ def _template() -> Any:
     return environment.get_template("page.html.jinja")
 
 
-def _as_grid(table: Table) -> Grid:
-    return grid(f"table-{table.name}", table.title, table.caption, table.cells, keys=table.keys)
-
-
 def _as_picture(figure: Figure, results: Results) -> Picture:
     frame, name = figure.data(results), f"figure-{figure.name}"
     svg = None if frame.empty else inline_svg(figure.plot(frame), name)
     return Picture(name, figure.title, figure.caption, svg)
-
-
-def _hash(script: str) -> str:
-    """The script's hash for the content security policy: nothing else on the page may run."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

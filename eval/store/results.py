@@ -320,27 +320,25 @@ def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
         return pd.DataFrame(columns=COLUMNS)
     examples = pd.concat([run.examples for run in runs], ignore_index=True)
     sizes = [len(run.examples) for run in runs]
-    described = [_described(run) for run in runs]
+    described = [
+        {
+            "model": run.model,
+            "paper_model": run.paper_model,
+            "method": run.method,
+            "settings": json.dumps(run.settings, sort_keys=True),
+            "label": run.label,
+            "seed": run.seed,
+            "run": run.about["fingerprint"],
+            "folder": str(run.folder),
+            "paired": run.identity["paired"],
+        }
+        for run in runs
+    ]
     fixed = {name: np.repeat(np.array([run[name] for run in described], dtype=object), sizes) for name in described[0]}
     fixed |= {"seed": fixed["seed"].astype(int), "paired": fixed["paired"].astype(bool)}
     table: Any = pd.concat([pd.DataFrame(fixed), examples], axis=1)[COLUMNS]
     settings = {(run["model"], run["method"], run["settings"], run["seed"]) for run in described}
     return table if len(settings) == len(runs) else _without_repeated(table)  # a run holds an example once
-
-
-def _described(run: StoredRun) -> dict[str, Any]:
-    """The columns of `as_frame` that are the same in all rows of a run."""
-    return {
-        "model": run.model,
-        "paper_model": run.paper_model,
-        "method": run.method,
-        "settings": json.dumps(run.settings, sort_keys=True),
-        "label": run.label,
-        "seed": run.seed,
-        "run": run.about["fingerprint"],
-        "folder": str(run.folder),
-        "paired": run.identity["paired"],
-    }
 
 
 def _without_repeated(table: pd.DataFrame) -> pd.DataFrame:
