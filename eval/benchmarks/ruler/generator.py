@@ -1,0 +1,633 @@
+"""RULER's rows, made as `scripts/data/synthetic/*.py` make them: the same draws in the same order give the same text.
+
+The number of units (sentences, words, documents) of a prompt is found by bisection, and every try of it draws from the
+generators that later rows draw from. So every try is made as officially, but tokenised only if an estimate from its
+characters cannot tell whether it fits (`_Gauge`).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+import uuid
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice, pairwise
+from typing import TYPE_CHECKING, Any
+
+from eval.benchmarks.ruler.sources import (
+    INSTALL,
+    Pairs,
+    Question,
+    Sources,
+    Task,
+    Templates,
+    english_words,
+    read_corpus,
+    read_essay,
+    words,
+)
+from lazyllm.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+_NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+_DEPTHS = [round(100 * step / 39) for step in range(40)]  # percent
+_EXAMPLE_VALUE = "12345"
+_CODE_LETTERS = 6
+_WORD = re.compile(r"\s*\S+")
+_IN_FRONT = "x"  # stands in front of a word that is tokenised alone: some tokenizers put a space in front of a text
+_SMALL = 4096  # settings of some tasks are smaller below this length
+_TRIES = 100  # how often a row of the smallest size is drawn again until it fits; officially without end
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row, with the official fields.
+
+    index: the first gold answer's position in `input`, in characters, for niah; the row's number for other tasks.
+    input: the prompt, without the answer prefix and without a chat template.
+    outputs: the gold answers.
+    length: tokens of input, answer prefix and answer (`max_new_tokens`).
+    length_w_model_temp: `length` and the tokens kept free for a chat template.
+    answer_prefix: the text behind the chat template that the answer continues; a part of the prompt.
+    token_position_answer: tokens of `input` in front of the first gold answer; None except for niah.
+    evidence: Ours: the [start, end) positions in `input`, in characters, of what the answer is found in: needles,
+        assignments, every occurrence of a common word, documents.
+    """
+
+    index: int
+    input: str
+    outputs: tuple[str, ...]
+    length: int
+    length_w_model_temp: int
+    answer_prefix: str
+    token_position_answer: int | None
+    evidence: tuple[tuple[int, int], ...]
+
+    def official(self) -> dict[str, Any]:
+        """The fields of a line of the official `validation.jsonl`, in its order."""
+        fields = {
+            "index": self.index,
+            "input": self.input,
+            "outputs": list(self.outputs),
+            "length": self.length,
+            "length_w_model_temp": self.length_w_model_temp,
+            "answer_prefix": self.answer_prefix,
+        }
+        if self.token_position_answer is not None:
+            fields["token_position_answer"] = self.token_position_answer
+        return fields
+
+
+def rows(
+    task: str,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    count: int,
+    templates: Templates,
+    seed: int = 42,
+    sources: Sources | None = None,
+    reserved: int = 0,
+) -> Iterator[Row]:
+    """The first `count` rows of a task.
+
+    task: a name of `TASKS`.
+    tokenizer: counts tokens, special tokens not added.
+    length: the most tokens that prompt, chat template and answer may have together.
+    sources: files for the tasks that need a corpus.
+    reserved: tokens of `length` kept free for a chat template (officially `model_template_token`).
+
+    Raises UserError: at once if the task is unknown or what it needs is missing; while rows are made if `length` is too
+        short for the task.
+    """
+    if task not in templates.tasks:
+        raise UserError(f"unknown RULER task {task!r}: expected one of {', '.join(templates.tasks)}")
+    spec = templates.tasks[task]
+    setting = _Setting(spec, _Gauge(tokenizer), seed, length, length - reserved, sources or Sources())
+    sampler = _SAMPLERS[spec.kind](setting)
+    sampler.check_count(count)
+    return _rows(sampler, count, reserved)
+
+
+class _MisjudgedError(Exception):
+    """An estimate was further from the count than it should be."""
+
+
+class _Gauge:
+    """Counts tokens, and says whether a text fits without counting them where an estimate is enough.
+
+    A text's estimate is the sum of its words' tokens, each word tokenised once, times a ratio: that of the text counted
+    last. It is exact for most tokenizers, which merge nothing over whitespace.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.trusted = True  # whether estimates are used
+        self._tokenizer = tokenizer
+        self._sizes: dict[str, int] = {}  # tokens of a word with the whitespace in front
+        self._alone = self.count(_IN_FRONT)
+        self._ratio, self._counted = 1.0, 0  # of the text counted last
+        self._estimated: dict[bool, tuple[str, int]] = {}  # the last text that fits and the last that does not
+
+    def count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+    def calibrate(self, text: str) -> int:
+        """Count a text's tokens, and let the following estimates go by it."""
+        self._counted = self.count(text)
+        self._ratio = self._counted / max(1, self._sum(text))
+        return self._counted
+
+    def fits(self, text: str, limit: int) -> bool:
+        """Whether a text has at most `limit` tokens.
+
+        They are counted unless even an error of 64 tokens, and 2 % of the difference to the text counted last, would
+        not matter. Raises _MisjudgedError: the error was half as large as that.
+        """
+        if not self.trusted:
+            return self.count(text) <= limit
+        estimate = self._ratio * self._sum(text)
+        margin = 64 + 0.02 * abs(estimate - self._counted)
+        if abs(estimate - limit) > margin:
+            self._estimated[estimate < limit] = (text, limit)
+            return estimate < limit
+        tokens = self.calibrate(text)
+        if abs(tokens - estimate) > margin / 2:
+            raise _MisjudgedError
+        self._estimated.pop(tokens <= limit, None)
+        return tokens <= limit
+
+    def confirm(self) -> None:
+        """Count the two texts that a search ended with. Raises _MisjudgedError: one of the two estimates was wrong."""
+        for fits, (text, limit) in self._estimated.items():
+            if (self.count(text) <= limit) != fits:
+                raise _MisjudgedError
+        self._estimated.clear()
+
+    def _sum(self, text: str) -> int:
+        words = Counter(_WORD.findall(text))
+        new = [word for word in words if word not in self._sizes]
+        if new:
+            encoded: Any = self._tokenizer([_IN_FRONT + word for word in new], add_special_tokens=False)
+            self._sizes |= {word: len(ids) - self._alone for word, ids in zip(new, encoded["input_ids"], strict=True)}
+        return sum(self._sizes[word] * count for word, count in words.items())
+
+
+class _Setting:
+    """What the samplers of a task share. `length` decides between settings, `budget` is it less the reserved tokens."""
+
+    def __init__(self, task: Task, gauge: _Gauge, seed: int, length: int, budget: int, sources: Sources) -> None:
+        import numpy as np
+
+        self.task, self.gauge, self.seed = task, gauge, seed
+        self.length, self.budget, self.sources = length, budget, sources
+        self.random, self.numbers = random.Random(seed), np.random.RandomState(seed)
+
+    def shuffle(self, items: list[Any]) -> None:
+        """Shuffle by a generator of its own, seeded anew."""
+        random.Random(self.seed).shuffle(items)
+
+    def found(self, search: Callable[[], int]) -> int:
+        """The size that a search finds: with estimates, or again with every text counted if an estimate was wrong.
+
+        The search ends with a size that fits, and the next larger one that does not. If counting confirms those two,
+        no other size can have been misjudged: longer texts have more tokens.
+        """
+        state = self.random.getstate(), self.numbers.get_state()
+        try:
+            size = search()
+            self.gauge.confirm()
+        except _MisjudgedError:
+            self.gauge.trusted = False
+            self.random.setstate(state[0])
+            self.numbers.set_state(state[1])
+            size = search()
+        return size
+
+    def too_short(self) -> UserError:
+        return UserError(
+            f"ruler.length={self.length} is too short for {self.task.name}: its smallest prompt, the chat template and "
+            f"{self.task.max_new_tokens} tokens of answer do not fit; give a larger ruler.length"
+        )
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A prompt that may turn out too long.
+
+    context: the [start, end) of the context in `input`, within which `evidence` is looked for.
+    """
+
+    input: str
+    answer_prefix: str
+    outputs: tuple[str, ...]
+    context: tuple[int, int]
+    evidence: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return self.input + self.answer_prefix
+
+    def behind(self, example: str) -> _Draft:
+        """The same prompt with a worked example in front."""
+        start, end = self.context
+        return replace(self, input=example + self.input, context=(start + len(example), end + len(example)))
+
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Where the evidence stands, between whitespace."""
+        longest_first = sorted(self.evidence, key=len, reverse=True)
+        pattern = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, longest_first))})(?!\S)")
+        return tuple(found.span() for found in pattern.finditer(self.input, *self.context))
+
+
+class _Sampler(ABC):
+    """Draws a task's prompts of a given size, and finds the size that fits."""
+
+    step = 10  # the smallest size tried, and what a size is reduced by if a row does not fit
+
+    def __init__(self, setting: _Setting) -> None:
+        self.setting = setting
+        self.task = setting.task
+        self.random = setting.random
+        self.budget = setting.budget
+        self.limit = setting.budget - self.task.max_new_tokens  # tokens of a prompt
+        self.example_tokens = 0  # tokens of what `finished` puts in front
+
+    @abstractmethod
+    def draw(self, size: int, number: int) -> _Draft:
+        """A prompt of a size, for row `number`; made from new draws every time."""
+
+    def finished(self, draft: _Draft) -> _Draft:
+        """The draft as it becomes a row; draws may follow those of `draw`."""
+        return draft
+
+    def upper_bound(self) -> int:
+        """The largest size that may be tried."""
+        tokens = self.setting.gauge.calibrate(self.draw(self.step, 0).text)
+        return int(self.budget / (tokens / self.step) * 3)
+
+    def check_count(self, count: int) -> None:  # noqa: B027  # most tasks have rows without end
+        """Raises UserError: the task has fewer rows."""
+
+    def size(self) -> int:
+        """The largest size that fits, by bisection from `step` to `upper_bound`; `step` if none fits."""
+        bound = max(self.upper_bound(), 2 * self.step)
+        return self.setting.found(lambda: self._bisect(bound))
+
+    def _bisect(self, bound: int) -> int:
+        low, high = self.step, bound
+        while low <= high:
+            size = (low + high) // 2
+            if self.setting.gauge.fits(self.draw(size, 0).text, self.limit - self.example_tokens):
+                low = size + 1
+            else:
+                high = size - 1
+        return max(high, self.step)
+
+    def fitted(self, size: int, number: int) -> tuple[_Draft, int]:
+        """A prompt of at most `size` that fits, and its tokens."""
+        for _ in range(size // self.step + _TRIES):
+            draft = self.finished(self.draw(size, number))
+            tokens = self.setting.gauge.count(draft.text)
+            if tokens <= self.limit:
+                return draft, tokens
+            if size > self.step:
+                size -= self.step
+        raise self.setting.too_short()
+
+    def filled(self, context: str, evidence: Sequence[str], outputs: Sequence[str], **fields: Any) -> _Draft:
+        """The task's template with its placeholders filled in."""
+        return _filled(self.task.template, self.task.answer_prefix, context, evidence, outputs, fields)
+
+
+class _Needles(_Sampler):
+    """niah: needles among noise, other needles or the sentences of a text."""
+
+    def __init__(self, setting: _Setting) -> None:
+        super().__init__(setting)
+        settings = self.task.settings
+        self.haystack = settings["type_haystack"]
+        if self.haystack == "essay":
+            self.step = 500
+        else:
+            self.step = 5 if setting.length < _SMALL else 25
+        self.essay = read_essay(self.task.name, setting.sources) if self.haystack == "essay" else None
+        self.key, self.value = settings["type_needle_k"], settings["type_needle_v"]
+        self.values, self.queries = settings["num_needle_v"], settings["num_needle_q"]
+        self.keys = max(settings["num_needle_k"], self.queries)
+        self.words = Pairs(*words("adjective", "noun")) if "words" in (self.key, self.value) else []
+        self.template, self.answer_prefix, self.kind = self.task.template, self.task.answer_prefix, self.value
+        if self.queries * self.values == 1:
+            self.template, self.answer_prefix = _singular(self.template), _singular(self.answer_prefix)
+            self.kind = self.kind[:-1]
+
+    def draw(self, size: int, number: int) -> _Draft:
+        del number
+        keys, values, needles = [], [], []
+        for _ in range(self.keys):
+            keys.append(self._drawn(self.key))
+            values.append([self._drawn(self.value) for _ in range(self.values)])
+            needles.append([self._needle(keys[-1], value) for value in values[-1]])
+        shuffled = [needle for group in needles for needle in group]
+        self.setting.shuffle(shuffled)
+        context = self._in_essay(size, shuffled) if self.essay else self._in_lines(size, shuffled)
+        asked = self.random.sample(range(self.keys), self.queries)
+        names = [keys[index] for index in asked]
+        query = names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"
+        outputs = [value for index in asked for value in values[index]]
+        evidence = [needle for index in asked for needle in needles[index]]
+        fields = {"type_needle_v": self.kind, "query": query}
+        return _filled(self.template, self.answer_prefix, context, evidence, outputs, fields)
+
+    def _in_essay(self, size: int, needles: list[str]) -> str:
+        assert self.essay is not None
+        sentences = self.essay.sentences(size)
+        depths = self.random.sample(_DEPTHS, len(needles))
+        places = [0, *sorted(int(len(sentences) * (depth / 100)) for depth in depths), len(sentences)]
+        parts = []
+        for number, (start, end) in enumerate(pairwise(places)):
+            parts += [" ".join(sentences[start:end]), *needles[number : number + 1]]
+        return " ".join(parts)
+
+    def _in_lines(self, size: int, needles: list[str]) -> str:
+        if self.haystack == "needle":
+            lines = [self._needle(self._drawn(self.key), self._drawn(self.value)) for _ in range(size)]
+        else:
+            lines = [_NOISE] * size
+        places = sorted(self.random.sample(range(size), len(needles)), reverse=True)
+        for place, needle in zip(places, needles, strict=True):
+            lines.insert(place, needle)
+        return "\n".join(lines)
+
+    def _needle(self, key: str, value: str) -> str:
+        return _NEEDLE.format(kind=self.value, key=key, value=value)
+
+    def _drawn(self, kind: str) -> str:
+        if kind == "numbers":
+            return str(self.random.randint(1_000_000, 9_999_999))
+        if kind == "words":
+            return self.random.choice(self.words)
+        return str(uuid.UUID(int=self.random.getrandbits(128), version=4))
+
+
+class _Chains(_Sampler):
+    """vt: chains of assignments among noise. A worked example, made first, stands in front with its names redrawn."""
+
+    def __init__(self, setting: _Setting) -> None:
+        super().__init__(setting)
+        self.chains, self.hops = self.task.settings["num_chains"], self.task.settings["num_hops"]
+        self.step = 5 if setting.length < _SMALL else 10
+        sampler = _ChainsExample(setting)
+        draft, _ = sampler.fitted(sampler.size(), 0)
+        self.example = f"{draft.text} {' '.join(draft.outputs)}\n"
+        self.example_tokens = setting.gauge.count(self.example)
+
+    def draw(self, size: int, number: int) -> _Draft:
+        del number
+        values = [str(self.setting.numbers.randint(10_000, 99_999)) for _ in range(self.chains)]
+        return self.chained(size, self.names(5), values)
+
+    def names(self, letters: int) -> list[str]:
+        """The names of all variables, all different."""
+        count = self.chains * (self.hops + 1)
+        names = [self._name(letters) for _ in range(count)]
+        while len(set(names)) < count:
+            names.append(self._name(letters))
+        return list(dict.fromkeys(names))
+
+    def chained(self, size: int, names: list[str], values: list[str]) -> _Draft:
+        """A prompt whose chains begin with `values` and go on over `names`."""
+        length = self.hops + 1
+        if size < length:
+            raise self.setting.too_short()
+        chains = [names[start : start + length] for start in range(0, len(names), length)]
+        lines, evidence = [_NOISE] * size, []
+        for chain, value in zip(chains, values, strict=True):
+            assignments = [f"VAR {chain[0]} = {value}"]
+            assignments += [f"VAR {name} = VAR {previous} " for previous, name in pairwise(chain)]
+            places = sorted(self.random.sample(range(len(lines)), length))
+            for offset, (place, assignment) in enumerate(zip(places, assignments, strict=True)):
+                lines.insert(place + offset, assignment)
+            evidence = evidence or [assignment.strip() for assignment in assignments]
+        return self.filled("\n".join(lines), evidence, chains[0], query=values[0], num_v=length)
+
+    def finished(self, draft: _Draft) -> _Draft:
+        example = self.example
+        for name in example.split()[-self.hops - 1 :]:
+            example = example.replace(name, self._name(len(name)))
+        value = str(self.setting.numbers.randint(10_000, 99_999))
+        return draft.behind(f"{example.replace(_EXAMPLE_VALUE, value)}\n")
+
+    def _name(self, letters: int) -> str:
+        return "".join(self.random.choices(string.ascii_uppercase, k=letters))
+
+
+class _ChainsExample(_Chains):
+    """The worked example of vt: shorter names, a value that is replaced later, at most 500 tokens without an answer."""
+
+    def __init__(self, setting: _Setting) -> None:
+        _Sampler.__init__(self, setting)
+        self.chains, self.hops = self.task.settings["num_chains"], self.task.settings["num_hops"]
+        self.step = 5
+        self.budget = self.limit = 500 - (setting.length - setting.budget)
+
+    def draw(self, size: int, number: int) -> _Draft:
+        del number
+        return self.chained(size, self.names(3), [_EXAMPLE_VALUE] * self.chains)
+
+    def finished(self, draft: _Draft) -> _Draft:
+        return draft
+
+
+class _CommonWords(_Sampler):
+    """cwe: a list of words in which ten are repeated more often, behind a worked example with other words."""
+
+    def __init__(self, setting: _Setting) -> None:
+        super().__init__(setting)
+        self.words = sorted({word for kind in words("noun", "adjective", "verb") for word in kind})
+        setting.shuffle(self.words)
+        self.more_words: list[str] = []
+        settings = self.task.settings
+        self.common = settings["num_cw"]
+        if setting.length < _SMALL:
+            self.repeats, self.example = (6, 1), (20, 3, 1)
+        else:
+            self.repeats, self.example = (settings["freq_cw"], settings["freq_ucw"]), (40, 10, 3)
+
+    def upper_bound(self) -> int:
+        tokens = self.setting.gauge.calibrate(self.draw(4096, 0).text)
+        return int(self.budget // (tokens / 4096)) * 2
+
+    def draw(self, size: int, number: int) -> _Draft:
+        del number
+        example = self._listed(*self.example)
+        solution = " ".join(f"{place}. {word}" for place, word in enumerate(example.outputs, start=1))
+        return self._listed(size, *self.repeats).behind(f"{example.text} {solution}\n")
+
+    def _listed(self, size: int, common_repeats: int, other_repeats: int) -> _Draft:
+        drawn = self.random.sample(self._pool(size), size)
+        common, others = drawn[: self.common], drawn[self.common :]
+        listed = common * common_repeats + others * other_repeats
+        self.setting.shuffle(listed)
+        context = " ".join(f"{place}. {word}" for place, word in enumerate(listed, start=1))
+        return self.filled(context, common, common, num_cw=self.common, query="")
+
+    def _pool(self, size: int) -> list[str]:
+        if size <= len(self.words):
+            return self.words
+        self.more_words = self.more_words or english_words(self.setting.sources)
+        if size > len(self.more_words):
+            raise UserError(
+                f"cwe needs {size} different words at ruler.length={self.setting.length}, and english_words.json has "
+                f"{len(self.more_words)}; give a smaller ruler.length"
+            )
+        return self.more_words
+
+
+class _FrequentWords(_Sampler):
+    """fwe: invented words whose frequency falls with the power `alpha` of their rank; the most frequent is "..."."""
+
+    def __init__(self, setting: _Setting) -> None:
+        super().__init__(setting)
+        self.vocabulary_size = self.limit // 50
+        self.step = self.limit // 32
+        if self.step < 1 or self.vocabulary_size < 4:
+            raise setting.too_short()
+        self.shares = _zipf_shares(self.vocabulary_size, self.task.settings["alpha"])
+
+    def size(self) -> int:
+        """The last size before the prompt reaches the limit, going up in steps."""
+        vocabulary = self._vocabulary()
+        self.setting.gauge.calibrate(self._coded(self.limit // _CODE_LETTERS, vocabulary).text)
+        return self.setting.found(lambda: self._climb(vocabulary))
+
+    def _climb(self, vocabulary: list[str]) -> int:
+        size = self.limit // _CODE_LETTERS
+        while self.setting.gauge.fits(self._coded(size, vocabulary).text, self.limit - 1):
+            size += self.step
+        return size - self.step
+
+    def draw(self, size: int, number: int) -> _Draft:
+        del number
+        return self._coded(size, self._vocabulary())
+
+    def fitted(self, size: int, number: int) -> tuple[_Draft, int]:
+        vocabulary = self._vocabulary()
+        while size > 0:
+            draft = self._coded(size, vocabulary)
+            tokens = self.setting.gauge.count(draft.text)
+            if tokens <= self.limit:
+                return draft, tokens
+            size -= self.step
+        raise self.setting.too_short()
+
+    def _vocabulary(self) -> list[str]:
+        vocabulary = {self._word() for _ in range(self.vocabulary_size)}
+        while len(vocabulary) < self.vocabulary_size:
+            vocabulary.add(self._word())
+        ranked = sorted(vocabulary)
+        self.setting.shuffle(ranked)
+        return ["...", *ranked[1:]]
+
+    def _word(self) -> str:
+        return "".join(self.random.choices(string.ascii_lowercase, k=_CODE_LETTERS))
+
+    def _coded(self, size: int, vocabulary: list[str]) -> _Draft:
+        counts = (size * self.shares[0] / self.shares[1]).astype(int)
+        coded = [word for word, count in zip(vocabulary, counts, strict=True) for _ in range(count)]
+        self.setting.shuffle(coded)
+        return self.filled(" ".join(coded), vocabulary[1:4], vocabulary[1:4], query="")
+
+
+class _Questions(_Sampler):
+    """qa: a question among the documents that answer it and others."""
+
+    def __init__(self, setting: _Setting) -> None:
+        super().__init__(setting)
+        self.corpus = read_corpus(self.task.settings["dataset"], setting.sources)
+
+    def check_count(self, count: int) -> None:
+        if count > len(self.corpus.questions):
+            raise UserError(f"{self.task.name} has {len(self.corpus.questions)} questions, {count} rows were asked for")
+
+    def draw(self, size: int, number: int) -> _Draft:
+        asked, all_documents = self.corpus.questions[number], self.corpus.documents
+        if size >= len(all_documents):
+            documents = list(islice(cycle(all_documents), size))
+        else:
+            documents = [all_documents[index] for index in self._drawn(asked, size)]
+        self.setting.shuffle(documents)
+        context = "\n\n".join(f"Document {place}:\n{text}" for place, text in enumerate(documents, start=1))
+        evidence = [all_documents[index] for index in asked.evidence]
+        return self.filled(context, evidence, asked.outputs, query=asked.text)
+
+    def _drawn(self, asked: Question, size: int) -> list[int]:
+        """The question's own documents, then others of its article, then any others."""
+        missing = size - len(asked.documents)
+        if missing < 0:
+            raise self.setting.too_short()
+        if missing <= len(asked.more):
+            return [*asked.documents, *self.random.sample(asked.more, missing)]
+        own = [*asked.documents, *asked.more]
+        taken = set(own)
+        others = [index for index in range(len(self.corpus.documents)) if index not in taken]
+        return own + self.random.sample(others, missing - len(asked.more))
+
+
+_SAMPLERS: dict[str, Callable[[_Setting], _Sampler]] = {
+    "niah": _Needles,
+    "variable_tracking": _Chains,
+    "common_words_extraction": _CommonWords,
+    "freq_words_extraction": _FrequentWords,
+    "qa": _Questions,
+}
+
+
+def _rows(sampler: _Sampler, count: int, reserved: int) -> Iterator[Row]:
+    size = sampler.size()
+    for number in range(count):
+        draft, tokens = sampler.fitted(size, number)
+        index, position = number, None
+        if isinstance(sampler, _Needles):
+            index = draft.input.find(draft.outputs[0])
+            position = sampler.setting.gauge.count(draft.input[:index])
+        length = tokens + sampler.task.max_new_tokens
+        prefix = draft.answer_prefix
+        yield Row(index, draft.input, draft.outputs, length, length + reserved, prefix, position, draft.spans())
+
+
+def _singular(template: str) -> str:
+    """The template for one answer."""
+    for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
+        template = template.replace(plural, singular)
+    return template
+
+
+def _filled(
+    template: str,
+    answer_prefix: str,
+    context: str,
+    evidence: Sequence[str],
+    outputs: Sequence[str],
+    fields: dict[str, Any],
+) -> _Draft:
+    text = template.format(context=context, **fields)
+    start = text.index(context)
+    prefix = answer_prefix.format(context=context, **fields)
+    return _Draft(text, prefix, tuple(outputs), (start, start + len(context)), tuple(evidence))
+
+
+def _zipf_shares(size: int, alpha: float) -> tuple[Any, float]:
+    """rank^-alpha for the ranks 1 to `size`, and the sum over all ranks."""
+    import numpy as np
+
+    try:
+        from scipy.special import zeta
+    except ModuleNotFoundError as error:
+        raise UserError(f"fwe needs the package scipy; {INSTALL}") from error
+    return np.arange(1, size + 1) ** -alpha, float(zeta(alpha))

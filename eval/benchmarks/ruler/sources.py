@@ -1,0 +1,488 @@
+"""What RULER's rows are made from: the official prompts and settings, lists of words, and the corpora of some tasks."""
+
+from __future__ import annotations
+
+import ast
+import bisect
+import hashlib
+import itertools
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lazyllm.errors import UserError
+from lazyllm.models.hub import is_offline, is_reachable
+
+COMMIT = "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a"
+"""The commit of NVIDIA/RULER that prompts, settings and rows follow."""
+
+TASKS = (
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
+    "vt",
+    "cwe",
+    "fwe",
+    "qa_1",
+    "qa_2",
+)
+
+_PROMPTS, _SETTINGS = "constants.py", "synthetic.yaml"
+_OFFICIAL = {  # file: its path in the repository, its sha256
+    _PROMPTS: (
+        "scripts/data/synthetic/constants.py",
+        "6296e901d495ec6200dc3f68993ea13d8282e3c0dbe1a8c47967f111105d1fde",
+    ),
+    _SETTINGS: (
+        "scripts/synthetic.yaml",
+        "34bc71dcacdc41a829a170f04b528fbf48d62c616338005ab4991680fbf8cb0b",
+    ),
+}
+_ESSAYS, _ENGLISH = "PaulGrahamEssays.json", "english_words.json"
+_HUB = {  # dataset of a qa task: repository, configuration, file in data.dir
+    "squad": ("rajpurkar/squad_v2", None, "squad.json"),
+    "hotpotqa": ("hotpotqa/hotpot_qa", "distractor", "hotpotqa.json"),
+}
+INSTALL = "install it with: pip install 'lazyllm-bench[ruler]'"
+
+_NEEDLES = ("numbers", "words", "uuids")
+# Settings a task's generator reads, by the task's kind: their type, or the values they may have
+_FIELDS: dict[str, dict[str, type | tuple[str, ...]]] = {
+    "niah": {
+        "type_haystack": ("noise", "needle", "essay"),
+        "type_needle_k": _NEEDLES,
+        "type_needle_v": _NEEDLES,
+        "num_needle_k": int,
+        "num_needle_v": int,
+        "num_needle_q": int,
+    },
+    "variable_tracking": {"type_haystack": ("noise",), "num_chains": int, "num_hops": int},
+    "common_words_extraction": {"freq_cw": int, "freq_ucw": int, "num_cw": int},
+    "freq_words_extraction": {"alpha": float},
+    "qa": {"dataset": tuple(_HUB)},
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """The official prompt and settings of one task.
+
+    kind: the generator: a key of `constants.py`.
+    template: the prompt, with `{context}` and other placeholders.
+    answer_prefix: the text behind the prompt, and behind the chat template, that the answer continues.
+    max_new_tokens: the limit of an answer's tokens (`tokens_to_generate`).
+    settings: the task's `args` in `synthetic.yaml`.
+    """
+
+    name: str
+    kind: str
+    template: str
+    answer_prefix: str
+    max_new_tokens: int
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Templates:
+    """All tasks as two official files give them.
+
+    tasks: by name, in the order of `TASKS`.
+    sha256: of the two files.
+    official: whether both files are those of `COMMIT`.
+    """
+
+    tasks: Mapping[str, Task]
+    sha256: str
+    official: bool
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Files of the user's that some tasks need.
+
+    folder: `data.dir`, which may hold RULER's `squad.json`, `hotpotqa.json`, `PaulGrahamEssays.json` and
+        `english_words.json`; None for none of them.
+    haystack: a text file, a folder of `.txt` and `.md` files, or RULER's `PaulGrahamEssays.json`.
+    """
+
+    folder: Path | None = None
+    haystack: Path | None = None
+
+
+@dataclass(frozen=True)
+class Essay:
+    """The text that needles are hidden in, as words; `official` if it is read from RULER's `PaulGrahamEssays.json`."""
+
+    words: Sequence[str]
+    official: bool
+
+    def sentences(self, count: int) -> list[str]:
+        """The sentences of the first `count` words; the text begins again as often as that takes.
+
+        The official corpus is split by NLTK's punkt model as officially. Ours: other text is split after ". ", "! "
+        and "? ", which needs no model and decides only near which word a needle stands.
+        """
+        text = " ".join(itertools.islice(itertools.cycle(self.words), count)).strip()
+        return _punkt(text) if self.official else re.split(r"(?<=[.!?]) ", text)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question of a qa task.
+
+    documents: indices of the documents that come with it. more: of others of the same article.
+    evidence: of those documents that hold the answer.
+    """
+
+    text: str
+    outputs: tuple[str, ...]
+    documents: tuple[int, ...]
+    more: tuple[int, ...]
+    evidence: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A dataset of a qa task: questions in its order, and its documents, sorted."""
+
+    questions: Sequence[Question]
+    documents: Sequence[str]
+
+
+def read_templates(folder: str | Path) -> Templates:
+    """The prompts and settings in a folder with RULER's `constants.py` and `synthetic.yaml`; no code of it is run.
+
+    Raises UserError: a file is missing, cannot be parsed, or lacks a task or field.
+    """
+    folder = Path(folder).expanduser()
+    content = {name: _content(folder / name) for name in _OFFICIAL}
+    prompts = _parsed_prompts(content[_PROMPTS], folder / _PROMPTS)
+    settings = _parsed_settings(content[_SETTINGS], folder / _SETTINGS)
+    tasks = {}
+    for name in TASKS:
+        source = folder / _SETTINGS
+        task = _field(settings, name, dict, source)
+        kind = _field(task, "task", tuple(_FIELDS), source, name)
+        args = _field(task, "args", dict, source, name)
+        for field, expected in _FIELDS[kind].items():
+            _field(args, field, expected, source, name)
+        source = folder / _PROMPTS
+        prompt = _field(prompts, kind, dict, source)
+        tasks[name] = Task(
+            name,
+            kind,
+            _field(prompt, "template", str, source, kind),
+            _field(prompt, "answer_prefix", str, source, kind),
+            _field(prompt, "tokens_to_generate", int, source, kind),
+            args,
+        )
+    return Templates(
+        tasks,
+        hashlib.sha256(b"".join(content.values())).hexdigest(),
+        all(hashlib.sha256(content[name]).hexdigest() == sha256 for name, (_, sha256) in _OFFICIAL.items()),
+    )
+
+
+def fetch_templates(folder: str | Path) -> Templates:
+    """The official prompts and settings in a cache folder, fetched first from RULER's repository if they are not there.
+
+    Raises UserError: not there and no network, or a file that is not that of `COMMIT`.
+    """
+    folder = Path(folder).expanduser()
+    for name, (path, sha256) in _OFFICIAL.items():
+        file = folder / name
+        if not file.is_file():
+            content = _fetched(f"https://raw.githubusercontent.com/NVIDIA/RULER/{COMMIT}/{path}", folder)
+            _check_sha256(content, sha256, f"{path} of NVIDIA/RULER")
+            folder.mkdir(parents=True, exist_ok=True)
+            partial = folder / f".{name}.{os.getpid()}"
+            partial.write_bytes(content)
+            partial.replace(file)
+        _check_sha256(_content(file), sha256, f"{file}, to be deleted and fetched again")
+    return read_templates(folder)
+
+
+def words(*kinds: Literal["noun", "adjective", "verb"]) -> list[list[str]]:
+    """The lists of the wonderwords package. Raises UserError: the package is not installed."""
+    from importlib.resources import files
+
+    try:
+        folder = files("wonderwords") / "assets"
+    except ModuleNotFoundError as error:
+        raise UserError(f"RULER's words are those of the package wonderwords, which is missing; {INSTALL}") from error
+    return [[line.rstrip() for line in (folder / f"{kind}list.txt").read_text("utf-8").splitlines()] for kind in kinds]
+
+
+def english_words(sources: Sources) -> list[str]:
+    """The second list of words, for lists longer than wonderwords allows. Raises UserError: it is not in `data.dir`."""
+    file = sources.folder / _ENGLISH if sources.folder else None
+    if file is None or not file.is_file():
+        raise UserError(
+            f"cwe needs more words at this length than wonderwords has: give data.dir=FOLDER with {_ENGLISH} of "
+            "RULER's repository (scripts/data/synthetic/json, stored with Git LFS), or a smaller ruler.length"
+        )
+    listed = _json(file)
+    if not isinstance(listed, dict) or not all(isinstance(word, str) for word in listed.values()):
+        raise UserError(f"{file}: expected one JSON object whose values are words (is it a Git LFS pointer?)")
+    return list(listed.values())
+
+
+class Pairs(Sequence[str]):
+    """All "adjective-noun" pairs, each once, sorted: six million strings, of which only those asked for are made."""
+
+    def __init__(self, adjectives: Iterable[str], nouns: Iterable[str]) -> None:
+        self._nouns = sorted(set(nouns))
+        # Pairs of one adjective stand together, unless its beginning is itself an adjective ("well", "well-made").
+        self._blocks: list[tuple[str, ...]] = []  # adjectives whose pairs are sorted among each other
+        for beginning in sorted(f"{adjective}-" for adjective in set(adjectives)):
+            if self._blocks and beginning.startswith(self._blocks[-1][0]):
+                self._blocks[-1] += (beginning,)
+            else:
+                self._blocks.append((beginning,))
+        self._mixed = {
+            number: sorted({first + noun for first in block for noun in self._nouns})
+            for number, block in enumerate(self._blocks)
+            if len(block) > 1
+        }
+        sizes = (len(self._mixed.get(number, self._nouns)) for number in range(len(self._blocks)))
+        self._ends = list(itertools.accumulate(sizes))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = bisect.bisect_right(self._ends, index)
+        offset = index - (self._ends[number - 1] if number else 0)
+        if number in self._mixed:
+            return self._mixed[number][offset]
+        return self._blocks[number][0] + self._nouns[offset]
+
+
+def read_essay(task: str, sources: Sources) -> Essay:
+    """The text that a task hides its needles in. Raises UserError: none is given, or it cannot be read."""
+    official = sources.folder / _ESSAYS if sources.folder else None
+    path = sources.haystack or (official if official and official.is_file() else None)
+    if path is None:
+        raise UserError(
+            f"{task} hides its needles in a text: give ruler.haystack=FILE or FOLDER of text, or data.dir=FOLDER with "
+            f"RULER's {_ESSAYS}"
+        )
+    path = path.expanduser()
+    if path.suffix == ".json":
+        text = _field(_json(path), "text", str, path)
+    elif path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md"))
+        text = " ".join(_text(file) for file in files).strip()
+    else:
+        text = _text(path).strip()
+    if not text:
+        raise UserError(f"{path}: no text to hide needles in; give ruler.haystack=FILE or FOLDER of .txt or .md files")
+    return Essay(re.sub(r"\s+", " ", text).split(" "), path.suffix == ".json")
+
+
+def read_corpus(dataset: str, sources: Sources) -> Corpus:
+    """Questions and documents of SQuAD 2.0 or HotpotQA (distractor), the development sets.
+
+    dataset: "squad" or "hotpotqa". Read from `data.dir` if its file is there, else through the package `datasets`.
+    Raises UserError: the file is malformed, or neither cache nor network has the dataset.
+    """
+    name = _HUB[dataset][2]
+    file = sources.folder / name if sources.folder else None
+    if file is not None and file.is_file():
+        content, source = _json(file), str(file)
+    else:
+        content, source = _from_hub(dataset), _HUB[dataset][0]
+    try:
+        corpus = _squad(content) if dataset == "squad" else _hotpotqa(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{source}: not in the official format of {dataset} ({error!r})") from error
+    if not corpus.questions:
+        raise UserError(f"{source}: holds no question that has an answer")
+    return corpus
+
+
+def _squad(content: Any) -> Corpus:
+    articles = [article["paragraphs"] for article in content["data"]]
+    documents = sorted({paragraph["context"] for article in articles for paragraph in article})
+    index = {document: number for number, document in enumerate(documents)}
+    questions = []
+    for article in articles:
+        numbers = [index[paragraph["context"]] for paragraph in article]
+        for paragraph, own in zip(article, numbers, strict=True):
+            more = tuple(number for number in numbers if number != own)
+            questions += [
+                Question(asked["question"], _texts(asked["answers"]), (own,), more, (own,))
+                for asked in paragraph["qas"]
+                if not asked["is_impossible"]
+            ]
+    return Corpus(questions, documents)
+
+
+def _hotpotqa(content: Any) -> Corpus:
+    def document(title: str, sentences: Sequence[str]) -> str:
+        return f"{title}\n{''.join(sentences)}"
+
+    documents = sorted({document(*paragraph) for asked in content for paragraph in asked["context"]})
+    index = {text: number for number, text in enumerate(documents)}
+    questions = []
+    for asked in content:
+        supporting = {title for title, _ in asked["supporting_facts"]}
+        numbers = tuple(index[document(*paragraph)] for paragraph in asked["context"])
+        evidence = tuple(
+            number for number, (title, _) in zip(numbers, asked["context"], strict=True) if title in supporting
+        )
+        questions.append(Question(asked["question"], (asked["answer"],), numbers, (), evidence))
+    return Corpus(questions, documents)
+
+
+def _from_hub(dataset: str) -> Any:
+    """A development set as its official JSON file holds it, from rows of the hub's dataset."""
+    import datasets
+    from huggingface_hub import constants
+
+    repository, configuration, name = _HUB[dataset]
+    online = datasets.config.HF_HUB_OFFLINE
+    try:
+        # Without a network `datasets` tries for half a minute before it looks into its cache.
+        datasets.config.HF_HUB_OFFLINE = online or is_offline() or not is_reachable(constants.ENDPOINT)
+        loaded = datasets.load_dataset(repository, configuration, split="validation")
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(
+            f"{repository} is neither cached nor to be had ({error}): give data.dir=FOLDER with RULER's {name}, or run "
+            "once with a network"
+        ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = online
+    return _squad_file(loaded) if dataset == "squad" else _hotpotqa_file(loaded)
+
+
+def _squad_file(loaded: Iterable[Any]) -> dict[str, Any]:
+    """Rows of the hub's dataset, a question each, as articles of paragraphs of questions."""
+    articles = []
+    for _, article in itertools.groupby(loaded, key=lambda row: row["title"]):
+        paragraphs = [
+            {"context": context, "qas": [_squad_question(row) for row in questions]}
+            for context, questions in itertools.groupby(article, key=lambda row: row["context"])
+        ]
+        articles.append({"paragraphs": paragraphs})
+    return {"data": articles}
+
+
+def _squad_question(row: Any) -> dict[str, Any]:
+    texts = row["answers"]["text"]
+    return {"question": row["question"], "answers": [{"text": text} for text in texts], "is_impossible": not texts}
+
+
+def _hotpotqa_file(loaded: Iterable[Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "question": row["question"],
+            "answer": row["answer"],
+            "context": list(zip(row["context"]["title"], row["context"]["sentences"], strict=True)),
+            "supporting_facts": list(
+                zip(row["supporting_facts"]["title"], row["supporting_facts"]["sent_id"], strict=True)
+            ),
+        }
+        for row in loaded
+    ]
+
+
+def _texts(answers: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(answer["text"] for answer in answers)
+
+
+def _punkt(text: str) -> list[str]:
+    from nltk.tokenize import sent_tokenize
+
+    try:
+        return sent_tokenize(text)
+    except LookupError as error:
+        raise UserError(
+            f"RULER's {_ESSAYS} is split by NLTK's punkt model, which is missing: python -m nltk.downloader punkt_tab"
+        ) from error
+
+
+def _parsed_prompts(content: bytes, file: Path) -> Any:
+    """The value of `TASKS` in `constants.py`."""
+    try:
+        for statement in ast.parse(content).body:
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "TASKS":
+                return ast.literal_eval(statement.value)
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"{file}: cannot be parsed ({error}); expected RULER's {_OFFICIAL[_PROMPTS][0]}") from error
+    raise UserError(f"{file}: assigns no TASKS; expected RULER's {_OFFICIAL[_PROMPTS][0]}")
+
+
+def _parsed_settings(content: bytes, file: Path) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        raise UserError(f"{file}: cannot be parsed ({error}); expected RULER's {_OFFICIAL[_SETTINGS][0]}") from error
+
+
+def _field(parsed: Any, name: str, expected: type | tuple[str, ...], file: Path, inside: str = "") -> Any:
+    """A field's value. expected: its type, or the values it may have. Raises UserError: it is missing or another."""
+    value = parsed.get(name) if isinstance(parsed, dict) else None
+    if value in expected if isinstance(expected, tuple) else isinstance(value, expected):
+        return value
+    where = f"{name} of {inside}" if inside else name
+    wanted = f"one of {', '.join(expected)}" if isinstance(expected, tuple) else f"of type {expected.__name__}"
+    raise UserError(f"{file}: {where} must be {wanted}, got {value!r:.80}")
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(_content(file))
+    except ValueError as error:
+        raise UserError(f"{file}: not JSON ({error})") from error
+
+
+def _text(file: Path) -> str:
+    try:
+        return _content(file).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 text ({error})") from error
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+
+
+def _fetched(url: str, folder: Path) -> bytes:
+    ways_out = (
+        f"either give data.dir=FOLDER with RULER's {_PROMPTS} and {_SETTINGS}, or run once with a network, which fills "
+        f"{folder}"
+    )
+    if is_offline():
+        raise UserError(f"RULER's prompts are not cached and HF_HUB_OFFLINE is set: {ways_out}")
+    if not is_reachable(url):
+        raise UserError(f"RULER's prompts are not cached and {url} does not answer: {ways_out}")
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response:
+            return response.read(2**20)
+    except (urllib.error.URLError, OSError) as error:
+        raise UserError(f"{url} could not be fetched ({error}): {ways_out}") from error
+
+
+def _check_sha256(content: bytes, expected: str, what: str) -> None:
+    actual = hashlib.sha256(content).hexdigest()
+    if actual != expected:
+        raise UserError(f"{what}: not the file of commit {COMMIT[:7]} (sha256 {actual}, expected {expected})")
