@@ -146,13 +146,13 @@ class _Gauge:
     def fits(self, text: str, limit: int) -> bool:
         """Whether a text has at most `limit` tokens.
 
-        They are counted unless even an error of 64 tokens, and 2 % of the difference to the text counted last, would
+        They are counted unless even an error of 16 tokens, and 2 % of the difference to the text counted last, would
         not matter. Raises _MisjudgedError: the error was half as large as that.
         """
         if not self.trusted:
             return self.count(text) <= limit
         estimate = self._ratio * self._sum(text)
-        margin = 64 + 0.02 * abs(estimate - self._counted)
+        margin = 16 + 0.02 * abs(estimate - self._counted)
         if abs(estimate - limit) > margin:
             self._estimated[estimate < limit] = (text, limit)
             return estimate < limit
@@ -208,12 +208,6 @@ class _Setting:
             self.numbers.set_state(state[1])
             size = search()
         return size
-
-    def too_short(self) -> UserError:
-        return UserError(
-            f"ruler.length={self.length} is too short for {self.task.name}: its smallest prompt, the chat template and "
-            f"{self.task.max_new_tokens} tokens of answer do not fit; give a larger ruler.length"
-        )
 
 
 @dataclass(frozen=True)
@@ -298,7 +292,13 @@ class _Sampler(ABC):
                 return draft, tokens
             if size > self.step:
                 size -= self.step
-        raise self.setting.too_short()
+        raise self.too_short()
+
+    def too_short(self) -> UserError:
+        return UserError(
+            f"ruler.length={self.setting.length} is too short for {self.task.name}: its smallest prompt, the chat "
+            f"template and {self.task.max_new_tokens} tokens of answer do not fit; give a larger ruler.length"
+        )
 
     def filled(self, context: str, evidence: Sequence[str], outputs: Sequence[str], **fields: Any) -> _Draft:
         """The task's template with its placeholders filled in."""
@@ -404,7 +404,7 @@ class _Chains(_Sampler):
         """A prompt whose chains begin with `values` and go on over `names`."""
         length = self.hops + 1
         if size < length:
-            raise self.setting.too_short()
+            raise self.too_short()
         chains = [names[start : start + length] for start in range(0, len(names), length)]
         lines, evidence = [_NOISE] * size, []
         for chain, value in zip(chains, values, strict=True):
@@ -442,6 +442,12 @@ class _ChainsExample(_Chains):
 
     def finished(self, draft: _Draft) -> _Draft:
         return draft
+
+    def too_short(self) -> UserError:
+        return UserError(
+            "vt cannot be made with this tokenizer: its worked example may have 500 tokens (chat template included), "
+            "and the shortest one has more; leave vt out"
+        )
 
 
 class _CommonWords(_Sampler):
@@ -497,7 +503,7 @@ class _FrequentWords(_Sampler):
         self.vocabulary_size = self.limit // 50
         self.step = self.limit // 32
         if self.step < 1 or self.vocabulary_size < 4:
-            raise setting.too_short()
+            raise self.too_short()
         self.shares = _zipf_shares(self.vocabulary_size, self.task.settings["alpha"])
 
     def size(self) -> int:
@@ -524,7 +530,7 @@ class _FrequentWords(_Sampler):
             if tokens <= self.limit:
                 return draft, tokens
             size -= self.step
-        raise self.setting.too_short()
+        raise self.too_short()
 
     def _vocabulary(self) -> list[str]:
         vocabulary = {self._word() for _ in range(self.vocabulary_size)}
@@ -570,7 +576,7 @@ class _Questions(_Sampler):
         """The question's own documents, then others of its article, then any others."""
         missing = size - len(asked.documents)
         if missing < 0:
-            raise self.setting.too_short()
+            raise self.too_short()
         if missing <= len(asked.more):
             return [*asked.documents, *self.random.sample(asked.more, missing)]
         own = [*asked.documents, *asked.more]

@@ -350,22 +350,23 @@ def _hotpotqa(content: Any) -> Corpus:
 
 def _from_hub(dataset: str) -> Any:
     """A development set as its official JSON file holds it, from rows of the hub's dataset."""
-    import datasets
+    from datasets import config, load_dataset
+    from datasets.exceptions import DatasetsError
     from huggingface_hub import constants
 
     repository, configuration, name = _HUB[dataset]
-    online = datasets.config.HF_HUB_OFFLINE
+    offline = config.HF_HUB_OFFLINE
     try:
         # Without a network `datasets` tries for half a minute before it looks into its cache.
-        datasets.config.HF_HUB_OFFLINE = online or is_offline() or not is_reachable(constants.ENDPOINT)
-        loaded = datasets.load_dataset(repository, configuration, split="validation")
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        config.HF_HUB_OFFLINE = offline or is_offline() or not is_reachable(constants.ENDPOINT)
+        loaded = load_dataset(repository, configuration, split="validation")
+    except (OSError, ValueError, DatasetsError) as error:
         raise UserError(
             f"{repository} is neither cached nor to be had ({error}): give data.dir=FOLDER with RULER's {name}, or run "
             "once with a network"
         ) from error
     finally:
-        datasets.config.HF_HUB_OFFLINE = online
+        config.HF_HUB_OFFLINE = offline
     return _squad_file(loaded) if dataset == "squad" else _hotpotqa_file(loaded)
 
 

@@ -1,0 +1,511 @@
+"""RULER's rows against official ones, and what must hold of every row at any length and for any tokenizer."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from eval.benchmarks import ruler
+from eval.benchmarks.ruler import TASKS, Sources, fetch_templates, generator, read_templates, score, sources
+from eval.benchmarks.ruler.generator import _Gauge
+from lazyllm.errors import UserError
+
+SHARED = Path(__file__).resolve().parents[4] / "shared"
+OFFICIAL_ROWS = sorted((SHARED / "ruler" / "rows").glob("*/*.jsonl"))
+LONG = 131_072
+
+PROMPTS = {  # in words of our own, with the official placeholders
+    "niah": (
+        128,
+        "Some {type_needle_v} are hidden here.\n{context}\nWhat are all the {type_needle_v} for {query}?",
+        " The {type_needle_v} for {query} are",
+    ),
+    "variable_tracking": (30, "Track the names.\n\n{context}\nWhich names mean {query}?", " Answer: the {num_v} are: "),
+    "common_words_extraction": (120, "A list.\n{context}\nWhich 10 words are common?", " Answer: they are:"),
+    "freq_words_extraction": (50, "A code. {context}\nWhich three words are frequent?", " Answer: they are:"),
+    "qa": (32, "Documents follow.\n\n{context}\n\nQuestion: {query}", " Answer:"),
+}
+NEEDLES = {  # haystack, keys, values, keys in the text, values of each, keys asked for
+    "niah_single_1": ("noise", "words", "numbers", 1, 1, 1),
+    "niah_single_2": ("essay", "words", "numbers", 1, 1, 1),
+    "niah_single_3": ("essay", "words", "uuids", 1, 1, 1),
+    "niah_multikey_1": ("essay", "words", "numbers", 4, 1, 1),
+    "niah_multikey_2": ("needle", "words", "numbers", 1, 1, 1),
+    "niah_multikey_3": ("needle", "uuids", "uuids", 1, 1, 1),
+    "niah_multivalue": ("essay", "words", "numbers", 1, 4, 1),
+    "niah_multiquery": ("essay", "words", "numbers", 1, 1, 4),
+}
+NEEDLE_FIELDS = ("type_haystack", "type_needle_k", "type_needle_v", "num_needle_k", "num_needle_v", "num_needle_q")
+OTHER_TASKS = {
+    "vt": ("variable_tracking", {"type_haystack": "noise", "num_chains": 1, "num_hops": 4}),
+    "cwe": ("common_words_extraction", {"freq_cw": 30, "freq_ucw": 3, "num_cw": 10}),
+    "fwe": ("freq_words_extraction", {"alpha": 2.0}),
+    "qa_1": ("qa", {"dataset": "squad"}),
+    "qa_2": ("qa", {"dataset": "hotpotqa"}),
+}
+SETTINGS = {
+    name: {"task": "niah", "args": dict(zip(NEEDLE_FIELDS, values, strict=True))} for name, values in NEEDLES.items()
+} | {name: {"task": kind, "args": args} for name, (kind, args) in OTHER_TASKS.items()}
+
+SENTENCES = [f"The {number} wolves of {place} ran." for number in range(40) for place in ("Oslo", "Rome", "Lima")]
+SQUAD = {
+    "data": [
+        {
+            "title": f"Article {article}",
+            "paragraphs": [
+                {
+                    "context": f"Paragraph {number} of {article}: {' '.join(SENTENCES[number : number + 4])}",
+                    "qas": [
+                        {"question": f"Why {number}?", "answers": [], "is_impossible": True},
+                        {
+                            "question": f"Who is in {number} of {article}?",
+                            "answers": [{"text": f"{number} wolves"}, {"text": "wolves"}],
+                            "is_impossible": False,
+                        },
+                    ],
+                }
+                for number in range(15)
+            ],
+        }
+        for article in range(8)
+    ]
+}
+HOTPOTQA = [
+    {
+        "question": f"Which is {number}?",
+        "answer": f"answer {number}",
+        "context": [
+            [f"Title {number}-{place}", [SENTENCES[place], f" Here is answer {number}."]] for place in range(10)
+        ],
+        "supporting_facts": [[f"Title {number}-3", 1], [f"Title {number}-8", 0]],
+    }
+    for number in range(30)
+]
+
+
+class WordTokenizer:
+    """Words, marks and white space are tokens each: nothing is merged over white space."""
+
+    pattern = re.compile(r"[A-Za-z]{1,5}|\d|[^\w\s]|_|\n")
+
+    def __init__(self) -> None:
+        self.encoded: list[int] = []  # characters of every text that was encoded alone
+
+    def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[str]:
+        assert not add_special_tokens
+        self.encoded.append(len(text))
+        return self.pattern.findall(text)
+
+    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[str]]]:
+        assert not add_special_tokens
+        return {"input_ids": [self.pattern.findall(text) for text in texts]}
+
+
+class BlockTokenizer(WordTokenizer):
+    """Letters make tokens whatever stands between them, so that words alone say little."""
+
+    pattern = re.compile(r"(?s)[^e]{0,4}e{0,2}(?!^)")
+
+
+def write_templates(folder: Path, settings: object = SETTINGS) -> Path:
+    folder.mkdir(exist_ok=True)
+    tasks = {
+        kind: {"tokens_to_generate": tokens, "template": template, "answer_prefix": prefix}
+        for kind, (tokens, template, prefix) in PROMPTS.items()
+    }
+    (folder / "constants.py").write_text(f"import nothing_that_is_here\n\nTASKS = {tasks!r}")
+    (folder / "synthetic.yaml").write_text(json.dumps(settings))  # JSON is YAML
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = write_templates(tmp_path_factory.mktemp("ruler"))
+    (folder / "squad.json").write_text(json.dumps(SQUAD))
+    (folder / "hotpotqa.json").write_text(json.dumps(HOTPOTQA))
+    (folder / "essay.txt").write_text("\n".join(SENTENCES))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def templates(folder):
+    return read_templates(folder)
+
+
+@pytest.fixture
+def make(folder, templates):
+    """Rows from the made templates and corpora."""
+    pytest.importorskip("wonderwords", reason="the package wonderwords ([ruler]) is not installed")
+
+    def made(task, length, count=2, tokenizer=None, **options):
+        options.setdefault("sources", Sources(folder, folder / "essay.txt"))
+        return list(ruler.rows(task, tokenizer or WordTokenizer(), length, count, templates, **options))
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def llama2():
+    from lazyllm.models.tokenizers import load_tokenizer
+
+    return load_tokenizer(SHARED / "tokenizers" / "llama2")
+
+
+@pytest.mark.skipif(not OFFICIAL_ROWS, reason="../shared/ruler is absent")
+def test_18_official_rows_are_there():
+    assert sum(len(file.read_text().splitlines()) for file in OFFICIAL_ROWS) == 18
+    assert {file.stem for file in OFFICIAL_ROWS} == {
+        "niah_single_1",
+        "niah_multikey_2",
+        "niah_multikey_3",
+        "vt",
+        "cwe",
+        "fwe",
+    }
+
+
+@pytest.mark.skipif(not OFFICIAL_ROWS, reason="../shared/ruler is absent")
+@pytest.mark.parametrize("file", OFFICIAL_ROWS, ids=lambda file: f"{file.stem}-{file.parent.name}")
+def test_rows_are_the_official_ones_byte_for_byte(file, llama2):
+    pytest.importorskip("wonderwords", reason="the package wonderwords ([ruler]) is not installed")
+    templates = read_templates(SHARED / "ruler" / "official")
+    assert templates.official
+    lines = file.read_text().splitlines()
+    made = ruler.rows(file.stem, llama2, int(file.parent.name), len(lines), templates)
+    assert [json.dumps(row.official()) for row in made] == lines
+
+
+@pytest.mark.skipif(not OFFICIAL_ROWS, reason="../shared/ruler is absent")
+def test_the_answer_lengths_are_official():
+    tasks = read_templates(SHARED / "ruler" / "official").tasks
+    limits = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
+    assert {name: task.max_new_tokens for name, task in tasks.items()} == {
+        name: limits[name.split("_")[0]] for name in TASKS
+    }
+
+
+@pytest.mark.parametrize("seed", [42, 7])
+@pytest.mark.parametrize("length", [2500, 6000])
+@pytest.mark.parametrize("task", TASKS)
+def test_a_row_fits_and_holds_its_answers(task, length, seed, make, templates):
+    tokenizer = WordTokenizer()
+    reserved = 17
+    for row in make(task, length, seed=seed, reserved=reserved):
+        prompt = row.input + row.answer_prefix
+        counted = len(tokenizer.encode(prompt, add_special_tokens=False, verbose=False))
+        assert row.length == counted + templates.tasks[task].max_new_tokens
+        assert length * 0.5 < row.length_w_model_temp == row.length + reserved <= length
+        evidence = [row.input[start:end] for start, end in row.evidence]
+        assert evidence
+        assert all(any(output in text for text in evidence) for output in row.outputs)
+        assert all(any(output in text for output in row.outputs) for text in evidence)
+        assert "{" not in prompt
+
+
+@pytest.mark.parametrize("tokenizer", [WordTokenizer, BlockTokenizer])
+@pytest.mark.parametrize("task", TASKS)
+def test_estimates_change_no_row(task, tokenizer, make, monkeypatch):
+    length = 9000
+    estimated = make(task, length, tokenizer=tokenizer())
+    initialise = _Gauge.__init__
+
+    def untrusting(self, tokenizer):
+        initialise(self, tokenizer)
+        self.trusted = False
+
+    monkeypatch.setattr(_Gauge, "__init__", untrusting)
+    assert make(task, length, tokenizer=tokenizer()) == estimated
+
+
+@pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2", "vt", "cwe", "fwe"])
+def test_few_texts_of_128k_tokens_are_tokenised(task, make):
+    tokenizer = WordTokenizer()
+    row = make(task, LONG, count=1, tokenizer=tokenizer)[0]
+    assert row.length > 0.9 * LONG
+    long_texts = [size for size in tokenizer.encoded if size > len(row.input) // 2]
+    assert len(long_texts) <= 9  # bisection alone takes 14 and more
+
+
+def test_rows_do_not_depend_on_their_number(make):
+    assert make("vt", 3000, count=4)[:2] == make("vt", 3000, count=2)
+
+
+def test_needles_stand_between_the_sentences_of_the_text(make, folder):
+    row = make("niah_multiquery", 3000, count=1)[0]
+    assert len(row.outputs) == len(set(row.outputs)) == len(row.evidence) == 4
+    text = row.input.split("\n")[1]
+    for needle in [row.input[start:end] for start, end in row.evidence]:
+        assert re.search(rf"(^|ran\. |\d\. ){re.escape(needle)}( The| One|$)", text)
+        text = text.replace(needle, "")
+    words = text.split()
+    assert words == (" ".join(SENTENCES).split() * 9)[: len(words)]  # the text begins again where it ends
+
+
+def test_a_folder_of_texts_is_one_text(make, folder, tmp_path):
+    half = len(SENTENCES) // 2
+    (tmp_path / "in").mkdir()
+    (tmp_path / "a.txt").write_text("\n".join(SENTENCES[:half]))
+    (tmp_path / "in" / "b.md").write_text("\n".join(SENTENCES[half:]))
+    (tmp_path / "picture.png").write_bytes(b"\xff")
+    assert make("niah_single_2", 3000, sources=Sources(haystack=tmp_path)) == make("niah_single_2", 3000)
+
+
+def test_a_question_stands_among_its_own_documents_first(make):
+    row = make("qa_1", 2500, count=3)[2]
+    assert row.input.endswith("Question: Who is in 2 of 0?")
+    assert row.outputs == ("2 wolves", "wolves")
+    documents = re.findall(r"Document (\d+):\n(.*)", row.input)
+    assert [int(number) for number, _ in documents] == list(range(1, len(documents) + 1))
+    texts = [text for _, text in documents]
+    assert sum(" of 0:" in text for text in texts) == 15  # all of its article, before any other
+    assert len(set(texts)) == len(texts) > 15
+    assert [row.input[start:end] for start, end in row.evidence] == [
+        text for text in texts if text.startswith("Paragraph 2 of 0")
+    ]
+
+
+def test_documents_are_repeated_if_they_are_too_few(make):
+    row = make("qa_2", 30_000, count=1)[0]
+    assert row.input.count("Title 7-4\n") >= 2
+
+
+def test_the_hubs_rows_give_what_the_official_files_give(make, folder, monkeypatch):
+    import datasets
+
+    squad = [
+        {
+            "title": article["title"],
+            "context": paragraph["context"],
+            "question": asked["question"],
+            "answers": {"text": [answer["text"] for answer in asked["answers"]]},
+        }
+        for article in SQUAD["data"]
+        for paragraph in article["paragraphs"]
+        for asked in paragraph["qas"]
+    ]
+    hotpotqa = [
+        row
+        | {
+            "context": {
+                "title": [title for title, _ in row["context"]],
+                "sentences": [text for _, text in row["context"]],
+            },
+            "supporting_facts": {"title": [title for title, _ in row["supporting_facts"]], "sent_id": [1, 0]},
+        }
+        for row in HOTPOTQA
+    ]
+    asked = []
+
+    def load_dataset(repository, configuration, split):
+        asked.append((repository, configuration, split))
+        return squad if "squad" in repository else hotpotqa
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(sources, "is_reachable", lambda url: False)
+    for task in ("qa_1", "qa_2"):
+        assert make(task, 2500, sources=Sources()) == make(task, 2500)
+    assert asked == [
+        ("rajpurkar/squad_v2", None, "validation"),
+        ("hotpotqa/hotpot_qa", "distractor", "validation"),
+    ]
+
+
+def test_lists_longer_than_wonderwords_need_a_second_list(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        generator, "words", lambda *kinds: [[f"{kind}{number}" for number in range(99)] for kind in kinds]
+    )
+    with pytest.raises(UserError, match=r"data\.dir=FOLDER with english_words\.json"):
+        make("cwe", 9000)
+    (tmp_path / "english_words.json").write_text(json.dumps({str(number): f"w{number}x" for number in range(9999)}))
+    row = make("cwe", 9000, sources=Sources(tmp_path))[0]
+    assert all(re.fullmatch(r"w\d+x", output) for output in row.outputs)
+    (tmp_path / "english_words.json").write_text("{}")
+    with pytest.raises(UserError, match=r"cwe needs 4096 different words .*, and english_words\.json has 0"):
+        make("cwe", 9000, sources=Sources(tmp_path))
+
+
+def test_pairs_are_all_pairs_sorted():
+    adjectives = ["well", "well-made", "a", "ab", "a-b", "well-", "zoo", "a"]
+    nouns = ["made-cup", "cup", "ant", "b-cup", "zebra", "made", "cup"]
+    pairs = sources.Pairs(adjectives, nouns)
+    assert list(pairs) == sorted({f"{adjective}-{noun}" for adjective in adjectives for noun in nouns})
+    with pytest.raises(IndexError):
+        pairs[len(pairs)]
+
+
+# Worked out by hand from RULER's definitions: string_match_all is the share of golds contained, string_match_part 1 or
+# 0, upper and lower case alike, control characters of the answer turned into newlines.
+SCORED = [
+    ("niah_single_1", " 7374122.", ["7374122"], 1),
+    ("niah_single_1", "73741 22", ["7374122"], 0),
+    ("niah_single_1", "", ["7374122"], 0),
+    ("niah_single_1", "the number 173741229", ["7374122"], 1),  # part of another number
+    ("niah_multiquery", "1111111, 2222222", ["1111111", "2222222", "3333333", "4444444"], 0.5),
+    ("niah_multivalue", "1111111 1111111", ["1111111", "1111111", "2222222"], 2 / 3),  # a gold twice counts twice
+    ("vt", "abcde VWXYZ", ["ABCDE", "vwxyz"], 1),
+    ("vt", "ABC\x00DE", ["ABCDE"], 0),  # a newline stands between the halves
+    ("vt", "AB\tCD", ["AB\nCD"], 1),  # a tab is a control character too
+    ("vt", "AB\x7fCD", ["AB\nCD"], 0),  # DEL is none of them
+    ("cwe", " \x01 apple", [" apple"], 0),  # stripped again after the control characters became newlines
+    ("fwe", "İstanbul", ["i\u0307stanbul"], 1),  # lower case of one letter may be two
+    ("fwe", "STRASSE", ["straße"], 0),
+    ("qa_1", "In 1066, I think", ["1067", "1066", "in 1066,"], 1),
+    ("qa_1", "In 1065", ["1067", "1066"], 0),
+    ("qa_2", "yes and no", ["no"], 1),
+    ("qa_2", "nothing", ["no"], 1),  # contained, whatever it means
+    ("qa_2", "\n\n", ["no"], 0),
+    ("qa_2", "anything", [""], 1),  # every answer contains the empty gold
+]
+
+
+@pytest.mark.parametrize(("task", "answer", "outputs", "expected"), SCORED)
+def test_scores_are_those_of_the_definition(task, answer, outputs, expected):
+    assert score(task, answer, outputs) == expected
+
+
+@pytest.mark.skipif(not OFFICIAL_ROWS, reason="../shared/ruler is absent")
+@pytest.mark.parametrize(("task", "answer", "outputs", "expected"), SCORED)
+def test_scores_are_those_of_the_official_functions(task, answer, outputs, expected):
+    official = runpy.run_path(str(SHARED / "ruler" / "official" / "eval_constants.py"))
+    metric = official["TASKS"]["qa" if task.startswith("qa") else "niah"]["metric_fn"]
+    cleaned = "".join("\n" if character < " " else character for character in answer.strip()).strip()
+    assert metric([cleaned], [outputs]) == round(100 * expected, 2)
+
+
+def test_templates_are_read_without_running_them(templates):
+    assert list(templates.tasks) == list(TASKS)
+    assert not templates.official
+    task = templates.tasks["qa_2"]
+    assert (task.template, task.answer_prefix, task.max_new_tokens) == (PROMPTS["qa"][1], PROMPTS["qa"][2], 32)
+    assert task.settings["dataset"] == "hotpotqa"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([], "niah_single_1 must be of type dict, got None"),
+        (SETTINGS | {"vt": {"task": "vt"}}, "task of vt must be one of niah, variable_tracking, .*, got 'vt'"),
+        (SETTINGS | {"fwe": {"task": "niah"}}, "args of fwe must be of type dict, got None"),
+        (SETTINGS | {"qa_1": {"task": "qa", "args": {"dataset": 1}}}, "dataset of qa_1 must be one of squad, hotpotqa"),
+    ],
+)
+def test_malformed_settings_are_refused_by_file_and_field(settings, message, tmp_path):
+    write_templates(tmp_path, settings)
+    with pytest.raises(UserError, match=rf"synthetic\.yaml: {message}"):
+        read_templates(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("TASKS = {'niah': open('x')}", "cannot be parsed"),
+        ("TASKS = {", "cannot be parsed"),
+        ("tasks = {}", "assigns no TASKS"),
+        ("TASKS = {'niah': {'template': 'x'}}", "answer_prefix of niah must be of type str, got None"),
+    ],
+)
+def test_malformed_prompts_are_refused_by_file_and_field(content, message, tmp_path):
+    (write_templates(tmp_path) / "constants.py").write_text(content)
+    with pytest.raises(UserError, match=rf"constants\.py: {message}"):
+        read_templates(tmp_path)
+
+
+def test_a_folder_without_templates_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"constants\.py: cannot be read"):
+        read_templates(tmp_path)
+
+
+def test_offline_and_not_cached_there_are_two_ways_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=r"either give data\.dir=FOLDER .* or run once with a network"):
+        fetch_templates(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fetched_file_that_is_not_the_pinned_one_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_fetched", lambda url, folder: b"TASKS = {}")
+    with pytest.raises(UserError, match=r"constants\.py of NVIDIA/RULER: not the file of commit c3f5e3b"):
+        fetch_templates(tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.skipif(not OFFICIAL_ROWS, reason="../shared/ruler is absent")
+def test_templates_are_fetched_once_and_checked_again(tmp_path, monkeypatch):
+    urls = []
+
+    def fetched(url, folder):
+        urls.append(url)
+        return (SHARED / "ruler" / "official" / Path(url).name).read_bytes()
+
+    monkeypatch.setattr(sources, "_fetched", fetched)
+    assert fetch_templates(tmp_path).official
+    assert fetch_templates(tmp_path).official
+    assert [url.split("/RULER/")[1] for url in urls] == [
+        f"{ruler.COMMIT}/scripts/data/synthetic/constants.py",
+        f"{ruler.COMMIT}/scripts/synthetic.yaml",
+    ]
+    (tmp_path / "synthetic.yaml").write_text("vt: {}")
+    with pytest.raises(UserError, match=r"synthetic\.yaml, to be deleted and fetched again"):
+        fetch_templates(tmp_path)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_length_that_is_too_short_is_refused(task, make):
+    with pytest.raises(UserError, match=rf"ruler\.length=140 is too short for {task}: .* give a larger"):
+        make(task, 140)
+
+
+def test_a_tokenizer_that_the_example_of_vt_is_too_long_for_is_named(make):
+    with pytest.raises(UserError, match=r"vt cannot be made with this tokenizer: its worked example .* 500 tokens"):
+        make("vt", 4096, reserved=450)
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("niah", {}, "unknown RULER task 'niah': expected one of niah_single_1, "),
+        ("niah_single_3", {"sources": Sources()}, r"niah_single_3 hides its needles in a text: give ruler\.haystack="),
+        ("niah_single_3", {"sources": Sources(haystack=Path("nowhere"))}, "nowhere: cannot be read"),
+        ("qa_2", {"count": 31}, "qa_2 has 30 questions, 31 rows were asked for"),
+    ],
+)
+def test_what_is_missing_is_said_before_any_row(task, options, message, folder, templates):
+    options = {"count": 1, "sources": Sources(folder)} | options
+    with pytest.raises(UserError, match=message):
+        ruler.rows(task, WordTokenizer(), 4096, templates=templates, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("squad.json", "{", "not JSON"),
+        ("squad.json", '{"data": [{"paragraphs": [{}]}]}', "not in the official format of squad"),
+        ("squad.json", '{"data": []}', "holds no question"),
+        ("hotpotqa.json", '[{"question": "Why?"}]', "not in the official format of hotpotqa"),
+    ],
+)
+def test_malformed_corpora_are_refused(name, content, message, tmp_path, templates):
+    (tmp_path / name).write_text(content)
+    task = "qa_1" if name == "squad.json" else "qa_2"
+    with pytest.raises(UserError, match=rf"{name}: {message}"):
+        ruler.rows(task, WordTokenizer(), 4096, 1, templates, sources=Sources(tmp_path))
+
+
+def test_without_a_network_the_hubs_datasets_are_one_line(templates, monkeypatch):
+    monkeypatch.setattr(sources, "is_reachable", lambda url: False)
+    with pytest.raises(UserError, match=r"rajpurkar/squad_v2 is neither cached .* data\.dir=FOLDER with RULER's squad"):
+        ruler.rows("qa_1", WordTokenizer(), 4096, 1, templates)
+
+
+def test_a_missing_package_is_named_with_its_extra(templates, monkeypatch):
+    def missing(package):
+        raise ModuleNotFoundError(package)
+
+    monkeypatch.setattr(importlib.resources, "files", missing)
+    with pytest.raises(UserError, match=r"wonderwords, which is missing; .*lazyllm-bench\[ruler\]"):
+        ruler.rows("niah_single_1", WordTokenizer(), 4096, 1, templates)
