@@ -320,13 +320,13 @@ def test_lists_longer_than_wonderwords_need_a_second_list(make, tmp_path, monkey
         generator, "words", lambda *kinds: [[f"{kind}{number}" for number in range(99)] for kind in kinds]
     )
     with pytest.raises(UserError, match=r"data\.dir=FOLDER with english_words\.json"):
-        make("cwe", 9000)
-    (tmp_path / "english_words.json").write_text(json.dumps({str(number): f"w{number}x" for number in range(9999)}))
-    row = make("cwe", 9000, sources=Sources(tmp_path))[0]
+        make("cwe", 40_000)
+    (tmp_path / "english_words.json").write_text(json.dumps({str(number): f"w{number}x" for number in range(20_000)}))
+    row = make("cwe", 40_000, sources=Sources(tmp_path))[0]
     assert all(re.fullmatch(r"w\d+x", output) for output in row.outputs)
     (tmp_path / "english_words.json").write_text("{}")
     with pytest.raises(UserError, match=r"cwe needs 4096 different words .*, and english_words\.json has 0"):
-        make("cwe", 9000, sources=Sources(tmp_path))
+        make("cwe", 40_000, sources=Sources(tmp_path))
 
 
 def test_pairs_are_all_pairs_sorted():
