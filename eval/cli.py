@@ -11,6 +11,7 @@ from lazyllm.errors import UserError
 # Verb -> (module whose `main(arguments)` returns the exit code, what it does)
 VERBS = {
     "run": ("eval.run.job", "measure a method beside its baseline: model=tiny method=lazy dataset=hotpotqa ..."),
+    "rows": ("eval.run.write_rows", "write a dataset's rows in its suite's own format, without a model"),
     "status": ("eval.run.status", "what of the runs below a folder is done, missing or failed, and why"),
     "collect": ("eval.store.collect", "put all runs below a folder into one Parquet file"),
     "repair": ("eval.store.repair", "set damaged files of a run aside and keep the good records"),

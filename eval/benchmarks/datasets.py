@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from eval.benchmarks import SUITES
+from eval.benchmarks.rows import official_row
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, OnError
 from lazyllm.errors import UserError
 
@@ -60,6 +61,15 @@ def load_rows(dataset: Dataset, data_dir: str | Path | None = None, on_error: On
     return SUITES[dataset.suite].load(dataset, settings)
 
 
+def official_rows(dataset: Dataset, settings: DataSettings) -> Iterator[Mapping[str, Any]]:
+    """The first `settings.limit` rows in the suite's official format. Raises UserError as the suite's `load` does."""
+    suite = SUITES[dataset.suite]
+    if suite.rows is not None:
+        yield from suite.rows(dataset, settings)
+    else:
+        yield from map(official_row, suite.load(dataset, settings).examples[: settings.limit])
+
+
 def register_configs() -> None:
     """Make every name of `CHOICES` one of Hydra's group `dataset`, and `default`, which names no dataset."""
     from hydra.core.config_store import ConfigStore
@@ -68,6 +78,9 @@ def register_configs() -> None:
     store(group="dataset", name="default", node={})
     for name, datasets in CHOICES.items():
         store(group="dataset", name=name, node={dataset.name: True for dataset in datasets})
+    for suite in SUITES.values():
+        if suite.rows is not None:  # a dataset whose rows are missing is refused only if it is named itself
+            store(group="dataset", name=suite.whole, node={suite.whole: True})
     for suite in SUITES.values():
         if suite.limit is not None:  # set beside the group, so that limit=N still overrides it
             node = {"dataset": {dataset.name: True for dataset in suite.datasets}, "limit": suite.limit}

@@ -2,8 +2,8 @@
 
 The order of the steps is the official one: render the template; count its tokens, special ones included; if they exceed
 the limit, keep `int(limit / 2)` tokens of each end, decode the halves without special tokens and join the *texts*; wrap
-the text for chat models, except for exempt datasets; tokenise again. So a truncated prompt's final number of tokens may
-be a little above or below the limit.
+the text for chat models, except for exempt datasets; put the row's answer prefix behind it (RULER's alone have one);
+tokenise again. So a truncated prompt's final number of tokens may be a little above or below the limit.
 
 The place of the context is followed through all steps, for methods that shorten it and nothing else (`Prompt.context`).
 """
@@ -134,16 +134,26 @@ def build_prompt(
     if chat_wrap and wrap.from_tokenizer:
         inner, text = text, _apply_own_template(tokenizer, text)
         # The template has written the special tokens out, BOS among them where the model wants one: none is added.
-        ids, spans = _tokenize_with_spans(tokenizer, text, special_tokens=False)
         moved = _after_own_template(context, inner, text)
+        text += example.answer_prefix
+        ids, spans = _tokenize_with_spans(tokenizer, text, special_tokens=False)
         context, spans = ([], None) if moved is None else (moved, spans)
     else:
         if chat_wrap:
             text, context = f"{wrap.before}{text}{wrap.after}", _moved(context, len(wrap.before))
+        text += example.answer_prefix
         ids, spans = _tokenize_with_spans(tokenizer, text)
     if not ids:
         raise UserError(f"{example.dataset}, row {example.id!r}: the prompt has no tokens (its text is {text!r})")
     return Prompt(text, tuple(ids), before, truncated, token_ids_sha256(ids), tuple(context), spans)
+
+
+def wrap_tokens(tokenizer: PreTrainedTokenizerBase, chat: str) -> int:
+    """Tokens of the wrap around a prompt, special ones included; 0 for "none". Raises UserError as `build_prompt`."""
+    wrap = chat_format(chat)
+    if wrap.from_tokenizer:
+        return len(_tokenize(tokenizer, _apply_own_template(tokenizer, ""), special_tokens=False))
+    return len(_tokenize(tokenizer, wrap.before + wrap.after)) if wrap.before + wrap.after else 0
 
 
 def render(template: str, example: Example) -> tuple[str, Ranges]:

@@ -142,6 +142,20 @@ def parse_example(dataset: Dataset, row: Any) -> Example:
     )
 
 
+def official_row(example: Example) -> dict[str, Any]:
+    """An example as a row in LongBench's format, in its order of fields."""
+    return {
+        "input": example.input,
+        "context": example.context,
+        "answers": list(example.answers),
+        "length": example.length,
+        "dataset": example.dataset,
+        "language": example.language,
+        "all_classes": list(example.all_classes) or None,
+        "_id": example.id,
+    }
+
+
 def shortened(value: Any) -> str:
     """A value for a message, 60 characters at most."""
     text = ascii(value)

@@ -6,10 +6,12 @@ code names a suite. What differs between suites is a field here, never an `if`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from lazyllm.models.spec import ModelSpec
 
 OnError = Literal["raise", "skip"]
 
@@ -20,9 +22,10 @@ class Dataset:
 
     name: its name in configs, files and tables; unique among all suites.
     task: the task whose score is the mean over its datasets.
-    metric: a key of `eval.benchmarks.metrics.METRICS`.
+    metric: the name of its score: a key of `eval.benchmarks.metrics.METRICS` if the suite scores by `score_example`.
     suite: the name of its suite.
     chat_wrap: whether the prompt is wrapped in the model's chat template.
+    truncate: whether a prompt longer than `model.max_prompt_tokens` loses its middle.
     first_line: whether only the first line of the answer is scored (leading newlines stripped first).
     newline_ends: whether a newline token ends the answer, which then has at least one token.
     protected: a pattern (re.MULTILINE) of text in a few-shot context that no method may shorten: the examples' answers,
@@ -34,6 +37,7 @@ class Dataset:
     metric: str
     suite: str
     chat_wrap: bool = True
+    truncate: bool = True
     first_line: bool = False
     newline_ends: bool = False
     protected: str = ""
@@ -46,7 +50,9 @@ class Example:
     id: the row's own, or a hash of the row if it has none; unique in its dataset.
     answers: the gold answers, at least one.
     all_classes: the class names; empty if the dataset is no classification.
-    length: the row's length as the suite counts it, in words or characters.
+    length: the row's length as the suite counts it, in words, characters or tokens.
+    instruction: the text in front of the context, if it differs from row to row.
+    answer_prefix: the text behind the chat template that the answer continues; a part of the prompt.
     """
 
     dataset: str
@@ -57,6 +63,8 @@ class Example:
     all_classes: tuple[str, ...]
     length: int
     language: str
+    instruction: str = ""
+    answer_prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,10 +81,11 @@ class LoadedDataset:
 
     template: the official prompt, with placeholders such as `{context}` and `{input}`.
     max_new_tokens: the most tokens an answer may have.
-    data_sha256: of the bytes of the rows, one JSON object a line.
+    data_sha256: of the bytes of the rows, one JSON object a line; if only the first are made, of what all follow from.
     config_sha256: of template and max_new_tokens.
     source: the origin of the rows, for people.
     skipped: rows left out, with `on_error="skip"` only.
+    total: the number of the dataset's rows if `examples` holds only the first; None if it holds all.
     """
 
     dataset: Dataset
@@ -87,18 +96,31 @@ class LoadedDataset:
     config_sha256: str
     source: str
     skipped: tuple[Skipped, ...]
+    total: int | None = None
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """The settings of a run that say where rows come from.
+    """The settings of a run that say what its rows are.
 
     dir: the folder with the suite's files (`data.dir`); None if the suite is to fetch or make them.
     on_error: "raise" at the first row that cannot be used, or "skip" such rows and list them in `LoadedDataset`.
+    limit: the number of rows that are used: a suite that makes rows makes no more; None for all.
+    options: the suite's own settings, which the config holds under the suite's name; None if it has none.
+    model: names the tokenizer, for a suite whose rows depend on it.
+    chat: how prompts are wrapped: a name in `eval.benchmarks.prompts.CHAT_FORMATS`.
     """
 
     dir: Path | None = None
     on_error: OnError = "raise"
+    limit: int | None = None
+    options: Any = None
+    model: ModelSpec | None = None
+    chat: str = "none"
+
+
+def _nothing(dataset: Dataset, settings: DataSettings) -> None:
+    """Nothing to refuse, nothing missing."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +137,10 @@ class Suite:
     limit: the number of examples of each dataset in a run of `whole` that sets no `limit`; None for all.
     in_paper: whether LazyLLM's paper reports this suite.
     reference_tokens: the prompt length for which a target speedup is solved; None for the paper's lengths.
+    check: refuses settings that the dataset cannot be loaded with, before torch is imported. Raises UserError.
+    missing: why a dataset's rows cannot be had, or None: such a dataset is left out of `whole`, and refused if named.
+    rows: the rows in the suite's official format, `settings.limit` at most; None for LongBench's format.
+    shorter: what to do if a prompt is longer than the model can hold.
     """
 
     name: str
@@ -127,3 +153,12 @@ class Suite:
     limit: int | None = None
     in_paper: bool = False
     reference_tokens: int | None = None
+    check: Callable[[Dataset, DataSettings], None] = _nothing
+    missing: Callable[[Dataset, DataSettings], str | None] = _nothing
+    rows: Callable[[Dataset, DataSettings], Iterable[Mapping[str, Any]]] | None = None
+    shorter: str = "set a lower model.max_prompt_tokens"
+
+    @property
+    def all_tasks(self) -> tuple[str, ...]:
+        """The tasks of its datasets, in the order of tables."""
+        return tuple(dict.fromkeys(dataset.task for dataset in self.datasets))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -18,14 +19,18 @@ from omegaconf import MISSING as MISSING_VALUE
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import register_configs, resolve_datasets
 from eval.benchmarks.prompts import chat_format
+from eval.benchmarks.ruler.ruler_suite import RulerConfig
 from eval.benchmarks.split import HALVES, parse_shard
-from eval.benchmarks.suite import Dataset
+from eval.benchmarks.suite import Dataset, DataSettings
 from eval.run import speedup_targets
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Method, by_name, known, make, settings_of
 from lazyllm.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -75,7 +80,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """dir: folder with <dataset>.jsonl and config/; null fetches LongBench once. on_error: raise, or skip bad rows."""
+    """dir: folder with the suite's files; null fetches them once. on_error: raise, or skip bad rows."""
 
     dir: str | None = None
     on_error: str = "raise"
@@ -129,6 +134,7 @@ class RunConfig:
     method: dict[str, Any] = field(default_factory=dict)
     dataset: dict[str, bool] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
+    ruler: RulerConfig = field(default_factory=RulerConfig)
     timing: TimingConfig = field(default_factory=TimingConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     limit: int | None = None
@@ -330,7 +336,8 @@ def to_run_config(config: DictConfig) -> RunConfig:
     chat_format(plain.model.chat)
     for settings in methods_of(plain):
         check_method(settings)
-    datasets_of(plain)
+    for line in check_datasets(plain):
+        log.warning(line)
     return plain
 
 
@@ -352,15 +359,55 @@ def datasets_of(config: RunConfig) -> tuple[Dataset, ...]:
 
     Raises UserError if none is left or one is unknown.
     """
+    return tuple(dataset for dataset in _asked_for(config) if _missing(config, dataset) is None)
+
+
+def check_datasets(config: RunConfig) -> list[str]:
+    """Refuse datasets that cannot be loaded, before torch is imported. Raises UserError.
+
+    Returns a line for each reason to leave datasets out of a whole suite.
+    """
+    datasets = _asked_for(config)
+    for dataset in datasets:
+        SUITES[dataset.suite].check(dataset, data_settings(config, dataset))
+    reasons = {dataset.name: reason for dataset in datasets if (reason := _missing(config, dataset)) is not None}
+    for name, reason in reasons.items():
+        if config.dataset.get(name) or len(reasons) == len(datasets):
+            raise UserError(f"{name}: {reason}")
+    return [
+        f"left out: {', '.join(name for name in reasons if reasons[name] == reason)}: {reason}"
+        for reason in dict.fromkeys(reasons.values())
+    ]
+
+
+def data_settings(config: RunConfig, dataset: Dataset) -> DataSettings:
+    """What the suite of a dataset is told about a run."""
+    return DataSettings(
+        dir=Path(config.data.dir) if config.data.dir is not None else None,
+        on_error="skip" if config.data.on_error == "skip" else "raise",
+        limit=config.limit,
+        options=getattr(config, dataset.suite, None),
+        model=model_spec(config),
+        chat=config.model.chat,
+    )
+
+
+def _asked_for(config: RunConfig) -> tuple[Dataset, ...]:
+    """The datasets that a config names, missing ones included. Raises UserError."""
     names = [name for name, wanted in config.dataset.items() if wanted]
     if not config.dataset:
         names = ["embedded" if config.model.name == "tiny" else "all"]
-    if not names:
+    known = resolve_datasets(names) if names else ()
+    datasets = tuple(dataset for dataset in known if config.dataset.get(dataset.name, True))
+    if not datasets:
         raise UserError("no dataset is left: write dataset=hotpotqa, a task's name, or dataset=all")
-    datasets = resolve_datasets(names)
     if len({dataset.suite for dataset in datasets}) > 1:
-        raise UserError("LongBench's and the embedded datasets share no table: run them apart")
+        raise UserError("datasets of several suites (LongBench, embedded, RULER) share no table: run them apart")
     return datasets
+
+
+def _missing(config: RunConfig, dataset: Dataset) -> str | None:
+    return SUITES[dataset.suite].missing(dataset, data_settings(config, dataset))
 
 
 def check_method(settings: dict[str, Any]) -> None:

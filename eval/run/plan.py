@@ -15,12 +15,11 @@ import numpy as np
 import torch
 
 from eval.benchmarks import SUITES
-from eval.benchmarks.datasets import TASKS, load_rows
 from eval.benchmarks.prompts import build_prompt, end_token_ids
 from eval.benchmarks.split import Shard, in_half, parse_shard, shard_numbers
-from eval.benchmarks.suite import Dataset, Example, LoadedDataset
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset
 from eval.run import provenance, speedup_targets
-from eval.run.config import RunConfig, build_method, canonical, check_method, datasets_of, model_spec
+from eval.run.config import RunConfig, build_method, canonical, check_method, data_settings, datasets_of, model_spec
 from eval.run.measure import Case
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
@@ -91,7 +90,7 @@ def prepare(config: RunConfig) -> Plan:
     return Plan(
         config=config,
         folder=Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity),
-        title=f"{config.model.name}, {config.method['name']}, {_data_label(loaded)}" + half,
+        title=f"{config.model.name}, {config.method['name']}, {_data_label(config, loaded)}" + half,
         cases=cases,
         ours=ours,
         traced=[case for case in _first_of_each(cases, config.trace) if case.key in ours],
@@ -100,7 +99,7 @@ def prepare(config: RunConfig) -> Plan:
             "config": asdict(replace(config, shard=None)),
             "provenance": _provenance(identified.devices),
             # what `limit` and `sample` choose from
-            "examples": {one.dataset.name: len(one.examples) for one in loaded},
+            "examples": {one.dataset.name: one.total or len(one.examples) for one in loaded},
         },
         file_part=shard.file_part if shard is not None else "",
         tokenizer=identified.tokenizer,
@@ -118,7 +117,7 @@ def identify(config: RunConfig) -> Identified:
     model_config = check_loading(model_spec(config))
     settings = _settings(config, model_config)
     tokenizer = _tokenizer(config)
-    loaded = [_rows(dataset, config.data.dir, _on_error(config)) for dataset in datasets_of(config)]
+    loaded = [_rows(dataset, data_settings(config, dataset)) for dataset in datasets_of(config)]
     end_ids = load_end_ids(model_spec(config))
     paired = config.timing.paired and by_name(settings["name"]) is not Baseline
     parameters = {one.dataset.name: _resolved(config, settings, one.dataset, model_config) for one in loaded}
@@ -140,8 +139,8 @@ def identify(config: RunConfig) -> Identified:
 
 
 @lru_cache(maxsize=64)  # the runs of a comparison or a sweep share them
-def _rows(dataset: Dataset, folder: str | None, on_error: Any) -> LoadedDataset:
-    return load_rows(dataset, folder, on_error)
+def _rows(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
+    return SUITES[dataset.suite].load(dataset, settings)
 
 
 def check_comparison(config: RunConfig) -> None:
@@ -151,10 +150,6 @@ def check_comparison(config: RunConfig) -> None:
         settings = _settings(replace(config, method=method), model_config)
         for dataset in datasets_of(config):
             _resolved(config, settings, dataset, model_config)
-
-
-def _on_error(config: RunConfig) -> Any:
-    return config.data.on_error
 
 
 def _settings(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
@@ -207,7 +202,7 @@ def _cases(config: RunConfig, identified: Identified) -> Iterator[Case]:
                 example,
                 one.template,
                 tokenizer,
-                config.model.max_prompt_tokens,
+                config.model.max_prompt_tokens if one.dataset.truncate else None,
                 config.model.chat,
                 one.dataset.chat_wrap,
                 one.dataset.protected,
@@ -221,7 +216,7 @@ def _cases(config: RunConfig, identified: Identified) -> Iterator[Case]:
                 raise UserError(
                     f"{one.dataset.name}, row {example.id}: {len(prompt.token_ids)} prompt tokens and up to "
                     f"{max_new_tokens} new ones are more than the {longest} positions that the model has: "
-                    "set a lower model.max_prompt_tokens"
+                    f"{SUITES[one.dataset.suite].shorter}"
                 )
             yield Case(one.dataset, example, prompt, method, max_new_tokens, dataset_end_ids)
 
@@ -336,20 +331,22 @@ def _provenance(devices: tuple[torch.device, ...]) -> dict[str, Any]:
 
 def _folder_name(config: RunConfig, loaded: list[LoadedDataset], identity: dict[str, Any]) -> str:
     model = Path(config.model.name).name
-    return f"{model}-{config.method['name']}-{_data_label(loaded)}-{fingerprint(identity)[:8]}"
+    return f"{model}-{config.method['name']}-{_data_label(config, loaded)}-{fingerprint(identity)[:8]}"
 
 
-def _data_label(loaded: list[LoadedDataset]) -> str:
+def _data_label(config: RunConfig, loaded: list[LoadedDataset]) -> str:
     """A short name for people: of one dataset, of a whole task, of a whole suite, or how many there are."""
+    if len(config.dataset) == 1:
+        return next(iter(config.dataset))
     names = {one.dataset.name for one in loaded}
     if len(names) == 1:
         return next(iter(names))
-    suites = {one.dataset.suite for one in loaded}
     tasks = {one.dataset.task for one in loaded}
     if len(tasks) == 1:
         return next(iter(tasks))
-    if len(suites) == 1 and len(tasks) == len(TASKS):
-        return SUITES[next(iter(suites))].whole
+    suite = SUITES[loaded[0].dataset.suite]
+    if len(tasks) == len(suite.all_tasks):
+        return suite.whole
     return f"{len(names)}_datasets"
 
 

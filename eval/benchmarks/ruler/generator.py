@@ -57,6 +57,7 @@ class Row:
     length_w_model_temp: `length` and the tokens kept free for a chat template.
     answer_prefix: the text behind the chat template that the answer continues; a part of the prompt.
     token_position_answer: tokens of `input` in front of the first gold answer; None except for niah.
+    context: Ours: the [start, end) of the context in `input`, in characters: the text that the question is about.
     evidence: Ours: the [start, end) positions in `input`, in characters, of what the answer is found in: needles,
         assignments, every occurrence of a common word, documents.
     """
@@ -68,6 +69,7 @@ class Row:
     length_w_model_temp: int
     answer_prefix: str
     token_position_answer: int | None
+    context: tuple[int, int]
     evidence: tuple[tuple[int, int], ...]
 
     def official(self) -> dict[str, Any]:
@@ -603,8 +605,17 @@ def _rows(sampler: _Sampler, count: int, reserved: int) -> Iterator[Row]:
             index = draft.input.find(draft.outputs[0])
             position = sampler.setting.gauge.count(draft.input[:index])
         length = tokens + sampler.task.max_new_tokens
-        prefix = draft.answer_prefix
-        yield Row(index, draft.input, draft.outputs, length, length + reserved, prefix, position, draft.spans())
+        yield Row(
+            index,
+            draft.input,
+            draft.outputs,
+            length,
+            length + reserved,
+            draft.answer_prefix,
+            position,
+            draft.context,
+            draft.spans(),
+        )
 
 
 def _singular(template: str) -> str:

@@ -13,6 +13,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +52,7 @@ _OFFICIAL = {  # file: its path in the repository, its sha256
     ),
 }
 _ESSAYS, _ENGLISH = "PaulGrahamEssays.json", "english_words.json"
+_GIVE_ESSAY = f"give ruler.haystack=FILE or FOLDER of text, or data.dir=FOLDER with RULER's {_ESSAYS}"
 _HUB = {  # dataset of a qa task: repository, configuration, file in data.dir
     "squad": ("rajpurkar/squad_v2", None, "squad.json"),
     "hotpotqa": ("hotpotqa/hotpot_qa", "distractor", "hotpotqa.json"),
@@ -273,13 +276,9 @@ class Pairs(Sequence[str]):
 
 def read_essay(task: str, sources: Sources) -> Essay:
     """The text that a task hides its needles in. Raises UserError: none is given, or it cannot be read."""
-    official = sources.folder / _ESSAYS if sources.folder else None
-    path = sources.haystack or (official if official and official.is_file() else None)
+    path = _essay_file(sources)
     if path is None:
-        raise UserError(
-            f"{task} hides its needles in a text: give ruler.haystack=FILE or FOLDER of text, or data.dir=FOLDER with "
-            f"RULER's {_ESSAYS}"
-        )
+        raise UserError(f"{task} hides its needles in a text: {_GIVE_ESSAY}")
     path = path.expanduser()
     if path.suffix == ".json":
         text = _field(_json(path), "text", str, path)
@@ -291,6 +290,60 @@ def read_essay(task: str, sources: Sources) -> Essay:
     if not text:
         raise UserError(f"{path}: no text to hide needles in; give ruler.haystack=FILE or FOLDER of .txt or .md files")
     return Essay(re.sub(r"\s+", " ", text).split(" "), path.suffix == ".json")
+
+
+def missing_corpus(task: Task, sources: Sources) -> str | None:
+    """Why the text or the dataset that a task needs cannot be had; None if it can, or if the task needs none."""
+    if task.settings.get("type_haystack") == "essay":
+        return f"no text to hide needles in; {_GIVE_ESSAY}" if _essay_file(sources) is None else None
+    if task.kind != "qa":
+        return None
+    repository, _, name = _HUB[task.settings["dataset"]]
+    if sources.folder is not None and (sources.folder / name).is_file():
+        return None
+    if find_spec("datasets") is None:
+        return f"read through the package datasets, which is missing: install it, or give data.dir=FOLDER with RULER's {name}"
+    if _is_cached(repository) or _hub_is_reachable():
+        return None
+    return (
+        f"{repository} is neither cached nor to be had: give data.dir=FOLDER with RULER's "
+        f"{name}, or run once with a network"
+    )
+
+
+def corpus_sha256(task: Task, sources: Sources) -> str | None:
+    """Of the text or the dataset that a task's rows are made from; None if it needs none. Raises UserError."""
+    if task.settings.get("type_haystack") == "essay":
+        essay = read_essay(task.name, sources)
+        texts = [str(essay.official), *essay.words]
+    elif task.kind == "qa":
+        corpus = read_corpus(task.settings["dataset"], sources)
+        texts = [*corpus.documents, *map(repr, corpus.questions)]
+    else:
+        return None
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _essay_file(sources: Sources) -> Path | None:
+    """The user's text, else RULER's in `data.dir`, if it is there."""
+    official = sources.folder / _ESSAYS if sources.folder else None
+    return sources.haystack or (official if official and official.is_file() else None)
+
+
+def _is_cached(repository: str) -> bool:
+    """Whether the package `datasets`, which is slow to import, has kept a dataset of the hub."""
+    from huggingface_hub import constants
+
+    folder = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
+    return (Path(folder).expanduser() / repository.replace("/", "___")).is_dir()
+
+
+@cache
+def _hub_is_reachable() -> bool:
+    """Asked once a process: without a network the answer takes seconds."""
+    from huggingface_hub import constants
+
+    return not is_offline() and is_reachable(constants.ENDPOINT)
 
 
 def read_corpus(dataset: str, sources: Sources) -> Corpus:

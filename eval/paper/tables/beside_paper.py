@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from eval.benchmarks import SUITES
-from eval.benchmarks.datasets import DATASETS, TASKS
+from eval.benchmarks.datasets import DATASETS
 from eval.paper.known_methods import BASELINE, STUDIED
 from eval.paper.table import COMPUTED, Table
 from eval.paper.tables.cells import SECTION, model_name, random_models, shown
@@ -97,7 +97,7 @@ def _beside_paper(results: Results, name: str, title: str, values: Sequence[_Val
     facts = _Facts(chosen, random_models(results))
     rows = []
     for model, column, suite in _sections(results):
-        for task in TASKS:
+        for task in SUITES[suite].all_tasks:
             for method in published(name)["method"].unique():
                 key = {"model": model, "suite": suite, "paper_model": column, "task": task, "method": method}
                 lines = measured.get((model, suite, task, method), [{}])

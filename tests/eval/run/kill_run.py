@@ -31,6 +31,7 @@ import torch
 
 import eval.run.loop
 import eval.run.plan
+from eval.benchmarks.datasets import load_rows
 from eval.run.config import ModelConfig, RunConfig, TimingConfig
 from eval.store.folder import read_run
 from eval.store.record import Measurement, Record
@@ -212,9 +213,9 @@ def kill_run(folder: Path, kills: int, seed: int) -> Counts:
 def main(kills: int = 100, seed: int = 0) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    rows = {name: eval.run.plan.load_rows(one) for name, one in _datasets().items()}
+    rows = {name: load_rows(one) for name, one in _datasets().items()}
     # generating the rows would take most of a job's time: they are made once, before the fork
-    eval.run.plan.load_rows = lambda dataset, *_: rows[dataset.name]
+    eval.run.plan._rows = lambda dataset, *_: rows[dataset.name]
     with tempfile.TemporaryDirectory() as folder:
         counts = kill_run(Path(folder), kills, seed)
     print(json.dumps(asdict(counts)))

@@ -1,0 +1,210 @@
+"""RULER as a suite: 13 datasets whose rows are made for the run's tokenizer, length and seed.
+
+Ours: each dataset is a task of its own, so that the mean over tasks is RULER's average over its 13 tasks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval.benchmarks.disk_cache import cache_folder
+from eval.benchmarks.prompts import wrap_tokens
+from eval.benchmarks.rows import canonical
+from eval.benchmarks.ruler import scorers
+from eval.benchmarks.ruler.generator import Row, rows
+from eval.benchmarks.ruler.sources import (
+    COMMIT,
+    INSTALL,
+    TASKS,
+    Sources,
+    Templates,
+    corpus_sha256,
+    fetch_templates,
+    missing_corpus,
+    read_templates,
+    words,
+)
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
+from lazyllm.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lazyllm.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+ROWS = 500
+"""The official number of rows of a task."""
+
+TEMPLATE = "{instruction}{context}{input}"
+"""Of every task: a row holds its whole prompt."""
+
+VERSION = 1
+
+
+@dataclass(unsafe_hash=True)  # not frozen: OmegaConf would refuse to change it
+class RulerConfig:
+    """length: the most tokens that a prompt, its chat template and its answer have together. seed: of the rows.
+
+    haystack: the text that needles are hidden in: a text file, a folder of .txt and .md files, or RULER's
+    PaulGrahamEssays.json; null for that file in data.dir.
+    """
+
+    length: int = 4096
+    seed: int = 42
+    haystack: str | None = None
+
+
+def check(dataset: Dataset, settings: DataSettings) -> None:
+    """Refuse settings that no rows can be made with. Raises UserError."""
+    options = _options(settings)
+    if options.length < 1:
+        raise UserError(f"ruler.length={options.length}: expected a number of tokens of at least 1")
+    if options.seed < 0 or options.seed >= 2**32:
+        raise UserError(f"ruler.seed={options.seed}: expected 0 to 4294967295, which NumPy's generator takes")
+    if options.haystack is not None and not Path(options.haystack).expanduser().exists():
+        raise UserError(f"ruler.haystack={options.haystack}: expected a text file or a folder: there is none")
+    task = _templates(settings.dir).tasks[dataset.name]
+    if task.kind == "common_words_extraction" or "words" in task.settings.values():
+        words("noun")
+    if task.kind == "freq_words_extraction" and find_spec("scipy") is None:
+        raise UserError(f"{dataset.name} needs the package scipy; {INSTALL}")
+
+
+def missing(dataset: Dataset, settings: DataSettings) -> str | None:
+    """Why the corpus of a dataset cannot be had; None if it can, or if the dataset needs none."""
+    return missing_corpus(_templates(settings.dir).tasks[dataset.name], _sources(settings))
+
+
+def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
+    """The first rows of one dataset. `data_sha256` is of all that they follow from, whatever their number.
+
+    Raises UserError: what `check` refuses, a missing corpus, a length that is too short for the task.
+    """
+    templates, options = _templates(settings.dir), _options(settings)
+    if not templates.official:
+        log.warning("RULER's templates in %s are not those of commit %s", settings.dir, COMMIT[:7])
+    task = templates.tasks[dataset.name]
+    made = list(_rows(dataset, settings))
+    facts = {
+        "suite": VERSION,
+        "task": task.name,
+        "length": options.length,
+        "seed": options.seed,
+        "chat tokens": _chat_tokens(settings),
+        "templates": templates.sha256,
+        "corpus": corpus_sha256(task, _sources(settings)),
+        "first row": made[0].official(),
+    }
+    return LoadedDataset(
+        dataset=dataset,
+        examples=tuple(_example(dataset, options, number, row) for number, row in enumerate(made)),
+        template=TEMPLATE,
+        max_new_tokens=task.max_new_tokens,
+        data_sha256=hashlib.sha256(canonical(facts)).hexdigest(),
+        config_sha256=hashlib.sha256(canonical([TEMPLATE, task.max_new_tokens])).hexdigest(),
+        source=f"RULER, {dataset.name}, {options.length} tokens, seed {options.seed}",
+        skipped=(),
+        total=max(ROWS, len(made)),
+    )
+
+
+def official_rows(dataset: Dataset, settings: DataSettings) -> Iterable[Mapping[str, Any]]:
+    """The lines of the official `validation.jsonl`. Raises UserError as `load` does."""
+    return (row.official() for row in _rows(dataset, settings))
+
+
+def score(dataset: Dataset, answer: str, outputs: Sequence[str], all_classes: Sequence[str] | None = None) -> float:
+    """The official score of one answer, 0 to 1."""
+    return scorers.score(dataset.name, answer, outputs)
+
+
+SUITE = Suite(
+    name="ruler",
+    version=VERSION,
+    datasets=tuple(
+        Dataset(
+            name,
+            task=name,
+            metric="string_match_part" if name.startswith("qa_") else "string_match_all",
+            suite="ruler",
+            truncate=False,
+        )
+        for name in TASKS
+    ),
+    load=load,
+    score=score,
+    whole="ruler",
+    check=check,
+    missing=missing,
+    rows=official_rows,
+    shorter="give a smaller ruler.length",
+)
+
+
+def _options(settings: DataSettings) -> RulerConfig:
+    return settings.options if settings.options is not None else RulerConfig()
+
+
+def _sources(settings: DataSettings) -> Sources:
+    haystack = _options(settings).haystack
+    return Sources(settings.dir, Path(haystack) if haystack is not None else None)
+
+
+def _templates(folder: Path | None) -> Templates:
+    return read_templates(folder) if folder is not None else fetch_templates(cache_folder() / "ruler")
+
+
+def _rows(dataset: Dataset, settings: DataSettings) -> Iterator[Row]:
+    options = _options(settings)
+    count = ROWS if settings.limit is None else settings.limit
+    made = rows(
+        dataset.name,
+        _tokenizer(settings.model),
+        options.length,
+        count,
+        _templates(settings.dir),
+        options.seed,
+        _sources(settings),
+        _chat_tokens(settings),
+    )
+    return islice(made, count)
+
+
+def _chat_tokens(settings: DataSettings) -> int:
+    return wrap_tokens(_tokenizer(settings.model), settings.chat)
+
+
+@lru_cache(maxsize=2)  # the datasets of a run share one
+def _tokenizer(model: ModelSpec | None) -> PreTrainedTokenizerBase:
+    from lazyllm.models.load import load_tokenizer_of
+
+    tokenizer = load_tokenizer_of(model) if model is not None else None
+    if tokenizer is None:
+        raise UserError("RULER's rows are made for a tokenizer: give model.tokenizer=FOLDER_OR_HUB_ID")
+    return tokenizer
+
+
+def _example(dataset: Dataset, options: RulerConfig, number: int, row: Row) -> Example:
+    start, end = row.context
+    return Example(
+        dataset=dataset.name,
+        id=f"{dataset.name}-{options.length}-{options.seed}-{number:04d}",
+        input=row.input[end:],
+        context=row.input[start:end],
+        answers=row.outputs,
+        all_classes=(),
+        length=row.length,
+        language="en",
+        instruction=row.input[:start],
+        answer_prefix=row.answer_prefix,
+    )

@@ -1,0 +1,45 @@
+"""The verb `rows`: write rows in a suite's official format, without a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from eval.benchmarks.datasets import official_rows
+from eval.run.config import (
+    check_arguments,
+    compose_config,
+    data_settings,
+    datasets_of,
+    register_schema,
+    to_run_config,
+)
+from lazyllm.errors import UserError
+
+USAGE = """usage: lazyllm-bench rows dataset=NAME out=FOLDER [limit=N] [KEY=VALUE ...]
+
+Writes FOLDER/<dataset>.jsonl for each dataset that is named, in the format of its suite. Keys are those of
+lazyllm-bench run; RULER's rows depend on ruler.length, ruler.seed, model.tokenizer and model.chat."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the rows of a command line's datasets; prints a line for each. Returns the exit code. Raises UserError."""
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE)
+        return 0
+    register_schema()
+    check_arguments(arguments)
+    config = to_run_config(compose_config(arguments))
+    if config.out is None:
+        raise UserError("rows are written to a folder: give out=FOLDER")
+    for dataset in datasets_of(config):
+        lines = [json.dumps(row) for row in official_rows(dataset, data_settings(config, dataset))]
+        file = Path(config.out) / f"{dataset.name}.jsonl"
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{file}: cannot be written ({error.strerror}): give another out=FOLDER") from error
+        print(f"{file}: {len(lines)} rows")
+    return 0
