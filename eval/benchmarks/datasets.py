@@ -79,8 +79,9 @@ def register_configs() -> None:
     for name, datasets in CHOICES.items():
         store(group="dataset", name=name, node={dataset.name: True for dataset in datasets})
     for suite in SUITES.values():
-        if suite.rows is not None:  # a dataset whose rows are missing is refused only if it is named itself
-            store(group="dataset", name=suite.whole, node={suite.whole: True})
+        if suite.may_lack:  # a dataset that is missing is refused unless the whole suite is named
+            node = {suite.whole: True, **{dataset.name: True for dataset in suite.datasets}}
+            store(group="dataset", name=suite.whole, node=node)
     for suite in SUITES.values():
         if suite.limit is not None:  # set beside the group, so that limit=N still overrides it
             node = {"dataset": {dataset.name: True for dataset in suite.datasets}, "limit": suite.limit}

@@ -159,6 +159,11 @@ class Suite:
     shorter: str = "set a lower model.max_prompt_tokens"
 
     @property
+    def may_lack(self) -> bool:
+        """Whether a dataset's rows can be missing."""
+        return self.missing is not _nothing
+
+    @property
     def all_tasks(self) -> tuple[str, ...]:
         """The tasks of its datasets, in the order of tables."""
         return tuple(dict.fromkeys(dataset.task for dataset in self.datasets))

@@ -372,7 +372,7 @@ def check_datasets(config: RunConfig) -> list[str]:
         SUITES[dataset.suite].check(dataset, data_settings(config, dataset))
     reasons = {dataset.name: reason for dataset in datasets if (reason := _missing(config, dataset)) is not None}
     for name, reason in reasons.items():
-        if config.dataset.get(name) or len(reasons) == len(datasets):
+        if not config.dataset.get(SUITES[datasets[0].suite].whole) or len(reasons) == len(datasets):
             raise UserError(f"{name}: {reason}")
     return [
         f"left out: {', '.join(name for name in reasons if reasons[name] == reason)}: {reason}"

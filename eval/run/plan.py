@@ -336,16 +336,14 @@ def _folder_name(config: RunConfig, loaded: list[LoadedDataset], identity: dict[
 
 def _data_label(config: RunConfig, loaded: list[LoadedDataset]) -> str:
     """A short name for people: of one dataset, of a whole task, of a whole suite, or how many there are."""
-    if len(config.dataset) == 1:
-        return next(iter(config.dataset))
+    suite = SUITES[loaded[0].dataset.suite]
     names = {one.dataset.name for one in loaded}
     if len(names) == 1:
         return next(iter(names))
     tasks = {one.dataset.task for one in loaded}
     if len(tasks) == 1:
         return next(iter(tasks))
-    suite = SUITES[loaded[0].dataset.suite]
-    if len(tasks) == len(suite.all_tasks):
+    if len(tasks) == len(suite.all_tasks) or suite.whole in config.dataset:
         return suite.whole
     return f"{len(names)}_datasets"
 

@@ -302,7 +302,7 @@ def missing_corpus(task: Task, sources: Sources) -> str | None:
     if sources.folder is not None and (sources.folder / name).is_file():
         return None
     if find_spec("datasets") is None:
-        return f"read through the package datasets, which is missing: install it, or give data.dir=FOLDER with RULER's {name}"
+        return f"the package datasets is missing: install it, or give data.dir=FOLDER with RULER's {name}"
     if _is_cached(repository) or _hub_is_reachable():
         return None
     return (

@@ -1,0 +1,244 @@
+"""RULER as a suite: from a command line to rows, prompts and records, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from eval import cli
+from eval.benchmarks import embedded
+from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.prompts import build_prompt
+from eval.benchmarks.ruler import COMMIT, TASKS, read_templates
+from eval.benchmarks.ruler.ruler_suite import SUITE, RulerConfig
+from eval.benchmarks.suite import DataSettings, Example
+from eval.run.config import datasets_of
+from eval.run.loop import run
+from eval.store.folder import read_run
+from lazyllm.errors import UserError
+from lazyllm.models.spec import ModelSpec
+from tests.eval.benchmarks.test_prompts import Characters
+from tests.eval.benchmarks.test_ruler import OFFICIAL_ROWS, SHARED, SQUAD, write_templates
+from tests.eval.run.test_configs import config_of
+
+pytest.importorskip("wonderwords", reason="the package wonderwords ([ruler]) is not installed")
+
+NEEDS_SHARED = pytest.mark.skipif(not OFFICIAL_ROWS, reason="../shared/ruler is absent")
+ESSAYS = {"niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery"}
+QUESTIONS = {"qa_1", "qa_2"}
+NIAH, FWE = DATASETS["niah_single_1"], DATASETS["fwe"]
+
+
+@pytest.fixture(autouse=True)
+def _offline(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_templates(tmp_path / "templates")
+
+
+def settings_of(folder: Path, options: RulerConfig | None = None, **settings) -> DataSettings:
+    settings = {"limit": 1, "model": ModelSpec("tiny"), **settings}
+    return DataSettings(dir=folder, options=options or RulerConfig(1024), **settings)
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+
+
+@NEEDS_SHARED
+@pytest.mark.parametrize("length", [2048, 4096])
+def test_the_command_writes_the_official_rows(length, tmp_path, caplog, capsys):
+    rows = 1 + (length == 2048)
+    shared = [f"model.tokenizer={SHARED / 'tokenizers' / 'llama2'}", f"data.dir={SHARED / 'ruler' / 'official'}"]
+    command = ["rows", "dataset=ruler", f"limit={rows}", f"ruler.length={length}", "out=made", *shared]
+    assert cli.main(command) == 0
+    expected = {file.name: file.read_text() for file in OFFICIAL_ROWS if file.parent.name == str(length)}
+    assert {file.name: file.read_text() for file in (tmp_path / "made").iterdir()} == expected
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert all(name in said for name in ESSAYS | QUESTIONS)
+    assert "ruler.haystack=FILE" in said
+    assert len(capsys.readouterr().out.splitlines()) == 6
+
+
+@NEEDS_SHARED
+def test_other_suites_rows_are_those_of_their_files(tmp_path):
+    file = SHARED / "longbench" / "trec.jsonl"
+    assert cli.main(["rows", "dataset=trec", "limit=2", f"data.dir={file.parent}", "out=made"]) == 0
+    expected = [json.loads(line) for line in file.read_bytes().split(b"\n")[:2]]
+    assert [json.loads(line) for line in (tmp_path / "made" / "trec.jsonl").read_text().splitlines()] == expected
+    assert cli.main(["rows", "dataset=lookup", "limit=2", "out=made"]) == 0
+    lines = (tmp_path / "made" / "lookup.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == embedded.rows("lookup", count=2)
+
+
+# ------------------------------------------------------------------------------------------------------------- runs
+
+
+def test_a_run_goes_on_with_more_rows_and_is_scored_officially(folder, monkeypatch, capsys):
+    arguments = ["dataset=niah_single_1", "ruler.length=1024", f"data.dir={folder}", "max_new_tokens=2"]
+    arguments += ["timing.warmup=0", "out=run"]
+    scored = []
+    score = SUITE.score
+
+    def noted(dataset, answer, outputs, classes):
+        scored.append((dataset.name, answer, outputs))
+        return score(dataset, answer, outputs, classes)
+
+    monkeypatch.setitem(cli_suites(), "ruler", replace(SUITE, score=noted))
+    run(config_of(*arguments, "limit=1"))
+    first = read_run(Path("run"))[1]
+    assert len(first) == 1
+    run(config_of(*arguments, "limit=2"))
+    both = read_run(Path("run"))[1]
+    assert both[:1] == first
+    assert [record.id for record in both] == ["niah_single_1-1024-42-0000", "niah_single_1-1024-42-0001"]
+    assert len(scored) == 4  # a method and its baseline, on each of two rows
+    for record in both:
+        assert record.baseline is not None
+        assert record.prompt_end.endswith(" is")  # the answer prefix for one number
+        assert record.prompt_tokens + 128 <= 1024 + 1  # <|begin|> is not counted
+    assert "niah_single_1" in capsys.readouterr().out
+    for changed in ("ruler.length=1000", "ruler.seed=7"):
+        with pytest.raises(UserError, match="run"):
+            run(config_of(*arguments, "limit=2", changed))
+
+
+def cli_suites():
+    import eval.run.measure
+
+    return eval.run.measure.SUITES
+
+
+def test_the_data_hash_depends_on_every_setting_and_not_on_the_number_of_rows(folder):
+    def data(**settings):
+        loaded = SUITE.load(NIAH, settings_of(folder, **settings))
+        assert (loaded.max_new_tokens, loaded.total) == (128, 500)
+        return loaded.data_sha256
+
+    assert data() == data(limit=3)
+    assert len({data(), data(options=RulerConfig(1000)), data(options=RulerConfig(1024, 7)), data(chat="llama2")}) == 4
+
+
+def test_the_corpus_is_part_of_the_data_hash(folder):
+    hashes = set()
+    for last in ("The end.", "The end of it."):
+        Path("text.txt").write_text("The wolves of Oslo ran. " * 2000 + last)
+        options = RulerConfig(6000, haystack="text.txt")
+        hashes.add(SUITE.load(DATASETS["niah_single_2"], settings_of(folder, options)).data_sha256)
+    assert len(hashes) == 2
+
+
+def test_every_example_is_its_row_and_its_context_can_be_shortened(folder):
+    settings = settings_of(folder, RulerConfig(3000), limit=2)
+    for dataset in (NIAH, DATASETS["niah_multikey_2"], DATASETS["cwe"], FWE):
+        loaded = SUITE.load(dataset, settings)
+        for example, row in zip(loaded.examples, SUITE.rows(dataset, settings), strict=True):
+            prompt = build_prompt(example, loaded.template, Characters())
+            assert prompt.text == row["input"] + row["answer_prefix"]
+            assert [prompt.text[start:end] for start, end in prompt.context] == [example.context]
+            assert list(example.answers) == row["outputs"]
+            assert all(output in example.context for output in row["outputs"])
+            assert example.context not in example.instruction + example.input
+
+
+def test_a_chat_template_takes_its_tokens_from_the_length(folder):
+    """Llama 2's wrap around nothing is `[INST][/INST]`."""
+    from lazyllm.models.load import load_tokenizer_of
+
+    tokenizer = load_tokenizer_of(ModelSpec("tiny"))
+    plain, wrapped = (next(iter(SUITE.rows(FWE, settings_of(folder, chat=chat)))) for chat in ("none", "llama2"))
+    reserved = len(tokenizer("[INST][/INST]")["input_ids"])
+    assert plain["length_w_model_temp"] == plain["length"]
+    assert wrapped["length_w_model_temp"] == wrapped["length"] + reserved <= 1024
+
+
+# ---------------------------------------------------------------------------------------------------------- prompts
+
+
+ROW = Example("vt", "one", " Who?", "0123456789", ("1",), (), 3, "en", "In: ", " Answer: it is")
+
+
+@pytest.mark.parametrize(
+    ("chat", "text"),
+    [
+        ("none", "In: 0123456789 Who? Answer: it is"),
+        ("llama2", "[INST]In: 0123456789 Who?[/INST] Answer: it is"),
+        ("auto", "\x01<user>In: 0123456789 Who?<model> Answer: it is"),
+    ],
+)
+def test_the_answer_prefix_stands_behind_the_chat_template(chat, text):
+    tokenizer = Characters()
+    tokenizer.chat_template = "given"
+    prompt = build_prompt(ROW, "{instruction}{context}{input}", tokenizer, chat=chat)  # type: ignore[arg-type]
+    assert prompt.text == text
+    characters = list(prompt.token_ids[chat != "auto" :])  # the template has written BOS out
+    assert characters == [ord(letter) for letter in text]
+    assert [text[start:end] for start, end in prompt.context] == ["0123456789"]
+    assert prompt.spans is not None
+    assert len(prompt.spans) == len(prompt.token_ids)
+
+
+def test_no_limit_of_a_model_cuts_a_prompt(folder):
+    arguments = ["dataset=niah_single_1", "ruler.length=1024", f"data.dir={folder}", "limit=1"]
+    from eval.run.plan import prepare
+
+    plan = prepare(config_of(*arguments, "model.max_prompt_tokens=100"))
+    assert [(case.prompt.truncated, len(case.prompt.token_ids) > 500) for case in plan.cases] == [(False, True)]
+    with pytest.raises(UserError, match=r"more than the 4096 positions .* give a smaller ruler\.length"):
+        prepare(config_of(*arguments, "ruler.length=6000"))
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_what_has_no_corpus_is_left_out_of_the_suite_and_refused_by_name(folder):
+    arguments = [f"data.dir={folder}", "dataset=ruler"]
+    others = set(TASKS) - ESSAYS
+    assert {one.name for one in datasets_of(config_of(*arguments))} == others - QUESTIONS
+    assert {one.name for one in datasets_of(config_of(*arguments, "dataset.vt=false"))} == others - QUESTIONS - {"vt"}
+    (folder / "squad.json").write_text(json.dumps(SQUAD))
+    assert {one.name for one in datasets_of(config_of(*arguments))} == others - {"qa_2"}
+    Path("text.txt").write_text("The wolves ran.")
+    assert {one.name for one in datasets_of(config_of(*arguments, "ruler.haystack=text.txt"))} == set(TASKS) - {"qa_2"}
+    for names, message in {
+        "niah_single_2": r"niah_single_2: no text to hide needles in; give ruler\.haystack=FILE",
+        "qa_2": r"qa_2: hotpotqa/hotpot_qa is neither cached nor to be had: give data\.dir=FOLDER .* with a network",
+        "[ruler,lookup]": "share no table",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            config_of(f"data.dir={folder}", f"dataset={names}")
+
+
+def test_templates_that_are_not_there_are_refused_with_two_ways_out():
+    with pytest.raises(UserError, match=r"either give data\.dir=FOLDER .* or run once with a network, which fills .*"):
+        config_of("dataset=vt")
+
+
+def test_a_missing_package_is_named_with_its_extra(folder, monkeypatch):
+    files = importlib.resources.files
+
+    def missing(package):
+        if package == "wonderwords":
+            raise ModuleNotFoundError(package)
+        return files(package)
+
+    monkeypatch.setattr(importlib.resources, "files", missing)
+    for name in ("niah_single_1", "cwe"):
+        with pytest.raises(UserError, match=r"wonderwords, which is missing; .*lazyllm-bench\[ruler\]"):
+            config_of(f"dataset={name}", f"data.dir={folder}")
+    config_of("dataset=vt", f"data.dir={folder}")  # needs no words
+
+
+def test_templates_of_ones_own_are_said_to_be_no_official_ones(folder, caplog):
+    SUITE.load(FWE, settings_of(folder))
+    assert f"are not those of commit {COMMIT[:7]}" in caplog.text
+    assert not read_templates(folder).official
