@@ -140,6 +140,7 @@ class Suite:
     check: refuses settings that the dataset cannot be loaded with, before torch is imported. Raises UserError.
     missing: why a dataset's rows cannot be had, or None: such a dataset is left out of `whole`, and refused if named.
     rows: the rows in the suite's official format, `settings.limit` at most; None for LongBench's format.
+    length: the tokens of prompt and answer that the settings ask for; None if the rows alone decide.
     shorter: what to do if a prompt is longer than the model can hold.
     """
 
@@ -156,6 +157,7 @@ class Suite:
     check: Callable[[Dataset, DataSettings], None] = _nothing
     missing: Callable[[Dataset, DataSettings], str | None] = _nothing
     rows: Callable[[Dataset, DataSettings], Iterable[Mapping[str, Any]]] | None = None
+    length: Callable[[DataSettings], int | None] = lambda settings: None
     shorter: str = "set a lower model.max_prompt_tokens"
 
     @property

@@ -117,6 +117,7 @@ def identify(config: RunConfig) -> Identified:
     model_config = check_loading(model_spec(config))
     settings = _settings(config, model_config)
     tokenizer = _tokenizer(config)
+    _check_length(config, model_config)
     loaded = [_rows(dataset, data_settings(config, dataset)) for dataset in datasets_of(config)]
     end_ids = load_end_ids(model_spec(config))
     paired = config.timing.paired and by_name(settings["name"]) is not Baseline
@@ -143,6 +144,19 @@ def _rows(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     return SUITES[dataset.suite].load(dataset, settings)
 
 
+def _check_length(config: RunConfig, model_config: PreTrainedConfig) -> None:
+    """Refuse rows that are made longer than the model can hold, before they are made. Raises UserError."""
+    longest = model_config.max_position_embeddings
+    for dataset in datasets_of(config):
+        suite = SUITES[dataset.suite]
+        length = suite.length(data_settings(config, dataset))
+        if length is not None and length > longest:
+            raise UserError(
+                f"{dataset.name}: {length} tokens of prompt and answer are more than the {longest} positions that the "
+                f"model has: {suite.shorter}"
+            )
+
+
 def check_comparison(config: RunConfig) -> None:
     """Refuse any method of `config.compare` before the first one runs. Raises UserError."""
     model_config = load_config(model_spec(config))
@@ -163,7 +177,8 @@ def _resolved(
 ) -> dict[str, Any]:
     """The method's settings for one dataset, without targets, checked against the model's depth."""
     with _about_the_method():
-        resolved = speedup_targets.resolve(settings, dataset, model_config, config.model.paper)
+        length = SUITES[dataset.suite].length(data_settings(config, dataset))
+        resolved = speedup_targets.resolve(settings, dataset, model_config, config.model.paper, length)
         build_method(resolved).check(model_config)
     return resolved
 

@@ -83,10 +83,13 @@ def at_depth(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
     return settings | {"schedule": dict(Schedule.parse(schedule, num_layers).keep)}
 
 
-def resolve(settings: dict[str, Any], dataset: Dataset, model_config: Any, column: str | None) -> dict[str, Any]:
+def resolve(
+    settings: dict[str, Any], dataset: Dataset, model_config: Any, column: str | None, length: int | None = None
+) -> dict[str, Any]:
     """A method's settings for one dataset and model, presets replaced by numbers.
 
     settings: `name` and hyperparameters. column: the paper's for this model, llama2 or xgen; None takes llama2's.
+    length: the prompt length in tokens to solve for; None for the suite's.
     Raises UserError: the method takes no such preset, or the speedup is out of its reach.
     """
     if not uses_preset(settings):
@@ -99,7 +102,7 @@ def resolve(settings: dict[str, Any], dataset: Dataset, model_config: Any, colum
     if not is_preset(value):
         return settings
     column = column or "llama2"
-    tokens = SUITES[dataset.suite].reference_tokens or REFERENCE_TOKENS[column]
+    tokens = length or SUITES[dataset.suite].reference_tokens or REFERENCE_TOKENS[column]
     target = table1_speedup(dataset.task, settings["name"], column) if value == "table1" else float(str(value)[:-1])
     others = {key: value for key, value in settings.items() if key != "name"}
     solution = kind.solve(others, model_config, tokens, target)

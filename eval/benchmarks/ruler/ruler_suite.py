@@ -147,6 +147,7 @@ SUITE = Suite(
     check=check,
     missing=missing,
     rows=official_rows,
+    length=lambda settings: _options(settings).length,
     shorter="give a smaller ruler.length",
 )
 

@@ -197,6 +197,17 @@ def test_no_limit_of_a_model_cuts_a_prompt(folder):
         prepare(config_of(*arguments, "ruler.length=6000"))
 
 
+def test_a_target_speedup_is_solved_for_the_length(folder):
+    from eval.run.plan import identify
+
+    def keep(length):
+        run = ["method=random_drop", "method.keep=2.0x", "dataset=niah_single_1", "limit=1", f"data.dir={folder}"]
+        return identify(config_of(*run, f"ruler.length={length}")).parameters["niah_single_1"]["keep"]
+
+    # attention's share of the arithmetic grows with the length, and dropping a token saves more of it
+    assert keep(4000) > keep(1024)
+
+
 # --------------------------------------------------------------------------------------------------------- refusals
 
 
