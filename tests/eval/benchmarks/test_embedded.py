@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.benchmarks import embedded
-from eval.benchmarks.datasets import DATASETS, TASKS, load_rows
+from eval.benchmarks import SUITES, embedded
+from eval.benchmarks.datasets import DATASETS, load_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 FIELDS = {"input", "context", "answers", "length", "dataset", "language", "all_classes", "_id"}
@@ -46,7 +46,7 @@ def depth(row: dict) -> float:
 def test_one_dataset_for_each_task():
     suite = [dataset for dataset in DATASETS.values() if dataset.suite == "embedded"]
     assert [dataset.name for dataset in suite] == list(embedded.NAMES)
-    assert [dataset.task for dataset in suite] == list(TASKS)
+    assert [dataset.task for dataset in suite] == list(SUITES["longbench"].tasks)
     assert not any(dataset.chat_wrap for dataset in suite)
     assert set(embedded.TEMPLATES) == set(embedded.MAX_NEW_TOKENS) == set(embedded.NAMES)
 
