@@ -29,7 +29,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.models import huggingface
 except ImportError as error:
-    raise ImportError(
+    raise UserError(
         f"lm-evaluation-harness could not be imported ({error}): pip install 'lazyllm-bench[lm-eval]'"
     ) from error
 

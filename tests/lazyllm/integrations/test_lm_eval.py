@@ -23,6 +23,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from eval import cli
 from eval.benchmarks.embedded import rows
 from lazyllm.engine.session import Session
 from lazyllm.integrations import lm_eval
@@ -277,6 +278,15 @@ def test_help_names_the_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     printed = capsys.readouterr().out
     assert "--model lazyllm" in printed
     assert "Language Model Evaluation Harness" in printed
+
+
+def test_without_the_extra_the_command_ends_in_one_line(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delitem(sys.modules, "lazyllm.integrations.lm_eval")
+    monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
+    assert cli.main(["lm-eval", "--help"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: lm-evaluation-harness could not be imported")
+    assert line.endswith("pip install 'lazyllm-bench[lm-eval]'")
 
 
 def test_the_names_are_those_of_the_module() -> None:
