@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import lazyllm
-from lazyllm.bench.waits import Waits
+from lazyllm.bench.clock import Waits
 from lazyllm.integrations.transformers_generate import HONOURED, INERT, REFUSED, LazyGenerateOutput, check_options
 from lazyllm.methods import Baseline, Lazy, Method
 from tests.lazyllm.methods.method_matrix import KEEPING, PRUNING
