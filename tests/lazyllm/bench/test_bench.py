@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -156,16 +157,18 @@ def test_methods_by_name() -> None:
 def test_the_command_line(tmp_path, capsys) -> None:
     file = tmp_path / "out.json"
     arguments = (
-        f"{SHAPE} --threads 1 --tokens 20 30 --new-tokens 11 --method paper@0.2 --method keep1 --against hf "
+        f"{SHAPE} --threads 1 --tokens 20 30 --new-tokens 1 11 --method paper@0.2 --method keep1 --against hf "
         "--repeats 2 --warmup 0 --json"
     )
     main([*arguments.split(), str(file)])
     written, shown = json.loads(file.read_text()), capsys.readouterr().out
-    assert [(case["name"], case["tokens"]) for case in written["cases"]] == [
-        (name, tokens) for tokens in (20, 30) for name in ("paper@0.2", "keep1", "hf")
+    names = ("paper@0.2", "keep1", "hf")
+    assert [(case["tokens"], case["new_tokens"], case["name"]) for case in written["cases"]] == [
+        *product((20, 30), (1, 11), names)
     ]
     assert written["threads"] == 1
-    paper, keeping, hf, *_ = written["cases"]
+    alone, paper, keeping, hf = (written["cases"][number] for number in (0, 3, 4, 5))
+    assert [pair["other"]["step_s"] for pair in alone["pairs"]] == [[], []]
     assert len(paper["pairs"]) == 2
     assert [len(pair["other"]["step_s"]) for pair in paper["pairs"]] == [10, 10]
     assert paper["untimed"]["prefill_waits"] == 0
@@ -173,7 +176,7 @@ def test_the_command_line(tmp_path, capsys) -> None:
     assert keeping["untimed"]["aux_bytes"] == 0
     assert keeping["untimed"]["kv_bytes"] == keeping["baseline_untimed"]["kv_bytes"] == 20 * 4 * 2 * 64 * 4
     assert hf["untimed"] is None
-    assert shown.count("TTFT speedup") == 2
+    assert shown.count("TTFT speedup") == 4
     assert [(case["boundaries"], case["new_tokens"]) for case in (paper, keeping, hf)] == [(3, 11), (0, 11), (0, 11)]
     with pytest.raises(SystemExit, match="error: --shape is one of"):
         main(["--shape", "nothing"])
@@ -190,11 +193,3 @@ def test_long_prompts_are_sampled_once(tmp_path, capsys) -> None:
     for more in ("--new-tokens 2", "--new-tokens 1 --against hf"):
         with pytest.raises(SystemExit, match="--repeats 0 is one prefill"):
             main(f"{SHAPE} --tokens 20 --repeats 0 {more}".split())
-
-
-def test_several_lengths_of_the_answer(tmp_path) -> None:
-    file = tmp_path / "out.json"
-    main([*f"{SHAPE} --tokens 20 30 --new-tokens 1 3 --repeats 1 --warmup 0 --json".split(), str(file)])
-    cases = json.loads(file.read_text())["cases"]
-    assert [(case["tokens"], case["new_tokens"]) for case in cases] == [(20, 1), (20, 3), (30, 1), (30, 3)]
-    assert [len(case["pairs"][0]["other"]["step_s"]) for case in cases] == [0, 2, 0, 2]

@@ -267,7 +267,7 @@ def test_the_command(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     written = json.loads(file.read_text())
     assert written["config"]["method"] == repr(Lazy({2: 0.6}))
     assert 0 <= written["results"]["own_choice"]["acc,none"] <= 1
-    with pytest.raises(SystemExit, match=r"^error: unknown method 'nosuch'; known are"):
+    with pytest.raises(UserError, match=r"^unknown method 'nosuch'; known are"):
         lm_eval.main([*arguments, *model, "--model_args", "pretrained=tiny,method=nosuch"])
 
 
