@@ -286,7 +286,7 @@ class _SelectionClock:
 class Waits(TorchFunctionMode):
     """Within it, `found` gets the name of each call that needs values, or shapes that depend on values.
 
-    On a GPU the host cannot go on before the device has finished what such a call depends on.
+    On a GPU the host waits at such a call until the device has computed its arguments.
     """
 
     CALLS = frozenset(
@@ -298,18 +298,10 @@ class Waits(TorchFunctionMode):
         super().__init__()
         self.found: list[str] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        name = func.__name__
-        by_mask = False
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, keys = func.__name__, ()
         if name in ("__getitem__", "__setitem__"):
             keys = args[1] if isinstance(args[1], tuple | list) else (args[1],)
-            by_mask = any(torch.is_tensor(key) and key.dtype == torch.bool for key in keys)
-        if by_mask or name in self.CALLS:
+        if name in self.CALLS or any(torch.is_tensor(key) and key.dtype == torch.bool for key in keys):
             self.found.append(name)
         return func(*args, **(kwargs or {}))
