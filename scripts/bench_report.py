@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ from matplotlib.figure import Figure as MplFigure
 
 from eval.paper.figures.style import COLOURS, LINES, MARKERS, grid, new_figure, save, styled
 from eval.store.folder import write_whole
-from lazyllm.bench.clock import Case
-from lazyllm.bench.targets import cases_of, read_reports, table
-
-_FACTS = ("device", "cpu", "threads", "commit")
+from lazyllm.bench.cases import Case, Pair, cases_of, read_reports
+from lazyllm.bench.targets import table
 
 
 @styled
@@ -37,8 +35,8 @@ def plot_speed(cases: Sequence[Case]) -> MplFigure:
 def _plot_first_tokens(axes: Any, cases: Sequence[Case]) -> None:
     curve = {case.tokens: case for case in cases if case.name == "paper" and case.new_tokens == 1}
     lengths = sorted(curve)
-    baseline = [_median(pair.baseline.ttft_s for pair in curve[n].pairs) for n in lengths]
-    lazy = [_median(pair.other.ttft_s for pair in curve[n].pairs) for n in lengths]
+    baseline = [statistics.median(pair.baseline.ttft_s for pair in curve[n].pairs) for n in lengths]
+    lazy = [statistics.median(pair.other.ttft_s for pair in curve[n].pairs) for n in lengths]
     ideal = [seconds / curve[n].ideal_ttft_speedup for seconds, n in zip(baseline, lengths, strict=True)]
     axes.plot(lengths, baseline, color="#000000", marker="X", label="baseline")
     axes.plot(lengths, ideal, color=COLOURS[1], linestyle=LINES[1], label="baseline / ideal speedup")
@@ -53,12 +51,15 @@ def _plot_first_tokens(axes: Any, cases: Sequence[Case]) -> None:
 
 def _plot_answers(axes: Any, cases: Sequence[Case]) -> None:
     whole = [case for case in cases if all(len(pair.other.step_s) == case.new_tokens - 1 for pair in case.pairs)]
-    counts = {name: {case.new_tokens for case in whole if case.name == name} for name in _names(whole)}
+    counts = {
+        name: {case.new_tokens for case in whole if case.name == name}
+        for name in dict.fromkeys(case.name for case in whole)
+    }
     for number, name in enumerate(name for name, lengths in counts.items() if len(lengths) > 1):
         of_method = sorted((case for case in whole if case.name == name), key=lambda case: case.new_tokens)
         tokens = statistics.multimode(case.tokens for case in of_method)[0]
         points = {
-            case.new_tokens: _median(pair.other.total_s / pair.baseline.total_s for pair in case.pairs)
+            case.new_tokens: statistics.median(case.of_pairs(Pair.total_ratio))
             for case in of_method
             if case.tokens == tokens
         }
@@ -76,14 +77,6 @@ def _plot_answers(axes: Any, cases: Sequence[Case]) -> None:
     grid(axes)
 
 
-def _names(cases: Iterable[Case]) -> list[str]:
-    return list(dict.fromkeys(case.name for case in cases))
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(values)
-
-
 def page(reports: Sequence[dict[str, Any]], has_picture: bool) -> str:
     """The folder's README."""
     return "\n\n".join(
@@ -98,10 +91,9 @@ def page(reports: Sequence[dict[str, Any]], has_picture: bool) -> str:
 
 
 def _measured_with(report: dict[str, Any]) -> str:
-    settings = {key: value for key, value in report["settings"].items() if value is not None}
-    facts = {key: report[key] for key in _FACTS} | report["versions"]
+    facts = {key: report[key] for key in ("device", "cpu", "threads", "commit")} | report["versions"]
     shown = ", ".join(f"{key} {value}" for key, value in facts.items() if value is not None)
-    given = " ".join(f"{key}={value}" for key, value in settings.items())
+    given = " ".join(f"{key}={value}" for key, value in report["settings"].items() if value is not None)
     return f"- {shown}: {given}"
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
+import urllib.error
 import urllib.request
 import warnings
 import zipfile
@@ -22,7 +24,6 @@ from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import load_examples, shortened
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
 from lazyllm.errors import UserError
-from lazyllm.models.hub import is_offline, is_reachable
 
 HUB_REPOSITORY, HUB_FILE = "THUDM/LongBench", "data.zip"
 HUB_REVISION = "5e628be450b7e67fb7ae6e201bd6d8f7056f7672"
@@ -196,8 +197,33 @@ def _fetched_config(name: str, dataset: Dataset) -> Path:
     return file
 
 
+def is_reachable(url: str, timeout_s: float = 3.0) -> bool:
+    """Whether a web server answers within `timeout_s` seconds, if only with an error page.
+
+    Asked before a download: the hub's client tries for 23 seconds to find a host that does not exist. The question runs
+    in a thread of its own because looking up a name has no time limit.
+    """
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=timeout_s).close()
+        except urllib.error.HTTPError:
+            pass  # an error page is an answer
+        except (OSError, ValueError):
+            return
+        answered.set()
+
+    thread = threading.Thread(target=ask, name="is_reachable", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return answered.is_set()
+
+
 def _require_network(url: str, dataset: Dataset) -> None:
-    if is_offline():
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
         raise UserError(f"{dataset.name} is not cached yet and HF_HUB_OFFLINE is set. {_ways_out(dataset)}")
     if not is_reachable(url):
         raise UserError(f"{dataset.name} is not cached yet and {url} does not answer. {_ways_out(dataset)}")

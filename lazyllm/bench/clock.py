@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import statistics
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from lazyllm.bench.waits import Waits
+from lazyllm.bench.cases import Case, Pair, Run, Untimed
 from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.devices import read_clock, read_peak, reset_peak
@@ -28,67 +27,6 @@ from lazyllm.methods.schedule import Schedule
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Run:
-    """One timed generation. step_s: seconds of each decoding step; revived_flops: of what each of them revived.
-
-    Of transformers' own the mean step alone is known. product_flops_per_s: of a plain matrix product just before its
-    prefill.
-    """
-
-    ttft_s: float
-    step_s: list[float]
-    total_s: float
-    revived_flops: list[int]
-    product_flops_per_s: float
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two runs on the same prompt: token by token in turns, or with transformers itself one after the other."""
-
-    baseline: Run
-    other: Run
-
-
-@dataclass(frozen=True)
-class Untimed:
-    """What was found in a run of its own. Bytes; the peak is that beyond what was held before, None if unknown.
-
-    prefill_s: seconds of its prefill, with the counting in it.
-    selection_share: of the time to the first token, spent on scores, ranking and gathering; the device is waited for
-        before and after each of these, so that the share is a bound from above.
-    prefill_waits, step_waits: calls that wait for the device, the choice of the token left out; of steps the most.
-    """
-
-    prefill_s: float
-    selection_share: float
-    prefill_waits: int
-    step_waits: int
-    kv_bytes: int
-    aux_bytes: int
-    prefill_peak_bytes: int | None
-
-
-@dataclass(frozen=True)
-class Case:
-    """A method, or transformers itself, against the baseline on prompts of one length.
-
-    boundaries: pruning layers between which tokens are selected, 0 of transformers.
-    """
-
-    name: str
-    tokens: int
-    new_tokens: int
-    boundaries: int
-    ideal_ttft_speedup: float
-    prefill_flops: int
-    baseline_prefill_flops: int
-    pairs: list[Pair]
-    untimed: Untimed | None
-    baseline_untimed: Untimed
 
 
 def measure(
@@ -345,9 +283,25 @@ class _SelectionClock:
         return timed
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """(first quartile, median, third quartile)."""
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
+class Waits(TorchFunctionMode):
+    """Within it, `found` gets the name of each call that needs values, or shapes that depend on values.
+
+    On a GPU the host waits at such a call until the device has computed its arguments.
+    """
+
+    CALLS = frozenset(
+        {"tolist", "item", "cpu", "numpy", "nonzero", "masked_select", "unique", "argwhere", "repeat_interleave"}
+        | {"equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, keys = func.__name__, ()
+        if name in ("__getitem__", "__setitem__"):
+            keys = args[1] if isinstance(args[1], tuple | list) else (args[1],)
+        if name in self.CALLS or any(torch.is_tensor(key) and key.dtype == torch.bool for key in keys):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))

@@ -2,7 +2,7 @@
 
     python -m lazyllm.bench.measure_all results/reference/cpu --threads 1             # an hour and a half on one core
     python -m lazyllm.bench.measure_all results/reference/h100 --only steps xgen      # a part of it
-    python -m lazyllm.bench.targets results/reference/cpu                           # the table of targets
+    python -m scripts.bench_report results/reference/cpu                              # the table of targets
 
 Each part is one call of `python -m lazyllm.bench` and one JSON file. A part whose file lies there already is left
 alone: remove the file to have it measured again. On an accelerator the shapes are Llama 2 7B's and XGen 7B's, else a 1B

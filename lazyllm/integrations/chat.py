@@ -41,16 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         spec = ModelSpec(options.model, dtype=options.dtype, device=options.device, tokenizer=options.tokenizer)
         spec.check()
         chat = _load(spec, options, context, sampling)
+        if options.once is not None:
+            chat.answer(sys.stdin.read() if options.once == "-" else options.once)
+            return
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         sys.exit(f"error: {error}")
-    if options.once is not None:
-        try:
-            chat.answer(sys.stdin.read() if options.once == "-" else options.once)
-        except (ValueError, RuntimeError) as error:
-            sys.exit(f"error: {error}")
-        except KeyboardInterrupt:
-            sys.exit(130)
-        return
+    except KeyboardInterrupt:
+        sys.exit(130)
     method = options.method or options.schedule
     print(f"{options.model}, {method}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
     for text in _lines():

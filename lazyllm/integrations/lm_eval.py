@@ -29,7 +29,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.models import huggingface
 except ImportError as error:
-    raise ImportError(
+    raise UserError(
         f"lm-evaluation-harness could not be imported ({error}): pip install 'lazyllm-bench[lm-eval]'"
     ) from error
 
@@ -212,7 +212,7 @@ def _dtype_of(config: Any) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """lm-eval's command line with one more model. arguments: None takes those of the process."""
+    """lm-eval's command line with one more model. arguments: None takes those of the process. Raises UserError."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = {argument.partition("=")[0] for argument in arguments}
     if not options or options <= {"-h", "--help"}:
@@ -220,10 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "--model" in options and not options & {"--device", "--config"}:
         arguments += ["--device", str(as_device("auto"))]  # lm-eval's own default is cuda:0
     sys.argv[1:] = arguments  # which is where lm-eval reads them
-    try:
-        cli_evaluate()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    cli_evaluate()
 
 
 if __name__ == "__main__":

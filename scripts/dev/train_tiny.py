@@ -3,7 +3,6 @@
     nice -n 10 python -m scripts.dev.train_tiny                           # train, resuming from a checkpoint in --work
     python -m scripts.dev.train_tiny --evaluate lazyllm/models/tiny       # score a saved model on the test split
     python -m scripts.dev.train_tiny --figure results/tiny                # draw the log
-    python -m scripts.dev.train_tiny --placeholder lazyllm/models/tiny    # tokenizer and random weights only
 
 Half of the early sequences are copying (random tokens of the whole vocabulary of which segments come again at varying
 distance), half are contexts of the suite with several questions. Contexts begin short, with few facts over few keys and
@@ -271,13 +270,10 @@ class Trainer:
         parameters = dict(self.model.named_parameters())
         matrices = [p for n, p in parameters.items() if p.ndim == 2 and "embed" not in n]
         others = [p for n, p in parameters.items() if p.ndim != 2 or "embed" in n]
-        if self.args.optimizer == "muon":  # in torch 2.9 and later
-            return [
-                torch.optim.Muon(matrices, lr=1.0, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-                torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0),
-            ]
-        groups = [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-        return [torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95))]
+        return [  # Muon needs torch 2.9
+            torch.optim.Muon(matrices, lr=1.0, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
 
     def rate(self) -> float:
         """Learning rate: warm-up, then what the stage says, never below 2 % of the full one."""
@@ -492,7 +488,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--steps", type=int, default=0, help="stop after this step (0: at the end of the curriculum)")
     add("--threads", type=int, default=1)
-    add("--optimizer", choices=("adamw", "muon"), default="muon")
     add("--lr", type=float, default=3e-3)
     add("--warmup", type=int, default=100, help="steps")
     add("--bf16", action=argparse.BooleanOptionalAction, default=True)
@@ -500,7 +495,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--stage-tokens", type=int, default=400_000, help="least tokens in a stage")
     add("--log-every", type=int, default=20)
     add("--save-every", type=int, default=100)
-    add("--placeholder", type=Path, help="write tokenizer and random weights to this folder, and stop")
     add("--figure", type=Path, help="draw the log in --work into this folder, and stop")
     add("--evaluate", type=Path, help="score the model in this folder on the test split, and stop")
     add("--scores", type=Path, help="CSV file for the scores of --evaluate")
@@ -510,9 +504,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
-    if args.placeholder:
-        save_model(build_model(args.seed), args.placeholder)
-    elif args.figure:
+    if args.figure:
         draw(args.work / "log.csv", args.figure)
     elif args.evaluate:
         torch.set_num_threads(args.threads)

@@ -346,7 +346,6 @@ def server(tmp_path, monkeypatch):
     for name, text in CONFIG.items():
         served.files[f"/config/{name}"] = text.encode()
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.url)
     template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -368,7 +367,7 @@ def test_rows_and_templates_are_fetched_once_and_then_read_offline(server, monke
     assert loaded.source.endswith("data.zip:data/qasper.jsonl")
     assert sorted(server.asked) == sorted(server.files)
     monkeypatch.setattr(longbench, "is_reachable", lambda *_: pytest.fail("the network was asked for"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert load_rows(QASPER) == loaded
     assert len(server.asked) == len(server.files)
 
@@ -409,7 +408,7 @@ def test_offline_and_not_cached_names_both_ways_out(server, tmp_path, monkeypatc
     assert "must hold qasper.jsonl, config/dataset2prompt.json and config/dataset2maxlen.json" in str(error.value)
     assert str(tmp_path / "cache" / "longbench") in str(error.value)
     assert "\n" not in str(error.value)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"HF_HUB_OFFLINE is set.*data\.dir=FOLDER"):
         load_rows(QASPER)
 

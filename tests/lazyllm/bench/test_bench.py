@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -11,18 +12,11 @@ from transformers import LlamaConfig
 
 import lazyllm
 from lazyllm.bench.__main__ import main, method_of
-from lazyllm.bench.clock import Pair, Run, in_turns, quartiles, revived_flops
-from lazyllm.bench.ratios import (
-    idle_step_ratio,
-    revival_cost,
-    reviving_step_ratio,
-    step_ratio,
-    total_ratio,
-    utilisation,
-)
+from lazyllm.bench.case_table import quartiles
+from lazyllm.bench.cases import Pair, Run
+from lazyllm.bench.clock import Waits, in_turns, revived_flops
 from lazyllm.bench.shapes import SHAPES, build, config_of
 from lazyllm.bench.steered import SteeredLazy
-from lazyllm.bench.waits import Waits
 from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape
@@ -30,26 +24,26 @@ from lazyllm.methods import Baseline, Lazy
 from lazyllm.models.spec import ModelSpec
 from tests.reference import random_model
 
-CPU = torch.device("cpu")
+SHAPE = "--shape layers=4,width=64,vocab=50,mlp=64 --dtype float32 --device cpu"
 # steps of 3 and 5 s revive 10 and 30 FLOPs, one of 2 s nothing; the baseline's steps take 2, 4 and 1 s
 PAIR = Pair(Run(8.0, [2.0, 4.0, 1.0], 15.0, [0, 0, 0], 50.0), Run(4.0, [3.0, 2.0, 5.0], 14.0, [10, 0, 30], 50.0))
 
 
 def test_ratios_by_hand() -> None:
-    assert idle_step_ratio(PAIR) == 2 / 4
-    assert reviving_step_ratio(PAIR) == (3 / 2 + 5 / 1) / 2
-    assert total_ratio(PAIR) == 14.0 / 15.0
-    assert step_ratio(PAIR) == (10 / 3) / (7 / 3)
+    assert PAIR.idle_step_ratio() == 2 / 4
+    assert PAIR.reviving_step_ratio() == (3 / 2 + 5 / 1) / 2
+    assert PAIR.total_ratio() == 14.0 / 15.0
+    assert PAIR.step_ratio() == (10 / 3) / (7 / 3)
     # had they revived nothing, steps of 3 and 5 s would take half of the baseline's median 2 s; 40 FLOPs at 80 in 4 s
     # are 2 s
-    assert revival_cost(PAIR, prefill_flops=80) == (3 - 1 + 5 - 1) / 2
-    assert utilisation(PAIR.other, prefill_flops=80) == 80 / 4.0 / 50.0
-    nothing = Pair(PAIR.baseline, Run(4.0, [2.0, 2.0, 2.0], 10.0, [0, 0, 0], 50.0))
-    assert (reviving_step_ratio(nothing), revival_cost(nothing, 80)) == (None, None)
+    assert PAIR.revival_cost(prefill_flops=80) == (3 - 1 + 5 - 1) / 2
+    assert PAIR.other.utilisation(prefill_flops=80) == 80 / 4.0 / 50.0
+    never = Pair(PAIR.baseline, Run(4.0, [2.0, 2.0, 2.0], 10.0, [0, 0, 0], 50.0))
+    assert (never.reviving_step_ratio(), never.revival_cost(80)) == (None, None)
     always = Pair(PAIR.baseline, Run(4.0, [2.0, 2.0, 2.0], 10.0, [1, 1, 1], 50.0))
-    assert (idle_step_ratio(always), revival_cost(always, 80)) == (None, None)
+    assert (always.idle_step_ratio(), always.revival_cost(80)) == (None, None)
     transformers = Pair(PAIR.baseline, Run(9.0, [7.0], 23.0, [0], 50.0))
-    assert (step_ratio(transformers), idle_step_ratio(transformers)) == (3.0, None)
+    assert (transformers.step_ratio(), transformers.idle_step_ratio()) == (3.0, None)
     assert quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == (2.0, 3.0, 4.0)
     assert quartiles([7.0]) == (7.0, 7.0, 7.0)
 
@@ -163,16 +157,18 @@ def test_methods_by_name() -> None:
 def test_the_command_line(tmp_path, capsys) -> None:
     file = tmp_path / "out.json"
     arguments = (
-        "--shape layers=4,width=64,vocab=50,mlp=64 --dtype float32 --device cpu --threads 1 --tokens 20 30 "
-        "--new-tokens 11 --method paper@0.2 --method keep1 --against hf --repeats 2 --warmup 0 --json"
+        f"{SHAPE} --threads 1 --tokens 20 30 --new-tokens 1 11 --method paper@0.2 --method keep1 --against hf "
+        "--repeats 2 --warmup 0 --json"
     )
     main([*arguments.split(), str(file)])
     written, shown = json.loads(file.read_text()), capsys.readouterr().out
-    assert [(case["name"], case["tokens"]) for case in written["cases"]] == [
-        (name, tokens) for tokens in (20, 30) for name in ("paper@0.2", "keep1", "hf")
+    names = ("paper@0.2", "keep1", "hf")
+    assert [(case["tokens"], case["new_tokens"], case["name"]) for case in written["cases"]] == [
+        *product((20, 30), (1, 11), names)
     ]
     assert written["threads"] == 1
-    paper, keeping, hf, *_ = written["cases"]
+    alone, paper, keeping, hf = (written["cases"][number] for number in (0, 3, 4, 5))
+    assert [pair["other"]["step_s"] for pair in alone["pairs"]] == [[], []]
     assert len(paper["pairs"]) == 2
     assert [len(pair["other"]["step_s"]) for pair in paper["pairs"]] == [10, 10]
     assert paper["untimed"]["prefill_waits"] == 0
@@ -180,15 +176,15 @@ def test_the_command_line(tmp_path, capsys) -> None:
     assert keeping["untimed"]["aux_bytes"] == 0
     assert keeping["untimed"]["kv_bytes"] == keeping["baseline_untimed"]["kv_bytes"] == 20 * 4 * 2 * 64 * 4
     assert hf["untimed"] is None
-    assert shown.count("TTFT speedup") == 2
+    assert shown.count("TTFT speedup") == 4
     assert [(case["boundaries"], case["new_tokens"]) for case in (paper, keeping, hf)] == [(3, 11), (0, 11), (0, 11)]
     with pytest.raises(SystemExit, match="error: --shape is one of"):
         main(["--shape", "nothing"])
 
 
 def test_long_prompts_are_sampled_once(tmp_path, capsys) -> None:
-    file, shape = tmp_path / "out.json", "--shape layers=4,width=64,vocab=50,mlp=64 --dtype float32 --device cpu"
-    main([*f"{shape} --tokens 20 --new-tokens 1 --repeats 0 --method paper --json".split(), str(file)])
+    file = tmp_path / "out.json"
+    main([*f"{SHAPE} --tokens 20 --new-tokens 1 --repeats 0 --method paper --json".split(), str(file)])
     [case] = json.loads(file.read_text())["cases"]
     [pair] = case["pairs"]
     assert pair["other"]["ttft_s"] == case["untimed"]["prefill_s"]
@@ -196,12 +192,4 @@ def test_long_prompts_are_sampled_once(tmp_path, capsys) -> None:
     assert "TTFT speedup" in capsys.readouterr().out
     for more in ("--new-tokens 2", "--new-tokens 1 --against hf"):
         with pytest.raises(SystemExit, match="--repeats 0 is one prefill"):
-            main(f"{shape} --tokens 20 --repeats 0 {more}".split())
-
-
-def test_several_lengths_of_the_answer(tmp_path) -> None:
-    file, shape = tmp_path / "out.json", "--shape layers=4,width=64,vocab=50,mlp=64 --dtype float32 --device cpu"
-    main([*f"{shape} --tokens 20 30 --new-tokens 1 3 --repeats 1 --warmup 0 --json".split(), str(file)])
-    cases = json.loads(file.read_text())["cases"]
-    assert [(case["tokens"], case["new_tokens"]) for case in cases] == [(20, 1), (20, 3), (30, 1), (30, 3)]
-    assert [len(case["pairs"][0]["other"]["step_s"]) for case in cases] == [0, 2, 0, 2]
+            main(f"{SHAPE} --tokens 20 --repeats 0 {more}".split())

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lazyllm
+from lazyllm.bench.clock import Waits
 from lazyllm.bench.steered import SteeredLazy
-from lazyllm.bench.waits import Waits
 from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops

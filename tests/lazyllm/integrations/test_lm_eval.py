@@ -23,6 +23,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from eval import cli
 from eval.benchmarks.embedded import rows
 from lazyllm.engine.session import Session
 from lazyllm.integrations import lm_eval
@@ -266,7 +267,7 @@ def test_the_command(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     written = json.loads(file.read_text())
     assert written["config"]["method"] == repr(Lazy({2: 0.6}))
     assert 0 <= written["results"]["own_choice"]["acc,none"] <= 1
-    with pytest.raises(SystemExit, match=r"^error: unknown method 'nosuch'; known are"):
+    with pytest.raises(UserError, match=r"^unknown method 'nosuch'; known are"):
         lm_eval.main([*arguments, *model, "--model_args", "pretrained=tiny,method=nosuch"])
 
 
@@ -277,6 +278,15 @@ def test_help_names_the_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     printed = capsys.readouterr().out
     assert "--model lazyllm" in printed
     assert "Language Model Evaluation Harness" in printed
+
+
+def test_without_the_extra_the_command_ends_in_one_line(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delitem(sys.modules, "lazyllm.integrations.lm_eval")
+    monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
+    assert cli.main(["lm-eval", "--help"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: lm-evaluation-harness could not be imported")
+    assert line.endswith("pip install 'lazyllm-bench[lm-eval]'")
 
 
 def test_the_names_are_those_of_the_module() -> None:

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import lazyllm
-from lazyllm.bench.waits import Waits
+from lazyllm.bench.clock import Waits
 from lazyllm.integrations.transformers_generate import HONOURED, INERT, REFUSED, LazyGenerateOutput, check_options
 from lazyllm.methods import Baseline, Lazy, Method
 from tests.lazyllm.methods.method_matrix import KEEPING, PRUNING
@@ -261,27 +261,32 @@ class Recorder(LogitsProcessor):
 
 
 def test_processors_and_criteria_see_what_those_of_transformers_see() -> None:
-    records, scores_seen = [], []
-
     class Watch(StoppingCriteria):
+        def __init__(self) -> None:
+            self.calls: list[tuple[list[int], int]] = []
+
         def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            scores_seen.append((input_ids.tolist(), len(scores)))
+            self.calls.append((input_ids.tolist(), len(scores)))
             return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
-    for call in (ours, None):
-        recorder = Recorder()
-        options = {
-            "logits_processor": LogitsProcessorList([recorder]),
-            "stopping_criteria": StoppingCriteriaList([Watch()]),
-        }
-        options |= {"output_scores": True, "return_dict_in_generate": True}
-        _ = ours(KEEP, **options) if call else theirs(**options)
-        records.append(recorder.calls)
-    assert len(records[0]) == 8
-    for (ids, scores), (other_ids, other_scores) in zip(*records, strict=True):
-        assert ids == other_ids
-        torch.testing.assert_close(scores, other_scores, rtol=1e-6, atol=1e-6)
-    assert scores_seen[:8] == scores_seen[8:]
+    (recorder, watch), (their_recorder, their_watch) = (Recorder(), Watch()), (Recorder(), Watch())
+    options = {"output_scores": True, "return_dict_in_generate": True}
+    ours(
+        KEEP,
+        logits_processor=LogitsProcessorList([recorder]),
+        stopping_criteria=StoppingCriteriaList([watch]),
+        **options,
+    )
+    theirs(
+        logits_processor=LogitsProcessorList([their_recorder]),
+        stopping_criteria=StoppingCriteriaList([their_watch]),
+        **options,
+    )
+    assert len(recorder.calls) == 8
+    for (ids, scores), (their_ids, their_scores) in zip(recorder.calls, their_recorder.calls, strict=True):
+        assert ids == their_ids
+        torch.testing.assert_close(scores, their_scores, rtol=1e-6, atol=1e-6)
+    assert watch.calls == their_watch.calls
 
 
 def test_of_a_batch_they_see_one_row_after_the_other_without_its_padding() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import lazyllm
-from lazyllm.engine import cpu_linear, decoder, devices, generation
+from lazyllm.engine import cpu_linear, decoder, devices
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.devices import devices_of, home_of
@@ -189,15 +189,10 @@ def test_refused_before_anything_is_read(monkeypatch, settings: dict, absent: st
 
 
 @pytest.mark.quantised
-def test_what_transformers_is_told() -> None:
-    """As far as the other kinds go without their packages and a GPU."""
-    int8 = quantisation_config("bnb_int8", torch.float16)
-    assert (int8.load_in_8bit, int8.load_in_4bit) == (True, False)
-    nf4 = quantisation_config("bnb_nf4", torch.bfloat16)
-    assert (nf4.load_in_4bit, nf4.bnb_4bit_quant_type, nf4.bnb_4bit_compute_dtype) == (True, "nf4", torch.bfloat16)
+def test_int4_is_in_the_layout_whose_kernels_are_torchs_own() -> None:
     int4 = quantisation_config("int4", torch.bfloat16).quant_type
     assert (int4.group_size, int4.set_inductor_config) == (128, False)
-    assert int4.int4_packing_format.value == "tile_packed_to_4d"  # the one whose kernels are torch's own
+    assert int4.int4_packing_format.value == "tile_packed_to_4d"
 
 
 @pytest.mark.parametrize("quantise", ["bnb_int8", "bnb_nf4"])
@@ -213,6 +208,8 @@ def test_bitsandbytes_gets_its_config_and_the_device(saved: str, monkeypatch, qu
     load_weights(ModelSpec(saved, dtype="bfloat16", device="cpu", quantise=quantise))
     config = told["quantization_config"]
     assert (config.load_in_8bit, config.load_in_4bit) == (quantise == "bnb_int8", quantise == "bnb_nf4")
+    if quantise == "bnb_nf4":
+        assert (config.bnb_4bit_quant_type, config.bnb_4bit_compute_dtype) == ("nf4", torch.bfloat16)
     assert (told["device_map"], told["dtype"]) == ({"": torch.device("cpu")}, torch.bfloat16)
     assert told["use_safetensors"] is True
 
@@ -338,7 +335,7 @@ def test_pretended_devices_tell_when_something_is_not_moved(monkeypatch, synchro
         lazyllm.generate(model, prompt_of(), Lazy({1: 0.6, 3: 0.5}), STEPS, ())
 
 
-def test_peaks_of_several_devices_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_of_several_devices_add_up_and_the_clock_waits_for_each(monkeypatch, synchronised) -> None:
     reset: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100 * (device.index + 1))
@@ -346,10 +343,7 @@ def test_peaks_of_several_devices_add_up(monkeypatch: pytest.MonkeyPatch) -> Non
     assert reset == [FIRST, SECOND]
     assert devices.read_peak(FIRST, SECOND) == 300
     assert devices.read_peak(FIRST, torch.device("mps")) is None
-
-
-def test_the_clock_waits_for_every_device(synchronised: list[torch.device]) -> None:
-    generation.read_clock(FIRST, torch.device("cpu"), SECOND)
+    devices.read_clock(FIRST, torch.device("cpu"), SECOND)
     assert synchronised == [FIRST, SECOND]
 
 
