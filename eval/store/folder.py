@@ -323,7 +323,7 @@ def _read_lines(file: Path, parse: Callable[[str], _Line]) -> Iterator[tuple[int
 
 def _to_repair(folder: Path) -> str:
     return (
-        f"`python -m eval.store.repair {folder}` sets damaged files aside and keeps the good ones; then the run's "
+        f"`lazyllm-bench repair {folder}` sets damaged files aside and keeps the good ones; then the run's "
         "command measures the lost examples again"
     )
 
