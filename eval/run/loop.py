@@ -32,7 +32,7 @@ from eval.store.record import Failure, Record
 from eval.store.results import PLANNED, Results, StoredRun, planned_text
 from eval.store.trace import Trace
 from lazyllm.engine.devices import devices_of, read_clock, release_memory
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, reason_of
 from lazyllm.models.load import load_weights
 
 log = logging.getLogger(__name__)
@@ -229,11 +229,6 @@ def _warm_up(bench: Bench, cases: list[Case], runs: int) -> None:
         except Exception as error:  # the first example may not fit; measuring it notes the failure
             log.warning("warming up on %s, row %s failed (%s)", *case.key, reason_of(error))
         free(*devices_of(bench.model))
-
-
-def reason_of(error: Exception) -> str:
-    """An error's kind and text, in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def free(*devices: torch.device) -> None:

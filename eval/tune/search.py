@@ -18,7 +18,7 @@ from eval.benchmarks.split import RULE
 from eval.paper.summary import summarise
 from eval.run import device_lock, provenance
 from eval.run.config import model_spec
-from eval.run.loop import free, load_model, reason_of, released
+from eval.run.loop import free, load_model, released
 from eval.run.measure import Bench, Case
 from eval.run.plan import Plan, prepare
 from eval.store.folder import RunStore, fingerprint
@@ -26,7 +26,7 @@ from eval.tune.findings import report
 from eval.tune.settings import TuneConfig, as_run, plain_config
 from eval.tune.space import Candidate, Ideal, Space, references, with_schedule
 from eval.tune.study import Scored, TrialFailed, open_study, search
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, reason_of
 from lazyllm.models.load import load_config
 
 # The code that decides which candidates are tried and what a score is, beside the code that decides a record
