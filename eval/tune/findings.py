@@ -12,13 +12,12 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.console import Console
 
 from eval.benchmarks.split import HELD_OUT, RULE
 from eval.paper.figures.front import plot_front
@@ -26,14 +25,14 @@ from eval.paper.figures.style import save
 from eval.paper.summary import summarise
 from eval.paper.table import cell, markdown_lines
 from eval.run import provenance
-from eval.run.config import RunConfig, TimingConfig
-from eval.run.loop import run
+from eval.run.config import TimingConfig
+from eval.run.loop import console, run
 from eval.run.tuned import FILE, as_yaml
 from eval.store.aggregate import rows_of
 from eval.store.folder import read_run, write_whole
 from eval.store.record import Record
 from eval.store.results import StoredRun, example_rows
-from eval.tune.settings import TuneConfig
+from eval.tune.settings import TuneConfig, as_run
 from eval.tune.space import Candidate, Ideal
 from eval.tune.study import Study, Tried
 from lazyllm.errors import UserError
@@ -100,9 +99,9 @@ def report(config: TuneConfig, study: Study, beside: Mapping[str, Candidate], nu
     write_whole(study.folder / "front.md", _markdown(table, title, config, study))
     write_whole(study.folder / "front.json", json.dumps(content, indent=2, sort_keys=True) + "\n")
     save(plot_front(pd.read_csv(study.folder / "front.csv"), title), study.folder / "front", ("svg", "pdf", "png"))
-    console = Console() if Console().is_terminal else Console(width=120)
-    console.print((study.folder / "front.md").read_text(encoding="utf-8"), markup=False, highlight=False)
-    console.print(
+    screen = console()
+    screen.print((study.folder / "front.md").read_text(encoding="utf-8"), markup=False, highlight=False)
+    screen.print(
         f"Run it: python run.py method.schedule={_reference(study.folder, next(iter(chosen)))}", highlight=False
     )
 
@@ -110,18 +109,12 @@ def report(config: TuneConfig, study: Study, beside: Mapping[str, Candidate], nu
 def _finalist(config: TuneConfig, study: Study, candidate: Candidate) -> list[Record]:
     """The schedule's records on the held-out half, paired with the baseline; those that are there are not redone.
 
-    Raises UserError where an example failed.
+    Raises UserError if an example failed.
     """
-    settings = RunConfig(**{one.name: getattr(config, one.name) for one in fields(RunConfig)})
     folder = study.folder / "final" / candidate.name
-    settings = replace(
-        settings,
-        method={**config.method, "schedule": candidate.schedule},
-        half=HELD_OUT,
-        out=str(folder),
-        timing=TimingConfig(paired=True, warmup=config.timing.warmup),
-    )
-    run(settings, show=False)
+    method = {**config.method, "schedule": candidate.schedule}
+    timing = TimingConfig(paired=True, warmup=config.timing.warmup)
+    run(as_run(config, method=method, half=HELD_OUT, out=str(folder), timing=timing), show=False)
     measured = StoredRun(folder, *read_run(folder))
     if measured.failures:  # a schedule without its hardest examples does not compare with the others
         first = measured.failures[0]

@@ -14,10 +14,10 @@ from typing import Any
 from filelock import FileLock
 from transformers import PreTrainedModel
 
-from eval.benchmarks.split import RULE
+from eval.benchmarks.split import RULE, TUNING
 from eval.paper.summary import summarise
 from eval.run import device_lock, provenance
-from eval.run.config import model_spec
+from eval.run.config import TimingConfig, model_spec
 from eval.run.loop import free, load_model, released
 from eval.run.measure import Bench, Case
 from eval.run.plan import Plan, prepare
@@ -42,7 +42,8 @@ def tune(config: TuneConfig) -> Path:
     loads if that is possible.
     """
     started = time.monotonic()
-    plan = prepare(as_run(config))
+    # trials are compared by their scores, so they are not paired
+    plan = prepare(as_run(config, out=None, half=TUNING, timing=TimingConfig(paired=False, warmup=0)))
     model_config = load_config(model_spec(plan.config))
     space = Space(model_config.num_hidden_layers, config.layers)
     prompts = [(case.dataset.name, len(case.prompt.token_ids)) for case in plan.cases]
