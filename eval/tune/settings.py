@@ -65,7 +65,7 @@ def to_tune_config(config: DictConfig) -> TuneConfig:
 
 
 def as_run(config: TuneConfig, **settings: Any) -> RunConfig:
-    """The search's run on one half of the examples: those of the run's keys that a search has, and `settings`."""
+    """The run settings among a search's, with `settings` in place of its own."""
     return replace(RunConfig(**{key.name: getattr(config, key.name) for key in fields(RunConfig)}), **settings)
 
 
