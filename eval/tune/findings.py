@@ -43,22 +43,22 @@ _HELD_OUT = ("score", "ttft_speedup", "difference")  # columns of the held-out h
 
 
 def best(tried: Sequence[Tried]) -> Tried:
-    """The best score on the tuning half; of equals the slowest, which is as near to the target as can be."""
-    return max(tried, key=lambda one: (one.scored.score, -one.ideal_speedup))
+    """The best score on the tuning half; of equals the slowest, which is the nearest to the target."""
+    return max(tried, key=lambda point: (point.scored.score, -point.ideal_speedup))
 
 
 def front(tried: Sequence[Tried]) -> list[Tried]:
-    """Those that no other one beats in score or speedup without losing in the other, the slowest first."""
-    found: list[Tried] = []
-    for one in sorted(tried, key=lambda one: (-one.ideal_speedup, -one.scored.score)):
-        if not found or one.scored.score > found[-1].scored.score:
-            found.append(one)
-    return found[::-1]
+    """The points that no other beats in score or speedup without losing in the other, the slowest first."""
+    points: list[Tried] = []
+    for point in sorted(tried, key=lambda point: (-point.ideal_speedup, -point.scored.score)):
+        if not points or point.scored.score > points[-1].scored.score:
+            points.append(point)
+    return points[::-1]
 
 
 def told_apart(points: Sequence[Tried]) -> list[Tried]:
     """Of a front's points, the slowest first, those whose names differ; of equal ones the best score, the slowest."""
-    return list({_name(one): one for one in reversed(points)}.values())[::-1]
+    return list({_name(point): point for point in reversed(points)}.values())[::-1]
 
 
 def _name(point: Tried) -> str:
@@ -78,9 +78,10 @@ def report(config: TuneConfig, study: Study, beside: Mapping[str, Candidate], nu
         chosen = {"tuned": best(tried).candidate}
     else:
         points = evenly(told_apart(front(tried)), config.finalists)
-        chosen = {_name(one): one.candidate for one in points}
-    records = {name: _finalist(config, study, one) for name, one in {**beside, **chosen}.items()}
-    table = _table(study, tried, {**beside, **chosen}, records)
+        chosen = {_name(point): point.candidate for point in points}
+    finalists = {**beside, **chosen}
+    records = {name: _finalist(config, study, candidate) for name, candidate in finalists.items()}
+    table = _table(study, tried, finalists, records)
     for name, candidate in chosen.items():
         shipped = study.folder.name + name.removeprefix("tuned")  # its name once it is copied into eval/conf/tuned
         text = as_yaml(shipped, candidate.schedule, num_layers, _about(config, study, table, name))
@@ -133,9 +134,9 @@ def _table(
     tuning_score, tuning_examples; of finalists on the held-out half: held_out_examples, held_out_ideal_speedup,
     baseline_score, and with `_low` and `_high` score, ttft_speedup, and difference: the score less the paper's, of the
     same examples."""
-    by_candidate = {one.candidate: one for one in tried}
-    on_front = {one.candidate for one in front(tried)}
-    rows = [_row(study.ideal, "trial", one.candidate, one, one.candidate in on_front) for one in tried]
+    by_candidate = {point.candidate: point for point in tried}
+    on_front = {point.candidate for point in front(tried)}
+    rows = [_row(study.ideal, "trial", point.candidate, point, point.candidate in on_front) for point in tried]
     paper = records.get("paper")
     for name, candidate in finalists.items():
         row = _row(study.ideal, name, candidate, by_candidate.get(candidate), candidate in on_front)
