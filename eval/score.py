@@ -1,4 +1,4 @@
-"""Scores a folder of official LongBench predictions: `python -m eval.score FOLDER [--json]`.
+"""Scores a folder of official LongBench predictions: `lazyllm-bench score FOLDER [--json]`.
 
 FOLDER holds the output of LongBench's `pred.py`: `<dataset>.jsonl`, a line `{"pred", "answers", "all_classes",
 "length"}` per example. Printed are each dataset's and each task's score as LongBench's `eval.py` gives them, and
@@ -163,7 +163,7 @@ def as_text(scores: FolderScores) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 0, or 2 with one message on stderr if the folder cannot be scored."""
-    parser = argparse.ArgumentParser(prog="python -m eval.score", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="lazyllm-bench score", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", help="folder of <dataset>.jsonl, as LongBench's pred.py writes")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(argv)

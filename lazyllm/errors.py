@@ -8,3 +8,8 @@ class UserError(ValueError):
 
     Commands show the message without a traceback.
     """
+
+
+def reason_of(error: Exception) -> str:
+    """An error's kind and text, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -48,7 +48,12 @@ def sweep(folder: Path, *overrides: str, **environment: str) -> subprocess.Compl
     """`python run.py -m ...` in `folder`, offline, with a home folder of its own."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
-    basic = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(home), "LAZYLLM_BENCH_CACHE": str(folder / "cache")}
+    basic = {
+        "PATH": "/usr/bin:/bin",
+        "HF_HUB_OFFLINE": "1",
+        "HOME": str(home),
+        "LAZYLLM_BENCH_CACHE": str(folder / "cache"),
+    }
     return subprocess.run(
         [sys.executable, str(ROOT / "run.py"), "-m", *overrides],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""Every table and figure from stored runs, without a model: python -m eval.paper.write RUNS [RUNS ...] [--out FOLDER]
+"""Every table and figure from stored runs, without a model: lazyllm-bench paper RUNS [RUNS ...] [--out FOLDER]
 
 OUT/README.md     every table and picture with its caption, and what had no run
 OUT/tables/       each table as .md, .csv (full precision) and .tex
@@ -156,7 +156,7 @@ def _index(results: Results, sections: Sequence[str], missing: Sequence[str]) ->
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 2 with one message on stderr."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval.paper.write", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="lazyllm-bench paper", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folders that the runs lie in, or below")
     parser.add_argument("--out", type=Path, default=Path("runs/paper"), help="where to (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""One HTML page of stored runs, for reading and passing on: `python -m eval.report RUNS [RUNS ...] [--out FILE]`.
+"""One HTML page of stored runs, for reading and passing on: `lazyllm-bench report RUNS [RUNS ...] [--out FILE]`.
 
 `page.render` puts together what the other files make: the runs and their provenance (`overview`), tables (`tables`),
 figures (`pictures`), every example's answers (`records`) and the drawings of traced examples (`traces`). The page is

@@ -75,9 +75,10 @@ def _jobs(overrides: Sequence[str]) -> list[list[str]]:
     """The overrides of each of the sweep's jobs."""
     parser = OverridesParser.create()
     try:
-        fixed = [one.input_line for one in parser.parse_overrides(list(overrides)) if not one.is_sweep_override()]
+        parsed = parser.parse_overrides(list(overrides))
+        fixed = [override.input_line or "" for override in parsed if not override.is_sweep_override()]
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            swept = compose("config", [str(one) for one in fixed], return_hydra_config=True).hydra.sweeper.params or {}
+            swept = compose("config", fixed, return_hydra_config=True).hydra.sweeper.params or {}
         overrides = [*(f"{key}={value}" for key, value in swept.items()), *overrides]
         (jobs,) = BasicSweeper.split_arguments(parser.parse_overrides(overrides), None)
     except HydraException as error:
@@ -96,9 +97,8 @@ def _runs_of(job: Sequence[str]) -> list[Expected]:
 
 def _expected(config: RunConfig) -> Expected:
     model, seed = Path(config.model.name).name, config.method.get("seed", config.seed)
-    label = label_of(
-        config.method["name"], {key: one for key, one in config.method.items() if key not in ("name", "seed")}
-    )
+    settings = {key: value for key, value in config.method.items() if key not in ("name", "seed")}
+    label = label_of(config.method["name"], settings)
     name = f"{model}, {label}, seed {seed}"
     try:
         # on the CPU, as status need not run on the machine that has the devices

@@ -32,7 +32,7 @@ from eval.store.record import Failure, Record
 from eval.store.results import PLANNED, Results, StoredRun, planned_text
 from eval.store.trace import Trace
 from lazyllm.engine.devices import devices_of, read_clock, release_memory
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, reason_of
 from lazyllm.models.load import load_weights
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
                 pictures = [] if config.tracker.name == "none" else _pictures(_stored(plan, store))
                 tracker.finish(summary, records, pictures)
     if summary is not None and show:
-        _console().print(summary_table(summary, plan.title).to_rich())
+        console().print(summary_table(summary, plan.title).to_rich())
     if plan.skipped:
         log.warning("%s", plan.skipped)
     return RunResult(plan.folder, summary)
@@ -97,8 +97,8 @@ def compare(config: RunConfig) -> list[RunResult]:
     }
     for suffix, text in texts.items():
         write_whole(Path(f"{stem}.{suffix}"), text)
-    console = _console()
-    console.print(table.to_rich())
+    screen = console()
+    screen.print(table.to_rich())
     from eval.paper.figures import plot_comparison, save  # not at the top: matplotlib is slow to import
 
     methods = {label: method["name"] for label, method in config.compare.items()}
@@ -108,7 +108,7 @@ def compare(config: RunConfig) -> list[RunResult]:
     if config.model.name == "tiny":
         lines.append("The same on a checkpoint and LongBench, on a GPU:")
         lines.append("  python run.py model=llama2 method=lazy dataset=hotpotqa")
-    console.print("\n".join(lines), highlight=False)
+    screen.print("\n".join(lines), highlight=False)
     return list(results.values())
 
 
@@ -231,11 +231,6 @@ def _warm_up(bench: Bench, cases: list[Case], runs: int) -> None:
         free(*devices_of(bench.model))
 
 
-def reason_of(error: Exception) -> str:
-    """An error's kind and text, in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
 def free(*devices: torch.device) -> None:
     """Free what a failed example has left in memory. Raises UserError if a device itself has failed."""
     try:
@@ -334,7 +329,6 @@ def _pictures(stored: StoredRun) -> list[Path]:
     return [path for name in drawn for path in save(FIGURES[name].plot(data[name]), folder / name, ("png",))]
 
 
-def _console() -> Console:
-    console = Console()
-    # a file or a pipe has no width of its own
-    return console if console.is_terminal else Console(width=120)
+def console() -> Console:
+    """A console for tables: a file or a pipe has no width of its own."""
+    return Console() if Console().is_terminal else Console(width=120)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,33 +35,12 @@ DEFAULT_THREADS = torch.get_num_threads()  # which a job of a sweep must find ag
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A run, ready to be measured.
-
-    cases: all its examples, in order. ours: keys of the examples that this job measures (`eval.benchmarks.split`).
-    traced: those of them that are to be traced. identity: what must agree for two records to lie in one folder. about:
-    config and provenance. file_part: the shard's part of its file names; "" for a run in one job. devices: all that
-    the model may compute on. skipped: a message about bad rows that were left out; None for none.
-    """
-
-    config: RunConfig
-    folder: Path
-    title: str
-    cases: list[Case]
-    ours: set[tuple[str, str]]
-    traced: list[Case]
-    identity: dict[str, Any]
-    about: dict[str, Any]
-    file_part: str
-    tokenizer: PreTrainedTokenizerBase
-    devices: tuple[torch.device, ...]
-    paired: bool
-    skipped: str | None
-
-
-@dataclass(frozen=True)
 class Identified:
-    """A run without its prompts. identity: as in `Plan`. parameters: the method's, by dataset."""
+    """A run without its prompts.
+
+    identity: what must agree for two records to lie in one folder. parameters: the method's, by dataset. devices: all
+    that the model may compute on.
+    """
 
     identity: dict[str, Any]
     parameters: dict[str, dict[str, Any]]
@@ -79,6 +58,26 @@ class Identified:
         return [(name, example.id) for name, examples in self.examples.items() for example in examples]
 
 
+@dataclass(frozen=True)
+class Plan(Identified):
+    """A run, ready to be measured.
+
+    cases: all its examples, in order. ours: keys of the examples that this job measures (`eval.benchmarks.split`).
+    traced: those of them that are to be traced. about: config and provenance. file_part: the shard's part of its file
+    names; "" for a run in one job. skipped: a message about bad rows that were left out; None for none.
+    """
+
+    config: RunConfig
+    folder: Path
+    title: str
+    cases: list[Case]
+    ours: set[tuple[str, str]]
+    traced: list[Case]
+    about: dict[str, Any]
+    file_part: str
+    skipped: str | None
+
+
 def prepare(config: RunConfig) -> Plan:
     """Everything that a run needs except the model's weights. Raises UserError."""
     identified = identify(config)
@@ -87,24 +86,29 @@ def prepare(config: RunConfig) -> Plan:
     half = f", {config.half} half" if config.half is not None else ""
     shard = parse_shard(config.shard) if config.shard is not None else None
     ours = _keys_of(shard, cases)
+    firsts = [
+        case for _, group in groupby(cases, lambda case: case.dataset.name) for case in islice(group, config.trace)
+    ]
     return Plan(
+        **vars(identified),
         config=config,
         folder=Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity),
         title=f"{config.model.name}, {config.method['name']}, {_data_label(config, loaded)}" + half,
         cases=cases,
         ours=ours,
-        traced=[case for case in _first_of_each(cases, config.trace) if case.key in ours],
-        identity=identity,
+        traced=[case for case in firsts if case.key in ours],
         about={
             "config": asdict(replace(config, shard=None)),
-            "provenance": _provenance(identified.devices),
+            "provenance": {
+                "git_commit": provenance.git_commit(),
+                "versions": provenance.versions(),
+                "machine": provenance.machine(identified.devices[0]),
+                "started": provenance.now(),
+            },
             # what `limit` and `sample` choose from
-            "examples": {one.dataset.name: one.total or len(one.examples) for one in loaded},
+            "examples": {rows.dataset.name: rows.total or len(rows.examples) for rows in loaded},
         },
         file_part=shard.file_part if shard is not None else "",
-        tokenizer=identified.tokenizer,
-        devices=identified.devices,
-        paired=identified.paired,
         skipped=_skipped(loaded),
     )
 
@@ -208,32 +212,33 @@ def _cases(config: RunConfig, identified: Identified) -> Iterator[Case]:
     """Every example of the run with its prompt. What the model cannot hold, or the method not use, is refused here."""
     model_config, tokenizer = identified.model_config, identified.tokenizer
     longest = model_config.max_position_embeddings
-    for one in identified.loaded:
-        method = build_method(identified.parameters[one.dataset.name])
-        dataset_end_ids = end_token_ids(tokenizer, identified.end_ids, one.dataset)
-        max_new_tokens = min(one.max_new_tokens, config.max_new_tokens or one.max_new_tokens)
-        for example in identified.examples[one.dataset.name]:
+    for rows in identified.loaded:
+        dataset = rows.dataset
+        method = build_method(identified.parameters[dataset.name])
+        end_ids = end_token_ids(tokenizer, identified.end_ids, dataset)
+        max_new_tokens = min(rows.max_new_tokens, config.max_new_tokens or rows.max_new_tokens)
+        for example in identified.examples[dataset.name]:
             prompt = build_prompt(
                 example,
-                one.template,
+                rows.template,
                 tokenizer,
-                config.model.max_prompt_tokens if one.dataset.truncate else None,
+                config.model.max_prompt_tokens if dataset.truncate else None,
                 config.model.chat,
-                one.dataset.chat_wrap,
-                one.dataset.protected,
+                dataset.chat_wrap,
+                dataset.protected,
             )
             try:
                 method.check_prompt(prompt.as_input())
             except ValueError as error:
-                raise UserError(f"{one.dataset.name}, row {example.id}: {error}") from error
+                raise UserError(f"{dataset.name}, row {example.id}: {error}") from error
             length = len(prompt.token_ids) + max_new_tokens
             if length > longest:
                 raise UserError(
-                    f"{one.dataset.name}, row {example.id}: {len(prompt.token_ids)} prompt tokens and up to "
+                    f"{dataset.name}, row {example.id}: {len(prompt.token_ids)} prompt tokens and up to "
                     f"{max_new_tokens} new ones are more than the {longest} positions that the model has: "
-                    f"{SUITES[one.dataset.suite].shorter}"
+                    f"{SUITES[dataset.suite].shorter}"
                 )
-            yield Case(one.dataset, example, prompt, method, max_new_tokens, dataset_end_ids)
+            yield Case(dataset, example, prompt, method, max_new_tokens, end_ids)
 
 
 def _examples(config: RunConfig, loaded: list[LoadedDataset]) -> dict[str, list[Example]]:
@@ -255,25 +260,12 @@ def _examples(config: RunConfig, loaded: list[LoadedDataset]) -> dict[str, list[
     return chosen
 
 
-def _first_of_each(cases: list[Case], number: int) -> list[Case]:
-    """The first so many cases of each dataset."""
-    seen: Counter[str] = Counter()
-    first = []
-    for case in cases:
-        if seen[case.dataset.name] < number:
-            first.append(case)
-        seen[case.dataset.name] += 1
-    return first
-
-
 def _keys_of(shard: Shard | None, cases: list[Case]) -> set[tuple[str, str]]:
-    """The examples that the shard measures; all of them where there is none."""
+    """The examples that the shard measures; all of them if there is none."""
+    if shard is None:
+        return {case.key for case in cases}
     tokens = {case.key: len(case.prompt.token_ids) for case in cases}
-    return (
-        set(tokens)
-        if shard is None
-        else {key for key, one in shard_numbers(tokens, shard.count).items() if one == shard.number}
-    )
+    return {key for key, number in shard_numbers(tokens, shard.count).items() if number == shard.number}
 
 
 def _identity(
@@ -325,7 +317,7 @@ def _weights_of(spec: ModelSpec) -> str | None:
 
 
 def _version_of_quantiser(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, str]:
-    """The version of the package that rounds the weights; none where they are not quantised by one of ours."""
+    """The version of the package that rounds the weights; none if they are not quantised by one of ours."""
     packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
     package = packages.get(config.model.quantise or quantised_by(model_config) or "")
     return {package: version(package)} if package is not None else {}
@@ -333,15 +325,6 @@ def _version_of_quantiser(config: RunConfig, model_config: PreTrainedConfig) -> 
 
 def _plain(value: Any) -> Any:
     return {str(key): _plain(one) for key, one in value.items()} if isinstance(value, dict) else value
-
-
-def _provenance(devices: tuple[torch.device, ...]) -> dict[str, Any]:
-    return {
-        "git_commit": provenance.git_commit(),
-        "versions": provenance.versions(),
-        "machine": provenance.machine(devices[0]),
-        "started": provenance.now(),
-    }
 
 
 def _folder_name(config: RunConfig, loaded: list[LoadedDataset], identity: dict[str, Any]) -> str:

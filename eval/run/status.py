@@ -1,4 +1,4 @@
-"""What is done, missing or failed of the runs below a folder, and why.
+"""The state of every run below a folder: done, missing or failed, and why.
 
 lazyllm-bench status RUNS [RUNS ...] [--json] [--expect experiment=table1 model=llama2,xgen]
 
@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import socket
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -111,20 +110,20 @@ def status(folders: Sequence[Path], expected: Sequence[Expected] = ()) -> list[S
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; give the folder that holds the runs, e.g. runs")
-    campaigns = {file.parent for folder in folders for file in folder.rglob(CAMPAIGN)}
-    found = sorted({file.parent for folder in folders for file in folder.rglob("run.json")})
-    found = [folder for folder in found if not any(folder.is_relative_to(campaign) for campaign in campaigns)]
-    if not found and campaigns:
-        campaign = min(campaigns)
+    campaigns = sorted({file.parent for folder in folders for file in folder.rglob(CAMPAIGN)})
+    runs = sorted({file.parent for folder in folders for file in folder.rglob("run.json")})
+    runs = [folder for folder in runs if not any(folder.is_relative_to(campaign) for campaign in campaigns)]
+    if not runs and campaigns:
+        campaign = campaigns[0]
         raise UserError(
             f"{campaign}: a collected campaign, in which nothing runs: {campaign / CAMPAIGN} says what its runs lack. "
             "Give the folder that it was collected from"
         )
-    if not found and not expected:
+    if not runs and not expected:
         raise UserError(f"no run in or below {', '.join(map(str, folders))}; give the folder that holds the runs")
     lines = []
     begun: set[int] = set()
-    for folder in found:
+    for folder in runs:
         try:
             stored = StoredRun(folder, read_about(folder / "run.json"))
             numbers = [number for number, job in enumerate(expected) if job.is_of(stored.identity)]
@@ -141,7 +140,8 @@ def _line(stored: StoredRun, planned: list[tuple[str, str]] | None) -> Status:
     missing = None if planned is None else [key for key in planned if key not in keys]
     times = [file.stat().st_mtime for file in files_of(stored.folder, "records")]
     last = datetime.fromtimestamp(max(times), UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if keys else None
-    reasons = [f"{number} failed: {reason}" for reason, number in Counter(one.reason for one in failures).most_common()]
+    counts = Counter(failure.reason for failure in failures).most_common()
+    reasons = [f"{number} failed: {reason}" for reason, number in counts]
     reasons = [*reasons[:2], *([f"{len(reasons) - 2} other reasons"] if len(reasons) > 2 else [])]
     state, why = _state(last_jobs(stored.folder), None if missing is None else len(missing), reasons, last)
     return Status(
@@ -159,7 +159,7 @@ def _line(stored: StoredRun, planned: list[tuple[str, str]] | None) -> Status:
 
 
 def _state(jobs: Sequence[Job], missing: int | None, reasons: list[str], last: str | None) -> tuple[str, str]:
-    """The state, and what a user has to know of it. missing: examples without a record, if known."""
+    """The state, and its reasons in words. missing: number of examples without a record; None if unknown."""
     if any(job.is_running for job in jobs):
         return RUNNING, "; ".join(reasons)
     if missing == 0:
@@ -226,8 +226,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         expected = expected_runs(options.expect)
     lines = status(options.runs, expected)
-    try:
-        print(json.dumps([asdict(line) for line in lines], indent=2) if options.json else _as_text(lines), flush=True)
-    except BrokenPipeError:  # `| head` has seen enough; nothing is left to be written at the end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(json.dumps([asdict(line) for line in lines], indent=2) if options.json else _as_text(lines))
     return exit_code(lines)

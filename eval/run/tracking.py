@@ -1,9 +1,9 @@
-"""Weights & Biases beside a run: what is shown of it. No fault of the tracker stops the run.
+"""Weights & Biases beside a run. No fault of the tracker stops the run.
 
 The store stays the truth. Everything shown is made from stored records, so a run that was stopped, or measured without
 a tracker, is shown whole when the same command is given again with `tracker=wandb`.
 
-part of a W&B run   what it holds
+part of a W&B run   contents
 config              the run's config, identity and provenance; nothing of the environment, the machine or the user
 history             after each example: examples done, running score and speedups
 per_example         a table, one row an example
@@ -30,7 +30,8 @@ from urllib.parse import urlsplit
 from eval.paper.summary import Summary, flat
 from eval.run.config import TrackerConfig
 from eval.store.record import Record
-from eval.store.results import StoredRun, label_of
+from eval.store.results import StoredRun, example_rows, label_of
+from lazyllm.errors import reason_of
 
 log = logging.getLogger(__name__)
 
@@ -43,21 +44,11 @@ SETTINGS: dict[str, Any] = {
     "finish_timeout_raises": True,
 }  # fmt: skip
 # Our settings if the user has not set the variable. Timeouts: seconds that an unreachable server may keep a run waiting
-UNLESS_SET = {
-    "WANDB_CONSOLE": {"console": "off"},
-    "WANDB_INIT_TIMEOUT": {"init_timeout": 15.0},
-    "WANDB_FINISH_TIMEOUT": {"finish_timeout": 120.0},
+UNLESS_SET: dict[str, tuple[str, Any]] = {
+    "WANDB_CONSOLE": ("console", "off"),
+    "WANDB_INIT_TIMEOUT": ("init_timeout", 15.0),
+    "WANDB_FINISH_TIMEOUT": ("finish_timeout", 120.0),
 }
-
-
-class Tracker:
-    """Shows a run while it goes on. This one shows nothing."""
-
-    def record(self, record: Record) -> None:
-        """Show an example that was measured just now."""
-
-    def finish(self, summary: Summary, records: Sequence[Record], pictures: Sequence[Path] = ()) -> None:
-        """Show the whole run: its table, every example in the table, pictures (PNG), and the folder."""
 
 
 @contextmanager
@@ -79,8 +70,7 @@ def open_tracker(config: TrackerConfig, run: StoredRun, group: str | None = None
         group=config.group or group,
         config=json.loads(json.dumps(about | {"setting": setting}, default=str)),
     ) as tracker:
-        if isinstance(tracker, _Wandb):
-            tracker.replay(run.records)
+        tracker.replay(run.records)
         yield tracker
 
 
@@ -91,14 +81,14 @@ def track_pictures(config: TrackerConfig, folder: Path, label: str, pictures: Se
     """
     name = f"{label}, figures"
     with _open(config, folder, name=name, job_type="figures", group=config.group or label, config={}) as tracker:
-        if isinstance(tracker, _Wandb):
-            tracker.show(pictures)
+        tracker.show(pictures)
 
 
 @contextmanager
 def _open(config: TrackerConfig, folder: Path, /, **init: Any) -> Iterator[Tracker]:
+    tracker = Tracker(folder)
     if config.name == "none" or config.mode == "disabled":
-        yield Tracker()
+        yield tracker
         return
     place = folder.absolute() / "wandb"
     environment = {  # what has no setting; without ERROR_REPORTING=false wandb calls home even if it is offline
@@ -107,15 +97,13 @@ def _open(config: TrackerConfig, folder: Path, /, **init: Any) -> Iterator[Track
     }  # fmt: skip
     ours = {name: value for name, value in environment.items() if name not in os.environ}
     os.environ.update(ours)
-    tracker = _Wandb(folder)
+    exit_code = 1
     try:
         tracker.start(config, init)
         yield tracker
-    except BaseException:
-        tracker.close(exit_code=1)
-        raise
+        exit_code = 0
     finally:
-        tracker.close(exit_code=0)
+        tracker.close(exit_code)
         for name in ours:
             os.environ.pop(name, None)
 
@@ -135,90 +123,53 @@ def key_is_configured() -> bool:
     return False
 
 
-class _Wandb(Tracker):
-    """A W&B run. After the first call that fails no more are made."""
+class Tracker:
+    """Shows a run while it goes on; shows nothing before `start`, or after the first call of W&B that fails."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._running = _Running()
-        self._wandb: Any = None
         self._run: Any = None
+        self._sums: Counter[str] = Counter()
 
     def start(self, config: TrackerConfig, init: dict[str, Any]) -> None:
+        """Begin a W&B run. init: arguments of `wandb.init`."""
         try:
-            self._run = self._start(config, init)
+            self._run = _start(config, self._folder, init)
         except Exception as error:
             self._give_up("starting", error)
 
-    def _start(self, config: TrackerConfig, init: dict[str, Any]) -> Any:
-        import wandb  # not at the top: only if it is asked for
-
-        self._wandb = wandb
-        set_by_user = wandb.setup().settings.mode  # by WANDB_MODE or `wandb offline`
-        mode: Any = config.mode
-        if mode == "auto":
-            mode = {"dryrun": "offline", "offline": "offline", "disabled": "disabled"}.get(set_by_user, "online")
-        if mode == "online" and not key_is_configured():
-            mode = "offline"
-            if config.mode == "online":
-                log.warning("W&B: tracker.mode=online needs a key (WANDB_API_KEY, or `wandb login`): this is offline")
-        if mode == "disabled":
-            log.info("W&B is disabled (WANDB_MODE); nothing is tracked")
-            return None
-        settings = {"WANDB_DIR": {"root_dir": str(self._folder.absolute())}, **UNLESS_SET}
-        ours = {key: value for name, one in settings.items() if name not in os.environ for key, value in one.items()}
-        init |= {"project": config.project, "entity": config.entity, "tags": config.tags, "resume": "allow"}
-        init |= {"reinit": "create_new", "settings": wandb.Settings(**SETTINGS, **ours)}
-        try:
-            run = wandb.init(mode=mode, **init)
-        except Exception as error:
-            if mode == "offline":
-                raise
-            log.warning("W&B: not online (%s); this run is offline", _said(error))
-            wandb.teardown()  # else the run's id counts as taken
-            run = wandb.init(mode="offline", **init)
-        if run.url and not run.offline:
-            log.info("W&B: %s", run.url)
-        run.define_metric("examples", hidden=True)
-        run.define_metric("running/*", step_metric="examples")
-        return run
-
     def replay(self, records: Sequence[Record]) -> None:
         """Count what an earlier call measured; show it too, unless the server has it from that call."""
-        metrics = [self._running.add(record) for record in records]
-        if self._run is not None and not self._run.resumed:
-            self._attempt("logging", lambda run: [run.log(row) for row in metrics])
+        rows = [self._count(record) for record in records]
+        self._attempt("logging", lambda run: [run.log(row) for row in rows if not run.resumed])
 
     def record(self, record: Record) -> None:
-        metrics = self._running.add(record)
-        self._attempt("logging", lambda run: run.log(metrics))
+        """Show an example that was measured just now."""
+        row = self._count(record)
+        self._attempt("logging", lambda run: run.log(row))
 
     def finish(self, summary: Summary, records: Sequence[Record], pictures: Sequence[Path] = ()) -> None:
+        """Show the whole run: its table, every example in the table, pictures (PNG), and the folder."""
         self._attempt("logging the summary", lambda run: run.summary.update(summary_keys(summary)))
-        self._attempt("logging the examples", lambda run: run.log({"per_example": self._table(records)}))
+        self._attempt("logging the examples", lambda run: run.log({"per_example": _table(records)}))
         self.show(pictures)
-        self._attempt("logging the run folder", lambda run: run.log_artifact(self._artifact(run)))
+        self._attempt("logging the run folder", lambda run: run.log_artifact(_artifact(run.id, self._folder)))
 
     def show(self, pictures: Sequence[Path]) -> None:
-        shown = [picture for picture in pictures if picture.suffix == ".png"]
-        if shown:
-            self._attempt("logging figures", lambda run: run.log(self._images(shown)))
+        """Show those pictures that are PNG files."""
+        self._attempt("logging figures", lambda run: _log_pictures(run, pictures))
 
     def close(self, exit_code: int) -> None:
         """End the W&B run, if it has not ended."""
-        run, self._run = self._run, None
-        if run is None:
-            return
-        place = Path(run.dir).parent
-        place = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
-        try:
+
+        def end(run: Any) -> None:
             offline = run.offline
             run.finish(exit_code=exit_code)
-        except Exception as error:
-            log.warning("W&B: finishing failed (%s); send what was written with  wandb sync %s", _said(error), place)
-            return
-        if offline:
-            log.info("W&B was offline; send this run with  wandb sync %s", place)
+            if offline:
+                log.info("W&B was offline; send this run with  wandb sync %s", _place(run))
+
+        self._attempt("finishing", end)
+        self._run = None
 
     def _attempt(self, what: str, action: Callable[[Any], Any]) -> None:
         """Do something with the W&B run, unless it has failed before."""
@@ -229,81 +180,104 @@ class _Wandb(Tracker):
             self._give_up(what, error)
 
     def _give_up(self, what: str, error: Exception) -> None:
-        log.warning(
-            "W&B: %s failed (%s). The run goes on without it; when it is done, the same command shows it whole",
-            what,
-            _said(error),
-        )
         run, self._run = self._run, None
+        sync = f", and so does  wandb sync {_place(run)}" if run is not None else ""
+        advice = f"The run goes on without it; when it is done, the same command shows it whole{sync}"
+        log.warning("W&B: %s failed (%s). %s", what, reason_of(error), advice)
         with suppress(Exception):
             if run is not None:
                 run.finish(exit_code=1)
 
-    def _images(self, pictures: Sequence[Path]) -> dict[str, Any]:
-        return {f"figures/{picture.stem}": self._wandb.Image(str(picture)) for picture in pictures}
-
-    def _table(self, records: Sequence[Record]) -> Any:
-        rows = [example_row(record) for record in records]
-        return self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-
-    def _artifact(self, run: Any) -> Any:
-        artifact = self._wandb.Artifact(f"run-{run.id}", type="run")
-        for file in sorted(file for pattern in SHARED_FILES for file in self._folder.glob(pattern)):
-            artifact.add_file(str(file), file.relative_to(self._folder).as_posix())
-        return artifact
-
-
-def _said(error: Exception) -> str:
-    """An error's kind and text, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-class _Running:
-    """Means and speedups over the examples so far, every example counting the same."""
-
-    def __init__(self) -> None:
-        self._sums: Counter[str] = Counter()
-
-    def add(self, record: Record) -> dict[str, float]:
-        sums, method, baseline = self._sums, record.method, record.baseline
-        sums.update(examples=1)  # type: ignore[call-arg]
-        for name in ("score", "pct_prompt_tokens_computed", "ttft_s", "total_s"):
-            sums[name] += getattr(method, name)
+    def _count(self, record: Record) -> dict[str, float]:
+        """Means and speedups over the examples so far, with this one; every example counts the same."""
+        sums, baseline = self._sums, record.baseline
+        sums["examples"] += 1
+        for part, measured in (("method", record.method), ("baseline", baseline)):
+            for name in ("score", "pct_prompt_tokens_computed", "ttft_s", "total_s") if measured else ():
+                sums[f"{part}_{name}"] += getattr(measured, name)
+        number = sums["examples"]
         shown = {
-            "examples": sums["examples"],
-            "running/score": 100 * sums["score"] / sums["examples"],
-            "running/pct_prompt_tokens_computed": sums["pct_prompt_tokens_computed"] / sums["examples"],
+            "examples": number,
+            "running/score": 100 * sums["method_score"] / number,
+            "running/pct_prompt_tokens_computed": sums["method_pct_prompt_tokens_computed"] / number,
         }
         if baseline is None:
             return shown
-        for name in ("score", "ttft_s", "total_s"):
-            sums[f"baseline_{name}"] += getattr(baseline, name)
         return shown | {
-            "running/baseline_score": 100 * sums["baseline_score"] / sums["examples"],
-            "running/ttft_speedup": sums["baseline_ttft_s"] / sums["ttft_s"],
-            "running/generation_speedup": sums["baseline_total_s"] / sums["total_s"],
+            "running/baseline_score": 100 * sums["baseline_score"] / number,
+            "running/ttft_speedup": sums["baseline_ttft_s"] / sums["method_ttft_s"],
+            "running/generation_speedup": sums["baseline_total_s"] / sums["method_total_s"],
         }
 
 
-def example_row(record: Record) -> dict[str, Any]:
-    """An example's row of the table `per_example`. Scores 0 to 100; None if no baseline was run beside it."""
-    method, baseline = record.method, record.baseline
-    return {
-        "dataset": record.dataset,
-        "id": record.id,
-        "prompt_tokens": record.prompt_tokens,
-        "score": 100 * method.score,
-        "baseline_score": None if baseline is None else 100 * baseline.score,
-        "ttft_s": method.ttft_s,
-        "ttft_speedup": None if baseline is None else baseline.ttft_s / method.ttft_s,
-        "total_s": method.total_s,
-        "pct_prompt_tokens_computed": method.pct_prompt_tokens_computed,
-        "kv_bytes": method.kv_bytes,
-        "aux_bytes": method.aux_bytes,
-        "gold": " | ".join(record.answers),
-        "answer": method.text,
-        "baseline_answer": None if baseline is None else baseline.text,
-    }
+def _start(config: TrackerConfig, folder: Path, init: dict[str, Any]) -> Any:
+    """The W&B run; None if the environment disables W&B. An unreachable server makes it an offline one."""
+    import wandb  # not at the top: only if it is asked for
+
+    set_by_user = wandb.setup().settings.mode  # by WANDB_MODE or `wandb offline`
+    mode: Any = config.mode
+    if mode == "auto":
+        mode = {"dryrun": "offline", "offline": "offline", "disabled": "disabled"}.get(set_by_user, "online")
+    if mode == "online" and not key_is_configured():
+        mode = "offline"
+        if config.mode == "online":
+            log.warning("W&B: tracker.mode=online needs a key (WANDB_API_KEY, or `wandb login`): this is offline")
+    if mode == "disabled":
+        log.info("W&B is disabled (WANDB_MODE); nothing is tracked")
+        return None
+    defaults = {"WANDB_DIR": ("root_dir", str(folder.absolute())), **UNLESS_SET}
+    ours = dict(setting for variable, setting in defaults.items() if variable not in os.environ)
+    init |= {"project": config.project, "entity": config.entity, "tags": config.tags, "resume": "allow"}
+    init |= {"reinit": "create_new", "settings": wandb.Settings(**SETTINGS, **ours)}
+    try:
+        run = wandb.init(mode=mode, **init)
+    except Exception as error:
+        if mode == "offline":
+            raise
+        log.warning("W&B: not online (%s); this run is offline", reason_of(error))
+        wandb.teardown()  # else the run's id counts as taken
+        run = wandb.init(mode="offline", **init)
+    if run.url and not run.offline:
+        log.info("W&B: %s", run.url)
+    run.define_metric("examples", hidden=True)
+    run.define_metric("running/*", step_metric="examples")
+    return run
+
+
+def _place(run: Any) -> str:
+    """The folder of a W&B run's files."""
+    return os.path.relpath(Path(run.dir).parent)
+
+
+def _log_pictures(run: Any, pictures: Sequence[Path]) -> None:
+    import wandb
+
+    shown = {f"figures/{file.stem}": wandb.Image(str(file)) for file in pictures if file.suffix == ".png"}
+    if shown:
+        run.log(shown)
+
+
+def _table(records: Sequence[Record]) -> Any:
+    """One row an example: the columns of `example_rows`, and the answers. None if no baseline was run beside it."""
+    import wandb
+
+    frame = example_rows(records).assign(
+        gold=[" | ".join(record.answers) for record in records],
+        answer=[record.method.text for record in records],
+        baseline_answer=[record.baseline and record.baseline.text for record in records],
+    )
+    frame.insert(5, "ttft_speedup", frame["baseline_ttft_s"] / frame["ttft_s"])
+    frame = frame.astype(object).where(frame.notna(), None)
+    return wandb.Table(columns=list(frame), data=frame.to_numpy().tolist())
+
+
+def _artifact(name: str, folder: Path) -> Any:
+    import wandb
+
+    artifact = wandb.Artifact(f"run-{name}", type="run")
+    for file in sorted(file for pattern in SHARED_FILES for file in folder.glob(pattern)):
+        artifact.add_file(str(file), file.relative_to(folder).as_posix())
+    return artifact
 
 
 def summary_keys(summary: Summary) -> dict[str, float | int]:

@@ -1,4 +1,4 @@
-"""Run folders into one campaign: python -m eval.store.collect RUNS [RUNS ...] [--out FOLDER]
+"""Run folders into one campaign: lazyllm-bench collect RUNS [RUNS ...] [--out FOLDER]
 
 What is written, whole or not at all:
 
@@ -175,7 +175,7 @@ def describe(done: Sequence[Collected], out: Path) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 2 with one message on stderr if there is no campaign."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval.store.collect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="lazyllm-bench collect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folders that the runs lie in, or below")
     parser.add_argument("--out", type=Path, help="where to (default: the first of RUNS with -collected added)")

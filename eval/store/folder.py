@@ -323,7 +323,7 @@ def _read_lines(file: Path, parse: Callable[[str], _Line]) -> Iterator[tuple[int
 
 def _to_repair(folder: Path) -> str:
     return (
-        f"`python -m eval.store.repair {folder}` sets damaged files aside and keeps the good ones; then the run's "
+        f"`lazyllm-bench repair {folder}` sets damaged files aside and keeps the good ones; then the run's "
         "command measures the lost examples again"
     )
 
@@ -341,15 +341,19 @@ def _check_identity(folder: Path, identity: dict[str, Any], about: dict[str, Any
         write_whole(file, text)
         return json.loads(text)
     content = read_about(file)
-    before, now = content["identity"], json.loads(_canonical(identity))
-    if before != now:
-        differing = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
+    check_same(folder, "run", content["identity"], json.loads(_canonical(identity)))
+    return content
+
+
+def check_same(folder: Path, kind: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise UserError, with the differences, if a folder holds a run or study of another identity than now."""
+    differing = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
+    if differing:
         changes = "; ".join(f"{key}: {_short(before.get(key))} there, {_short(now.get(key))} now" for key in differing)
         raise UserError(
-            f"{folder}: holds a run that differs ({changes}). Its records do not mix with this one's: give another "
+            f"{folder}: holds a {kind} that differs ({changes}). Its records do not mix with this one's: give another "
             "folder with out=FOLDER, or leave out= away to have one made"
         )
-    return content
 
 
 def about_text(identity: dict[str, Any], about: dict[str, Any]) -> str:

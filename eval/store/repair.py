@@ -1,4 +1,4 @@
-"""Repair damaged run folders: `python -m eval.store.repair FOLDER ...`.
+"""Repair damaged run folders: `lazyllm-bench repair FOLDER ...`.
 
 A damaged file is kept beside as it was (records.jsonl.damaged-1). Its good lines stay in place, letter for letter:
 - invalid lines are taken out, and so are different records of one example, as nobody can tell which is right. The run's
@@ -162,7 +162,7 @@ def _copy_aside(file: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0: every folder is in order now; 1: one could not be mended."""
-    parser = argparse.ArgumentParser(prog="python -m eval.store.repair", description="Repair damaged run folders.")
+    parser = argparse.ArgumentParser(prog="lazyllm-bench repair", description="Repair damaged run folders.")
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run's folder")
     status = 0
     for folder in parser.parse_args(argv).folders:

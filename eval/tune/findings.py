@@ -12,13 +12,12 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.console import Console
 
 from eval.benchmarks.split import HELD_OUT, RULE
 from eval.paper.figures.front import plot_front
@@ -26,14 +25,14 @@ from eval.paper.figures.style import save
 from eval.paper.summary import summarise
 from eval.paper.table import cell, markdown_lines
 from eval.run import provenance
-from eval.run.config import RunConfig, TimingConfig
-from eval.run.loop import run
+from eval.run.config import TimingConfig
+from eval.run.loop import console, run
 from eval.run.tuned import FILE, as_yaml
 from eval.store.aggregate import rows_of
 from eval.store.folder import read_run, write_whole
 from eval.store.record import Record
 from eval.store.results import StoredRun, example_rows
-from eval.tune.settings import TuneConfig
+from eval.tune.settings import TuneConfig, as_run
 from eval.tune.space import Candidate, Ideal
 from eval.tune.study import Study, Tried
 from lazyllm.errors import UserError
@@ -44,22 +43,22 @@ _HELD_OUT = ("score", "ttft_speedup", "difference")  # columns of the held-out h
 
 
 def best(tried: Sequence[Tried]) -> Tried:
-    """The best score on the tuning half; of equals the slowest, which is as near to the target as can be."""
-    return max(tried, key=lambda one: (one.scored.score, -one.ideal_speedup))
+    """The best score on the tuning half; of equals the slowest, which is the nearest to the target."""
+    return max(tried, key=lambda point: (point.scored.score, -point.ideal_speedup))
 
 
 def front(tried: Sequence[Tried]) -> list[Tried]:
-    """Those that no other one beats in score or speedup without losing in the other, the slowest first."""
-    found: list[Tried] = []
-    for one in sorted(tried, key=lambda one: (-one.ideal_speedup, -one.scored.score)):
-        if not found or one.scored.score > found[-1].scored.score:
-            found.append(one)
-    return found[::-1]
+    """The points that no other beats in score or speedup without losing in the other, the slowest first."""
+    points: list[Tried] = []
+    for point in sorted(tried, key=lambda point: (-point.ideal_speedup, -point.scored.score)):
+        if not points or point.scored.score > points[-1].scored.score:
+            points.append(point)
+    return points[::-1]
 
 
 def told_apart(points: Sequence[Tried]) -> list[Tried]:
     """Of a front's points, the slowest first, those whose names differ; of equal ones the best score, the slowest."""
-    return list({_name(one): one for one in reversed(points)}.values())[::-1]
+    return list({_name(point): point for point in reversed(points)}.values())[::-1]
 
 
 def _name(point: Tried) -> str:
@@ -79,9 +78,10 @@ def report(config: TuneConfig, study: Study, beside: Mapping[str, Candidate], nu
         chosen = {"tuned": best(tried).candidate}
     else:
         points = evenly(told_apart(front(tried)), config.finalists)
-        chosen = {_name(one): one.candidate for one in points}
-    records = {name: _finalist(config, study, one) for name, one in {**beside, **chosen}.items()}
-    table = _table(study, tried, {**beside, **chosen}, records)
+        chosen = {_name(point): point.candidate for point in points}
+    finalists = {**beside, **chosen}
+    records = {name: _finalist(config, study, candidate) for name, candidate in finalists.items()}
+    table = _table(study, tried, finalists, records)
     for name, candidate in chosen.items():
         shipped = study.folder.name + name.removeprefix("tuned")  # its name once it is copied into eval/conf/tuned
         text = as_yaml(shipped, candidate.schedule, num_layers, _about(config, study, table, name))
@@ -100,9 +100,9 @@ def report(config: TuneConfig, study: Study, beside: Mapping[str, Candidate], nu
     write_whole(study.folder / "front.md", _markdown(table, title, config, study))
     write_whole(study.folder / "front.json", json.dumps(content, indent=2, sort_keys=True) + "\n")
     save(plot_front(pd.read_csv(study.folder / "front.csv"), title), study.folder / "front", ("svg", "pdf", "png"))
-    console = Console() if Console().is_terminal else Console(width=120)
-    console.print((study.folder / "front.md").read_text(encoding="utf-8"), markup=False, highlight=False)
-    console.print(
+    screen = console()
+    screen.print((study.folder / "front.md").read_text(encoding="utf-8"), markup=False, highlight=False)
+    screen.print(
         f"Run it: python run.py method.schedule={_reference(study.folder, next(iter(chosen)))}", highlight=False
     )
 
@@ -110,18 +110,12 @@ def report(config: TuneConfig, study: Study, beside: Mapping[str, Candidate], nu
 def _finalist(config: TuneConfig, study: Study, candidate: Candidate) -> list[Record]:
     """The schedule's records on the held-out half, paired with the baseline; those that are there are not redone.
 
-    Raises UserError where an example failed.
+    Raises UserError if an example failed.
     """
-    settings = RunConfig(**{one.name: getattr(config, one.name) for one in fields(RunConfig)})
     folder = study.folder / "final" / candidate.name
-    settings = replace(
-        settings,
-        method={**config.method, "schedule": candidate.schedule},
-        half=HELD_OUT,
-        out=str(folder),
-        timing=TimingConfig(paired=True, warmup=config.timing.warmup),
-    )
-    run(settings, show=False)
+    method = {**config.method, "schedule": candidate.schedule}
+    timing = TimingConfig(paired=True, warmup=config.timing.warmup)
+    run(as_run(config, method=method, half=HELD_OUT, out=str(folder), timing=timing), show=False)
     measured = StoredRun(folder, *read_run(folder))
     if measured.failures:  # a schedule without its hardest examples does not compare with the others
         first = measured.failures[0]
@@ -140,9 +134,9 @@ def _table(
     tuning_score, tuning_examples; of finalists on the held-out half: held_out_examples, held_out_ideal_speedup,
     baseline_score, and with `_low` and `_high` score, ttft_speedup, and difference: the score less the paper's, of the
     same examples."""
-    by_candidate = {one.candidate: one for one in tried}
-    on_front = {one.candidate for one in front(tried)}
-    rows = [_row(study.ideal, "trial", one.candidate, one, one.candidate in on_front) for one in tried]
+    by_candidate = {point.candidate: point for point in tried}
+    on_front = {point.candidate for point in front(tried)}
+    rows = [_row(study.ideal, "trial", point.candidate, point, point.candidate in on_front) for point in tried]
     paper = records.get("paper")
     for name, candidate in finalists.items():
         row = _row(study.ideal, name, candidate, by_candidate.get(candidate), candidate in on_front)

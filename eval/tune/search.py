@@ -14,11 +14,11 @@ from typing import Any
 from filelock import FileLock
 from transformers import PreTrainedModel
 
-from eval.benchmarks.split import RULE
+from eval.benchmarks.split import RULE, TUNING
 from eval.paper.summary import summarise
 from eval.run import device_lock, provenance
-from eval.run.config import model_spec
-from eval.run.loop import free, load_model, reason_of, released
+from eval.run.config import TimingConfig, model_spec
+from eval.run.loop import free, load_model, released
 from eval.run.measure import Bench, Case
 from eval.run.plan import Plan, prepare
 from eval.store.folder import RunStore, fingerprint
@@ -26,7 +26,7 @@ from eval.tune.findings import report
 from eval.tune.settings import TuneConfig, as_run, plain_config
 from eval.tune.space import Candidate, Ideal, Space, references, with_schedule
 from eval.tune.study import Scored, TrialFailed, open_study, search
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, reason_of
 from lazyllm.models.load import load_config
 
 # The code that decides which candidates are tried and what a score is, beside the code that decides a record
@@ -42,7 +42,8 @@ def tune(config: TuneConfig) -> Path:
     loads if that is possible.
     """
     started = time.monotonic()
-    plan = prepare(as_run(config))
+    # trials are compared by their scores, so they are not paired
+    plan = prepare(as_run(config, out=None, half=TUNING, timing=TimingConfig(paired=False, warmup=0)))
     model_config = load_config(model_spec(plan.config))
     space = Space(model_config.num_hidden_layers, config.layers)
     prompts = [(case.dataset.name, len(case.prompt.token_ids)) for case in plan.cases]

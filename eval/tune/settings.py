@@ -8,8 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from eval.benchmarks.split import TUNING
-from eval.run.config import RunConfig, TimingConfig, to_run_config
+from eval.run.config import RunConfig, to_run_config
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, by_name
 
@@ -65,10 +64,9 @@ def to_tune_config(config: DictConfig) -> TuneConfig:
     return plain
 
 
-def as_run(config: TuneConfig) -> RunConfig:
-    """The run whose examples a search tunes on, unpaired: trials are compared by their scores."""
-    run = RunConfig(**{one.name: getattr(config, one.name) for one in fields(RunConfig)})
-    return replace(run, out=None, half=TUNING, timing=TimingConfig(paired=False, warmup=0))
+def as_run(config: TuneConfig, **settings: Any) -> RunConfig:
+    """The run settings among a search's, with `settings` in place of its own."""
+    return replace(RunConfig(**{key.name: getattr(config, key.name) for key in fields(RunConfig)}), **settings)
 
 
 def check_installed() -> None:

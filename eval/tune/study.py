@@ -25,9 +25,9 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from eval.store.folder import fingerprint, write_whole
+from eval.store.folder import check_same, fingerprint, write_whole
 from eval.tune.space import Candidate, Ideal, Space
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -295,16 +295,10 @@ def _check_identity(file: Path, identity: dict[str, Any], about: dict[str, Any])
         write_whole(file, json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
         return
     try:
-        before = json.loads(file.read_text(encoding="utf-8"))["identity"]
-        differing = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file}: cannot be read as a study's description ({type(error).__name__}: {error})") from error
-    if differing:
-        changes = "; ".join(f"{key}: {_short(before.get(key))} there, {_short(now.get(key))} now" for key in differing)
-        raise UserError(
-            f"{file.parent}: holds a study that differs ({changes}). Its trials do not mix with this one's: give "
-            "another folder with out=FOLDER, or leave out= away to have one made"
-        )
+        before = dict(json.loads(file.read_text(encoding="utf-8"))["identity"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: cannot be read as a study's description ({reason_of(error)})") from error
+    check_same(file.parent, "study", before, now)
 
 
 def _cut_half_line(journal: Path) -> None:
@@ -312,8 +306,3 @@ def _cut_half_line(journal: Path) -> None:
     if journal.exists():
         with journal.open("r+b") as opened:
             opened.truncate(opened.read().rfind(b"\n") + 1)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -18,8 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from lazyllm.errors import UserError
 from lazyllm.models.hub import is_offline, is_reachable
+
+from lazyllm.errors import UserError
 
 COMMIT = "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a"
 """The commit of NVIDIA/RULER that prompts, settings and rows follow."""

@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,15 +175,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         main([str(tmp_path / "absent")])
     with pytest.raises(UserError, match="unknown key nosuch"):
         main([str(tmp_path), "--expect", "nosuch=1"])
-
-
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make(tmp_path / "a", 1, 4)
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as broken:
-        monkeypatch.setattr(sys, "stdout", broken)
-        assert main([str(tmp_path)]) == 3
 
 
 # ------------------------------------------------------------------------------------------------- what a sweep makes

@@ -120,7 +120,7 @@ def test_two_records_of_one_example_are_refused_and_both_named(tmp_path: Path) -
     message = r"records-2-of-2\.jsonl:2: another record of hotpotqa, row row-0, than .*records-1-of-2\.jsonl:1"
     with pytest.raises(UserError, match=message) as error:
         read_run(tmp_path)
-    assert f"python -m eval.store.repair {tmp_path}" in str(error.value)
+    assert f"lazyllm-bench repair {tmp_path}" in str(error.value)
     with pytest.raises(UserError, match=message), open_store(tmp_path, IDENTITY, {}):
         pass
     after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
@@ -146,7 +146,7 @@ def test_a_damaged_description_is_refused_with_what_to_do(tmp_path: Path, conten
     file = tmp_path / "run.json"
     file.write_text(content)
     for read in (read_run, lambda folder: open_store(folder, IDENTITY, {}).__enter__()):
-        with pytest.raises(UserError, match=r"run\.json: cannot be read .*Nothing was changed.*eval\.store\.repair"):
+        with pytest.raises(UserError, match=r"run\.json: cannot be read .*Nothing was changed.*lazyllm-bench repair"):
             read(tmp_path)
     assert file.read_text() == content
 

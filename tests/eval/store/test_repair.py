@@ -1,4 +1,4 @@
-"""Run folders damaged by hand, and what `python -m eval.store.repair` makes of them."""
+"""Run folders damaged by hand, and what `lazyllm-bench repair` makes of them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_garbled_lines_are_taken_out_and_the_file_is_kept_as_it_was(folder: Path
     damaged = lines[0] + lines[1][:50] + b"\n" + lines[2] + b'{"half'
     (folder / "records.jsonl").write_bytes(damaged)
     (folder / "failures.jsonl").write_bytes(b"\xff\n" + (folder / "failures.jsonl").read_bytes())
-    with pytest.raises(UserError, match=rf"records\.jsonl:2: not a record.*python -m eval\.store\.repair {folder}"):
+    with pytest.raises(UserError, match=rf"records\.jsonl:2: not a record.*lazyllm-bench repair {folder}"):
         read_run(folder)
     assert main([str(folder)]) == 0
     shown = capsys.readouterr().out
