@@ -204,7 +204,7 @@ def run_layer(
     attention: Attention = {}
     for p in sorted(hidden):
         seen = [other for other in sorted(hidden) if hand.sees(layer, p, other)]
-        after[p], rows = hand.layer(layer, hidden[p], p, reach, [kv[other] for other in seen])
+        after[p], rows, _ = hand.layer(layer, hidden[p], p, reach, [kv[other] for other in seen])
         attention[p] = [dict(zip(seen, row.tolist(), strict=True)) for row in rows]
     return kv, after, attention
 

@@ -124,6 +124,7 @@ class Turns:
         start = read_clock(self._decoder.device)
         if self._session is None:
             self._session = self.method.start(self._decoder, Prompt(self._prompt), self._new_tokens)
+            start += self._session.uncounted_s
             logits = self._session.prefill(self._prompt.to(self._decoder.device))
         else:
             logits = self._session.step(self.token_ids[-1])

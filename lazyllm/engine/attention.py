@@ -23,6 +23,9 @@ from lazyllm.engine.declaration import NOTHING, Look
 from lazyllm.engine.devices import home_of
 from lazyllm.errors import UserError
 
+# Scores that a sum over queries holds at once: 128 MB in float32
+BLOCK = 2**25
+
 
 class Probe:
     """Tells the installed attention function what to look at, and holds what it found.
@@ -33,6 +36,7 @@ class Probe:
     own_window: whether the model's own attention has sliding windows of its own, over tokens without gaps.
     decodes: whether this is a decoding step; its mask, if there is one, is that of `part_mask`.
     window: the sliding window of the layer that runs, if only the model's own attention knows of it.
+    stop_at: the layer (from 0) whose attention raises `KeysReached` instead of running; None for none.
     home: the device that scores are brought to, whichever one their layer is on.
     """
 
@@ -44,6 +48,7 @@ class Probe:
         self.own_window = own_window
         self.decodes = False
         self.window: int | None = None
+        self.stop_at: int | None = None
         self._home = home
         self._look = NOTHING
         self._found: list[Tensor] = []
@@ -79,6 +84,15 @@ class Probe:
         return found
 
 
+class KeysReached(Exception):  # noqa: N818 - no error
+    """Ends a run at `Probe.stop_at`: the layer's query [1, h, m, d] and key [1, g, s, d], after RoPE."""
+
+    def __init__(self, query: Tensor, key: Tensor) -> None:
+        super().__init__()
+        self.query = query
+        self.key = key
+
+
 @contextmanager
 def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
     """Put an observing attention function into `model`, and take it out again on exit, whatever happens.
@@ -100,6 +114,8 @@ def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
         _check_terms(module, kwargs)
         scaling, softcap = kwargs["scaling"], kwargs.get("softcap")
         layer: Any = module.layer_idx
+        if layer == probe.stop_at:
+            raise KeysReached(query, key)
         if probe.wants(layer):
             probe.look(query, key, attention_mask, scaling, softcap)
         is_part = attention_mask is not None and (probe.decodes or not probe.own_masks)
@@ -160,14 +176,17 @@ def _own_attention(name: str | None, module: nn.Module) -> Callable[..., tuple[T
 def part_mask(chosen: Tensor, share: int, dtype: torch.dtype) -> Tensor:
     """The additive mask of `attend_to_chosen`, made once for all layers of a group.
 
-    chosen [m, s] bool: which stored tokens each query attends to. share: query heads per key head, h/g.
-    Returns [1, 1, h/g * m, s] in `dtype`, or [1, 1, 1, s] for a single query.
+    chosen [m, s] bool: which stored tokens each query attends to; [g, 1, s] for one query if key heads store different
+    tokens. share: query heads per key head, h/g.
+    Returns [1, 1, h/g * m, s] in `dtype`, or [1, 1, 1, s] for a single query, or [1, g, 1, s].
     """
-    m, s = chosen.shape
+    m, s = chosen.shape[-2:]
+    by_head = chosen.ndim == 3
     # CUDA's kernels want rows that begin at multiples of 16 elements, else each layer makes such a copy of the mask
-    rows = chosen.new_empty((1 if m == 1 else share, m, -(-s // 16) * 16), dtype=dtype)
+    first = chosen.shape[0] if by_head else 1 if m == 1 else share
+    rows = chosen.new_empty((first, m, -(-s // 16) * 16), dtype=dtype)
     mask = rows[..., :s].fill_(float("-inf")).masked_fill_(chosen, 0)
-    return mask.flatten(0, 1)[None, None]
+    return mask[None] if by_head else mask.flatten(0, 1)[None, None]
 
 
 def attention_scores(
@@ -188,6 +207,8 @@ def attention_scores(
     Returns [h, w, s], w = min(look.queries, m), with fewer dimensions as `Look` says, in float32 (float64 for a float64
     model); a probability is 0 if a token is not attended to. The cost is h*w*s*d.
     """
+    if look.summed is not None:
+        return _summed_scores(query, key, mask, scaling, softcap, look, window)
     heads, kv_heads, d, s = query.shape[1], key.shape[1], query.shape[-1], key.shape[2]
     w = min(look.queries, query.shape[2])
     # [1, h, w, d] -> [g, h/g * w, d]: the query heads that share a key head become the rows of one product
@@ -208,6 +229,36 @@ def attention_scores(
     scores = logits if look.raw else logits.softmax(dim=-1)
     scores = scores if look.per_head else scores.mean(dim=0)
     return scores.squeeze(-2) if look.queries == 1 else scores
+
+
+def _summed_scores(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    look: Look,
+    window: int | None,
+) -> Tensor:
+    """`attention_scores` for a `look.summed`: [h, s], or [s]. A block of queries at a time, each up to its own keys."""
+    heads, m, s = query.shape[1], query.shape[2], key.shape[2]
+    w = min(look.queries, m)
+    exact = torch.promote_types(query.dtype, torch.float32)
+    assert look.summed is not None
+    weights = torch.linspace(*look.summed, w, dtype=exact, device=key.device)
+    key = key.to(exact)  # once, not for each block
+    sums = weights.new_zeros((heads, s))
+    block = max(1, BLOCK // (heads * s))
+    for first in range(0, w, block):
+        last = min(first + block, w)
+        later = w - last  # queries behind the block, and keys that none of its queries attends to
+        part = Look(queries=last - first, per_head=True)
+        of_mask = None if mask is None else mask[..., : mask.shape[-2] - later, : s - later]
+        scores = attention_scores(
+            query[:, :, : m - later], key[:, :, : s - later], of_mask, scaling, softcap, part, window
+        )
+        sums[:, : s - later] += weights[first:last] @ scores.view(heads, last - first, s - later)
+    return sums if look.per_head else sums.mean(dim=0)
 
 
 def attend_to_chosen(

@@ -53,8 +53,8 @@ class GroupCache:
 
     @property
     def positions(self) -> Tensor:
-        """[s] the position of the token in each slot."""
-        return self._positions[: self.length]
+        """[s] the position of the token in each slot; [g, s] after `retain_by_head`."""
+        return self._positions[..., : self.length]
 
     @property
     def absent(self) -> Tensor:
@@ -120,6 +120,26 @@ class GroupCache:
         self.length = positions.shape[0]
         self._capacity = self.length + spare
         self._place(0, positions)
+
+    def retain_by_head(self, slots: Tensor) -> None:
+        """Forget for each key head all tokens but those in `slots` [g, k] (ascending), and give their memory back.
+
+        After it only single tokens may be added, and `slot_of` has no meaning.
+        """
+        heads, kept = slots.shape
+        spare = self._capacity - self.length
+        for buffers in (self._keys, self._values):
+            for layer, old in buffers.items():
+                width = old.shape[3]
+                new = old.new_empty((1, heads, kept + spare, width))
+                index = slots.to(old.device)[None, :, :, None].expand(1, heads, kept, width)
+                new[:, :, :kept] = old.gather(2, index)
+                buffers[layer] = new
+        later = self._all[self._text_length :].expand(heads, -1)
+        self._positions = torch.cat([self._positions[slots], later], dim=1)
+        self.length = kept
+        self._capacity = kept + spare
+        self._in_order = False
 
     def _place(self, start: int, positions: Tensor) -> None:
         """Write down that the last slots, from `start` on, are those of `positions`, and which slots follow."""

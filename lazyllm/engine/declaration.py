@@ -39,16 +39,24 @@ class Look:
     raw: the logits of attention (scaled and capped as the model does it, -inf if a token is not attended to) instead
         of the probabilities (softmax over the stored tokens).
     per_head: the scores of each query head instead of their mean.
+    summed: (first, last) gives the weighted sum over the queries instead of each query's scores. The weights are spaced
+        evenly from `first` for the oldest query to `last`. The queries are run in blocks, so that many of them need
+        little memory. Not with `raw`.
 
     Each layer gives a tensor [h, w, s] of h query heads, w queries and s stored tokens, in float32 (float64 for a
-    float64 model). Without `per_head` it has no h; with `queries=1` it has no w. So the default is Eq. 1 of the
-    paper: [s] attention probabilities of the newest token, mean over heads.
+    float64 model). Without `per_head` it has no h; with `queries=1` or `summed` it has no w. So the default is Eq. 1 of
+    the paper: [s] attention probabilities of the newest token, mean over heads.
     """
 
     layers: Collection[int] = ()
     queries: int = 1
     raw: bool = False
     per_head: bool = False
+    summed: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.raw and self.summed:
+            raise ValueError("Look: the logits of several queries have no sum of use; leave out raw or summed")
 
 
 NOTHING = Look()

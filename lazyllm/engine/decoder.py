@@ -156,7 +156,7 @@ class Decoder:
         m = positions.shape[0]
         query = positions[:, None]
         if self.probe.decodes:
-            stored = group.positions
+            stored = group.positions.unsqueeze(-2)  # [1, s], or [g, 1, s] if key heads store different tokens
             near = stored > query - window
             chosen = near if chosen is None else chosen & near
             return part_mask(chosen, self._share, self.dtype)
@@ -189,7 +189,7 @@ def open_decoder(
     (`lazyllm.engine.checks.check_same_as_model` runs them).
     """
     layout = layout or find_layout(model)
-    with _ropes_put_back(model), installed_attention(model) as probe:
+    with ropes_put_back(model), installed_attention(model) as probe:
         decoder = Decoder(model, probe, layout)
         try:
             yield decoder
@@ -199,7 +199,7 @@ def open_decoder(
 
 
 @contextmanager
-def _ropes_put_back(model: Any) -> Iterator[None]:
+def ropes_put_back(model: Any) -> Iterator[None]:
     """Leave a RoPE that grows with the text as it was: not every release of transformers does so itself."""
     grows = any("dynamic" in str(rope.get("rope_type")) for rope in _rope_parameters(model.config))
     parts = ("embed_tokens", "layers", "norm")

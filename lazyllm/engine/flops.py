@@ -39,6 +39,11 @@ class LayerShape:
         return 2 * (attention + mlp)
 
     @property
+    def projection_flops(self) -> int:
+        """FLOPs of the linear maps before attention for one token: q, k and v."""
+        return 2 * self.width * self.head_dim * (self.heads + 2 * self.kv_heads)
+
+    @property
     def pair_flops(self) -> int:
         """FLOPs of attention for one (query, key) pair: the product with K and the one with V, all heads."""
         return 4 * self.heads * self.head_dim

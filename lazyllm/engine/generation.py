@@ -91,7 +91,7 @@ def generate(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is at least 1, got {max_new_tokens}")
     check_fits(model, method, prompt)
-    end_ids = _end_ids(model) if eos_token_ids is None else frozenset(eos_token_ids)
+    end_ids = end_ids_of(model) if eos_token_ids is None else frozenset(eos_token_ids)
     return continue_prompt(model, prompt, method, max_new_tokens, greedy(end_ids, min_new_tokens))
 
 
@@ -117,6 +117,7 @@ def continue_prompt(
     with open_decoder(model) as decoder:
         start = read_clock(*decoder.devices)
         session = method.start(decoder, prompt, max_new_tokens)
+        start += session.uncounted_s
         first_logits = logits = session.prefill(prompt.token_ids.to(decoder.device))
         token_ids: list[int] = []
         clock = [start]
@@ -171,7 +172,8 @@ def check_fits(model: PreTrainedModel, method: Method, prompt: Prompt) -> None:
     method.check_prompt(prompt)
 
 
-def _end_ids(model: PreTrainedModel) -> frozenset[int]:
+def end_ids_of(model: PreTrainedModel) -> frozenset[int]:
+    """The tokens that end an answer of this model."""
     config = getattr(model, "generation_config", None)
     own = config.eos_token_id if config is not None else model.config.eos_token_id
     if own is None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lazyllm.engine.attention import KeysReached
 from lazyllm.engine.declaration import NOTHING, Look
 from lazyllm.engine.decoder import Decoder, open_decoder
 
@@ -29,6 +30,22 @@ def run_layers(decoder: Decoder, token_ids: Tensor, layers: int | None = None, l
     hidden = decoder.embed(token_ids, positions)
     unstored: Any = _Unstored(range(len(decoder.layers))[:layers], n)
     return decoder.run(unstored, hidden, positions, decoder.rope(hidden, positions), None, look, n)
+
+
+def run_to_keys(decoder: Decoder, token_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """Layers 1 to `layer`, of which the last ends before its attention: its query [1, h, n, d] and key [1, g, n, d].
+
+    Both are after RoPE, as the layer's attention would get them. token_ids: as in `run_layers`. The last layer counts
+    in `decoder.tokens_run` as if it had run to its end.
+    """
+    decoder.probe.stop_at = layer - 1
+    try:
+        run_layers(decoder, token_ids, layer)
+    except KeysReached as reached:
+        return reached.query, reached.key
+    finally:
+        decoder.probe.stop_at = None
+    raise RuntimeError(f"layer {layer} did not call the installed attention function")
 
 
 class _Unstored:

@@ -55,6 +55,7 @@ class Session:
         self.prompt_tokens = prompt_tokens
         self.max_positions = prompt_tokens + max_new_tokens
         self.scoring_s = 0.0  # seconds spent on scoring the prompt before its prefill
+        self.uncounted_s = 0.0  # seconds spent before the prefill that are no part of TTFT (a diagnostic's)
         self.scoring_tokens = 0  # tokens that any model ran for that, as in `Generation`
         self.length = 0  # tokens run so far, prompt and generated
         self.computed: list[list[int]] = []  # per step and layer: distinct prompt tokens computed so far
@@ -99,10 +100,14 @@ class Session:
 
     def step(self, token_id: int) -> Tensor:
         """Run one generated token; return the logits [v] after it. Synchronises at most once per boundary."""
+        return self.step_on(torch.full((1,), token_id, device=self.decoder.device))
+
+    def step_on(self, token: Tensor) -> Tensor:
+        """`step` with a token [1] that is on the model's device, of which the host knows nothing."""
         self._selected.append({})
         positions = self._all_positions[self.length : self.length + 1]
         self.length += 1
-        batch = self._embed(torch.full((1,), token_id, device=self.decoder.device), positions)
+        batch = self._embed(token, positions)
         for index in range(len(self.groups)):
             self._num_computed[index] += len(batch) - 1
             batch = self.cross_in_step(index, self._run(index, batch))

@@ -14,18 +14,32 @@ from lazyllm.engine.declaration import Look
 from lazyllm.engine.method import Method
 from lazyllm.errors import UserError
 from lazyllm.methods import plugins
+from lazyllm.methods.asl import ASL
 from lazyllm.methods.baseline import Baseline
-from lazyllm.methods.bases import Prune, Select
+from lazyllm.methods.bases import Layerwise, Prune, Select
+from lazyllm.methods.claa import CLAA
+from lazyllm.methods.fastkv import FastKV
+from lazyllm.methods.gemfilter import GemFilter
 from lazyllm.methods.lazy import Lazy
+from lazyllm.methods.oracle import Oracle
 from lazyllm.methods.prompt_compression import PromptCompression
+from lazyllm.methods.pyramidinfer import PyramidInfer
 from lazyllm.methods.random_drop import RandomDrop
+from lazyllm.methods.specprefill import SpecPrefill
 from lazyllm.methods.static_pruning import StaticPruning
 
 METHODS: dict[str, type[Method]] = {
+    "asl": ASL,
     "baseline": Baseline,
+    "claa": CLAA,
+    "fastkv": FastKV,
+    "gemfilter": GemFilter,
     "lazy": Lazy,
+    "oracle": Oracle,
     "prompt_compression": PromptCompression,
+    "pyramidinfer": PyramidInfer,
     "random_drop": RandomDrop,
+    "specprefill": SpecPrefill,
     "static_pruning": StaticPruning,
 }
 
@@ -83,15 +97,23 @@ def make(name: str, settings: Mapping[str, Any] | None = None) -> Method:
 
 
 __all__ = [
+    "ASL",
+    "CLAA",
     "METHODS",
     "Baseline",
+    "FastKV",
+    "GemFilter",
+    "Layerwise",
     "Lazy",
     "Look",
     "Method",
+    "Oracle",
     "PromptCompression",
     "Prune",
+    "PyramidInfer",
     "RandomDrop",
     "Select",
+    "SpecPrefill",
     "StaticPruning",
     "UserError",
     "by_name",

@@ -6,7 +6,8 @@ Nothing here imports torch; `lazyllm.methods.sessions` holds what runs.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
 from lazyllm.engine.declaration import Group, Look, Prompt
@@ -166,6 +167,10 @@ class Select(Method):
 
         return split_prompt(scores, keep)[0]
 
+    def selected_at(self, num_layers: int) -> int:
+        """The layer whose attention selects, from 1: the key of the tokens in `selected`. 0 if there is none."""
+        return 0
+
     def groups(self, num_layers: int, n: int) -> list[Group]:
         return [Group(range(num_layers), self.kept(n))]
 
@@ -174,3 +179,35 @@ class Select(Method):
 
         self.check_prompt(prompt)
         return SelectSession(self, decoder, prompt, max_new_tokens)
+
+
+# (layer at whose end the prefill is, from 1; what `Group.look` saw, layer by layer; m tokens there) ->
+# which of them go on (None: all, and nothing was to be selected here), and which each key head keeps, [g, k] (None:
+# all)
+Cut = Callable[[int, "list[Tensor]", int], "tuple[Tensor | slice | None, Tensor | None]"]
+
+
+class Layerwise(Method):
+    """Base of methods that cut the prompt between layers at its own positions, and whose heads may store parts of it.
+
+    A subclass declares its `groups` with what to look at, and a `cutter`. Layers store what entered them, or what
+    the cutter leaves them for each key head. Decoding attends to what is stored and selects nothing.
+    """
+
+    @abstractmethod
+    def cutter(self, num_layers: int, kv_heads: int, n: int) -> Cut:
+        """What is asked after each group of a prefill of n tokens. One for each prompt: it may remember layers."""
+
+    def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
+        from lazyllm.methods.sessions import LayerwiseSession
+
+        return LayerwiseSession(self, decoder, prompt, max_new_tokens)
+
+
+def at_depth(layer: int | None, num_layers: int, share: Fraction) -> int:
+    """The layer that is asked for, by default that share of the depth. Raises ValueError if it is beyond the model."""
+    if layer is None:
+        return max(1, int(share * num_layers))
+    if layer > num_layers:
+        raise ValueError(f"layer={layer}, but the model has only {num_layers} layers")
+    return layer

@@ -19,30 +19,33 @@ from lazyllm.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Beside:
-    """Another model with its tokenizer. layout: found before the clock starts."""
+    """Another model with its tokenizer, None if it was not asked for. layout: found before the clock starts."""
 
     model: PreTrainedModel
     tokenizer: Any
     layout: Layout
 
 
-def load_beside(spec: ModelSpec, model: PreTrainedModel) -> Beside:
+def load_beside(spec: ModelSpec, model: PreTrainedModel, tokenizer: bool = True) -> Beside:
     """The model of that spec, but in the dtype and on the device of `model`. Kept for the prompts that follow.
+
+    tokenizer: load that too.
 
     Methods have no state, so this is where `Method.prepare` leaves what `Method.start` needs. Raises UserError.
     """
-    return _load(replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home_of(model))))
+    own = replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home_of(model)))
+    return _load(own, tokenizer)
 
 
 @contextmanager
-def open_beside(spec: ModelSpec, decoder: Decoder) -> Iterator[tuple[Decoder, Any]]:
+def open_beside(spec: ModelSpec, decoder: Decoder, tokenizer: bool = True) -> Iterator[tuple[Decoder, Any]]:
     """(decoder, tokenizer) of the model of that spec. What it runs counts in `decoder.tokens_run` too."""
-    other = load_beside(spec, decoder.model)
+    other = load_beside(spec, decoder.model, tokenizer)
     with open_decoder(other.model, other.layout, counted_by=decoder) as opened:
         yield opened, other.tokenizer
 
 
 @lru_cache(maxsize=2)
-def _load(spec: ModelSpec) -> Beside:
+def _load(spec: ModelSpec, tokenizer: bool) -> Beside:
     model = load_weights(spec)
-    return Beside(model, load_tokenizer_of(spec), find_layout(model))
+    return Beside(model, load_tokenizer_of(spec) if tokenizer else None, find_layout(model))

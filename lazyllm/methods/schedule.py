@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil
+from math import ceil, floor
 from typing import Any
 
 
@@ -100,6 +100,30 @@ def check_ratio(what: str, ratio: Any) -> float:
     if not 0 < ratio <= 1:
         raise ValueError(f"{what} lies in (0, 1], got {ratio}")
     return float(ratio)
+
+
+def share_of(share: float, n: int) -> int:
+    """floor(share * n), exact as `keep_count` is."""
+    return floor(Fraction(str(share)) * n)
+
+
+def check_count_or_ratio(what: str, value: Any) -> None:
+    """Refuse what is neither a number of tokens (int) nor a share of them (float). Raises as `check_ratio`."""
+    if isinstance(value, int):
+        check_whole(what, value, 1)
+    else:
+        check_ratio(what, value)
+
+
+def count_of(keep: float, n: int) -> int:
+    """How many of n tokens `keep` means: an int is that number, at most n; a float is a share, rounded up."""
+    return min(keep, n) if isinstance(keep, int) else keep_count(keep, n)
+
+
+def check_pool(pool: Any) -> None:
+    """Refuse a width of pooling that is not odd. Raises TypeError or ValueError."""
+    if check_whole("pool", pool, 1) % 2 == 0:
+        raise ValueError(f"pool is odd, so that it has a middle; got {pool}")
 
 
 def check_whole(what: str, value: Any, least: int) -> int:

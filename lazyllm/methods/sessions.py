@@ -8,19 +8,21 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lazyllm.engine.declaration import Prompt
-from lazyllm.engine.decoder import Decoder
+from lazyllm.engine.decoder import Decoder, ropes_put_back
 from lazyllm.engine.devices import read_clock
+from lazyllm.engine.flops import LayerShape
 from lazyllm.engine.session import Batch, Session
 
 if TYPE_CHECKING:
-    from lazyllm.methods.bases import Prune, Select
+    from lazyllm.methods.bases import Layerwise, Prune, Select
 
 
 def rank(scores: Tensor) -> Tensor:
-    """Indices of scores [n], highest first; of equals the lower index first. No synchronisation."""
+    """Indices of scores [..., n], highest first; of equals the lower index first. No synchronisation."""
     return torch.argsort(scores, descending=True, stable=True)
 
 
@@ -65,7 +67,8 @@ class SelectSession(Session):
 
     def __init__(self, method: Select, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> None:
         began, run_before = time.perf_counter(), decoder.tokens_run
-        selected = method.select(decoder, prompt)
+        with ropes_put_back(decoder.model):  # what selects may have run a longer text than the prefill's
+            selected = method.select(decoder, prompt)
         scored = decoder.tokens_run - run_before
         busy = decoder.devices if torch.is_tensor(selected) else ()  # a choice on the host has waited for the devices
         scoring_s = read_clock(*busy) - began if scored else 0.0
@@ -73,12 +76,76 @@ class SelectSession(Session):
         groups = method.groups(len(decoder.layers), len(prompt))
         groups = [replace(group, prompt_tokens=kept.shape[0]) for group in groups]
         super().__init__(decoder, groups, kept.shape[0] if method.renumber else len(prompt), max_new_tokens)
-        self.scoring_s = scoring_s
-        self.scoring_tokens = ceil(round(scored, 6))  # shares of tokens add up with rounding errors
+        if method.diagnostic:
+            self.uncounted_s = scoring_s
+        else:
+            self.scoring_s = scoring_s
+            self.scoring_tokens = ceil(round(scored, 6))  # shares of tokens add up with rounding errors
         self._kept = kept
         self._positions = self._all_positions[: kept.shape[0]] if method.renumber else kept
 
+        self._selected_at = method.selected_at(len(decoder.layers))
+
     def prefill(self, token_ids: Tensor) -> Tensor:
         logits = self._prefill(token_ids[self._kept], self._positions, self.prompt_tokens)
-        self.selected[-1][0] = self._kept
+        self.selected[-1][self._selected_at] = self._kept
         return logits
+
+    def _embed(self, token_ids: Tensor, positions: Tensor) -> Batch:
+        if positions is not self._kept:
+            return super()._embed(token_ids, positions)
+        # the prompt's last token may be absent, but a RoPE that grows with the text goes by the whole prompt
+        hidden = self.decoder.embed(token_ids, positions)
+        rope = self.decoder.rope(hidden, self._all_positions[: self.prompt_tokens])
+        return Batch(hidden, positions, tuple(part[:, positions] for part in rope))
+
+
+class LayerwiseSession(Session):
+    """The session of a `Layerwise`: after each group the method says what goes on, and what each key head keeps."""
+
+    def __init__(self, method: Layerwise, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> None:
+        layers, n = len(decoder.layers), len(prompt)
+        super().__init__(decoder, method.groups(layers, n), n, max_new_tokens)
+        self._cut = method.cutter(layers, LayerShape.of(decoder.config).kv_heads, n)
+
+    def cross_in_prefill(self, index: int, batch: Batch) -> Batch:
+        group = self.groups[index]
+        seen = self.decoder.probe.take_each() if group.look.layers else []
+        kept, held = self._cut(group.layers.stop, seen, len(batch))
+        if held is not None:
+            self.caches[index].retain_by_head(held)
+        if kept is None:
+            return batch
+        batch = batch[kept]
+        self.selected[-1][group.layers.stop] = batch.positions
+        return batch
+
+
+def window_scores(sums: Tensor, window: int, kv_heads: int, pool: int, pooling: str) -> Tensor:
+    """[g, o] scores of the o tokens outside the window: pooled for each query head, summed over those of a key head.
+
+    sums: [h, m] attention probabilities of m tokens, summed over the queries of the window (`Look.summed`).
+    window: the last tokens, which are not scored, fewer than m. pool: odd width of the pooling. pooling: "max" or
+    "average", in which zeros around the tokens count.
+    """
+    heads, m = sums.shape
+    older = sums[:, : m - window]
+    pool_1d = F.max_pool1d if pooling == "max" else F.avg_pool1d
+    pooled = pool_1d(older[None], pool, stride=1, padding=pool // 2)[0]
+    return sum_over_first(pooled.view(kv_heads, heads // kv_heads, -1).transpose(0, 1))
+
+
+def sum_over_first(scores: Tensor) -> Tensor:
+    """The sum over the first dimension, rounded alike for every token: scores that tie still do so after it."""
+    return scores.movedim(0, -1).contiguous().sum(dim=-1)
+
+
+def best_and_window(scores: Tensor, keep: int, m: int) -> Tensor:
+    """[..., keep] ascending indices of the `keep` tokens of m that stay: the window, and the best of the others.
+
+    scores: [..., o] of the tokens outside the window; keep is m - o at least. Ties go to the lower index.
+    """
+    older = scores.shape[-1]
+    best = rank(scores)[..., : keep - (m - older)].sort().values
+    window = torch.arange(older, m, device=scores.device)
+    return torch.cat([best, window.expand(*best.shape[:-1], -1)], dim=-1)

@@ -23,7 +23,10 @@ from eval.paper.known_methods import BASELINE, STUDIED, kind_of, place_of
 # Okabe and Ito's colours, told apart by colour-blind readers too
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-LINES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (7, 2, 1, 2, 1, 2)))
+LINES = (
+    "-", (0, (5, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (7, 2, 1, 2, 1, 2)), (0, (9, 2)), (0, (2, 1, 2, 3)),
+    (0, (1, 4)), (0, (3, 3)), (0, (8, 2, 3, 2)), (0, (6, 1, 1, 1, 1, 1, 1, 1)), (0, (2, 2, 8, 2)),
+)  # fmt: skip
 
 GREY = "#6E6E6E"
 
@@ -64,7 +67,7 @@ class MethodStyle:
 
 
 # for methods that have no colour and marker of their own
-_SPARE = [("#E69F00", "v"), ("#56B4E9", "P"), ("#6E6E6E", "*"), ("#8B5A2B", "h")]
+_SPARE = [("#6E6E6E", "p"), ("#8B5A2B", "H"), ("#B0A000", "1"), ("#404040", "8")]
 
 
 def styles_of(methods: Iterable[str]) -> dict[str, MethodStyle]:

@@ -17,7 +17,7 @@ from lazyllm.bench.steered import SteeredLazy
 from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
-from lazyllm.methods import Baseline, Lazy, Method
+from lazyllm.methods import ASL, CLAA, Baseline, FastKV, Lazy, Method, PyramidInfer
 
 LAYERS, WIDTH, HEADS, VOCAB = 10, 48, 4, 97
 
@@ -136,6 +136,9 @@ def test_a_prompt_that_is_computed_everywhere_costs_no_search_for_what_to_revive
         (Lazy({2: 0.4, 4: 1.0, 5: 0.9, 10: 0.5}), 2),  # nothing is revived into behind the last layer
         (Lazy({3: 0.5, 6: 0.5}, prune_generated=True), 2),
         (Lazy(revive=False), 0),
+        (CLAA(), 0),
+        (FastKV(), 0),
+        (PyramidInfer(), 0),
     ],
     ids=str,
 )
@@ -188,7 +191,9 @@ def test_every_flop_of_a_pruned_prefill_is_one_that_was_announced() -> None:
         assert by_name["attention"] in (0, sum(m * m for m in tokens) * shape.pair_flops)
 
 
-@pytest.mark.parametrize("method", [Baseline(), Lazy(), Lazy({1: 0.2, 5: 0.5})], ids=str)
+@pytest.mark.parametrize(
+    "method", [Baseline(), Lazy(), Lazy({1: 0.2, 5: 0.5}), FastKV(), CLAA(), ASL(keep=90)], ids=str
+)
 def test_no_tensor_of_a_prefill_is_quadratic_in_the_prompt(method: Method) -> None:
     n = 701
     assert n > max(VOCAB, WIDTH, 64)  # so that only tokens make a dimension so long

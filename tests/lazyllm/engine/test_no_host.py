@@ -54,8 +54,8 @@ class OnDevice(TorchDispatchMode):
 
 
 KEEPING = {"keeping, " + name: replace(row, pruning=row.keeping) for name, row in ROWS.items() if row.keeping}
-# what scores chooses on the host
-CASES = {name: row for name, row in ROWS.items() if not row.scores} | {
+# what scores chooses on the host, and what decides by the prompt asks
+CASES = {name: row for name, row in ROWS.items() if not (row.scores or row.decides)} | {
     name: replace(row, asks=0) for name, row in KEEPING.items()
 }
 

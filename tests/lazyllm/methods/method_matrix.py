@@ -14,7 +14,24 @@ from transformers import PreTrainedModel
 
 from lazyllm.engine.declaration import Look, Prompt
 from lazyllm.engine.flops import first_layers_flops
-from lazyllm.methods import Baseline, Lazy, Method, PromptCompression, Prune, RandomDrop, Select, StaticPruning
+from lazyllm.methods import (
+    ASL,
+    CLAA,
+    Baseline,
+    FastKV,
+    GemFilter,
+    Lazy,
+    Method,
+    Oracle,
+    PromptCompression,
+    Prune,
+    PyramidInfer,
+    RandomDrop,
+    Select,
+    SpecPrefill,
+    StaticPruning,
+)
+from tests import field_oracles
 from tests.reference import ReferenceOutput, forward_reference, keep_count, lazy_reference, static_reference
 
 Reference = Callable[[PreTrainedModel, Sequence[int], int], ReferenceOutput]
@@ -26,7 +43,8 @@ class Row:
 
     pruning: with parameters that prune. reference: what these give for (model, prompt, steps), by `tests/reference.py`;
     `selected` may end early. keeping: with parameters that keep everything. asks: boundaries that may ask the device
-    for what to revive in a step. scores: whether a model runs before the prefill.
+    for what to revive in a step. scores: whether a model runs before the prefill. decides: whether what is computed
+    depends on the prompt, so that the prefill asks the device.
     """
 
     pruning: Method
@@ -34,6 +52,7 @@ class Row:
     keeping: Method | None = None
     asks: int = 0
     scores: bool = False
+    decides: bool = False
 
 
 def _lazy(schedule: dict[int, float], asks: int, **settings: bool) -> Row:
@@ -115,22 +134,58 @@ def _asked(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> Referen
     return out
 
 
+def _field(oracle: Callable[..., field_oracles.FieldOutput], **settings: Any) -> Reference:
+    """The reference of a method of the field: `tests/field_oracles.py` knows these."""
+
+    def reference(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
+        out = oracle(model, prompt, **settings, steps=steps)
+        return ReferenceOutput(out.token_ids, out.logits, [out.selected], margin=out.margin)
+
+    return reference
+
+
+def _own_draft(model: PreTrainedModel, prompt: Sequence[int], **settings: Any) -> field_oracles.FieldOutput:
+    return field_oracles.specprefill(model, model, prompt, **settings)
+
+
+_FASTKV: dict[str, Any] = {"layer": 2, "keep": 0.5, "retain": 0.3, "window": 3}
+_CLAA: dict[str, Any] = {"layer": 3, "keep": 0.5, "layers": 2, "window": 3}
+_ASL: dict[str, Any] = {"first": 1, "threshold": 2.0, "keep": 6, "window": 4, "layers": 2}  # always cut after layer 2
+_SPEC: dict[str, Any] = {"keep": 0.5, "lookahead": 3, "chunk": 3, "pool": 3}
+_PYRAMID: dict[str, Any] = {"recent": 0.3, "decay": 0.5}
+_GEM: dict[str, Any] = {"layer": 2, "keep": 0.5}
+
 # On every architecture and in docs/architectures.md
 LISTED = {
+    "asl": Row(ASL(**_ASL), _field(field_oracles.asl, **_ASL), ASL(keep=1.0), decides=True),
     "baseline": Row(Baseline(), _lazy({}, 0).reference, Baseline()),
+    "claa": Row(CLAA(**_CLAA), _field(field_oracles.claa, **_CLAA), CLAA(keep=1.0)),
+    "fastkv": Row(FastKV(**_FASTKV), _field(field_oracles.fastkv, **_FASTKV), FastKV(keep=1.0, retain=1)),
+    "gemfilter": Row(GemFilter(**_GEM), _field(field_oracles.gemfilter, **_GEM), GemFilter(keep=1.0), scores=True),
     "lazy": _lazy({1: 0.6, 2: 0.7, 3: 0.5}, asks=3),
     "lazy, prune_generated": _lazy({1: 0.6, 2: 0.7}, asks=2, prune_generated=True),
     "lazy, without revival": _lazy({1: 0.6, 3: 0.5}, asks=0, revive=False),
+    "oracle": Row(Oracle(0.4, 2), _field(field_oracles.oracle, keep=0.4, answer=2), Oracle(1.0), scores=True),
     "prompt_compression": Row(
         PromptCompression(0.5, "token"), _compressed, PromptCompression(1.0, "token"), scores=True
     ),
+    "pyramidinfer": Row(
+        PyramidInfer(**_PYRAMID), _field(field_oracles.pyramidinfer, **_PYRAMID), PyramidInfer(decay=1.0)
+    ),
     "random_drop": Row(RandomDrop(0.5, seed=3), _dropped, RandomDrop(1.0)),
+    "specprefill": Row(SpecPrefill(**_SPEC), _field(_own_draft, **_SPEC), SpecPrefill(keep=1.0), scores=True),
     "static_pruning": Row(StaticPruning(2, 0.4), _static, StaticPruning(2, 1.0)),
 }
 ROWS = LISTED | {
     "lazy, one token": _lazy({1: 0.01, 2: 0.01, 4: 0.01}, asks=2),  # nothing is revived behind the last layer
     "prompt_compression, one token": Row(PromptCompression(0.01, "token"), scores=True),
     "prompt_compression, windows": Row(PromptCompression(0.7, "token", window=8), scores=True),
+    "asl, without SnapKV": Row(ASL(**_ASL, retain=1), decides=True),
+    "claa, without SnapKV": Row(CLAA(**_CLAA, retain=1)),
+    "fastkv, without SnapKV": Row(FastKV(2, 0.4, 1)),
+    "fastkv, after the last layer": Row(FastKV(4, 0.5, window=2)),
+    "gemfilter, sound": Row(GemFilter(4, 6, sound=True, window=3), scores=True),
+    "specprefill, sound": Row(SpecPrefill(keep=0.3, chunk=3, sound=True), scores=True),
     "static_pruning, after the last layer": Row(StaticPruning(4, 0.4)),
     "a Prune": Row(Remembering(), _remembered, Remembering(1.0)),
     "a Select": Row(AskFirst(), _asked, scores=True),

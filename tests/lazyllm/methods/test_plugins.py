@@ -65,7 +65,7 @@ def test_its_name_is_known_as_if_it_were_lazyllms_own(installed: Path) -> None:
 
 def test_without_the_package_nothing_is_known_of_it() -> None:
     assert known() == list(METHODS)
-    with pytest.raises(UserError, match=r"unknown method 'keep_last'; known are baseline, lazy, .*static_pruning$"):
+    with pytest.raises(UserError, match=r"unknown method 'keep_last'; known are asl, baseline, .*static_pruning$"):
         make("keep_last")
 
 
@@ -115,7 +115,7 @@ def test_two_packages_with_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_name_is_answered_with_all_that_are_known(installed: Path) -> None:
-    with pytest.raises(UserError, match=r"'keep_first'; known are baseline, .*static_pruning.*keep_last"):
+    with pytest.raises(UserError, match=r"'keep_first'; known are asl, baseline, .*static_pruning.*keep_last"):
         make("keep_first")
     with pytest.raises(MissingConfigException, match="keep_last"):  # in Hydra's list of what there is
         config_of("method=keep_first")

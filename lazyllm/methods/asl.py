@@ -1,0 +1,132 @@
+"""ASL: the prompt itself decides after which layer it is cut (Taniguchi et al. 2026, arXiv 2601.07667)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, ClassVar
+
+from lazyllm.engine.declaration import Group, Look
+from lazyllm.methods.bases import Cut, Layerwise, at_depth
+from lazyllm.methods.schedule import check_count_or_ratio, check_pool, check_whole, count_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ASL(Layerwise):
+    """Cut the prompt after the first layer at which the ranks of its best tokens have settled.
+
+    first: 1-based layer from which tokens are ranked; None for 11/32 of the depth (the authors' index 10 of 32 layers).
+    threshold: cut if the variance of ranks falls below this share of the first variance, or is 0.
+    keep: tokens that go on beside the window, as a number (int) or share of the prompt, rounded up (float).
+    window: the last tokens, whose attention ranks the others and which always stay.
+    layers: how many layers a variance is taken over; None for a quarter of the depth (the authors' 8 of 32), at
+        least 2.
+    pool: odd width of the average pooling of scores.
+    retain: tokens that each key head of each layer stores (SnapKV), the window among them, as `keep` is given; None for
+        as many as `keep`. 1 turns SnapKV off.
+
+    Variance: over the last `layers` layers, of the ranks of each token that is among the `keep` best in one of them;
+    mean over these tokens. Scores are FastKV's, summed over heads. Positions are the prompt's. Nothing is cut if the
+    prompt has no more than `keep` tokens and the window.
+
+    What enters each layer depends on the prompt. `groups`, and so `ideal_speedup`, take the earliest cut that there can
+    be; `Generation.computed` says what was. Each layer that may be the one waits once for the device.
+
+    Source: the paper and a description of the code (TANIGUCHIREI/ASL, commit 9e1ec0c, which has no licence).
+    Ours: all of the code; a variance of 0 cuts; ties go to the lower position.
+    """
+
+    label: ClassVar[str] = "ASL"
+    order: ClassVar[int] = 10
+    colour: ClassVar[str | None] = "#4B0082"
+    marker: ClassVar[str | None] = ">"
+
+    first: int | None = None
+    threshold: float = 0.3
+    keep: float = 2048
+    window: int = 32
+    layers: int | None = None
+    pool: int = 7
+    retain: float | None = None
+
+    def __post_init__(self) -> None:
+        for what in ("first", "layers"):
+            if getattr(self, what) is not None:
+                check_whole(what, getattr(self, what), 1)
+        if isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float) or self.threshold <= 0:
+            raise ValueError(f"threshold is a number above 0, got {self.threshold!r}")
+        check_count_or_ratio("keep", self.keep)
+        check_whole("window", self.window, 1)
+        check_pool(self.pool)
+        if self.retain is not None:
+            check_count_or_ratio("retain", self.retain)
+
+    def _ranked(self, num_layers: int) -> tuple[int, int]:
+        """The first layer that is ranked, and the first after which a cut can be."""
+        first = at_depth(self.first, num_layers, Fraction(11, 32))
+        return first, first + (self.layers or max(2, num_layers // 4)) - 1
+
+    def _kept(self, n: int) -> int:
+        return min(n, count_of(self.keep, n) + self.window)
+
+    def _stored(self, n: int) -> int:
+        """How many of n tokens each key head stores at most."""
+        if self.retain == 1:
+            return n
+        return max(count_of(self.keep if self.retain is None else self.retain, n), self.window)
+
+    def groups(self, num_layers: int, n: int) -> list[Group]:
+        (first, earliest), kept, stored = self._ranked(num_layers), self._kept(n), self._stored(n)
+        look_of = dict.fromkeys(range(1, num_layers + 1), kept < n and earliest < num_layers)
+        groups = []
+        for layer, ranks in look_of.items():
+            m = kept if ranks and layer > earliest else n
+            wanted = stored < n or (ranks and first <= layer < num_layers)
+            look = Look((layer - 1,), self.window, per_head=True, summed=(1, 1)) if wanted else Look()
+            groups.append(Group(range(layer - 1, layer), m, look))
+        return groups
+
+    def cutter(self, num_layers: int, kv_heads: int, n: int) -> Cut:
+        from lazyllm.methods.sessions import best_and_window, rank, sum_over_first, window_scores
+
+        (first, earliest), kept, stored = self._ranked(num_layers), self._kept(n), self._stored(n)
+        back = earliest - first + 1
+        ranks: list[Tensor] = []  # of each ranked layer, [o]
+        start: Tensor | None = None
+        done = kept == n
+
+        def cut(layer: int, seen: list[Tensor], m: int) -> tuple[Tensor | slice | None, Tensor | None]:
+            nonlocal start, done
+            tries = not done and first <= layer < num_layers
+            if m <= self.window or not seen or (stored >= m and not tries):
+                return None, None
+            by_head = window_scores(seen[0], self.window, kv_heads, self.pool, "average")
+            held = best_and_window(by_head, stored, m) if stored < m else None
+            if not tries:
+                return None, held
+            scores = sum_over_first(by_head)
+            ranks.append(rank(scores).argsort())  # where each token is in the order
+            if len(ranks) < back:
+                return None, held
+            variance = rank_variance(ranks[-back:], kept - self.window)
+            start = variance if start is None else start
+            done = bool((variance == 0) | (variance < self.threshold * start))
+            return (best_and_window(scores, kept, m) if done else None), held
+
+        return cut
+
+
+def rank_variance(ranks: list[Tensor], count: int) -> Tensor:
+    """Mean variance of the ranks of those tokens that are among the `count` best of at least one ranking.
+
+    ranks: each token's rank, from 0, in each ranking, [o].
+    """
+    import torch
+
+    stacked = torch.stack(ranks).double()
+    among = (stacked < count).any(dim=0)
+    variances = stacked.var(dim=0, correction=0)
+    return torch.where(among, variances, 0.0).sum() / among.sum()

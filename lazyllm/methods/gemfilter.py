@@ -1,0 +1,94 @@
+"""GemFilter: an early layer selects the tokens that the whole model then reads (Shi et al. 2024, arXiv 2409.17422)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lazyllm.engine.declaration import Group, Prompt
+from lazyllm.engine.flops import LayerShape, first_layers_flops
+from lazyllm.methods.bases import Select, at_depth
+from lazyllm.methods.schedule import check_count_or_ratio, check_pool, check_whole, count_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lazyllm.engine.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class GemFilter(Select):
+    """Run the first layers, keep the tokens whose keys suit the last query best, and run these anew as a prompt.
+
+    layer: 1-based layer whose keys are asked; None for the authors' 14 of 32 layers, 20 of 40, else 14/32 of the depth.
+    keep: number of tokens (int) or share of the prompt, rounded up (float). pool: odd width of the average pooling.
+    sound: the first token and the last `window` tokens always stay and count in `keep`. As released, none has to.
+
+    The score is q.k of the last token after RoPE, summed over all heads, without scale, softmax or sliding window.
+    Kept tokens are numbered from 0. Decoding sees these alone. Nothing is scored if all tokens stay.
+
+    Source: the authors' code (SalesforceAIResearch/GemFilter, commit 5f79b1a, Apache-2.0), described and written anew.
+    Ours: `layer` ends at its q, k and v; the release runs all of it. Shares; `sound`; ties go to the lower position.
+    """
+
+    label: ClassVar[str] = "GemFilter"
+    order: ClassVar[int] = 5
+    colour: ClassVar[str | None] = "#E69F00"
+    marker: ClassVar[str | None] = "v"
+    dial: ClassVar[str | None] = "keep"
+    named: ClassVar[tuple[str, ...]] = ("sound",)
+    renumber: ClassVar[bool] = True
+
+    layer: int | None = None
+    keep: float = 1024
+    pool: int = 5
+    sound: bool = False
+    window: int = 8
+
+    def __post_init__(self) -> None:
+        if self.layer is not None:
+            check_whole("layer", self.layer, 1)
+        check_count_or_ratio("keep", self.keep)
+        check_pool(self.pool)
+        check_whole("window", self.window, 1)
+
+    def selected_at(self, num_layers: int) -> int:
+        if self.layer is None and num_layers == 40:
+            return 20
+        return at_depth(self.layer, num_layers, Fraction(14, 32))
+
+    def kept(self, n: int) -> int:
+        forced = min(n, self.window + 1) if self.sound else 1
+        return max(count_of(self.keep, n), forced)
+
+    def groups(self, num_layers: int, n: int) -> list[Group]:
+        self.selected_at(num_layers)  # refuses a layer beyond the model
+        return super().groups(num_layers, n)
+
+    def scoring_flops(self, config: Any, n: int) -> int:
+        if self.kept(n) == n:
+            return 0
+        layer = self.selected_at(config.num_hidden_layers)
+        return first_layers_flops(config, n, layer - 1) + n * LayerShape.of(config).projection_flops
+
+    def select(self, decoder: Decoder, prompt: Prompt) -> Tensor:
+        import torch
+        import torch.nn.functional as F
+
+        from lazyllm.engine.partial import run_to_keys
+        from lazyllm.methods.sessions import rank
+
+        n = len(prompt)
+        if self.kept(n) == n:
+            return torch.arange(n, device=decoder.device)
+        layer = self.selected_at(len(decoder.layers))
+        query, key = run_to_keys(decoder, prompt.token_ids.to(decoder.device), layer)
+        exact = torch.promote_types(query.dtype, torch.float32)
+        # the query heads that share a key head can be added up before the product
+        last = query[0, :, -1].to(exact).view(key.shape[1], -1, key.shape[3]).sum(dim=1)  # [g, d]
+        raw = (key[0].to(exact) @ last[:, :, None]).sum(dim=0)[:, 0]  # [n]
+        scores = F.avg_pool1d(raw[None], self.pool, stride=1, padding=self.pool // 2)[0].to(decoder.device)
+        if self.sound:
+            scores[0] = scores[-self.window :] = float("inf")
+        return rank(scores)[: self.kept(n)].sort().values

@@ -1,0 +1,70 @@
+"""The oracle: no method, but what a perfect choice of prompt tokens would give; the model's own answer makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from lazyllm.engine.declaration import Prompt
+from lazyllm.methods.bases import Select
+from lazyllm.methods.schedule import check_count_or_ratio, check_pool, check_whole, count_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lazyllm.engine.decoder import Decoder
+    from lazyllm.engine.session import Session
+
+
+@dataclass(frozen=True)
+class Oracle(Select):
+    """A diagnostic: run the prompt tokens that the answer of the full model attends to, at their own positions.
+
+    keep: number of tokens (int) or share of the prompt, rounded up (float), the last token among them.
+    answer: greedy tokens of the full model's answer that are asked; None for as many as are generated at most. An end
+        token of the model ends the answer. pool: odd width of the average pooling of attention.
+
+    Scores: `lazyllm.methods.look_ahead`, with the model as its own draft. The selection costs more than a prefill and
+    is left out of TTFT, of all counts and of the ideal speedup: an upper reference for methods, and never one of them.
+
+    Source: the Answer-Informed Oracle of CLAA (arXiv 2602.16054), from a description. Ours: all of the code; the last
+    token always stays; ties go to the lower position.
+    """
+
+    label: ClassVar[str] = "oracle (diagnostic)"
+    order: ClassVar[int] = 11
+    colour: ClassVar[str | None] = "#00C8C8"
+    marker: ClassVar[str | None] = "h"
+    dial: ClassVar[str | None] = "keep"
+    diagnostic: ClassVar[bool] = True
+
+    keep: float = 0.2
+    answer: int | None = None
+    pool: int = 13
+
+    def __post_init__(self) -> None:
+        check_count_or_ratio("keep", self.keep)
+        check_pool(self.pool)
+        if self.answer is not None:
+            check_whole("answer", self.answer, 1)
+
+    def kept(self, n: int) -> int:
+        return count_of(self.keep, n)
+
+    def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
+        asked = self if self.answer is not None else replace(self, answer=max_new_tokens)
+        return super(Oracle, asked).start(decoder, prompt, max_new_tokens)
+
+    def select(self, decoder: Decoder, prompt: Prompt) -> Tensor:
+        import torch
+
+        from lazyllm.engine.generation import end_ids_of
+        from lazyllm.methods.look_ahead import look_ahead
+
+        n = len(prompt)
+        if self.kept(n) == n:
+            return torch.arange(n, device=decoder.device)
+        assert self.answer is not None
+        token_ids = prompt.token_ids.to(decoder.device)
+        scores = look_ahead(decoder, token_ids, self.answer + 1, self.pool, end_ids_of(decoder.model))
+        return self.best(scores, self.kept(n))

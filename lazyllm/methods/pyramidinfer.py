@@ -1,0 +1,98 @@
+"""PyramidInfer: fewer of the older tokens after every layer (Yang et al. 2024, arXiv 2405.12532)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import cos, floor, pi
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lazyllm.engine.declaration import Group, Look
+from lazyllm.engine.flops import LayerShape
+from lazyllm.methods.bases import Cut, Layerwise
+from lazyllm.methods.schedule import check_ratio, check_whole, share_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PyramidInfer(Layerwise):
+    """Keep a share of the older tokens after every layer but the last, by the attention of the recent tokens.
+
+    recent: share of the prompt, its last tokens, rounded down and 1 at least: they score the others and always stay.
+    decay: the share of the older tokens that stays after layer l of L is
+        (1 - decay)(cos(pi (l - 1) / L) + 1) / 2 + decay of those that entered it, rounded down. Shares multiply.
+    weight: what the newest query counts, and the oldest recent one 1; the others are spaced evenly.
+    first: this many of the first tokens always stay.
+
+    Scores: the weighted sum of probabilities over the recent queries, mean over heads. Positions are the prompt's. Each
+    layer stores all that entered it.
+
+    Source: the paper and a description of the code (mutonix/pyramidinfer, commit 61ac641, which has no licence).
+    Ours: all of the code; scores in blocks of queries, where the release needs whole matrices of attention; only the
+    cosine. Scoring is work of its own here, and `scoring_flops` counts it.
+    """
+
+    label: ClassVar[str] = "PyramidInfer"
+    order: ClassVar[int] = 9
+    colour: ClassVar[str | None] = "#DDCC00"
+    marker: ClassVar[str | None] = "<"
+    dial: ClassVar[str | None] = "decay"
+
+    recent: float = 0.2
+    decay: float = 0.9
+    weight: float = 1.2
+    first: int = 4
+
+    def __post_init__(self) -> None:
+        check_ratio("recent", self.recent)
+        check_ratio("decay", self.decay)
+        check_whole("first", self.first, 0)
+        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 < self.weight < 1e6:
+            raise ValueError(f"weight is a number above 0, got {self.weight!r}")
+
+    def _recent(self, n: int) -> int:
+        return max(1, share_of(self.recent, n))
+
+    def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
+        recent = self._recent(n)
+        older = n - recent
+        forced, tokens = min(self.first, older), []
+        for layer in range(num_layers):
+            tokens.append(older + recent)
+            share = (1 - self.decay) * (cos(pi * layer / num_layers) + 1) / 2 + self.decay
+            older = max(floor(share * older + 1e-9), forced)
+        return tokens
+
+    def groups(self, num_layers: int, n: int) -> list[Group]:
+        tokens = self.tokens_per_layer(num_layers, n)
+        looks = [
+            Look((layer,), self._recent(n), summed=(1, self.weight)) if after < m else Look()
+            for layer, (m, after) in enumerate(pairwise(tokens))
+        ]
+        return [
+            Group(range(layer, layer + 1), m, look)
+            for layer, (m, look) in enumerate(zip(tokens, [*looks, Look()], strict=True))
+        ]
+
+    def scoring_flops(self, config: Any, n: int) -> int:
+        """FLOPs of the recent queries' products with the keys up to each of them, in layers that drop something."""
+        recent, shape = self._recent(n), LayerShape.of(config)
+        looked = [group.prompt_tokens for group in self.groups(config.num_hidden_layers, n) if group.look.layers]
+        pairs = sum(recent * m - recent * (recent - 1) // 2 for m in looked)
+        return pairs * shape.pair_flops // 2  # no product with V
+
+    def cutter(self, num_layers: int, kv_heads: int, n: int) -> Cut:
+        from lazyllm.methods.sessions import rank
+
+        tokens, recent = self.tokens_per_layer(num_layers, n), self._recent(n)
+
+        def cut(layer: int, seen: list[Tensor], m: int) -> tuple[Tensor | slice | None, Tensor | None]:
+            if layer == num_layers or not seen:
+                return (None if layer == num_layers else slice(None)), None
+            scores = seen[0]
+            scores[: self.first] = scores[m - recent :] = float("inf")
+            return rank(scores)[: tokens[layer]].sort().values, None
+
+        return cut

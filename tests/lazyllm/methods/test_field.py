@@ -1,0 +1,275 @@
+"""The field's methods against their slow oracles (`tests/field_oracles.py`): selections, tokens, logits, caches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+
+import lazyllm
+from lazyllm.engine.declaration import Prompt
+from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.methods import ASL, CLAA, FastKV, GemFilter, Method, Oracle, PyramidInfer, SpecPrefill
+from tests.field_oracles import FieldOutput, asl, claa, fastkv, gemfilter, oracle, pyramidinfer, specprefill
+from tests.lazyllm.engine.architecture_matrix import logits_of_steps
+from tests.reference import casts_in_float64, random_variant
+
+VARIANTS = ["llama", "mistral, window", "qwen2", "qwen3", "gemma2", "llama, dynamic NTK"]
+STEPS = 4
+LAYERS = 5
+TOLERANCE = 1e-9
+
+Case = tuple[Method, Callable[[PreTrainedModel, list[int]], FieldOutput]]
+
+
+def attention_of(variant: str) -> str:
+    return "eager" if variant == "gemma2" else "sdpa"
+
+
+@cache
+def model_of(variant: str, seed: int, attention: str) -> PreTrainedModel:
+    kinds = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
+    more: dict[str, Any] = {"layer_types": kinds} if variant == "gemma2" else {}
+    return random_variant(variant, seed, attention, num_hidden_layers=LAYERS, **more)
+
+
+def gemfilter_case(rng: random.Random) -> Case:
+    own = {
+        "layer": rng.randint(1, LAYERS),
+        "keep": rng.choice([0.1, 0.35, 0.7, 1.0, 1, 4, 11, 1024]),
+        "pool": rng.choice([1, 3, 5, 13]),
+        "sound": rng.random() < 0.5,
+        "window": rng.choice([1, 3, 8]),
+    }
+    return GemFilter(**own), lambda model, ids: gemfilter(model, ids, **own, steps=STEPS)
+
+
+def fastkv_case(rng: random.Random) -> Case:
+    own = {
+        "layer": rng.randint(1, LAYERS),
+        "keep": rng.choice([0.1, 0.29, 0.5, 0.8, 1.0]),
+        "retain": rng.choice([0.05, 0.1, 0.3, 0.6, 1, 1.0]),
+        "window": rng.choice([1, 2, 5, 8]),
+        "pool": rng.choice([1, 3, 7]),
+        "pooling": rng.choice(["max", "average"]),
+    }
+    return FastKV(**own), lambda model, ids: fastkv(model, ids, **own, steps=STEPS)
+
+
+def claa_case(rng: random.Random) -> Case:
+    own = {
+        "layer": rng.randint(1, LAYERS),
+        "keep": rng.choice([0.1, 0.29, 0.5, 0.8, 1.0]),
+        "layers": rng.randint(1, 4),
+        "window": rng.choice([1, 2, 5, 8]),
+        "pool": rng.choice([1, 3, 7]),
+        "retain": rng.choice([None, None, 1]),
+    }
+    return CLAA(**own), lambda model, ids: claa(model, ids, **own, steps=STEPS)
+
+
+def pyramidinfer_case(rng: random.Random) -> Case:
+    own = {
+        "recent": rng.choice([0.01, 0.2, 0.5]),
+        "decay": rng.choice([0.2, 0.5, 0.9, 1.0]),
+        "weight": rng.choice([1.2, 1, 3.0]),
+        "first": rng.choice([0, 1, 4]),
+    }
+    return PyramidInfer(**own), lambda model, ids: pyramidinfer(model, ids, **own, steps=STEPS)
+
+
+def asl_case(rng: random.Random) -> Case:
+    own = {
+        "first": rng.randint(1, LAYERS),
+        "threshold": rng.choice([0.3, 0.7, 0.95, 2.0]),
+        "keep": rng.choice([3, 7, 0.2, 0.4, 1.0]),
+        "window": rng.choice([1, 3, 8]),
+        "layers": rng.choice([1, 2, 2, 3]),
+        "pool": rng.choice([1, 3, 7]),
+        "retain": rng.choice([None, 5, 0.3, 1]),
+    }
+    return ASL(**own), lambda model, ids: asl(model, ids, **own, steps=STEPS)
+
+
+def oracle_case(rng: random.Random) -> Case:
+    own = {
+        "keep": rng.choice([0.1, 0.35, 0.7, 1.0, 1, 4, 100]),
+        "answer": rng.choice([None, 1, 2, 6]),
+        "pool": rng.choice([1, 5, 13]),
+    }
+    return Oracle(**own), lambda model, ids: oracle(model, ids, **own, steps=STEPS)
+
+
+CASES = {
+    "gemfilter": gemfilter_case,
+    "fastkv": fastkv_case,
+    "claa": claa_case,
+    "pyramidinfer": pyramidinfer_case,
+    "asl": asl_case,
+    "oracle": oracle_case,
+}
+
+
+def drawn_prompt(rng: random.Random) -> list[int]:
+    return rng.choices(range(97), k=rng.choice([1, 2, 3, 6, 9, 14, 21, 33]))
+
+
+def hold(model: PreTrainedModel, method: Method, ids: list[int], expected: FieldOutput) -> lazyllm.Generation:
+    """Raise AssertionError if the method does something else than its oracle. In float64 throughout."""
+    out = lazyllm.generate(model, ids, method, STEPS, ())
+    assert out.selected[0] == expected.selected
+    assert out.token_ids == expected.token_ids
+    assert out.computed[0].tolist() == expected.passes[-1]
+    logits = logits_of_steps(model, method, ids, out.token_ids)
+    np.testing.assert_allclose(logits, expected.logits, rtol=0, atol=TOLERANCE)
+    config = model.config
+    held = sum(len(of_head) + STEPS - 1 for heads in expected.caches.values() for of_head in heads)
+    assert out.kv_bytes == held * 2 * config.head_dim * 8
+    return out
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", range(6))
+def test_random_cases(name: str, variant: str, seed: int) -> None:
+    rng = random.Random(f"{name} {variant} {seed}")
+    attention = rng.choice(["eager", attention_of(variant)])
+    model, ids = model_of(variant, seed % 2, attention), drawn_prompt(rng)
+    method, slow = CASES[name](rng)
+    expected = slow(model, ids)
+    assert expected.margin > 1e-12
+    with casts_in_float64():
+        out = hold(model, method, ids, expected)
+    if len(expected.passes) == 2 and expected.decode_from < len(ids):
+        assert out.scoring_tokens == -(-sum(expected.passes[0]) // LAYERS)
+
+
+@cache
+def saved_draft(variant: str, folder: Path) -> str:
+    where = folder / variant.replace(", ", "-").replace(" ", "-")
+    random_variant(variant, 7, attention_of(variant), num_hidden_layers=2).save_pretrained(where)
+    return str(where)
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("drafts")
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "gemma2"])  # SDPA, as drafts are loaded
+@pytest.mark.parametrize("seed", range(6))
+def test_specprefill(variant: str, seed: int, drafts: Path) -> None:
+    rng = random.Random(f"{variant} {seed}")
+    ids, model = drawn_prompt(rng), model_of(variant, seed % 2, attention_of(variant))
+    own: dict[str, Any] = {
+        "keep": rng.choice([0.1, 0.3, 0.6, 1.0]),
+        "lookahead": rng.choice([1, 2, 5]),
+        "chunk": rng.choice([1, 2, 5, 32]),
+        "pool": rng.choice([1, 3, 13]),
+        "sound": rng.random() < 0.5,
+    }
+    with casts_in_float64():
+        folder = saved_draft(variant, drafts)
+        draft = random_variant(variant, 7, attention_of(variant), num_hidden_layers=2)
+        method = SpecPrefill(folder, **own)
+        method.check(model.config)
+        expected = specprefill(model, draft, ids, **own, steps=STEPS)
+        assert expected.margin > 1e-12
+        out = hold(model, method, ids, expected)
+        if len(expected.selected[0]) < len(ids):
+            assert out.scoring_tokens == len(ids) + own["lookahead"] - 1
+        own_draft = specprefill(model, model, ids, **own, steps=STEPS)
+        hold(model, SpecPrefill(None, **own), ids, own_draft)
+
+
+def test_a_cut_that_depends_on_the_prompt_is_where_ranks_settle() -> None:
+    """Of the random cases some are cut early, some late and some never."""
+    model = random_variant("llama", 0, num_hidden_layers=8)
+    rng = random.Random(0)
+    cuts = set()
+    for _ in range(6):
+        ids = rng.choices(range(97), k=40)
+        own: dict[str, Any] = {"first": 2, "threshold": 0.9, "keep": 6, "window": 4, "layers": 2, "pool": 3}
+        expected = asl(model, ids, **own, steps=STEPS)
+        with casts_in_float64():
+            hold(model, ASL(**own), ids, expected)
+        cuts.add(next(iter(expected.selected), None))
+    assert len(cuts) >= 3
+
+
+def test_flops_of_what_selects_are_those_announced() -> None:
+    """PyTorch's own counter, over the linear maps of what runs before and in a prefill."""
+    model, n = random_variant("llama", 0), 400
+    shape = LayerShape.of(model.config)
+    ids = torch.randint(0, 97, (n,), generator=torch.Generator().manual_seed(0))
+    for method in (
+        GemFilter(3, 0.25),
+        SpecPrefill(None, 0.25, chunk=8, lookahead=4),
+        FastKV(2),
+        CLAA(3),
+        PyramidInfer(),
+    ):
+        with torch.inference_mode(), open_decoder(model) as decoder, FlopCounterMode(display=False) as counter:
+            method.start(decoder, Prompt(ids), 1).prefill(ids)
+        counted = sum(
+            flops for name, flops in counter.get_flop_counts()["Global"].items() if "attention" not in str(name)
+        )
+        tokens = method.tokens_per_layer(4, n)
+        announced = prefill_flops(model.config, tokens) + method.scoring_flops(model.config, n)
+        pairs = sum(m * (m + 1) // 2 for m in tokens)
+        if isinstance(method, GemFilter):
+            pairs += 2 * n * (n + 1) // 2  # layers 1 and 2; of layer 3 no attention runs
+        if isinstance(method, SpecPrefill):
+            pairs += 4 * (n + 3) * (n + 4) // 2
+        assert counted == pytest.approx(announced - pairs * shape.pair_flops, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GemFilter(0), "layer is a whole number of 1 or more"),
+        (lambda: GemFilter(keep=0), "keep is a whole number of 1 or more"),
+        (lambda: GemFilter(keep=1.5), r"keep lies in \(0, 1\]"),
+        (lambda: GemFilter(pool=4), "pool is odd"),
+        (lambda: FastKV(keep=0.0), r"\(0, 1\]"),
+        (lambda: FastKV(retain=2), r"\(0, 1\]"),
+        (lambda: FastKV(window=0), "window is a whole number"),
+        (lambda: FastKV(pooling="sum"), "pooling is max or average"),
+        (lambda: CLAA(retain=0.5), "retain is null"),
+        (lambda: CLAA(layers=0), "layers is a whole number"),
+        (lambda: SpecPrefill(draft=3), "name of a model"),  # type: ignore[arg-type]
+        (lambda: SpecPrefill(lookahead=0), "lookahead is a whole number"),
+        (lambda: SpecPrefill(chunk=0), "chunk is a whole number"),
+        (lambda: PyramidInfer(decay=0), r"\(0, 1\]"),
+        (lambda: PyramidInfer(weight=0), "weight is a number above 0"),
+        (lambda: ASL(threshold=0), "threshold is a number above 0"),
+        (lambda: ASL(first=0), "first is a whole number"),
+        (lambda: Oracle(answer=0), "answer is a whole number"),
+    ],
+)
+def test_bad_settings_are_refused(make: Callable[[], Method], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+def test_what_does_not_fit_the_model_is_refused_before_it_loads(drafts: Path) -> None:
+    config = random_variant("llama", 0).config
+    for method in (GemFilter(5), FastKV(5), CLAA(5), ASL(5)):
+        with pytest.raises(ValueError, match="layer=5, but the model has only 4 layers"):
+            method.check(config)
+    for name, message, own in (
+        ("vocabulary", "a vocabulary of 64 tokens and the model one of 97", {"vocab_size": 64}),
+        ("size", "1.5 times as large as the model", {"num_hidden_layers": 6}),
+    ):
+        random_variant("llama", 0, **own).config.save_pretrained(drafts / name)
+        with pytest.raises(ValueError, match=message):
+            SpecPrefill(str(drafts / name)).check(config)
