@@ -1,4 +1,7 @@
-"""Files that are fetched or made once: `$LAZYLLM_BENCH_CACHE`, or `~/.cache/lazyllm-bench`."""
+"""Files that are fetched or made once, and whether there is a network to fetch them.
+
+They lie in `$LAZYLLM_BENCH_CACHE`, or `~/.cache/lazyllm-bench`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import hashlib
 import logging
 import os
 import tempfile
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,3 +58,31 @@ def write_atomically(file: Path, content: bytes) -> None:
 
 def _header(key: str, content: bytes) -> bytes:
     return f"{key} {hashlib.sha256(content).hexdigest()}".encode()
+
+
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE forbids the network."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def is_reachable(url: str, timeout_s: float = 3.0) -> bool:
+    """Whether a web server answers within `timeout_s` seconds, if only with an error page.
+
+    Asked before a download: the hub's client tries for 23 seconds to find a host that does not exist. The question runs
+    in a thread of its own because looking up a name has no time limit.
+    """
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=timeout_s).close()
+        except urllib.error.HTTPError:
+            pass  # an error page is an answer
+        except (OSError, ValueError):
+            return
+        answered.set()
+
+    thread = threading.Thread(target=ask, name="is_reachable", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return answered.is_set()

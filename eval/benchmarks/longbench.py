@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
-import urllib.error
 import urllib.request
 import warnings
 import zipfile
@@ -19,7 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.disk_cache import cache_folder, write_atomically
+from eval.benchmarks.disk_cache import cache_folder, is_reachable, write_atomically
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import load_examples, shortened
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
@@ -195,29 +193,6 @@ def _fetched_config(name: str, dataset: Dataset) -> Path:
         )
     write_atomically(file, content)
     return file
-
-
-def is_reachable(url: str, timeout_s: float = 3.0) -> bool:
-    """Whether a web server answers within `timeout_s` seconds, if only with an error page.
-
-    Asked before a download: the hub's client tries for 23 seconds to find a host that does not exist. The question runs
-    in a thread of its own because looking up a name has no time limit.
-    """
-    answered = threading.Event()
-
-    def ask() -> None:
-        try:
-            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=timeout_s).close()
-        except urllib.error.HTTPError:
-            pass  # an error page is an answer
-        except (OSError, ValueError):
-            return
-        answered.set()
-
-    thread = threading.Thread(target=ask, name="is_reachable", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return answered.is_set()
 
 
 def _require_network(url: str, dataset: Dataset) -> None:

@@ -112,7 +112,8 @@ class SpecPrefill(Select):
         if self.draft is None:
             scores = self._scores(decoder, prompt)
         else:
-            with open_beside(*self.models(), decoder, tokenizer=False) as (draft, _):
+            (spec,) = self.models()
+            with open_beside(spec, decoder, tokenizer=False) as (draft, _):
                 scores = self._scores(draft, prompt).to(decoder.device)
         padded = torch.nn.functional.pad(scores, (0, positions.numel() - n)).view(count, self.chunk)
         means = padded.sum(dim=1) / (positions < n).sum(dim=1)

@@ -18,8 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from lazyllm.models.hub import is_offline, is_reachable
-
+from eval.benchmarks.disk_cache import is_offline, is_reachable
 from lazyllm.errors import UserError
 
 COMMIT = "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a"
