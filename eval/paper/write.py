@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="lazyllm-bench paper", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folders that the runs lie in, or below")
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", default=[Path("runs")], help="default: runs")
     parser.add_argument("--out", type=Path, default=Path("runs/paper"), help="where to (default: %(default)s)")
     options = parser.parse_args(argv)
     try:

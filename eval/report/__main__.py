@@ -16,7 +16,7 @@ LARGE_MB = 30
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 2 with one message on stderr if there is no page to make."""
     parser = argparse.ArgumentParser(prog="lazyllm-bench report", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="a run's folder, or one that holds several")
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", default=[Path("runs")], help="default: runs")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: report.html)")
     parser.add_argument(
         "--records", type=_at_least_one, metavar="N", help="show the first N records of each run and dataset only"

@@ -226,8 +226,8 @@ def _check_key(key: str, methods: Sequence[str], schema: type[RunConfig]) -> Non
     if key in choices:
         return
     near = [choice for choice in choices if choice.startswith(key)] or difflib.get_close_matches(key, choices, 1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"unknown key {key}{where}: {hint}Known are {', '.join(dict.fromkeys(listed)) or 'none'}")
+    hint = f"did you mean {near[0]}? Known" if near else "known"
+    raise UserError(f"unknown key {key}{where}: {hint} are {', '.join(dict.fromkeys(listed)) or 'none'}")
 
 
 def _keys_of(node: Any) -> Iterator[str]:

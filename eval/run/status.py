@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="lazyllm-bench status", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folders with runs in them, or below")
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", default=[Path("runs")], help="default: runs")
     parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
     parser.add_argument("--expect", nargs="+", default=[], metavar="KEY=VALUE", help="the arguments of the sweep")
     options = parser.parse_args(arguments)

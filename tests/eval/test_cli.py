@@ -36,7 +36,7 @@ COMMANDS = {
     "run modl=tiny": (2, "error: unknown key modl: did you mean model?"),
     "run +foo=1": (2, "error: unknown key foo"),
     "run model=lama2": (2, "error: model=lama2: did you mean llama2?"),
-    "run method=nosuch": (2, "error: method=nosuch: expected one of baseline"),
+    "run method=nosuch": (2, "error: method=nosuch: expected one of asl, baseline"),
     "run method=random_drop method.keep=1.5": (2, "error: method 'random_drop': keep lies in (0, 1], got 1.5"),
     "run dataset=nosuch": (2, "error: dataset=nosuch"),
     "run dataset=vt ruler.length=0": (2, "error: ruler.length=0: expected a number of tokens of at least 1"),

@@ -113,12 +113,12 @@ def test_the_method_that_is_meant(overrides: list[str], method: object) -> None:
     [
         # unknown keys and choices, with the nearest known one
         (["modl=tiny"], "unknown key modl: did you mean model? Known are model, method, dataset"),
-        (["+foo=1"], "unknown key foo: Known are model, method"),
+        (["+foo=1"], "unknown key foo: known are model, method"),
         (["++limits=1"], "unknown key limits: did you mean limit?"),
         (["~limt"], "unknown key limt: did you mean limit?"),
         (["model.nam=tiny"], "unknown key model.nam: did you mean model.name?"),
         (["timing.x=1"], "unknown key timing.x"),
-        (["method.keep=0.5"], "unknown key keep of method lazy: Known are schedule, prune_generated"),
+        (["method.keep=0.5"], "unknown key keep of method lazy: known are schedule, prune_generated"),
         (["method=random_drop", "method.kep=0.5"], "unknown key kep of method random_drop: did you mean keep?"),
         (["+method.keep=0.5"], "unknown key keep of method lazy"),
         (["dataset=nosuch"], "dataset=nosuch: expected one of 2wikimqa, all"),
