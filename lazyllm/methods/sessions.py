@@ -83,7 +83,6 @@ class SelectSession(Session):
             self.scoring_tokens = ceil(round(scored, 6))  # shares of tokens add up with rounding errors
         self._kept = kept
         self._positions = self._all_positions[: kept.shape[0]] if method.renumber else kept
-
         self._selected_at = method.selected_at(len(decoder.layers))
 
     def prefill(self, token_ids: Tensor) -> Tensor:
