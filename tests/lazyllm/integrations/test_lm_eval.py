@@ -213,7 +213,7 @@ def test_continuations_share_a_prefill_as_far_as_they_can(pruned: PrunedLM, pref
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"method": "nosuch"}, UserError, "unknown method 'nosuch'; known are baseline, lazy"),
+        ({"method": "nosuch"}, UserError, "unknown method 'nosuch'; known are asl, baseline"),
         ({"add_bos_token": True}, UserError, "method 'lazy' has no setting 'add_bos_token'; it has schedule"),
         ({"schedule": "9:0.7"}, UserError, "prunes after layer 9, but the model has only 8 layers"),
         ({"schedule": "2:half"}, UserError, "schedule=2:half: could not convert .* give LAYER:RATIO"),
