@@ -405,13 +405,12 @@ def _from_hub(dataset: str) -> Any:
     """A development set as its official JSON file holds it, from rows of the hub's dataset."""
     from datasets import config, load_dataset
     from datasets.exceptions import DatasetsError
-    from huggingface_hub import constants
 
     repository, configuration, name = _HUB[dataset]
     offline = config.HF_HUB_OFFLINE
     try:
         # Without a network `datasets` tries for half a minute before it looks into its cache.
-        config.HF_HUB_OFFLINE = offline or is_offline() or not is_reachable(constants.ENDPOINT)
+        config.HF_HUB_OFFLINE = offline or not _hub_is_reachable()
         loaded = load_dataset(repository, configuration, split="validation")
     except (OSError, ValueError, DatasetsError) as error:
         raise UserError(
