@@ -77,7 +77,8 @@ def register_configs() -> None:
     store = ConfigStore.instance().store
     store(group="dataset", name="default", node={})
     for name, datasets in CHOICES.items():
-        store(group="dataset", name=name, node={dataset.name: True for dataset in datasets})
+        task = {name: True} if name in _TASK else {}
+        store(group="dataset", name=name, node={**task, **{dataset.name: True for dataset in datasets}})
     for suite in SUITES.values():
         if suite.may_lack:  # a dataset that is missing is refused unless the whole suite is named
             node = {suite.whole: True, **{dataset.name: True for dataset in suite.datasets}}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.store.folder import write_whole
+from eval.store.groups import add_choice
 from eval.store.results import Results
 from lazyllm.errors import UserError
 
@@ -158,11 +159,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="lazyllm-bench paper", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", default=[Path("runs")], help="default: runs")
+    add_choice(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/paper"), help="where to (default: %(default)s)")
     options = parser.parse_args(argv)
     try:
-        results = Results.read(options.runs)
+        results = Results.read(options.runs, options.where, options.newest)
         from eval.paper.figures import FIGURES, save  # not at the top: matplotlib is slow to import, and writes caches
 
         paths = write_paper(results, options.out, FIGURES, save)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.store.folder import write_whole
+from eval.store.groups import add_choice
 from eval.store.results import Results
 
 LARGE_MB = 30
@@ -16,14 +17,14 @@ LARGE_MB = 30
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 2 with one message on stderr if there is no page to make."""
     parser = argparse.ArgumentParser(prog="lazyllm-bench report", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", default=[Path("runs")], help="default: runs")
+    add_choice(parser)
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: report.html)")
     parser.add_argument(
         "--records", type=_at_least_one, metavar="N", help="show the first N records of each run and dataset only"
     )
     options = parser.parse_args(argv)
     try:
-        results = Results.read(options.runs)
+        results = Results.read(options.runs, options.where, options.newest)
         from eval.paper.figures import FIGURES  # not at the top: what draws is slow to import
         from eval.paper.tables import TABLES
         from eval.report.page import render

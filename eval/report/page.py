@@ -44,8 +44,7 @@ def render(
     """The page of some runs.
 
     tables, figures: by name, as `eval.paper.tables.TABLES` and `eval.paper.figures.FIGURES` are. most: how many
-    records of each run and dataset are shown, None for all. Raises ValueError if a trace cannot be read, UserError if
-    runs do not share a table.
+    records of each run and dataset are shown, None for all. Raises ValueError if a trace cannot be read.
     """
     runs = results.runs
     common, differing = overview.provenance(runs)

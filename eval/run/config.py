@@ -45,6 +45,8 @@ TRACKERS = ("none", "wandb")
 TRACKER_MODES = ("auto", "online", "offline", "disabled")
 DEFAULT_LABEL = "comparison"  # of an experiment without a label
 
+OWN_SUITES = {"tiny": "embedded"}  # of models that answer one suite only: their default, and where tasks are looked up
+
 # Config groups whose choice is an argument, and keys below which the schema fixes nothing
 _GROUPS = ("model", "method", "dataset", "tracker", "experiment")
 _COUNTS = ("limit", "sample", "max_new_tokens", "threads")
@@ -395,8 +397,11 @@ def data_settings(config: RunConfig, dataset: Dataset) -> DataSettings:
 def _asked_for(config: RunConfig) -> tuple[Dataset, ...]:
     """The datasets that a config names, missing ones included. Raises UserError."""
     names = [name for name, wanted in config.dataset.items() if wanted]
-    if not config.dataset:
-        names = ["embedded" if config.model.name == "tiny" else "all"]
+    own = SUITES.get(OWN_SUITES.get(config.model.name, ""))
+    if not names and not config.dataset:
+        names = [own.whole if own else "all"]
+    elif own and set(names) & set(own.all_tasks):  # a task's name means what the model was trained for
+        names = [dataset.name for dataset in own.datasets if dataset.task in names]
     known = resolve_datasets(names) if names else ()
     datasets = tuple(dataset for dataset in known if config.dataset.get(dataset.name, True))
     if not datasets:

@@ -56,7 +56,7 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
     plan = prepare(config)
     with open_store(plan.folder, plan.identity, plan.about, plan.file_part) as store:
         _check_prompts(plan.cases, store)
-        store.write(PLANNED, planned_text(case.key for case in plan.cases))
+        store.write(PLANNED, planned_text(_all_keys(plan, store)))
         group = config.label if config.label != DEFAULT_LABEL else None
         with open_tracker(config.tracker, _stored(plan, store), group, plan.file_part) as tracker:
             _measure_missing(plan, store, tracker)
@@ -64,7 +64,7 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
                 store.reload()  # with what the other shards have measured meanwhile
             summary = _summarise(plan, store)
             if summary is not None:
-                records = [store.records[case.key] for case in plan.cases if case.key in store.records]
+                records = [store.records[key] for key in _all_keys(plan, store) if key in store.records]
                 pictures = [] if config.tracker.name == "none" else _pictures(_stored(plan, store))
                 tracker.finish(summary, records, pictures)
     if summary is not None and show:
@@ -284,13 +284,18 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
 # ------------------------------------------------------------------------------------------------------------- results
 
 
+def _all_keys(plan: Plan, store: RunStore) -> list[tuple[str, str]]:
+    """(dataset, id) of the examples asked for, then of those that a wider run has left in the folder."""
+    return list(dict.fromkeys([*(case.key for case in plan.cases), *store.records]))
+
+
 def _summarise(plan: Plan, store: RunStore) -> Summary | None:
-    """The run's table, written beside the records; None while other shards have examples to measure.
+    """The table of all the run's examples, written beside the records; None while other shards have some to measure.
 
     Raises UserError if every example has failed.
     """
-    keys = {case.key for case in plan.cases}
-    done = [store.records[case.key] for case in plan.cases if case.key in store.records]
+    keys = _all_keys(plan, store)
+    done = [store.records[key] for key in keys if key in store.records]
     failed = [failure for failure in store.failures if failure.key in keys]
     if failed:
         first = f"the first: {failed[0].dataset}, row {failed[0].id}: {failed[0].reason}"

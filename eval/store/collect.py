@@ -6,8 +6,8 @@ records.parquet   every record of every run, in columns (`eval.store.record.SCHE
 campaign.json     which rows are whose, the hash of the files that a run's records came from, and the missing examples
 RUN/...           of each run, under its old name: run.json, examples.json, failures, jobs and traces, as they were
 
-Tables, figures and reports read this folder as they read the runs' own, with the same results. Runs that do not share a
-table are refused, and so are shards that hold the same example with different outcomes.
+Tables, figures and reports read this folder as they read the runs' own, with the same results. Shards
+that hold the same example with different outcomes are refused.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eval.store.folder import files_of, fingerprint, read_failures, write_whole
+from eval.store.groups import add_choice, chosen, tell_apart
 from eval.store.record import SCHEMA
 from eval.store.results import (
     CAMPAIGN,
@@ -36,7 +37,6 @@ from eval.store.results import (
     StoredRun,
     as_frame,
     find_runs,
-    refuse_mixtures,
     stored_runs,
 )
 from lazyllm.errors import UserError
@@ -59,18 +59,17 @@ class Collected:
     failed: int
 
 
-def collect(folders: Sequence[Path], out: Path) -> list[Collected]:
+def collect(folders: Sequence[Path], out: Path, where: Sequence[str] = (), newest: bool = False) -> list[Collected]:
     """Write the campaign of all runs in or below the folders, also of those without a record.
 
-    One run's records are in memory at a time. Raises UserError: no run, a mixture, damage, or a folder `out`
-    that lies below the runs or holds something else.
+    where, newest: as in `eval.store.groups.chosen`. One run's records are in memory at a time. Raises UserError: no
+    run, damage, or a folder `out` that lies below the runs or holds something else.
     """
-    runs = stored_runs(folders)
+    runs = tell_apart(chosen(stored_runs(folders), where, newest))
     _check_out(out, folders, runs)
     for run in runs:
         if run.about.get("fingerprint") != fingerprint(run.identity):
             raise UserError(f"{run.folder / 'run.json'}: the fingerprint is not the identity's: it was changed by hand")
-    refuse_mixtures(runs)
     root = Path(os.path.commonpath([run.folder.parent.absolute() for run in runs])) if runs else Path()
     with _whole_folder(out) as partial:
         entries, done = _write_records(runs, root, partial)
@@ -177,13 +176,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="lazyllm-bench collect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folders that the runs lie in, or below")
+    add_choice(parser)
     parser.add_argument("--out", type=Path, help="where to (default: the first of RUNS with -collected added)")
     options = parser.parse_args(argv)
     first = options.runs[0].absolute()
     out = options.out or first.with_name(f"{first.name}-collected")
     try:
-        done = collect(options.runs, out)
+        done = collect(options.runs, out, options.where, options.newest)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

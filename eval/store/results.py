@@ -22,16 +22,13 @@ import pyarrow.parquet as pq
 
 from eval.benchmarks.datasets import DATASETS
 from eval.store.folder import files_of, read_about, read_failures, read_table
+from eval.store.groups import chosen, tell_apart
 from eval.store.record import MEASURED, SCALES, SCHEMA, Failure, Record, to_records, to_table
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-# What may differ between the runs of one model that share a table. scorer_weights: older runs' method_weights
-_FREE = {
-    "method", "parameters", "data", "seed", "paired", "warmup", "method_weights", "scorer_weights", "method_code",
-}  # fmt: skip
 _SIDES = {"method": "", "baseline": "baseline_"}  # {of a record: the prefix of its columns}
 COLUMNS = [
     "model", "paper_model", "method", "settings", "label", "seed", "run", "folder", "paired",
@@ -74,11 +71,13 @@ class StoredRun:
     """A run: run.json's content, and its records, which are read if they are asked for.
 
     source: where the records are: the lines in the folder (None), a campaign's part, or here in memory.
+    apart: what sets the run apart from most runs of its model that it was read with (`eval.store.groups`).
     """
 
     folder: Path
     about: dict[str, Any]
     source: Sequence[Record] | Part | None = None
+    apart: str = ""
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Every record, in order. columns: as in this module's docstring, flat; None: `SCHEMA`'s, nested.
@@ -112,8 +111,8 @@ class StoredRun:
 
     @property
     def model(self) -> str:
-        """The model's short name: the preset, or the last part of its folder or hub id."""
-        return Path(self.about["config"]["model"]["name"]).name
+        """The model's short name: the preset, or the last part of its folder or hub id; then what sets it apart."""
+        return Path(self.about["config"]["model"]["name"]).name + self.apart
 
     @property
     def paper_model(self) -> str | None:
@@ -198,16 +197,15 @@ def planned_text(keys: Iterable[tuple[str, str]]) -> str:
     return json.dumps(content) + "\n"
 
 
-def find_runs(folders: Sequence[Path]) -> list[StoredRun]:
+def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> list[StoredRun]:
     """All runs with records in or below the folders, in order of their names, raw or collected (`eval.store.collect`).
 
-    Raises UserError: none, damaged, or a mixture.
+    where, newest: as in `eval.store.groups.chosen`. Raises UserError if there is none, or a file is damaged.
     """
-    runs = [run for run in stored_runs(folders) if len(run.examples)]
+    runs = [run for run in chosen(stored_runs(folders), where, newest) if len(run.examples)]
     if not runs:
         raise UserError(f"no run with records below {', '.join(map(str, folders))}")
-    refuse_mixtures(runs)
-    return runs
+    return tell_apart(runs)
 
 
 def stored_runs(folders: Sequence[Path]) -> list[StoredRun]:
@@ -244,26 +242,6 @@ def _collected_runs(campaign: Path) -> list[StoredRun]:
         raise UserError(f"{file}: cannot be read as a campaign ({type(error).__name__}: {error})") from error
 
 
-def refuse_mixtures(runs: Sequence[StoredRun]) -> None:
-    """Raise UserError if runs of one model differ in more than method, data and seed: they do not share a table.
-
-    Runs of one method agree in its code, and all runs in the rows and templates of a dataset.
-    """
-    names = sorted({name for run in runs for name in run.identity} - _FREE)
-    first: dict[tuple[str, str], tuple[StoredRun, Any]] = {}
-    for run in runs:
-        facts = {name: run.identity.get(name) for name in names}
-        facts[f"the code of {run.method}"] = run.identity.get("method_code")
-        facts |= {f"the rows or templates of {name}": sha256 for name, sha256 in run.identity["data"].items()}
-        for fact, here in facts.items():
-            other, there = first.setdefault((run.model, fact), (run, here))
-            if here != there:
-                raise UserError(
-                    f"{run.folder} and {other.folder} differ in {fact} ({here!r} and {there!r}): they do not share a "
-                    "table. Give folders that hold one of them only"
-                )
-
-
 # -------------------------------------------------------------------------------------------------------------- frames
 
 
@@ -276,9 +254,9 @@ class Results:
         self._known: dict[Any, list[dict[str, Any]]] = {}
 
     @classmethod
-    def read(cls, folders: Sequence[Path]) -> Results:
+    def read(cls, folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> Results:
         """All runs with records in or below the folders. Raises UserError as `find_runs`."""
-        return cls(find_runs(folders))
+        return cls(find_runs(folders, where, newest))
 
     @cached_property
     def frame(self) -> pd.DataFrame:

@@ -279,3 +279,11 @@ def test_a_damaged_run_is_mended_and_goes_on_with_the_lost_examples_only(tmp_pat
 def _about(summary: Path) -> tuple[dict, dict]:
     content = json.loads(summary.read_text())
     return content["identity"], {key: one for key, one in content.items() if key not in ("rows", "identity")}
+
+
+def test_a_smaller_limit_leaves_the_table_of_a_wider_run_as_it_is(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run")
+    run(config, show=False)
+    before = {name: (tmp_path / "run" / name).read_text() for name in ("summary.csv", "examples.json")}
+    run(replace(config, limit=1), show=False)
+    assert {name: (tmp_path / "run" / name).read_text() for name in before} == before

@@ -153,10 +153,6 @@ def test_shards_that_disagree_are_refused(tmp_path: Path) -> None:
 
 
 def test_mixtures_are_refused(tmp_path: Path) -> None:
-    write_run(tmp_path / "code" / "a", [record(0)])
-    write_run(tmp_path / "code" / "b", [record(1)], code="2")
-    with pytest.raises(UserError, match="differ in code"):
-        collect([tmp_path / "code"], tmp_path / "out")
     write_run(tmp_path / "cell" / "a", [record(0)])
     write_run(tmp_path / "cell" / "b", [record(0)], warmup=9)
     with pytest.raises(UserError, match=r"measured twice, in .*/a and .*/b"):

@@ -10,7 +10,7 @@ import pytest
 
 from eval.store.results import COLUMNS, as_frame, find_runs, label_of
 from lazyllm.errors import UserError
-from tests.eval.store.made import LAZY, measurement, record, write_run
+from tests.eval.store.made import LAZY, PROVENANCE, measurement, record, write_run
 
 
 def test_runs_are_found_at_any_depth_and_in_order(tmp_path: Path) -> None:
@@ -35,19 +35,51 @@ def test_no_run_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("identity", "fact"),
+    ("identity", "apart"),
     [
-        ({"code": "another"}, "code"),
-        ({"load_format": "another"}, "load_format"),
-        ({"device": "another"}, "device"),
-        ({"data": {"hotpotqa": "another"}}, "the rows or templates of hotpotqa"),
+        ({"code": "another"}, "code=another"),
+        ({"load_format": "another"}, "load_format=another"),
+        ({"device": "another"}, "device=another"),
+        ({"versions": {"torch": "3"}}, "versions.torch=3"),
+        ({"data": {"hotpotqa": "another"}}, "rows of hotpotqa=another"),
+        ({"max_new_tokens": 3}, "max_new_tokens=3"),
     ],
 )
-def test_mixtures_of_one_model_are_refused(tmp_path: Path, identity: dict[str, Any], fact: str) -> None:
-    write_run(tmp_path / "a", [record(0)], data={"hotpotqa": "1234 5678"})
-    write_run(tmp_path / "b", [record(1)], **identity)
-    with pytest.raises(UserError, match=f"differ in {fact} .*'another'"):
-        find_runs([tmp_path])
+def test_runs_that_share_no_table_are_told_apart_by_their_models_name(
+    tmp_path: Path, identity: dict[str, Any], apart: str
+) -> None:
+    usual: dict[str, Any] = {
+        "data": {"hotpotqa": "1234 5678"}, "device": "a", "versions": {"torch": "2"}, "max_new_tokens": None,
+    }  # fmt: skip
+    write_run(tmp_path / "a", [record(0)], **usual)
+    write_run(tmp_path / "b", [record(0)], **usual | identity)
+    write_run(tmp_path / "c", [record(1)], **usual, seed=1)
+    runs = find_runs([tmp_path])
+    assert [run.model for run in runs] == ["tiny", f"tiny, {apart}", "tiny"]
+    assert as_frame(runs)["model"].tolist() == ["tiny", f"tiny, {apart}", "tiny"]
+
+
+def test_of_as_many_runs_the_newest_has_the_plain_name(tmp_path: Path) -> None:
+    for name, started in (("a", "2026-01-02"), ("b", "2026-01-01")):
+        write_run(tmp_path / name, [record(0)], provenance=PROVENANCE | {"started": started}, code=name)
+    assert [run.model for run in find_runs([tmp_path])] == ["tiny", "tiny, code=b"]
+    assert [run.folder.name for run in find_runs([tmp_path], newest=True)] == ["a"]
+
+
+def test_runs_are_chosen_by_what_their_config_or_identity_says(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", [record(0)], dtype="bfloat16", max_new_tokens=None)
+    write_run(tmp_path / "b", [record(0)], {"name": "baseline"}, dtype="float32", max_new_tokens=3)
+
+    def names(*where: str) -> list[str]:
+        return [run.folder.name for run in find_runs([tmp_path], where)]
+
+    assert names("dtype=bfloat16") == names("max_new_tokens=null") == names("method.schedule.2=0.5") == ["a"]
+    assert names("max_new_tokens=3") == names("method.name=baseline", "dtype=float32") == ["b"]
+    with pytest.raises(UserError, match=r"--where dtype=int8: no run has it; dtype is one of bfloat16, float32"):
+        names("dtype=int8")
+    for wrong in ("dtypo=int8", "dtype"):
+        with pytest.raises(UserError, match=rf"--where {wrong}: expected KEY=VALUE with a key of these runs: .*dtype"):
+            names(wrong)
 
 
 def test_methods_seeds_and_models_may_differ(tmp_path: Path) -> None:

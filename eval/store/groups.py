@@ -1,0 +1,112 @@
+"""Which stored runs share a table: runs of one model that differ in more than method, data and seed stand apart."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lazyllm.errors import UserError
+
+if TYPE_CHECKING:
+    from eval.store.results import StoredRun
+
+# What may differ between the runs of one model that share a table. scorer_weights: older runs' method_weights
+_FREE = {
+    "method", "parameters", "data", "seed", "paired", "warmup", "method_weights", "scorer_weights", "method_code",
+}  # fmt: skip
+_SHOWN = 12  # characters of a hash
+
+
+def tell_apart(runs: Sequence[StoredRun]) -> list[StoredRun]:
+    """The runs, with what sets some of them apart in `StoredRun.apart`: `, dtype=bfloat16` in the name of their model.
+
+    Runs of one model agree in everything but method, data and seed, runs of one method in its code, and all in the rows
+    and templates of a dataset. What most runs agree in is not named; of as many, what the newest has.
+    """
+    facts = [_facts(run) for run in runs]
+    values: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for run, own in sorted(zip(runs, facts, strict=True), key=_began):
+        for fact, value in own.items():
+            values[run.model, fact].append(value)
+    usual = {key: max(reversed(seen), key=seen.count) for key, seen in values.items()}
+    odd = [[fact for fact in own if own[fact] != usual[run.model, fact]] for run, own in zip(runs, facts, strict=True)]
+    return [
+        replace(run, apart="".join(f", {fact}={_short(own[fact])}" for fact in named))
+        for run, own, named in zip(runs, facts, odd, strict=True)
+    ]
+
+
+def _facts(run: StoredRun) -> dict[str, str]:
+    """What a run shares with all runs of its table, as JSON."""
+    facts = dict(_flat({name: value for name, value in run.identity.items() if name not in _FREE}))
+    if run.identity.get("method_code") is not None:
+        facts[f"code of {run.method}"] = run.identity["method_code"]
+    facts |= {f"rows of {name}": sha256 for name, sha256 in run.identity["data"].items()}
+    return {name: json.dumps(value, sort_keys=True) for name, value in facts.items()}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and the values that are no mappings."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _short(value: str) -> str:
+    plain = value.strip('"')
+    return plain if len(plain) <= 2 * _SHOWN else f"{plain[:_SHOWN]}..."
+
+
+def _began(pair: tuple[StoredRun, Any]) -> str:
+    return str(pair[0].about.get("provenance", {}).get("started", ""))
+
+
+# ---------------------------------------------------------------------------------------------------- the user's choice
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say which stored runs a command reads."""
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", default=[Path("runs")], help="default: runs")
+    parser.add_argument(
+        "--where", action="append", default=[], metavar="KEY=VALUE",
+        help="only runs with this in their config or identity, e.g. model.dtype=bfloat16; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--newest", action="store_true", help="of each model only the runs that share a table with the newest"
+    )
+
+
+def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = False) -> list[StoredRun]:
+    """The runs that the arguments of `add_choice` leave. Raises UserError if one is no KEY=VALUE, or none is left."""
+    left = list(runs)
+    for condition in where:
+        key, equals, value = condition.partition("=")
+        known = [_described(run) for run in left]
+        if not equals or not any(key in facts for facts in known):
+            names = ", ".join(sorted({name for facts in known for name in facts}))
+            raise UserError(f"--where {condition}: expected KEY=VALUE with a key of these runs: {names}")
+        left = [run for run, facts in zip(left, known, strict=True) if facts.get(key) == value]
+        if not left:
+            values = ", ".join(sorted({facts[key] for facts in known if key in facts}))
+            raise UserError(f"--where {condition}: no run has it; {key} is one of {values}")
+    if newest:
+        latest = {run.model: run for run in sorted(left, key=lambda run: _began((run, None)))}
+        left = [run for run in left if _agree(_facts(run), _facts(latest[run.model]))]
+    return left
+
+
+def _described(run: StoredRun) -> dict[str, str]:
+    """The run's config and identity by dotted keys, values as a command line gives them."""
+    facts = {"folder": run.folder.name, **dict(_flat(run.about["config"])), **dict(_flat(run.identity))}
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
+
+
+def _agree(one: dict[str, str], other: dict[str, str]) -> bool:
+    return all(other.get(name, value) == value for name, value in one.items())
