@@ -65,6 +65,11 @@ def write_paper(results: Results, out: Path, figures: Mapping[str, Figure], save
     return [out / "README.md", out / "provenance.json", *paths]
 
 
+def command_for(name: str) -> str:
+    """The command whose runs give a table or figure its data."""
+    return _COMMANDS.get(name, _ANY_RUN)
+
+
 def provenance(results: Results) -> list[dict[str, Any]]:
     """Of each run, in the order of their folders: what it was, where it ran, and the hash of its records."""
     return [
@@ -128,11 +133,11 @@ def _share(method: str, absent: Sequence[bool]) -> str:
 
 def _table_section(table: Table) -> str:
     files = " ".join(f"[{suffix}](tables/{table.name}.{suffix})" for suffix in _TABLE_FILES)
-    return f"{table.to_markdown('##')}\n{files}; `{_COMMANDS.get(table.name, _ANY_RUN)}`\n"
+    return f"{table.to_markdown('##')}\n{files}; `{command_for(table.name)}`\n"
 
 
 def _figure_section(figure: Figure, has_run: bool) -> str:
-    command = _COMMANDS.get(figure.name, _ANY_RUN)
+    command = command_for(figure.name)
     if not has_run:
         return f"## {figure.title}\n\nNo run for this figure. What gives it: `{command}`\n"
     files = " ".join(f"[{suffix}](figures/{figure.name}.{suffix})" for suffix in (*_PICTURES, "csv"))

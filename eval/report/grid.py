@@ -40,7 +40,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table on the page. name: unique on the page. filtered: a column whose values can be chosen among, or None."""
+    """A table on the page.
+
+    name: unique on the page. filtered: a column whose values can be chosen among, or None. without_run: rows that no
+    run gives values for, folded away below the others.
+    """
 
     name: str
     title: str
@@ -48,6 +52,7 @@ class Grid:
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     filtered: int | None = None
+    without_run: tuple[tuple[Cell, ...], ...] = ()
 
     def choices(self) -> list[str]:
         """The values of the filtered column, in the order of their first row."""
@@ -55,12 +60,19 @@ class Grid:
 
 
 def grid(
-    name: str, title: str, caption: str, cells: pd.DataFrame, filtered: str | None = None, keys: int | None = None
+    name: str,
+    title: str,
+    caption: str,
+    cells: pd.DataFrame,
+    filtered: str | None = None,
+    keys: int | None = None,
+    has_run: Sequence[bool] | None = None,
 ) -> Grid:
     """The grid of a table of texts.
 
-    keys: how many columns name the row: those after them are numeric, though a cell may say "no run". Other
-    columns are numeric if every cell begins with a number or is empty.
+    keys: how many columns name the row: those after them are numeric, though a cell may say "no run". Other columns are
+    numeric if every cell begins with a number or is empty. has_run: of each row, whether a run gives its values; None
+    if all do.
     """
     headings = [str(column) for column in cells.columns]
     texts = [[_text(value) for value in cells.iloc[:, index]] for index in range(len(headings))]
@@ -74,7 +86,16 @@ def grid(
         for column, of_column in zip(columns, texts, strict=True)
     ]
     rows = tuple(zip(*shown, strict=True))
-    return Grid(name, title, caption, tuple(columns), rows, None if filtered is None else headings.index(filtered))
+    there = [True] * len(rows) if has_run is None else list(has_run)
+    return Grid(
+        name,
+        title,
+        caption,
+        tuple(columns),
+        rows=tuple(row for row, has in zip(rows, there, strict=True) if has),
+        filtered=None if filtered is None else headings.index(filtered),
+        without_run=tuple(row for row, has in zip(rows, there, strict=True) if not has),
+    )
 
 
 def _text(value: object) -> str:

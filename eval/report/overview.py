@@ -8,9 +8,12 @@ from typing import Any
 
 import pandas as pd
 
+from eval.paper.known_methods import kind_of
 from eval.paper.table import COMPUTED
 from eval.report.grid import Grid, grid
 from eval.store.results import Results, StoredRun
+
+KEPT = 0.99  # of the baseline's score
 
 _RESULTS = (
     ("score", "score", 2),
@@ -37,6 +40,34 @@ def facts(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
         ("Measured", started[0] if started[0] == started[-1] else f"{started[0]} to {started[-1]}"),
         ("On", _listed(run.about["provenance"]["machine"]["device"] for run in runs)),
     ]
+
+
+def findings(results: Results) -> list[str]:
+    """A sentence for each model and suite: how fast the fastest setting is that keeps 99 % of its baseline's score."""
+    whole = results.by_task[results.by_task["level"] == "all"]
+    return [
+        f"{model}, {suite}: {_finding(list(rows.to_dict('records')))}"
+        for (model, suite), rows in whole.groupby(["model", "suite"], sort=False)
+    ]
+
+
+def _finding(rows: Sequence[dict[Any, Any]]) -> str:
+    faster = [row for row in rows if row["ttft_speedup"] > 1 and not _is_diagnostic(row["method"])]
+    if not faster:
+        return "no setting was measured that reaches its first token faster than a paired baseline."
+    keeping = [row for row in faster if row["score"] >= KEPT * row["baseline_score"]]
+    found = f"settings faster than the baseline: {len(faster)}; of these {len(keeping)} keep {KEPT:.0%} of its score."
+    best = max(keeping, key=lambda row: row["ttft_speedup"]) if keeping else max(faster, key=lambda row: row["score"])
+    which = "fastest of these" if keeping else "best score"
+    return (
+        f"{found} The {which}: {best['label']}, {best['ttft_speedup']:.2f} times as fast to the first token, score "
+        f"{best['score']:.2f} against {best['baseline_score']:.2f} (examples: {best['examples']})."
+    )
+
+
+def _is_diagnostic(method: str) -> bool:
+    kind = kind_of(method)
+    return kind is not None and kind.diagnostic
 
 
 def _moment(run: StoredRun) -> str:

@@ -14,8 +14,9 @@ from markupsafe import Markup
 
 from eval.paper.figures import Figure
 from eval.paper.table import Table
+from eval.paper.write import command_for
 from eval.report import overview
-from eval.report.grid import grid
+from eval.report.grid import Grid, grid
 from eval.report.inline_svg import inline_svg
 from eval.report.record_browser import embed_records
 from eval.report.trace_view import embed_traces
@@ -27,12 +28,14 @@ _SCRIPTS = ("tables.js", "records.js", "traces.js")
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure on the page. svg: None if no run gives it data."""
+    """A figure on the page. svg: None if no run gives it data. command: what to run for it then."""
 
     name: str
     title: str
     caption: str
     svg: Markup | None
+    command: str
+    opens_report: bool
 
 
 def render(
@@ -48,6 +51,8 @@ def render(
     """
     runs = results.runs
     common, differing = overview.provenance(runs)
+    pictures = [_as_picture(figure, results) for figure in figures.values()]
+    first = next((picture for picture in pictures if picture.svg and picture.opens_report), None)
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     return _template().render(
         title=", ".join(dict.fromkeys(run.model for run in runs)),
@@ -57,11 +62,10 @@ def render(
         results=overview.results_grid(results),
         common=common,
         differing=differing,
-        tables=[
-            grid(f"table-{table.name}", table.title, table.caption, table.cells, keys=table.keys)
-            for table in (make(results) for make in tables.values())
-        ],
-        pictures=[_as_picture(figure, results) for figure in figures.values()],
+        findings=overview.findings(results),
+        tables=[_as_grid(make(results)) for make in tables.values()],
+        first=first,
+        pictures=[picture for picture in pictures if picture is not first],
         records=embed_records(runs, most),
         traces=embed_traces(runs),
         style=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
@@ -79,7 +83,12 @@ def _template() -> Any:
     return environment.get_template("page.html.jinja")
 
 
+def _as_grid(table: Table) -> Grid:
+    has_run = None if "status" not in table.frame else (table.frame["status"] != "no run").tolist()
+    return grid(f"table-{table.name}", table.title, table.caption, table.cells, keys=table.keys, has_run=has_run)
+
+
 def _as_picture(figure: Figure, results: Results) -> Picture:
     frame, name = figure.data(results), f"figure-{figure.name}"
     svg = None if frame.empty else inline_svg(figure.plot(frame), name)
-    return Picture(name, figure.title, figure.caption, svg)
+    return Picture(name, figure.title, figure.caption, svg, command_for(figure.name), figure.opens_report)

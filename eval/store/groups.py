@@ -23,7 +23,7 @@ _SHOWN = 12  # characters of a hash
 
 
 def tell_apart(runs: Sequence[StoredRun]) -> list[StoredRun]:
-    """The runs, with what sets some of them apart in `StoredRun.apart`: `, dtype=bfloat16` in the name of their model.
+    """The runs, with what sets some of them apart in `StoredRun.apart`: ` (dtype=bfloat16)` behind their model's name.
 
     Runs of one model agree in everything but method, data and seed, runs of one method in its code, and all in the rows
     and templates of a dataset. What most runs agree in is not named; of as many, what the newest has.
@@ -36,7 +36,7 @@ def tell_apart(runs: Sequence[StoredRun]) -> list[StoredRun]:
     usual = {key: max(reversed(seen), key=seen.count) for key, seen in values.items()}
     odd = [[fact for fact in own if own[fact] != usual[run.model, fact]] for run, own in zip(runs, facts, strict=True)]
     return [
-        replace(run, apart="".join(f", {fact}={_short(own[fact])}" for fact in named))
+        replace(run, apart=f" ({', '.join(f'{fact}={_short(own[fact])}' for fact in named)})" if named else "")
         for run, own, named in zip(runs, facts, odd, strict=True)
     ]
 

@@ -17,6 +17,7 @@ class Figure:
 
     data: the table behind the picture, as its CSV holds it; empty if no run has what the figure needs.
     plot: draws that table alone, so that a picture can be made again from its CSV. Not for an empty table.
+    opens_report: whether it says the most about the runs; the first such figure with data stands above all else.
     """
 
     name: str
@@ -24,3 +25,4 @@ class Figure:
     caption: str
     data: Callable[[Results], pd.DataFrame]
     plot: Callable[[pd.DataFrame], MplFigure]
+    opens_report: bool = False

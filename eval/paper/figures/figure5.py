@@ -194,4 +194,5 @@ FIGURE = Figure(
     ),
     data=data,
     plot=plot,
+    opens_report=True,
 )

@@ -266,6 +266,20 @@ def test_results_by_hand(tmp_path: Path) -> None:
         assert (row["TTFT, s"].value, row["% tokens computed"].value) == (0.2, 75)
 
 
+def test_what_was_found_is_said_in_a_sentence_by_hand(tmp_path: Path) -> None:
+    store(tmp_path / "a", {"name": "lazy", "schedule": {"2": 0.5}}, [example(0, score=0.25, ttft_s=0.1)])
+    assert overview.findings(Results(find_runs([tmp_path]))) == [
+        "mini, longbench: settings faster than the baseline: 1; of these 0 keep 99% of its score. The best score: "
+        "lazy, schedule={2: 0.5}, 4.00 times as fast to the first token, score 25.00 against 50.00 (examples: 1)."
+    ]
+    store(tmp_path / "b", {"name": "static_pruning", "keep": 0.5}, [example(0, score=0.5, ttft_s=0.2)])
+    store(tmp_path / "c", {"name": "oracle", "keep": 0.5}, [example(0, score=0.5, ttft_s=0.1)])  # no method
+    (found,) = overview.findings(Results(find_runs([tmp_path])))
+    assert (
+        "baseline: 2; of these 1 keep 99 % of its score. The fastest of these: static_pruning, keep=0.5, 2.00" in found
+    )
+
+
 def test_figures_in_one_page_share_no_id() -> None:
     drawn = []
     for name in ("one", "two"):

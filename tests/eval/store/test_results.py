@@ -55,14 +55,14 @@ def test_runs_that_share_no_table_are_told_apart_by_their_models_name(
     write_run(tmp_path / "b", [record(0)], **usual | identity)
     write_run(tmp_path / "c", [record(1)], **usual, seed=1)
     runs = find_runs([tmp_path])
-    assert [run.model for run in runs] == ["tiny", f"tiny, {apart}", "tiny"]
-    assert as_frame(runs)["model"].tolist() == ["tiny", f"tiny, {apart}", "tiny"]
+    assert [run.model for run in runs] == ["tiny", f"tiny ({apart})", "tiny"]
+    assert as_frame(runs)["model"].tolist() == ["tiny", f"tiny ({apart})", "tiny"]
 
 
 def test_of_as_many_runs_the_newest_has_the_plain_name(tmp_path: Path) -> None:
     for name, started in (("a", "2026-01-02"), ("b", "2026-01-01")):
         write_run(tmp_path / name, [record(0)], provenance=PROVENANCE | {"started": started}, code=name)
-    assert [run.model for run in find_runs([tmp_path])] == ["tiny", "tiny, code=b"]
+    assert [run.model for run in find_runs([tmp_path])] == ["tiny", "tiny (code=b)"]
     assert [run.folder.name for run in find_runs([tmp_path], newest=True)] == ["a"]
 
 
