@@ -54,6 +54,7 @@ class Row:
     pct_prompt_tokens_computed: Value
     scoring_tokens: Value
     ttft_s: Value
+    baseline_ttft_s: Value | None
     total_s: Value
     generated_tokens: Value
     baseline_generated_tokens: Value | None
@@ -69,11 +70,14 @@ class Summary:
     """All rows: the datasets of each task followed by the task, then the mean over tasks.
 
     failed, score_failed_as_zero: of the whole run, datasets without any measured example included.
+    examples, cut: how many were measured, and how many of their prompts lost their middle (`model.max_prompt_tokens`).
     """
 
     rows: tuple[Row, ...]
     failed: int = 0
     score_failed_as_zero: float = float("nan")
+    examples: int = 0
+    cut: int = 0
 
 
 def summarise(records: Sequence[Record], failures: Sequence[Failure] = ()) -> Summary:
@@ -85,7 +89,8 @@ def summarise(records: Sequence[Record], failures: Sequence[Failure] = ()) -> Su
         rows.pop()  # the mean over one task is that task
     failed, zeroed = _with_failures(rows, failures)
     lines = tuple(_row(row, failed[row["name"]], zeroed[row["name"]]) for row in rows)
-    return Summary(lines, failed["all"], zeroed["all"])
+    cut = sum(record.prompt_tokens < record.prompt_tokens_before_truncation for record in records)
+    return Summary(lines, failed["all"], zeroed["all"], len(records), cut)
 
 
 def _with_failures(
@@ -145,16 +150,18 @@ def flat(row: Row | Mapping[str, Any]) -> dict[str, Any]:
 
 # -------------------------------------------------------------------------------------------------------------- tables
 
-# {column: (heading, digits shown)}
+# {column: (heading, digits shown, factor)}
 _SHOWN = {
-    "score": ("score", 2),
-    "baseline_score": ("baseline score", 2),
-    "ttft_speedup": ("TTFT speedup", 2),
-    "generation_speedup": ("generation speedup", 2),
-    "pct_prompt_tokens_computed": ("% tokens computed", 1),
+    "score": ("score", 2, 1),
+    "baseline_score": ("baseline score", 2, 1),
+    "ttft_s": ("TTFT, ms", 1, 1000),
+    "ttft_speedup": ("TTFT speedup", 2, 1),
+    "generation_speedup": ("generation speedup", 2, 1),
+    "pct_prompt_tokens_computed": ("% tokens computed", 1, 1),
 }
 # Beside the score if examples failed: how many, and the score with them
-_WITH_FAILED = {"failed": ("failed", 0), "score_failed_as_zero": ("score, failed as 0", 2)}
+_WITH_FAILED = {"failed": ("failed", 0, 1), "score_failed_as_zero": ("score, failed as 0", 2, 1)}
+_FEWEST = 5  # examples for which an interval is shown: the bootstrap of fewer is too narrow, +-0 if they agree
 
 
 def summary_table(summary: Summary, title: str) -> Table:
@@ -175,7 +182,8 @@ def compared_table(summaries: Mapping[str, Summary], title: str) -> Table:
         first = next(iter(rows.values()))
         if first.baseline_score is not None:
             unit = {"ttft_speedup": Value(1.0), "generation_speedup": Value(1.0)}
-            baseline = {"score": first.baseline_score, **unit, "pct_prompt_tokens_computed": Value(100.0)}
+            measured = {"score": first.baseline_score, "ttft_s": first.baseline_ttft_s}
+            baseline = measured | unit | {"pct_prompt_tokens_computed": Value(100.0)}
             # how many of its examples failed is not known: only what stands beside a measured example is
             lines.append({"task": task, "method": "baseline", "examples": first.examples, **baseline})
         lines += [{"task": task, "method": label} | {name: getattr(row, name) for name in _COMPARED}
@@ -183,11 +191,13 @@ def compared_table(summaries: Mapping[str, Summary], title: str) -> Table:
     lines = [dict.fromkeys(("task", "method", *_COMPARED)) | line for line in lines]
     names = [{"task": line["task"], "method": line["method"]} for line in lines]
     captioned = {f"{label}: ": summary for label, summary in summaries.items()}
-    return _table("compared", title, lines, names, captioned, _COMPARED[1:5])
+    return _table("compared", title, lines, names, captioned, _COMPARED[1:6])
 
 
-_COMPARED = ("examples", "score", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "failed",
-             "score_failed_as_zero")  # fmt: skip
+_COMPARED = (
+    "examples", "score", "ttft_s", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "failed",
+    "score_failed_as_zero",
+)  # fmt: skip
 
 
 def _table(
@@ -204,19 +214,36 @@ def _table(
     shown = {column: (_SHOWN | _WITH_FAILED)[column] for column in columns}
     cells = [
         {**of_line, "n": str(line["examples"])}
-        | {heading: _cell(line[column], digits) for column, (heading, digits) in shown.items()}
+        | {
+            heading: _cell(line[column], digits, factor, line["examples"] >= _FEWEST)
+            for column, (heading, digits, factor) in shown.items()
+        }
         for of_line, line in zip(names, lines, strict=True)
     ]
     frame = pd.DataFrame([flat(line) for line in lines])
     frame = frame.astype({"failed": "Int64"})  # a whole number, also beside rows that have none
-    caption = _about(next(iter(summaries.values()))) + _failed(summaries)
+    caption = _about(next(iter(summaries.values()))) + _cut(summaries) + _failed(summaries)
     return Table(name, title, caption, frame, pd.DataFrame(cells), keys=len(names[0]))
 
 
-def _cell(value: Value | float | None, digits: int) -> str:
+def _cell(value: Value | float | None, digits: int, factor: int, has_interval: bool) -> str:
     if value is None:
         return "-"
-    return cell(value.mean, value.low, value.high, digits) if isinstance(value, Value) else f"{value:.{digits}f}"
+    if not isinstance(value, Value):
+        return f"{factor * value:.{digits}f}"
+    ends = (value.low, value.high) if has_interval else (None, None)
+    return cell(*(None if number is None else factor * number for number in (value.mean, *ends)), digits)
+
+
+def _cut(summaries: Mapping[str, Summary]) -> str:
+    """A line if prompts were cut; every summary has the same prompts."""
+    summary = next(iter(summaries.values()))
+    if not summary.cut:
+        return ""
+    return (
+        f"\n{summary.cut} of {summary.examples} prompts are longer than model.max_prompt_tokens: their middle is cut "
+        "out, as LongBench does it."
+    )
 
 
 def _failed(summaries: Mapping[str, Summary]) -> str:
@@ -231,7 +258,8 @@ def _failed(summaries: Mapping[str, Summary]) -> str:
 
 def _about(summary: Summary) -> str:
     text = (
-        "Scores 0 to 100. ±: half of the 95 % bootstrap interval over examples; both ends are in summary.csv.\n"
+        "Scores 0 to 100. ±: half of the 95 % bootstrap interval over examples; both ends are in summary.csv. Below "
+        f"{_FEWEST} examples n is too small for one.\n"
         f"% tokens computed: {COMPUTED}.\n"
     )
     if all(row.ttft_speedup is None for row in summary.rows):

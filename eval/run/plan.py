@@ -22,6 +22,7 @@ from eval.run import provenance, speedup_targets
 from eval.run.config import RunConfig, build_method, canonical, check_method, data_settings, datasets_of, model_spec
 from eval.run.measure import Case
 from eval.store.folder import fingerprint
+from eval.store.results import label_of
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, by_name, code_of
 from lazyllm.models.load import check_loading, devices_in_use, load_config, load_end_ids, load_tokenizer_of
@@ -84,6 +85,8 @@ def prepare(config: RunConfig) -> Plan:
     loaded, identity = identified.loaded, identified.identity
     cases = list(_cases(config, identified))
     half = f", {config.half} half" if config.half is not None else ""
+    method = identity["method"]
+    setting = label_of(method["name"], {key: method[key] for key in method if key not in ("name", "seed")})
     shard = parse_shard(config.shard) if config.shard is not None else None
     ours = _keys_of(shard, cases)
     firsts = [
@@ -93,7 +96,7 @@ def prepare(config: RunConfig) -> Plan:
         **vars(identified),
         config=config,
         folder=Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity),
-        title=f"{config.model.name}, {config.method['name']}, {_data_label(config, loaded)}" + half,
+        title=f"{config.model.name}, {setting}, {_data_label(config, loaded)}" + half,
         cases=cases,
         ours=ours,
         traced=[case for case in firsts if case.key in ours],

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from eval.store.folder import files_of, lines_of, read_about
 from eval.store.record import job_event
-from eval.store.results import CAMPAIGN, StoredRun, label_of
+from eval.store.results import CAMPAIGN, StoredRun
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _line(stored: StoredRun, planned: list[tuple[str, str]] | None) -> Status:
     return Status(
         run=stored.folder.name,
         model=stored.model,
-        setting=label_of(stored.method, stored.settings),
+        setting=stored.label,
         seed=stored.seed,
         state=state,
         done=len(keys) if planned is None or missing is None else len(planned) - len(missing),

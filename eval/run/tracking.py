@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 from eval.paper.summary import Summary, flat
 from eval.run.config import TrackerConfig
 from eval.store.record import Record
-from eval.store.results import StoredRun, example_rows, label_of
+from eval.store.results import StoredRun, example_rows
 from lazyllm.errors import reason_of
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def open_tracker(config: TrackerConfig, run: StoredRun, group: str | None = None
     run: the folder, what the run is, and the records that it already holds. group: W&B's, if the config names none.
     part: the shard's; the jobs that share a run are W&B runs of their own.
     """
-    setting = label_of(run.method, run.settings)
+    setting = run.label
     seed = f", seed {run.seed}" if "seed" in run.identity["method"] else ""
     about = run.about["config"] | {key: value for key, value in run.about.items() if key != "config"}
     with _open(
