@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -27,14 +27,23 @@ from omegaconf.errors import OmegaConfBaseException
 
 from eval.run.config import CONF, RunConfig, check_arguments, compose_config, one_line, register_schema, to_run_config
 
+if TYPE_CHECKING:
+    from eval.run.loop import RunResult
+
 GRACE_S = 0.5  # for the regular end, which frees the device and notes when the job ended
 INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
+_finished: list[RunResult] = []  # by the jobs of this process: other launchers run theirs elsewhere
 MESSAGE = "stopped: every finished example is safe, and the same command goes on from there"
 
 
 def main(arguments: Sequence[str]) -> int:
     """The verb `run`: one run, a comparison, or a sweep (-m). Returns the exit code. Raises UserError."""
+    _finished.clear()
     start(run_job, arguments)
+    if len(_finished) > 1 and any(argument.startswith("-") for argument in arguments):
+        from eval.run.loop import show_together  # imported by the jobs already
+
+        show_together(_finished)
     return 0
 
 
@@ -44,7 +53,7 @@ def run_job(config: DictConfig) -> None:
         settings = to_run_config(config)
         from eval.run.loop import compare, run  # not at the top: torch is imported once the arguments are right
 
-        compare(settings) if settings.compare else run(settings)
+        _finished.extend(compare(settings) if settings.compare else [run(settings)])
 
 
 def start(work: Callable[[DictConfig], None], arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> None:

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -42,10 +42,14 @@ PROGRESS_EVERY_S = 10.0  # between lines of progress if there is no terminal
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run: where its files are, and its table; None while other shards have examples to measure."""
+    """A finished run: where its files are, and its table; None while other shards have examples to measure.
+
+    names: as in `Plan`.
+    """
 
     folder: Path
     summary: Summary | None
+    names: tuple[str, ...]
 
 
 def run(config: RunConfig, show: bool = True) -> RunResult:
@@ -71,7 +75,7 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
         console().print(summary_table(summary, plan.title).to_rich())
     if plan.skipped:
         log.warning("%s", plan.skipped)
-    return RunResult(plan.folder, summary)
+    return RunResult(plan.folder, summary, plan.names)
 
 
 def compare(config: RunConfig) -> list[RunResult]:
@@ -110,6 +114,19 @@ def compare(config: RunConfig) -> list[RunResult]:
         lines.append("  python run.py model=llama2 method=lazy dataset=hotpotqa")
     screen.print("\n".join(lines), highlight=False)
     return list(results.values())
+
+
+def show_together(results: Sequence[RunResult]) -> None:
+    """Print one table of the runs of a sweep, each under the names in which they differ."""
+    differ = [len(set(column)) > 1 for column in zip(*(result.names for result in results), strict=True)]
+    differ[1] = True  # the setting is always named
+    summaries = {
+        ", ".join(name for name, shown in zip(result.names, differ, strict=True) if name and shown): result.summary
+        for result in results
+        if result.summary is not None
+    }
+    if len(summaries) > 1:
+        console().print(compared_table(summaries, "All runs of the sweep").to_rich())
 
 
 def _stored(plan: Plan, store: RunStore) -> StoredRun:

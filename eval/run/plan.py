@@ -63,20 +63,25 @@ class Identified:
 class Plan(Identified):
     """A run, ready to be measured.
 
-    cases: all its examples, in order. ours: keys of the examples that this job measures (`eval.benchmarks.split`).
-    traced: those of them that are to be traced. about: config and provenance. file_part: the shard's part of its file
-    names; "" for a run in one job. skipped: a message about bad rows that were left out; None for none.
+    names: for people: the model, the setting, its seed ("" if it draws nothing), the data. cases: all its examples, in
+    order. ours: keys of those that this job measures (`eval.benchmarks.split`). traced: those of them that are to
+    be traced. about: config and provenance. file_part: the shard's part of its file names; "" for a run in one job.
+    skipped: a message about bad rows that were left out; None for none.
     """
 
     config: RunConfig
     folder: Path
-    title: str
+    names: tuple[str, ...]
     cases: list[Case]
     ours: set[tuple[str, str]]
     traced: list[Case]
     about: dict[str, Any]
     file_part: str
     skipped: str | None
+
+    @property
+    def title(self) -> str:
+        return ", ".join(filter(None, self.names))
 
 
 def prepare(config: RunConfig) -> Plan:
@@ -87,6 +92,7 @@ def prepare(config: RunConfig) -> Plan:
     half = f", {config.half} half" if config.half is not None else ""
     method = identity["method"]
     setting = label_of(method["name"], {key: method[key] for key in method if key not in ("name", "seed")})
+    seed = f"seed {method['seed']}" if "seed" in method else ""
     shard = parse_shard(config.shard) if config.shard is not None else None
     ours = _keys_of(shard, cases)
     firsts = [
@@ -96,7 +102,7 @@ def prepare(config: RunConfig) -> Plan:
         **vars(identified),
         config=config,
         folder=Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity),
-        title=f"{config.model.name}, {setting}, {_data_label(config, loaded)}" + half,
+        names=(config.model.name, setting, seed, _data_label(config, loaded) + half),
         cases=cases,
         ours=ours,
         traced=[case for case in firsts if case.key in ours],

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import eval.run.measure
+from eval.paper.summary import summarise
 from eval.run.config import ModelConfig, RunConfig, TimingConfig
-from eval.run.loop import compare, free, run
+from eval.run.loop import RunResult, compare, free, run, show_together
 from eval.store.folder import RunStore, about_text, read_failures, read_run
 from eval.store.record import Record
 from eval.store.repair import repair
@@ -19,6 +20,7 @@ from eval.store.results import as_frame, find_runs
 from lazyllm import Generation
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_weights
+from tests.eval.store.made import record
 from tests.eval.store.test_folder import full_disk
 
 generate = eval.run.measure.generate
@@ -287,3 +289,17 @@ def test_a_smaller_limit_leaves_the_table_of_a_wider_run_as_it_is(tmp_path: Path
     before = {name: (tmp_path / "run" / name).read_text() for name in ("summary.csv", "examples.json")}
     run(replace(config, limit=1), show=False)
     assert {name: (tmp_path / "run" / name).read_text() for name in before} == before
+
+
+def test_a_sweep_ends_in_one_table_under_the_names_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    fast, slow = (summarise([record(0, score=score)]) for score in (0.5, 1.0))
+    names = ("tiny", "lazy", "", "hops")
+    show_together([RunResult(Path("a"), fast, names)])
+    assert capsys.readouterr().out == ""  # it has been shown
+    show_together([RunResult(Path("a"), fast, names), RunResult(Path("b"), slow, ("tiny", "random", "seed 1", "hops"))])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "multi_doc_qa" in line]
+    assert [line[1:-5] for line in lines] == [
+        ["baseline", "1"],
+        ["lazy", "1"],
+        ["random,", "seed", "1", "1"],
+    ]
