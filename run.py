@@ -10,8 +10,14 @@ python run.py --help                                             every setting
 from __future__ import annotations
 
 import sys
-
-from eval.cli import main
+from importlib.util import find_spec
 
 if __name__ == "__main__":
+    if find_spec("hydra") is None:
+        sys.exit(
+            f"error: {sys.executable} has none of the packages that are needed: run  make setup  once, then  "
+            "source .venv/bin/activate  in every new shell"
+        )
+    from eval.cli import main
+
     sys.exit(main(["run", *sys.argv[1:]]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -33,6 +34,19 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Call a verb; returns the exit code: the verb's, or 2 with one line on stderr for errors the user can fix."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = _call(arguments)
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's own last flush is silent
+        return 1
+
+
+def _call(arguments: Sequence[str]) -> int:
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if verb in ("-h", "--help"):
         print(usage())
@@ -40,11 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"error: no such verb: {verb}\n\n{usage()}", file=sys.stderr)
         return 2
-    try:
-        return import_module(VERBS[verb][0]).main(rest) or 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return import_module(VERBS[verb][0]).main(rest) or 0
 
 
 if __name__ == "__main__":

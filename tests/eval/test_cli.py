@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -98,3 +99,25 @@ def test_errors_of_a_verb_are_one_line_and_its_exit_code_is_the_doors(monkeypatc
     assert cli.main(["status"]) == 3
     assert cli.main(["status", "this"]) == 2
     assert capsys.readouterr().err == "error: this is wrong: give another\n"
+
+
+def test_without_the_packages_the_main_command_says_what_to_do() -> None:
+    done = subprocess.run([sys.executable, "-S", ROOT / "run.py"], capture_output=True, text=True, env={})
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"error: .* has none of the packages .* make setup .* source \.venv/bin/activate .*\n", done.stderr
+    )
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    """`lazyllm-bench status | head -1`: the reader ends before the command writes."""
+    code = "import time; from eval import cli; cli.usage = lambda: time.sleep(1) or 'x' * 100_000; cli.main(['--help'])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    process.wait()
