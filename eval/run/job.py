@@ -51,6 +51,7 @@ def run_job(config: DictConfig) -> None:
     """One job: the run or the comparison that a composed config describes."""
     with job():
         settings = to_run_config(config)
+        logging.info("loading torch and transformers")
         from eval.run.loop import compare, run  # not at the top: torch is imported once the arguments are right
 
         _finished.extend(compare(settings) if settings.compare else [run(settings)])

@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from eval.paper.summary import Summary, compared_table, summarise, summary_table, to_json
 from eval.run import device_lock, provenance
-from eval.run.config import DEFAULT_LABEL, RunConfig, model_spec
+from eval.run.config import DEFAULT_LABEL, RunConfig, datasets_of, model_spec
 from eval.run.measure import Bench, Case
 from eval.run.plan import Plan, check_comparison, prepare
 from eval.run.tracing import trace
@@ -57,6 +57,7 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
 
     show: print the table. All that can be refused is refused before the model loads. Raises UserError.
     """
+    log.info("reading %s", ", ".join(dataset.name for dataset in datasets_of(config)))
     plan = prepare(config)
     with open_store(plan.folder, plan.identity, plan.about, plan.file_part) as store:
         _check_prompts(plan.cases, store)
@@ -200,6 +201,7 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker) -> None:
         transformers_logging.disable_progress_bar()
     holder = f"process {os.getpid()} for {plan.folder}"
     with device_lock.held(plan.devices, holder), _noted(store, plan.devices, len(todo)), released(plan.devices):
+        log.info("loading %s", plan.config.model.name)
         _measure_on(load_model(plan.config), plan, todo, untraced, store, tracker)
 
 

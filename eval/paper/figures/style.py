@@ -35,6 +35,7 @@ _RC: Any = {
     "axes.titlesize": 9.5,
     "axes.titlelocation": "left",
     "axes.labelsize": 9,
+    "axes.formatter.useoffset": False,  # no "+1e2" at an axis's end
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,
     "legend.fontsize": 8,
