@@ -128,6 +128,7 @@ class FieldOutput:
         passes: prompt tokens that enter each layer in prefill, one list of L numbers for each pass through the model.
             GemFilter's first pass has 0 after ``layer``; a draft is not counted.
         caches: {layer: for each KV head, sorted prompt positions that the first decoding step finds in the cache}.
+        stored: keys and values at the end; the last generated token has none.
         decode_from: position of the first generated token.
         lookahead: greedy tokens of the draft (SpecPrefill) or of the full model (oracle) that gave a query.
         variances: ASL's, from its first one to the last it computed.
@@ -141,6 +142,7 @@ class FieldOutput:
     scores: dict[int, Scores] = field(default_factory=dict)
     passes: list[list[int]] = field(default_factory=list)
     caches: dict[int, list[list[int]]] = field(default_factory=dict)
+    stored: Cache = field(default_factory=dict)
     decode_from: int = 0
     lookahead: list[int] = field(default_factory=list)
     variances: list[float] = field(default_factory=list)
@@ -232,9 +234,14 @@ def run_alone(
     return cache, hidden[last], queries
 
 
-def run_token(hand: HandModel, cache: Cache, token: int, position: int) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-    """One new token through all layers, into the cache: hidden state after the last layer, {layer: query [H, d]}."""
-    hidden, queries, reach = hand.embed(token), {}, position + 1
+def run_token(
+    hand: HandModel, cache: Cache, token: int, position: int, reach: int | None = None
+) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+    """One new token through all layers, into the cache: hidden state after the last layer, {layer: query [H, d]}.
+
+    reach: as in :func:`tests.reference.rope_frequencies`; by default the token is the last one of the text.
+    """
+    hidden, queries, reach = hand.embed(token), {}, reach or position + 1
     for layer, heads in cache.items():
         queries[layer] = hand.query(layer, hidden, position, reach)
         k, v = hand.key_value(layer, hidden, position, reach)
@@ -248,7 +255,7 @@ def run_token(hand: HandModel, cache: Cache, token: int, position: int) -> tuple
 def generate(hand: HandModel, cache: Cache, newest: np.ndarray, start: int, steps: int, out: FieldOutput) -> None:
     """Greedy decoding: from the hidden state that gives the first logits, with ``start`` as the first new position."""
     out.caches = {layer: [sorted(held) for held in heads] for layer, heads in cache.items()}
-    out.decode_from = start
+    out.stored, out.decode_from = cache, start
     while True:
         out.logits.append(hand.logits(newest))
         out.token_ids.append(int(np.argmax(out.logits[-1])))  # the lowest id wins ties

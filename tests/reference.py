@@ -343,6 +343,7 @@ class ReferenceOutput:
         margin: the smallest difference in importance between a kept and a dropped candidate, over all selections, exact
             ties left out (infinite where no selection had a choice): a selection is decisive if this is well above the
             rounding errors of whatever is compared.
+        stored: {layer: {position: key and value}} at the end. Of :func:`static_reference` only.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -354,6 +355,7 @@ class ReferenceOutput:
     compute_counts: dict[tuple[int, int], int] = field(default_factory=dict)
     aux: dict[int, set[int]] = field(default_factory=dict)
     margin: float = float("inf")
+    stored: dict[int, dict[int, tuple[np.ndarray, np.ndarray]]] = field(default_factory=dict)
 
 
 def lazy_reference(
@@ -490,7 +492,7 @@ def static_reference(
 ) -> ReferenceOutput:
     """Static token pruning: once, in prefill, after `layer`, by the importance averaged over layers 1 to `layer`.
 
-    What is pruned is gone for all layers. Fills in `token_ids`, `logits` and `selected` (of the prefill) only.
+    What is pruned is gone for all layers. Fills in `token_ids`, `logits`, `stored` and `selected` (of prefill) only.
     selected: with layer 0, the prompt's positions that are run at all, the last one among them.
     """
     hand, out = HandModel(model), ReferenceOutput()
@@ -518,7 +520,7 @@ def static_reference(
             out.selected.append({layer: kept})
             hidden = {p: hidden[p] for p in kept}
             kv = {number: {p: stored[p] for p in kept} for number, stored in kv.items()}
-    newest = hidden[n - 1]
+    newest, out.stored = hidden[n - 1], kv
     while True:
         out.logits.append(hand.logits(newest))
         out.token_ids.append(int(np.argmax(out.logits[-1])))

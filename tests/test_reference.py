@@ -218,26 +218,30 @@ def test_first_selection_from_transformers_attentions():
 
 
 def dense_masked(
-    model: PreTrainedModel, prompt: list[int], schedule: dict[int, float], steps: int, prune_generated: bool
+    model: PreTrainedModel, turns: list[list[int]], schedule: dict[int, float], steps: int, prune_generated: bool
 ) -> tuple[list[int], list[np.ndarray], list[dict[int, list[int]]]]:
     """LazyLLM without any cache: every step runs the whole text through transformers' layers, with one mask per layer.
 
-    A token attends, in a layer, to the set of the step in which it first entered that layer. Rows of tokens that have
-    not entered yet hold rubbish that nobody attends to. There is no K/V cache, no Aux Cache and no revival here: a
-    token that enters later has its hidden state in the dense run anyway.
+    Every turn adds its tokens to the text and generates `steps` more. A token attends, in a layer, to the set of the
+    step in which it first entered that layer. Rows of tokens that have not entered yet hold rubbish that nobody attends
+    to. There is no K/V cache, no Aux Cache and no revival here: a token that enters later has its hidden state in the
+    dense run anyway.
 
     Returns:
-        Tokens, logits [V] and selected positions, one per step.
+        Tokens, logits [V] and selected positions, one per step of all turns.
     """
-    num_prompt, num_layers = len(prompt), model.config.num_hidden_layers
-    rows: list[dict[int, set[int]]] = [{} for _ in range(num_layers)]
+    prompt: set[int] = set()  # positions of all turns' tokens
+    rows: list[dict[int, set[int]]] = [{} for _ in model.model.layers]
     weights: list[torch.Tensor] = []
     handles = [
         layer.self_attn.register_forward_hook(lambda module, args, output: weights.append(output[1][0]))
         for layer in model.model.layers
     ]
-    text, all_logits, all_selected = list(prompt), [], []
-    for _ in range(steps):
+    text, tokens, all_logits, all_selected = [], [], [], []
+    for step in range(len(turns) * steps):
+        if step % steps == 0:
+            prompt |= set(range(len(text), len(text) + len(turns[step // steps])))
+            text += turns[step // steps]
         length = len(text)
         newest = length - 1
         active, selected = set(range(length)), {}
@@ -258,7 +262,7 @@ def dense_masked(
                 if index + 1 in schedule:
                     score = weights[-1][:, newest].mean(dim=0)  # [length]
                     score[newest] = math.inf  # always kept
-                    generated = {p for p in active if p >= num_prompt}
+                    generated = active - prompt
                     uncounted = {newest} & generated if prune_generated else generated
                     order = sorted(active - uncounted, key=lambda p: (-float(score[p]), p))
                     active = uncounted | set(order[: math.ceil(Decimal(str(schedule[index + 1])) * len(order))])
@@ -266,10 +270,11 @@ def dense_masked(
             logits = model.lm_head(model.model.norm(hidden[0, newest]))
         all_logits.append(logits.numpy())
         all_selected.append(selected)
-        text.append(int(logits.argmax()))
+        tokens.append(int(logits.argmax()))
+        text.append(tokens[-1])
     for handle in handles:
         handle.remove()
-    return text[num_prompt:], all_logits, all_selected
+    return tokens, all_logits, all_selected
 
 
 SCHEDULES = {
@@ -291,7 +296,7 @@ def test_equals_the_dense_masked_formulation(architecture: str, schedule: dict[i
     for length in (1, 2, 3, 16):
         prompt = random_prompt(length, seed=length)
         out = lazy_reference(model, prompt, schedule, 6, prune_generated=prune_generated)
-        tokens, logits, selected = dense_masked(model, prompt, schedule, 6, prune_generated)
+        tokens, logits, selected = dense_masked(model, [prompt], schedule, 6, prune_generated)
         assert out.selected == selected
         assert out.token_ids == tokens
         np.testing.assert_allclose(out.logits, logits, rtol=0, atol=TOLERANCE)

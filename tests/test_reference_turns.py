@@ -1,0 +1,336 @@
+"""The oracle of several turns is right: against counts by hand, transformers' own generation and continuation, and
+formulations without any cache: transformers' layers over the whole text with one attention mask for each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.field_oracles import FieldOutput, asl, claa, fastkv, gemfilter, oracle, pyramidinfer, specprefill
+from tests.reference import ARCHITECTURES, VARIANTS, casts_in_float64, lazy_reference, random_model
+from tests.reference_turns import ContinuedTurns, LazyTurns, TurnOutput, again_turns, on_the_rest, static_first
+from tests.test_field_oracles import MASKED, dense, draft_of, model_of, prompt_of
+from tests.test_reference import SCHEDULES, dense_masked, uniform_attention_model
+
+TOLERANCE = 1e-9
+TURNS = [prompt_of(14, 1), prompt_of(5, 2), prompt_of(1, 3), prompt_of(8, 4)]
+STEPS = 3
+LENGTH_DEPENDENT = {"llama, dynamic NTK", "phi3, LongRoPE and window"}
+
+
+def answers(session: LazyTurns | ContinuedTurns, turns: list[list[int]] = TURNS) -> list[TurnOutput]:
+    return [session.answer(turn, STEPS) for turn in turns]
+
+
+def assert_same(left: list[TurnOutput], right: list[TurnOutput], tolerance: float = 0.0) -> None:
+    for ours, theirs in zip(left, right, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.selected == theirs.selected
+        assert ours.revived == theirs.revived
+        assert ours.aux == theirs.aux
+        assert ours.computed.tolist() == theirs.computed.tolist()
+        assert (ours.kv_bytes, ours.aux_bytes) == (theirs.kv_bytes, theirs.aux_bytes)
+        np.testing.assert_allclose(ours.logits, theirs.logits, rtol=0, atol=tolerance)
+
+
+# --- LazyLLM and the baseline ---
+
+
+def test_two_turns_by_counting():
+    """All scores are tied, so that the lower positions win."""
+    session = LazyTurns(uniform_attention_model(4), {1: 0.7, 3: 0.7})
+    first = session.answer(prompt_of(10), 3)  # positions 10 and 11 are generated and run, 12 is pending
+    assert first.aux == {1: {7, 8}, 3: {5, 6}}
+    second = session.answer(prompt_of(4), 2)  # 13 to 16
+    # Step 0: 14 prompt tokens, ceil(9.8) = 10 of them: 16 and nine others. 7 and 8 come back, 13 to 15 wait. Then 7 of
+    # these 10; 5 comes back; 7 and 8 wait again. Token 9 is stored everywhere and not attended to.
+    # Step 1: 10 of the 14 without the newest, 17: 0 to 9, so 16 is left out. Then 7 of these 10: 6 comes back.
+    generated = [10, 11, 12]
+    assert second.selected == [
+        {1: [*range(9), *generated, 16], 3: [*range(6), *generated, 16]},
+        {1: [*range(10), *generated, 17], 3: [*range(7), *generated, 17]},
+    ]
+    assert second.revived == [{1: [7, 8], 3: [5]}, {1: [], 3: [6]}]
+    assert second.computed.tolist() == [[14, 11, 11, 8], [14, 11, 11, 9]]
+    assert second.aux == {1: {13, 14, 15}, 3: {7, 8}}
+    # Stored: 18 tokens, 15, 15 and 13, with the generated ones; 2 KV heads of width 12, 8 bytes a number.
+    assert second.kv_bytes == (18 + 15 + 15 + 13) * 2 * 2 * 12 * 8
+    assert second.aux_bytes == 5 * 48 * 8
+    assert set(session.counts.values()) == {1}
+
+
+def test_generated_tokens_of_all_turns_are_candidates_when_asked():
+    session = LazyTurns(uniform_attention_model(2), {1: 0.5}, prune_generated=True)
+    session.answer(prompt_of(6), 3)  # 6 and 7 are run, 8 is pending
+    out = session.answer(prompt_of(2), 2)  # 9 and 10
+    # 11 tokens: ceil(5.5) = 6, the newest among them. Then 11 candidates without the newest.
+    assert out.selected == [{1: [0, 1, 2, 3, 4, 10]}, {1: [0, 1, 2, 3, 4, 5, 11]}]
+    assert out.aux == {1: {8, 9}}  # 5 is stored since turn 1, as the newest then; 6 and 7 as well
+
+
+@pytest.mark.parametrize("prune_generated", [False, True])
+@pytest.mark.parametrize("variant", ["llama", "mistral, window", "gemma2", *sorted(LENGTH_DEPENDENT)])
+def test_the_first_turn_is_the_reference(variant: str, prune_generated: bool):
+    model, schedule = model_of(variant, 1), {1: 0.7, 3: 0.5}
+    out = LazyTurns(model, schedule, prune_generated).answer(prompt_of(20), 4)
+    expected = lazy_reference(model, prompt_of(20), schedule, 4, prune_generated=prune_generated)
+    assert out.token_ids == expected.token_ids
+    np.testing.assert_allclose(out.logits, expected.logits, rtol=0, atol=TOLERANCE)
+    assert (out.selected, out.revived) == (expected.selected, expected.revived)
+    for ours, theirs in zip(out.importance, expected.importance, strict=True):
+        for boundary in schedule:
+            assert ours[boundary] == pytest.approx(theirs[boundary], rel=0, abs=TOLERANCE)
+    assert out.computed.tolist() == expected.computed.tolist()
+    assert out.aux == expected.aux
+    assert out.margin == pytest.approx(expected.margin, rel=1e-6)
+
+
+@pytest.mark.parametrize("prune_generated", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_four_turns_equal_the_dense_masked_formulation(
+    architecture: str, schedule: dict[int, float], prune_generated: bool
+):
+    model = random_model(architecture, seed=9, attn_implementation="eager")
+    session = LazyTurns(model, schedule, prune_generated)
+    outputs = answers(session)
+    tokens, logits, selected = dense_masked(model, TURNS, schedule, STEPS, prune_generated)
+    assert [token for out in outputs for token in out.token_ids] == tokens
+    np.testing.assert_allclose([row for out in outputs for row in out.logits], logits, rtol=0, atol=TOLERANCE)
+    assert [step for out in outputs for step in out.selected] == selected
+    assert min(out.margin for out in outputs) > TOLERANCE  # nothing was decided by rounding
+    assert_counts(session, outputs, schedule)
+    revived = sum(len(positions) for out in outputs[1:] for positions in out.revived[0].values())
+    if architecture == "llama":
+        only_the_newest_goes_on = schedule == {1: 0.01, 3: 0.01}
+        assert (revived > 0) == (schedule != {4: 0.4} and not only_the_newest_goes_on)
+
+
+def assert_counts(session: LazyTurns, outputs: list[TurnOutput], schedule: dict[int, float]) -> None:
+    """What is computed, revived and held, counted anew from the selections of all steps."""
+    layers = range(1, 5)
+    seen: dict[int, set[int]] = {layer: set() for layer in layers}
+    length, prompt = 0, set()
+    for turn, out in zip(TURNS, outputs, strict=True):
+        start = length + (1 if length else 0)  # behind the pending token
+        prompt |= set(range(start, start + len(turn)))
+        length = start + len(turn)
+        for step in range(STEPS):
+            active = set(range(length + step))
+            before = {layer: set(seen[layer]) for layer in layers}
+            for layer in layers:
+                seen[layer] |= active
+                if layer in schedule:
+                    selected = set(out.selected[step][layer])
+                    waiting = before[layer] - before[layer + 1] if layer < 4 else set()
+                    assert out.revived[step][layer] == sorted(selected & waiting)
+                    active = selected
+            assert out.computed[step].tolist() == [len(seen[layer] & prompt) for layer in layers]
+        length += STEPS - 1
+        held = {layer: seen[layer] - seen[layer + 1] if layer < 4 else set() for layer in schedule}
+        assert out.aux == held
+        assert out.aux_bytes == sum(map(len, held.values())) * session.model.config.hidden_size * 8
+        assert out.kv_bytes == sum(map(len, seen.values())) * 2 * 2 * session.hand.head_dim * 8
+    assert set(session.counts.values()) == {1}
+    assert set(session.counts) == {(layer, p) for layer in layers for p in seen[layer]}
+
+
+def continuation(model: PreTrainedModel, turns: list[list[int]]) -> list[tuple[list[int], list[np.ndarray]]]:
+    """transformers' own, over its own cache: tokens and logits of each turn."""
+    cache, pending, outputs = None, [], []
+    for turn in turns:
+        rows, logits = [*pending, *turn], []
+        for _ in range(STEPS):
+            with torch.no_grad(), casts_in_float64():
+                out = model(torch.tensor([rows]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            logits.append(out.logits[0, -1].numpy())
+            rows = pending = [int(logits[-1].argmax())]
+        outputs.append(([int(row.argmax()) for row in logits], logits))
+    return outputs
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_keeping_everything_is_transformers_continuation(variant: str):
+    model = model_of(variant, 1)
+    outputs = answers(LazyTurns(model, {1: 1.0, 3: 1.0}))
+    for out, (tokens, logits) in zip(outputs, continuation(model, TURNS), strict=True):
+        assert out.token_ids == tokens
+        np.testing.assert_allclose(out.logits, logits, rtol=0, atol=TOLERANCE)
+        assert out.aux_bytes == 0
+        assert (out.computed == out.computed[0, 0]).all()
+    assert outputs[-1].computed[-1].tolist() == [sum(map(len, TURNS))] * 4
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in LENGTH_DEPENDENT])
+def test_keeping_everything_is_generate_on_the_whole_text(variant: str):
+    model: Any = model_of(variant, 1)
+    text, outputs = [], answers(LazyTurns(model, {2: 1.0}))
+    for turn, out in zip(TURNS, outputs, strict=True):
+        text += turn
+        ids = torch.tensor([text])
+        with casts_in_float64():
+            whole = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=STEPS, do_sample=False,
+                return_dict_in_generate=True, output_logits=True,
+            )  # fmt: skip
+        assert whole.sequences[0, len(text) :].tolist() == out.token_ids
+        np.testing.assert_allclose(torch.cat(whole.logits).numpy(), out.logits, rtol=0, atol=TOLERANCE)
+        text += out.token_ids
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 5, 100])
+@pytest.mark.parametrize("variant", ["qwen2", "mistral, window", *sorted(LENGTH_DEPENDENT)])
+def test_chunks_change_no_number(variant: str, chunk: int):
+    for schedule in ({1: 0.7, 3: 0.5}, {2: 0.1}, {2: 1.0}, {}):
+        model = model_of(variant, 1)
+        assert_same(answers(LazyTurns(model, schedule, chunk=chunk)), answers(LazyTurns(model, schedule)), TOLERANCE)
+
+
+def test_an_end_token_is_text():
+    model = model_of("llama", 1)
+    end = LazyTurns(model, {}).answer(TURNS[0], 5).token_ids[2]
+    session = LazyTurns(model, {2: 1.0}, eos_token_ids={end})
+    first, second = session.answer(TURNS[0], 5), session.answer(TURNS[1], 1)
+    assert first.token_ids[-1] == end
+    with torch.no_grad(), casts_in_float64():
+        logits = model(torch.tensor([[*TURNS[0], *first.token_ids, *TURNS[1]]])).logits[0, -1]
+    np.testing.assert_allclose(second.logits[0], logits.numpy(), rtol=0, atol=TOLERANCE)
+
+
+def test_forced_tokens_are_text():
+    model, forced = model_of("llama", 1), [7, 7, 3]
+    session = LazyTurns(model, {2: 1.0})
+    session.answer(TURNS[0], 2, forced=[1, 2])
+    out = session.answer(TURNS[1], 3, forced=forced)
+    with torch.no_grad(), casts_in_float64():
+        logits = model(torch.tensor([[*TURNS[0], 1, 2, *TURNS[1], *forced[:-1]]])).logits[0, -3:]
+    assert out.token_ids == forced
+    np.testing.assert_allclose(out.logits, logits.numpy(), rtol=0, atol=TOLERANCE)
+
+
+def test_branches_do_not_see_each_other():
+    model, schedule = model_of("llama", 1), {1: 0.7, 3: 0.5}
+    session = LazyTurns(model, schedule)
+    session.answer(TURNS[0], STEPS)
+    branch = session.fork()
+    branch.answer(TURNS[3], STEPS)
+    alone = LazyTurns(model, schedule)
+    alone.answer(TURNS[0], STEPS)
+    assert_same(answers(session, TURNS[1:2]), answers(alone, TURNS[1:2]))
+    assert_same(answers(branch, TURNS[2:]), answers(LazyTurns(model, schedule), [TURNS[0], TURNS[3], *TURNS[2:]])[2:])
+
+
+def test_without_revival_later_turns_run_over_what_is_left():
+    schedule = {1: 0.7, 3: 0.5}
+    for variant in ("llama", "mistral, window", "llama, dynamic NTK"):
+        model = model_of(variant, 1)
+        session = LazyTurns(model, schedule, revive=False)
+        out = session.answer(TURNS[0], STEPS)
+        expected = lazy_reference(model, TURNS[0], schedule, STEPS, revive=False)
+        assert (out.token_ids, out.selected) == (expected.token_ids, expected.selected)
+        heads = range(session.hand.num_kv_heads)
+        stored = {n: [{p: (k[g], v[g]) for p, (k, v) in kv.items()} for g in heads] for n, kv in session.kv.items()}
+        left = FieldOutput(out.token_ids, passes=out.computed[-1:].tolist(), stored=stored, decode_from=len(TURNS[0]))
+        later, continued = answers(session, TURNS[1:]), answers(ContinuedTurns(model, left), TURNS[1:])
+        for ours, theirs in zip(later, continued, strict=True):
+            assert ours.token_ids == theirs.token_ids
+            np.testing.assert_allclose(ours.logits, theirs.logits, rtol=0, atol=TOLERANCE)
+            assert ours.computed.tolist() == theirs.computed.tolist()
+            assert (ours.kv_bytes, ours.aux_bytes) == (theirs.kv_bytes, 0)
+            assert not any(positions for step in ours.revived for positions in step.values())
+
+
+# --- methods that drop for good ---
+
+
+Run = Callable[[PreTrainedModel, Sequence[int]], FieldOutput]
+
+AT_THEIR_POSITIONS: dict[str, Run] = {
+    "static pruning": lambda model, ids: static_first(model, ids, 2, 0.4, STEPS),
+    "some tokens": lambda model, ids: on_the_rest(model, ids, [0, 3, 4, 9, len(ids) - 1], STEPS, renumber=False),
+    "fastkv": lambda model, ids: fastkv(model, ids, 2, 0.5, 0.3, 4, 5, steps=STEPS),
+    "claa": lambda model, ids: claa(model, ids, 3, 0.4, 2, 4, 5, steps=STEPS),
+    "specprefill": lambda model, ids: specprefill(model, draft_of("llama"), ids, 0.4, 3, 4, steps=STEPS),
+    "pyramidinfer": lambda model, ids: pyramidinfer(model, ids, decay=0.5, steps=STEPS),
+    "asl": lambda model, ids: asl(model, ids, 1, 1.0, 8, 4, layers=2, retain=6, steps=STEPS),
+    "oracle": lambda model, ids: oracle(model, ids, 0.3, steps=STEPS),
+}
+
+
+@pytest.mark.parametrize("method", AT_THEIR_POSITIONS)
+@pytest.mark.parametrize("variant", MASKED)
+def test_continued_turns_with_masks(variant: str, method: str):
+    model, ids, later = model_of(variant, 3), prompt_of(24), TURNS[1:]
+    first = AT_THEIR_POSITIONS[method](model, ids)
+    outputs = answers(ContinuedTurns(model, first), later)
+    tail, rows = list(first.token_ids), []
+    for turn, out in zip(later, outputs, strict=True):
+        tail += turn
+        rows += range(len(tail), len(tail) + STEPS)  # the row at i gives the tail's token i
+        tail += out.token_ids
+    entering, current = [], list(range(24)) if 0 not in first.selected else first.selected[0]
+    for layer in range(4):
+        current = first.selected.get(layer, current)
+        entering.append(current)
+    logits, _ = dense(model, ids, replace(first, token_ids=tail), entering)
+    np.testing.assert_allclose(first.logits, logits[:STEPS], rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose([row for out in outputs for row in out.logits], logits[rows], rtol=0, atol=TOLERANCE)
+    assert [token for out in outputs for token in out.token_ids] == logits[rows].argmax(-1).tolist()
+    held = sum(len(positions) for heads in first.caches.values() for positions in heads)
+    added = len(tail) - 1  # the last token is pending
+    assert outputs[-1].kv_bytes == (held + added * 4 * 2) * 2 * 16 * 8
+    assert outputs[-1].aux_bytes == 0
+    assert outputs[-1].computed[-1].tolist() == [count + sum(map(len, later)) for count in first.passes[0]]
+    assert held < 24 * 4 * 2
+
+
+RENUMBERING: dict[str, Run] = {
+    "random drop, prompt compression": lambda model, ids: on_the_rest(model, ids, [0, 3, 4, 9, 13], STEPS, True),
+    "gemfilter": lambda model, ids: gemfilter(model, ids, 2, 6, steps=STEPS),
+    "baseline": lambda model, ids: on_the_rest(model, ids, range(len(ids)), STEPS, renumber=False),
+}
+
+
+@pytest.mark.parametrize("method", RENUMBERING)
+@pytest.mark.parametrize("variant", ["qwen3", "mistral, window", *sorted(LENGTH_DEPENDENT)])
+def test_continued_turns_behind_renumbered_tokens_are_the_plain_model(variant: str, method: str):
+    model = model_of(variant, 1)
+    first = RENUMBERING[method](model, TURNS[0])
+    [kept] = first.selected.values()
+    plain = answers(LazyTurns(model, {}), [[TURNS[0][p] for p in kept], *TURNS[1:]])
+    assert first.token_ids == plain[0].token_ids
+    for ours, theirs in zip(answers(ContinuedTurns(model, first), TURNS[1:]), plain[1:], strict=True):
+        assert ours.token_ids == theirs.token_ids
+        np.testing.assert_allclose(ours.logits, theirs.logits, rtol=0, atol=TOLERANCE)
+        assert ours.kv_bytes == theirs.kv_bytes
+    assert first.decode_from == len(kept)  # and `first` is as it was
+    assert len(first.stored[1][0]) == len(kept) + STEPS - 1
+
+
+def test_turns_again_are_first_turns_on_the_whole_text():
+    model = model_of("llama", 1)
+    outputs = again_turns(partial(RENUMBERING["baseline"], model), TURNS)
+    plain = answers(LazyTurns(model, {}))
+    assert [out.token_ids for out in outputs] == [out.token_ids for out in plain]
+    outputs = again_turns(lambda ids: gemfilter(model, ids, 2, 6, steps=STEPS), TURNS[:2])
+    text = [*TURNS[0], *gemfilter(model, TURNS[0], 2, 6, steps=STEPS).token_ids, *TURNS[1]]
+    assert outputs[1].token_ids == gemfilter(model, text, 2, 6, steps=STEPS).token_ids
+    assert outputs[1].passes == [[len(text), len(text), 0, 0], [6] * 4]
+
+
+def test_a_turn_has_tokens():
+    model = model_of("llama", 1)
+    first = on_the_rest(model, TURNS[0], range(14), STEPS, renumber=False)
+    for session in (LazyTurns(model, {}), ContinuedTurns(model, first)):
+        for new_ids, steps in (([], 1), ([1], 0)):
+            with pytest.raises(ValueError, match="at least one token"):
+                session.answer(new_ids, steps)
