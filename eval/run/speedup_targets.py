@@ -78,7 +78,7 @@ def at_depth(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
     schedule: Any = settings.get("schedule")
     if is_tuned(schedule):
         return settings | {"schedule": read_tuned(schedule, num_layers)}
-    if not isinstance(schedule, dict):
+    if not isinstance(schedule, dict) and ":" not in str(schedule):  # a name
         return settings
     return settings | {"schedule": dict(Schedule.parse(schedule, num_layers).keep)}
 

@@ -37,7 +37,6 @@ from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.integrations.transformers_generate import generate_with
 from lazyllm.methods import code_of, make
-from lazyllm.methods.schedule import Schedule
 from lazyllm.models.load import as_device, check_loading, load_config, load_tokenizer_of, load_weights
 from lazyllm.models.spec import DTYPES, ModelSpec
 
@@ -55,7 +54,7 @@ class PrunedLM(_HFLM):
 
     pretrained: a preset, folder or hub id, as in `lazyllm.load_model`; so are revision, tokenizer, attn_implementation
         and device. dtype: "auto" is the checkpoint's. method: its name. batch_size: any; requests are run one by one.
-        settings: the method's hyperparameters, a schedule also as `2:0.7+5:0.7`, and arguments of lm-eval's `hf`.
+        settings: the method's hyperparameters, a schedule as `2:0.7+5:0.7`, and arguments of lm-eval's `hf`.
 
     loglikelihood: the context is the prompt that the method prunes; the continuation is fed token by token, whatever
         the model would say, so each of its tokens is judged as decoding would see it. A prefill is shared by all
@@ -85,7 +84,7 @@ class PrunedLM(_HFLM):
         self._spec = replace(spec, dtype=_dtype_of(load_config(spec)) if dtype == "auto" else dtype)
         config = check_loading(self._spec)
         of_hf = {key: settings.pop(key) for key in _OF_HF & settings.keys()}
-        self.method = make(method, _as_settings(settings, config.num_hidden_layers))
+        self.method = make(method, settings)
         try:
             self.method.check(config)
             self.method.check_prompt(_prompt_of([0]))
@@ -185,20 +184,6 @@ class PrunedLM(_HFLM):
         return super()._model_generate(
             context, max_length, stop, custom_generate=generate_with(self.method), **settings
         )
-
-
-def _as_settings(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """Hyperparameters of a command line, where a schedule is JSON or `2:0.7+5:0.7` (commas part the arguments)."""
-    schedule = settings.get("schedule")
-    try:
-        if isinstance(schedule, str) and ":" in schedule:
-            pairs = [pair.partition(":") for pair in schedule.split("+")]
-            schedule = {layer.strip(): float(ratio) for layer, _, ratio in pairs}
-        if isinstance(schedule, dict):
-            return settings | {"schedule": dict(Schedule.parse(schedule, num_layers).keep)}
-    except (TypeError, ValueError) as error:
-        raise UserError(f"schedule={schedule}: {error}; give LAYER:RATIO+LAYER:RATIO, e.g. 2:0.7+5:0.7") from error
-    return settings
 
 
 def _prompt_of(token_ids: Sequence[int]) -> Prompt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -52,10 +53,11 @@ class Schedule:
 
     @classmethod
     def parse(cls, value: Schedule | Mapping[Any, Any] | str, num_layers: int) -> Schedule:
-        """A schedule for a model of `num_layers` layers from a name ("paper", "none"), a mapping or a schedule.
+        """A schedule for a model of `num_layers` layers from a name ("paper", "none"), a mapping, text or a schedule.
 
-        In a mapping a layer may also be given as a share of the depth, rounded down: `{"50%": 0.7}`.
-        Raises ValueError for an unknown name or a layer that the model does not have.
+        Text is a mapping as Python, JSON or YAML write it (`{2: 0.5, 5: 0.5}`), or `2:0.5+5:0.5`.
+        A layer may also be given as a share of the depth, rounded down: `{"50%": 0.7}`.
+        Raises ValueError for an unknown name, text that is none of these, or a layer that the model does not have.
         """
         match value:
             case Schedule():
@@ -65,9 +67,7 @@ class Schedule:
             case "none":
                 schedule = cls({})
             case str():
-                raise ValueError(
-                    f"unknown schedule {value!r}: give 'paper', 'none' or a mapping such as {{9: 0.7, 19: 0.7}}"
-                )
+                return cls.parse(_mapping_of(value), num_layers)
             case Mapping():
                 placed = {_at_depth(layer, num_layers): ratio for layer, ratio in value.items()}
                 if len(placed) < len(value):
@@ -86,6 +86,21 @@ class Schedule:
     def kept(self, layer: int, n: int) -> int:
         """How many of the n tokens that entered pruning layer `layer` go on."""
         return keep_count(self.keep[layer], n)
+
+
+def _mapping_of(text: str) -> dict[str, float]:
+    """{layer: ratio} of a schedule's text."""
+    pairs = [pair.rpartition(":") for pair in re.split(r"[,+]", text.strip().strip("{}"))]
+    try:
+        mapping = {layer.strip(" '\""): float(ratio) for layer, _, ratio in pairs}
+    except ValueError:
+        mapping = {}
+    if not mapping or "" in mapping or len(mapping) < len(pairs):
+        raise ValueError(
+            f"schedule {text!r}: expected 'paper', 'none', or a keep ratio for each pruning layer, as "
+            "{9: 0.7, 19: 0.7} or 9:0.7+19:0.7"
+        )
+    return mapping
 
 
 def keep_count(ratio: float, n: int) -> int:

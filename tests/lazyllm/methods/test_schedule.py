@@ -56,6 +56,12 @@ def test_parse() -> None:
     assert Schedule.parse({"9": 0.7, "2": 0.5}, 32) == Schedule({2: 0.5, 9: 0.7})
     assert Schedule.parse({"12.5%": 0.5, "50 %": 0.7, 30: 0.9}, 32) == Schedule({4: 0.5, 16: 0.7, 30: 0.9})
     assert Schedule.parse({"30%": 0.5}, 8) == Schedule({2: 0.5})  # 2.4, rounded down
+    for text in ("{2: 0.5, 9: 0.7}", '{"2": 0.5, "9": 0.7}', "2:0.5+9:0.7", " 9:0.7 + 2:0.5 ", "{12.5%: 0.7, 2: 0.5}"):
+        expected = {2: 0.5, (9 if "9" in text else 4): 0.7}
+        assert Schedule.parse(text, 32) == Schedule(expected)
+    for text in ("papr", "2:", ":0.5", "2:half", "2:0.5+2:0.7", "{}", "2=0.5:"):
+        with pytest.raises(ValueError, match=r"schedule .*: expected 'paper', 'none', or a keep ratio"):
+            Schedule.parse(text, 8)
     for bad, message in (({"half%": 0.5}, "like 50%"), ({"1/0%": 0.5}, "like 50%"), ({"1%": 0.5}, "count from 1")):
         with pytest.raises(ValueError, match=message):
             Schedule.parse(bad, 32)
@@ -63,8 +69,6 @@ def test_parse() -> None:
         Schedule.parse({"30%": 0.5, 2: 0.7}, 8)
     with pytest.raises(ValueError, match="after layer 9, but the model has only 8 layers"):
         Schedule.parse({9: 0.7}, 8)
-    with pytest.raises(ValueError, match="unknown schedule 'papr'"):
-        Schedule.parse("papr", 8)
 
 
 def test_equal_schedules_hash_alike() -> None:
