@@ -108,6 +108,7 @@ def build_prompt(
     chat: str = "none",
     chat_wrap: bool = True,
     protected: str = "",
+    decode_halves: bool = True,
 ) -> Prompt:
     """The prompt of one example, in the official order (see the top of this file).
 
@@ -116,6 +117,8 @@ def build_prompt(
     chat: a name in `CHAT_FORMATS`; "auto" is the tokenizer's own chat template.
     chat_wrap: False for datasets that are exempt from the wrap (`Dataset.chat_wrap`).
     protected: the text in the context that no method may shorten (`Dataset.protected`). It changes no token.
+    decode_halves: False decodes the ends of a truncated prompt together, as LongBench v2 does: of an odd limit, the
+        second one is a token longer (`Dataset.decode_halves`).
     Raises UserError: a placeholder that is no field of a row, an unknown chat format, a tokenizer without chat
         template for "auto", a limit that leaves no tokens, a prompt without tokens.
     """
@@ -128,8 +131,7 @@ def build_prompt(
     before = len(ids)
     truncated = max_prompt_tokens is not None and before > max_prompt_tokens
     if max_prompt_tokens is not None and truncated:
-        half = max_prompt_tokens // 2
-        left, right = _decode(tokenizer, ids[:half]), _decode(tokenizer, ids[-half:])
+        left, right = _ends(tokenizer, ids, max_prompt_tokens, decode_halves)
         text, context = left + right, _after_cut(context, text, left, right)
     if chat_wrap and wrap.from_tokenizer:
         inner, text = text, _apply_own_template(tokenizer, text)
@@ -196,6 +198,17 @@ def _without(ranges: Ranges, text: str, protected: str) -> Ranges:
             free = start + match.end()
         left.append((free, stop))
     return [(start, stop) for start, stop in left if start < stop]
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase, ids: list[int], limit: int, decode_halves: bool) -> tuple[str, str]:
+    """The texts of the first and the last tokens, `limit` in all."""
+    half = limit // 2
+    left = _decode(tokenizer, ids[:half])
+    if decode_halves:
+        return left, _decode(tokenizer, ids[-half:])
+    both = _decode(tokenizer, ids[:half] + ids[half - limit :])
+    cut = _same(left, both)  # all of `left`, unless the cut went through a character
+    return both[:cut], both[cut:]
 
 
 def _after_cut(ranges: Ranges, text: str, left: str, right: str) -> Ranges:

@@ -26,6 +26,7 @@ class Dataset:
     suite: the name of its suite.
     chat_wrap: whether the prompt is wrapped in the model's chat template.
     truncate: whether a prompt longer than `model.max_prompt_tokens` loses its middle.
+    decode_halves: whether the two ends of such a prompt are decoded one by one, as LongBench does, or together.
     first_line: whether only the first line of the answer is scored (leading newlines stripped first).
     newline_ends: whether a newline token ends the answer, which then has at least one token.
     protected: a pattern (re.MULTILINE) of text in a few-shot context that no method may shorten: the examples' answers,
@@ -38,6 +39,7 @@ class Dataset:
     suite: str
     chat_wrap: bool = True
     truncate: bool = True
+    decode_halves: bool = True
     first_line: bool = False
     newline_ends: bool = False
     protected: str = ""
@@ -53,6 +55,8 @@ class Example:
     length: the row's length as the suite counts it, in words, characters or tokens.
     instruction: the text in front of the context, if it differs from row to row.
     answer_prefix: the text behind the chat template that the answer continues; a part of the prompt.
+    evidence: the [start, end) ranges of `context`, in characters, that hold the answer; empty if nobody knows.
+    groups: the groups of rows that it is in and that scores are shown for, each as "length=8k+".
     """
 
     dataset: str
@@ -65,6 +69,8 @@ class Example:
     language: str
     instruction: str = ""
     answer_prefix: str = ""
+    evidence: tuple[tuple[int, int], ...] = ()
+    groups: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

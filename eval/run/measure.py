@@ -89,6 +89,7 @@ class Bench:
             baseline=baseline,
             prompt_end=case.prompt.text[-PROMPT_END:],
             answers=list(case.example.answers),
+            groups=list(case.example.groups),
         )
 
     def _measure(self, case: Case, method: Method) -> Measurement:

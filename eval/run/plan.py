@@ -235,6 +235,7 @@ def _cases(config: RunConfig, identified: Identified) -> Iterator[Case]:
                 config.model.chat,
                 dataset.chat_wrap,
                 dataset.protected,
+                dataset.decode_halves,
             )
             try:
                 method.check_prompt(prompt.as_input())
@@ -308,7 +309,7 @@ def _identity(
         **({"method_code": code} if code is not None else {}),
         **({"half": config.half} if config.half is not None else {}),  # what is tuned on shares no table with the rest
         **({"method_weights": [_weights_of(spec) for spec in beside]} if beside else {}),
-        "data": {one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in loaded},
+        "data": {one.dataset.name: _data_of(one) for one in loaded},
         "max_new_tokens": config.max_new_tokens,
         "seed": config.seed,
         "paired": paired,
@@ -318,6 +319,12 @@ def _identity(
         "device": " + ".join(map(provenance.device_name, devices)),
         "threads": torch.get_num_threads() if devices[0].type == "cpu" else None,
     }
+
+
+def _data_of(loaded: LoadedDataset) -> str:
+    """What tells a dataset's rows, template and scoring apart."""
+    version = SUITES[loaded.dataset.suite].version
+    return f"{loaded.data_sha256[:16]} {loaded.config_sha256[:16]} v{version}"
 
 
 def _weights_of(spec: ModelSpec) -> str | None:

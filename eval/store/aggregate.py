@@ -23,7 +23,7 @@ RESAMPLES = 2000
 
 _BOTH = (*MEASURED, *(f"baseline_{name}" for name in MEASURED))  # of the method, and of its paired baseline
 _SPEEDUPS = {"ttft_speedup": "ttft_s", "generation_speedup": "total_s", "step_speedup": "step_s"}
-VALUES = (*_BOTH, "cache_bytes", "baseline_cache_bytes", *_SPEEDUPS, "relative_score")
+VALUES = (*_BOTH, "cache_bytes", "baseline_cache_bytes", *_SPEEDUPS, "relative_score", "answered_score")
 _COLUMN = {name: number for number, name in enumerate(VALUES)}
 _SETTING = ("model", "paper_model", "method", "settings", "label", "suite")
 COLUMNS = [
@@ -45,6 +45,7 @@ def by_task(frame: pd.DataFrame, known: dict[Any, list[dict[str, Any]]] | None =
     cache_bytes, baseline_cache_bytes: KV and Aux Cache together.
     ttft_speedup, generation_speedup, step_speedup: whole answers may differ in length, a mean decoding step does not.
     relative_score: 100 * score / baseline_score of the row.
+    answered_score: 100 * score / pct_answered of the row: the score if empty answers, which score 0, are not counted.
 
     A dataset's score is rounded as LongBench rounds it. Several seeds of an example count as one example: its mean, and
     in speedups the sum of the times. A value is NaN if an example lacks it, or if a baseline's score is 0; both ends of
@@ -152,16 +153,17 @@ def _dataset(name: str, examples: pd.DataFrame) -> np.ndarray:
     for column in ("score", "baseline_score"):
         # the official score is rounded before it is averaged over datasets
         drawn[0, _COLUMN[column]] = dataset_score((examples[column] / 100).to_list())
-    return _with_relative_score(drawn)
+    return _with_ratios(drawn)
 
 
 def _mean(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return _with_relative_score(np.mean(parts, axis=0))
+    return _with_ratios(np.mean(parts, axis=0))
 
 
-def _with_relative_score(drawn: np.ndarray) -> np.ndarray:
-    score, baseline = drawn[:, _COLUMN["score"]], drawn[:, _COLUMN["baseline_score"]]
-    drawn[:, _COLUMN["relative_score"]] = 100 * score / np.where(baseline == 0, np.nan, baseline)
+def _with_ratios(drawn: np.ndarray) -> np.ndarray:
+    for ratio, below in (("relative_score", "baseline_score"), ("answered_score", "pct_answered")):
+        divisor = drawn[:, _COLUMN[below]]
+        drawn[:, _COLUMN[ratio]] = 100 * drawn[:, _COLUMN["score"]] / np.where(divisor == 0, np.nan, divisor)
     return drawn
 
 

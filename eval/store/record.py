@@ -90,8 +90,9 @@ def _type(one: Field[Any]) -> tuple[bool, str]:
 
 # {column of the frames: the factor between it and the record's field}
 SCALES: dict[str, float] = {one.name: one.metadata.get("scale", 1) for one in _columns(Measurement)}
-# The frames' columns of a measurement: its numbers; the mean decoding step, and how many tokens were generated
-MEASURED = (*SCALES, "step_s", "generated_tokens")
+# The frames' columns of a measurement: its numbers; the mean decoding step, how many tokens were generated, and 100 for
+# an answer that is not empty, else 0
+MEASURED = (*SCALES, "step_s", "generated_tokens", "pct_answered")
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Record(Line):
     """One example: its prompt, and what the method and the paired baseline (None if not paired) made of it.
 
     prompt_end: the last `PROMPT_END` characters of the prompt's text. answers: the gold answers. Reports show both
-    beside the answer; older records lack them.
+    beside the answer. groups: of the example, as "length=8k+". Older records lack these three.
     """
 
     prompt_sha256: str
@@ -135,6 +136,7 @@ class Record(Line):
     baseline: Measurement | None
     prompt_end: str = ""
     answers: list[str] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _SIDES = {"method": "", "baseline": "baseline_"}  # {of a record: the prefix of its columns}
 COLUMNS = [
     "model", "paper_model", "method", "settings", "label", "seed", "run", "folder", "paired",
-    "dataset", "task", "suite", "id", "prompt_tokens",
+    "dataset", "task", "suite", "id", "groups", "prompt_tokens",
     *(f"{prefix}{name}" for prefix in _SIDES.values() for name in MEASURED),
 ]  # fmt: skip
 _USUAL = {"revive": True, "prune_generated": False}
@@ -283,8 +283,8 @@ def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
     """One row an example of a run.
 
     model, paper_model (missing: the paper has no such model), method, settings (canonical JSON of the hyperparameters),
-    label (the same for people), seed, run (the fingerprint), folder, paired, dataset, task, suite, id, prompt_tokens;
-    then `eval.store.record.MEASURED` of the method, and with `baseline_` before it of the paired baseline (NaN if there
+    label (the same for people), seed, run (the fingerprint), folder, paired, dataset, task, suite, id, groups (a list of
+    texts, as "length=8k+"), prompt_tokens; then `eval.store.record.MEASURED` of the method, and with `baseline_` before it of the paired baseline (NaN if there
     is none). Scores are 0 to 100; step_s is the mean decoding step (NaN for answers of one token).
 
     If two runs hold the same example with the same setting and seed, the paired one counts; of such, the one
@@ -339,8 +339,8 @@ def example_rows(records: Sequence[Record]) -> pd.DataFrame:
 
 # The columns of records that `_example_rows` reads
 _READ = [
-    "dataset", "id", "prompt_tokens",
-    *(f"{side}.{name}" for side in _SIDES for name in (*SCALES, "decode_step_s", "token_ids")),
+    "dataset", "id", "groups", "prompt_tokens",
+    *(f"{side}.{name}" for side in _SIDES for name in (*SCALES, "decode_step_s", "token_ids", "text")),
 ]  # fmt: skip
 
 
@@ -352,11 +352,14 @@ def _example_rows(table: pa.Table) -> pd.DataFrame:
     columns: dict[str, Any] = {"dataset": datasets}
     for fact in ("task", "suite"):
         columns[fact] = datasets.map({name: getattr(dataset, fact) for name, dataset in DATASETS.items()})
-    columns |= {"id": table["id"].to_pandas(), "prompt_tokens": table["prompt_tokens"].to_numpy()}
+    columns |= {name: table[name].to_pandas() for name in ("id", "groups")}
+    columns |= {"prompt_tokens": table["prompt_tokens"].to_numpy()}
     for side, prefix in _SIDES.items():
         columns |= {f"{prefix}{name}": scale * _numbers(table[f"{side}.{name}"]) for name, scale in SCALES.items()}
         columns[f"{prefix}step_s"] = _mean_of_each(table[f"{side}.decode_step_s"].combine_chunks())
         columns[f"{prefix}generated_tokens"] = _numbers(_lengths(table[f"{side}.token_ids"]))
+        answered = pc.call_function("not_equal", [table[f"{side}.text"], pa.scalar("")])
+        columns[f"{prefix}pct_answered"] = 100 * _numbers(answered.cast(pa.int64()))
     return pd.DataFrame(columns)
 
 

@@ -208,4 +208,5 @@ def _example(dataset: Dataset, options: RulerConfig, number: int, row: Row) -> E
         language="en",
         instruction=row.input[:start],
         answer_prefix=row.answer_prefix,
+        evidence=tuple((first - start, last - start) for first, last in row.evidence),
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from eval.paper.table import Table
 from eval.paper.tables.beside_paper import table1, table2
+from eval.paper.tables.by_group import groups
 from eval.paper.tables.memory_held import memory
 from eval.paper.tables.schedules import sensitivity
 from eval.paper.tables.ttft_by_length import ttft_share
@@ -15,6 +16,7 @@ from eval.store.results import Results
 TABLES: dict[str, Callable[[Results], Table]] = {
     "table1": table1,
     "table2": table2,
+    "groups": groups,
     "memory": memory,
     "ttft_share": ttft_share,
     "sensitivity": sensitivity,
