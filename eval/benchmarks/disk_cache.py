@@ -15,6 +15,8 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from lazyllm.errors import UserError
+
 log = logging.getLogger(__name__)
 
 
@@ -58,6 +60,47 @@ def write_atomically(file: Path, content: bytes) -> None:
 
 def _header(key: str, content: bytes) -> bytes:
     return f"{key} {hashlib.sha256(content).hexdigest()}".encode()
+
+
+def fetched_once(file: Path, url: str, sha256: str, owner: str, what: str, ways_out: str) -> Path:
+    """`file`, fetched from a web address if it is not there.
+
+    owner: whose file it is. what: is not cached yet if the file is not there. ways_out: what a user can do.
+    Raises UserError: neither there nor to be had, or another file than that of the hash.
+    """
+    if file.is_file():
+        if file_sha256(file) != sha256:
+            raise UserError(f"{file}: not {owner}'s own (its sha256 differs); delete it to have it fetched anew")
+        return file
+    require_network(url, what, ways_out)
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response:
+            content = response.read()
+    except OSError as error:
+        raise UserError(f"{url} did not come ({error}). {ways_out}") from error
+    actual = hashlib.sha256(content).hexdigest()
+    if actual != sha256:
+        raise UserError(
+            f"{url}: refused, the content is not {owner}'s (sha256 {actual}, expected {sha256}). {ways_out}"
+        )
+    write_atomically(file, content)
+    return file
+
+
+def require_network(url: str, what: str, ways_out: str) -> None:
+    """Refuse to fetch what is not cached if the network is forbidden or does not answer. Raises UserError."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(f"{what} is not cached yet and HF_HUB_OFFLINE is set. {ways_out}")
+    if not is_reachable(url):
+        raise UserError(f"{what} is not cached yet and {url} does not answer. {ways_out}")
+
+
+def file_sha256(file: Path) -> str:
+    """SHA-256 of a file's content. Raises OSError."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def is_offline() -> bool:

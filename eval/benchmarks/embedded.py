@@ -185,7 +185,7 @@ def _draw_values(rng: random.Random, level: Level, sizes: Sequence[int], end: st
     return [[*islice(words, size), end] for size in sizes]
 
 
-def _sentence(rng: random.Random, size: int) -> Tokens:
+def filler_sentence(rng: random.Random, size: int) -> Tokens:
     """A filler sentence of exactly `size` tokens, full stop included."""
     return [f" {rng.choice(_PATTERN[i % len(_PATTERN)])}" for i in range(size - 1)] + ["."]
 
@@ -202,7 +202,7 @@ def _sizes(rng: random.Random, total: int, low: int, high: int) -> list[int]:
 
 def _among_filler(rng: random.Random, needles: list[Tokens], total: int) -> Tokens:
     """`needles` in their order, at random depths among filler sentences, `total` tokens altogether."""
-    filler = [_sentence(rng, size) for size in _sizes(rng, total - sum(map(len, needles)), 5, 10)]
+    filler = [filler_sentence(rng, size) for size in _sizes(rng, total - sum(map(len, needles)), 5, 10)]
     places = set(rng.sample(range(len(needles) + len(filler)), len(needles)))
     waiting, filling = iter(needles), iter(filler)
     tokens: Tokens = []
@@ -286,9 +286,9 @@ def _shots(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     tokens: Tokens = []
     filler = _spread(rng, level.context + 1 - overhead * len(lines), len(lines))
     for (name, label), size in zip(lines, filler, strict=True):
-        tokens += ["Example", *_sentence(rng, size + 1)[:-1], name, label, ".", "\n"]
+        tokens += ["Example", *filler_sentence(rng, size + 1)[:-1], name, label, ".", "\n"]
     questions = [
-        Question([*_sentence(rng, 4)[:-1], name], [label, "."]) for name, label in zip(names, labels, strict=True)
+        Question([*filler_sentence(rng, 4)[:-1], name], [label, "."]) for name, label in zip(names, labels, strict=True)
     ]
     return tokens[:-1], questions
 
@@ -361,14 +361,14 @@ WARM_UP = {**GENERATORS, "digest": _direct_digest}
 """The generators that training begins with: digest is easier, as nothing is looked up twice. Not in the suite."""
 
 
-def _text(tokens: Tokens) -> str:
+def as_text(tokens: Tokens) -> str:
     """Tokens as the text of a field: the space before the first word belongs to the template."""
     return "".join(tokens).removeprefix(" ")
 
 
 def is_test(context: Tokens, question: Question) -> bool:
     """Whether this question of this context is of the test split: a quarter of all are, by the hash of their text."""
-    return hashlib.sha256((_text(context) + "\0" + _text(question.input)).encode()).digest()[0] % 4 == 0
+    return hashlib.sha256((as_text(context) + "\0" + as_text(question.input)).encode()).digest()[0] % 4 == 0
 
 
 _GOLDEN = 0.6180339887498949  # the golden ratio's fraction
@@ -388,12 +388,12 @@ def _row(name: str, split: str, index: int) -> dict[str, Any]:
         if is_test(context, question) == (split == "test"):
             break
     # Code is compared letter by letter, so its gold is the exact continuation, the space before it included.
-    gold = "".join(question.answer) if name == "complete" else _text(question.answer).rstrip(".")
+    gold = "".join(question.answer) if name == "complete" else as_text(question.answer).rstrip(".")
     return {
-        "input": _text(question.input),
-        "context": _text(context),
+        "input": as_text(question.input),
+        "context": as_text(context),
         "answers": [f"Paragraph {gold}" if name == "retrieve" else gold],
-        "length": len(_text(context).split()),
+        "length": len(as_text(context).split()),
         "dataset": name,
         "language": "en",
         "all_classes": list(CLASSES) if name == "shots" else None,

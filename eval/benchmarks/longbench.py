@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import urllib.request
 import warnings
 import zipfile
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.disk_cache import cache_folder, is_reachable, write_atomically
+from eval.benchmarks.disk_cache import cache_folder, fetched_once, file_sha256, require_network
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import load_examples, shortened
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
@@ -89,14 +88,13 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         with zipfile.ZipFile(archive) as opened:
             data, source = opened.read(member), f"{archive}:{member}"
         config = {name: _fetched_config(name, dataset) for name in CONFIG_SHA256}
-    template, max_new_tokens = (_config_value(config[name], dataset) for name in (PROMPTS, MAX_LENGTHS))
+    prompt_of = dataset.prompt_of or dataset.name
+    template, max_new_tokens = (_config_value(config[name], prompt_of) for name in (PROMPTS, MAX_LENGTHS))
     if not isinstance(template, str) or not template:
-        raise UserError(
-            f"{config[PROMPTS]}: the template of {dataset.name!r} must be a string, got {shortened(template)}"
-        )
+        raise UserError(f"{config[PROMPTS]}: the template of {prompt_of!r} must be a string, got {shortened(template)}")
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise UserError(
-            f"{config[MAX_LENGTHS]}: the answer length of {dataset.name!r} must be a whole number of at least 1, "
+            f"{config[MAX_LENGTHS]}: the answer length of {prompt_of!r} must be a whole number of at least 1, "
             f"got {shortened(max_new_tokens)}"
         )
     return load_examples(dataset, data, source, template, max_new_tokens, settings.on_error)
@@ -121,7 +119,7 @@ def _check_folder(folder: Path, dataset: Dataset) -> None:
     for name in (f"{dataset.name}.jsonl", f"config/{PROMPTS}", f"config/{MAX_LENGTHS}"):
         if not (folder / name).is_file():
             raise UserError(f"data.dir={folder}: {name} is missing; {_folder_content(dataset)}")
-    other = [name for name in CONFIG_SHA256 if _sha256(folder / "config" / name) != CONFIG_SHA256[name]]
+    other = [name for name in CONFIG_SHA256 if file_sha256(folder / "config" / name) != CONFIG_SHA256[name]]
     if other:
         warnings.warn(
             f"{folder / 'config'}: {' and '.join(other)} differ from LongBench's own, so scores do not compare with "
@@ -137,15 +135,15 @@ def _folder_content(dataset: Dataset) -> str:
     )
 
 
-def _config_value(file: Path, dataset: Dataset) -> Any:
+def _config_value(file: Path, name: str) -> Any:
     """A dataset's entry in one of LongBench's config files."""
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: not valid JSON in UTF-8 ({error})") from error
-    if not isinstance(content, dict) or dataset.name not in content:
-        raise UserError(f"{file}: expected a JSON object with an entry {dataset.name!r}")
-    return content[dataset.name]
+    if not isinstance(content, dict) or name not in content:
+        raise UserError(f"{file}: expected a JSON object with an entry {name!r}")
+    return content[name]
 
 
 def _archive(dataset: Dataset) -> Path:
@@ -155,7 +153,7 @@ def _archive(dataset: Dataset) -> Path:
 
     cached = try_to_load_from_cache(HUB_REPOSITORY, HUB_FILE, revision=HUB_REVISION, repo_type="dataset")
     if not isinstance(cached, str):
-        _require_network(constants.ENDPOINT, dataset)
+        require_network(constants.ENDPOINT, dataset.name, _ways_out(dataset))
         try:
             cached = hf_hub_download(HUB_REPOSITORY, HUB_FILE, revision=HUB_REVISION, repo_type="dataset")
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -169,39 +167,13 @@ def _archive(dataset: Dataset) -> Path:
 @cache
 def _archive_sha256(archive: Path, modified: int) -> str:
     """Computed once for all datasets of a run: the archive has 114 MB."""
-    return _sha256(archive)
+    return file_sha256(archive)
 
 
 def _fetched_config(name: str, dataset: Dataset) -> Path:
     """The local copy of one of LongBench's config files, fetched if it is not there. Raises UserError."""
-    file, url = cache_folder() / "longbench" / "config" / name, CONFIG_URL + name
-    if file.is_file():
-        if _sha256(file) != CONFIG_SHA256[name]:
-            raise UserError(f"{file}: not LongBench's own (its sha256 differs); delete it to have it fetched anew")
-        return file
-    _require_network(url, dataset)
-    try:
-        with urllib.request.urlopen(url, timeout=30) as response:
-            content = response.read()
-    except OSError as error:
-        raise UserError(f"{url} did not come ({error}). {_ways_out(dataset)}") from error
-    sha256 = hashlib.sha256(content).hexdigest()
-    if sha256 != CONFIG_SHA256[name]:
-        raise UserError(
-            f"{url}: refused, the content is not LongBench's (sha256 {sha256}, expected {CONFIG_SHA256[name]}). "
-            f"{_ways_out(dataset)}"
-        )
-    write_atomically(file, content)
-    return file
-
-
-def _require_network(url: str, dataset: Dataset) -> None:
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        raise UserError(f"{dataset.name} is not cached yet and HF_HUB_OFFLINE is set. {_ways_out(dataset)}")
-    if not is_reachable(url):
-        raise UserError(f"{dataset.name} is not cached yet and {url} does not answer. {_ways_out(dataset)}")
+    file = cache_folder() / "longbench" / "config" / name
+    return fetched_once(file, CONFIG_URL + name, CONFIG_SHA256[name], "LongBench", dataset.name, _ways_out(dataset))
 
 
 def _ways_out(dataset: Dataset) -> str:
@@ -209,8 +181,3 @@ def _ways_out(dataset: Dataset) -> str:
         f"Either give data.dir=FOLDER: {_folder_content(dataset)}. Or run once with a network, which fills the hub's "
         f"cache and {cache_folder() / 'longbench'} (a machine without a network can be given copies of both)"
     )
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from eval.benchmarks.metrics import gold_problem
@@ -61,10 +61,15 @@ def read_lines(data: bytes, source: str, parse: Callable[[Any], Parsed]) -> Iter
         except (ValueError, RecursionError) as error:
             yield where, UserError(f"not valid JSON in UTF-8 ({error})")
             continue
-        try:
-            yield where, parse(row)
-        except (UserError, RecursionError) as error:  # a value may be nested too deeply to be shown
-            yield where, UserError(str(error))
+        yield where, parsed(row, parse)
+
+
+def parsed(row: Any, parse: Callable[[Any], Parsed]) -> Parsed | UserError:
+    """A JSON value parsed, or the reason why it cannot be. parse: as in `read_lines`."""
+    try:
+        return parse(row)
+    except (UserError, RecursionError) as error:  # a value may be nested too deeply to be shown
+        return UserError(str(error))
 
 
 def check_fields(row: Any, fields: Fields) -> None:
@@ -86,10 +91,32 @@ def load_examples(
     source: names the origin of the rows in messages. Raises UserError: a row that cannot be used (unless skipped), a
     repeated `_id`, no usable row.
     """
+    outcomes = read_lines(data, source, lambda row: parse_example(dataset, row))
+    examples, skipped = usable(outcomes, source, on_error, "one JSON object a line in LongBench's format")
+    return LoadedDataset(
+        dataset=dataset,
+        examples=examples,
+        template=template,
+        max_new_tokens=max_new_tokens,
+        data_sha256=hashlib.sha256(data).hexdigest(),
+        config_sha256=hashlib.sha256(canonical([template, max_new_tokens])).hexdigest(),
+        source=source,
+        skipped=skipped,
+    )
+
+
+def usable(
+    outcomes: Iterable[tuple[str, Example | UserError]], source: str, on_error: OnError, expected: str
+) -> tuple[tuple[Example, ...], tuple[Skipped, ...]]:
+    """The examples, and the rows that were left out.
+
+    outcomes: (where it stands, example or the reason why there is none) of each row. expected: what `source` should
+    hold. Raises UserError as `load_examples`.
+    """
     examples: list[Example] = []
     skipped: list[Skipped] = []
     places: dict[str, str] = {}
-    for where, example in read_lines(data, source, lambda row: parse_example(dataset, row)):
+    for where, example in outcomes:
         if isinstance(example, Example) and example.id in places:
             place = places[example.id]
             example = UserError(f"the same _id as in {place} ({example.id!r}); expected each row once")
@@ -102,23 +129,14 @@ def load_examples(
             skipped.append(Skipped(where, str(example)))
     if not examples:
         first = f": {len(skipped)} skipped, the first, {skipped[0].where}, for: {skipped[0].reason}" if skipped else ""
-        raise UserError(f"{source}: no usable row{first}; expected one JSON object a line in LongBench's format")
-    return LoadedDataset(
-        dataset=dataset,
-        examples=tuple(examples),
-        template=template,
-        max_new_tokens=max_new_tokens,
-        data_sha256=hashlib.sha256(data).hexdigest(),
-        config_sha256=hashlib.sha256(canonical([template, max_new_tokens])).hexdigest(),
-        source=source,
-        skipped=tuple(skipped),
-    )
+        raise UserError(f"{source}: no usable row{first}; expected {expected}")
+    return tuple(examples), tuple(skipped)
 
 
 def parse_example(dataset: Dataset, row: Any) -> Example:
     """A row in LongBench's format as an example. Raises UserError with the reason if it cannot be used."""
     check_fields(row, _FIELDS)
-    if row["dataset"] != dataset.name:
+    if row["dataset"] not in (dataset.name, dataset.prompt_of or dataset.name):
         raise UserError(
             f"field 'dataset' must be {dataset.name!r} as the file's name says, got {shortened(row['dataset'])}"
         )

@@ -24,6 +24,7 @@ class Dataset:
     task: the task whose score is the mean over its datasets.
     metric: the name of its score: a key of `eval.benchmarks.metrics.METRICS` if the suite scores by `score_example`.
     suite: the name of its suite.
+    prompt_of: the dataset of LongBench whose prompt and answer length it has; "" for its own.
     chat_wrap: whether the prompt is wrapped in the model's chat template.
     truncate: whether a prompt longer than `model.max_prompt_tokens` loses its middle.
     decode_halves: whether the two ends of such a prompt are decoded one by one, as LongBench does, or together.
@@ -37,6 +38,7 @@ class Dataset:
     task: str
     metric: str
     suite: str
+    prompt_of: str = ""
     chat_wrap: bool = True
     truncate: bool = True
     decode_halves: bool = True

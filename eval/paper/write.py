@@ -35,6 +35,7 @@ _COMMANDS = {
     "figure6": "python run.py -m experiment=figure6 model=llama2,xgen",
     "figure7": "python run.py experiment=figure7 model=llama2",
     "mechanism": "python run.py experiment=figure2 model=tiny",
+    "needle": "python run.py dataset=needle",
     "sensitivity": "python run.py -m experiment=figure6 model=tiny",
 }
 _ANY_RUN = "python run.py model=tiny method=lazy"

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import register_configs, resolve_datasets
+from eval.benchmarks.needle import NeedleConfig
 from eval.benchmarks.prompts import chat_format
 from eval.benchmarks.ruler.ruler_suite import RulerConfig
 from eval.benchmarks.split import HALVES, parse_shard
@@ -137,6 +138,7 @@ class RunConfig:
     dataset: dict[str, bool] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
     ruler: RulerConfig = field(default_factory=RulerConfig)
+    needle: NeedleConfig = field(default_factory=NeedleConfig)
     timing: TimingConfig = field(default_factory=TimingConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     limit: int | None = None
@@ -406,8 +408,9 @@ def _asked_for(config: RunConfig) -> tuple[Dataset, ...]:
     datasets = tuple(dataset for dataset in known if config.dataset.get(dataset.name, True))
     if not datasets:
         raise UserError("no dataset is left: write dataset=hotpotqa, a task's name, or dataset=all")
-    if len({dataset.suite for dataset in datasets}) > 1:
-        raise UserError("datasets of several suites (LongBench, embedded, RULER) share no table: run them apart")
+    suites = dict.fromkeys(dataset.suite for dataset in datasets)
+    if len(suites) > 1:
+        raise UserError(f"datasets of several suites ({', '.join(suites)}) share no table: run them apart")
     return datasets
 
 

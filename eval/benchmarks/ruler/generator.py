@@ -35,8 +35,8 @@ from lazyllm.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-_NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _DEPTHS = [round(100 * step / 39) for step in range(40)]  # percent
 _EXAMPLE_VALUE = "12345"
 _CODE_LETTERS = 6
@@ -360,14 +360,14 @@ class _Needles(_Sampler):
         if self.haystack == "needle":
             lines = [self._needle(self._drawn(self.key), self._drawn(self.value)) for _ in range(size)]
         else:
-            lines = [_NOISE] * size
+            lines = [NOISE] * size
         places = sorted(self.random.sample(range(size), len(needles)), reverse=True)
         for place, needle in zip(places, needles, strict=True):
             lines.insert(place, needle)
         return "\n".join(lines)
 
     def _needle(self, key: str, value: str) -> str:
-        return _NEEDLE.format(kind=self.value, key=key, value=value)
+        return NEEDLE.format(kind=self.value, key=key, value=value)
 
     def _drawn(self, kind: str) -> str:
         if kind == "numbers":
@@ -408,7 +408,7 @@ class _Chains(_Sampler):
         if size < length:
             raise self.too_short()
         chains = [names[start : start + length] for start in range(0, len(names), length)]
-        lines, evidence = [_NOISE] * size, []
+        lines, evidence = [NOISE] * size, []
         for chain, value in zip(chains, values, strict=True):
             assignments = [f"VAR {chain[0]} = {value}"]
             assignments += [f"VAR {name} = VAR {previous} " for previous, name in pairwise(chain)]

@@ -13,12 +13,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from eval.benchmarks.disk_cache import is_offline, is_reachable
+from eval.benchmarks.hub import load_from_hub, missing_from_hub
 from lazyllm.errors import UserError
 
 COMMIT = "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a"
@@ -280,16 +279,21 @@ def read_essay(task: str, sources: Sources) -> Essay:
     if path is None:
         raise UserError(f"{task} hides its needles in a text: {_GIVE_ESSAY}")
     path = path.expanduser()
-    if path.suffix == ".json":
-        text = _field(_json(path), "text", str, path)
-    elif path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md"))
-        text = " ".join(_text(file) for file in files).strip()
-    else:
-        text = _text(path).strip()
+    official = path.suffix == ".json"
+    text = _field(_json(path), "text", str, path) if official else read_text(path, "ruler.haystack")
+    return Essay(re.sub(r"\s+", " ", text).split(" "), official)
+
+
+def read_text(path: Path, key: str) -> str:
+    """The text of a file, or of all .txt and .md files of a folder, stripped. key: the setting that names the path.
+
+    Raises UserError: it cannot be read, or there is no text.
+    """
+    files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md")) if path.is_dir() else [path]
+    text = " ".join(map(_text, files)).strip()
     if not text:
-        raise UserError(f"{path}: no text to hide needles in; give ruler.haystack=FILE or FOLDER of .txt or .md files")
-    return Essay(re.sub(r"\s+", " ", text).split(" "), path.suffix == ".json")
+        raise UserError(f"{path}: no text to hide needles in; give {key}=FILE or FOLDER of .txt or .md files")
+    return text
 
 
 def missing_corpus(task: Task, sources: Sources) -> str | None:
@@ -301,14 +305,7 @@ def missing_corpus(task: Task, sources: Sources) -> str | None:
     repository, _, name = _HUB[task.settings["dataset"]]
     if sources.folder is not None and (sources.folder / name).is_file():
         return None
-    if find_spec("datasets") is None:
-        return f"the package datasets is missing: install it, or give data.dir=FOLDER with RULER's {name}"
-    if _is_cached(repository) or _hub_is_reachable():
-        return None
-    return (
-        f"{repository} is neither cached nor to be had: give data.dir=FOLDER with RULER's "
-        f"{name}, or run once with a network"
-    )
+    return missing_from_hub(repository, _give(name))
 
 
 def corpus_sha256(task: Task, sources: Sources) -> str | None:
@@ -328,22 +325,6 @@ def _essay_file(sources: Sources) -> Path | None:
     """The user's text, else RULER's in `data.dir`, if it is there."""
     official = sources.folder / _ESSAYS if sources.folder else None
     return sources.haystack or (official if official and official.is_file() else None)
-
-
-def _is_cached(repository: str) -> bool:
-    """Whether the package `datasets`, which is slow to import, has kept a dataset of the hub."""
-    from huggingface_hub import constants
-
-    folder = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
-    return (Path(folder).expanduser() / repository.replace("/", "___")).is_dir()
-
-
-@cache
-def _hub_is_reachable() -> bool:
-    """Asked once a process: without a network the answer takes seconds."""
-    from huggingface_hub import constants
-
-    return not is_offline() and is_reachable(constants.ENDPOINT)
 
 
 def read_corpus(dataset: str, sources: Sources) -> Corpus:
@@ -403,23 +384,13 @@ def _hotpotqa(content: Any) -> Corpus:
 
 def _from_hub(dataset: str) -> Any:
     """A development set as its official JSON file holds it, from rows of the hub's dataset."""
-    from datasets import config, load_dataset
-    from datasets.exceptions import DatasetsError
-
     repository, configuration, name = _HUB[dataset]
-    offline = config.HF_HUB_OFFLINE
-    try:
-        # Without a network `datasets` tries for half a minute before it looks into its cache.
-        config.HF_HUB_OFFLINE = offline or not _hub_is_reachable()
-        loaded = load_dataset(repository, configuration, split="validation")
-    except (OSError, ValueError, DatasetsError) as error:
-        raise UserError(
-            f"{repository} is neither cached nor to be had ({error}): give data.dir=FOLDER with RULER's {name}, or run "
-            "once with a network"
-        ) from error
-    finally:
-        config.HF_HUB_OFFLINE = offline
+    loaded = load_from_hub(repository, configuration, "validation", _give(name))
     return _squad_file(loaded) if dataset == "squad" else _hotpotqa_file(loaded)
+
+
+def _give(name: str) -> str:
+    return f"data.dir=FOLDER with RULER's {name}"
 
 
 def _squad_file(loaded: Iterable[Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.benchmarks import longbench
+from eval.benchmarks import disk_cache, longbench
 from eval.benchmarks.datasets import DATASETS, load_rows, resolve_datasets
 from eval.benchmarks.longbench import TemplateWarning
 from eval.benchmarks.suite import Example, LoadedDataset, OnError
@@ -366,7 +366,7 @@ def test_rows_and_templates_are_fetched_once_and_then_read_offline(server, monke
     assert loaded.data_sha256 == hashlib.sha256(as_line(ROW).encode()).hexdigest()
     assert loaded.source.endswith("data.zip:data/qasper.jsonl")
     assert sorted(server.asked) == sorted(server.files)
-    monkeypatch.setattr(longbench, "is_reachable", lambda *_: pytest.fail("the network was asked for"))
+    monkeypatch.setattr(disk_cache, "is_reachable", lambda *_: pytest.fail("the network was asked for"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert load_rows(QASPER) == loaded
     assert len(server.asked) == len(server.files)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.benchmarks import ruler
+from eval.benchmarks import hub, ruler
 from eval.benchmarks.ruler import TASKS, Sources, fetch_templates, generator, read_templates, score, sources
 from eval.benchmarks.ruler.generator import _Gauge
 from lazyllm.errors import UserError
@@ -306,7 +306,8 @@ def test_the_hubs_rows_give_what_the_official_files_give(make, folder, monkeypat
         return squad if "squad" in repository else hotpotqa
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(sources, "is_reachable", lambda url: False)
+    hub.hub_is_reachable.cache_clear()
+    monkeypatch.setattr(hub, "is_reachable", lambda url: False)
     for task in ("qa_1", "qa_2"):
         assert make(task, 2500, sources=Sources()) == make(task, 2500)
     assert asked == [
@@ -497,7 +498,8 @@ def test_malformed_corpora_are_refused(name, content, message, tmp_path, templat
 
 
 def test_without_a_network_the_hubs_datasets_are_one_line(templates, monkeypatch):
-    monkeypatch.setattr(sources, "is_reachable", lambda url: False)
+    hub.hub_is_reachable.cache_clear()
+    monkeypatch.setattr(hub, "is_reachable", lambda url: False)
     with pytest.raises(UserError, match=r"rajpurkar/squad_v2 is neither cached .* data\.dir=FOLDER with RULER's squad"):
         ruler.rows("qa_1", WordTokenizer(), 4096, 1, templates)
 

@@ -187,6 +187,8 @@ def slow_value(column: str, examples: list[list[dict[str, float]]]) -> float:
 def slow_task(column: str, datasets: list[list[list[dict[str, float]]]], official: bool) -> float:
     if column == "relative_score":
         return 100 * slow_task("score", datasets, official) / slow_task("baseline_score", datasets, official)
+    if column == "answered_score":
+        return 100 * slow_task("score", datasets, official) / slow_task("pct_answered", datasets, official)
     values = [slow_value(column, examples) for examples in datasets]
     if official and column in ("score", "baseline_score"):
         values = [round(value, 2) for value in values]

@@ -1,0 +1,61 @@
+"""Datasets of the hub through the package `datasets`, with and without a network."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from eval.benchmarks.disk_cache import is_offline, is_reachable
+from lazyllm.errors import UserError
+
+
+def is_cached(repository: str) -> bool:
+    """Whether the package `datasets`, which is slow to import, has kept a dataset of the hub."""
+    from huggingface_hub import constants
+
+    folder = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
+    return (Path(folder).expanduser() / repository.replace("/", "___")).is_dir()
+
+
+@cache
+def hub_is_reachable() -> bool:
+    """Asked once a process: without a network the answer takes seconds."""
+    from huggingface_hub import constants
+
+    return not is_offline() and is_reachable(constants.ENDPOINT)
+
+
+def load_from_hub(repository: str, configuration: str | None, split: str, other_way: str) -> Any:
+    """The rows of a dataset's split, from the cache of `datasets` or from the hub.
+
+    other_way: what else a user can do, after "give". Raises UserError: neither cached nor to be had.
+    """
+    from datasets import config, load_dataset
+    from datasets.exceptions import DatasetsError
+
+    offline = config.HF_HUB_OFFLINE
+    try:
+        # Without a network `datasets` tries for half a minute before it looks into its cache.
+        config.HF_HUB_OFFLINE = offline or not hub_is_reachable()
+        return load_dataset(repository, configuration, split=split)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise UserError(
+            f"{repository} is neither cached nor to be had ({error}): give {other_way}, or run once with a network"
+        ) from error
+    finally:
+        config.HF_HUB_OFFLINE = offline
+
+
+def missing_from_hub(repository: str, other_way: str) -> str | None:
+    """Why a dataset cannot be loaded, found out without importing `datasets`; None if it can.
+
+    other_way: what else a user can do, after "give".
+    """
+    if find_spec("datasets") is None:
+        return f"the package datasets is missing: install it, or give {other_way}"
+    if is_cached(repository) or hub_is_reachable():
+        return None
+    return f"{repository} is neither cached nor to be had: give {other_way}, or run once with a network"

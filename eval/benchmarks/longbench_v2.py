@@ -1,0 +1,210 @@
+"""LongBench v2 (arXiv 2412.15204): 503 multiple-choice questions on texts of 8,000 to 2 million words.
+
+A folder (`data.dir=FOLDER`) holds the official `data.json` and `prompts/0shot.txt`. Without one, rows come through the
+package `datasets` (`THUDM/LongBench-v2`), and the prompt from LongBench's repository, pinned by commit and sha256.
+Prompt, truncation and scoring are those of `pred.py` (commit 2e00731), without chain of thought.
+
+Two things differ. Answers are greedy; officially they are drawn at temperature 0.1. An empty answer scores 0;
+officially it has no row in the results and counts in no score. The table `groups` shows both scores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.benchmarks.disk_cache import cache_folder, fetched_once, file_sha256
+from eval.benchmarks.hub import load_from_hub, missing_from_hub
+from eval.benchmarks.longbench import TemplateWarning
+from eval.benchmarks.rows import Fields, canonical, check_fields, is_text, parsed, usable
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
+from lazyllm.errors import UserError
+
+REPOSITORY = "THUDM/LongBench-v2"
+ROWS, PROMPT = "data.json", "prompts/0shot.txt"
+PROMPT_URL = f"https://raw.githubusercontent.com/THUDM/LongBench/2e00731f8d0bff23dc4325161044d0ed8af94c1e/{PROMPT}"
+PROMPT_SHA256 = "68a162252bc9ff71d5d7abca3d69bb31aac3c35f832d657a2866f2018b8a6950"
+MAX_NEW_TOKENS = 128
+TEMPLATE = "{instruction}{context}{input}"
+"""A row's official prompt, parted before and behind the context."""
+
+LENGTHS = {"short": "short (0-32k words)", "medium": "medium (32-128k words)", "long": "long (128k-2M words)"}
+"""A row's `length`, and the group of these rows."""
+
+_CONTENT = f"the folder must hold {ROWS} and {PROMPT}, as LongBench v2 has them"
+_GIVE = f"data.dir=FOLDER with LongBench v2's {ROWS} and {PROMPT}"
+_PLACES = {"$Q$": "question", "$C_A$": "choice_A", "$C_B$": "choice_B", "$C_C$": "choice_C", "$C_D$": "choice_D"}
+_LETTERS = ("A", "B", "C", "D")
+
+
+def _one_of(*values: str) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: value in values, f"one of {', '.join(values)}"
+
+
+_FIELDS: Fields = (
+    ("_id", lambda value: is_text(value) and bool(value), "a string that is not empty"),
+    ("domain", is_text, "a string"),
+    ("sub_domain", is_text, "a string"),
+    ("difficulty", *_one_of("easy", "hard")),
+    ("length", *_one_of(*LENGTHS)),
+    *((field, is_text, "a string") for field in _PLACES.values()),
+    ("answer", *_one_of(*_LETTERS)),
+    ("context", lambda value: is_text(value) and bool(value.strip()), "a string that is not empty"),
+)
+
+
+def missing(dataset: Dataset, settings: DataSettings) -> str | None:
+    """Why the rows cannot be had; None if they can."""
+    return None if settings.dir is not None else missing_from_hub(REPOSITORY, _GIVE)
+
+
+def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
+    """The rows, from a folder or through `datasets`.
+
+    Raises UserError: an unusable row (unless skipped), a missing or unusable file, neither cache nor network. Warns
+    (TemplateWarning) if the folder holds another prompt than the official one.
+    """
+    template = _template(settings)
+    rows, source, sha256 = _rows(settings)
+    outcomes = (
+        (where, row if isinstance(row, UserError) else parsed(row, lambda row: _example(dataset, row, template)))
+        for where, row in rows
+    )
+    examples, skipped = usable(outcomes, source, settings.on_error, "an array of rows, as LongBench v2 has them")
+    return LoadedDataset(
+        dataset=dataset,
+        examples=examples,
+        template=TEMPLATE,
+        max_new_tokens=MAX_NEW_TOKENS,
+        data_sha256=sha256,
+        config_sha256=hashlib.sha256(canonical([template, MAX_NEW_TOKENS])).hexdigest(),
+        source=source,
+        skipped=skipped,
+    )
+
+
+def official_rows(dataset: Dataset, settings: DataSettings) -> Iterable[dict[str, Any]]:
+    """The rows as `data.json` holds them. Raises UserError as `load` does."""
+    known = {example.id for example in load(dataset, settings).examples[: settings.limit]}
+    return (row for _, row in _rows(settings)[0] if isinstance(row, dict) and row.get("_id") in known)
+
+
+def chosen(answer: str) -> str | None:
+    """The letter that an answer gives: official pattern, brackets first; asterisks do not count. None without one."""
+    answer = answer.replace("*", "")
+    found = re.search(r"The correct answer is \(([A-D])\)", answer) or re.search(
+        r"The correct answer is ([A-D])", answer
+    )
+    return found[1] if found else None
+
+
+def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Sequence[str] | None = None) -> float:
+    """1 if an answer gives the right letter, else 0."""
+    return float(chosen(answer) in answers)
+
+
+SUITE = Suite(
+    name="longbench_v2",
+    version=1,
+    datasets=(
+        Dataset("longbench_v2", "multiple_choice", "multiple_choice", suite="longbench_v2", decode_halves=False),
+    ),
+    load=load,
+    score=score,
+    whole="longbench_v2",
+    missing=missing,
+    rows=official_rows,
+)
+
+
+def _template(settings: DataSettings) -> str:
+    """The official prompt, from the folder or fetched. Raises UserError."""
+    folder = settings.dir.expanduser() if settings.dir is not None else cache_folder() / "longbench_v2"
+    file = folder / PROMPT
+    if settings.dir is None:
+        fetched_once(
+            file, PROMPT_URL, PROMPT_SHA256, "LongBench", "LongBench v2", f"Give {_GIVE}, or run once with a network"
+        )
+    elif not file.is_file():
+        raise UserError(f"data.dir={folder}: {PROMPT} is missing; {_CONTENT}")
+    elif file_sha256(file) != PROMPT_SHA256:
+        message = f"{file}: differs from LongBench v2's own, so scores do not compare with published ones"
+        warnings.warn(message, TemplateWarning, stacklevel=4)
+    try:
+        template = file.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 text ({error})") from error
+    absent = [place for place in ("$DOC$", *_PLACES) if place not in template]
+    if absent:
+        raise UserError(f"{file}: expected LongBench v2's prompt, with the place {absent[0]}")
+    return template
+
+
+def _rows(settings: DataSettings) -> tuple[Iterable[tuple[str, Any]], str, str]:
+    """(where it stands, parsed value or UserError) of each row; the source of all, and their hash. Raises UserError."""
+    if settings.dir is None:
+        rows = [dict(row) for row in load_from_hub(REPOSITORY, None, "train", _GIVE)]
+        sha256 = hashlib.sha256(b"\n".join(map(canonical, rows))).hexdigest()
+        return [(f"{REPOSITORY}, row {number}", row) for number, row in enumerate(rows, 1)], REPOSITORY, sha256
+    file = settings.dir.expanduser() / ROWS
+    if not file.is_file():
+        raise UserError(f"data.dir={settings.dir}: {ROWS} is missing; {_CONTENT}")
+    data = file.read_bytes()
+    return _values(data, file), str(file), hashlib.sha256(data).hexdigest()
+
+
+_BETWEEN = re.compile(r"[\s,\[\]]*")  # values of an array; lines of JSON are read as well
+
+
+def _values(data: bytes, file: Path) -> Iterator[tuple[str, Any]]:
+    """(file:line, value) of each value of a JSON array, one by one: `json.load` would not say where a row stands."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 text ({error})") from error
+    decode, place, line, counted = json.JSONDecoder().raw_decode, _next(text, 0), 1, 0
+    while place < len(text):
+        line, counted = line + text.count("\n", counted, place), place
+        where = f"{file}:{line}"
+        try:
+            row, end = decode(text, place)
+        except (ValueError, RecursionError) as error:
+            yield where, UserError(f"not valid JSON ({error}); no row behind it can be read")
+            return
+        yield where, row
+        place = _next(text, end)
+
+
+def _next(text: str, place: int) -> int:
+    found = _BETWEEN.match(text, place)
+    assert found is not None  # it matches nothing, too
+    return found.end()
+
+
+def _example(dataset: Dataset, row: Any, template: str) -> Example:
+    """Raises UserError with the reason if the row cannot be used."""
+    check_fields(row, _FIELDS)
+    instruction, _, question = template.partition("$DOC$")
+    parts = [instruction, row["context"].strip(), question]
+    for (
+        place,
+        field,
+    ) in _PLACES.items():  # one after the other in all of the prompt, as officially: texts may hold "$Q$"
+        parts = [part.replace(place, row[field].strip()) for part in parts]
+    return Example(
+        dataset=dataset.name,
+        id=row["_id"],
+        input=parts[2],
+        context=parts[1],
+        answers=(row["answer"],),
+        all_classes=_LETTERS,
+        length=len(row["context"]),
+        language="en",
+        instruction=parts[0],
+        groups=(f"difficulty={row['difficulty']}", f"length={LENGTHS[row['length']]}"),
+    )

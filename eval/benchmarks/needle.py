@@ -1,0 +1,311 @@
+"""A needle in a haystack: one fact in a long text, asked for at every length and depth.
+
+The test is Greg Kamradt's (github.com/gkamradt/LLMTest_NeedleInAHaystack). The fact is RULER's, a number that no model
+can guess, so that an answer is compared and not judged: it must contain the number, as in RULER. The haystack is
+RULER's noise, or a text of the user's from its beginning, repeated as often as that takes.
+
+`tiny` reads no English. For it, and only with its own tokenizer, needle and haystack are those of the embedded suite's
+`lookup`: `entry KEY a b c.` among filler, without any other entry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate, cycle, islice, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval.benchmarks import embedded
+from eval.benchmarks.prompts import build_prompt
+from eval.benchmarks.rows import canonical
+from eval.benchmarks.ruler.generator import NEEDLE, NOISE
+from eval.benchmarks.ruler.scorers import string_match_all
+from eval.benchmarks.ruler.sources import read_text
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
+from lazyllm.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lazyllm.models.spec import ModelSpec
+
+TEMPLATE = "{instruction}{context}{input}"
+VERSION = 1
+
+_SENTENCE_END = re.compile(r"(?<=[.!?]) ")
+_WORDS = 40  # of the longest part of a text that no needle stands in
+_FRONT = "x"  # stands in front of a sentence whose tokens are counted, as a sentence does in a text
+
+
+@dataclass
+class NeedleConfig:
+    """lengths: the most tokens that a prompt, its chat template and its answer have together.
+
+    depths: per cent of the haystack that stand in front of the needle. repeats: rows of each length and depth.
+    seed: of the needles. haystack: a text file, or a folder of .txt and .md files; null for noise.
+    """
+
+    lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048])
+    depths: list[int] = field(default_factory=lambda: list(range(0, 101, 10)))
+    repeats: int = 1
+    seed: int = 42
+    haystack: str | None = None
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How needles are written and asked for. Placeholders in all texts: {key} and {value}.
+
+    filler: the haystack's sentences, without end. draw: a key and a value.
+    """
+
+    instruction: str
+    needle: str
+    question: str
+    answer_prefix: str
+    max_new_tokens: int
+    draw: Callable[[random.Random], tuple[str, str]]
+    filler: Callable[[random.Random], Iterator[str]]
+
+
+def _english(filler: Callable[[random.Random], Iterator[str]]) -> _Form:
+    def draw(rng: random.Random) -> tuple[str, str]:
+        return "-".join(rng.sample(embedded.VALUES, 2)), str(rng.randint(1_000_000, 9_999_999))
+
+    return _Form(
+        instruction="Somewhere in this text a special magic number is given. Find it and remember it.\n\n",
+        needle=NEEDLE.replace("{kind}", "numbers"),
+        question="\n\nWhich special magic number does the text give for {key}?",
+        answer_prefix=" The special magic number for {key} that the text gives is",
+        max_new_tokens=32,
+        draw=draw,
+        filler=filler,
+    )
+
+
+def _tiny() -> _Form:
+    def draw(rng: random.Random) -> tuple[str, str]:
+        return rng.choice(embedded.keys()), " ".join(rng.sample(embedded.VALUES, 3))
+
+    def filler(rng: random.Random) -> Iterator[str]:
+        while True:
+            yield embedded.as_text(embedded.filler_sentence(rng, rng.randint(5, 10)))
+
+    instruction, _, question = embedded.TEMPLATES["lookup"].partition("{context}")
+    return _Form(
+        instruction=instruction,
+        needle="entry {key} {value}.",
+        question=question.replace("{input}", "{key}"),
+        answer_prefix="",
+        max_new_tokens=embedded.MAX_NEW_TOKENS["lookup"],
+        draw=draw,
+        filler=filler,
+    )
+
+
+def check(dataset: Dataset, settings: DataSettings) -> None:
+    """Refuse settings that no rows can be made with. Raises UserError."""
+    options = _options(settings)
+    for key, values, allowed in (
+        ("lengths", options.lengths, "1 to 2147483647"),
+        ("depths", options.depths, "0 to 100"),
+    ):
+        least, most = map(int, allowed.split(" to "))
+        if not values or len(set(values)) < len(values) or not all(least <= value <= most for value in values):
+            raise UserError(f"needle.{key}={values}: expected a list of different numbers from {allowed}")
+    if options.repeats < 1:
+        raise UserError(f"needle.repeats={options.repeats}: expected a number of rows of at least 1")
+    if options.haystack is not None and not Path(options.haystack).expanduser().exists():
+        raise UserError(f"needle.haystack={options.haystack}: expected a text file or a folder: there is none")
+    if options.haystack is not None and _reads_no_english(settings):
+        raise UserError(
+            "needle.haystack: tiny knows only words of its own; leave needle.haystack=null, or give a model"
+        )
+
+
+def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
+    """The first rows. `data_sha256` is of all that they follow from, whatever their number.
+
+    Raises UserError: an unreadable text, a length that needle, question and answer alone exceed.
+    """
+    options = _options(settings)
+    examples = tuple(_examples(dataset, settings))
+    facts = [VERSION, options.lengths, options.depths, options.seed, settings.chat, _text_sha256(options)]
+    return LoadedDataset(
+        dataset=dataset,
+        examples=examples,
+        template=TEMPLATE,
+        max_new_tokens=_form(settings).max_new_tokens,
+        data_sha256=hashlib.sha256(canonical([*facts, _row(examples[0])])).hexdigest(),
+        config_sha256=hashlib.sha256(canonical([TEMPLATE, _form(settings).max_new_tokens])).hexdigest(),
+        source=f"needles, seed {options.seed}",
+        skipped=(),
+        total=options.repeats * len(options.lengths) * len(options.depths),
+    )
+
+
+def rows(dataset: Dataset, settings: DataSettings) -> Iterable[Mapping[str, Any]]:
+    """The rows in RULER's format, with length, depth and evidence. Raises UserError as `load`."""
+    return map(_row, _examples(dataset, settings))
+
+
+def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Sequence[str] | None = None) -> float:
+    """1 if an answer contains what the needle says, else 0."""
+    return string_match_all(answer, answers)
+
+
+SUITE = Suite(
+    name="needle",
+    version=VERSION,
+    datasets=(Dataset("needle", "needle", "string_match_all", suite="needle", truncate=False),),
+    load=load,
+    score=score,
+    whole="needle",
+    check=check,
+    rows=rows,
+    length=lambda settings: max(_options(settings).lengths),
+    shorter="give smaller needle.lengths",
+)
+
+
+def _options(settings: DataSettings) -> NeedleConfig:
+    return settings.options if settings.options is not None else NeedleConfig()
+
+
+def _reads_no_english(settings: DataSettings) -> bool:
+    return settings.model is not None and settings.model.name == "tiny" and settings.model.tokenizer is None
+
+
+def _form(settings: DataSettings) -> _Form:
+    if _reads_no_english(settings):
+        return _tiny()
+    path = _options(settings).haystack
+    sentences = _SENTENCE_END.split(NOISE) if path is None else _sentences(Path(path).expanduser())
+    return _english(lambda rng: cycle(sentences))
+
+
+@lru_cache(maxsize=1)
+def _sentences(path: Path) -> list[str]:
+    """The sentences of a user's text; long ones are cut into parts."""
+    sentences = _SENTENCE_END.split(re.sub(r"\s+", " ", read_text(path, "needle.haystack")))
+    parts = []
+    for words in (sentence.split(" ") for sentence in sentences):
+        parts += [" ".join(words[start : start + _WORDS]) for start in range(0, len(words), _WORDS)]
+    return parts
+
+
+def _text_sha256(options: NeedleConfig) -> str | None:
+    if options.haystack is None:
+        return None
+    return hashlib.sha256(canonical(_sentences(Path(options.haystack).expanduser()))).hexdigest()
+
+
+def _examples(dataset: Dataset, settings: DataSettings) -> Iterator[Example]:
+    """Every length at every depth, then again with other needles."""
+    options = _options(settings)
+    haystack = _Haystack(_tokenizer(settings.model), settings.chat, _form(settings))
+    places = product(range(options.repeats), options.lengths, options.depths)
+    for repeat, length, depth in islice(places, settings.limit):
+        yield haystack.example(dataset, options.seed, length, depth, repeat)
+
+
+class _Haystack:
+    """Makes rows for one tokenizer. Tokens of a sentence are counted once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: str, form: _Form) -> None:
+        self.tokenizer, self.chat, self.form = tokenizer, chat, form
+        self._sizes: dict[str, int] = {}
+
+    def example(self, dataset: Dataset, seed: int, length: int, depth: int, repeat: int) -> Example:
+        """The longest prompt of whole sentences that fits. Raises UserError: none does."""
+        identity = f"needle-{length}-{depth}-{seed}-{repeat:02d}"
+        rng = random.Random(identity)
+        key, value = self.form.draw(rng)
+        filler = self.form.filler(rng)
+
+        def made(sentences: Sequence[str], place: int) -> Example:
+            needle = self.form.needle.format(key=key, value=value)
+            start = sum(map(len, sentences[:place])) + place
+            return Example(
+                dataset=dataset.name,
+                id=identity,
+                input=self.form.question.format(key=key),
+                context=" ".join([*sentences[:place], needle, *sentences[place:]]),
+                answers=(value,),
+                all_classes=(),
+                length=length,
+                language="en",
+                instruction=self.form.instruction,
+                answer_prefix=self.form.answer_prefix.format(key=key),
+                evidence=((start, start + len(needle)),),
+                groups=(f"length={length}", f"depth={depth}"),
+            )
+
+        limit = length - self.form.max_new_tokens
+        room = limit - self._tokens(made([], 0))
+        if room < 0:
+            raise UserError(
+                f"needle.lengths: {length} is too short: needle, question and answer alone have {length - room} tokens"
+            )
+        sentences, ends = self._filled(filler, room)
+        while True:
+            example = made(sentences, bisect_left(ends, depth / 100 * ends[-1]))
+            excess = self._tokens(example) - limit
+            if excess <= 0:
+                return example
+            fitting = bisect_right(ends, ends[-1] - excess) - 1
+            sentences, ends = sentences[:fitting], ends[: fitting + 1]
+
+    def _filled(self, filler: Iterator[str], room: int) -> tuple[list[str], list[int]]:
+        """Sentences that have at most about `room` tokens, and the tokens up to each of them, 0 first."""
+        sentences, total = [], 0
+        for sentence in filler:
+            total += self._size(sentence)
+            if total > room:
+                break
+            sentences.append(sentence)
+        return sentences, [0, *accumulate(map(self._size, sentences))]
+
+    def _size(self, sentence: str) -> int:
+        if sentence not in self._sizes:
+            alone, behind = (
+                len(self.tokenizer.encode(text, add_special_tokens=False)) for text in (_FRONT, f"{_FRONT} {sentence}")
+            )
+            self._sizes[sentence] = behind - alone
+        return self._sizes[sentence]
+
+    def _tokens(self, example: Example) -> int:
+        return len(build_prompt(example, TEMPLATE, self.tokenizer, chat=self.chat).token_ids)
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(model: ModelSpec | None) -> PreTrainedTokenizerBase:
+    from lazyllm.models.load import load_tokenizer_of
+
+    tokenizer = load_tokenizer_of(model) if model is not None else None
+    if tokenizer is None:
+        raise UserError("needles are hidden by a tokenizer's count: give model.tokenizer=FOLDER_OR_HUB_ID")
+    return tokenizer
+
+
+def _row(example: Example) -> dict[str, Any]:
+    groups = dict(group.split("=") for group in example.groups)
+    before = len(example.instruction)
+    return {
+        "id": example.id,
+        "input": example.instruction + example.context + example.input,
+        "outputs": list(example.answers),
+        "answer_prefix": example.answer_prefix,
+        "length": int(groups["length"]),
+        "depth": int(groups["depth"]),
+        "evidence": [[before + start, before + end] for start, end in example.evidence],
+    }
