@@ -8,7 +8,6 @@ treated is what `pred.py`, `eval.py` and `config/` say (commit 2e00731).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import warnings
 import zipfile

@@ -96,11 +96,11 @@ def official_rows(dataset: Dataset, settings: DataSettings) -> Iterable[dict[str
 
 def chosen(answer: str) -> str | None:
     """The letter that an answer gives: official pattern, brackets first; asterisks do not count. None without one."""
-    answer = answer.replace("*", "")
-    found = re.search(r"The correct answer is \(([A-D])\)", answer) or re.search(
-        r"The correct answer is ([A-D])", answer
-    )
-    return found[1] if found else None
+    for pattern in (r"The correct answer is \(([A-D])\)", r"The correct answer is ([A-D])"):
+        found = re.search(pattern, answer.replace("*", ""))
+        if found is not None:
+            return found[1]
+    return None
 
 
 def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Sequence[str] | None = None) -> float:
@@ -127,9 +127,8 @@ def _template(settings: DataSettings) -> str:
     folder = settings.dir.expanduser() if settings.dir is not None else cache_folder() / "longbench_v2"
     file = folder / PROMPT
     if settings.dir is None:
-        fetched_once(
-            file, PROMPT_URL, PROMPT_SHA256, "LongBench", "LongBench v2", f"Give {_GIVE}, or run once with a network"
-        )
+        ways_out = f"Either give {_GIVE}, or run once with a network, which fills {folder}"
+        fetched_once(file, PROMPT_URL, PROMPT_SHA256, "LongBench", "LongBench v2's prompt", ways_out)
     elif not file.is_file():
         raise UserError(f"data.dir={folder}: {PROMPT} is missing; {_CONTENT}")
     elif file_sha256(file) != PROMPT_SHA256:

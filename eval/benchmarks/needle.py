@@ -115,21 +115,15 @@ def _tiny() -> _Form:
 def check(dataset: Dataset, settings: DataSettings) -> None:
     """Refuse settings that no rows can be made with. Raises UserError."""
     options = _options(settings)
-    for key, values, allowed in (
-        ("lengths", options.lengths, "1 to 2147483647"),
-        ("depths", options.depths, "0 to 100"),
-    ):
-        least, most = map(int, allowed.split(" to "))
-        if not values or len(set(values)) < len(values) or not all(least <= value <= most for value in values):
-            raise UserError(f"needle.{key}={values}: expected a list of different numbers from {allowed}")
+    for key, values, least, most in (("lengths", options.lengths, 1, 2**31), ("depths", options.depths, 0, 100)):
+        if not values or len(set(values)) < len(values) or min(values) < least or max(values) > most:
+            raise UserError(f"needle.{key}={values}: expected a list of different numbers from {least} to {most}")
     if options.repeats < 1:
         raise UserError(f"needle.repeats={options.repeats}: expected a number of rows of at least 1")
     if options.haystack is not None and not Path(options.haystack).expanduser().exists():
         raise UserError(f"needle.haystack={options.haystack}: expected a text file or a folder: there is none")
     if options.haystack is not None and _reads_no_english(settings):
-        raise UserError(
-            "needle.haystack: tiny knows only words of its own; leave needle.haystack=null, or give a model"
-        )
+        raise UserError("needle.haystack: tiny knows only words of its own; leave it null, or give another model")
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:

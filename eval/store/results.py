@@ -283,9 +283,10 @@ def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
     """One row an example of a run.
 
     model, paper_model (missing: the paper has no such model), method, settings (canonical JSON of the hyperparameters),
-    label (the same for people), seed, run (the fingerprint), folder, paired, dataset, task, suite, id, groups (a list of
-    texts, as "length=8k+"), prompt_tokens; then `eval.store.record.MEASURED` of the method, and with `baseline_` before it of the paired baseline (NaN if there
-    is none). Scores are 0 to 100; step_s is the mean decoding step (NaN for answers of one token).
+    label (the same for people), seed, run (the fingerprint), folder, paired, dataset, task, suite, id, groups (of
+    `Example`, a list), prompt_tokens; then `eval.store.record.MEASURED` of the method, and with `baseline_` before it
+    of the paired baseline (NaN if there is none). Scores are 0 to 100; step_s is the mean decoding step (NaN for
+    answers of one token).
 
     If two runs hold the same example with the same setting and seed, the paired one counts; of such, the one
     with more examples (a first look at one dataset gives way to the run of all). Raises UserError if that does not
