@@ -34,8 +34,9 @@ def varied() -> list[Record]:
             computed=rng.integers(0, 9000, (steps + 1, 3)).tolist(), group_starts=[1, 4, 9], scoring_tokens=number,
             peak_memory_bytes=2**40 if number % 3 else None,
         )  # fmt: skip
-        paired = measurement() if number % 4 else None
-        records.append(replace(record(number), method=method, baseline=paired, answers=["a"] * (number % 3)))
+        paired = measurement("" if number % 3 else "x") if number % 4 else None
+        lists = {"answers": ["a"] * (number % 3), "groups": ["length=1"] * (number % 2)}
+        records.append(replace(record(number), method=method, baseline=paired, **lists))
     return records
 
 
@@ -74,7 +75,7 @@ def slow_row(record: Record) -> dict[str, Any]:
             values = {name: getattr(side, name, None) for name in MEASURED} | {
                 "score": 100 * side.score, "rouge_l": None if side.rouge_l is None else 100 * side.rouge_l,
                 "step_s": float(np.mean(side.decode_step_s)) if side.decode_step_s else None,
-                "generated_tokens": len(side.token_ids),
+                "generated_tokens": len(side.token_ids), "pct_answered": 100 if side.text else 0,
             }  # fmt: skip
         row |= {f"{prefix}{name}": math.nan if value is None else value for name, value in values.items()}
     return row
@@ -88,13 +89,13 @@ def test_every_value_is_the_records_to_the_last_bit() -> None:
             assert found == value or (math.isnan(found) and math.isnan(value)), name
 
 
-@pytest.mark.parametrize("name", ["prompt_end", "answers", "scoring_tokens"])
+@pytest.mark.parametrize("name", ["prompt_end", "answers", "groups", "scoring_tokens"])
 def test_older_records_are_read_with_defaults(tmp_path: Path, name: str) -> None:
     """Also beside records of this version, and for every reader."""
     values = asdict(record(0))
     for part in (values, values["method"], values["baseline"]):
         part.pop(name, None)
-    default = {"prompt_end": "", "answers": [], "scoring_tokens": 0}[name]
+    default = {"prompt_end": "", "answers": [], "groups": [], "scoring_tokens": 0}[name]
     expected = replace(record(0), **{} if name == "scoring_tokens" else {name: default})
     write_run(tmp_path, [])
     (tmp_path / "records.jsonl").write_bytes(lines(values, record(1)))

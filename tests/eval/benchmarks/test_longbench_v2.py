@@ -1,0 +1,322 @@
+"""LongBench v2: prompts and answers against the official code's steps, made folders, and runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eval import cli
+from eval.benchmarks import disk_cache, hub, longbench_v2
+from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.longbench import TemplateWarning
+from eval.benchmarks.longbench_v2 import SUITE, chosen
+from eval.benchmarks.prompts import build_prompt
+from eval.benchmarks.suite import DataSettings
+from eval.paper.tables import TABLES
+from eval.run.loop import run
+from eval.store.folder import read_run
+from eval.store.results import Results
+from lazyllm.errors import UserError
+from tests.eval.benchmarks.test_longbench import Server
+from tests.eval.benchmarks.test_prompts import Characters
+from tests.eval.run.test_configs import config_of
+
+DATASET = DATASETS["longbench_v2"]
+# The official places in a prompt of ours: LongBench's own never enters the repository
+PROMPT = "Read {this}.\n$DOC$\n---\nAsked: $Q$\nA: $C_A$\nB: $C_B$\nC: $C_C$\nD: $C_D$\nSay it."
+
+
+def row(number: int, **changes: Any) -> dict[str, Any]:
+    values = {
+        "_id": f"id-{number}",
+        "domain": "Single-Document QA",
+        "sub_domain": "Academic",
+        "difficulty": ("easy", "hard")[number % 2],
+        "length": ("short", "medium", "long")[number % 3],
+        "question": f" Which {number}?\n",
+        **{f"choice_{letter}": f"{letter}{number} " for letter in "ABCD"},
+        "answer": "ABCD"[number % 4],
+        "context": f"\nText of {number}. It has a $Q$ and {{braces}}. " + "word " * 300,
+    }
+    return values | changes
+
+
+def write(folder: Path, *rows: Any, indent: int | None = None) -> Path:
+    (folder / "prompts").mkdir(exist_ok=True)
+    (folder / "prompts" / "0shot.txt").write_text(PROMPT)
+    (folder / "data.json").write_text(json.dumps(rows, indent=indent, ensure_ascii=False))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_prompt(monkeypatch):
+    monkeypatch.setattr(longbench_v2, "PROMPT_SHA256", hashlib.sha256(PROMPT.encode()).hexdigest())
+
+
+def load(folder: Path, **settings: Any):
+    return SUITE.load(DATASET, DataSettings(dir=folder, **settings))
+
+
+# ---------------------------------------------------------------------------------------------------------- prompts
+
+
+def official_prompt(values: dict[str, Any]) -> str:
+    """`pred.py`: one replacement after the other in the whole prompt, each value stripped."""
+    prompt = PROMPT.replace("$DOC$", values["context"].strip()).replace("$Q$", values["question"].strip())
+    for letter in "ABCD":
+        prompt = prompt.replace(f"$C_{letter}$", values[f"choice_{letter}"].strip())
+    return prompt
+
+
+def test_prompts_are_the_official_ones(tmp_path):
+    rows = [row(0), row(1, question="$C_A$ or $DOC$?", choice_A="$C_B$", context="\u2028$C_D$ end\r\n")]
+    loaded = load(write(tmp_path, *rows))
+    assert loaded.max_new_tokens == 128
+    for example, values in zip(loaded.examples, rows, strict=True):
+        prompt = build_prompt(example, loaded.template, Characters(), decode_halves=False)
+        assert prompt.text == official_prompt(values)
+        assert [prompt.text[start:end] for start, end in prompt.context] == [example.context]
+        assert example.answers == (values["answer"],)
+
+
+@given(st.text("ab c\n", max_size=40), st.integers(2, 50))
+def test_the_middle_is_cut_as_officially(context, limit):
+    """`ids[:limit // 2] + ids[-limit // 2:]`, decoded together."""
+    example = load_one(row(0, context=f"x{context}"))
+    tokenizer = Characters()
+    text = official_prompt(row(0, context=f"x{context}"))
+    ids: Any = tokenizer(text, truncation=False, add_special_tokens=True, verbose=False)["input_ids"]
+    if len(ids) > limit:
+        ids = ids[: limit // 2] + ids[-limit // 2 :]
+    prompt = build_prompt(example, longbench_v2.TEMPLATE, tokenizer, limit, decode_halves=False)
+    assert prompt.text == tokenizer.decode(ids, skip_special_tokens=True)
+    assert all(0 <= start < end <= len(prompt.text) for start, end in prompt.context)
+
+
+def load_one(values: dict[str, Any]):
+    return longbench_v2._example(DATASET, values, PROMPT)
+
+
+def test_halves_that_are_decoded_together_keep_the_space_between_them():
+    """Sentencepiece drops the space in front of a text: decoded alone, the second half would lose it."""
+    from tests.eval.official import SHARED
+
+    if not (SHARED / "tokenizers" / "llama2").is_dir():
+        pytest.skip("../shared/tokenizers/llama2 is absent")
+    from lazyllm.models.tokenizers import load_tokenizer
+
+    tokenizer = load_tokenizer(str(SHARED / "tokenizers" / "llama2"))
+    example = load_one(row(0, context="alpha beta gamma delta " * 20))
+    texts = [
+        build_prompt(example, longbench_v2.TEMPLATE, tokenizer, 41, decode_halves=apart).text for apart in (True, False)
+    ]
+    ids: Any = tokenizer(official_prompt(row(0, context="alpha beta gamma delta " * 20)))["input_ids"]
+    assert texts[1] == tokenizer.decode(ids[:20] + ids[-21:], skip_special_tokens=True)
+    assert texts[0] == "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:20], ids[-20:]))
+    assert texts[0] != texts[1]
+
+
+# ----------------------------------------------------------------------------------------------------------- scores
+
+
+def slow_letter(response: str) -> str | None:
+    """The answer pattern in words: without asterisks, the first letter A to D that a pair of brackets or nothing holds
+    behind "The correct answer is "; any with brackets comes before any without.
+    """
+    response = "".join(letter for letter in response if letter != "*")
+    lead = "The correct answer is "
+    starts = [place for place in range(len(response)) if response.startswith(lead, place)]
+    rests = [response[place + len(lead) :] for place in starts]
+    bracketed = [rest[1] for rest in rests if len(rest) > 2 and rest[0] == "(" and rest[1] in "ABCD" and rest[2] == ")"]
+    bare = [rest[0] for rest in rests if rest and rest[0] in "ABCD"]
+    return (bracketed + bare or [None])[0]
+
+
+ADVERSARIAL = [
+    ("The correct answer is (B)", "B"),
+    ("**The correct answer is (C)**", "C"),
+    ("The correct answer is **(D)**.", "D"),
+    ("The correct answer is A", "A"),
+    ("The correct answer is Because", "B"),  # no end of a word is asked for
+    ("The correct answer is A. No: The correct answer is (C)", "C"),
+    ("The correct answer is (E). The correct answer is (B)", "B"),
+    ("The correct answer is ( B )", None),
+    ("The correct answer is (b)", None),
+    ("the correct answer is (B)", None),
+    ("The correct answer is: (B)", None),
+    ("The correct  answer is (B)", None),
+    ("The correct answer\nis (B)", None),
+    ("The correct answer is (B", None),
+    ("The correct answer is (*A*)", "A"),
+    ("(A)", None),
+    ("", None),
+]
+
+
+@pytest.mark.parametrize(("answer", "letter"), ADVERSARIAL)
+def test_the_answer_is_taken_as_officially(answer, letter):
+    assert chosen(answer) == slow_letter(answer) == letter
+    assert [SUITE.score(DATASET, answer, [gold], None) for gold in "ABCD"] == [float(gold == letter) for gold in "ABCD"]
+
+
+@given(st.lists(st.sampled_from(["The correct answer is ", "(", ")", "*", "A", "D", "E", "a", " ", "\n"]), max_size=12))
+def test_any_answer_is_taken_as_officially(parts):
+    assert chosen("".join(parts)) == slow_letter("".join(parts))
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+
+
+def test_malformed_rows_are_named_by_file_line_and_field(tmp_path):
+    cases = [
+        (row(1, answer="E"), "field 'answer' must be one of A, B, C, D, got 'E'"),
+        (row(1, length="tiny"), "field 'length' must be one of short, medium, long"),
+        (row(1, difficulty=None), "field 'difficulty' must be one of easy, hard, got None"),
+        (row(1, context=" "), "field 'context' must be a string that is not empty"),
+        (row(1, choice_C=3), "field 'choice_C' must be a string, got 3"),
+        ({key: value for key, value in row(1).items() if key != "question"}, "field 'question' is missing"),
+        (row(0), "the same _id as in"),
+        ("text", "expected a JSON object, got str"),
+    ]
+    for bad, message in cases:
+        write(tmp_path, row(0), bad, indent=1)
+        line = 2 + 1 + len(row(0)) + 1  # "[", "{", its fields, "},"
+        with pytest.raises(UserError, match=rf"data\.json:{line}: {re.escape(message)}"):
+            load(tmp_path)
+        skipped = load(tmp_path, on_error="skip")
+        assert [example.id for example in skipped.examples] == ["id-0"]
+        assert [one.where for one in skipped.skipped] == [f"{tmp_path / 'data.json'}:{line}"]
+
+
+def test_what_is_no_json_is_named_by_its_line(tmp_path):
+    write(tmp_path)
+    (tmp_path / "data.json").write_text(f"[\n{json.dumps(row(0))},\n{{'a': 1}}\n]")
+    with pytest.raises(UserError, match=r"data\.json:3: not valid JSON"):
+        load(tmp_path)
+    (tmp_path / "data.json").write_bytes(b"[\xff]")
+    with pytest.raises(UserError, match=r"data\.json: not UTF-8"):
+        load(tmp_path)
+    (tmp_path / "data.json").write_text("[]")
+    with pytest.raises(UserError, match=r"data\.json: no usable row; expected an array of rows"):
+        load(tmp_path)
+
+
+def test_lines_of_json_are_read_as_an_array_is(tmp_path):
+    expected = load(write(tmp_path, row(0), row(1))).examples
+    (tmp_path / "data.json").write_text("".join(f"{json.dumps(row(number))}\n" for number in range(2)))
+    assert load(tmp_path).examples == expected
+
+
+def test_a_folder_that_lacks_something_is_refused(tmp_path):
+    write(tmp_path, row(0))
+    (tmp_path / "prompts" / "0shot.txt").write_text("$DOC$")
+    with pytest.warns(TemplateWarning), pytest.raises(UserError, match=r"0shot\.txt: .* with the place \$Q\$"):
+        load(tmp_path)
+    (tmp_path / "prompts" / "0shot.txt").unlink()
+    with pytest.raises(UserError, match=r"prompts/0shot\.txt is missing; the folder must hold data\.json and"):
+        load(tmp_path)
+    write(tmp_path, row(0))
+    (tmp_path / "data.json").unlink()
+    with pytest.raises(UserError, match=r"data\.json is missing"):
+        load(tmp_path)
+
+
+def test_without_a_folder_rows_come_from_the_hub_and_the_prompt_is_fetched_once(tmp_path, monkeypatch):
+    import datasets
+
+    server = Server()
+    server.files["/0shot.txt"] = PROMPT.encode()
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(longbench_v2, "PROMPT_URL", f"{server.url}/0shot.txt")
+    asked = []
+
+    def load_dataset(repository, configuration, split):
+        asked.append((repository, configuration, split))
+        return datasets.Dataset.from_list([row(0), row(1)])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(hub, "hub_is_reachable", lambda: False)
+    made = SUITE.load(DATASET, DataSettings())
+    assert asked == [("THUDM/LongBench-v2", None, "train")]
+    assert made.examples == load(write(tmp_path, row(0), row(1))).examples
+    monkeypatch.setattr(disk_cache, "is_reachable", lambda url: pytest.fail("the network was asked for"))
+    assert SUITE.load(DATASET, DataSettings()) == made
+    assert server.asked == ["/0shot.txt"]
+    server.close()
+
+
+def test_offline_and_not_cached_there_are_two_ways_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setattr(hub, "hub_is_reachable", lambda: False)
+    ways_out = (
+        r"give data\.dir=FOLDER with LongBench v2's data\.json and prompts/0shot\.txt, or run once with a network"
+    )
+    with pytest.raises(
+        UserError, match=rf"longbench_v2: THUDM/LongBench-v2 is neither cached nor to be had: {ways_out}"
+    ):
+        config_of("dataset=longbench_v2")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=rf"prompt is not cached yet and HF_HUB_OFFLINE is set\. Either {ways_out}"):
+        SUITE.load(DATASET, DataSettings())
+
+
+def test_the_command_writes_the_official_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [row(number) for number in range(3)]
+    folder = write(tmp_path, *rows)
+    assert cli.main(["rows", "dataset=longbench_v2", "limit=2", f"data.dir={folder}", "out=made"]) == 0
+    lines = (tmp_path / "made" / "longbench_v2.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == rows[:2]
+
+
+# ------------------------------------------------------------------------------------------------------------- runs
+
+
+def test_a_run_is_paired_resumed_and_sharded_and_scored_by_group(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = write(tmp_path, *(row(number) for number in range(6)))
+    arguments = ["dataset=longbench_v2", f"data.dir={folder}", "model.max_prompt_tokens=101", "max_new_tokens=2"]
+    arguments += ["timing.warmup=0"]
+    run(config_of(*arguments, "limit=2", "out=one"))
+    first = read_run(Path("one"))[1]
+    run(config_of(*arguments, "out=one"))
+    for number in (1, 2):
+        run(config_of(*arguments, "out=two", f"shard={number}/2"))
+    both = [read_run(Path(name))[1] for name in ("one", "two")]
+    assert both[0][:2] == first
+    prompts = [{record.id: (record.prompt_sha256, record.groups) for record in records} for records in both]
+    assert prompts[0] == prompts[1]
+    assert len(prompts[0]) == 6
+    assert all(record.baseline is not None for record in both[0])
+    table = TABLES["groups"](Results.read([Path("one")]))
+    assert [line[2:4] for line in table.cells.to_numpy().tolist() if line[1] != "baseline"] == [
+        ["all", "6"],
+        ["difficulty=easy", "3"],
+        ["difficulty=hard", "3"],
+        ["length=short (0-32k words)", "2"],
+        ["length=medium (32-128k words)", "2"],
+        ["length=long (128k-2M words)", "2"],
+    ]
+    assert "longbench_v2" in capsys.readouterr().out
+
+
+def test_the_suites_version_is_part_of_a_runs_identity(tmp_path, monkeypatch):
+    from dataclasses import replace
+
+    from eval.run import plan
+
+    monkeypatch.chdir(tmp_path)
+    config = config_of("dataset=longbench_v2", f"data.dir={write(tmp_path, row(0))}", "model.max_prompt_tokens=101")
+    before = plan.identify(config).identity
+    monkeypatch.setitem(plan.SUITES, "longbench_v2", replace(SUITE, version=SUITE.version + 1))
+    after = plan.identify(config).identity
+    assert [key for key in before if before[key] != after[key]] == ["data"]

@@ -1,0 +1,218 @@
+"""Needles: where they stand, how long prompts are, what is refused, runs on `tiny` and the heat map."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval import cli
+from eval.benchmarks import embedded
+from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.needle import SUITE, TEMPLATE, NeedleConfig
+from eval.benchmarks.prompts import build_prompt
+from eval.benchmarks.suite import DataSettings
+from eval.paper.figures import FIGURES
+from eval.run.loop import run
+from eval.run.plan import prepare
+from eval.store.folder import read_run
+from eval.store.results import Results
+from lazyllm.errors import UserError
+from lazyllm.models.load import load_tokenizer_of
+from lazyllm.models.spec import ModelSpec
+from tests.eval.official import SHARED
+from tests.eval.run.test_configs import config_of
+
+DATASET = DATASETS["needle"]
+LLAMA2 = ModelSpec("tiny", tokenizer=str(SHARED / "tokenizers" / "llama2"))
+NEEDS_LLAMA2 = pytest.mark.skipif(not (SHARED / "tokenizers" / "llama2").is_dir(), reason="../shared is absent")
+MODELS = [ModelSpec("tiny"), pytest.param(LLAMA2, marks=NEEDS_LLAMA2)]
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+
+def settings_of(model: ModelSpec = MODELS[0], chat: str = "none", limit: int | None = None, **options: Any):
+    return DataSettings(options=NeedleConfig(**options), model=model, chat=chat, limit=limit)
+
+
+def needle_of(example) -> str:
+    ((start, end),) = example.evidence
+    return example.context[start:end]
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize("model", MODELS, ids=["tiny", "llama2"])
+@pytest.mark.parametrize("chat", ["none", "llama2"])
+def test_every_length_at_every_depth(model, chat):
+    """Counted again from the whole prompt: it fits, and a sentence more would not."""
+    lengths, depths = [300, 701], [0, 33, 100]
+    loaded = SUITE.load(DATASET, settings_of(model, chat, lengths=lengths, depths=depths, repeats=2))
+    assert [example.groups for example in loaded.examples] == [
+        (f"length={length}", f"depth={depth}") for _ in range(2) for length in lengths for depth in depths
+    ]
+    assert (
+        len({example.id for example in loaded.examples}) == len({example.answers for example in loaded.examples}) == 12
+    )
+    tokenizer = load_tokenizer_of(model)
+    assert tokenizer is not None
+    for example in loaded.examples:
+        length, depth = (int(group.partition("=")[2]) for group in example.groups)
+        tokens = len(build_prompt(example, TEMPLATE, tokenizer, chat=chat).token_ids) + loaded.max_new_tokens
+        assert length - 12 < tokens <= length  # the longest sentences of both haystacks have 10 tokens
+        needle = needle_of(example)
+        assert example.answers[0] in needle
+        assert example.context.count(example.answers[0]) == example.context.count(needle) == 1
+        before, after = (len(tokenizer(part)["input_ids"]) for part in example.context.split(needle))
+        assert abs(100 * before / (before + after) - depth) < 5
+        assert example.answers[0] not in example.instruction + example.input + example.answer_prefix
+
+
+@NEEDS_LLAMA2
+def test_the_haystack_is_noise_or_the_users_text(tmp_path):
+    noise = SUITE.load(DATASET, settings_of(LLAMA2, lengths=[400], depths=[50])).examples[0]
+    rest = noise.context.replace(f"{needle_of(noise)} ", "")
+    assert (f"{NOISE} " * 30).startswith(rest)
+    assert re.fullmatch(r"One of the special magic numbers for \w+-\w+ is: \d{7}\.", needle_of(noise))
+    text = "First words!  Then\nmore? " + " ".join(f"w{number}" for number in range(100)) + ". Last."
+    (tmp_path / "one.txt").write_text(text)
+    options: Any = {"lengths": [2000], "depths": [50], "haystack": str(tmp_path)}
+    found = SUITE.load(DATASET, settings_of(LLAMA2, **options)).examples[0]
+    rest = found.context.replace(f"{needle_of(found)} ", "")
+    assert (" ".join(text.split()) + " ").__mul__(30).startswith(rest)
+
+
+@NEEDS_LLAMA2
+def test_a_haystack_without_sentences_is_filled_too(tmp_path):
+    (tmp_path / "one.txt").write_text("word " * 3000)
+    options: Any = {"lengths": [1000], "depths": [0, 50], "haystack": str(tmp_path / "one.txt")}
+    loaded = SUITE.load(DATASET, settings_of(LLAMA2, **options))
+    tokenizer = load_tokenizer_of(LLAMA2)
+    assert tokenizer is not None
+    for example in loaded.examples:
+        tokens = len(build_prompt(example, TEMPLATE, tokenizer).token_ids) + loaded.max_new_tokens
+        assert 1000 - 42 < tokens <= 1000
+
+
+def test_the_data_hash_depends_on_every_setting_and_not_on_the_number_of_rows():
+    def data(chat: str = "none", limit: int | None = None, **options: Any) -> str:
+        options = {"lengths": [300], "depths": [0, 50]} | options
+        return SUITE.load(DATASET, settings_of(chat=chat, limit=limit, **options)).data_sha256
+
+    assert data() == data(limit=1) == data(repeats=2)
+    assert len({data(), data(seed=1), data(lengths=[299]), data(depths=[0, 51]), data(chat="llama2")}) == 5
+
+
+@NEEDS_LLAMA2
+def test_the_command_writes_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["needle.lengths=[300,400]", "needle.depths=[0,100]", f"model.tokenizer={LLAMA2.tokenizer}", "out=made"]
+    assert cli.main(["rows", "dataset=needle", *arguments]) == 0
+    rows = [json.loads(line) for line in Path("made/needle.jsonl").read_text().splitlines()]
+    assert [(row["length"], row["depth"]) for row in rows] == [(300, 0), (300, 100), (400, 0), (400, 100)]
+    for row in rows:
+        ((start, end),) = row["evidence"]
+        assert row["input"][start:end].endswith(f"is: {row['outputs'][0]}.")
+
+
+# ----------------------------------------------------------------------------------------------------------- scores
+
+
+def slow_score(answer: str, gold: str) -> float:
+    """RULER's words: stripped, control characters made newlines, stripped; then containment, in lower case."""
+    cleaned = "".join("\n" if ord(letter) < 32 else letter for letter in answer.strip()).strip().lower()
+    return float(any(cleaned[start:].startswith(gold.lower()) for start in range(len(cleaned) + 1)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "expected"),
+    [
+        (" 7374122.", "7374122", 1),
+        ("73741 22", "7374122", 0),
+        ("737\t4122", "7374122", 0),
+        ("no 173741229", "7374122", 1),
+        ("", "7374122", 0),
+        ("AMBER lemon Fox.", "amber lemon fox", 1),
+        ("amber  lemon fox", "amber lemon fox", 0),
+    ],
+)
+def test_an_answer_must_contain_the_gold(answer, gold, expected):
+    assert SUITE.score(DATASET, answer, [gold], None) == slow_score(answer, gold) == expected
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("needle.lengths=[]", r"needle\.lengths=\[\]: expected a list of different numbers from 1"),
+        ("needle.lengths=[512,512]", r"different numbers"),
+        ("needle.depths=[0,101]", r"needle\.depths=\[0, 101\]: expected a list of different numbers from 0 to 100"),
+        ("needle.repeats=0", r"needle\.repeats=0: expected"),
+        ("needle.haystack=nowhere.txt", r"needle\.haystack=nowhere\.txt: expected a text file or a folder"),
+        ("needle.haystack=.", r"tiny knows only words of its own"),
+    ],
+)
+def test_settings_that_make_no_rows_are_refused(override, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        config_of("dataset=needle", override)
+
+
+def test_lengths_that_do_not_fit_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UserError, match=r"needle\.lengths: 20 is too short: needle, question and answer alone have \d+"
+    ):
+        prepare(config_of("dataset=needle", "needle.lengths=[20]"))
+    with pytest.raises(UserError, match=r"more than the 4096 positions .* give smaller needle\.lengths"):
+        prepare(config_of("dataset=needle", "needle.lengths=[512,5000]"))
+
+
+def test_an_empty_text_is_refused(tmp_path):
+    (tmp_path / "one.txt").write_text(" \n")
+    with pytest.raises(UserError, match=r"no text to hide needles in; give needle\.haystack=FILE"):
+        SUITE.load(DATASET, settings_of(LLAMA2, haystack=str(tmp_path)))
+
+
+# ------------------------------------------------------------------------------------------------------------- runs
+
+
+def test_tiny_finds_its_needles_and_the_map_shows_who_does_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["dataset=needle", "needle.lengths=[256,512]", "needle.depths=[0,50,100]", "timing.warmup=0"]
+    run(config_of(*arguments, "limit=3", "out=runs/lazy"))
+    first = read_run(Path("runs/lazy"))[1]
+    run(config_of(*arguments, "out=runs/lazy"))
+    run(config_of(*arguments, "method=random_drop", "method.keep=0.3", "out=runs/random"))
+    records = {name: read_run(Path("runs") / name)[1] for name in ("lazy", "random")}
+    assert records["lazy"][:3] == first
+    assert all(record.baseline is not None and record.baseline.score == 1 for record in records["lazy"])
+    figure = FIGURES["needle"]
+    frame: Any = figure.data(Results.read([Path("runs")]))
+    assert list(dict.fromkeys(frame["method"])) == ["baseline", "random_drop", "lazy"]
+    for name, method in (("lazy", "lazy"), ("random", "random_drop")):
+        rows = frame[frame["method"] == method]
+        found = {(row["length"], row["depth"]): row["score"] for row in rows.to_dict("records")}
+        assert found == {
+            tuple(int(group.partition("=")[2]) for group in record.groups): 100 * record.method.score
+            for record in records[name]
+        }
+    panels = [axes for axes in figure.plot(frame).axes if axes.get_visible()]
+    assert len(panels) == 4  # three methods and the scale
+    assert [text.get_text() for text in panels[0].get_yticklabels()] == ["0", "50", "100"]
+    assert panels[0].get_ylim() == (3, 0)  # depth 0 on top
+
+
+def test_the_tiny_models_needle_is_lookups():
+    example = SUITE.load(DATASET, settings_of(lengths=[300], depths=[50])).examples[0]
+    key = example.input.removeprefix("\nQuestion: entry ")
+    assert key in embedded.keys()
+    assert needle_of(example) == f"entry {key} {example.answers[0]}."
+    assert embedded.TEMPLATES["lookup"].format(context=example.context, input=key) == "".join(
+        [example.instruction, example.context, example.input]
+    )
