@@ -257,15 +257,13 @@ def test_offline_and_not_cached_there_are_two_ways_out(tmp_path, monkeypatch):
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setattr(hub, "hub_is_reachable", lambda: False)
-    ways_out = (
+    out = (
         r"give data\.dir=FOLDER with LongBench v2's data\.json and prompts/0shot\.txt, or run once with a network"
     )
-    with pytest.raises(
-        UserError, match=rf"longbench_v2: THUDM/LongBench-v2 is neither cached nor to be had: {ways_out}"
-    ):
+    with pytest.raises(UserError, match=rf"longbench_v2: THUDM/LongBench-v2 is neither cached nor to be had: {out}"):
         config_of("dataset=longbench_v2")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=rf"prompt is not cached yet and HF_HUB_OFFLINE is set\. Either {ways_out}"):
+    with pytest.raises(UserError, match=rf"prompt is not cached yet and HF_HUB_OFFLINE is set\. Either {out}"):
         SUITE.load(DATASET, DataSettings())
 
 

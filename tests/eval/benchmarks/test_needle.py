@@ -211,7 +211,7 @@ def test_tiny_finds_its_needles_and_the_map_shows_who_does_not(tmp_path, monkeyp
 def test_the_tiny_models_needle_is_lookups():
     example = SUITE.load(DATASET, settings_of(lengths=[300], depths=[50])).examples[0]
     key = example.input.removeprefix("\nQuestion: entry ")
-    assert key in embedded.keys()
+    assert key in set(embedded.keys())
     assert needle_of(example) == f"entry {key} {example.answers[0]}."
     assert embedded.TEMPLATES["lookup"].format(context=example.context, input=key) == "".join(
         [example.instruction, example.context, example.input]

@@ -1,0 +1,134 @@
+"""Real rows of LongBench and official rows of RULER through every method, on a random model with a real vocabulary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eval.benchmarks import SUITES
+from eval.benchmarks.datasets import DATASETS, load_rows
+from eval.benchmarks.prompts import Prompt, build_prompt
+from eval.benchmarks.ruler.ruler_suite import RulerConfig
+from eval.benchmarks.suite import Dataset, DataSettings, Example
+from eval.run.measure import Bench, Case
+from eval.store.record import Record
+from lazyllm.methods import METHODS, Method
+from lazyllm.models.load import load_tokenizer_of
+from lazyllm.models.spec import ModelSpec
+from tests.eval import official
+from tests.eval.benchmarks.test_ruler import OFFICIAL_ROWS, SHARED
+from tests.lazyllm.methods.method_matrix import KEEPING, LISTED
+
+PROMPT_TOKENS, ANSWER_TOKENS = 400, 3
+SPEC = ModelSpec("tiny", tokenizer=str(SHARED / "tokenizers" / "llama2"))
+
+pytestmark = [official.needs(official.LONGBENCH), official.needs(SHARED / "ruler")]
+
+
+@cache
+def bench() -> Bench:
+    """A Llama of 4 layers, as the matrix of methods wants it, with Llama 2's vocabulary."""
+    import torch
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32_000, hidden_size=16, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=512,
+    )  # fmt: skip
+    tokenizer = load_tokenizer_of(SPEC)
+    assert tokenizer is not None
+    return Bench(LlamaForCausalLM(config).eval(), tokenizer, "none", paired=True)
+
+
+def examples() -> Iterator[tuple[Dataset, str, Example]]:
+    """The first real row of each dataset of LongBench, and the official rows of RULER's tasks without a corpus."""
+    for dataset in SUITES["longbench"].datasets:
+        loaded = load_rows(dataset, official.LONGBENCH)
+        yield dataset, loaded.template, loaded.examples[0]
+    for file in OFFICIAL_ROWS:
+        if file.parent.name == "2048":
+            dataset = DATASETS[file.stem]
+            settings = DataSettings(SHARED / "ruler" / "official", options=RulerConfig(2048), model=SPEC, limit=1)
+            loaded = SUITES["ruler"].load(dataset, settings)
+            (example,), row = loaded.examples, json.loads(file.read_text().split("\n")[0])
+            assert example.instruction + example.context + example.input == row["input"]
+            assert (example.answer_prefix, list(example.answers)) == (row["answer_prefix"], row["outputs"])
+            yield dataset, loaded.template, example
+
+
+@cache
+def prompts() -> list[tuple[Dataset, Example, Prompt]]:
+    pytest.importorskip("wonderwords", reason="the package wonderwords ([ruler]) is not installed")
+    return [
+        (dataset, example, build_prompt(example, template, bench().tokenizer, PROMPT_TOKENS))
+        for dataset, template, example in examples()
+    ]
+
+
+def test_the_rows_are_all_there() -> None:
+    names = [dataset.name for dataset, _, _ in prompts()]
+    assert len(names) == len(set(names)) == 16 + 6
+    assert {name.split(",")[0] for name in LISTED} == set(METHODS)
+
+
+def measured(method: Method) -> list[tuple[Dataset, Example, Record]]:
+    cases = [
+        (dataset, example, Case(dataset, example, prompt, method, ANSWER_TOKENS, ()))
+        for dataset, example, prompt in prompts()
+    ]
+    return [(dataset, example, bench().measure(case, True)) for dataset, example, case in cases]
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_every_row_is_measured_by_every_method(name: str) -> None:
+    for dataset, example, record in measured(LISTED[name].pruning):
+        assert Record.from_json(record.to_json()) == record
+        assert len(record.method.token_ids) == ANSWER_TOKENS
+        for side in (record.method, record.baseline):
+            assert side is not None
+            assert side.score == official_score(dataset, side.text, example)
+        assert (record.method.computed[0][-1] < record.prompt_tokens) == (name != "baseline")
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_every_method_that_keeps_everything_gives_the_baselines_records(name: str) -> None:
+    for _, _, record in measured(KEEPING[name]):
+        assert record.baseline is not None
+        same = [
+            {key: value for key, value in asdict(side).items() if key in ("text", "token_ids", "score", "rouge_l")}
+            for side in (record.method, record.baseline)
+        ]
+        assert same[0] == same[1]
+
+
+def official_score(dataset: Dataset, text: str, example: Example) -> Any:
+    """By the oracles of `tests.eval.official`, and RULER's definition: golds contained, in lower case."""
+    if dataset.suite == "ruler":
+        answer = "".join("\n" if ord(letter) < 32 else letter for letter in text.strip()).strip().lower()
+        return sum(gold.lower() in answer for gold in example.answers) / len(example.answers)
+    if dataset.first_line:
+        text = text.lstrip("\n").split("\n")[0]
+    scorers = {
+        "f1": official.f1,
+        "retrieval": official.retrieval,
+        "count": official.numbers,
+        "code_similarity": official.code_similarity,
+        "classification": lambda text, gold: official.classification(text, gold, list(example.all_classes)),
+        "rouge": _rouge,
+    }
+    return max(scorers[dataset.metric](text, gold) for gold in example.answers)
+
+
+def _rouge(text: str, gold: str) -> float:
+    from rouge import Rouge
+
+    try:
+        return Rouge().get_scores([text], [gold], avg=True)["rouge-l"]["f"]
+    except ValueError:  # an empty text
+        return 0.0
