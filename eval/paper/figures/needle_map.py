@@ -43,6 +43,8 @@ def plot(frame: Any) -> MplFigure:
         place.set_title("\n".join([setting[0], *_wrapped(setting[-1])]))
     for place in axes.flat[len(panels) :]:
         place.set_visible(False)
+    for place in axes.flat[max(0, len(panels) - columns) : len(panels)]:  # no panel below
+        place.tick_params(labelbottom=True)
     for place in axes[:, 0]:
         place.set_ylabel("depth of the needle, %")
     figure.supxlabel("length of the prompt, tokens", fontsize=9)
