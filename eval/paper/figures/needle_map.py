@@ -38,6 +38,7 @@ def plot(frame: Any) -> MplFigure:
     lines = -(-len(panels) // columns)
     figure = new_figure(0.8 + 2.6 * columns, 0.4 + 2.8 * lines)
     axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
+    picture: Any = None
     for place, (setting, cells) in zip(axes.flat, panels, strict=False):
         picture = _draw_map(place, cells.pivot(index="depth", columns="length", values="score"))
         place.set_title("\n".join([setting[0], *_wrapped(setting[-1])]))

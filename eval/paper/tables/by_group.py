@@ -27,7 +27,7 @@ def groups(results: Results) -> Table:
         for group, part in _parts(examples)
         for row in rows_of(part)
     ]
-    table = pd.DataFrame(rows, columns=_COLUMNS)
+    table: Any = pd.DataFrame(rows, columns=_COLUMNS)
     lines = [_line(row, results) for row in table[table["level"] == "all"].to_dict("records")]
     caption = (
         "Mean over tasks of the rows of each group. answered: answers that are not empty; of these: the score if empty "

@@ -129,6 +129,7 @@ def _rouge(text: str, gold: str) -> float:
     from rouge import Rouge
 
     try:
-        return Rouge().get_scores([text], [gold], avg=True)["rouge-l"]["f"]
+        scores: Any = Rouge().get_scores([text], [gold], avg=True)
+        return scores["rouge-l"]["f"]
     except ValueError:  # an empty text
         return 0.0

@@ -79,8 +79,9 @@ def test_prompts_are_the_official_ones(tmp_path):
     rows = [row(0), row(1, question="$C_A$ or $DOC$?", choice_A="$C_B$", context="\u2028$C_D$ end\r\n")]
     loaded = load(write(tmp_path, *rows))
     assert loaded.max_new_tokens == 128
+    tokenizer: Any = Characters()
     for example, values in zip(loaded.examples, rows, strict=True):
-        prompt = build_prompt(example, loaded.template, Characters(), decode_halves=False)
+        prompt = build_prompt(example, loaded.template, tokenizer, decode_halves=False)
         assert prompt.text == official_prompt(values)
         assert [prompt.text[start:end] for start, end in prompt.context] == [example.context]
         assert example.answers == (values["answer"],)
@@ -90,7 +91,7 @@ def test_prompts_are_the_official_ones(tmp_path):
 def test_the_middle_is_cut_as_officially(context, limit):
     """`ids[:limit // 2] + ids[-limit // 2:]`, decoded together."""
     example = load_one(row(0, context=f"x{context}"))
-    tokenizer = Characters()
+    tokenizer: Any = Characters()
     text = official_prompt(row(0, context=f"x{context}"))
     ids: Any = tokenizer(text, truncation=False, add_special_tokens=True, verbose=False)["input_ids"]
     if len(ids) > limit:
@@ -112,7 +113,7 @@ def test_halves_that_are_decoded_together_keep_the_space_between_them():
         pytest.skip("../shared/tokenizers/llama2 is absent")
     from lazyllm.models.tokenizers import load_tokenizer
 
-    tokenizer = load_tokenizer(str(SHARED / "tokenizers" / "llama2"))
+    tokenizer: Any = load_tokenizer(str(SHARED / "tokenizers" / "llama2"))
     example = load_one(row(0, context="alpha beta gamma delta " * 20))
     texts = [
         build_prompt(example, longbench_v2.TEMPLATE, tokenizer, 41, decode_halves=apart).text for apart in (True, False)
@@ -257,9 +258,7 @@ def test_offline_and_not_cached_there_are_two_ways_out(tmp_path, monkeypatch):
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setattr(hub, "hub_is_reachable", lambda: False)
-    out = (
-        r"give data\.dir=FOLDER with LongBench v2's data\.json and prompts/0shot\.txt, or run once with a network"
-    )
+    out = r"give data\.dir=FOLDER with LongBench v2's data\.json and prompts/0shot\.txt, or run once with a network"
     with pytest.raises(UserError, match=rf"longbench_v2: THUDM/LongBench-v2 is neither cached nor to be had: {out}"):
         config_of("dataset=longbench_v2")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
