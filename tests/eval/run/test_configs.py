@@ -122,7 +122,7 @@ def test_the_method_that_is_meant(overrides: list[str], method: object) -> None:
         (["method.keep=0.5"], "unknown key keep of method lazy: known are schedule, prune_generated"),
         (["method=random_drop", "method.kep=0.5"], "unknown key kep of method random_drop: did you mean keep?"),
         (["+method.keep=0.5"], "unknown key keep of method lazy"),
-        (["dataset=nosuch"], "dataset=nosuch: expected one of 2wikimqa, all"),
+        (["dataset=nosuch"], "dataset=nosuch: expected one of 2wikimqa, 2wikimqa_e, all"),
         (["model=lama2"], "model=lama2: did you mean llama2? expected one of custom"),
         (["method=nosuch", "method.x=1"], "method=nosuch: expected one of asl, baseline"),
         (["hydra.launcher.n_jobs=2"], "configures the jobs of a sweep: give -m too"),
