@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks import embedded
+from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.rows import canonical
 from eval.benchmarks.ruler.generator import NEEDLE, NOISE
@@ -133,7 +134,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """
     options = _options(settings)
     examples = tuple(_examples(dataset, settings))
-    facts = [VERSION, options.lengths, options.depths, options.seed, settings.chat, _text_sha256(options)]
+    facts = [VERSION, options.lengths, options.depths, options.seed, repr(settings.chat), _text_sha256(options)]
     return LoadedDataset(
         dataset=dataset,
         examples=examples,
@@ -215,7 +216,7 @@ def _examples(dataset: Dataset, settings: DataSettings) -> Iterator[Example]:
 class _Haystack:
     """Makes rows for one tokenizer. Tokens of a sentence are counted once."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: str, form: _Form) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, form: _Form) -> None:
         self.tokenizer, self.chat, self.form = tokenizer, chat, form
         self._sizes: dict[str, int] = {}
 

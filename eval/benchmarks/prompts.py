@@ -1,4 +1,4 @@
-"""Prompts as LongBench's `pred.py` builds them for each model (commit 2e00731), and the cleaning of answers.
+"""Prompts as LongBench's `pred.py` builds them for each model (commit 2e00731).
 
 The order of the steps is the official one: render the template; count its tokens, special ones included; if they exceed
 the limit, keep `int(limit / 2)` tokens of each end, decode the halves without special tokens and join the *texts*; wrap
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
 from eval.benchmarks.suite import Dataset, Example
 from lazyllm.errors import UserError
 
@@ -26,38 +27,7 @@ if TYPE_CHECKING:
 
     import lazyllm
 
-# The header that xgen-7b-8k-inst was tuned with: its published prompt format, byte for byte with both newlines.
-_XGEN_HEADER = (
-    "A chat between a curious human and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the human's questions.\n\n"
-)
-
 Ranges = list[tuple[int, int]]  # half-open ranges of characters, ascending and disjoint
-
-
-@dataclass(frozen=True)
-class ChatFormat:
-    """How a model's prompts are wrapped and its answers cleaned.
-
-    before, after: the texts around the prompt.
-    from_tokenizer: wrap by the tokenizer's own chat template instead.
-    strip: answers lose the white space around them.
-    delete: then every occurrence of this text in the answer is deleted; "" for none.
-    """
-
-    before: str = ""
-    after: str = ""
-    from_tokenizer: bool = False
-    strip: bool = False
-    delete: str = ""
-
-
-CHAT_FORMATS: dict[str, ChatFormat] = {
-    "none": ChatFormat(),
-    "llama2": ChatFormat(before="[INST]", after="[/INST]"),
-    "xgen": ChatFormat(before=f"{_XGEN_HEADER} ### Human: ", after="\n###", strip=True, delete="Assistant:"),
-    "auto": ChatFormat(from_tokenizer=True),
-}
 
 
 @dataclass(frozen=True)
@@ -93,19 +63,12 @@ class Prompt:
         return lazyllm.Prompt(torch.tensor(self.token_ids), self.text, spans, self.context)
 
 
-def chat_format(chat: str) -> ChatFormat:
-    """The format of that name. Raises UserError: an unknown name."""
-    if chat not in CHAT_FORMATS:
-        raise UserError(f"unknown chat format {chat!r}; known are {', '.join(CHAT_FORMATS)}")
-    return CHAT_FORMATS[chat]
-
-
 def build_prompt(
     example: Example,
     template: str,
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int | None = None,
-    chat: str = "none",
+    chat: ChatFormat = CHAT_FORMATS["none"],
     chat_wrap: bool = True,
     protected: str = "",
     decode_halves: bool = True,
@@ -114,15 +77,14 @@ def build_prompt(
 
     template: with placeholders that are names of the row's fields, `{context}` and `{input}` as a rule.
     max_prompt_tokens: the limit for middle truncation (Llama 2 chat 3500, XGen 7500); None for none.
-    chat: a name in `CHAT_FORMATS`; "auto" is the tokenizer's own chat template.
+    chat: how the prompt is wrapped.
     chat_wrap: False for datasets that are exempt from the wrap (`Dataset.chat_wrap`).
     protected: the text in the context that no method may shorten (`Dataset.protected`). It changes no token.
     decode_halves: False decodes the ends of a truncated prompt together, as LongBench v2 does: of an odd limit, the
         second one is a token longer (`Dataset.decode_halves`).
-    Raises UserError: a placeholder that is no field of a row, an unknown chat format, a tokenizer without chat
-        template for "auto", a limit that leaves no tokens, a prompt without tokens.
+    Raises UserError: a placeholder that is no field of a row, a tokenizer without chat template for "auto", a template
+        that refuses the messages, a limit that leaves no tokens, a prompt without tokens.
     """
-    wrap = chat_format(chat)
     if max_prompt_tokens is not None and max_prompt_tokens < 2:
         raise UserError(f"max_prompt_tokens must be at least 2 (one for each end) or null, got {max_prompt_tokens}")
     text, contexts = render(template, example)
@@ -133,8 +95,8 @@ def build_prompt(
     if max_prompt_tokens is not None and truncated:
         left, right = _ends(tokenizer, ids, max_prompt_tokens, decode_halves)
         text, context = left + right, _after_cut(context, text, left, right)
-    if chat_wrap and wrap.from_tokenizer:
-        inner, text = text, _apply_own_template(tokenizer, text)
+    if chat_wrap and chat.uses_template(tokenizer):
+        inner, text = text, chat.wrapped(tokenizer, text)
         # The template has written the special tokens out, BOS among them where the model wants one: none is added.
         moved = _after_own_template(context, inner, text)
         text += example.answer_prefix
@@ -142,7 +104,7 @@ def build_prompt(
         context, spans = ([], None) if moved is None else (moved, spans)
     else:
         if chat_wrap:
-            text, context = f"{wrap.before}{text}{wrap.after}", _moved(context, len(wrap.before))
+            text, context = f"{chat.before}{text}{chat.after}", _moved(context, len(chat.before))
         text += example.answer_prefix
         ids, spans = _tokenize_with_spans(tokenizer, text)
     if not ids:
@@ -150,12 +112,11 @@ def build_prompt(
     return Prompt(text, tuple(ids), before, truncated, token_ids_sha256(ids), tuple(context), spans)
 
 
-def wrap_tokens(tokenizer: PreTrainedTokenizerBase, chat: str) -> int:
+def wrap_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> int:
     """Tokens of the wrap around a prompt, special ones included; 0 for "none". Raises UserError as `build_prompt`."""
-    wrap = chat_format(chat)
-    if wrap.from_tokenizer:
-        return len(_tokenize(tokenizer, _apply_own_template(tokenizer, ""), special_tokens=False))
-    return len(_tokenize(tokenizer, wrap.before + wrap.after)) if wrap.before + wrap.after else 0
+    if chat.uses_template(tokenizer):
+        return len(_tokenize(tokenizer, chat.wrapped(tokenizer, ""), special_tokens=False))
+    return len(_tokenize(tokenizer, chat.before + chat.after)) if chat.before + chat.after else 0
 
 
 def render(template: str, example: Example) -> tuple[str, Ranges]:
@@ -248,13 +209,6 @@ def _clipped(ranges: Ranges, lowest: int, highest: int) -> Ranges:
     return [(start, stop) for start, stop in clipped if start < stop]
 
 
-def post_process(text: str, chat: str) -> str:
-    """A model's answer as `pred.py` writes it: unchanged except for XGen (`ChatFormat.strip` and `.delete`)."""
-    wrap = chat_format(chat)
-    text = text.strip() if wrap.strip else text
-    return text.replace(wrap.delete, "") if wrap.delete else text
-
-
 def end_token_ids(
     tokenizer: PreTrainedTokenizerBase, model_eos_ids: int | Sequence[int] | None, dataset: Dataset
 ) -> tuple[int, ...]:
@@ -303,14 +257,3 @@ def _tokenize_with_spans(
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     text: Any = tokenizer.decode(ids, skip_special_tokens=True)
     return text
-
-
-def _apply_own_template(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    if not tokenizer.chat_template:
-        raise UserError(
-            "chat=auto asks for the tokenizer's own chat template, and it has none; "
-            f"use one of {', '.join(name for name in CHAT_FORMATS if name != 'auto')}"
-        )
-    message = [{"role": "user", "content": text}]
-    wrapped: Any = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    return wrapped

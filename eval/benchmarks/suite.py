@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
 from lazyllm.models.spec import ModelSpec
 
 OnError = Literal["raise", "skip"]
@@ -116,7 +117,7 @@ class DataSettings:
     limit: the number of rows that are used: a suite that makes rows makes no more; None for all.
     options: the suite's own settings, which the config holds under the suite's name; None if it has none.
     model: names the tokenizer, for a suite whose rows depend on it.
-    chat: how prompts are wrapped: a name in `eval.benchmarks.prompts.CHAT_FORMATS`.
+    chat: how prompts are wrapped.
     """
 
     dir: Path | None = None
@@ -124,7 +125,7 @@ class DataSettings:
     limit: int | None = None
     options: Any = None
     model: ModelSpec | None = None
-    chat: str = "none"
+    chat: ChatFormat = CHAT_FORMATS["none"]
 
 
 def _nothing(dataset: Dataset, settings: DataSettings) -> None:

@@ -44,9 +44,9 @@ def facts(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
 
 def findings(results: Results) -> list[str]:
     """A sentence for each model and suite: how fast the fastest setting is that keeps 99 % of its baseline's score."""
-    whole = results.by_task[results.by_task["level"] == "all"]
+    whole: Any = results.by_task[results.by_task["level"] == "all"]
     return [
-        f"{model}, {suite}: {_finding(list(rows.to_dict('records')))}"
+        f"{model}, {suite}: {_finding(rows.to_dict('records'))}"
         for (model, suite), rows in whole.groupby(["model", "suite"], sort=False)
     ]
 

@@ -20,15 +20,16 @@ from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from eval.benchmarks import SUITES
+from eval.benchmarks.chat_format import TODAY, ChatFormat, chat_format
 from eval.benchmarks.datasets import register_configs, resolve_datasets
 from eval.benchmarks.needle import NeedleConfig
-from eval.benchmarks.prompts import chat_format
 from eval.benchmarks.ruler.ruler_suite import RulerConfig
 from eval.benchmarks.split import HALVES, parse_shard
 from eval.benchmarks.suite import Dataset, DataSettings
 from eval.run import speedup_targets
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Method, by_name, known, make, settings_of
+from lazyllm.models.presets import PRESETS
 from lazyllm.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ OWN_SUITES = {"tiny": "embedded"}  # of models that answer one suite only: their
 # Config groups whose choice is an argument, and keys below which the schema fixes nothing
 _GROUPS = ("model", "method", "dataset", "tracker", "experiment")
 _COUNTS = ("limit", "sample", "max_new_tokens", "threads")
-_OPEN = ("dataset", "compare", "model.device_map")
+_MAY_BE_0 = ("timing.warmup", "trace", "model.thinking_tokens")
+_OPEN = ("dataset", "compare", "model.device_map", "model.chat_args")
 
 # The files in eval/conf/hydra/launcher have the names of the plugins' own configs and are checked against those
 warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
@@ -63,8 +65,10 @@ class ModelConfig:
 
     dtype, device, revision, attn_implementation, quantise, device_map: as in `ModelSpec`. tokenizer: folder or
     hub id of another tokenizer than the model's own. max_prompt_tokens: LongBench's limit: the middle of a longer
-    prompt is cut out; null for no limit. chat: how prompts are wrapped: none, llama2, xgen or auto (the tokenizer's own
-    template). paper: the column of the paper's tables that the model is compared with: llama2, xgen or null.
+    prompt is cut out; null for what LongBench leaves of the model's positions (`prompt_limit`).
+    chat: how prompts are wrapped: none, llama2, xgen, auto (the tokenizer's own template), or null: its own, if it has
+    one. chat_args, system, today, thinking_tokens: `args`, `system`, `today` and `thinking_tokens` of `ChatFormat`.
+    paper: the column of the paper's tables that the model is compared with: llama2, xgen or null.
     """
 
     name: str = MISSING_VALUE
@@ -77,7 +81,11 @@ class ModelConfig:
     quantise: str | None = None
     device_map: Any = None
     max_prompt_tokens: int | None = None
-    chat: str = "none"
+    chat: str | None = "none"
+    chat_args: Any = None
+    system: str | None = None
+    today: str = TODAY
+    thinking_tokens: int = 0
     paper: str | None = None
 
 
@@ -164,9 +172,35 @@ def register_schema(schema: type[RunConfig] = RunConfig) -> None:
     OmegaConf.register_new_resolver("keys", lambda mapping: ",".join(mapping), replace=True)
     ConfigStore.instance().store(name="schema", node=schema)
     register_configs()
+    for name, node in model_nodes().items():
+        ConfigStore.instance().store(group="model", name=name, node=node)
     for name in known():
         if name not in METHODS:
             ConfigStore.instance().store(group="method", name=name, node=_config_of(name))
+
+
+def prompt_limit(positions: int) -> int:
+    """LongBench's limit for the prompts of a model with so many positions: the rest is for its answers.
+
+    LongBench's own where it names one (its model2maxlen.json: 3500 of 4096 to 31500 of 32768).
+    """
+    known = {4096: 3500, 8192: 7500, 16_384: 15_500, 32_768: 31_500}
+    return known.get(positions) or max(positions // 2, (positions - 596) // 500 * 500)
+
+
+def model_nodes() -> dict[str, dict[str, Any]]:
+    """The config of each preset that has no file in eval/conf/model: all are chat models of today."""
+    return {
+        name: {
+            "name": name,
+            "max_prompt_tokens": prompt_limit(preset.architecture["max_position_embeddings"]),
+            "chat": "auto",
+            # SDPA cannot cap attention logits
+            "attn_implementation": "eager" if preset.architecture["model_type"] == "gemma2" else "sdpa",
+        }
+        for name, preset in PRESETS.items()
+        if preset.architecture is not None and not (CONF / "model" / f"{name}.yaml").is_file()
+    }
 
 
 def _config_of(name: str) -> dict[str, Any]:
@@ -325,7 +359,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
     for key, known_values in choices.items():
         value = OmegaConf.select(config, key)
         _require(value in known_values, key, value, " or ".join(str(one or "null") for one in known_values))
-    for key, least in (("timing.warmup", 0), ("trace", 0), *((key, 1) for key in _COUNTS)):
+    for key, least in (*((key, 0) for key in _MAY_BE_0), *((key, 1) for key in _COUNTS)):
         value = OmegaConf.select(config, key)
         _require(value is None or value >= least, key, value, f"{least} or more{', or null' if least else ''}")
     _require(plain.out is None or one_run, "out", plain.out, "no out= beside compare: each run has its own")
@@ -337,7 +371,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
     spec = model_spec(plain)
     spec.check()
     _ = spec.source  # refuses a name that is neither a folder nor a hub id
-    chat_format(plain.model.chat)
+    chat_of(plain)
     for settings in methods_of(plain):
         check_method(settings)
     for line in check_datasets(plain):
@@ -356,6 +390,15 @@ def model_spec(config: RunConfig) -> ModelSpec:
     """The model that a run loads, and how."""
     keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
     return ModelSpec(**{key: getattr(config.model, key) for key in keys}, seed=config.seed)
+
+
+def chat_of(config: RunConfig) -> ChatFormat:
+    """How a run's prompts are wrapped and its answers cleaned. Raises UserError."""
+    model = config.model
+    settings = dict(
+        args=model.chat_args or {}, system=model.system, today=model.today, thinking_tokens=model.thinking_tokens
+    )
+    return chat_format(model.chat, **settings)
 
 
 def datasets_of(config: RunConfig) -> tuple[Dataset, ...]:
@@ -392,7 +435,7 @@ def data_settings(config: RunConfig, dataset: Dataset) -> DataSettings:
         limit=config.limit,
         options=getattr(config, dataset.suite, None),
         model=model_spec(config),
-        chat=config.model.chat,
+        chat=chat_of(config),
     )
 
 

@@ -208,7 +208,7 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker) -> None:
 def _measure_on(
     model: PreTrainedModel, plan: Plan, todo: list[Case], untraced: list[Case], store: RunStore, tracker: Tracker
 ) -> None:
-    bench = Bench(model, plan.tokenizer, plan.config.model.chat, plan.paired)
+    bench = Bench(model, plan.tokenizer, plan.chat, plan.paired)
     if todo:
         _warm_up(bench, todo, plan.config.timing.warmup)
     with progress(len(todo)) as advance:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from eval.benchmarks import SUITES
+from eval.benchmarks.chat_format import ChatFormat, post_process
 from eval.benchmarks.metrics import rouge_score_f, scored_text
-from eval.benchmarks.prompts import Prompt, post_process
+from eval.benchmarks.prompts import Prompt
 from eval.benchmarks.suite import Dataset, Example
 from eval.store.record import PROMPT_END, Measurement, Record, compact_counts
 from lazyllm import Generation, generate
@@ -54,7 +55,7 @@ class Bench:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    chat: str
+    chat: ChatFormat
     paired: bool
 
     def warm_up(self, case: Case, runs: int) -> None:
@@ -99,7 +100,7 @@ class Bench:
         peak = read_peak(*devices)
         decoded = self.tokenizer.decode(out.token_ids, skip_special_tokens=True)
         assert isinstance(decoded, str)
-        text = post_process(decoded, self.chat)
+        text = post_process(decoded, self.chat, case.dataset.chat_wrap)
         answers, classes = list(case.example.answers), list(case.example.all_classes)
         group_starts, computed = compact_counts(out.computed)
         return Measurement(

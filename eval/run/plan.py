@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -15,11 +16,22 @@ import numpy as np
 import torch
 
 from eval.benchmarks import SUITES
+from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.prompts import build_prompt, end_token_ids
 from eval.benchmarks.split import Shard, in_half, parse_shard, shard_numbers
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset
 from eval.run import provenance, speedup_targets
-from eval.run.config import RunConfig, build_method, canonical, check_method, data_settings, datasets_of, model_spec
+from eval.run.config import (
+    RunConfig,
+    build_method,
+    canonical,
+    chat_of,
+    check_method,
+    data_settings,
+    datasets_of,
+    model_spec,
+    prompt_limit,
+)
 from eval.run.measure import Case
 from eval.store.folder import fingerprint
 from eval.store.results import label_of
@@ -32,6 +44,8 @@ from lazyllm.models.spec import QUANTISATIONS, ModelSpec, source_of
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+
 DEFAULT_THREADS = torch.get_num_threads()  # which a job of a sweep must find again after one that set its own
 
 
@@ -40,7 +54,7 @@ class Identified:
     """A run without its prompts.
 
     identity: what must agree for two records to lie in one folder. parameters: the method's, by dataset. devices: all
-    that the model may compute on.
+    that the model may compute on. prompt_limit: tokens; longer prompts lose their middle.
     """
 
     identity: dict[str, Any]
@@ -50,6 +64,8 @@ class Identified:
     model_config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
     end_ids: tuple[int, ...]
+    chat: ChatFormat
+    prompt_limit: int
     devices: tuple[torch.device, ...]
     paired: bool
 
@@ -130,12 +146,24 @@ def identify(config: RunConfig) -> Identified:
     model_config = check_loading(model_spec(config))
     settings = _settings(config, model_config)
     tokenizer = _tokenizer(config)
+    chat = chat_of(config)
+    limit = config.model.max_prompt_tokens or prompt_limit(model_config.max_position_embeddings)
     _check_length(config, model_config)
     loaded = [_rows(dataset, data_settings(config, dataset)) for dataset in datasets_of(config)]
     end_ids = load_end_ids(model_spec(config))
+    if None in (config.model.max_prompt_tokens, config.model.chat):
+        log.info(
+            "%s: has %d positions, so prompts beyond %d tokens lose their middle; %s",
+            *(config.model.name, model_config.max_position_embeddings, limit),
+            "prompts are wrapped in its own chat template"
+            if chat.uses_template(tokenizer)
+            else "no chat template: prompts are not wrapped",
+        )
     paired = config.timing.paired and by_name(settings["name"]) is not Baseline
     parameters = {one.dataset.name: _resolved(config, settings, one.dataset, model_config) for one in loaded}
     identity = _identity(config, loaded, model_config, tokenizer, end_ids, devices, paired) | {
+        **_chat_identity(config, chat, tokenizer),
+        "max_prompt_tokens": limit,
         "method": _plain(canonical(settings)),
         "parameters": _plain(parameters) if speedup_targets.uses_preset(settings) else None,
     }
@@ -147,6 +175,8 @@ def identify(config: RunConfig) -> Identified:
         model_config=model_config,
         tokenizer=tokenizer,
         end_ids=end_ids,
+        chat=chat,
+        prompt_limit=limit,
         devices=devices,
         paired=paired,
     )
@@ -225,14 +255,15 @@ def _cases(config: RunConfig, identified: Identified) -> Iterator[Case]:
         dataset = rows.dataset
         method = build_method(identified.parameters[dataset.name])
         end_ids = end_token_ids(tokenizer, identified.end_ids, dataset)
-        max_new_tokens = min(rows.max_new_tokens, config.max_new_tokens or rows.max_new_tokens)
+        thinking = identified.chat.thinking_tokens if dataset.chat_wrap else 0
+        max_new_tokens = min(rows.max_new_tokens, config.max_new_tokens or rows.max_new_tokens) + thinking
         for example in identified.examples[dataset.name]:
             prompt = build_prompt(
                 example,
                 rows.template,
                 tokenizer,
-                config.model.max_prompt_tokens if dataset.truncate else None,
-                config.model.chat,
+                identified.prompt_limit if dataset.truncate else None,
+                identified.chat,
                 dataset.chat_wrap,
                 dataset.protected,
                 dataset.decode_halves,
@@ -241,12 +272,13 @@ def _cases(config: RunConfig, identified: Identified) -> Iterator[Case]:
                 method.check_prompt(prompt.as_input())
             except ValueError as error:
                 raise UserError(f"{dataset.name}, row {example.id}: {error}") from error
-            length = len(prompt.token_ids) + max_new_tokens
-            if length > longest:
+            if (tokens := len(prompt.token_ids)) + max_new_tokens > longest:
+                around = tokens - min(prompt.tokens_before_truncation, identified.prompt_limit)
+                shorter = f"model.max_prompt_tokens={longest - max_new_tokens - around}"
                 raise UserError(
-                    f"{dataset.name}, row {example.id}: {len(prompt.token_ids)} prompt tokens and up to "
-                    f"{max_new_tokens} new ones are more than the {longest} positions that the model has: "
-                    f"{SUITES[dataset.suite].shorter}"
+                    f"{dataset.name}, row {example.id}: {tokens} prompt tokens and up to {max_new_tokens} new ones are "
+                    f"more than the {longest} positions that the model has: "
+                    f"{f'set {shorter}, or less' if dataset.truncate else SUITES[dataset.suite].shorter}"
                 )
             yield Case(dataset, example, prompt, method, max_new_tokens, end_ids)
 
@@ -304,8 +336,6 @@ def _identity(
         "attn_implementation": config.model.attn_implementation,
         "quantise": config.model.quantise,
         "device_map": config.model.device_map,  # times depend on it, and so do what kernels of two kinds of device give
-        "max_prompt_tokens": config.model.max_prompt_tokens,
-        "chat": config.model.chat,
         **({"method_code": code} if code is not None else {}),
         **({"half": config.half} if config.half is not None else {}),  # what is tuned on shares no table with the rest
         **({"method_weights": [_weights_of(spec) for spec in beside]} if beside else {}),
@@ -325,6 +355,20 @@ def _data_of(loaded: LoadedDataset) -> str:
     """What tells a dataset's rows, template and scoring apart."""
     version = SUITES[loaded.dataset.suite].version
     return f"{loaded.data_sha256[:16]} {loaded.config_sha256[:16]} v{version}"
+
+
+def _chat_identity(config: RunConfig, chat: ChatFormat, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What of the wrap around prompts and of the reading of answers can change a number."""
+    if not chat.uses_template(tokenizer):
+        return {"chat": config.model.chat or "none"}
+    about = {
+        "chat": "auto",
+        "chat_args": chat.template_args(tokenizer),
+        "system": chat.system,
+        "today": chat.today if chat.reads_clock(tokenizer) else None,
+        "thinking_tokens": chat.thinking_tokens,
+    }
+    return {key: value for key, value in about.items() if value}
 
 
 def _weights_of(spec: ModelSpec) -> str | None:

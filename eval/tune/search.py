@@ -128,7 +128,7 @@ class _Scorer:
     def _measure(self, case: Case, store: RunStore) -> None:
         if self._model is None:
             self._model = load_model(self._plan.config)
-        bench = Bench(self._model, self._plan.tokenizer, self._plan.config.model.chat, paired=False)
+        bench = Bench(self._model, self._plan.tokenizer, self._plan.chat, paired=False)
         try:
             store.append(bench.measure(case, baseline_first=True))
         except UserError:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lazyllm.models.spec import PRESETS, ModelSpec
+from lazyllm.models.presets import PRESETS
+from lazyllm.models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # The values are those of the published config.json files
 _LLAMA_1B = dict(
@@ -20,9 +21,10 @@ _TINY = dict(
 )  # fmt: skip
 
 SHAPES: dict[str, dict[str, Any]] = {
+    **{name: dict(preset.architecture) for name, preset in PRESETS.items() if preset.architecture is not None},
     "llama2-7b": dict(PRESETS["llama2"].architecture or {}),
     "xgen-7b": dict(PRESETS["xgen"].architecture or {}),
-    "llama-1b": _LLAMA_1B,  # Llama 3.2 1B
+    "llama-1b": _LLAMA_1B,  # Llama 3.2 1B, as the stored measurements call it
     "tiny": _TINY,
 }
 SIZES = {
@@ -31,17 +33,17 @@ SIZES = {
 }  # fmt: skip
 
 
-def config_of(shape: str, max_tokens: int) -> LlamaConfig:
+def config_of(shape: str, max_tokens: int) -> PreTrainedConfig:
     """The config of a shape's name, or of sizes such as "layers=16,width=1024,heads=16,kv_heads=4".
 
     Other sizes follow from those: heads of width 64, as many key heads, an MLP of 8/3 of the width, 32,000 words.
     max_tokens: of prompt and answer. Raises ValueError if it is neither.
     """
-    from transformers import LlamaConfig
+    from transformers import AutoConfig, LlamaConfig
 
     if shape in SHAPES:
-        known: dict[str, Any] = SHAPES[shape] | {"max_position_embeddings": max_tokens}
-        return LlamaConfig(**known)
+        known: dict[str, Any] = {"model_type": "llama"} | SHAPES[shape] | {"max_position_embeddings": max_tokens}
+        return AutoConfig.for_model(**known)
     sizes: dict[str, int] = {}
     for part in shape.split(","):
         name, _, value = part.partition("=")
@@ -60,7 +62,7 @@ def config_of(shape: str, max_tokens: int) -> LlamaConfig:
     return LlamaConfig(**settings, max_position_embeddings=max_tokens)
 
 
-def build(config: LlamaConfig, spec: ModelSpec) -> PreTrainedModel:
+def build(config: PreTrainedConfig, spec: ModelSpec) -> PreTrainedModel:
     """The model with seeded random weights, in eval mode, checked to give the same in the loop over its layers."""
     from lazyllm.engine.checks import check_same_as_model
     from lazyllm.models.load import random_weights

@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -22,8 +21,9 @@ from transformers import (
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError
 from lazyllm.models.checkpoint import CONFIGS, WEIGHTS, check_files, hub_folder
+from lazyllm.models.presets import PRESETS
 from lazyllm.models.quantisation import check_quantise, check_quantised, quantisation_config, quantised_by, require
-from lazyllm.models.spec import PRESETS, DeviceMap, ModelSpec
+from lazyllm.models.spec import DeviceMap, ModelSpec
 from lazyllm.models.tokenizers import load_tokenizer
 
 
@@ -127,7 +127,7 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
     preset = PRESETS.get(spec.name)
     architecture = None if preset is None else preset.architecture
     if spec.is_dummy and architecture is not None:
-        return LlamaConfig(**architecture)
+        return AutoConfig.for_model(**architecture)
     folder = _folder(spec, CONFIGS)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from lazyllm.errors import UserError
+from lazyllm.models.presets import PRESETS
 
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -19,39 +20,10 @@ DeviceMap = Literal["auto"] | Mapping[str, int | str]
 
 
 @dataclass(frozen=True)
-class Preset:
-    """A model that has a short name.
-
-    source: hub id or folder. architecture: the shapes and RoPE of the checkpoint's `config.json`, for
-    `load_format="dummy"`; None if the folder is part of this package.
-    """
-
-    source: str
-    architecture: Mapping[str, Any] | None = field(default=None, hash=False)
-
-
-# Both are Llamas of 32 layers and width 4096; the values are those of the published config.json files.
-_LLAMA2_7B = dict(
-    vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
-    num_key_value_heads=32, max_position_embeddings=4096, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
-_XGEN_7B = _LLAMA2_7B | dict(
-    vocab_size=51200, max_position_embeddings=8192, rms_norm_eps=1e-6, bos_token_id=50256, eos_token_id=50256
-)
-
-PRESETS: dict[str, Preset] = {
-    "llama2": Preset("meta-llama/Llama-2-7b-chat-hf", _LLAMA2_7B),
-    "llama2-base": Preset("meta-llama/Llama-2-7b-hf", _LLAMA2_7B),
-    "xgen": Preset("Salesforce/xgen-7b-8k-inst", _XGEN_7B),
-    "tiny": Preset(str(Path(__file__).parent / "tiny")),
-}
-
-
-@dataclass(frozen=True)
 class ModelSpec:
     """Which model, and how it is loaded. A value: two equal specs load the same weights.
 
-    name: a preset ("llama2", "llama2-base", "xgen", "tiny"), a folder, or a hub id.
+    name: a preset (`lazyllm.models.presets`), a folder, or a hub id.
     load_format: "auto" reads the checkpoint (safetensors only, no remote code); "dummy" builds the architecture with
         random weights and downloads nothing: for timing, as time depends on shapes and not on values.
     dtype: "bfloat16", "float16", "float32" or "float64".

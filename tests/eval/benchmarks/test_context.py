@@ -13,9 +13,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lazyllm
+from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.embedded import TEMPLATES, rows
-from eval.benchmarks.prompts import CHAT_FORMATS, Prompt, build_prompt
+from eval.benchmarks.prompts import Prompt, build_prompt
 from eval.benchmarks.suite import Example
 from lazyllm.methods import PromptCompression
 from lazyllm.methods.prompt_compression import droppable
@@ -87,7 +88,7 @@ def all_rows(name: str) -> list[tuple[Example, dict[str, Any], str]]:
 
 def real_prompt(name: str, example: Example, template: str, limit: int | None) -> Prompt:
     dataset = DATASETS[name]
-    return build_prompt(example, template, llama2(), limit, "llama2", dataset.chat_wrap, dataset.protected)
+    return build_prompt(example, template, llama2(), limit, CHAT, dataset.chat_wrap, dataset.protected)
 
 
 @official.needs(LLAMA2)
@@ -217,8 +218,8 @@ def context_of(template: str = TEMPLATE, row: Example = ROW, tokenizer: Any = No
 )
 def test_the_context_after_the_cut(limit: int | None, context: list[str]) -> None:
     assert context_of(max_prompt_tokens=limit) == context
-    assert context_of(max_prompt_tokens=limit, chat="llama2") == context
-    assert context_of(max_prompt_tokens=limit, chat="xgen") == context
+    assert context_of(max_prompt_tokens=limit, chat=CHAT_FORMATS["llama2"]) == context
+    assert context_of(max_prompt_tokens=limit, chat=CHAT_FORMATS["xgen"]) == context
 
 
 def test_a_long_question_leaves_no_end_of_the_context_in_the_right_half() -> None:
@@ -253,12 +254,12 @@ def test_what_is_protected_splits_the_context_also_where_it_is_cut() -> None:
 def test_the_tokenizers_own_chat_template() -> None:
     tokenizer = Characters()
     tokenizer.chat_template = "given"
-    settings: dict[str, Any] = dict(tokenizer=tokenizer, chat="auto")
+    settings: dict[str, Any] = dict(tokenizer=tokenizer, chat=CHAT_FORMATS["auto"])
     assert context_of(**settings) == ["0123456789"]
     assert context_of("{context} ", replace(ROW, context=" 123 "), **settings) == ["123"]  # the template strips
     assert context_of(**settings, chat_wrap=False) == ["0123456789"]
     tokenizer.around = ("Q: 0123456789|Who? ", "")  # where it stands twice, it is not known which it is
-    prompt = build_prompt(ROW, TEMPLATE, tokenizer, chat="auto")  # type: ignore[arg-type]
+    prompt = build_prompt(ROW, TEMPLATE, tokenizer, chat=CHAT_FORMATS["auto"])  # type: ignore[arg-type]
     assert prompt.context == ()
     with pytest.raises(ValueError, match="chat template changes the prompt's text"):
         PromptCompression(0.5).check_prompt(prompt.as_input())

@@ -11,6 +11,7 @@ import pytest
 
 from eval import cli
 from eval.benchmarks import embedded
+from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.needle import SUITE, TEMPLATE, NeedleConfig
 from eval.benchmarks.prompts import build_prompt
@@ -34,7 +35,7 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 
 def settings_of(model: ModelSpec = MODELS[0], chat: str = "none", limit: int | None = None, **options: Any):
-    return DataSettings(options=NeedleConfig(**options), model=model, chat=chat, limit=limit)
+    return DataSettings(options=NeedleConfig(**options), model=model, chat=CHAT_FORMATS[chat], limit=limit)
 
 
 def needle_of(example) -> str:
@@ -61,7 +62,9 @@ def test_every_length_at_every_depth(model, chat):
     assert tokenizer is not None
     for example in loaded.examples:
         length, depth = (int(group.partition("=")[2]) for group in example.groups)
-        tokens = len(build_prompt(example, TEMPLATE, tokenizer, chat=chat).token_ids) + loaded.max_new_tokens
+        tokens = (
+            len(build_prompt(example, TEMPLATE, tokenizer, chat=CHAT_FORMATS[chat]).token_ids) + loaded.max_new_tokens
+        )
         assert length - 12 < tokens <= length  # the longest sentences of both haystacks have 10 tokens
         needle = needle_of(example)
         assert example.answers[0] in needle

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
+from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import (
-    CHAT_FORMATS,
     build_prompt,
     end_token_ids,
-    post_process,
     token_ids_sha256,
 )
 from eval.benchmarks.suite import Example
@@ -56,8 +55,11 @@ class Characters:
         assert skip_special_tokens
         return "".join(chr(number) for number in ids if number > 2)
 
+    def get_chat_template(self) -> str:
+        return str(self.chat_template)
+
     def apply_chat_template(
-        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool, **_: Any
     ) -> str:
         assert (tokenize, add_generation_prompt, [message["role"] for message in messages]) == (False, True, ["user"])
         return messages[0]["content"].strip().join(self.around)
@@ -104,7 +106,7 @@ def test_real_llama2_prompts_equal_the_sentencepiece_pipelines(name):
     loaded = load_rows(dataset, official.LONGBENCH)
     templates = json.loads((official.LONGBENCH / "config" / "dataset2prompt.json").read_bytes())
     for example, row in zip(loaded.examples, official.shared_rows()[name], strict=True):
-        prompt = build_prompt(example, loaded.template, llama2(), 3500, "llama2", dataset.chat_wrap)
+        prompt = build_prompt(example, loaded.template, llama2(), 3500, CHAT_FORMATS["llama2"], dataset.chat_wrap)
         expected, before = official_llama2_prompt(name, row, templates[name], 3500)
         assert list(prompt.token_ids) == expected
         assert prompt.tokens_before_truncation == before
@@ -129,7 +131,7 @@ def test_real_prompts_have_their_true_lengths():
 
 
 def test_a_short_prompt_is_rendered_and_wrapped():
-    prompt = prompt_of(max_prompt_tokens=50, chat="llama2")
+    prompt = prompt_of(max_prompt_tokens=50, chat=CHAT_FORMATS["llama2"])
     text = "[INST]Q: A cat\r\nsat.|Who?[/INST]"
     assert prompt.text == text
     assert prompt.token_ids == (1, *map(ord, text))
@@ -158,20 +160,20 @@ def test_the_middle_is_cut_out(limit, text):
 
 
 def test_the_wrap_comes_after_the_cut_and_is_not_cut():
-    prompt = prompt_of(max_prompt_tokens=7, chat="llama2")
+    prompt = prompt_of(max_prompt_tokens=7, chat=CHAT_FORMATS["llama2"])
     assert prompt.text == "[INST]Q:ho?[/INST]"
     assert len(prompt.token_ids) == 19
 
 
 def test_exempt_datasets_are_cut_and_not_wrapped():
-    for chat in CHAT_FORMATS:
+    for chat in CHAT_FORMATS.values():
         assert prompt_of(max_prompt_tokens=7, chat=chat, chat_wrap=False).text == "Q:ho?"
     exempt = {name for name in LONGBENCH_NAMES if not DATASETS[name].chat_wrap}
     assert exempt == EXEMPT
 
 
 def test_spaces_and_newlines_at_the_end_of_a_template_stay():
-    assert prompt_of("{context}\nAnswer: ", chat="llama2").text == "[INST]A cat\r\nsat.\nAnswer: [/INST]"
+    assert prompt_of("{context}\nAnswer: ", chat=CHAT_FORMATS["llama2"]).text == "[INST]A cat\r\nsat.\nAnswer: [/INST]"
     assert prompt_of("{context}\n").text == "A cat\r\nsat.\n"
 
 
@@ -187,16 +189,19 @@ def test_the_hash_tells_prompts_apart():
 @official.needs(official.LONGBENCH)
 def test_xgens_wrap_is_its_published_format():
     header = (official.LONGBENCH / "config" / "xgen_header.txt").read_bytes().decode()
-    assert prompt_of("{input}", chat="xgen").text == header + " ### Human: Who?\n###"
+    assert prompt_of("{input}", chat=CHAT_FORMATS["xgen"]).text == header + " ### Human: Who?\n###"
 
 
 def test_the_tokenizers_own_chat_template_brings_its_own_special_tokens():
     tokenizer = Characters()
     tokenizer.chat_template = "given"
-    prompt = prompt_of("{input}", tokenizer, chat="auto")
+    prompt = prompt_of("{input}", tokenizer, chat=CHAT_FORMATS["auto"])
     assert prompt.text == "\x01<user>Who?<model>"
     assert prompt.token_ids == (1, *map(ord, "<user>Who?<model>"))  # one BOS, not two
-    assert prompt_of("{input}", tokenizer, chat="auto", chat_wrap=False).token_ids == (1, *map(ord, "Who?"))
+    assert prompt_of("{input}", tokenizer, chat=CHAT_FORMATS["auto"], chat_wrap=False).token_ids == (
+        1,
+        *map(ord, "Who?"),
+    )
 
 
 def test_a_real_tokenizers_chat_template_gives_one_bos():
@@ -209,22 +214,8 @@ def test_a_real_tokenizers_chat_template_gives_one_bos():
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
-    assert prompt_of("{input}", tokenizer, chat="auto").token_ids == (1, 5, 6, 3, 4)
-    assert prompt_of("{input}", tokenizer, chat="none").token_ids == (1, 3, 4)
-
-
-@pytest.mark.parametrize(
-    ("chat", "text", "expected"),
-    [
-        ("xgen", " Assistant: a cat \n", " a cat"),  # stripped first, then the name is deleted
-        ("xgen", "a Assistant: b Assistant:", "a  b "),
-        ("llama2", " Assistant: a cat \n", " Assistant: a cat \n"),
-        ("none", "\n a\n", "\n a\n"),
-        ("auto", "\n a\n", "\n a\n"),
-    ],
-)
-def test_answers_are_cleaned_as_per_model(chat, text, expected):
-    assert post_process(text, chat) == expected
+    assert prompt_of("{input}", tokenizer, chat=CHAT_FORMATS["auto"]).token_ids == (1, 5, 6, 3, 4)
+    assert prompt_of("{input}", tokenizer, chat=CHAT_FORMATS["none"]).token_ids == (1, 3, 4)
 
 
 # ----------------------------------------------------------------------------------------------------------- end tokens
@@ -290,16 +281,9 @@ def test_a_limit_without_tokens_is_refused(limit):
         prompt_of(max_prompt_tokens=limit)
 
 
-def test_an_unknown_chat_format_is_refused():
-    with pytest.raises(UserError, match="unknown chat format 'vicuna'; known are none, llama2, xgen, auto"):
-        prompt_of(chat="vicuna")
-    with pytest.raises(UserError, match="unknown chat format"):
-        post_process("", "vicuna")
-
-
 def test_a_tokenizer_without_chat_template_is_refused():
     with pytest.raises(UserError, match=r"chat=auto .* has none; use one of none, llama2, xgen"):
-        prompt_of(chat="auto")
+        prompt_of(chat=CHAT_FORMATS["auto"])
 
 
 def test_a_prompt_without_tokens_is_refused():

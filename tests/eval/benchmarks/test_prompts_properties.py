@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from eval.benchmarks.prompts import CHAT_FORMATS, Prompt, build_prompt
+from eval.benchmarks.chat_format import CHAT_FORMATS
+from eval.benchmarks.prompts import Prompt, build_prompt
 from eval.benchmarks.suite import Example
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
@@ -89,7 +90,7 @@ def test_letter_by_letter(
     form = CHAT_FORMATS[chat]
     letters = [(one, False) for one in form.before] + letters + [(one, False) for one in form.after]
 
-    prompt = build_prompt(row_of(context, question), template, Characters(), limit, chat)  # type: ignore[arg-type]
+    prompt = build_prompt(row_of(context, question), template, Characters(), limit, CHAT_FORMATS[chat])  # type: ignore[arg-type]
     assert prompt.text == "".join(letter for letter, _ in letters)
     assert prompt.token_ids == (1, *(ord(letter) for letter, _ in letters))
     assert (prompt.tokens_before_truncation, prompt.truncated) == (tokens, truncated)
@@ -124,7 +125,7 @@ def test_the_real_tokenizers_spans_say_what_each_token_stands_for(
     context: str, question: str, template: str, chat: str
 ) -> None:
     row = row_of(context, question)
-    prompt = build_prompt(row, template, tiny(), None, chat)
+    prompt = build_prompt(row, template, tiny(), None, CHAT_FORMATS[chat])
     form = CHAT_FORMATS[chat]
     assert prompt.text == f"{form.before}{template.format(**fields_of(row))}{form.after}"
     assert "".join(prompt.text[start:stop] for start, stop in prompt.context) == context

@@ -11,6 +11,7 @@ import pytest
 
 from eval import cli
 from eval.benchmarks import embedded
+from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.ruler import COMMIT, TASKS, read_templates
@@ -125,7 +126,17 @@ def test_the_data_hash_depends_on_every_setting_and_not_on_the_number_of_rows(fo
         return loaded.data_sha256
 
     assert data() == data(limit=3)
-    assert len({data(), data(options=RulerConfig(1000)), data(options=RulerConfig(1024, 7)), data(chat="llama2")}) == 4
+    assert (
+        len(
+            {
+                data(),
+                data(options=RulerConfig(1000)),
+                data(options=RulerConfig(1024, 7)),
+                data(chat=CHAT_FORMATS["llama2"]),
+            }
+        )
+        == 4
+    )
 
 
 def test_the_corpus_is_part_of_the_data_hash(folder):
@@ -155,7 +166,9 @@ def test_a_chat_template_takes_its_tokens_from_the_length(folder):
     from lazyllm.models.load import load_tokenizer_of
 
     tokenizer = load_tokenizer_of(ModelSpec("tiny"))
-    plain, wrapped = (next(iter(SUITE.rows(FWE, settings_of(folder, chat=chat)))) for chat in ("none", "llama2"))
+    plain, wrapped = (
+        next(iter(SUITE.rows(FWE, settings_of(folder, chat=CHAT_FORMATS[chat])))) for chat in ("none", "llama2")
+    )
     reserved = len(tokenizer("[INST][/INST]")["input_ids"])
     assert plain["length_w_model_temp"] == plain["length"]
     assert wrapped["length_w_model_temp"] == wrapped["length"] + reserved <= 1024
@@ -178,7 +191,7 @@ ROW = Example("vt", "one", " Who?", "0123456789", ("1",), (), 3, "en", "In: ", "
 def test_the_answer_prefix_stands_behind_the_chat_template(chat, text):
     tokenizer = Characters()
     tokenizer.chat_template = "given"
-    prompt = build_prompt(ROW, "{instruction}{context}{input}", tokenizer, chat=chat)  # type: ignore[arg-type]
+    prompt = build_prompt(ROW, "{instruction}{context}{input}", tokenizer, chat=CHAT_FORMATS[chat])  # type: ignore[arg-type]
     assert prompt.text == text
     characters = list(prompt.token_ids[chat != "auto" :])  # the template has written BOS out
     assert characters == [ord(letter) for letter in text]

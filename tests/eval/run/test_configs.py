@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import re
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,7 +28,8 @@ from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop
 from lazyllm.models.load import load_config
-from lazyllm.models.spec import PRESETS, ModelSpec
+from lazyllm.models.presets import PRESETS
+from lazyllm.models.spec import ModelSpec
 
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
 
@@ -83,6 +87,18 @@ def test_defaults() -> None:
         assert len(datasets_of(config)) == 16
 
 
+def test_presets_are_told_what_longbench_would_tell_them() -> None:
+    chats = {name: config_of(f"model={name}").model for name in PRESETS if name not in ("tiny", "llama2", "xgen")}
+    assert {model.chat for name, model in chats.items() if name != "llama2-base"} == {"auto"}
+    # LongBench's model2maxlen has 3500 for 4k, 7500 for 8k and 31500 for 32k
+    limits = {"olmo2-7b": 3500, "gemma2-9b": 7500, "mistral-7b": 31_500, "qwen3-8b": 40_000, "llama3.1-8b": 130_000}
+    assert {name: chats[name].max_prompt_tokens for name in limits} == limits
+    for name, model in chats.items():
+        positions = load_config(ModelSpec(name, "dummy")).max_position_embeddings
+        assert 512 + 64 <= positions - (model.max_prompt_tokens or 0) < 1400  # the longest answer, and the chat's wrap
+    assert chats["gemma2-9b"].attn_implementation == "eager"  # SDPA cannot cap attention logits
+
+
 def test_the_embedded_suite_is_a_first_look_unless_limit_says_otherwise() -> None:
     assert (config_of("dataset=embedded").limit, config_of("dataset=embedded", "limit=3").limit) == (12, 3)
     assert config_of("dataset=lookup").limit is config_of("dataset=all").limit is None
@@ -136,6 +152,10 @@ def test_the_method_that_is_meant(overrides: list[str], method: object) -> None:
         (["model.attn_implementation=flash"], "flash"),
         (["model=custom", "model.name=nosuch"], "none of the presets"),
         (["model=custom"], "model.name=FOLDER_OR_HUB_ID"),
+        (["model.system=Be brief"], "model.system is for the tokenizer's own chat template: give model.chat=auto"),
+        (["model.today=now"], "model.today=now: expected a date, YYYY-MM-DD"),
+        (["model.thinking_tokens=-1"], "model.thinking_tokens=-1: expected 0 or more"),
+        (["model.chat_arg={a: 1}"], "unknown key model.chat_arg: did you mean model.chat_args?"),
         (["model.paper=llama3"], "model.paper=llama3: expected null or llama2 or xgen"),
         (["data.on_error=ignore"], "data.on_error=ignore: expected raise or skip"),
         (["data.dir=nowhere"], "data.dir=nowhere: expected a folder: there is no such folder"),
@@ -172,6 +192,50 @@ def test_experiments_compare_at_the_same_ideal_speedup(experiment: str, tokens: 
     assert len(methods) == {"claim": 4, "demo": 3}[experiment]
     speedups = [build_method(method).ideal_speedup(load_config(ModelSpec("tiny")), tokens) for method in methods]
     assert max(speedups) / min(speedups) < 1.05
+
+
+def custom(folder: Path, template: str | None, **config: int) -> tuple[str, ...]:
+    """The arguments for a copy of the tiny model as a stranger."""
+    shutil.copytree(PRESETS["tiny"].source, folder, dirs_exist_ok=True)
+    for name, changes in {"tokenizer_config.json": {"chat_template": template}, "config.json": config}.items():
+        file = folder / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    row = {"input": "Where?", "context": "the old house was quiet. " * 120, "answers": ["no"], "all_classes": None}
+    row |= {"length": 300, "dataset": "qasper", "language": "en", "_id": "one"}
+    (folder / "config").mkdir(exist_ok=True)
+    (folder / "qasper.jsonl").write_text(json.dumps(row))
+    (folder / "config" / "dataset2prompt.json").write_text('{"qasper": "{context} {input}"}')
+    (folder / "config" / "dataset2maxlen.json").write_text('{"qasper": 20}')
+    return ("model=custom", f"model.name={folder}", "dataset=qasper", f"data.dir={folder}")
+
+
+@pytest.mark.filterwarnings("ignore::eval.benchmarks.longbench.TemplateWarning")
+def test_a_custom_models_limit_and_template_are_found_and_said(tmp_path: Path, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    bare = prepare(config_of(*custom(tmp_path, None))).identity
+    assert (bare["chat"], bare["max_prompt_tokens"]) == ("none", 3500)
+    assert "has 4096 positions, so prompts beyond 3500 tokens lose their middle; no chat template" in caplog.text
+    template = "{{ strftime_now('%Y') }}{% if enable_thinking %}!{% endif %}{{ messages[0]['content'] }}"
+    plan = prepare(config_of(*custom(tmp_path, template, max_position_embeddings=2048)))
+    assert plan.cases[0].prompt.text.startswith("2024")
+    assert plan.identity.items() >= {
+        "chat": "auto", "chat_args": {"enable_thinking": False}, "today": "2024-07-26", "max_prompt_tokens": 1024
+    }.items()  # fmt: skip
+    assert "prompts are wrapped in its own chat template" in caplog.text
+    thinks = prepare(config_of(*custom(tmp_path, template), "model.thinking_tokens=100", "model.today=2025-01-01"))
+    assert thinks.cases[0].prompt.text.startswith("2025!")
+    assert thinks.cases[0].max_new_tokens == plan.cases[0].max_new_tokens + 100
+    assert (thinks.identity["today"], thinks.identity["thinking_tokens"]) == ("2025-01-01", 100)
+
+
+@pytest.mark.filterwarnings("ignore::eval.benchmarks.longbench.TemplateWarning")
+def test_a_prompt_that_the_model_cannot_hold_is_refused_with_the_number_to_set(tmp_path: Path) -> None:
+    arguments = custom(tmp_path, "<u>{{ messages[0]['content'] }}<m>", max_position_embeddings=400)
+    with pytest.raises(UserError, match="more than the 400 positions that the model has") as refused:
+        prepare(config_of(*arguments, "model.max_prompt_tokens=390"))
+    (fits,) = re.findall(r"set model.max_prompt_tokens=(\d+), or less", str(refused.value))
+    (case,) = prepare(config_of(*arguments, f"model.max_prompt_tokens={fits}")).cases
+    assert 0 <= 400 - len(case.prompt.token_ids) - case.max_new_tokens < 8
 
 
 @pytest.mark.quantised

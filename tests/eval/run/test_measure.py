@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.prompts import Prompt
 from eval.benchmarks.suite import Example
@@ -47,7 +48,7 @@ def calls(monkeypatch) -> list[tuple]:
 def bench(paired: bool = True, chat: str = "none") -> Bench:
     model = SimpleNamespace(device=torch.device("cpu"))
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: TEXTS[ids[0]])
-    return Bench(model, tokenizer, chat, paired)  # type: ignore[arg-type]
+    return Bench(model, tokenizer, CHAT_FORMATS[chat], paired)  # type: ignore[arg-type]
 
 
 def case(name: str, text: str = "text") -> Case:

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import lazyllm
 from lazyllm.errors import UserError
 from lazyllm.models.load import as_device, load_config, load_end_ids, load_weights
-from lazyllm.models.spec import DTYPES, PRESETS, ModelSpec, Preset
+from lazyllm.models.presets import PRESETS, Preset
+from lazyllm.models.spec import DTYPES, ModelSpec
 from tests.reference import random_model
 
 TINY = Path(PRESETS["tiny"].source)
@@ -86,15 +87,6 @@ def test_random_weights_are_seeded_and_leave_the_global_generator_alone() -> Non
     assert one.model.rotary_emb.inv_freq.dtype == torch.float32  # as a checkpoint has it
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"), [("llama2", 6_738_415_616), ("llama2-base", 6_738_415_616), ("xgen", 6_895_702_016)]
-)
-def test_presets_have_the_published_sizes_without_a_download(offline, name: str, parameters: int) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(ModelSpec(name, "dummy")))
-    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
-
-
 def test_a_dummy_has_no_tokenizer_unless_named(offline, monkeypatch) -> None:
     monkeypatch.setitem(PRESETS, "small", Preset("owner/small", random_model("llama", 0).config.to_dict()))
     assert lazyllm.load_model("small", "dummy", "float32", "cpu")[1] is None
@@ -143,7 +135,7 @@ def test_no_access_says_how_to_get_it(monkeypatch, error: type, message: str) ->
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("nosuch", {}, "none of the presets llama2, llama2-base, xgen, tiny"),
+        ("nosuch", {}, "none of the presets llama2, llama2-base, xgen, llama3.1-8b"),
         ("./nosuch", {}, "no such folder"),
         ("a/b/c", {}, "no such folder"),
         ("tiny", {"dtype": "int8"}, "unknown dtype 'int8'"),

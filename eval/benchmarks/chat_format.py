@@ -1,0 +1,142 @@
+"""How a model's prompts are wrapped and its answers cleaned: LongBench's own formats, or the tokenizer's template.
+
+Templates of today take arguments and write the date into the prompt. Both are fixed: a prompt is the same tomorrow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import date
+from typing import TYPE_CHECKING, Any
+
+from lazyllm.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# The header that xgen-7b-8k-inst was tuned with: its published prompt format, byte for byte with both newlines.
+_XGEN_HEADER = (
+    "A chat between a curious human and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the human's questions.\n\n"
+)
+
+TODAY = "2024-07-26"  # what templates of Llama 3 write if they cannot read the clock
+THOUGHT_END = "</think>"
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a model's prompts are wrapped and its answers cleaned.
+
+    before, after: the texts around the prompt.
+    from_tokenizer: wrap by the tokenizer's own chat template instead; or_none: if it has one.
+    args: arguments of that template. A template that knows `enable_thinking` is told False if nothing else is said.
+    system: the text of a system message in front of the prompt.
+    today: the date, YYYY-MM-DD, for templates that write one into the prompt: never the clock's.
+    thinking_tokens: how many more tokens an answer may have. Then the answer is what follows THOUGHT_END.
+    strip: answers lose the white space around them.
+    delete: then every occurrence of this text in the answer is deleted; "" for none.
+    """
+
+    before: str = ""
+    after: str = ""
+    from_tokenizer: bool = False
+    or_none: bool = False
+    args: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    system: str | None = None
+    today: str = TODAY
+    thinking_tokens: int = 0
+    strip: bool = False
+    delete: str = ""
+
+    def uses_template(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Whether prompts are wrapped by the tokenizer's own chat template."""
+        return self.from_tokenizer and bool(not self.or_none or tokenizer.chat_template)
+
+    def template_args(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """The arguments that the tokenizer's own chat template is given."""
+        thinks = "enable_thinking" in tokenizer.get_chat_template()
+        return ({"enable_thinking": self.thinking_tokens > 0} if thinks else {}) | dict(self.args)
+
+    def reads_clock(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Whether the tokenizer's own chat template writes a date into the prompt."""
+        other = replace(self, today="2001-02-03")
+        return self.uses_template(tokenizer) and self.wrapped(tokenizer, "") != other.wrapped(tokenizer, "")
+
+    def wrapped(self, tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+        """The text as a message in the tokenizer's own chat template, up to where the answer begins.
+
+        Raises UserError: there is no template, or it refuses the messages.
+        """
+        from jinja2 import TemplateError
+
+        if not tokenizer.chat_template:
+            raise UserError(
+                "chat=auto asks for the tokenizer's own chat template, and it has none; "
+                f"use one of {', '.join(name for name in CHAT_FORMATS if name != 'auto')}"
+            )
+        messages = [{"role": "system", "content": self.system}] if self.system is not None else []
+        messages.append({"role": "user", "content": text})
+        today = date.fromisoformat(self.today)
+        template = _with_date(tokenizer.get_chat_template(), today)
+        args: dict[str, Any] = {"date_string": today.strftime("%d %b %Y")} | self.template_args(tokenizer)
+        try:
+            wrapped: Any = tokenizer.apply_chat_template(
+                messages, chat_template=template, tokenize=False, add_generation_prompt=True, **args
+            )
+        except TemplateError as error:
+            raise UserError(
+                f"the tokenizer's chat template refuses the messages ({error}): see model.system"
+            ) from error
+        return wrapped
+
+
+def _with_date(template: str, today: date) -> str:
+    """The template with that day as its clock: its `strftime_now` is a macro of ours, as it takes no functions."""
+    if "strftime_now" not in template:
+        return template
+    parts = {part: today.strftime(part) for part in sorted(set(re.findall(r"%-?[aAbBdmyYjHIMSp]", template)))}
+    replaced = "".join(f"|replace('{part}', '{text}')" for part, text in parts.items())
+    # the newline goes with the block, and leaves the template at the start of a line
+    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
+
+
+CHAT_FORMATS: dict[str, ChatFormat] = {
+    "none": ChatFormat(),
+    "llama2": ChatFormat(before="[INST]", after="[/INST]"),
+    "xgen": ChatFormat(before=f"{_XGEN_HEADER} ### Human: ", after="\n###", strip=True, delete="Assistant:"),
+    "auto": ChatFormat(from_tokenizer=True),
+}
+
+
+def chat_format(name: str | None, **settings: Any) -> ChatFormat:
+    """The format of that name; None for the tokenizer's own template, or no wrap if it has none.
+
+    settings: other fields. Raises UserError: an unknown name, no date, or settings of
+    a template for a format that has none.
+    """
+    if name is not None and name not in CHAT_FORMATS:
+        raise UserError(f"unknown chat format {name!r}; known are {', '.join(CHAT_FORMATS)}")
+    chat = replace(ChatFormat(from_tokenizer=True, or_none=True) if name is None else CHAT_FORMATS[name], **settings)
+    if not chat.from_tokenizer and (chat.args or chat.system):
+        key = "chat_args" if chat.args else "system"
+        raise UserError(f"model.{key} is for the tokenizer's own chat template: give model.chat=auto beside it")
+    try:
+        date.fromisoformat(chat.today)
+    except ValueError:
+        raise UserError(f"model.today={chat.today}: expected a date, YYYY-MM-DD") from None
+    return chat
+
+
+def post_process(text: str, chat: ChatFormat, chat_wrap: bool = True) -> str:
+    """A model's answer as `pred.py` writes it: unchanged except for XGen (`ChatFormat.strip` and `.delete`).
+
+    Of a model that is given tokens to think with (in prompts that are wrapped) only what follows the thought counts:
+    nothing, if the thought did not end.
+    """
+    if chat.thinking_tokens and chat_wrap:
+        text = text.rpartition(THOUGHT_END)[2].lstrip() if THOUGHT_END in text else ""
+    text = text.strip() if chat.strip else text
+    return text.replace(chat.delete, "") if chat.delete else text

@@ -1,0 +1,137 @@
+"""Chat templates of today: arguments, system prompts, dates, thoughts; and the cleaning of answers.
+
+The templates are small ones of our own. Each does what the named models' own do, in the same way.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from eval.benchmarks.chat_format import CHAT_FORMATS, chat_format, post_process
+from eval.benchmarks.prompts import build_prompt, wrap_tokens
+from lazyllm.errors import UserError
+from lazyllm.models.load import load_tokenizer_of
+from lazyllm.models.spec import ModelSpec
+from tests.eval.benchmarks.test_prompts import ROW
+
+TURNS = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | trim }}<|end|>{% endfor %}"
+ASK = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+TEMPLATES = {
+    "llama3.1": "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
+    "<|system|>Today: {{ date_string }}" + TURNS + ASK,
+    "llama3.2": "{% if not date_string is defined %}{% if strftime_now is defined %}"
+    "{% set date_string = strftime_now('%d %b %Y') %}{% else %}{% set date_string = '26 Jul 2024' %}{% endif %}"
+    "{% endif %}<|system|>Today: {{ date_string }}" + TURNS + ASK,
+    "granite": "<|system|>Today's Date: {{ strftime_now('%B %d, %Y') }}." + TURNS + ASK,
+    "qwen3": TURNS + ASK + "{% if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}"
+    "<think></think>{% endif %}",
+    "smollm3": "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}"
+    "{% set today = strftime_now('%d %B %Y') %}<|system|>Today Date: {{ today }}, {{ '/think' if enable_thinking else "
+    "'/no_think' }}" + TURNS + ASK,
+    "gemma": "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    + TURNS + ASK,
+    "mistral": "{{ bos_token }}[INST] {{ messages[-1]['content'] }}[/INST]",
+}  # fmt: skip
+READ_THE_CLOCK = {"llama3.1", "llama3.2", "granite", "smollm3"}  # or are told the date
+
+
+@pytest.fixture(params=TEMPLATES)
+def template(request) -> str:
+    return request.param
+
+
+def tokenizer_with(template: str | None) -> Any:
+    tokenizer: Any = load_tokenizer_of(ModelSpec("tiny"))
+    tokenizer.chat_template = TEMPLATES.get(template or "")
+    return tokenizer
+
+
+def text_of(template: str, **settings: Any) -> str:
+    chat = chat_format("auto", **settings)
+    return build_prompt(ROW, "{input}", tokenizer_with(template), chat=chat).text
+
+
+def test_a_prompt_is_the_same_tomorrow(template: str, monkeypatch) -> None:
+    today = text_of(template)
+    assert "Who?" in today
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", None)  # whoever asks it for now() fails
+    assert text_of(template) == today
+    assert chat_format("auto").reads_clock(tokenizer_with(template)) == (template in READ_THE_CLOCK)
+    assert (text_of(template, today="2025-12-31") != today) == (template in READ_THE_CLOCK)
+
+
+def test_the_pinned_date_is_the_templates_own_fallback() -> None:
+    assert "Today: 26 Jul 2024<" in text_of("llama3.1")
+    assert text_of("llama3.2") == text_of("llama3.1")
+    assert "Today's Date: July 26, 2024." in text_of("granite")
+    assert "Today Date: 31 December 2025," in text_of("smollm3", today="2025-12-31")
+    assert "Today: 1 May 1990" in text_of("llama3.2", args={"date_string": "1 May 1990"})
+
+
+def test_thinking_is_off_unless_it_is_given_tokens() -> None:
+    assert text_of("qwen3").endswith("<|assistant|><think></think>")
+    assert text_of("qwen3", thinking_tokens=100).endswith("<|assistant|>")
+    assert text_of("qwen3", args={"enable_thinking": True}).endswith("<|assistant|>")
+    assert "/no_think" in text_of("smollm3")
+    assert "/think" in text_of("smollm3", thinking_tokens=100)
+    assert chat_format("auto").template_args(tokenizer_with("llama3.2")) == {}
+
+
+def test_a_system_prompt_stands_in_front() -> None:
+    assert text_of("qwen3", system="Be brief.").startswith("<|system|>Be brief.<|end|><|user|>Who?")
+    with pytest.raises(UserError, match=r"refuses the messages \(System role not supported\): see model.system"):
+        text_of("gemma", system="Be brief.")
+
+
+def test_the_wraps_tokens_are_those_around_the_prompt(template: str) -> None:
+    tokenizer, chat = tokenizer_with(template), chat_format("auto")
+    whole = len(build_prompt(ROW, "{input}", tokenizer, chat=chat).token_ids)
+    assert whole == wrap_tokens(tokenizer, chat) + len(tokenizer("Who?", add_special_tokens=False).input_ids)
+
+
+def test_null_is_the_own_template_or_none() -> None:
+    chat, bare = chat_format(None), tokenizer_with(None)
+    assert build_prompt(ROW, "{input}", bare, chat=chat) == build_prompt(ROW, "{input}", bare)
+    assert wrap_tokens(bare, chat) == 0
+    own = tokenizer_with("qwen3")
+    assert build_prompt(ROW, "{input}", own, chat=chat) == build_prompt(ROW, "{input}", own, chat=chat_format("auto"))
+
+
+@pytest.mark.parametrize(
+    ("chat", "text", "expected"),
+    [
+        ("xgen", " Assistant: a cat \n", " a cat"),  # stripped first, then the name is deleted
+        ("xgen", "a Assistant: b Assistant:", "a  b "),
+        ("llama2", " Assistant: a cat \n", " Assistant: a cat \n"),
+        ("none", "\n a\n", "\n a\n"),
+        ("auto", "\n a</think>\n", "\n a</think>\n"),
+    ],
+)
+def test_answers_are_cleaned_as_per_model(chat: str, text: str, expected: str) -> None:
+    assert post_process(text, CHAT_FORMATS[chat]) == expected
+
+
+def test_the_answer_comes_after_the_thought() -> None:
+    chat = chat_format("auto", thinking_tokens=100)
+    assert post_process("<think>Is it 3? No.</think>\n\n4", chat) == "4"
+    assert post_process("Is it 3? No.</think> 3 </think> 4 ", chat) == "4 "
+    assert post_process("Is it 3? No, 4", chat) == ""  # it had not finished
+    assert post_process("4", chat, chat_wrap=False) == "4"  # the prompt did not ask it to think
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("vicuna", {}, "unknown chat format 'vicuna'; known are none, llama2, xgen, auto"),
+        ("llama2", {"system": "Be brief."}, "model.system is for the tokenizer's own chat template"),
+        ("none", {"args": {"a": 1}}, "model.chat_args is for the tokenizer's own chat template"),
+        ("auto", {"today": "tomorrow"}, "model.today=tomorrow: expected a date, YYYY-MM-DD"),
+    ],
+)
+def test_refusals(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        chat_format(name, **settings)
