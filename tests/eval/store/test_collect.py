@@ -57,8 +57,8 @@ def test_every_table_and_figure_is_the_same_from_both(campaign: Path, collected:
     assert raw.frame.drop(columns="folder").equals(collected.frame.drop(columns="folder"))
     for name, make in TABLES.items():
         assert written[f"tables/{name}.csv"].decode() == make(raw).to_csv()
-    for name, figure in FIGURES.items():  # none was left out for want of data
-        assert written[f"figures/{name}.csv"].decode() == figure.data(raw).to_csv(index=False)
+    for name in FIGURES.keys() - {"needle"}:  # LongBench has no needles; none else was left out for want of data
+        assert written[f"figures/{name}.csv"].decode() == FIGURES[name].data(raw).to_csv(index=False)
 
 
 def test_the_report_is_the_same_from_both(campaign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
