@@ -231,8 +231,9 @@ def _cell(value: Value | float | None, digits: int, factor: int, has_interval: b
         return "-"
     if not isinstance(value, Value):
         return f"{factor * value:.{digits}f}"
-    ends = (value.low, value.high) if has_interval else (None, None)
-    return cell(*(None if number is None else factor * number for number in (value.mean, *ends)), digits)
+    low, high = (value.low, value.high) if has_interval else (None, None)
+    scaled = [None if number is None else factor * number for number in (low, high)]
+    return cell(factor * value.mean, scaled[0], scaled[1], digits)
 
 
 def _cut(summaries: Mapping[str, Summary]) -> str:
