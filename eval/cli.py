@@ -12,6 +12,7 @@ from lazyllm.errors import UserError
 # Verb -> (module whose `main(arguments)` returns the exit code, what it does)
 VERBS = {
     "run": ("eval.run.job", "measure a method beside its baseline: model=tiny method=lazy dataset=hotpotqa ..."),
+    "plan": ("eval.run.plan_command", "what a run or a sweep would cost: tokens, FLOPs, memory, hours; nothing runs"),
     "rows": ("eval.run.write_rows", "write a dataset's rows in its suite's own format, without a model"),
     "status": ("eval.run.status", "what of the runs below a folder is done, missing or failed, and why"),
     "collect": ("eval.store.collect", "put all runs below a folder into one Parquet file"),
