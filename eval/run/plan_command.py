@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval.paper.table import markdown_lines
 from eval.run.config import check_arguments, compose_config, methods_of, register_schema, to_run_config
 from eval.run.cost import CPU, GPUS
 
@@ -51,6 +50,8 @@ def bills(arguments: Sequence[str], gpu: str | None, runs: Path) -> list[Bill]:
 
 def as_text(bills: Sequence[Bill], gpu: str | None) -> str:
     """A Markdown table, and below it what was assumed."""
+    from eval.paper.table import markdown_lines  # not at the top: it imports pandas
+
     rows = [
         [
             bill.run, str(bill.examples), f"{bill.prompt_tokens:,}", f"{bill.longest:,}", f"{bill.answer_tokens:,}",
