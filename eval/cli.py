@@ -12,6 +12,9 @@ from lazyllm.errors import UserError
 # Verb -> (module whose `main(arguments)` returns the exit code, what it does)
 VERBS = {
     "run": ("eval.run.job", "measure a method beside its baseline: model=tiny method=lazy dataset=hotpotqa ..."),
+    "plan": ("eval.run.plan_command", "what a run or a sweep would cost: tokens, FLOPs, memory, hours; nothing runs"),
+    "doctor": ("eval.run.doctor", "whether this machine is ready, and the command that mends what is missing"),
+    "fetch": ("eval.run.fetch", "download what a run needs, for machines without a network: model=... dataset=..."),
     "rows": ("eval.run.write_rows", "write a dataset's rows in its suite's own format, without a model"),
     "status": ("eval.run.status", "what of the runs below a folder is done, missing or failed, and why"),
     "collect": ("eval.store.collect", "put all runs below a folder into one Parquet file"),

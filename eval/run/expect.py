@@ -65,13 +65,13 @@ def expected_runs(arguments: Sequence[str]) -> list[Expected]:
     overrides = [argument for argument in arguments if not argument.startswith(("hydra/", "hydra."))]
     check_arguments(overrides)
     expected: dict[str, Expected] = {}
-    for job in _jobs(overrides):
+    for job in jobs_of(overrides):
         for run in _runs_of(job):
             expected.setdefault(json.dumps([run.identity or run.name, run.refused], sort_keys=True), run)
     return list(expected.values())
 
 
-def _jobs(overrides: Sequence[str]) -> list[list[str]]:
+def jobs_of(overrides: Sequence[str]) -> list[list[str]]:
     """The overrides of each of the sweep's jobs."""
     parser = OverridesParser.create()
     try:

@@ -198,12 +198,18 @@ def _weights_file(config: PreTrainedConfig) -> str | None:
     return getattr(config, "transformers_weights", None)
 
 
+def checkpoint_folder(spec: ModelSpec, config: PreTrainedConfig) -> Path:
+    """The folder that holds the checkpoint's files, fetched if they are the hub's, and checked. Raises UserError."""
+    folder = _folder(spec, [*CONFIGS, *WEIGHTS, _weights_file(config) or "model.safetensors"])
+    if str(folder) != spec.source:  # a local folder has been checked already
+        check_files(folder, spec.source, _weights_file(config))
+    return folder
+
+
 def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
     """The checkpoint's model, every one of its weights read from the checkpoint. Raises UserError."""
     source, dtype, device = spec.source, getattr(torch, spec.dtype), as_device(spec.device)
-    folder = _folder(spec, [*CONFIGS, *WEIGHTS, _weights_file(config) or "model.safetensors"])
-    if str(folder) != source:  # a local folder has been checked already
-        check_files(folder, source, _weights_file(config))
+    folder = checkpoint_folder(spec, config)
     placement: Any = dict(spec.device_map) if isinstance(spec.device_map, Mapping) else spec.device_map
     if placement is None and (spec.quantise is not None or quantised_by(config) is not None):
         placement = {"": device}  # quantised weights are packed for a device: they are made on it

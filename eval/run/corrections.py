@@ -1,0 +1,88 @@
+"""What the stored runs of a model on a device say of the assumed rates, and of the length of answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eval.run.config import build_method
+from eval.run.cost import Device, work
+from eval.store.results import StoredRun, stored_runs
+from lazyllm.methods import Baseline
+from lazyllm.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """By a method's name: measured over assumed seconds, of the first token and of a decoding step.
+
+    answers: the mean tokens of the method's answers, by (method, dataset). runs: how many runs this was read from.
+    """
+
+    ttft: Mapping[str, float] = field(default_factory=dict)
+    step: Mapping[str, float] = field(default_factory=dict)
+    answers: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    runs: int = 0
+
+    def of(self, factors: Mapping[str, float], method: str) -> float:
+        """The method's factor; the baseline's if it has not run; 1 if nothing has."""
+        return factors.get(method, factors.get("baseline", 1.0))
+
+
+def read_corrections(
+    folder: Path, model: dict[str, Any], device_name: str, device: Device, config: Any, spec: ModelSpec, weights: int
+) -> Corrections:
+    """What the runs of that model on that device say, of those below the folder. Raises UserError.
+
+    model: parts of their identity. device_name: a part of the device's own name. config, spec, weights: the model's,
+    as `work` takes them.
+    """
+    named = re.compile(rf"\b{re.escape(device_name)}\b", re.IGNORECASE)
+    runs = [
+        run
+        for run in (stored_runs([folder]) if folder.is_dir() else [])
+        if model.items() <= run.identity.items() and named.search(run.identity["device"]) and len(run.examples)
+    ]
+    seconds: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    generated: dict[tuple[str, str], list[float]] = {}
+    for run in runs:
+        for name, row in _measured(run):
+            method = _method_of(run, row["dataset"]) if name != "baseline" else Baseline()
+            assumed = work(config, spec, method, int(row["n"]), int(row["generated"]), weights)
+            seconds.setdefault((name, "ttft"), []).append((row["ttft_s"], assumed.ttft_s(device)))
+            if row["generated"] > 1:
+                seconds.setdefault((name, "step"), []).append((row["step_s"], assumed.step_s(device)))
+            generated.setdefault((name, row["dataset"]), []).append(row["generated"])
+    ratio = {key: sum(a for a, _ in pairs) / sum(b for _, b in pairs) for key, pairs in seconds.items()}
+    return Corrections(
+        {name: value for (name, kind), value in ratio.items() if kind == "ttft"},
+        {name: value for (name, kind), value in ratio.items() if kind == "step"},
+        {key: sum(counts) / len(counts) for key, counts in generated.items()},
+        len(runs),
+    )
+
+
+def _measured(run: StoredRun) -> Iterable[tuple[str, dict[str, Any]]]:
+    """(method, what was measured) of each record, the paired baselines included."""
+    sides = [("", run.method)]
+    if run.method != "baseline" and run.identity["paired"]:
+        sides.append(("baseline_", "baseline"))
+    for _, row in run.examples.iterrows():
+        for prefix, name in sides:
+            yield (
+                name,
+                {
+                    "dataset": row["dataset"],
+                    "n": row["prompt_tokens"],
+                    "ttft_s": row[f"{prefix}ttft_s"],
+                    "step_s": row[f"{prefix}step_s"],
+                    "generated": row[f"{prefix}generated_tokens"],
+                },
+            )
+
+
+def _method_of(run: StoredRun, dataset: str) -> Any:
+    return build_method((run.identity["parameters"] or {}).get(dataset) or run.identity["method"])

@@ -1,0 +1,149 @@
+"""What a generation costs before it runs: FLOPs, bytes, memory, and seconds on a device.
+
+Counts follow from the shapes. Seconds need rates: assumed ones (`GPUS`), corrected by stored runs (`corrections.py`).
+Decoding is counted without revivals: how many tokens come back depends on the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
+from lazyllm.methods import Method
+from lazyllm.methods.bases import Prune
+from lazyllm.methods.lazy import Lazy
+from lazyllm.models.spec import ModelSpec
+
+_BYTES = {"float64": 8, "float32": 4}  # of a number; 2 in the dtypes of 16 bits
+_QUANTISED_BYTES = {"int8": 1, "bnb_int8": 1, "int4": 0.5, "bnb_nf4": 0.5}
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device. name: as its driver says it.
+
+    flops_per_s, bytes_per_s: its data sheet's, dense bfloat16. gigabytes: its memory.
+    prefill, decode: the shares of those that are assumed to be reached. layer_s: seconds of a layer's launches, below
+    which no decoding step gets.
+    """
+
+    name: str
+    flops_per_s: float
+    bytes_per_s: float
+    gigabytes: float
+    prefill: float = 0.5
+    decode: float = 0.6
+    layer_s: float = 4e-4
+
+
+GPUS = {
+    "h100": Device("H100", 989e12, 3.35e12, 80),
+    "a100": Device("A100", 312e12, 2.04e12, 80),
+    "rtx4090": Device("RTX 4090", 165e12, 1.01e12, 24),
+    "l4": Device("L4", 121e12, 0.3e12, 24),
+}
+CPU = Device("CPU", 1e11, 2e10, 0, layer_s=0)  # of no use before a run has corrected it
+
+
+@dataclass(frozen=True)
+class Work:
+    """One generation: FLOPs of its prefill; FLOPs, bytes read and layers of one decoding step in its middle."""
+
+    prefill_flops: int
+    step_flops: int
+    step_bytes: int
+    layers: int
+
+    def ttft_s(self, device: Device) -> float:
+        """Seconds to the first token at the assumed rates."""
+        return self.prefill_flops / (device.flops_per_s * device.prefill) + self.layers * device.layer_s
+
+    def step_s(self, device: Device) -> float:
+        """Seconds of a decoding step at the assumed rates."""
+        reading = self.step_bytes / (device.bytes_per_s * device.decode)
+        return max(reading, self.step_flops / (device.flops_per_s * device.prefill), self.layers * device.layer_s)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the peak of a generation. working: what one layer of the prefill holds beside its input."""
+
+    weights: int
+    kv: int
+    aux: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.aux + self.working
+
+
+def parameters_of(config: Any) -> tuple[int, int]:
+    """(parameters of the model, those of its layers' linear maps). Makes the model without memory for it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters()), _linear(config)
+
+
+def _linear(config: Any) -> int:
+    return LayerShape.of(config).linear_flops // 2 * config.num_hidden_layers
+
+
+def weight_bytes(spec: ModelSpec, parameters: tuple[int, int]) -> int:
+    """Bytes of the weights as the spec loads them. parameters: as `parameters_of` gives them."""
+    (all_of_them, linear), size = parameters, number_bytes(spec)
+    return int((all_of_them - linear) * size + linear * _QUANTISED_BYTES.get(spec.quantise or "", size))
+
+
+def number_bytes(spec: ModelSpec) -> int:
+    """Bytes of a number in the spec's dtype."""
+    return _BYTES.get(spec.dtype, 2)
+
+
+def stored_tokens(method: Method, layers: int, n: int) -> list[int]:
+    """Of n prompt tokens those whose K and V each layer holds for decoding."""
+    tokens = method.tokens_per_layer(layers, n)
+    forgets = isinstance(method, Prune) and method.forget and not isinstance(method, Lazy)
+    return [tokens[-1]] * layers if forgets else tokens
+
+
+def work(config: Any, spec: ModelSpec, method: Method, n: int, new_tokens: int, weights: int) -> Work:
+    """What a method does for n prompt tokens. weights: bytes, all of which each step reads."""
+    layers, shape = config.num_hidden_layers, LayerShape.of(config)
+    attended = _attended(config, [held + new_tokens // 2 for held in stored_tokens(method, layers, n)])
+    return Work(
+        prefill_flops=prefill_flops(config, method.tokens_per_layer(layers, n)) + method.scoring_flops(config, n),
+        step_flops=layers * shape.linear_flops + attended * shape.pair_flops + 2 * shape.width * config.vocab_size,
+        step_bytes=weights + attended * _kv_numbers(shape) * number_bytes(spec),
+        layers=layers,
+    )
+
+
+def _attended(config: Any, stored: Sequence[int]) -> int:
+    pairs = zip(stored, windows_of(config), strict=True)
+    return sum(held if window is None else min(held, window) for held, window in pairs)
+
+
+def _kv_numbers(shape: LayerShape) -> int:
+    return 2 * shape.kv_heads * shape.head_dim
+
+
+def memory(config: Any, spec: ModelSpec, method: Method, n: int, new_tokens: int, weights: int) -> Memory:
+    """The peak of a generation of n prompt tokens and up to `new_tokens` new ones. weights: bytes."""
+    shape, size, layers = LayerShape.of(config), number_bytes(spec), config.num_hidden_layers
+    tokens = method.tokens_per_layer(layers, n)
+    pruned = tokens[0] - tokens[-1] if isinstance(method, Lazy) and method.revive else 0
+    one_layer = tokens[0] * (3 * shape.width + 3 * shape.mlp_width)
+    if spec.attn_implementation == "eager":
+        one_layer = max(one_layer, 2 * shape.heads * tokens[0] ** 2)
+    return Memory(
+        weights=weights,
+        kv=(sum(tokens) + layers * new_tokens) * _kv_numbers(shape) * size,
+        aux=pruned * shape.width * size,
+        working=one_layer * size,
+    )

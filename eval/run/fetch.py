@@ -1,0 +1,70 @@
+"""Download what runs need, so that they can start on a machine without a network.
+
+    lazyllm-bench fetch model=llama2,xgen dataset=all          # once, on the login node
+    HF_HUB_OFFLINE=1 python run.py -m experiment=table1 ...    # on the nodes, which see the same caches
+
+The arguments are those of `python run.py`, a sweep's too. Fetched are checkpoints, tokenizers, what methods run beside
+the model, and the datasets' rows and templates. What is there already is not fetched again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from eval.run.config import (
+    RunConfig,
+    build_method,
+    check_arguments,
+    compose_config,
+    data_settings,
+    datasets_of,
+    methods_of,
+    model_spec,
+    register_schema,
+    to_run_config,
+)
+from lazyllm.models.spec import ModelSpec
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The verb `fetch`; prints a line for each thing that is there now. Returns the exit code. Raises UserError."""
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return 0
+    from eval.run.expect import jobs_of
+
+    register_schema()
+    overrides = [
+        one for one in arguments if not one.startswith(("hydra/", "hydra.")) and one not in ("-m", "--multirun")
+    ]
+    check_arguments(overrides)
+    lines = (line for job in jobs_of(overrides) for line in fetched(to_run_config(compose_config(job))))
+    seen: set[str] = set()
+    for line in lines:
+        if line not in seen:
+            print(line, flush=True)
+        seen.add(line)
+    return 0
+
+
+def fetched(config: RunConfig) -> Iterator[str]:
+    """Fetch what one run needs; a line for each thing, once it is there. Raises UserError."""
+    from eval.benchmarks import SUITES
+    from eval.run import speedup_targets
+
+    beside = [
+        spec for settings in methods_of(config) for spec in build_method(speedup_targets.check(settings)).models()
+    ]
+    for spec in (model_spec(config), *beside):
+        yield _checkpoint(spec)
+    for dataset in datasets_of(config):
+        rows = SUITES[dataset.suite].load(dataset, data_settings(config, dataset))
+        yield f"{dataset.name}: {rows.total or len(rows.examples)} examples"
+
+
+def _checkpoint(spec: ModelSpec) -> str:
+    from lazyllm.models.load import check_loading, checkpoint_folder, load_tokenizer_of
+
+    config = check_loading(spec)
+    load_tokenizer_of(spec)
+    return f"{spec.name}: {'shapes only' if spec.is_dummy else checkpoint_folder(spec, config)}"

@@ -1,0 +1,106 @@
+"""What the caches hold and what the hub gives: a token, a checkpoint, LongBench; and whether W&B has a key."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from eval.benchmarks.disk_cache import cache_folder, is_offline, is_reachable
+from eval.run.finding import MISSING, NOT_NEEDED, OK, Finding
+from lazyllm.models.spec import source_of
+
+NETWORK_S = 0.8  # how long the hub may take to answer
+
+
+def hub_answers() -> bool:
+    """Whether the hub is to be asked, and answers soon."""
+    return not is_offline() and is_reachable(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), NETWORK_S)
+
+
+def check_hub(reachable: bool, needed: bool) -> Finding:
+    """needed: whether something is not in the caches yet."""
+    if is_offline():
+        return Finding("hub", NOT_NEEDED, "HF_HUB_OFFLINE is set: only the caches are read")
+    if reachable:
+        return Finding("hub", OK, "answers")
+    command = "on a machine with a network, lazyllm-bench fetch model=... dataset=...; here, export HF_HUB_OFFLINE=1"
+    return Finding("hub", MISSING if needed else NOT_NEEDED, f"does not answer: {command}")
+
+
+def check_token(cached: bool) -> Finding:
+    from huggingface_hub import get_token
+
+    if get_token() is not None:
+        return Finding("token", OK, "the hub's client has one")
+    return Finding("token", NOT_NEEDED if cached else MISSING, "hf auth login (gated models ask for it)")
+
+
+def check_model(name: str, cached: bool, reachable: bool) -> Finding:
+    source = source_of(name)
+    if cached:
+        return Finding(name, OK, f"{source} is here")
+    if not reachable:
+        return Finding(name, MISSING, f"{source} is not in the cache: lazyllm-bench fetch model={name}, with a network")
+    return _in_time(
+        lambda: _access(name, source), Finding(name, MISSING, f"the hub did not say whether {source} opens")
+    )
+
+
+def _access(name: str, source: str) -> Finding:
+    from huggingface_hub import auth_check, errors
+
+    try:
+        auth_check(source)
+    except errors.GatedRepoError:
+        says = f"ask for access at https://huggingface.co/{source}, then hf auth login"
+        return Finding(name, MISSING, f"{source} is gated: {says}")
+    except errors.RepositoryNotFoundError:
+        return Finding(name, MISSING, f"{source}: no such repository, or a private one: hf auth login")
+    return Finding(name, OK, f"{source} can be downloaded: lazyllm-bench fetch model={name}")
+
+
+def _in_time(ask: Callable[[], Finding], otherwise: Finding) -> Finding:
+    """What `ask` finds within a few seconds; the hub's own client tries for longer."""
+    found: list[Finding] = []
+    thread = threading.Thread(target=lambda: found.append(ask()), daemon=True)
+    thread.start()
+    thread.join(4 * NETWORK_S)
+    return found[0] if found else otherwise
+
+
+def is_cached(name: str) -> bool:
+    """Whether a checkpoint is a folder, or its config and weights are in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    source = source_of(name)
+    if Path(source).is_dir():
+        return True
+    files = ("model.safetensors.index.json", "model.safetensors")
+    held = [isinstance(try_to_load_from_cache(source, file), str) for file in ("config.json", *files)]
+    return held[0] and any(held[1:])
+
+
+def check_longbench(model: str) -> Finding:
+    from huggingface_hub import try_to_load_from_cache
+
+    from eval.benchmarks.longbench import CONFIG_SHA256, HUB_FILE, HUB_REPOSITORY, HUB_REVISION
+
+    archive = try_to_load_from_cache(HUB_REPOSITORY, HUB_FILE, revision=HUB_REVISION, repo_type="dataset")
+    configs = [cache_folder() / "longbench" / "config" / name for name in CONFIG_SHA256]
+    if isinstance(archive, str) and all(file.is_file() for file in configs):
+        return Finding("LongBench", OK, "in the cache")
+    state = NOT_NEEDED if model == "tiny" else MISSING  # which has a suite of its own
+    return Finding("LongBench", state, "not in the cache: lazyllm-bench fetch dataset=all, or give data.dir=FOLDER")
+
+
+def check_wandb() -> Finding:
+    hosts: Sequence[str] = ()
+    with suppress(OSError, netrc.NetrcParseError):
+        hosts = list(netrc.netrc(Path(os.environ.get("NETRC", "~/.netrc")).expanduser()).hosts)
+    if os.environ.get("WANDB_API_KEY") or any("wandb" in host for host in hosts):
+        return Finding("W&B", OK, "a key is configured: tracker=wandb is online")
+    return Finding("W&B", NOT_NEEDED, "no key: tracker=wandb writes to the run's folder; wandb login adds one")

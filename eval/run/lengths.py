@@ -1,0 +1,90 @@
+"""How long a run's prompts and answers are: counted if data and tokenizer are here, else from published means."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+from statistics import NormalDist
+
+from eval.benchmarks.suite import Dataset
+from eval.run.config import RunConfig, datasets_of, model_spec, prompt_limit
+from lazyllm.errors import UserError
+from lazyllm.models.load import load_config
+
+# (rows, mean words a row, most tokens of an answer), as LongBench's README and its dataset2maxlen.json give them
+_LONGBENCH = {
+    "narrativeqa": (200, 18409, 128), "qasper": (200, 3619, 128), "multifieldqa_en": (150, 4559, 64),
+    "hotpotqa": (200, 9151, 32), "2wikimqa": (200, 4887, 32), "musique": (200, 11214, 32),
+    "gov_report": (200, 8734, 512), "qmsum": (200, 10614, 512), "multi_news": (200, 2113, 512),
+    "trec": (200, 5177, 64), "triviaqa": (200, 8209, 32), "samsum": (200, 6258, 128),
+    "passage_count": (200, 11141, 32), "passage_retrieval_en": (200, 9289, 32),
+    "lcc": (500, 1235, 64), "repobench-p": (500, 4206, 64),
+}  # fmt: skip
+# Llama 2's, over 89 real rows; tokenizers with a larger vocabulary make up to a fifth fewer
+_TOKENS_PER_WORD = {"text": 1.6, "code": 3.5}
+_SPREAD = 0.5  # standard deviation of the logarithm of the lengths in a dataset
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of one dataset: tokens of each prompt, and the most of an answer. guessed: why they were not counted, or None."""
+
+    dataset: Dataset
+    prompts: tuple[int, ...]
+    max_new_tokens: int
+    guessed: str | None = None
+
+
+def lengths_of(config: RunConfig) -> tuple[Lengths, ...]:
+    """The lengths of a run's datasets. Raises UserError if they can be neither counted nor guessed."""
+    here = replace(config.model, device="cpu", quantise=None, device_map=None)  # as the machine that plans may be
+    return _lengths_of(_ByContent(replace(config, model=here, method={"name": "baseline"}, compare={}, only=None)))
+
+
+@dataclass(frozen=True)
+class _ByContent:
+    """A config as a key: the jobs of a sweep share their prompts."""
+
+    config: RunConfig
+
+    def __hash__(self) -> int:
+        return hash(repr(self.config))
+
+
+@lru_cache(maxsize=16)
+def _lengths_of(key: _ByContent) -> tuple[Lengths, ...]:
+    from eval.run.plan import prepare
+
+    try:
+        cases = prepare(key.config).cases
+    except UserError as error:
+        datasets = datasets_of(key.config)
+        if any(dataset.name not in _LONGBENCH for dataset in datasets):
+            raise
+        return tuple(_guess(key.config, dataset, datasets, str(error)) for dataset in datasets)
+    grouped = [list(group) for _, group in groupby(cases, lambda case: case.dataset)]
+    return tuple(
+        Lengths(group[0].dataset, tuple(len(case.prompt.token_ids) for case in group), group[0].max_new_tokens)
+        for group in grouped
+    )
+
+
+def _guess(config: RunConfig, dataset: Dataset, datasets: tuple[Dataset, ...], why: str) -> Lengths:
+    """Lengths whose logarithms are normal, around the published mean, cut to the model's limit."""
+    positions = load_config(replace(model_spec(config), load_format="dummy")).max_position_embeddings
+    limit = config.model.max_prompt_tokens or prompt_limit(positions)
+    words, most = _LONGBENCH[dataset.name][1:]
+    center = math.log(words * _TOKENS_PER_WORD["code" if dataset.task == "code" else "text"]) - _SPREAD**2 / 2
+    total = sum(_rows(config, other) for other in datasets)
+    rows = round(_rows(config, dataset) * min(1.0, (config.sample or total) / total))
+    drawn = [math.exp(center + _SPREAD * NormalDist().inv_cdf((row + 0.5) / rows)) for row in range(rows)]
+    answer = min(most, config.max_new_tokens or most) + (config.model.thinking_tokens if dataset.chat_wrap else 0)
+    return Lengths(dataset, tuple(min(limit, round(length)) for length in drawn), answer, why)
+
+
+def _rows(config: RunConfig, dataset: Dataset) -> int:
+    rows = _LONGBENCH[dataset.name][0]
+    rows = min(rows, config.limit or rows)
+    return rows if config.half is None else rows // 2

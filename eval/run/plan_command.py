@@ -1,0 +1,114 @@
+"""What a run or a sweep would cost, before it starts: jobs, tokens, FLOPs, memory, hours.
+
+    lazyllm-bench plan model=llama2 method=lazy dataset=hotpotqa --gpu a100
+    lazyllm-bench plan experiment=table1 model=llama2,xgen --gpu h100
+    lazyllm-bench plan experiment=demo             # on this machine: hours, as soon as runs/ holds a run of the model
+
+The arguments are those of `python run.py`, a sweep's too. Nothing is downloaded and no model runs. Prompts are counted
+exactly if the data and the tokenizer are in the caches, else guessed from the mean lengths that LongBench's authors
+published. Answers are as long as they may become, or as they were in stored runs of the model. Seconds follow from the
+device's data sheet at an assumed utilisation, corrected by the model's stored runs on such a device. Decoding is
+counted without revivals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eval.run.config import check_arguments, compose_config, methods_of, register_schema, to_run_config
+from eval.run.cost import CPU, GPUS
+
+if TYPE_CHECKING:
+    from eval.run.bill import Bill
+
+_HEADINGS = (
+    "run", "examples", "prompt tokens", "longest", "answer tokens", "PFLOP", "of baseline", "TB read", "of baseline",
+    "GB", "hours",
+)  # fmt: skip
+
+
+def bills(arguments: Sequence[str], gpu: str | None, runs: Path) -> list[Bill]:
+    """A bill for each run that the arguments make. gpu: of `GPUS`, None for this machine. Raises UserError."""
+    from eval.run.bill import bill
+    from eval.run.expect import jobs_of
+
+    register_schema()
+    overrides = [argument for argument in arguments if not argument.startswith(("hydra/", "hydra.", "shard="))]
+    check_arguments(overrides)
+    configs = [to_run_config(compose_config(job)) for job in jobs_of(overrides)]
+    return [
+        bill(replace(config, method=method, compare={}, only=None), gpu, runs)
+        for config in configs
+        for method in methods_of(config)
+    ]
+
+
+def as_text(bills: Sequence[Bill], gpu: str | None) -> str:
+    """A Markdown table, and below it what was assumed."""
+    from eval.paper.table import markdown_lines  # not at the top: it imports pandas
+
+    rows = [
+        [
+            bill.run, str(bill.examples), f"{bill.prompt_tokens:,}", f"{bill.longest:,}", f"{bill.answer_tokens:,}",
+            f"{bill.petaflops:.4g}", f"{bill.baseline_petaflops:.4g}",
+            f"{bill.read_terabytes:.4g}", f"{bill.baseline_read_terabytes:.4g}",
+            f"{sum(bill.gigabytes.values()):.3g}", _hours(bill.hours),
+        ]
+        for bill in bills
+    ]  # fmt: skip
+    known = [bill.hours for bill in bills if bill.hours is not None]
+    largest = max(bills, key=lambda bill: sum(bill.gigabytes.values()))
+    parts = ", ".join(f"{part} {size:.3g}" for part, size in largest.gigabytes.items())
+    lines = [
+        *markdown_lines(_HEADINGS, rows, 1),
+        "",
+        f"{len(bills)} runs, {_hours(sum(known) if len(known) == len(bills) else None)} hours one after the other",
+        f"most memory: {sum(largest.gigabytes.values()):.3g} GB ({parts}), {largest.run}",
+        *_warnings(bills, largest, gpu),
+    ]
+    return "\n".join(lines)
+
+
+def _warnings(bills: Sequence[Bill], largest: Bill, gpu: str | None) -> list[str]:
+    device = GPUS[gpu] if gpu else CPU
+    guessed = dict.fromkeys(why.partition(" (")[0] for bill in bills for why in bill.guessed)
+    lines = [f"prompts are guessed from LongBench's published means: {why}" for why in guessed]
+    if any(bill.hours is None for bill in bills):
+        lines.append("hours: not known before a run of the model on this machine (limit=1 is enough), or give --gpu")
+    if gpu:
+        rates = f"{device.prefill:.0%} of {device.flops_per_s / 1e12:.0f} TFLOP/s in prefill, {device.decode:.0%} of "
+        rates += f"{device.bytes_per_s / 1e12:.3g} TB/s in decoding, {device.layer_s * 1e3:.1g} ms a layer at least"
+        corrected = any(bill.corrected_by for bill in bills)
+        lines.append(
+            f"assumed of {device.name}: {rates}; {'corrected by' if corrected else 'there are no'} stored runs"
+        )
+        if sum(largest.gigabytes.values()) > 0.95 * device.gigabytes:
+            lines.append(
+                f"does not fit into {device.gigabytes:.0f} GB: try model.quantise=int8, a smaller "
+                "model.max_prompt_tokens, method.aux_device=cpu (lazy), or model.device_map=auto"
+            )
+    return lines
+
+
+def _hours(hours: float | None) -> str:
+    return "?" if hours is None else f"{hours:.2g}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The verb `plan`. Returns the exit code. Raises UserError."""
+    parser = argparse.ArgumentParser(
+        prog="lazyllm-bench plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", nargs="*", metavar="KEY=VALUE", help="as for lazyllm-bench run")
+    parser.add_argument("--gpu", choices=GPUS, help="default: this machine")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="stored runs; default: runs")
+    parser.add_argument("-m", action="store_true", help="understood, and without effect: every job is planned")
+    options = parser.parse_intermixed_args(arguments)
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's client is imported: planning downloads nothing
+    print(as_text(bills(options.run, options.gpu, options.runs), options.gpu))
+    return 0

@@ -1,0 +1,149 @@
+"""A plan against what runs then measure, against arithmetic by hand, and against the paper's mean prompt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lazyllm
+from eval.benchmarks import SUITES
+from eval.run import lengths as lengths_module
+from eval.run.bill import bill
+from eval.run.config import compose_config, register_schema, to_run_config
+from eval.run.cost import GPUS, memory, parameters_of, stored_tokens, weight_bytes, work
+from eval.run.lengths import lengths_of
+from eval.run.loop import run
+from eval.run.plan_command import as_text, bills
+from eval.store.results import stored_runs
+from lazyllm.errors import UserError
+from lazyllm.methods import Baseline, Lazy, StaticPruning
+from lazyllm.models.load import load_config
+from lazyllm.models.spec import ModelSpec
+
+ARGUMENTS = ["model=tiny", "dataset=lookup", "limit=3", "timing.warmup=0", "method.schedule={2: 0.3}"]
+LLAMA2 = ModelSpec("llama2", "dummy")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> Path:
+    """A folder with one stored run of `ARGUMENTS`."""
+    folder = tmp_path_factory.mktemp("runs")
+    register_schema()
+    run(replace(to_run_config(compose_config(ARGUMENTS)), out=str(folder / "run")), show=False)
+    return folder
+
+
+def test_a_plan_is_what_the_run_then_measures(measured: Path) -> None:
+    (planned,) = bills(ARGUMENTS, None, measured)
+    (stored,) = stored_runs([measured])
+    examples = stored.examples
+    assert planned.examples == len(examples)
+    assert planned.prompt_tokens == examples["prompt_tokens"].sum()
+    assert planned.longest == examples["prompt_tokens"].max()
+    assert planned.answer_tokens == examples["generated_tokens"].sum()
+    assert planned.gigabytes["kv"] * 1e9 == pytest.approx(examples["baseline_kv_bytes"].max(), rel=0.1)
+    # seconds of what has run are those measured; 20 more are assumed for the start of a job
+    seconds = (examples["total_s"] + examples["baseline_total_s"]).sum()
+    assert planned.hours is not None
+    assert planned.hours * 3600 - 20 == pytest.approx(seconds, rel=0.05)
+    longer = bills([*ARGUMENTS, "limit=6"], None, measured)[0].hours
+    assert longer is not None
+    assert longer > planned.hours
+    # all that a process has resident, this one included
+    assert sum(planned.gigabytes.values()) * 1e9 == pytest.approx(examples["baseline_peak_memory_bytes"].max(), rel=0.3)
+
+
+def test_without_a_run_the_hours_on_this_machine_are_unknown(tmp_path: Path) -> None:
+    planned = bills(ARGUMENTS, None, tmp_path)
+    assert planned[0].hours is None
+    assert "hours: not known before a run of the model on this machine" in as_text(planned, None)
+    assert planned[0].answer_tokens == 3 * 8  # the most that there may be
+
+
+def test_memory_is_what_a_generation_holds() -> None:
+    spec = ModelSpec("tiny", dtype="float32", device="cpu")
+    model, _ = lazyllm.load_model("tiny", dtype="float32", device="cpu")
+    prompt = torch.randint(3, 900, (1500,)).tolist()
+    for method in (Baseline(), Lazy({2: 0.3}), StaticPruning(2, 0.3)):
+        out = lazyllm.generate(model, prompt, method, 1, ())
+        planned = memory(model.config, spec, method, 1500, 1, 0)
+        held = stored_tokens(method, 8, 1500)
+        numbers = 2 * model.config.num_key_value_heads * model.config.head_dim * 4
+        assert out.kv_bytes == sum(held) * numbers
+        assert planned.aux == pytest.approx(out.aux_bytes, rel=0.1)
+        assert planned.kv >= out.kv_bytes  # a prefill holds what static pruning then forgets
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert weight_bytes(spec, parameters_of(model.config)) == weights
+
+
+def test_llama_2_by_hand() -> None:
+    config = load_config(LLAMA2)
+    weights = weight_bytes(LLAMA2, parameters_of(config))
+    assert weights == 2 * 6_738_415_616
+    n, layer = 3000, 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    one = work(config, LLAMA2, Baseline(), n, 1, weights)
+    logits = 2 * 4096 * 32000
+    assert one.prefill_flops == 32 * (n * layer + n * (n + 1) // 2 * 4 * 4096) + logits
+    assert one.step_flops == 32 * (layer + n * 4 * 4096) + logits
+    assert one.step_bytes == weights + n * 32 * 2 * 4096 * 2  # 0.5 MB a token
+    int8 = replace(LLAMA2, load_format="auto", quantise="int8")
+    assert weight_bytes(int8, parameters_of(config)) == pytest.approx(weights / 2, rel=0.05)
+    eager = replace(LLAMA2, attn_implementation="eager")
+    parts = [memory(config, spec, Baseline(), n, 1, weights) for spec in (LLAMA2, eager)]
+    assert parts[1].working == 2 * 32 * n * n * 2 > parts[0].working
+    h100, l4 = GPUS["h100"], GPUS["l4"]
+    assert one.ttft_s(l4) > 5 * one.ttft_s(h100)
+    assert one.step_s(l4) == pytest.approx(one.step_bytes / (0.3e12 * 0.6))
+
+
+def offline(monkeypatch, **changes: Any) -> None:
+    """As on a machine without the checkpoint's tokenizer."""
+
+    def refuse(config: object) -> None:
+        raise UserError("it is not in the hub's cache (and more)")
+
+    monkeypatch.setattr("eval.run.plan.prepare", refuse)
+    lengths_module._lengths_of.cache_clear()
+
+
+def test_longbench_is_guessed_where_it_is_not(monkeypatch) -> None:
+    offline(monkeypatch)
+    register_schema()
+    lengths = lengths_of(to_run_config(compose_config(["model=llama2"])))
+    assert {one.dataset for one in lengths} == set(SUITES["longbench"].datasets)
+    prompts = [n for one in lengths for n in one.prompts]
+    assert len(prompts) == 3750
+    assert sum(prompts) / 3750 == pytest.approx(3376, rel=0.02)  # the paper's mean for Llama 2
+    assert max(prompts) == 3500
+    few = lengths_of(to_run_config(compose_config(["model=llama2", "limit=4", "max_new_tokens=9", "half=tuning"])))
+    assert [(len(one.prompts), one.max_new_tokens) for one in few] == [(2, 9)] * 16
+    with pytest.raises(UserError, match="not in the hub's cache"):
+        lengths_of(to_run_config(compose_config(["model=tiny"])))
+
+
+def test_a_sweeps_jobs_and_what_was_assumed(monkeypatch, tmp_path: Path) -> None:
+    offline(monkeypatch)
+    sweep = ["experiment=table1", "model=llama2,llama3.1-8b", "dataset=narrativeqa", "limit=2"]
+    planned = bills(sweep, "l4", tmp_path)
+    assert len(planned) == 16
+    assert len({one.run for one in planned}) == 16
+    text = as_text(planned, "l4")
+    assert "16 runs" in text
+    assert "guessed from LongBench's published means: it is not in the hub's cache\n" in text
+    assert "assumed of L4: 50% of 121 TFLOP/s in prefill" in text
+    assert "there are no stored runs" in text
+    assert "does not fit into 24 GB: try model.quantise=int8" in text  # Llama 3.1 8B at 39,000 tokens
+    assert len(bills([*sweep, "shard=1/2,2/2"], "l4", tmp_path)) == 16
+    lengths_module._lengths_of.cache_clear()
+
+
+def test_a_pruned_runs_bill_is_below_its_baselines() -> None:
+    register_schema()
+    one = bill(to_run_config(compose_config(ARGUMENTS)), "h100")
+    assert one.petaflops < one.baseline_petaflops
+    alone = bill(to_run_config(compose_config([*ARGUMENTS, "timing.paired=false"])), "h100")
+    assert (alone.petaflops, alone.baseline_petaflops) == (one.petaflops, 0)

@@ -1,0 +1,23 @@
+"""`fetch`: what a run needs is there afterwards, and each thing is named once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from eval import cli
+from lazyllm.models.presets import PRESETS
+
+
+def test_each_thing_is_fetched_and_named_once(capsys) -> None:
+    assert cli.main(["fetch", "model=tiny", "dataset=lookup", "-m", "seed=0,1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"tiny: {PRESETS['tiny'].source}", "lookup: 240 examples"]
+
+
+def test_what_cannot_be_had_is_one_line(capsys, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert cli.main(["fetch", "model=qwen3-0.6b", "dataset=hotpotqa"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: Qwen/Qwen3-0.6B: it is not in the hub's cache and could not be downloaded")
+    assert cli.main(["fetch", "model=lama2"]) == 2
+    assert cli.main(["fetch", "--help"]) == 0
