@@ -308,6 +308,7 @@ def _identity(
         "chat": config.model.chat,
         **({"method_code": code} if code is not None else {}),
         **({"half": config.half} if config.half is not None else {}),  # what is tuned on shares no table with the rest
+        **({"fidelity": config.fidelity} if config.fidelity is not None and paired else {}),
         **({"method_weights": [_weights_of(spec) for spec in beside]} if beside else {}),
         "data": {one.dataset.name: _data_of(one) for one in loaded},
         "max_new_tokens": config.max_new_tokens,
