@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from eval.benchmarks import SUITES
 from eval.benchmarks.metrics import rouge_score_f, scored_text
 from eval.benchmarks.prompts import Prompt, gold_token_ids, post_process
@@ -159,20 +157,19 @@ class Bench:
             aux_bytes=out.aux_bytes,
             peak_memory_bytes=run.peak,
             pct_prefill_flops=100 * flops / whole,
-            **(_evidence(case.prompt, out, group_starts) if self.evidence else {}),
+            **(_evidence(case.prompt, out) if self.evidence else {}),
         )
 
 
-def _evidence(prompt: Prompt, out: Generation, group_starts: list[int]) -> dict[str, Any]:
+def _evidence(prompt: Prompt, out: Generation) -> dict[str, Any]:
     """The fields of `Measurement` about evidence; none if the prompt knows of none."""
     positions = evidence_positions(prompt)
     if not len(positions):
         return {}
-    first = np.array(group_starts) - 1
     in_prefill, revived = evidence_computed(out, positions)
     return {
         "evidence_tokens": len(positions),
         "evidence_recall": float(in_prefill[-1]),
-        "evidence_prefill": in_prefill[first].tolist(),
-        "evidence_revived": revived[first].tolist(),
+        "evidence_prefill": in_prefill.tolist(),
+        "evidence_revived": revived.tolist(),
     }

@@ -65,7 +65,7 @@ class Measurement:
         per token, and the log-likelihood per token less the baseline's. gold_kl, gold_log_likelihood: of the gold one.
 
     Of examples that know their evidence, the tokens of the prompt that hold the answer; else None:
-    evidence_tokens: how many the prompt has. evidence_prefill, evidence_revived: [groups] 0 to 1, the shares of them
+    evidence_tokens: how many the prompt has. evidence_prefill, evidence_revived: [layers] 0 to 1, the shares of them
         that are computed in prefill, and later. evidence_recall: the last layer's share in prefill.
     """
 

@@ -88,9 +88,7 @@ def test_tokens_that_hold_some_of_the_evidence() -> None:
     assert evidence_positions(replace(prompt, spans=None)).tolist() == []
 
 
-EXAMPLE = Example(
-    "qasper", "1", "why?", "abc NEEDLE def GOLD ghi", (), (), 5, "en", evidence=((4, 10), (15, 19))
-)
+EXAMPLE = Example("qasper", "1", "why?", "abc NEEDLE def GOLD ghi", (), (), 5, "en", evidence=((4, 10), (15, 19)))
 TEMPLATE = "Read: {context}\nAnswer: {input}"
 
 
@@ -109,7 +107,7 @@ def test_evidence_is_followed_through_template_truncation_and_wrap(
     assert [prompt.text[start:end] for start, end in prompt.evidence] == expected
 
 
-def test_a_record_has_a_share_for_each_group() -> None:
+def test_a_record_has_a_share_for_each_layer() -> None:
     model, tokenizer = lazyllm.load_model("tiny", dtype="float32", device="cpu")
     loaded = load_rows(DATASETS["lookup"])
     prompt = build_prompt(loaded.examples[0], loaded.template, tokenizer)
@@ -119,8 +117,9 @@ def test_a_record_has_a_share_for_each_group() -> None:
     assert found.evidence_tokens == len(tokenizer.encode(f" {needle}", add_special_tokens=False))
     assert found.evidence_prefill is not None
     assert found.evidence_revived is not None
-    assert found.group_starts == [1, 3, 6]
-    assert found.evidence_prefill[0] == 1 > found.evidence_prefill[1] >= found.evidence_prefill[2]
-    assert found.evidence_prefill[2] == found.evidence_recall
+    assert len(found.evidence_prefill) == len(found.evidence_revived) == 8
+    assert found.evidence_prefill[:2] == [1, 1]
+    assert 1 > found.evidence_prefill[2] >= found.evidence_prefill[5]
+    assert found.evidence_prefill[7] == found.evidence_recall
     silent = Bench(model, tokenizer, "none", paired=False, evidence=False).measure(case, baseline_first=True).method
     assert (silent.evidence_tokens, silent.evidence_prefill) == (None, None)
