@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,28 @@ def overall(results: Results) -> Any:
     """The mean over tasks of each setting, in order."""
     frame = results.by_task
     return in_order(frame[frame["level"] == "all"]).reset_index(drop=True)
+
+
+# Upper ends of the ranges of prompt lengths
+PROMPT_ENDS = (512, 1024, 2048, 4096, 8192)
+_SPEEDUP = re.compile(r"(\d+(\.\d+)?)x")
+
+
+def range_names(ends: Sequence[int]) -> list[str]:
+    """`1-512`, `513-1024`, ..., `8193+`."""
+    starts = [1, *(end + 1 for end in ends)]
+    return [*(f"{start}-{end}" for start, end in zip(starts[:-1], ends, strict=True)), f"{starts[-1]}+"]
+
+
+def range_of(lengths: Any, ends: Sequence[int]) -> np.ndarray:
+    """The name of each length's range."""
+    return np.array(range_names(ends), dtype=object)[np.searchsorted(ends, lengths.to_numpy(dtype=float), side="left")]
+
+
+def target_of(settings: str) -> float | None:
+    """The ideal TTFT speedup that the settings (JSON) ask for, as in `2.0x`; None if they give no speedup."""
+    found = [_SPEEDUP.fullmatch(value) for value in json.loads(settings).values() if isinstance(value, str)]
+    return next((float(one[1]) for one in found if one), None)
 
 
 def forms(*names: str) -> list[str]:
