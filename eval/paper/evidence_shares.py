@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.results import Results, StoredRun
 
 OUTCOMES = ("right", "wrong")
@@ -22,12 +22,13 @@ def evidence_shares(results: Results) -> pd.DataFrame:
 
     Means over the examples that know their evidence; seeds are pooled. Empty without any.
     """
-    shares = pd.concat([_of_run(run) for run in results.runs], ignore_index=True)
-    shares = shares.drop_duplicates([*_KEYS, "seed", "dataset", "id"])
-    means: Any = shares.groupby(_KEYS, sort=False).agg(
+    known = [_of_run(run) for run in results.runs]
+    shares = pd.concat(known or [pd.DataFrame(columns=[*_KEYS, "seed", "dataset", "id", "in_prefill", "revived"])])
+    shares = shares.drop_duplicates([*_KEYS, "seed", "dataset", "id"])  # an example may stand in two runs
+    means: Any = shares.groupby(_KEYS).agg(
         examples=("id", "size"), in_prefill=("in_prefill", "mean"), revived=("revived", "mean")
     )
-    return means.reset_index()
+    return means.reset_index().sort_values("task", key=lambda tasks: tasks.map(TASKS.index), kind="stable")
 
 
 def _of_run(run: StoredRun) -> pd.DataFrame:

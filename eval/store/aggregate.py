@@ -207,6 +207,8 @@ def drawn_means(values: pd.DataFrame) -> np.ndarray:
     tasks: dict[str, list[np.ndarray]] = {}
     for name, rows in values.groupby(level="dataset", sort=False):
         drawn = _weights(str(name), len(rows)) @ rows.to_numpy() / len(rows)
+        if len(rows) == 1:
+            drawn[1:] = np.nan  # one example of a dataset does not tell how much its examples differ
         tasks.setdefault(DATASETS[str(name)].task, []).append(drawn)
     return np.mean([np.mean(drawn, axis=0) for drawn in tasks.values()], axis=0)
 

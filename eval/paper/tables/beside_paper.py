@@ -74,7 +74,7 @@ def table1(results: Results) -> Table:
     title = "Table 1: score and TTFT speedup beside the paper's"
     note = (
         "Scores 0 to 100; of a method with several seeds, the mean over them, whose standard deviation is in the CSV. "
-        "KL: of the first token's distribution from the paired baseline's."
+        "KL: of the first token's distribution from the paired baseline's; - if it was not measured."
     )
     return _beside_paper(results, "table1", title, _TABLE1, note)
 
@@ -202,9 +202,10 @@ def _cells(frame: pd.DataFrame, values: Sequence[_Value], results: Results) -> p
         }
         for value in values:
             digits = value.digits
-            line[value.heading] = "no run" if absent else shown(row, value.name, digits)
             if value.paper is None:
+                line[value.heading] = shown(row, value.name, digits, missing="-")
                 continue
+            line[value.heading] = "no run" if absent else shown(row, value.name, digits)
             paper, difference = row[f"paper_{value.name}"], row[f"{value.name}_difference"]
             line[f"{value.heading}, paper"] = "-" if np.isnan(paper) else f"{paper:.{digits}f}"
             line[f"{value.heading}, Δ"] = "-" if np.isnan(difference) else f"{difference:+.{digits}f}"

@@ -58,10 +58,10 @@ def forms(*names: str) -> list[str]:
     return [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
 
 
-def shown(row: Mapping[str, Any], name: str, digits: int, scale: float = 1) -> str:
-    """A value with its interval; what is missing was not measured, for want of a baseline."""
+def shown(row: Mapping[str, Any], name: str, digits: int, scale: float = 1, missing: str = "unpaired") -> str:
+    """A value with its interval. missing: instead of one that was not measured, as a rule for want of a baseline."""
     if np.isnan(row[name]):
-        return "unpaired"
+        return missing
     return cell(row[name] / scale, row[f"{name}_low"] / scale, row[f"{name}_high"] / scale, digits)
 
 

@@ -60,7 +60,7 @@ def _least_share(cut: pd.DataFrame, within: float) -> dict[str, Any]:
     shares = np.where(near, shares, 100.0).clip(max=100)  # keeping all is the baseline
     least = shares.min(axis=1)
     chosen = score.columns[shares[0].argmin()] if least[0] < 100 else BASELINE
-    low, high = np.percentile(least[1:], [2.5, 97.5]) if len(score) > 1 else (np.nan, np.nan)
+    low, high = np.percentile(np.where(np.isnan(scores[1:, 0]), np.nan, least[1:]), [2.5, 97.5])
     return found | {"setting": chosen} | dict(zip(_SHARES, (least[0], low, high), strict=True))
 
 

@@ -79,4 +79,4 @@ def _difference(row: dict[str, Any], name: str) -> str:
     if row["rank"] == 1:
         return "-"
     mean, low, high = (f"{row[f'{name}_difference{end}']:+.{_VALUES[name]}f}" for end in ("", "_low", "_high"))
-    return f"{mean} ({low}, {high})"
+    return mean if low == "+nan" else f"{mean} ({low}, {high})"

@@ -36,7 +36,7 @@ def sensitivity(results: Results) -> Table:
             "score": shown(row, "score", 2),
             "score - baseline": "unpaired" if np.isnan(row["score_change"]) else f"{row['score_change']:+.2f}",
             "% tokens computed": shown(row, "pct_prompt_tokens_computed", 1),
-            "KL, nats": shown(row, "kl", 5),
+            "KL, nats": shown(row, "kl", 5, missing="-"),
             "points per 0.1 keep": "-" if np.isnan(row[_SLOPE]) else f"{row[_SLOPE]:+.2f}",
         }
         for row in frame.to_dict("records")
