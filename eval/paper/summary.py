@@ -35,7 +35,7 @@ class Row:
     """One line of the table. kind: "dataset", "task" or "all". Columns that were not measured are None.
 
     failed: examples that could not be measured and are in no other column; score_failed_as_zero: the score if they
-    count as 0. values: by column of `eval.store.aggregate.by_task`; of the baseline the score, TTFT and length of answers
+    count as 0. values: by column of `eval.store.aggregate.by_task`; of the baseline score, TTFT and length of answers
     only. generation_speedup compares whole answers, which may differ in length; step_speedup the mean decoding step
     after the first token, whatever the length.
     """
@@ -192,7 +192,11 @@ def compared_table(summaries: Mapping[str, Summary], title: str) -> Table:
             unit = {"ttft_speedup": Value(1.0), "generation_speedup": Value(1.0)}
             same = {"pct_prompt_tokens_computed": Value(100.0), "kl": Value(0.0)}
             # how many of its examples failed is not known: only what stands beside a measured example is
-            known = {"examples": first["examples"], "score": first["baseline_score"], "ttft_s": first["baseline_ttft_s"]}
+            known = {
+                "examples": first["examples"],
+                "score": first["baseline_score"],
+                "ttft_s": first["baseline_ttft_s"],
+            }
             lines.append({"task": task, "method": "baseline", **known, **unit, **same})
         lines += [{"task": task, "method": label} | {name: row[name] for name in _COMPARED}
                   for label, row in rows.items()]  # fmt: skip
