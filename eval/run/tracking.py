@@ -20,7 +20,7 @@ import json
 import logging
 import netrc
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -129,7 +129,7 @@ class Tracker:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._run: Any = None
-        self._sums: Counter[str] = Counter()
+        self._sums: defaultdict[str, float] = defaultdict(float)
 
     def start(self, config: TrackerConfig, init: dict[str, Any]) -> None:
         """Begin a W&B run. init: arguments of `wandb.init`."""

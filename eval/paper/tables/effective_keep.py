@@ -19,7 +19,7 @@ WITHIN = 1.0  # per cent of the baseline's score
 
 def effective_keep(results: Results, within: float = WITHIN) -> Table:
     """The smallest share of prefill FLOPs at which a method's score is at most `within` % below its own baseline's."""
-    frame = results.frame
+    frame: Any = results.frame
     frame = frame[frame["method"] != BASELINE].dropna(subset=["pct_prefill_flops", "baseline_score"])
     frame = frame.assign(length=range_of(frame["prompt_tokens"], PROMPT_ENDS))
     rows = []

@@ -21,9 +21,8 @@ _DIFFERENCES = [f"{name}_difference" for name in _VALUES]
 
 def ranking(results: Results) -> Table:
     """KL and score of all methods of one ideal speedup, and how far each is behind the first on the same examples."""
-    frame = results.frame
-    targets = {settings: target_of(settings) for settings in frame["settings"].unique()}
-    frame = frame.assign(target=frame["settings"].map(targets))
+    frame: Any = results.frame
+    frame = frame.assign(target=frame["settings"].map(target_of))
     frame = frame[frame["method"] != BASELINE].dropna(subset=["target", "kl"])
     rows: list[dict[str, Any]] = []
     for (model, suite, target), group in frame.groupby([*SECTION, "target"], sort=True):
