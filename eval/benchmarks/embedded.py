@@ -24,11 +24,12 @@ sequence of `scripts/dev/train_tiny.py`, which asks the same function, can hold 
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice, product
 from pathlib import Path
@@ -167,10 +168,14 @@ class Level:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a context: the tokens of the input, and of the answer without the end token."""
+    """A question about a context: the tokens of the input, and of the answer without the end token.
+
+    evidence: the needles that the answer is found in, as they stand in the context.
+    """
 
     input: Tokens
     answer: Tokens
+    evidence: list[Tokens]
 
 
 def _draw(rng: random.Random, pool: Sequence[str], count: int) -> Tokens:
@@ -216,7 +221,9 @@ def _lookup(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     names = _draw(rng, keys()[: level.keys], level.facts)
     answers = _draw_values(rng, level, [rng.randint(2, 4) for _ in names])
     needles = [[" entry", name, *answer] for name, answer in zip(names, answers, strict=True)]
-    questions = [Question([name], answer) for name, answer in zip(names, answers, strict=True)]
+    questions = [
+        Question([name], answer, [needle]) for name, answer, needle in zip(names, answers, needles, strict=True)
+    ]
     return _among_filler(rng, needles, level.context), questions
 
 
@@ -236,8 +243,9 @@ def _hops(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     needles: list[Tokens] = []
     questions: list[Question] = []
     for name, second, value in zip(names[:chains], names[chains:], values, strict=True):
-        needles += [[" link", name, second, "."], [" entry", second, *value]]
-        questions.append(Question([name], [second, *value]))
+        chain = [[" link", name, second, "."], [" entry", second, *value]]
+        needles += chain
+        questions.append(Question([name], [second, *value], chain))
     rng.shuffle(needles)
     documents = max(1, min(PARAGRAPHS, level.context // 128))
     shares = [needles[i::documents] for i in range(documents)]
@@ -261,10 +269,14 @@ def _digest(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     )
     said = [i for i, needle in enumerate(needles) if needle[0] == " aside"]
     answer: Tokens = []
+    evidence: list[Tokens] = []
     for place, ordinal in zip(sorted(rng.sample(said, len(_ORDINALS))), _ORDINALS, strict=True):
+        name = needles[place][1]
+        value = values[names.index(name)]
         needles[place] = [f" {ordinal}", *needles[place][1:]]
-        answer += [f" {ordinal}", *values[names.index(needles[place][1])]]
-    return _among_filler(rng, needles, level.context), [Question([" first"], answer[1:])]
+        answer += [f" {ordinal}", *value]
+        evidence += [needles[place], [" entry", name, *value]]
+    return _among_filler(rng, needles, level.context), [Question([" first"], answer[1:], evidence)]
 
 
 def _spread(rng: random.Random, total: int, parts: int) -> list[int]:
@@ -288,7 +300,8 @@ def _shots(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     for (name, label), size in zip(lines, filler, strict=True):
         tokens += ["Example", *filler_sentence(rng, size + 1)[:-1], name, label, ".", "\n"]
     questions = [
-        Question([*filler_sentence(rng, 4)[:-1], name], [label, "."]) for name, label in zip(names, labels, strict=True)
+        Question([*filler_sentence(rng, 4)[:-1], name], [label, "."], [[name, label, "."]])
+        for name, label in zip(names, labels, strict=True)
     ]
     return tokens[:-1], questions
 
@@ -305,7 +318,7 @@ def _retrieve(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]
     for end, number, size in zip(ends, numbers, sizes, strict=True):
         quote = [*_draw(rng, keys()[: level.keys], 2), end]
         tokens += ["Paragraph", number, ".", *_among_filler(rng, [[*quote, number, "."]], size), "\n"]
-        questions.append(Question(quote, [number, "."]))
+        questions.append(Question(quote, [number, "."], [[*quote, number, "."]]))
     return tokens[:-1], questions
 
 
@@ -322,7 +335,7 @@ def _complete(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]
         rest -= share
         for line in _sizes(rng, share, 6, 8):
             tokens += _code_line(rng, line)
-        questions.append(Question([name], answer))
+        questions.append(Question([name], answer, [["proc", name, *answer]]))
     return tokens[:-1], questions
 
 
@@ -354,7 +367,7 @@ def _direct_digest(rng: random.Random, level: Level) -> tuple[Tokens, list[Quest
     needles = [[mark, *value] for mark, value in zip(marks, values, strict=True)]
     points = [needle for needle in needles if needle[0] != " aside"]
     answer = [token for point in points for token in point][1:]
-    return _among_filler(rng, needles, level.context), [Question([" first"], answer)]
+    return _among_filler(rng, needles, level.context), [Question([" first"], answer, points)]
 
 
 WARM_UP = {**GENERATORS, "digest": _direct_digest}
@@ -366,6 +379,12 @@ def as_text(tokens: Tokens) -> str:
     return "".join(tokens).removeprefix(" ")
 
 
+def _spans(context: Tokens, needles: Sequence[Tokens]) -> list[tuple[int, int]]:
+    """Where the needles stand in the text of the context, ascending; each of them wherever it occurs."""
+    text, pattern = as_text(context), "|".join(re.escape(as_text(needle)) for needle in needles)
+    return [found.span() for found in re.finditer(pattern, text)]
+
+
 def is_test(context: Tokens, question: Question) -> bool:
     """Whether this question of this context is of the test split: a quarter of all are, by the hash of their text."""
     return hashlib.sha256((as_text(context) + "\0" + as_text(question.input)).encode()).digest()[0] % 4 == 0
@@ -374,8 +393,8 @@ def is_test(context: Tokens, question: Question) -> bool:
 _GOLDEN = 0.6180339887498949  # the golden ratio's fraction
 
 
-def _row(name: str, split: str, index: int) -> dict[str, Any]:
-    """Row `index` of a split; draws again until the row's hash is of that split."""
+def _row(name: str, split: str, index: int) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+    """Row `index` of a split, and its evidence (`Example.evidence`); draws again until its hash is of that split."""
     length = LENGTHS[index % len(LENGTHS)]
     inputs = {"shots": 4, "retrieve": 3}.get(name, 1)
     level = Level(length - len(head(name)) - len(tail(name)) - inputs, facts=length // 32)
@@ -389,7 +408,7 @@ def _row(name: str, split: str, index: int) -> dict[str, Any]:
             break
     # Code is compared letter by letter, so its gold is the exact continuation, the space before it included.
     gold = "".join(question.answer) if name == "complete" else as_text(question.answer).rstrip(".")
-    return {
+    row = {
         "input": as_text(question.input),
         "context": as_text(context),
         "answers": [f"Paragraph {gold}" if name == "retrieve" else gold],
@@ -399,6 +418,7 @@ def _row(name: str, split: str, index: int) -> dict[str, Any]:
         "all_classes": list(CLASSES) if name == "shots" else None,
         "_id": f"{name}-{split}-{length}-{index:04d}",
     }
+    return row, _spans(context, question.evidence)
 
 
 def rows(name: str, split: str = "test", count: int = 12) -> list[dict[str, Any]]:
@@ -413,7 +433,7 @@ def rows(name: str, split: str = "test", count: int = 12) -> list[dict[str, Any]
         raise ValueError(f"unknown embedded dataset {name!r}: expected one of {', '.join(NAMES)}")
     if split not in ("test", "train"):
         raise ValueError(f"unknown split {split!r} of {name}: expected 'test' or 'train'")
-    return [_row(name, split, index) for index in range(count)]
+    return [_row(name, split, index)[0] for index in range(count)]
 
 
 def token_length(row: dict[str, Any]) -> int:
@@ -427,10 +447,17 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     key = f"{code} python{sys.version_info.major}.{sys.version_info.minor} {ROWS}"
     file = cache_folder() / "embedded" / f"{dataset.name}.jsonl"
-    data = made_once(file, key, lambda: b"\n".join(map(canonical, rows(dataset.name, count=ROWS))))
+    data = made_once(file, key, lambda: canonical([_row(dataset.name, "test", index) for index in range(ROWS)]))
     name = dataset.name
+    made: list[Any] = json.loads(data)
+    lines = b"\n".join(canonical(row) for row, _ in made)
     source = f"embedded suite, {name}"
-    return load_examples(dataset, data, source, TEMPLATES[name], MAX_NEW_TOKENS[name], settings.on_error)
+    loaded = load_examples(dataset, lines, source, TEMPLATES[name], MAX_NEW_TOKENS[name], settings.on_error)
+    examples = [
+        replace(example, evidence=tuple(map(tuple, spans)))
+        for example, (_, spans) in zip(loaded.examples, made, strict=True)
+    ]
+    return replace(loaded, examples=tuple(examples))
 
 
 _dataset = partial(Dataset, suite="embedded", chat_wrap=False)

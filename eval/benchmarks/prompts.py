@@ -5,7 +5,8 @@ the limit, keep `int(limit / 2)` tokens of each end, decode the halves without s
 the text for chat models, except for exempt datasets; put the row's answer prefix behind it (RULER's alone have one);
 tokenise again. So a truncated prompt's final number of tokens may be a little above or below the limit.
 
-The place of the context is followed through all steps, for methods that shorten it and nothing else (`Prompt.context`).
+The place of the context is followed through all steps, for methods that shorten it and nothing else (`Prompt.context`),
+and so is that of the evidence in it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Prompt:
     sha256: of the token ids: two runs saw the same prompt if these agree.
     context: ranges of `text` that a method may shorten: the row's context, as far as truncation has left it, without
         the answers of its examples.
+    evidence: ranges of `text` that the answer is found in, as far as truncation has left them; () if that is not known.
     spans: [n, 2] the range of `text` that each token stands for; None if that is not known: the tokenizer is no fast
         one, or its chat template changes the prompt.
     """
@@ -52,6 +54,7 @@ class Prompt:
     sha256: str
     context: tuple[tuple[int, int], ...] = ()
     spans: np.ndarray | None = field(default=None, compare=False, repr=False)
+    evidence: tuple[tuple[int, int], ...] = ()
 
     def as_input(self) -> lazyllm.Prompt:
         """The prompt as `lazyllm.generate` takes it."""
@@ -89,27 +92,31 @@ def build_prompt(
         raise UserError(f"max_prompt_tokens must be at least 2 (one for each end) or null, got {max_prompt_tokens}")
     text, contexts = render(template, example)
     context = _without(contexts, text, protected)
+    evidence = [span for start, _ in contexts for span in _moved(list(example.evidence), start)]
     ids = _tokenize(tokenizer, text)
     before = len(ids)
     truncated = max_prompt_tokens is not None and before > max_prompt_tokens
     if max_prompt_tokens is not None and truncated:
         left, right = _ends(tokenizer, ids, max_prompt_tokens, decode_halves)
-        text, context = left + right, _after_cut(context, text, left, right)
+        context, evidence = (_after_cut(ranges, text, left, right) for ranges in (context, evidence))
+        text = left + right
     if chat_wrap and chat.uses_template(tokenizer):
         inner, text = text, chat.wrapped(tokenizer, text)
         # The template has written the special tokens out, BOS among them where the model wants one: none is added.
-        moved = _after_own_template(context, inner, text)
+        moved, evidence = (_after_own_template(ranges, inner, text) for ranges in (context, evidence))
         text += example.answer_prefix
         ids, spans = _tokenize_with_spans(tokenizer, text, special_tokens=False)
         context, spans = ([], None) if moved is None else (moved, spans)
     else:
         if chat_wrap:
-            text, context = f"{chat.before}{text}{chat.after}", _moved(context, len(chat.before))
+            text = f"{chat.before}{text}{chat.after}"
+            context, evidence = (_moved(ranges, len(chat.before)) for ranges in (context, evidence))
         text += example.answer_prefix
         ids, spans = _tokenize_with_spans(tokenizer, text)
     if not ids:
         raise UserError(f"{example.dataset}, row {example.id!r}: the prompt has no tokens (its text is {text!r})")
-    return Prompt(text, tuple(ids), before, truncated, token_ids_sha256(ids), tuple(context), spans)
+    sha256 = token_ids_sha256(ids)
+    return Prompt(text, tuple(ids), before, truncated, sha256, tuple(context), spans, tuple(evidence or ()))
 
 
 def wrap_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> int:
@@ -227,6 +234,16 @@ def end_token_ids(
             raise UserError(f"{dataset.name}: a newline ends its answers, and the tokenizer has no token for it")
         ends.append(newline[-1])
     return tuple(dict.fromkeys(ends))
+
+
+def gold_token_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, gold: str) -> list[int]:
+    """A gold answer as tokens that continue the prompt's text, behind a space unless one of the two has white space.
+
+    Tokenised behind a letter, as some tokenizers put a space in front of a text.
+    """
+    space = "" if prompt[-1:].isspace() or gold[:1].isspace() else " "
+    letter = _tokenize(tokenizer, "x", special_tokens=False)
+    return _tokenize(tokenizer, f"x{space}{gold}", special_tokens=False)[len(letter) :]
 
 
 def token_ids_sha256(token_ids: Sequence[int]) -> str:

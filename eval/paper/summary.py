@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import pandas as pd
 
 from eval.benchmarks.datasets import DATASETS
 from eval.paper.table import COMPUTED, Table, cell
-from eval.store.aggregate import rows_of
+from eval.store.aggregate import VALUES, rows_of
 from eval.store.record import Failure, Record
 from eval.store.results import example_rows
 
@@ -35,8 +35,9 @@ class Row:
     """One line of the table. kind: "dataset", "task" or "all". Columns that were not measured are None.
 
     failed: examples that could not be measured and are in no other column; score_failed_as_zero: the score if they
-    count as 0. The values are columns of `eval.store.aggregate.by_task`: generation_speedup compares whole answers,
-    which may differ in length; step_speedup the mean decoding step after the first token, whatever the length.
+    count as 0. values: by column of `eval.store.aggregate.by_task`; of the baseline score, TTFT and length of answers
+    only. generation_speedup compares whole answers, which may differ in length; step_speedup the mean decoding step
+    after the first token, whatever the length.
     """
 
     name: str
@@ -44,25 +45,21 @@ class Row:
     task: str
     examples: int
     failed: int
-    score: Value
     score_failed_as_zero: float
-    baseline_score: Value | None
-    rouge_l: Value | None
-    ttft_speedup: Value | None
-    generation_speedup: Value | None
-    step_speedup: Value | None
-    pct_prompt_tokens_computed: Value
-    scoring_tokens: Value
-    ttft_s: Value
-    baseline_ttft_s: Value | None
-    total_s: Value
-    generated_tokens: Value
-    baseline_generated_tokens: Value | None
-    kv_bytes: Value
-    aux_bytes: Value
+    values: Mapping[str, Value | None]
+
+    def __getitem__(self, column: str) -> Value:
+        """A value that was measured."""
+        value = self.values[column]
+        assert value is not None, column
+        return value
 
 
-_VALUES = [column.name for column in fields(Row) if "Value" in str(column.type)]
+_VALUES = [
+    name
+    for name in VALUES
+    if not name.startswith("baseline_") or name in ("baseline_score", "baseline_ttft_s", "baseline_generated_tokens")
+]
 
 
 @dataclass(frozen=True)
@@ -127,20 +124,29 @@ def _row(row: dict[str, Any], failed: int, zeroed: float) -> Row:
         examples=row["examples"],
         failed=failed,
         score_failed_as_zero=zeroed,
-        **{column: value(column) for column in _VALUES},  # type: ignore[arg-type]  # what every record has is no None
+        values={column: value(column) for column in _VALUES},
     )
 
 
 def to_json(summary: Summary, about: dict[str, Any]) -> str:
     """The rows at full precision, with what the run was (`about`)."""
-    content = {"rows": [asdict(row) for row in summary.rows], **about}
-    return json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
+    rows = [
+        {key: asdict(value) if isinstance(value, Value) else value for key, value in row_columns(row).items()}
+        for row in summary.rows
+    ]
+    return json.dumps({"rows": rows, **about}, indent=2, sort_keys=True, default=str) + "\n"
 
 
-def flat(row: Row | Mapping[str, Any]) -> dict[str, Any]:
-    """A row's columns side by side: of a `Value` the mean under the column's name, and `_low` and `_high`."""
+def row_columns(row: Row) -> dict[str, Any]:
+    """All columns of a row side by side."""
+    named = dict(vars(row))
+    return named | named.pop("values")
+
+
+def flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns side by side: of a `Value` the mean under the column's name, and `_low` and `_high`."""
     cells: dict[str, Any] = {}
-    for key, value in (row if isinstance(row, Mapping) else vars(row)).items():
+    for key, value in row.items():
         if isinstance(value, Value):
             cells |= {key: value.mean, f"{key}_low": value.low, f"{key}_high": value.high}
         else:
@@ -158,6 +164,7 @@ _SHOWN = {
     "ttft_speedup": ("TTFT speedup", 2, 1),
     "generation_speedup": ("generation speedup", 2, 1),
     "pct_prompt_tokens_computed": ("% tokens computed", 1, 1),
+    "kl": ("KL, nats", 5, 1),
 }
 # Beside the score if examples failed: how many, and the score with them
 _WITH_FAILED = {"failed": ("failed", 0, 1), "score_failed_as_zero": ("score, failed as 0", 2, 1)}
@@ -166,7 +173,7 @@ _FEWEST = 5  # examples for which an interval is shown: the bootstrap of fewer i
 
 def summary_table(summary: Summary, title: str) -> Table:
     """A run's datasets and tasks, tasks below their datasets."""
-    lines = [vars(row) for row in summary.rows]
+    lines = [row_columns(row) for row in summary.rows]
     names = [{"dataset, **task**": row.name if row.kind == "dataset" else f"**{row.name}**"} for row in summary.rows]
     return _table("summary", title, lines, names, {"": summary}, tuple(_SHOWN))
 
@@ -174,28 +181,33 @@ def summary_table(summary: Summary, title: str) -> Table:
 def compared_table(summaries: Mapping[str, Summary], title: str) -> Table:
     """Methods by tasks, as in the paper's Table 1, each beside its own paired baseline. summaries: by label."""
     by_label = {
-        label: {row.name: row for row in summary.rows if row.kind != "dataset"} for label, summary in summaries.items()
+        label: {row.name: row_columns(row) for row in summary.rows if row.kind != "dataset"}
+        for label, summary in summaries.items()
     }
     lines = []
     for task in dict.fromkeys(name for rows in by_label.values() for name in rows):
         rows = {label: rows[task] for label, rows in by_label.items() if task in rows}
         first = next(iter(rows.values()))
-        if first.baseline_score is not None:
+        if first["baseline_score"] is not None:
             unit = {"ttft_speedup": Value(1.0), "generation_speedup": Value(1.0)}
-            measured = {"score": first.baseline_score, "ttft_s": first.baseline_ttft_s}
-            baseline = measured | unit | {"pct_prompt_tokens_computed": Value(100.0)}
+            same = {"pct_prompt_tokens_computed": Value(100.0), "kl": Value(0.0)}
             # how many of its examples failed is not known: only what stands beside a measured example is
-            lines.append({"task": task, "method": "baseline", "examples": first.examples, **baseline})
-        lines += [{"task": task, "method": label} | {name: getattr(row, name) for name in _COMPARED}
+            known = {
+                "examples": first["examples"],
+                "score": first["baseline_score"],
+                "ttft_s": first["baseline_ttft_s"],
+            }
+            lines.append({"task": task, "method": "baseline", **known, **unit, **same})
+        lines += [{"task": task, "method": label} | {name: row[name] for name in _COMPARED}
                   for label, row in rows.items()]  # fmt: skip
     lines = [dict.fromkeys(("task", "method", *_COMPARED)) | line for line in lines]
     names = [{"task": line["task"], "method": line["method"]} for line in lines]
     captioned = {f"{label}: ": summary for label, summary in summaries.items()}
-    return _table("compared", title, lines, names, captioned, _COMPARED[1:6])
+    return _table("compared", title, lines, names, captioned, _COMPARED[1:7])
 
 
 _COMPARED = (
-    "examples", "score", "ttft_s", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "failed",
+    "examples", "score", "ttft_s", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kl", "failed",
     "score_failed_as_zero",
 )  # fmt: skip
 
@@ -261,8 +273,8 @@ def _about(summary: Summary) -> str:
     text = (
         "Scores 0 to 100. ±: half of the 95 % bootstrap interval over examples; both ends are in summary.csv. Below "
         f"{_FEWEST} examples n is too small for one.\n"
-        f"% tokens computed: {COMPUTED}.\n"
+        f"% tokens computed: {COMPUTED}. KL: of the first token's distribution from the baseline's.\n"
     )
-    if all(row.ttft_speedup is None for row in summary.rows):
+    if all(row.values["ttft_speedup"] is None for row in summary.rows):
         return text + "No speedup: no baseline was run beside the method (it is the baseline, or timing.paired=false)."
     return text + "Generation speedup is of whole answers, which may differ in length (see summary.csv)."

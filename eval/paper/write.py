@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from eval.paper.table import Table
 
 Save = Callable[[Any, Path, Sequence[str]], list[Path]]
+MakeTable = Callable[[Results], "Table"]
 
 # What to run for what is missing: an experiment of eval/conf/experiment, or any run
 _COMMANDS = {
@@ -37,21 +39,23 @@ _COMMANDS = {
     "mechanism": "python run.py experiment=figure2 model=tiny",
     "needle": "python run.py dataset=needle",
     "sensitivity": "python run.py -m experiment=figure6 model=tiny",
+    "ranking": "python run.py -m experiment=figure5 model=tiny",
+    "effective_keep": "python run.py -m experiment=figure5 model=tiny",
 }
 _ANY_RUN = "python run.py model=tiny method=lazy"
 _TABLE_FILES = ("md", "csv", "tex")
 _PICTURES = ("svg", "pdf", "png")
 
 
-def write_paper(results: Results, out: Path, figures: Mapping[str, Figure], save: Save) -> list[Path]:
+def write_paper(
+    results: Results, out: Path, tables: Mapping[str, MakeTable], figures: Mapping[str, Figure], save: Save
+) -> list[Path]:
     """Write everything into `out`, made if it is not there. Returns the paths, README.md first.
 
-    figures: by name. save: `eval.paper.figures.save`. Raises UserError if a file cannot be written.
+    tables, figures: by name. save: `eval.paper.figures.save`. Raises UserError if a file cannot be written.
     """
-    from eval.paper.tables import TABLES  # not at the top: pandas is slow to import
-
     paths, sections, missing = [], [], []
-    for name, make in TABLES.items():
+    for name, make in tables.items():
         table = make(results)
         paths += _write_table(table, out / "tables" / name)
         sections.append(_table_section(table))
@@ -167,12 +171,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_choice(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/paper"), help="where to (default: %(default)s)")
+    parser.add_argument(
+        "--within", type=float, default=1.0, metavar="X",
+        help="effective keep rate: the score is at most X %% below the baseline's (default: %(default)s)",
+    )  # fmt: skip
     options = parser.parse_args(argv)
     try:
         results = Results.read(options.runs, options.where, options.newest)
         from eval.paper.figures import FIGURES, save  # not at the top: matplotlib is slow to import, and writes caches
+        from eval.paper.tables import TABLES, effective_keep
 
-        paths = write_paper(results, options.out, FIGURES, save)
+        tables = {**TABLES, "effective_keep": partial(effective_keep, within=options.within)}
+        paths = write_paper(results, options.out, tables, FIGURES, save)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

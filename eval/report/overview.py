@@ -21,6 +21,7 @@ _RESULTS = (
     ("ttft_speedup", "TTFT speedup", 2),
     ("generation_speedup", "generation speedup", 2),
     ("pct_prompt_tokens_computed", "% tokens computed", 1),
+    ("kl", "KL, nats", 5),
     ("ttft_s", "TTFT, s", 4),
 )  # (column of `Results.by_task`, heading, digits shown)
 # named elsewhere on the page, or said again by the provenance
@@ -112,7 +113,7 @@ def results_grid(results: Results) -> Grid:
     caption = (
         "Scores 0 to 100; speedups over the paired baseline. In brackets both ends of the 95 % bootstrap interval over "
         f"examples, if each dataset has more than one. Several seeds of an example count as one. % tokens computed: "
-        f"{COMPUTED}."
+        f"{COMPUTED}. KL: of the first token's distribution from the paired baseline's."
     )
     return grid("results", "Results", caption, pd.DataFrame(rows), filtered="task or dataset")
 

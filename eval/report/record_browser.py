@@ -69,6 +69,7 @@ def _measured(measured: Measurement, strings: Strings) -> dict[str, Any]:
         "ttft": _short(measured.ttft_s),
         "total": _short(measured.total_s),
         "pct": _short(measured.pct_prompt_tokens_computed),
+        "kl": None if measured.kl is None else _short(measured.kl),
     }
 
 

@@ -20,6 +20,7 @@
   const gain = ({ method, baseline }) => (baseline === null ? NaN : method.score - baseline.score);
   const ORDERS = {
     loss: gain,
+    kl: ({ method }) => (method.kl === null ? NaN : -method.kl),
     score: (record) => record.method.score,
     speedup,
     pct: (record) => -record.method.pct,
@@ -98,6 +99,7 @@
     if (baseline !== null) add("baseline", baseline.score.toFixed(1), "");
     add("TTFT", seconds(method.ttft), "");
     if (baseline !== null) add("TTFT speedup", `${speedup(record).toFixed(2)}×`, "");
+    if (method.kl !== null) add("KL", `${method.kl.toPrecision(3)} nats`, "");
     add("% computed", method.pct.toFixed(1), "");
     add("prompt tokens", record.tokens.toLocaleString("en") + (record.uncut > record.tokens ? `, cut from ${record.uncut.toLocaleString("en")}` : ""), "");
     add("answer tokens", baseline === null ? String(method.tokens) : `${method.tokens}, baseline ${baseline.tokens}`, "");

@@ -134,6 +134,9 @@ class RunConfig:
     half: tuning (the half of the examples that schedules are searched on) or held-out (the other half), after `limit`
         (`eval.benchmarks.split`); null for both.
     trace: keep what happened inside of the first N examples of each dataset (`eval.store.trace`).
+    fidelity: answer: after each example feed the baseline's answer, and the gold one, to the method and to the baseline
+        (`eval.run.fidelity`); null: compare the first tokens and the two answers only.
+    evidence: note which of the tokens that hold the answer each layer computes, if a row knows them.
     compare: several methods, {label: settings like `method`'s}, run one after the other and put into one table, which
         is also written to runs/<label>-<model>.md and .csv; then `method` is not used.
     only: the label of the one method of `compare` to run; a sweep (-m) makes a job of each.
@@ -157,6 +160,8 @@ class RunConfig:
     sample: int | None = None
     half: str | None = None
     trace: int = 0
+    fidelity: str | None = None
+    evidence: bool = True
     only: str | None = None
     compare: dict[str, dict[str, Any]] = field(default_factory=dict)
     label: str = DEFAULT_LABEL
@@ -351,6 +356,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
     choices = {
         "data.on_error": ("raise", "skip"),
         "half": (None, *HALVES),
+        "fidelity": (None, "answer"),
         "tracker.name": TRACKERS,
         "tracker.mode": TRACKER_MODES,
         "model.paper": (None, "llama2", "xgen"),
@@ -362,6 +368,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
     for key, least in (*((key, 0) for key in _MAY_BE_0), *((key, 1) for key in _COUNTS)):
         value = OmegaConf.select(config, key)
         _require(value is None or value >= least, key, value, f"{least} or more{', or null' if least else ''}")
+    _require(plain.fidelity is None or plain.timing.paired, "fidelity", plain.fidelity, "timing.paired=true beside it")
     _require(plain.out is None or one_run, "out", plain.out, "no out= beside compare: each run has its own")
     _require(plain.shard is None or one_run, "shard", plain.shard, "only=LABEL beside it: it divides one run")
     if plain.shard is not None:

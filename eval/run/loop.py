@@ -208,9 +208,10 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker) -> None:
 def _measure_on(
     model: PreTrainedModel, plan: Plan, todo: list[Case], untraced: list[Case], store: RunStore, tracker: Tracker
 ) -> None:
-    bench = Bench(model, plan.tokenizer, plan.chat, plan.paired)
+    config = plan.config
+    bench = Bench(model, plan.tokenizer, plan.chat, plan.paired, config.fidelity is not None, config.evidence)
     if todo:
-        _warm_up(bench, todo, plan.config.timing.warmup)
+        _warm_up(bench, todo, config.timing.warmup)
     with progress(len(todo)) as advance:
         for number, case in enumerate(todo):
             outcome = _measure(bench, case, baseline_first=number % 2 == 0)

@@ -338,6 +338,7 @@ def _identity(
         "device_map": config.model.device_map,  # times depend on it, and so do what kernels of two kinds of device give
         **({"method_code": code} if code is not None else {}),
         **({"half": config.half} if config.half is not None else {}),  # what is tuned on shares no table with the rest
+        **({"fidelity": config.fidelity} if config.fidelity is not None and paired else {}),
         **({"method_weights": [_weights_of(spec) for spec in beside]} if beside else {}),
         "data": {one.dataset.name: _data_of(one) for one in loaded},
         "max_new_tokens": config.max_new_tokens,

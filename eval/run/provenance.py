@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge-score")
 # The code that can change a record
-CODE = ("lazyllm/engine", "lazyllm/methods", "lazyllm/models", "eval/benchmarks", "eval/run/measure.py")
+CODE = (
+    "lazyllm/engine", "lazyllm/methods", "lazyllm/models", "eval/benchmarks",
+    *(f"eval/run/{name}.py" for name in ("measure", "fidelity", "evidence")),
+)  # fmt: skip
 _ROOT = Path(__file__).parents[2]
 _SAMPLES, _SAMPLE_BYTES = 256, 2**14  # of a weight file, spread evenly over it
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from eval.run.evidence import selections_that_ran
 from eval.run.measure import Case, generate_case
 from eval.store.record import compact_counts
 from eval.store.trace import Trace
@@ -26,16 +27,10 @@ def trace(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case
         tokens=_texts_of_prompt(tokenizer, case.prompt),
         generated=_texts_of_answer(tokenizer, out.token_ids),
         importance=[[float(f"{value:.4g}") for value in row] for row in found.tolist()],
-        selected=_of_what_ran(out.selected, int(out.computed[0, 0]) < len(case.prompt.token_ids)),
+        selected=selections_that_ran(out),
         group_starts=group_starts,
         computed=computed,
     )
-
-
-def _of_what_ran(selected: list[dict[int, list[int]]], is_selected_before: bool) -> list[dict[int, list[int]]]:
-    """The selections of the run itself: tokens that a layer chose in an earlier run enter layer 1, whose key is 0."""
-    first, *later = selected
-    return [{0: next(iter(first.values()))} if is_selected_before else first, *later]
 
 
 def _texts_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[str]:

@@ -20,14 +20,14 @@ import json
 import logging
 import netrc
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from eval.paper.summary import Summary, flat
+from eval.paper.summary import Summary, flat, row_columns
 from eval.run.config import TrackerConfig
 from eval.store.record import Record
 from eval.store.results import StoredRun, example_rows
@@ -129,7 +129,7 @@ class Tracker:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._run: Any = None
-        self._sums: Counter[str] = Counter()
+        self._sums: defaultdict[str, float] = defaultdict(float)
 
     def start(self, config: TrackerConfig, init: dict[str, Any]) -> None:
         """Begin a W&B run. init: arguments of `wandb.init`."""
@@ -203,6 +203,9 @@ class Tracker:
         }
         if baseline is None:
             return shown
+        if record.method.kl is not None:  # older records lack it
+            sums["kl"] += record.method.kl
+            shown["running/kl"] = sums["kl"] / number
         return shown | {
             "running/baseline_score": 100 * sums["baseline_score"] / number,
             "running/ttft_speedup": sums["baseline_ttft_s"] / sums["method_ttft_s"],
@@ -285,5 +288,6 @@ def summary_keys(summary: Summary) -> dict[str, float | int]:
     keys = {}
     for row in summary.rows:
         name = "all" if row.kind == "all" else row.name
-        keys |= {f"{name}/{column}": value for column, value in flat(row).items() if isinstance(value, (int, float))}
+        values = flat(row_columns(row))
+        keys |= {f"{name}/{column}": value for column, value in values.items() if isinstance(value, (int, float))}
     return keys

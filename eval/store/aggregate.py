@@ -187,6 +187,32 @@ def _row(
     }
 
 
+# ------------------------------------------------------------------------------------- several settings, same examples
+
+
+def on_common_examples(frame: pd.DataFrame, column: str) -> pd.DataFrame:
+    """[examples, settings] a column of `as_frame`, by dataset and id, and by label; means over seeds.
+
+    Of the examples that every setting has, with a value.
+    """
+    return frame.pivot_table(index=["dataset", "id"], columns="label", values=column, aggfunc="mean").dropna()
+
+
+def drawn_means(values: pd.DataFrame) -> np.ndarray:
+    """[1 + RESAMPLES, settings] means over tasks of the means over datasets: the value itself, then the resamples.
+
+    values: as `on_common_examples` gives them. All settings, and all columns of the same examples, are resampled
+    together, so that differences are paired.
+    """
+    tasks: dict[str, list[np.ndarray]] = {}
+    for name, rows in values.groupby(level="dataset", sort=False):
+        drawn = _weights(str(name), len(rows)) @ rows.to_numpy() / len(rows)
+        if len(rows) == 1:
+            drawn[1:] = np.nan  # one example of a dataset does not tell how much its examples differ
+        tasks.setdefault(DATASETS[str(name)].task, []).append(drawn)
+    return np.mean([np.mean(drawn, axis=0) for drawn in tasks.values()], axis=0)
+
+
 # --------------------------------------------------------------------------------------------------------------- seeds
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # What may differ between the runs of one model that share a table. scorer_weights: older runs' method_weights
 _FREE = {
     "method", "parameters", "data", "seed", "paired", "warmup", "method_weights", "scorer_weights", "method_code",
+    "fidelity",
 }  # fmt: skip
 _SHOWN = 12  # characters of a hash
 

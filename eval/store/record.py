@@ -54,6 +54,19 @@ class Measurement:
     group_starts: first layer (from 1) of each run of layers that computed the same prompt tokens.
     computed: [steps][groups] distinct prompt tokens computed so far.
     kv_bytes, aux_bytes: held at the end. peak_memory_bytes: the device's (the process's on CPU), weights included.
+    pct_prefill_flops: FLOPs of the prefill, scoring included, in per cent of a prefill without pruning.
+
+    Beside the paired baseline; None of the baseline itself, and if it was not run:
+    kl: KL(baseline || method) in nats of the first token's distribution. top1_agrees: 1 if both have the same likeliest
+        first token, else 0.
+    leading_tokens: how many tokens the two answers begin with in common. same_answer: 1 if they are equal, else 0.
+    edit_similarity: 0 to 1, of the two lists of tokens (1 - Levenshtein distance / length of the longer one).
+    answer_kl, answer_log_likelihood: with `fidelity=answer`: the baseline's answer was fed to the method. The mean KL
+        per token, and the log-likelihood per token less the baseline's. gold_kl, gold_log_likelihood: of the gold one.
+
+    Of examples that know their evidence, the tokens of the prompt that hold the answer; else None:
+    evidence_tokens: how many the prompt has. evidence_prefill, evidence_revived: [layers] 0 to 1, the shares of them
+        that are computed in prefill, and later. evidence_recall: the last layer's share in prefill.
     """
 
     text: str
@@ -71,6 +84,20 @@ class Measurement:
     kv_bytes: int
     aux_bytes: int
     peak_memory_bytes: int | None
+    pct_prefill_flops: float | None = None
+    kl: float | None = None
+    top1_agrees: int | None = field(default=None, metadata=_PERCENT)
+    leading_tokens: int | None = None
+    edit_similarity: float | None = field(default=None, metadata=_PERCENT)
+    same_answer: int | None = field(default=None, metadata=_PERCENT)
+    answer_kl: float | None = None
+    answer_log_likelihood: float | None = None
+    gold_kl: float | None = None
+    gold_log_likelihood: float | None = None
+    evidence_tokens: int | None = None
+    evidence_recall: float | None = field(default=None, metadata=_PERCENT)
+    evidence_prefill: list[float] | None = None
+    evidence_revived: list[float] | None = None
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:

@@ -141,17 +141,15 @@ def _table(
     for name, candidate in finalists.items():
         row = _row(study.ideal, name, candidate, by_candidate.get(candidate), candidate in on_front)
         held_out = summarise(records[name]).rows[-1]
-        assert held_out.baseline_score is not None
-        assert held_out.ttft_speedup is not None
         prompts = [(record.dataset, record.prompt_tokens) for record in records[name]]
         ideal = Ideal.of(study.ideal.model_config, prompts, study.ideal.method)
         row |= {
             "held_out_examples": held_out.examples,
             "held_out_ideal_speedup": ideal.speedup(candidate.schedule),
-            "baseline_score": held_out.baseline_score.mean,
+            "baseline_score": held_out["baseline_score"].mean,
         }
         compared = difference(records[name], paper) if paper is not None and name != "paper" else (math.nan,) * 3
-        values = [(one.mean, one.low, one.high) for one in (held_out.score, held_out.ttft_speedup)] + [compared]
+        values = [(one.mean, one.low, one.high) for one in (held_out["score"], held_out["ttft_speedup"])] + [compared]
         for column, (mean, low, high) in zip(_HELD_OUT, values, strict=True):
             row |= {column: mean, f"{column}_low": low, f"{column}_high": high}
         rows.append(row)

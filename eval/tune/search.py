@@ -120,8 +120,8 @@ class _Scorer:
                 self._measure(replace(case, method=with_schedule(case.method, candidate.schedule)), store)
         rows = summarise([store.records[case.key] for case in self._plan.cases]).rows
         return Scored(
-            score=rows[-1].score.mean,
-            tasks={row.name: row.score.mean for row in rows if row.kind == "task"},
+            score=rows[-1]["score"].mean,
+            tasks={row.name: row["score"].mean for row in rows if row.kind == "task"},
             examples=len(self._plan.cases),
         )
 

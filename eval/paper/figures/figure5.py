@@ -1,10 +1,11 @@
-"""Figure 5: what each method keeps of the baseline's score, against its TTFT speedup, task by task."""
+"""Figure 5: what each method keeps of the baseline's score, and how far its first token's distribution is from the
+baseline's, against its TTFT speedup, task by task.
+"""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,22 +19,22 @@ from eval.paper.figures.figure import Figure
 from eval.paper.figures.style import GREY, MethodStyle, around, grid, new_figure, styled, styles_of
 from eval.paper.known_methods import BASELINE, STUDIED
 from eval.paper.tables.beside_paper import PAPER_MODELS, published
-from eval.paper.tables.cells import forms
+from eval.paper.tables.cells import forms, target_of
 from eval.store.results import Results
 
 MEASURED, PAPER, CLAIM = "measured", "paper, Table 1", "paper, text"
 # Section 5 of the paper, Llama 2 7B, multi-document QA: 2.34x at a loss of 1 % at most, 3.0x at 10 % at most
 CLAIMS = ((2.34, 99.0), (3.0, 90.0))
 
-_SPEEDUP = re.compile(r"\d+(\.\d+)?x")
 _NAMES = {"llama2": "Llama 2 7B", "xgen": "XGen 7B"}
 _TITLES = {"all": "mean over tasks"}
 _POINTS = ["relative_score", "ttft_speedup"]
+_HEIGHTS = {"relative_score": "score, % of the paired baseline's", "kl": "KL from the baseline's first token, nats"}
 
 
 def data(results: Results) -> pd.DataFrame:
     """model, suite, task ("all": their mean), source, paper_model, method, label, settings, seeds, examples, on_curve;
-    relative_score (100 * score / the paired baseline's) and ttft_speedup, with `_low` and `_high`.
+    relative_score (100 * score / the paired baseline's), ttft_speedup and kl, with `_low` and `_high`.
 
     source: "measured"; "paper, Table 1" for its scores and speedups as published, in each of our tasks, of the column
     `paper_model`: the model's own, or Llama 2's if the model is not in the paper; "paper, text" for the two claims.
@@ -50,13 +51,13 @@ def data(results: Results) -> pd.DataFrame:
     for (model, suite), panel in table.groupby(["model", "suite"], sort=False):
         panel = panel.copy()
         for _, method in panel.groupby(["task", "method"]):
-            swept = method["settings"].map(_is_given_by_speedup)
+            swept = method["settings"].map(target_of).notna()
             panel.loc[method.index, "on_curve"] = swept if swept.any() else _undominated(method)
         own = panel["paper_model"].iloc[0]
         points = paper_points(own if isinstance(own, str) else PAPER_MODELS[0], sorted(set(panel["task"])))
         parts += [panel, points.assign(model=model, suite=suite)]
     columns = ["model", "suite", "task", "source", "paper_model", "method", "label", "settings", "seeds", "examples"]
-    return pd.concat(parts, ignore_index=True).reindex(columns=[*columns, "on_curve", *forms(*_POINTS)])
+    return pd.concat(parts, ignore_index=True).reindex(columns=[*columns, "on_curve", *forms(*_POINTS, "kl")])
 
 
 def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
@@ -82,18 +83,15 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """Eight cells for each model and suite: six tasks, their mean, the legend."""
+    """Eight cells for each model and suite: six tasks, their mean, the legend; and eight with KL, if it is there."""
     panels = list(frame.groupby(["model", "suite"], sort=False))
+    heights = [column for column in _HEIGHTS if frame[column].notna().any()]
     styles = styles_of(frame["method"])
-    figure = new_figure(11, 5.3 * len(panels))
-    parts = figure.subfigures(len(panels), 1, squeeze=False)[:, 0]
-    for part, ((model, suite), rows) in zip(parts, panels, strict=True):
-        _draw_panel(part, rows, styles, f"{model}, {suite}")
+    figure = new_figure(11, 5.3 * len(panels) * len(heights))
+    parts = figure.subfigures(len(panels) * len(heights), 1, squeeze=False)[:, 0]
+    for part, (((model, suite), rows), column) in zip(parts, product(panels, heights), strict=True):
+        _draw_panel(part, rows.dropna(subset=column), styles, f"{model}, {suite}", column)
     return figure
-
-
-def _is_given_by_speedup(settings: str) -> bool:
-    return any(isinstance(one, str) and _SPEEDUP.fullmatch(one) for one in json.loads(settings).values())
 
 
 def _undominated(settings: Any) -> np.ndarray:
@@ -104,17 +102,21 @@ def _undominated(settings: Any) -> np.ndarray:
     return is_new.reindex(settings.index).to_numpy()
 
 
-def _draw_panel(part: Any, rows: Any, styles: dict[str, MethodStyle], title: str) -> None:
+def _draw_panel(part: Any, rows: Any, styles: dict[str, MethodStyle], title: str, column: str) -> None:
     part.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
     cells = part.subplots(2, 4, sharex=True, sharey=True).ravel()
     tasks = [task for task in (*TASKS, "all") if task in set(rows["task"])]
     low, high = rows["ttft_speedup"].min() / 1.15, rows["ttft_speedup"].max() * 1.15
     top = max(106.0, 1.05 * rows["relative_score"].max())
     for task, axes in zip(tasks, cells, strict=False):
-        _draw_task(axes, rows[rows["task"] == task], styles)
+        _draw_task(axes, rows[rows["task"] == task], styles, column)
         axes.set_title(_TITLES.get(task, task))
         axes.set_xscale("log")
-        axes.set(xlim=(low, high), ylim=(-3, top))
+        axes.set(xlim=(low, high))
+        if column == "kl":
+            axes.set_yscale("log", nonpositive="clip")
+        else:
+            axes.set(ylim=(-3, top))
         axes.xaxis.set_major_locator(FixedLocator([0.1, 0.2, 0.5, 1, 2, 3, 5, 10]))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -122,33 +124,34 @@ def _draw_panel(part: Any, rows: Any, styles: dict[str, MethodStyle], title: str
     for axes in cells[len(tasks) :]:
         axes.set_axis_off()
     part.supxlabel("TTFT speedup over the paired baseline (times)", fontsize=9)
-    part.supylabel("score, % of the paired baseline's", fontsize=9)
+    part.supylabel(_HEIGHTS[column], fontsize=9)
     if len(tasks) < len(cells):
         _write_legend(cells[-1], rows, styles)
 
 
-def _draw_task(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
-    axes.axhline(100, color=GREY, linewidth=0.8, linestyle=(0, (1, 2)))
+def _draw_task(axes: Any, rows: Any, styles: dict[str, MethodStyle], column: str) -> None:
+    if column != "kl":
+        axes.axhline(100, color=GREY, linewidth=0.8, linestyle=(0, (1, 2)))
     axes.axvline(1, color=GREY, linewidth=0.8, linestyle=(0, (1, 2)))
     published_alpha = 0.9 if _is_own(rows) else 0.45
     for method, points in rows[rows["source"] == PAPER].groupby("method"):
         style = styles[method]
         axes.plot(
-            points["ttft_speedup"], points["relative_score"], linestyle="none", marker=style.marker, markersize=8,
+            points["ttft_speedup"], points[column], linestyle="none", marker=style.marker, markersize=8,
             markerfacecolor="none", markeredgecolor=style.colour, markeredgewidth=1.4, alpha=published_alpha, zorder=2,
         )  # fmt: skip
     for method, points in rows[rows["source"] == MEASURED].groupby("method"):
         style = styles[method]
         on_curve = points["on_curve"].astype(bool)
         others, curve = points[~on_curve], points[on_curve].sort_values("ttft_speedup")
-        axes.plot(others["ttft_speedup"], others["relative_score"], **style.drawn | {"linestyle": "none"},
+        axes.plot(others["ttft_speedup"], others[column], **style.drawn | {"linestyle": "none"},
                   markersize=3.5, alpha=0.35, markeredgewidth=0)  # fmt: skip
         axes.errorbar(
-            curve["ttft_speedup"], curve["relative_score"], xerr=around(curve, "ttft_speedup"),
-            yerr=around(curve, "relative_score"), markersize=5, elinewidth=0.8, zorder=3, **style.drawn,
+            curve["ttft_speedup"], curve[column], xerr=around(curve, "ttft_speedup"),
+            yerr=around(curve, column), markersize=5, elinewidth=0.8, zorder=3, **style.drawn,
         )  # fmt: skip
     for _, claim in rows[rows["source"] == CLAIM].iterrows():
-        x, y = claim["ttft_speedup"], claim["relative_score"]
+        x, y = claim["ttft_speedup"], claim[column]
         axes.plot(x, y, marker="+", markersize=11, markeredgewidth=1.3, color="black", linestyle="none", zorder=4)
     grid(axes)
 
@@ -162,12 +165,13 @@ def _is_own(rows: Any) -> bool:
 def _write_legend(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
     measured = set(rows.loc[rows["source"] == MEASURED, "method"])
     published = rows[rows["source"] == PAPER]
-    name = _NAMES[published["paper_model"].iloc[0]]
-    whose = f"the paper's, {name}" if _is_own(rows) else f"the paper's (of {name},\non LongBench)"
     hollow: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 8}
     handles = [Line2D([], [], label=style.name, markersize=5, **style.drawn) for method, style in styles.items()
                if method in measured]  # fmt: skip
-    handles.append(Line2D([], [], label=f"hollow: {whose}", marker="o", color=GREY, **hollow))
+    if len(published):  # it has no KL
+        name = _NAMES[published["paper_model"].iloc[0]]
+        whose = f"the paper's, {name}" if _is_own(rows) else f"the paper's (of {name},\non LongBench)"
+        handles.append(Line2D([], [], label=f"hollow: {whose}", marker="o", color=GREY, **hollow))
     handles += [
         Line2D([], [], label=f"{style.name} (the paper's only)", **style.drawn | hollow)
         for method, style in styles.items()
@@ -190,7 +194,9 @@ FIGURE = Figure(
         "95 % bootstrap intervals over examples. Seeds of a setting are pooled. A curve joins the settings that are "
         "given by their ideal speedup (1.5x, 2.0x, ...), or, if a method has none of these, those that none of its "
         "others beats in both score and speedup, which flatters methods with many settings. Hollow: the paper's Table "
-        "1 (its mean is made from its means); crosses: the claims in its text on multi-document QA."
+        "1 (its mean is made from its means); crosses: the claims in its text on multi-document QA. Below, on a log "
+        "scale: the KL divergence of the first token's distribution from the baseline's, which does not saturate as a "
+        "score does."
     ),
     data=data,
     plot=plot,

@@ -1,4 +1,4 @@
-"""Figure 6: the score against the layer of a single pruning point, for several kept shares."""
+"""Figure 6: the score, and the first token's KL divergence, against the layer of a single pruning point."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from eval.paper.known_methods import STUDIED
 from eval.paper.tables.cells import forms
 from eval.store.results import Results
 
-_VALUES = ("score", "baseline_score", "relative_score", "ttft_speedup")
+_VALUES = ("score", "baseline_score", "relative_score", "ttft_speedup", "kl")
 
 
 def single_points(results: Results) -> pd.DataFrame:
     """LazyLLM's runs with one pruning layer, nothing else changed, averaged over the tasks: model, suite, layer, keep
-    (0 to 1), examples, and score, baseline_score, relative_score, ttft_speedup, with `_low` and `_high`.
+    (0 to 1), examples, and score, baseline_score, relative_score, ttft_speedup, kl, with `_low` and `_high`.
     """
     table: Any = results.by_task
     table = table[(table["level"] == "all") & (table["method"] == STUDIED)]
@@ -35,13 +35,23 @@ def single_points(results: Results) -> pd.DataFrame:
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """A panel a model and suite, a curve a kept share."""
+    """A panel a model and suite, a curve a kept share; and one with KL below it, if it is there."""
     panels = list(frame.groupby(["model", "suite"], sort=False))
-    figure = new_figure(5.6 * len(panels), 4)
-    for axes, ((model, suite), rows) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        _draw_panel(axes, rows)
-        axes.set_title(f"{model}, {suite}: mean over tasks, {rows['examples'].max()} examples")
+    has_kl = frame["kl"].notna().any()
+    figure = new_figure(5.6 * len(panels), 4 + 3.4 * has_kl)
+    columns = figure.subplots(1 + has_kl, len(panels), squeeze=False).T
+    for column, ((model, suite), rows) in zip(columns, panels, strict=True):
+        _draw_scores(column[0], rows)
+        column[0].set_title(f"{model}, {suite}: mean over tasks, {_counts(rows['examples'])} examples")
+        if has_kl:
+            _draw_curves(column[1], rows, "kl", "KL from the baseline's first token, nats")
+            column[1].set_yscale("log", nonpositive="clip")
     return figure
+
+
+def _counts(examples: Any) -> str:
+    low, high = examples.min(), examples.max()
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def shade_of(number: int, total: int) -> str:
@@ -59,24 +69,28 @@ def _single_point(settings: dict[str, Any]) -> tuple[int | None, float | None]:
     return int(layer), float(keep)
 
 
-def _draw_panel(axes: Any, rows: Any) -> None:
-    shares = sorted(set(rows["keep"]))
+def _draw_scores(axes: Any, rows: Any) -> None:
     drawn = rows[["score", "score_low", "score_high", "baseline_score"]].to_numpy()
     low, high = np.nanmin(drawn), np.nanmax(drawn)  # there may be no intervals, and no baseline
     margin = 0.06 * max(high - low, 1)
     axes.set(ylim=(low - margin, high + margin))
-    for number, keep in enumerate(shares):
-        curve, colour = rows[rows["keep"] == keep], shade_of(number, len(shares))
-        axes.errorbar(
-            curve["layer"], curve["score"], yerr=around(curve, "score"), color=colour, elinewidth=0.8, capsize=2,
-            marker=MARKERS[number % len(MARKERS)], linestyle=LINES[number % len(LINES)], markersize=5,
-            label=f"keep {100 * keep:g} %",
-        )  # fmt: skip
     baseline = float(np.mean(rows["baseline_score"]))
     if np.isfinite(baseline):
         axes.axhline(baseline, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)), label="baseline")
+    _draw_curves(axes, rows, "score", "score (0 to 100)")
+
+
+def _draw_curves(axes: Any, rows: Any, column: str, label: str) -> None:
+    shares = sorted(set(rows["keep"]))
+    for number, keep in enumerate(shares):
+        curve, colour = rows[rows["keep"] == keep], shade_of(number, len(shares))
+        axes.errorbar(
+            curve["layer"], curve[column], yerr=around(curve, column), color=colour, elinewidth=0.8, capsize=2,
+            marker=MARKERS[number % len(MARKERS)], linestyle=LINES[number % len(LINES)], markersize=5,
+            label=f"keep {100 * keep:g} %",
+        )  # fmt: skip
     axes.set_xticks(sorted(set(rows["layer"])))
-    axes.set(xlabel="layer after which tokens are pruned, once", ylabel="score (0 to 100)")
+    axes.set(xlabel="layer after which tokens are pruned, once", ylabel=label)
     legend_beside(axes)
     grid(axes)
 
@@ -85,9 +99,10 @@ FIGURE = Figure(
     name="figure6",
     title="Score against the layer of a single pruning point (the paper's Figure 6)",
     caption=(
-        "LazyLLM with one pruning layer: the score, mean over tasks, with 95 % bootstrap intervals over examples. The "
-        "paper's claims: the fewer tokens are kept the worse, the later they are pruned the better. It gives no "
-        "numbers that could be overlaid."
+        "LazyLLM with one pruning layer, mean over tasks, with 95 % bootstrap intervals over examples: the score, and "
+        "on a log scale the KL divergence of the first token's distribution from the paired baseline's. The paper's "
+        "claims: the fewer tokens are kept the worse, the later they are pruned the better. It gives no numbers that "
+        "could be overlaid."
     ),
     data=single_points,
     plot=plot,

@@ -1,38 +1,46 @@
-"""How much score and speed depend on the schedule: every single pruning point that was run, in two heat maps."""
+"""How much score, speed and KL depend on the schedule: every single pruning point that was run, in heat maps."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as MplFigure
 
 from eval.paper.figures.figure import Figure
 from eval.paper.figures.figure6 import single_points
 from eval.paper.figures.style import GREY, new_figure, styled
 
+# (column, title, digits, scale of colours)
 _PANELS = (
-    ("relative_score", "Score, % of the paired baseline's", "{:.0f}", "cividis"),
-    ("ttft_speedup", "TTFT speedup over the paired baseline", "{:.2f}", "cividis"),
+    ("relative_score", "Score, % of the paired baseline's", "{:.0f}", None),
+    ("ttft_speedup", "TTFT speedup over the baseline", "{:.2f}", None),
+    ("kl", "KL, first token, nats", "{:.1g}", LogNorm),
 )
 
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """A row a model and suite: score on the left, speedup on the right, layers by kept shares."""
+    """A row a model and suite: score, speedup and, if it is there, KL; layers by kept shares."""
     rows = list(frame.groupby(["model", "suite"], sort=False))
     layers = max(points["layer"].nunique() for _, points in rows)
-    figure = new_figure(max(7.0, 2 * (1.6 + 0.52 * layers)), 0.5 + 2.6 * len(rows))
-    for line, ((model, suite), points) in zip(figure.subplots(len(rows), 2, squeeze=False), rows, strict=True):
-        for axes, (column, title, digits, colours) in zip(line, _PANELS, strict=True):
-            _draw_map(axes, points.pivot(index="keep", columns="layer", values=column), digits, colours)
+    panels = [panel for panel in _PANELS if frame[panel[0]].notna().any()]
+    figure = new_figure(max(7.0, len(panels) * (1.6 + 0.52 * layers)), 0.5 + 2.6 * len(rows))
+    for line, ((model, suite), points) in zip(
+        figure.subplots(len(rows), len(panels), squeeze=False), rows, strict=True
+    ):
+        for axes, (column, title, digits, scale) in zip(line, panels, strict=True):
+            cells = points.pivot(index="keep", columns="layer", values=column)
+            _draw_map(axes, cells, digits, scale() if scale else None)
             axes.set_title(f"{title}\n{model}, {suite}, mean over tasks")
     return figure
 
 
-def _draw_map(axes: Any, cells: Any, digits: str, colours: str) -> None:
+def _draw_map(axes: Any, cells: Any, digits: str, norm: Any) -> None:
     values = cells.to_numpy()
-    picture = axes.pcolormesh(np.ma.masked_invalid(values), cmap=colours, edgecolors="white", linewidth=1)
+    shown = np.ma.masked_invalid(values) if norm is None else np.ma.masked_less_equal(values, 0)
+    picture = axes.pcolormesh(shown, cmap="cividis", norm=norm, edgecolors="white", linewidth=1)
     for row, column in np.ndindex(*values.shape):
         is_there = np.isfinite(values[row, column])
         shade = picture.norm(values[row, column]) if is_there else 1.0
@@ -49,10 +57,11 @@ def _draw_map(axes: Any, cells: Any, digits: str, colours: str) -> None:
 
 FIGURE = Figure(
     name="sensitivity",
-    title="How sensitive score and speed are to the schedule",
+    title="How sensitive score, speed and KL are to the schedule",
     caption=(
-        "LazyLLM with a single pruning layer: what is kept of the score (left) and the TTFT speedup (right) for every "
-        "layer and kept share that was run, mean over tasks. Asked by the paper's reviewers; intervals are in the CSV."
+        "LazyLLM with a single pruning layer: what is kept of the score, the TTFT speedup, and the KL divergence of "
+        "the first token's distribution from the paired baseline's, for every layer and kept share that was run, mean "
+        "over tasks. Asked by the paper's reviewers; intervals are in the CSV."
     ),
     data=single_points,
     plot=plot,

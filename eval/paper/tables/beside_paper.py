@@ -25,20 +25,24 @@ _KEYS = [
     "model", "suite", "paper_model", "task", "method", "settings", "label", "parameters", "status", "examples",
     "datasets", "seeds", "score_seed_std",
 ]  # fmt: skip
-_FORMS = (("", ""), ("", "_low"), ("", "_high"), ("paper_", ""), ("", "_difference"))
+_FORMS = (("", ""), ("", "_low"), ("", "_high"), ("paper_", ""), ("", "_difference"))  # the paper's last
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A column that the paper has too. name: as in `by_task`. paper: what follows `<model>_` in the paper's CSV."""
+    """A column. name: as in `by_task`. paper: what follows `<model>_` in the paper's CSV; None if not there."""
 
     name: str
-    paper: str
+    paper: str | None
     heading: str
     digits: int
 
 
-_TABLE1 = (_Value("score", "score", "score", 2), _Value("ttft_speedup", "ttft_speedup", "TTFT speedup", 2))
+_TABLE1 = (
+    _Value("score", "score", "score", 2),
+    _Value("ttft_speedup", "ttft_speedup", "TTFT speedup", 2),
+    _Value("kl", None, "KL, nats", 5),
+)
 _TABLE2 = (
     _Value("pct_prompt_tokens_computed", "prompt_tokens_computed_pct", "% tokens computed", 2),
     _Value("generation_speedup", "generation_speedup", "generation speedup", 2),
@@ -61,6 +65,7 @@ def paper_values() -> dict[tuple[str, str, str, str], float]:
         for row in published(name).to_dict("records")
         for model in PAPER_MODELS
         for value in values
+        if value.paper is not None
     }
 
 
@@ -68,7 +73,8 @@ def table1(results: Results) -> Table:
     """Score and TTFT speedup by model, task and method: measured, the paper's, the difference."""
     title = "Table 1: score and TTFT speedup beside the paper's"
     note = (
-        "Scores 0 to 100; of a method with several seeds, the mean over them, whose standard deviation is in the CSV."
+        "Scores 0 to 100; of a method with several seeds, the mean over them, whose standard deviation is in the CSV. "
+        "KL: of the first token's distribution from the paired baseline's; - if it was not measured."
     )
     return _beside_paper(results, "table1", title, _TABLE1, note)
 
@@ -102,8 +108,12 @@ def _beside_paper(results: Results, name: str, title: str, values: Sequence[_Val
                 key = {"model": model, "suite": suite, "paper_model": column, "task": task, "method": method}
                 lines = measured.get((model, suite, task, method), [{}])
                 rows += [key | facts.compared(key, line, values) for line in lines]
-    columns = [*_KEYS, *(f"{before}{value.name}{after}" for value in values for before, after in _FORMS)]
-    frame = pd.DataFrame(rows, columns=columns)
+    columns = [
+        f"{before}{value.name}{after}"
+        for value in values
+        for before, after in (_FORMS if value.paper is not None else _FORMS[:3])
+    ]
+    frame = pd.DataFrame(rows, columns=[*_KEYS, *columns])
     failed = sum(len(run.failures) for run in chosen.runs)
     failures = f" {failed} examples failed and are in no number (failures.jsonl of their runs)." if failed else ""
     caption = (
@@ -157,8 +167,9 @@ class _Facts:
             for form in (value.name, f"{value.name}_low", f"{value.name}_high"):
                 line[form] = row.get(form, np.nan)
             counts = line["status"] == "measured" and not (key["model"] in self.dummies and value.name == "score")
-            line[f"paper_{value.name}"] = known
-            line[f"{value.name}_difference"] = line[value.name] - known if counts else np.nan
+            if value.paper is not None:
+                line[f"paper_{value.name}"] = known
+                line[f"{value.name}_difference"] = line[value.name] - known if counts else np.nan
         return line
 
     def _status(self, key: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
@@ -191,8 +202,11 @@ def _cells(frame: pd.DataFrame, values: Sequence[_Value], results: Results) -> p
         }
         for value in values:
             digits = value.digits
-            paper, difference = row[f"paper_{value.name}"], row[f"{value.name}_difference"]
+            if value.paper is None:
+                line[value.heading] = shown(row, value.name, digits, missing="-")
+                continue
             line[value.heading] = "no run" if absent else shown(row, value.name, digits)
+            paper, difference = row[f"paper_{value.name}"], row[f"{value.name}_difference"]
             line[f"{value.heading}, paper"] = "-" if np.isnan(paper) else f"{paper:.{digits}f}"
             line[f"{value.heading}, Δ"] = "-" if np.isnan(difference) else f"{difference:+.{digits}f}"
         lines.append(line)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,15 +31,37 @@ def overall(results: Results) -> Any:
     return in_order(frame[frame["level"] == "all"]).reset_index(drop=True)
 
 
+# Upper ends of the ranges of prompt lengths
+PROMPT_ENDS = (512, 1024, 2048, 4096, 8192)
+_SPEEDUP = re.compile(r"(\d+(\.\d+)?)x")
+
+
+def range_names(ends: Sequence[int]) -> list[str]:
+    """`1-512`, `513-1024`, ..., `8193+`."""
+    starts = [1, *(end + 1 for end in ends)]
+    return [*(f"{start}-{end}" for start, end in zip(starts[:-1], ends, strict=True)), f"{starts[-1]}+"]
+
+
+def range_of(lengths: Any, ends: Sequence[int]) -> np.ndarray:
+    """The name of each length's range."""
+    return np.array(range_names(ends), dtype=object)[np.searchsorted(ends, lengths.to_numpy(dtype=float), side="left")]
+
+
+def target_of(settings: str) -> float | None:
+    """The ideal TTFT speedup that the settings (JSON) ask for, as in `2.0x`; None if they give no speedup."""
+    found = [_SPEEDUP.fullmatch(value) for value in json.loads(settings).values() if isinstance(value, str)]
+    return next((float(one[1]) for one in found if one), None)
+
+
 def forms(*names: str) -> list[str]:
     """The columns of values and their intervals."""
     return [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
 
 
-def shown(row: Mapping[str, Any], name: str, digits: int, scale: float = 1) -> str:
-    """A value with its interval; what is missing was not measured, for want of a baseline."""
+def shown(row: Mapping[str, Any], name: str, digits: int, scale: float = 1, missing: str = "unpaired") -> str:
+    """A value with its interval. missing: instead of one that was not measured, as a rule for want of a baseline."""
     if np.isnan(row[name]):
-        return "unpaired"
+        return missing
     return cell(row[name] / scale, row[f"{name}_low"] / scale, row[f"{name}_high"] / scale, digits)
 
 

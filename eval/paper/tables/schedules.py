@@ -17,7 +17,7 @@ _SLOPE = "score_change_per_0.1_keep"
 
 
 def sensitivity(results: Results) -> Table:
-    """Score and TTFT speedup of every schedule, and what the next lower keep ratio costs."""
+    """Score, KL and TTFT speedup of every schedule, and what the next lower keep ratio costs."""
     frame = overall(results.where(lambda run: run.method == STUDIED))
     frame = frame[frame["method"] == STUDIED].copy()
     frame["score_change"] = frame["score"] - frame["baseline_score"]
@@ -25,7 +25,7 @@ def sensitivity(results: Results) -> Table:
     frame = frame.join(pd.DataFrame(schedules, index=frame.index, columns=["layers", "keep", "others"]))
     frame[_SLOPE] = _slopes(frame)
     frame = frame.sort_values([*SECTION, "ttft_speedup"], kind="stable").reset_index(drop=True)
-    values = forms("score", "ttft_speedup", "pct_prompt_tokens_computed")
+    values = forms("score", "ttft_speedup", "pct_prompt_tokens_computed", "kl")
     frame = frame[[*SETTING, "layers", "keep", "examples", *values, "baseline_score", "score_change", _SLOPE]]
     lines = [
         {
@@ -36,6 +36,7 @@ def sensitivity(results: Results) -> Table:
             "score": shown(row, "score", 2),
             "score - baseline": "unpaired" if np.isnan(row["score_change"]) else f"{row['score_change']:+.2f}",
             "% tokens computed": shown(row, "pct_prompt_tokens_computed", 1),
+            "KL, nats": shown(row, "kl", 5, missing="-"),
             "points per 0.1 keep": "-" if np.isnan(row[_SLOPE]) else f"{row[_SLOPE]:+.2f}",
         }
         for row in frame.to_dict("records")
@@ -44,10 +45,10 @@ def sensitivity(results: Results) -> Table:
         "Every schedule of LazyLLM that was run ({layer: keep ratio}), by speedup; mean over tasks. Points per 0.1 "
         "keep: by how many points the score moves for each 0.1 less of the prompt behind a single pruning layer, "
         "against the next gentler ratio that was run after the same layer, or against keeping all (the baseline); - "
-        f"for schedules of several layers. % tokens computed: {COMPUTED}. ±: half of the 95 % bootstrap interval over "
-        "examples."
+        f"for schedules of several layers. % tokens computed: {COMPUTED}. KL: of the first token's distribution from "
+        "the paired baseline's. ±: half of the 95 % bootstrap interval over examples."
     )
-    title = "Sensitivity of score and speed to the schedule"
+    title = "Sensitivity of score, KL and speed to the schedule"
     return Table("sensitivity", title, caption, frame, pd.DataFrame(lines), keys=2)
 
 

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from eval.paper.table import Table
-from eval.paper.tables.cells import SETTING, in_order, model_name
+from eval.paper.tables.cells import PROMPT_ENDS, SETTING, in_order, model_name, range_names, range_of
 from eval.store.aggregate import with_baselines
 from eval.store.results import Results
 
-# Upper ends of the ranges of lengths; an answer's length includes the end token
-_PROMPTS = (512, 1024, 2048, 4096, 8192)
-_ANSWERS = (4, 16, 64, 256)
+_ANSWERS = (4, 16, 64, 256)  # upper ends of the ranges of answer lengths, the end token included
 
 
 def ttft_share(results: Results) -> Table:
     """TTFT's share of the generation time for every setting."""
     frame = with_baselines(results.frame)
     frame = frame.assign(
-        prompt_tokens=_range_of(frame["prompt_tokens"], _PROMPTS),
-        answer_tokens=_range_of(frame["generated_tokens"], _ANSWERS),
+        prompt_tokens=range_of(frame["prompt_tokens"], PROMPT_ENDS),
+        answer_tokens=range_of(frame["generated_tokens"], _ANSWERS),
     )
     frame = frame[[*SETTING, "id", "ttft_s", "total_s", "prompt_tokens", "answer_tokens"]]
     all_prompts, all_answers = {"prompt_tokens": "all"}, {"answer_tokens": "all"}
@@ -33,8 +29,8 @@ def ttft_share(results: Results) -> Table:
     shares = shares.reset_index()
     shares["share"] = 100 * shares["ttft_s"] / shares["total_s"]
     shares = in_order(shares)
-    prompts = [name for name in _names(_PROMPTS) if name in set(shares["prompt_tokens"])]
-    answers = [name for name in _names(_ANSWERS) if name in set(shares["answer_tokens"])]
+    prompts = [name for name in range_names(PROMPT_ENDS) if name in set(shares["prompt_tokens"])]
+    answers = [name for name in range_names(_ANSWERS) if name in set(shares["answer_tokens"])]
     lines = []
     for _, group in shares.groupby(SETTING, sort=False):
         rows = group.to_dict("records")
@@ -50,13 +46,3 @@ def ttft_share(results: Results) -> Table:
         "by answer length, and how many generations, are in the CSV. -: none of that length."
     )
     return Table("ttft_share", "TTFT's share of the generation time", caption, shares, pd.DataFrame(lines), keys=2)
-
-
-def _names(ends: Sequence[int]) -> list[str]:
-    starts = [1, *(end + 1 for end in ends)]
-    return [*(f"{start}-{end}" for start, end in zip(starts[:-1], ends, strict=True)), f"{starts[-1]}+"]
-
-
-def _range_of(lengths: Any, ends: Sequence[int]) -> np.ndarray:
-    """The name of each length's range."""
-    return np.array(_names(ends), dtype=object)[np.searchsorted(ends, lengths.to_numpy(dtype=float), side="left")]

@@ -168,6 +168,26 @@ def test_distractors_of_the_needles_form(name, form, least):
 
 
 @EVERY
+def test_evidence_is_the_needles_that_answer(name):
+    """Found here by their form alone: where the asked key is explained, and the key that the first one leads to."""
+    for example in load_rows(DATASETS[name]).examples[:12]:
+        asked, answer = example.input.split()[-1], example.answers[0]
+        forms = {
+            "lookup": [rf"entry {asked} [a-z ]+\."],
+            "hops": [rf"link {asked} \w+\.", rf"entry {answer.split()[0]} [a-z ]+\."],
+            "shots": [rf"{asked} {answer}\."],
+            "retrieve": [rf"{example.input} \d+\."],
+            "complete": [rf"proc {asked} [a-z ]+;"],
+        }
+        if name == "digest":
+            points = [re.search(rf"{one} (\w+)\.", example.context) for one in ("first", "second", "third")]
+            forms["digest"] = [rf"{point[0]}|entry {point[1]} [a-z ]+\." for point in points if point]
+        expected = [found.span() for form in forms[name] for found in re.finditer(form, example.context)]
+        assert example.evidence == tuple(sorted(expected))
+        assert len(expected) == {"hops": 2, "digest": 6, "shots": 3}.get(name, 1)
+
+
+@EVERY
 def test_splits_are_disjoint(name):
     def texts(split: str) -> set[str]:
         return {row["context"] + "\0" + row["input"] for row in embedded.rows(name, split, 30)}
@@ -182,7 +202,7 @@ def test_splits_are_disjoint(name):
 def test_the_hash_of_a_row_says_its_split(name):
     for split in ("test", "train"):
         for row in embedded.rows(name, split, 6):
-            question = embedded.Question([row["input"]], [])
+            question = embedded.Question([row["input"]], [], [])
             assert embedded.is_test([row["context"]], question) == (split == "test")
 
 

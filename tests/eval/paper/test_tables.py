@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from eval.paper.tables import TABLES, memory, sensitivity, table1, table2, ttft_share
+from eval.paper.tables import TABLES, effective_keep, memory, ranking, sensitivity, table1, table2, ttft_share
 from eval.paper.tables.beside_paper import paper_values
 from eval.store.record import Record
 from eval.store.results import Results, StoredRun
@@ -64,7 +64,7 @@ def test_table_1_by_hand() -> None:
     assert found["ttft_speedup"] == pytest.approx(4)  # 0.4 s to 0.1 s
     assert found["ttft_speedup_difference"] == pytest.approx(4 - 2.34)
     cells = line(table.cells, model="llama2", task="multi_doc_qa", method="lazy")
-    assert list(cells.values())[3:] == ["6", "25.00 ±0.00", "22.31", "+2.69", "4.00 ±0.00", "2.34", "+1.66"]
+    assert list(cells.values())[3:] == ["6", "25.00 ±0.00", "22.31", "+2.69", "4.00 ±0.00", "2.34", "+1.66", "-"]
     baseline = line(table.frame, model="llama2", task="multi_doc_qa", method="baseline")
     assert (baseline["score"], baseline["ttft_speedup"], baseline["paper_score"]) == (100, 1, 22.43)
 
@@ -134,10 +134,12 @@ def test_settings_of_one_method_are_told_apart() -> None:
 
 
 def test_random_weights_are_named() -> None:
-    run = preset("lazy", over(("hops",)))
-    run.identity["load_format"] = "dummy"
+    measured = {"kl": 0.1, "pct_prefill_flops": 50.0, "evidence_prefill": [1.0], "evidence_revived": [0.0]}
+    runs = [preset("lazy", over(("hops",), **measured)), swept("lazy", "1.5x", [0.1], [1])]
+    for run in runs:
+        run.identity["load_format"] = "dummy"
     for name in TABLES.keys() - {"groups"}:  # these rows are in no group
-        assert "tiny (embedded, random weights)" in set(TABLES[name](Results([run])).cells["model"])
+        assert "tiny (embedded, random weights)" in set(TABLES[name](Results(runs)).cells["model"])
 
 
 def test_what_a_preset_stood_for_is_kept() -> None:
@@ -239,6 +241,93 @@ def test_sensitivity_by_hand() -> None:
     assert math.isnan(several[slope])  # two ratios have no one slope
     assert math.isnan(rows["lazy, schedule=paper"][slope])
     assert table.cells["schedule"].tolist()[:2] == ["{2: 0.8}", "paper"]
+
+
+def test_table_1_has_kl_without_the_papers() -> None:
+    runs = [llama2("lazy", over(MULTI_DOC_QA, kl=0.002)), llama2("static_pruning", over(MULTI_DOC_QA))]
+    table = table1(Results(runs))
+    assert line(table.frame, model="llama2", task="multi_doc_qa", method="lazy")["kl"] == pytest.approx(0.002)
+    methods = ("lazy", "static_pruning", "baseline")  # older records and the baseline itself have none
+    cells = [line(table.cells, model="llama2", task="multi_doc_qa", method=method)["KL, nats"] for method in methods]
+    assert cells == ["0.00200 ±0.00000", "-", "-"]
+    assert "paper_kl" not in table.frame
+
+
+def swept(method: str, target: str, kls: list[float], scores: list[float], **settings: Any) -> StoredRun:
+    key = "schedule" if method == "lazy" else "keep"
+    pairs = enumerate(zip(kls, scores, strict=True))
+    records = [example("hops", str(number), kl=kl, score=score) for number, (kl, score) in pairs]
+    return stored(records, method, {key: target, **settings})
+
+
+def test_ranking_by_hand() -> None:
+    runs = [
+        swept("lazy", "1.5x", [0.1, 0.3, 0.2], [1, 1, 0.5]),
+        swept("static_pruning", "1.5x", [0.2, 0.4, 0.3], [1, 0, 0.5], layer=2),
+        swept("random_drop", "1.5x", [0.9, 0.1], [0, 1]),
+        swept("lazy", "2.0x", [0.5, 0.7], [1, 1]),
+        stored([example("hops", "0", kl=0.0)]),  # its speedup is not given
+    ]
+    table = ranking(Results(runs))
+    columns = ["target", "rank", "method", "examples", "kl", "kl_difference", "score", "score_difference"]
+    assert table.frame[columns].to_numpy().tolist() == [
+        [1.5, 1, "lazy", 2, pytest.approx(0.2), 0, 100, 0],  # of the two examples that all three have
+        [1.5, 2, "static_pruning", 2, pytest.approx(0.3), pytest.approx(0.1), 50, -50],
+        [1.5, 3, "random_drop", 2, pytest.approx(0.5), pytest.approx(0.3), 50, -50],
+        [2.0, 1, "lazy", 2, pytest.approx(0.6), 0, 100, 0],
+    ]
+    static, drop = (line(table.frame, target=1.5, rank=rank) for rank in (2, 3))
+    assert (static["kl_low"], static["kl_high"]) == (pytest.approx(0.2), pytest.approx(0.4))
+    # paired: always 0.1 behind, whatever is drawn
+    assert (static["kl_difference_low"], static["kl_difference_high"]) == (pytest.approx(0.1), pytest.approx(0.1))
+    assert (drop["kl_difference_low"], drop["kl_difference_high"]) == (pytest.approx(-0.2), pytest.approx(0.8))
+    cells = line(table.cells, method="static_pruning, layer=2")
+    assert cells["KL - first's"] == "+0.10000 (+0.10000, +0.10000)"
+    assert table.cells["KL - first's"].tolist()[0] == "-"
+
+
+def with_flops(label: float, scores: dict[str, float], tokens: int = 500, dataset: str = "hops") -> StoredRun:
+    records = [
+        example(dataset, name, tokens, score=score, pct_prefill_flops=100 * label) for name, score in scores.items()
+    ]
+    return stored(records, settings={"schedule": {"2": label}})
+
+
+def test_effective_keep_by_hand() -> None:
+    runs = [
+        with_flops(0.8, {"a": 1.0, "b": 1.0, "c": 1.0}),
+        with_flops(0.5, {"a": 1.0, "b": 0.985, "c": 0.0}),
+        with_flops(0.2, {"a": 0.97, "b": 0.0}),
+        stored([example("hops", "a", pct_prefill_flops=150.0)], "prompt_compression", {"keep": 0.5}),
+        stored([example("hops", "a")], "baseline"),
+    ]
+    found = effective_keep(Results(runs)).frame.set_index(["method", "task", "prompt_tokens"])
+    lazy = found.loc[("lazy", "multi_doc_qa", "1-512")]
+    # of the two examples that all three settings have, the mean score is 99.25 % of the baseline's at 50 % of the FLOPs
+    assert (lazy["keep"], lazy["setting"], lazy["examples"], lazy["settings"]) == (50, "lazy, schedule={2: 0.5}", 2, 3)
+    assert (lazy["keep_low"], lazy["keep_high"]) == (50, 80)  # "b" twice is 98.5 %
+    assert found.loc[("lazy", "all", "all")]["keep"] == 50
+    dear = found.loc[("prompt_compression", "all", "all")]
+    assert (dear["keep"], dear["setting"]) == (100, "baseline")
+    for within, keep in ((0.5, 80), (60, 20)):
+        frame = effective_keep(Results(runs), within).frame
+        assert set(frame.loc[frame["method"] == "lazy", "keep"]) == {keep}
+
+
+def test_effective_keep_by_task_and_length() -> None:
+    short, long, task = {"a": 1.0, "b": 1.0}, {"c": 0.5, "d": 0.5}, {"e": 0.0, "f": 0.0}
+    parts = (with_flops(0.3, short), with_flops(0.6, long, 900), with_flops(0.4, task, 900, "lookup"))
+    run = stored([record for part in parts for record in part.records], settings={"schedule": {"2": 0.3}})
+    table = effective_keep(Results([run]))
+    found = table.frame.set_index(["task", "prompt_tokens"])["keep"].to_dict()
+    assert found == {
+        ("single_doc_qa", "513-1024"): 100, ("single_doc_qa", "all"): 100, ("multi_doc_qa", "1-512"): 30,
+        ("multi_doc_qa", "513-1024"): 100, ("multi_doc_qa", "all"): 100, ("all", "1-512"): 30, ("all", "513-1024"): 100,
+        ("all", "all"): 100,
+    }  # fmt: skip
+    assert line(table.cells, task="single_doc_qa")["1-512 tokens"] == "-"
+    silent = stored([replace(one, baseline=replace(one.baseline, score=0.0)) for one in run.records if one.baseline])
+    assert effective_keep(Results([silent])).frame["keep"].isna().all()  # any share is near a baseline that scores 0
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -51,7 +51,7 @@ def runs(tmp_path: Path) -> Results:
 
 def test_everything_is_written_and_listed(runs: Results, tmp_path: Path) -> None:
     figures = {"some": figure("some", pd.DataFrame({"a": [1]})), "none": figure("none", pd.DataFrame())}
-    paths = write_paper(runs, tmp_path / "out", figures, save)
+    paths = write_paper(runs, tmp_path / "out", TABLES, figures, save)
     expected = {"README.md", "provenance.json"}
     expected |= {f"tables/{name}.{suffix}" for name in TABLES for suffix in ("md", "csv", "tex")}
     expected |= {f"figures/some.{suffix}" for suffix in ("svg", "pdf", "png", "csv")}
@@ -70,7 +70,7 @@ def test_everything_is_written_and_listed(runs: Results, tmp_path: Path) -> None
 
 
 def test_what_had_no_run(runs: Results, tmp_path: Path) -> None:
-    index = write_paper(runs, tmp_path / "out", {}, save)[0].read_text()
+    index = write_paper(runs, tmp_path / "out", TABLES, {}, save)[0].read_text()
     missing = [line for line in index.splitlines() if line.startswith("- Table 1")]
     assert [line.split(": ", 2)[2] for line in missing] == [
         "llama2 on longbench: baseline (5 of 6 tasks), random_drop, static_pruning, prompt_compression, "
@@ -81,13 +81,13 @@ def test_what_had_no_run(runs: Results, tmp_path: Path) -> None:
 
 
 def test_a_picture_of_an_earlier_time_does_not_stay(runs: Results, tmp_path: Path) -> None:
-    write_paper(runs, tmp_path, {"some": figure("some", pd.DataFrame({"a": [1]}))}, save)
-    write_paper(runs, tmp_path, {"some": figure("some", pd.DataFrame())}, save)
+    write_paper(runs, tmp_path, TABLES, {"some": figure("some", pd.DataFrame({"a": [1]}))}, save)
+    write_paper(runs, tmp_path, TABLES, {"some": figure("some", pd.DataFrame())}, save)
     assert list((tmp_path / "figures").iterdir()) == []
 
 
 def test_provenance_names_every_run(runs: Results, tmp_path: Path) -> None:
-    write_paper(runs, tmp_path / "out", {}, save)
+    write_paper(runs, tmp_path / "out", TABLES, {}, save)
     text = (tmp_path / "out" / "provenance.json").read_text()
     assert str(tmp_path) not in text
     one, two = json.loads(text)
@@ -99,7 +99,7 @@ def test_provenance_names_every_run(runs: Results, tmp_path: Path) -> None:
 
 
 def test_twice_the_same_bytes(runs: Results, tmp_path: Path) -> None:
-    written = [write_paper(runs, tmp_path / name, {}, save) for name in ("a", "b")]
+    written = [write_paper(runs, tmp_path / name, TABLES, {}, save) for name in ("a", "b")]
     for first, second in zip(*written, strict=True):
         assert first.read_bytes() == second.read_bytes()
 

@@ -19,6 +19,9 @@ from lazyllm import Generation
 from lazyllm.methods import Baseline, Lazy
 
 METHOD = Lazy({1: 0.5})
+CONFIG = SimpleNamespace(
+    model_type="llama", num_hidden_layers=3, num_attention_heads=2, hidden_size=8, intermediate_size=16, vocab_size=10
+)
 TEXTS = {5: "Assistant: Emilia is angry.\nWilliam is not.", 6: "someone else"}
 
 
@@ -46,7 +49,7 @@ def calls(monkeypatch) -> list[tuple]:
 
 
 def bench(paired: bool = True, chat: str = "none") -> Bench:
-    model = SimpleNamespace(device=torch.device("cpu"))
+    model = SimpleNamespace(device=torch.device("cpu"), config=CONFIG)
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: TEXTS[ids[0]])
     return Bench(model, tokenizer, CHAT_FORMATS[chat], paired)  # type: ignore[arg-type]
 

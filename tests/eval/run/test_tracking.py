@@ -253,7 +253,8 @@ def test_config_history_summary_table_and_artifact_lie_in_the_offline_file(tmp_p
 
 def test_every_number_of_the_table_is_in_the_summary_with_its_interval() -> None:
     value = Value(1.5, 1.0, 2.0)
-    row = replace(summarise([SECOND]).rows[0], score=value, baseline_score=None, failed=1, score_failed_as_zero=1.25)
+    values = {"score": value, "baseline_score": None}
+    row = replace(summarise([SECOND]).rows[0], values=values, failed=1, score_failed_as_zero=1.25)
     rows = (replace(row, kind="task", name="code"), replace(row, kind="all", name="mean over tasks"))
     keys = summary_keys(Summary(rows))
     for name in ("code", "all"):

@@ -53,6 +53,19 @@ def test_measured_by_hand() -> None:
         assert found.loc[key].tolist() == pytest.approx(values), key
 
 
+def test_kl_has_cells_of_its_own_without_the_papers_points() -> None:
+    frame = FIGURE.data(Results([stored([example("hotpotqa", "a", ttft_s=0.2, kl=0.02)], settings=lazy(0.3))]))
+    assert frame.loc[frame["source"] == "measured", "kl"].tolist() == [0.02, 0.02]
+    picture = redrawn(FIGURE, frame)
+    scales = [axes.get_yscale() for axes in picture.axes if axes.get_title(loc="left") == "multi_doc_qa"]
+    assert scales == ["linear", "log"]
+    below = [axes for axes in picture.axes if axes.get_yscale() == "log" and axes.get_title(loc="left")]
+    assert [line.get_xydata().tolist() for axes in below for line in axes.lines if len(line.get_xydata()) == 1] == [
+        [[2, 0.02]], [[2, 0.02]],
+    ]  # fmt: skip
+    assert "KL from the baseline's first token, nats" in texts(picture)
+
+
 def test_the_papers_points_are_those_of_its_table() -> None:
     with TABLE1.open() as opened:
         cells = {(row["task"], row["method"]): row for row in csv.DictReader(opened)}

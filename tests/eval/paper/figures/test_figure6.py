@@ -57,6 +57,18 @@ def test_the_picture() -> None:
         assert text in written
 
 
+def test_kl_stands_below_the_scores_on_a_log_scale() -> None:
+    run = stored([example("hotpotqa", "a", kl=0.02), example("trec", "a", kl=0.04)], settings=single(2, 0.5).settings)
+    frame = FIGURE.data(Results([run]))
+    assert frame["kl"].tolist() == [pytest.approx(0.03)]
+    picture = redrawn(FIGURE, frame)
+    scores, divergences = picture.axes
+    assert (scores.get_yscale(), divergences.get_yscale()) == ("linear", "log")
+    assert divergences.containers[0].lines[0].get_xydata().tolist() == [[2, pytest.approx(0.03)]]
+    maps = redrawn(FIGURES["sensitivity"], frame)
+    assert [text.get_text() for axes in maps.axes for text in axes.texts] == ["50", "2.00", "0.03"]
+
+
 def test_sensitivity_shows_each_point_and_where_there_is_none() -> None:
     figure = FIGURES["sensitivity"]
     picture = redrawn(figure, figure.data(Results([*RUNS, single(6, 0.1, (0.9, 0.9))])))

@@ -1,0 +1,49 @@
+"""Which share of the evidence, the prompt's tokens that hold the answer, a generation computes in each layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from eval.benchmarks.prompts import Prompt
+    from lazyllm import Generation
+
+
+def evidence_positions(prompt: Prompt) -> np.ndarray:
+    """Ascending positions of the tokens that stand for some of the evidence; none if that is not known."""
+    if prompt.spans is None:
+        return np.empty(0, dtype=int)
+    starts, stops = prompt.spans.T
+    inside = np.zeros(len(starts), dtype=bool)
+    for start, stop in prompt.evidence:
+        inside |= (starts < stop) & (stops > start) & (starts < stops)
+    return np.flatnonzero(inside)
+
+
+def evidence_computed(out: Generation, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """([layers], [layers]) the share of the tokens at `positions` computed in prefill, and revived in decoding."""
+    first, *later = selections_that_ran(out)
+    in_prefill = _in_sets(first, positions, out.computed.shape[1])
+    computed = in_prefill.copy()
+    for step in filter(None, later):  # a step without a selection computes no prompt token
+        computed |= _in_sets(step, positions, len(computed))
+    return in_prefill.mean(axis=1), (computed & ~in_prefill).mean(axis=1)
+
+
+def selections_that_ran(out: Generation) -> list[dict[int, list[int]]]:
+    """The selections of the run itself: tokens that a layer chose in an earlier run enter layer 1, whose key is 0."""
+    first, *later = out.selected
+    is_selected_before = int(out.computed[0, 0]) < out.prompt_tokens
+    return [{0: next(iter(first.values()))} if is_selected_before else first, *later]
+
+
+def _in_sets(selected: dict[int, list[int]], positions: np.ndarray, layers: int) -> np.ndarray:
+    """[layers, positions] bool: whether the token is in a step's set for the layer; all are until one selects."""
+    sets = []
+    present = np.ones(len(positions), dtype=bool)
+    for layer in range(layers):
+        present = np.isin(positions, selected[layer]) if layer in selected else present
+        sets.append(present)
+    return np.array(sets)

@@ -1,0 +1,80 @@
+"""How far a method is from the baseline beside it, on the same prompt: numbers that move before a score does.
+
+KL divergences are KL(baseline || method) in nats, computed in float64 from the logits as the model gave them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lazyllm.engine.generation import as_prompt, continue_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lazyllm import Generation, Prompt
+    from lazyllm.methods import Method
+
+
+def of_generations(baseline: Generation, method: Generation) -> dict[str, Any]:
+    """What two finished generations tell, by the names of `Measurement`'s fields."""
+    ours, theirs = method.token_ids, baseline.token_ids
+    p, q = _log_probabilities(baseline.first_logits), _log_probabilities(method.first_logits)
+    return {
+        "kl": mean_kl(p, q),
+        "top1_agrees": int(p.argmax() == q.argmax()),
+        "leading_tokens": sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))),
+        "edit_similarity": edit_similarity(ours, theirs),
+        "same_answer": int(ours == theirs),
+    }
+
+
+def of_forced(baseline: Tensor, method: Tensor, token_ids: Sequence[int]) -> tuple[float, float]:
+    """(mean KL per token, log-likelihood per token less the baseline's) of forced tokens.
+
+    baseline, method: [t, v] logits that each of the t tokens was to be chosen by.
+    """
+    p, q = _log_probabilities(baseline), _log_probabilities(method)
+    chosen = torch.tensor(token_ids)[:, None]
+    return mean_kl(p, q), float((q.gather(1, chosen) - p.gather(1, chosen)).mean())
+
+
+def forced_logits(model: PreTrainedModel, prompt: Prompt, method: Method, token_ids: Sequence[int]) -> Tensor:
+    """[t, v] the logits by which the method would choose each of t tokens, if its answer had been those before it.
+
+    Each token but the last is run as a decoding step of the method's own. The logits are on the host.
+    """
+    waiting, seen = iter(token_ids), []
+
+    def choose(logits: Tensor) -> tuple[int, bool]:
+        seen.append(logits.cpu())
+        return next(waiting), False
+
+    continue_prompt(model, as_prompt(model, prompt), method, len(token_ids), choose)
+    return torch.stack(seen)
+
+
+def mean_kl(p: Tensor, q: Tensor) -> float:
+    """KL(p || q) in nats of log-probabilities [..., v], the mean over all but the last axis."""
+    terms = torch.where(p == -torch.inf, 0, p.exp() * (p - q))
+    return max(0.0, float(terms.sum(-1).mean()))  # rounding can take it below
+
+
+def edit_similarity(a: Sequence[int], b: Sequence[int]) -> float:
+    """1 less the Levenshtein distance of two lists over the longer one's length; 1 if both are empty."""
+    above = list(range(len(b) + 1))
+    for i, token in enumerate(a, start=1):
+        row = [i]
+        for j, other in enumerate(b, start=1):
+            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (token != other)))
+        above = row
+    return 1 - above[-1] / max(len(a), len(b), 1)
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    return logits.cpu().double().log_softmax(-1)

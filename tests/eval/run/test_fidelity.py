@@ -1,0 +1,151 @@
+"""Fidelity: what a run writes down, against `model(...)`, and forced answers against the slow reference."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import lazyllm
+from eval.benchmarks.datasets import DATASETS, load_rows
+from eval.benchmarks.prompts import build_prompt, gold_token_ids
+from eval.run.fidelity import edit_similarity, forced_logits, of_forced, of_generations
+from eval.run.measure import Bench, Case
+from eval.store.record import Measurement
+from lazyllm import Prompt
+from lazyllm.methods import Baseline, Lazy, Method, StaticPruning
+from lazyllm.models.load import load_tokenizer_of
+from lazyllm.models.spec import ModelSpec
+from tests import reference_fidelity
+from tests.reference import lazy_reference, random_model
+
+MODEL, TOKENIZER = lazyllm.load_model("tiny", dtype="float32", device="cpu")
+RNG = np.random.default_rng(0)
+KEPT_ALL = {"kl": 0, "top1_agrees": 1, "edit_similarity": 1, "same_answer": 1}
+FORCED = ("answer_kl", "answer_log_likelihood", "gold_kl", "gold_log_likelihood")
+
+
+def measured(name: str, method: Method, forced: bool = False) -> tuple[Case, Measurement, Measurement]:
+    loaded = load_rows(DATASETS[name])
+    example = loaded.examples[0]
+    case = Case(DATASETS[name], example, build_prompt(example, loaded.template, TOKENIZER), method, 8, (2,))
+    record = Bench(MODEL, TOKENIZER, "none", True, forced).measure(case, baseline_first=True)
+    assert record.baseline is not None
+    return case, record.method, record.baseline
+
+
+def test_kl_of_a_run_is_that_of_the_models_own_logits() -> None:
+    case, found, baseline = measured("hops", StaticPruning(2, 0.3))
+    ids = torch.tensor([case.prompt.token_ids])
+    kept = lazyllm.generate(MODEL, ids, case.method, 1, ()).selected[0][2]
+    with torch.inference_mode():
+        whole = MODEL(ids).logits[0, -1]
+        hidden = MODEL(ids, output_hidden_states=True).hidden_states[2][:, kept]
+        positions = torch.tensor([kept])
+        rope = MODEL.model.rotary_emb(hidden, positions)
+        mask = torch.full((len(kept), len(kept)), -math.inf).triu(1)[None, None]
+        for layer in MODEL.model.layers[2:]:
+            hidden = layer(hidden, attention_mask=mask, position_embeddings=rope)
+        pruned = MODEL.lm_head(MODEL.model.norm(hidden))[0, -1]
+    expected = reference_fidelity.kl_divergence(whole.numpy(), pruned.numpy())
+    assert expected > 1e-5
+    assert found.kl == pytest.approx(expected, abs=1e-6)
+    assert (baseline.kl, baseline.same_answer) == (None, None)
+    assert found.answer_kl is None
+
+
+@pytest.mark.parametrize("method", [Lazy({2: 1.0, 5: 1.0}), StaticPruning(2, 1.0)])
+def test_keeping_everything_is_the_baseline(method: Method) -> None:
+    _, found, baseline = measured("lookup", method, forced=True)
+    assert {name: getattr(found, name) for name in KEPT_ALL} == KEPT_ALL
+    assert found.leading_tokens == len(baseline.token_ids)
+    assert [getattr(found, name) for name in FORCED] == [0, 0, 0, 0]
+    assert (found.pct_prefill_flops, baseline.pct_prefill_flops) == (100, 100)
+
+
+def test_forced_answers_are_those_of_the_case() -> None:
+    """The baseline's own answer as it was generated, and the gold one behind the prompt."""
+    method = Lazy({2: 0.1})
+    case, found, baseline = measured("digest", method, forced=True)
+    gold = gold_token_ids(TOKENIZER, case.prompt.text, case.example.answers[0])[:8]
+    for name, token_ids in (("answer", baseline.token_ids), ("gold", gold)):
+        ids = torch.tensor([[*case.prompt.token_ids, *token_ids[:-1]]])
+        with torch.inference_mode():
+            theirs = MODEL(ids).logits[0, len(case.prompt.token_ids) - 1 :]
+        ours = forced_logits(MODEL, case.prompt.as_input(), method, token_ids)
+        expected = reference_fidelity.compare(list(theirs.numpy()), list(ours.numpy()), token_ids)
+        assert expected.mean_kl > 1e-5
+        assert getattr(found, f"{name}_kl") == pytest.approx(expected.mean_kl, abs=1e-6)
+        assert getattr(found, f"{name}_log_likelihood") == pytest.approx(expected.log_likelihood, abs=1e-5)
+
+
+@pytest.mark.parametrize("revive", [True, False])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_forced_decoding_is_the_methods_own(name: str, revive: bool) -> None:
+    """Against the slow reference, in float64: every step selects and revives as it would in its own answer."""
+    model = random_model(name, seed=5)
+    prompt, answer = RNG.integers(0, 97, 23).tolist(), RNG.integers(0, 97, 5).tolist()
+    schedule = {1: 0.6, 2: 0.4}
+    given = Prompt(torch.tensor(prompt))
+    theirs, ours = (forced_logits(model, given, one, answer) for one in (Baseline(), Lazy(schedule, revive=revive)))
+    expected = reference_fidelity.fidelity_reference(
+        model,
+        prompt,
+        answer,
+        lambda prompt, forced: (
+            lazy_reference(model, prompt, schedule, len(forced), revive=revive, forced=forced).logits
+        ),
+    )
+    assert of_forced(theirs, ours, answer) == pytest.approx((expected.mean_kl, expected.log_likelihood), abs=1e-9)
+    assert expected.mean_kl > 1e-4
+
+
+def test_two_generations_against_the_reference() -> None:
+    for _ in range(100):
+        ids = [RNG.integers(0, 3, RNG.integers(1, 7)).tolist() for _ in range(2)]
+        logits = torch.tensor(RNG.normal(0, 2, (2, 5))).float()
+        baseline, method = (_generation(*pair) for pair in zip(ids, logits, strict=True))
+        found = of_generations(baseline, method)
+        expected = reference_fidelity.compare(*([one.numpy()] for one in logits), [0])
+        assert found["kl"] == pytest.approx(expected.first_kl, abs=1e-12)
+        assert found["top1_agrees"] == expected.top1
+        assert found["leading_tokens"] == reference_fidelity.leading_agreement(*ids)
+        assert found["edit_similarity"] == pytest.approx(reference_fidelity.edit_similarity(*ids))
+        assert found["same_answer"] == (ids[0] == ids[1])
+    assert edit_similarity([], []) == 1
+
+
+def _generation(token_ids: list[int], logits: torch.Tensor) -> lazyllm.Generation:
+    made = lazyllm.generate(MODEL, [5, 6], Baseline(), 1, ())
+    return replace(made, token_ids=token_ids, first_logits=logits)
+
+
+def test_a_token_without_probability_adds_nothing() -> None:
+    logits = torch.tensor([[0.0, -math.inf, 0.0]]), torch.tensor([[0.0, 5.0, 0.0]])
+    expected = math.log(2 + math.e**5) - math.log(2)
+    assert of_forced(*logits, [0]) == pytest.approx((expected, -expected), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "gold", "expected"),
+    [
+        ("entry bavim", "amber anchor", [" amber", " anchor"]),
+        ("entry bavim ", "amber", ["a", "m", "b", "e", "r"]),
+        ("call bavim", " amber;", [" amber", ";"]),
+        ("call bavim", "", [" "]),
+    ],
+)
+def test_gold_tokens_go_on_from_the_prompt(prompt: str, gold: str, expected: list[str]) -> None:
+    found = gold_token_ids(TOKENIZER, prompt, gold)
+    assert [TOKENIZER.decode([one]) for one in found] == expected
+
+
+def test_gold_tokens_of_a_tokenizer_that_puts_a_space_in_front(shared: Path) -> None:
+    tokenizer = load_tokenizer_of(ModelSpec("llama2", "dummy", tokenizer=str(shared / "tokenizers" / "llama2")))
+    assert tokenizer is not None
+    for prompt, whole in (("[/INST]", "[/INST] Paris"), ("Answer:", "Answer: Paris"), ("line\n", "line\nParis")):
+        assert gold_token_ids(tokenizer, prompt, "Paris") == tokenizer.encode(whole)[len(tokenizer.encode(prompt)) :]
