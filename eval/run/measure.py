@@ -12,6 +12,7 @@ from eval.benchmarks.suite import Dataset, Example
 from eval.store.record import PROMPT_END, Measurement, Record, compact_counts
 from lazyllm import Generation, generate
 from lazyllm.engine.devices import devices_of, read_peak, reset_peak
+from lazyllm.engine.flops import prefill_flops
 from lazyllm.methods import Baseline, Method
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class Bench:
         text = post_process(decoded, self.chat)
         answers, classes = list(case.example.answers), list(case.example.all_classes)
         group_starts, computed = compact_counts(out.computed)
+        config = self.model.config
+        scoring_flops = method.scoring_flops(config, out.prompt_tokens)
         return Measurement(
             text=text,
             token_ids=out.token_ids,
@@ -118,4 +121,5 @@ class Bench:
             kv_bytes=out.kv_bytes,
             aux_bytes=out.aux_bytes,
             peak_memory_bytes=peak,
+            prefill_flops=prefill_flops(config, out.computed[0].tolist()) + scoring_flops,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +22,7 @@ from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset
 from eval.run import provenance, speedup_targets
 from eval.run.config import RunConfig, build_method, canonical, check_method, data_settings, datasets_of, model_spec
 from eval.run.measure import Case
+from eval.run.speedup_targets import OutOfReach
 from eval.store.folder import fingerprint
 from eval.store.results import label_of
 from lazyllm.errors import UserError
@@ -31,6 +33,8 @@ from lazyllm.models.spec import QUANTISATIONS, ModelSpec, source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 DEFAULT_THREADS = torch.get_num_threads()  # which a job of a sweep must find again after one that set its own
 
@@ -170,13 +174,25 @@ def _check_length(config: RunConfig, model_config: PreTrainedConfig) -> None:
             )
 
 
-def check_comparison(config: RunConfig) -> None:
-    """Refuse any method of `config.compare` before the first one runs. Raises UserError."""
+def within_reach(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """{label: settings} of the methods of `config.compare`, or of `config.only`, that can be as fast as they are to be.
+
+    The others are left out with a line in the log. Anything else that is wrong with a method is refused here, before
+    the first one runs. Raises UserError.
+    """
     model_config = load_config(model_spec(config))
-    for method in config.compare.values():
+    methods = {}
+    for label in config.compare if config.only is None else [config.only]:
+        method = config.compare[label]
         settings = _settings(replace(config, method=method), model_config)
-        for dataset in datasets_of(config):
-            _resolved(config, settings, dataset, model_config)
+        try:
+            for dataset in datasets_of(config):
+                _resolved(config, settings, dataset, model_config)
+        except OutOfReach as error:
+            log.warning("left out: %s: %s", label, error)
+        else:
+            methods[label] = method
+    return methods
 
 
 def _settings(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, Any]:

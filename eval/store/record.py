@@ -54,6 +54,7 @@ class Measurement:
     group_starts: first layer (from 1) of each run of layers that computed the same prompt tokens.
     computed: [steps][groups] distinct prompt tokens computed so far.
     kv_bytes, aux_bytes: held at the end. peak_memory_bytes: the device's (the process's on CPU), weights included.
+    prefill_flops: of the tokens that each layer computed in prefill, and of scoring (`lazyllm.engine.flops`).
     """
 
     text: str
@@ -71,6 +72,7 @@ class Measurement:
     kv_bytes: int
     aux_bytes: int
     peak_memory_bytes: int | None
+    prefill_flops: int | None = None
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:
