@@ -22,7 +22,7 @@ from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset
 from eval.run import provenance, speedup_targets
 from eval.run.config import RunConfig, build_method, canonical, check_method, data_settings, datasets_of, model_spec
 from eval.run.measure import Case
-from eval.run.speedup_targets import OutOfReach
+from eval.run.speedup_targets import OutOfReachError
 from eval.store.folder import fingerprint
 from eval.store.results import label_of
 from lazyllm.errors import UserError
@@ -188,7 +188,7 @@ def within_reach(config: RunConfig) -> dict[str, dict[str, Any]]:
         try:
             for dataset in datasets_of(config):
                 _resolved(config, settings, dataset, model_config)
-        except OutOfReach as error:
+        except OutOfReachError as error:
             log.warning("left out: %s: %s", label, error)
         else:
             methods[label] = method

@@ -41,7 +41,7 @@ _EXPERIMENT = _EVAL / "conf" / "experiment" / "table1.yaml"
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
 
 
-class OutOfReach(UserError):
+class OutOfReachError(UserError):
     """A method cannot reach the speedup that it is given on this model."""
 
 
@@ -94,7 +94,7 @@ def resolve(
 
     settings: `name` and hyperparameters. column: the paper's for this model, llama2 or xgen; None takes llama2's.
     length: the prompt length in tokens to solve for; None for the suite's.
-    Raises UserError: the method takes no such preset; OutOfReach: it cannot be that fast.
+    Raises UserError: the method takes no such preset; OutOfReachError: it cannot be that fast.
     """
     if not uses_preset(settings):
         return settings
@@ -113,7 +113,7 @@ def resolve(
     if solution is None:
         layers = model_config.num_hidden_layers
         instead = "name a draft" if others.get("draft", "") is None else "give less"
-        raise OutOfReach(
+        raise OutOfReachError(
             f"method {settings['name']!r} cannot reach an ideal TTFT speedup of {target} on {layers} layers; {instead}"
         )
     return settings | {str(kind.dial): solution}

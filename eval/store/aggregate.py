@@ -1,9 +1,9 @@
 """From examples to datasets, tasks and the mean over tasks, with 95 % percentile bootstrap intervals.
 
 Of a dataset: scores, lengths, seconds and bytes are means over its examples; a speedup is the baseline's summed time
-(or FLOPs) over the method's, on the same examples. Of a task: the mean over its datasets, for every column, as LongBench does for
-scores; of everything: the mean over tasks. Examples are drawn within each dataset, the same ones for every column, so
-that an example's own baseline stays with it.
+(or FLOPs) over the method's, on the same examples. Of a task: the mean over its datasets, for every column, as
+LongBench does for scores; of everything: the mean over tasks. Examples are drawn within each dataset, the same ones for
+every column, so that an example's own baseline stays with it.
 """
 
 from __future__ import annotations

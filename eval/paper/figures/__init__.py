@@ -1,12 +1,12 @@
 """Pictures of stored runs: one file a figure, each a table and a drawing of that table (`Figure`)."""
 
-from eval.paper.figures import figure2, figure5, figure6, figure7, mechanism, needle_map, sensitivity, ttft_share
+from eval.paper.figures import field, figure2, figure5, figure6, figure7, mechanism, needle_map, sensitivity, ttft_share
 from eval.paper.figures.comparison import plot_comparison
 from eval.paper.figures.figure import Figure
 from eval.paper.figures.mechanism import plot_mechanism
 from eval.paper.figures.style import save
 
-_FILES = (mechanism, figure2, figure5, figure6, figure7, ttft_share, sensitivity, needle_map)
+_FILES = (field, mechanism, figure2, figure5, figure6, figure7, ttft_share, sensitivity, needle_map)
 
 FIGURES: dict[str, Figure] = {one.FIGURE.name: one.FIGURE for one in _FILES}
 

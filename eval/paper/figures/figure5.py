@@ -50,7 +50,7 @@ def data(results: Results) -> pd.DataFrame:
     for (model, suite), panel in table.groupby(["model", "suite"], sort=False):
         panel = panel.copy()
         for _, method in panel.groupby(["task", "method"]):
-            swept = method["settings"].map(_is_given_by_speedup)
+            swept = method["settings"].map(given_by_speedup)
             panel.loc[method.index, "on_curve"] = swept if swept.any() else _undominated(method)
         own = panel["paper_model"].iloc[0]
         points = paper_points(own if isinstance(own, str) else PAPER_MODELS[0], sorted(set(panel["task"])))
@@ -92,7 +92,8 @@ def plot(frame: Any) -> MplFigure:
     return figure
 
 
-def _is_given_by_speedup(settings: str) -> bool:
+def given_by_speedup(settings: str) -> bool:
+    """Whether a method's settings, as JSON, name the speedup that they are to reach (`2.0x`)."""
     return any(isinstance(one, str) and _SPEEDUP.fullmatch(one) for one in json.loads(settings).values())
 
 
