@@ -77,6 +77,8 @@ def _draw_ideals(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
     axes.axline((1, 1), (2, 2), color=GREY, linewidth=0.8, linestyle=(0, (1, 2)))
     axes.set(xlabel="ideal TTFT speedup (FLOPs of what was computed)", ylabel="measured TTFT speedup")
     axes.set_title("How much of the ideal is reached (dotted: all)")
+    reach = 0.9 * min(1, rows["ttft_speedup"].min()), 1.1 * rows["ideal_ttft_speedup"].max()
+    axes.set(xlim=reach, ylim=reach)
     _scale(axes, "x")
     _scale(axes, "y")
 

@@ -28,7 +28,7 @@ def claims(results: Results) -> Table:
         found: Any = [row for row in measured if _is_of(claim, row)]
         ours = max(found, key=lambda row: row["examples"], default={})
         rows.append(claim | {f"measured_{form}": ours.get(form, np.nan) for form in forms(*_VALUES)})
-    frame = pd.DataFrame(rows)
+    frame = pd.DataFrame(rows, columns=[*published.columns, *(f"measured_{form}" for form in forms(*_VALUES))])
     caption = (
         "Numbers as their authors print them, each from a harness of its own: full is the unpruned model there, which "
         "differs by 13 points between papers for the same model. Ours: the mean over LongBench's tasks at the same "
