@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from eval.paper.known_methods import kind_of
+from eval.paper.known_methods import kind_of, marked
 from eval.paper.table import COMPUTED
 from eval.report.grid import Grid, grid
 from eval.store.results import Results, StoredRun
@@ -102,7 +102,7 @@ def results_grid(results: Results) -> Grid:
         {
             "task or dataset": _row_name(row, several),
             "model": row["model"],
-            "setting": row["label"],
+            "setting": marked(row["label"], row["method"]),
             "seeds": row["seeds"],
             "n": row["examples"],
             **{heading: _shown(row, column, digits) for column, heading, digits in _RESULTS},

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from eval.paper.known_methods import marked
 from eval.paper.summary import Summary, compared_table, summarise, summary_table, to_json
 from eval.run import device_lock, provenance
 from eval.run.config import DEFAULT_LABEL, RunConfig, datasets_of, model_spec
@@ -90,6 +91,7 @@ def compare(config: RunConfig) -> list[RunResult]:
         return [run(replace(config, method=method, compare={})) for method in methods.values()]
     if not methods:
         raise UserError(f"no method of {config.label} reaches its speedup on this model: give less")
+    methods = {marked(label, method["name"]): method for label, method in methods.items()}
     results = {label: run(replace(config, method=method), show=False) for label, method in methods.items()}
     # every run has its table: shards are refused beside compare
     summaries = {label: result.summary for label, result in results.items() if result.summary is not None}

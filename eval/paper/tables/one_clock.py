@@ -47,7 +47,7 @@ def _line(row: Mapping[str, Any], results: Results) -> dict[str, str]:
     return {
         "model": model_name(row, results),
         "method": place_of(row["method"])[1],
-        "setting": row["label"].partition(", ")[2] or "-",
+        "setting": row["label"].removesuffix(" (diagnostic)").partition(", ")[2] or "-",
         "n": str(row["examples"]),
         "score": cell("score", 2),
         "% of baseline": "100.0" if row["method"] == BASELINE else cell("relative_score", 1),

@@ -34,6 +34,7 @@ def test_by_hand() -> None:
     assert found.loc["lazy, schedule=6x"].tolist() == pytest.approx([60, 4.0, 6.0, True])
     assert found.loc["fastkv, keep=0.2, retain=0.1"].tolist() == pytest.approx([80, 1.6, 1.5, False])
     assert found.loc["random_drop, keep=0.5"].isna().tolist() == [False, False, True, False]
+    assert "oracle, keep=2x (diagnostic)" in found.index
     assert "baseline" not in set(frame["method"])
 
 
