@@ -22,6 +22,8 @@ VERBS = {
     "score": ("eval.score", "score a folder of answers that LongBench's own pred.py wrote"),
     "paper": ("eval.paper.write", "make every table and figure from stored runs, without a model"),
     "report": ("eval.report.__main__", "make one HTML page of stored runs"),
+    "methods": ("lazyllm.methods.__main__", "list all methods with their hyperparameters and defaults"),
+    "check": ("lazyllm.check.__main__", "run every invariant of methods on one: check my_method keep=0.5"),
     "tune": ("eval.tune.command", "search a schedule: the best score at a TTFT speedup"),
     "bench": ("lazyllm.bench.__main__", "time prefill and decode on random weights, against the arithmetic"),
     "chat": ("lazyllm.integrations.chat", "chat with a model, with TTFT and the share of tokens computed"),

@@ -20,6 +20,7 @@ BELOW = {
     "lazyllm.methods": ["lazyllm.errors", "lazyllm.engine", "lazyllm.models"],
     "lazyllm.integrations": ["lazyllm.errors", "lazyllm.engine", "lazyllm.models", "lazyllm.methods"],
     "lazyllm": ["lazyllm.errors", "lazyllm.engine", "lazyllm.models", "lazyllm.methods", "lazyllm.integrations"],
+    "lazyllm.check": ["lazyllm", "lazyllm.errors", "lazyllm.engine", "lazyllm.models", "lazyllm.methods"],
     "lazyllm.bench": ["lazyllm", "lazyllm.errors", "lazyllm.engine", "lazyllm.models", "lazyllm.methods"],
     "eval.benchmarks": [],
     "eval.score": ["eval.benchmarks"],

@@ -25,6 +25,17 @@ def kind_of(name: str) -> type[Method] | None:
         return None
 
 
+def is_diagnostic(name: str) -> bool:
+    """Whether it is no method but a reference, whose price is not in its TTFT."""
+    kind = kind_of(name)
+    return kind is not None and kind.diagnostic
+
+
+def marked(label: str, method: str) -> str:
+    """A setting's label, which says so if it is of a diagnostic."""
+    return f"{label} (diagnostic)" if is_diagnostic(method) else label
+
+
 def place_of(name: str) -> tuple[float, str]:
     """What methods are sorted by in tables and legends: unknown ones come last."""
     kind = kind_of(name)

@@ -30,6 +30,8 @@ MakeTable = Callable[[Results], "Table"]
 
 # What to run for what is missing: an experiment of eval/conf/experiment, or any run
 _COMMANDS = {
+    "field": "python run.py -m experiment=field model=tiny",
+    "claims": "python run.py model=custom model.name=FOLDER_OR_HUB_ID method=gemfilter",
     "table1": "python run.py -m experiment=table1 model=llama2,xgen",
     "table2": "python run.py -m experiment=table2 model=llama2,xgen",
     "figure2": "python run.py experiment=figure2 model=llama2 dataset=hotpotqa",

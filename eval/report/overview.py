@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from eval.paper.known_methods import kind_of
+from eval.paper.known_methods import is_diagnostic, marked
 from eval.paper.table import COMPUTED
 from eval.report.grid import Grid, grid
 from eval.store.results import Results, StoredRun
@@ -53,7 +53,7 @@ def findings(results: Results) -> list[str]:
 
 
 def _finding(rows: Sequence[dict[Any, Any]]) -> str:
-    faster = [row for row in rows if row["ttft_speedup"] > 1 and not _is_diagnostic(row["method"])]
+    faster = [row for row in rows if row["ttft_speedup"] > 1 and not is_diagnostic(row["method"])]
     if not faster:
         return "no setting was measured that reaches its first token faster than a paired baseline."
     keeping = [row for row in faster if row["score"] >= KEPT * row["baseline_score"]]
@@ -64,11 +64,6 @@ def _finding(rows: Sequence[dict[Any, Any]]) -> str:
         f"{found} The {which}: {best['label']}, {best['ttft_speedup']:.2f} times as fast to the first token, score "
         f"{best['score']:.2f} against {best['baseline_score']:.2f} (examples: {best['examples']})."
     )
-
-
-def _is_diagnostic(method: str) -> bool:
-    kind = kind_of(method)
-    return kind is not None and kind.diagnostic
 
 
 def _moment(run: StoredRun) -> str:
@@ -103,7 +98,7 @@ def results_grid(results: Results) -> Grid:
         {
             "task or dataset": _row_name(row, several),
             "model": row["model"],
-            "setting": row["label"],
+            "setting": marked(row["label"], row["method"]),
             "seeds": row["seeds"],
             "n": row["examples"],
             **{heading: _shown(row, column, digits) for column, heading, digits in _RESULTS},

@@ -140,6 +140,8 @@ class RunConfig:
     compare: several methods, {label: settings like `method`'s}, run one after the other and put into one table, which
         is also written to runs/<label>-<model>.md and .csv; then `method` is not used.
     only: the label of the one method of `compare` to run; a sweep (-m) makes a job of each.
+    speedup: the ideal TTFT speedup, such as `2x`, at which `experiment=field` compares methods.
+    draft: the model that reads prompts first for SpecPrefill there (folder, hub id or preset).
     label: the comparison's name.
     shard: i/n, the i-th (from 1) of n jobs that share the run's examples (`eval.benchmarks.split`); null: one job.
     """
@@ -163,6 +165,8 @@ class RunConfig:
     fidelity: str | None = None
     evidence: bool = True
     only: str | None = None
+    speedup: str | None = None
+    draft: str | None = None
     compare: dict[str, dict[str, Any]] = field(default_factory=dict)
     label: str = DEFAULT_LABEL
     shard: str | None = None

@@ -20,11 +20,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from eval.paper.known_methods import marked
 from eval.paper.summary import Summary, compared_table, summarise, summary_table, to_json
 from eval.run import device_lock, provenance
 from eval.run.config import DEFAULT_LABEL, RunConfig, datasets_of, model_spec
 from eval.run.measure import Bench, Case
-from eval.run.plan import Plan, check_comparison, prepare
+from eval.run.plan import Plan, prepare, within_reach
 from eval.run.tracing import trace
 from eval.run.tracking import Tracker, open_tracker, track_pictures
 from eval.store.folder import RunStore, fingerprint, open_store, read_about, write_whole
@@ -82,12 +83,16 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
 def compare(config: RunConfig) -> list[RunResult]:
     """Run each method of `config.compare`, then print one table of them all; `runs/<label>-<model>.*` hold it too.
 
-    With `config.only` that method alone is run, as any other run. Raises UserError.
+    With `config.only` that method alone is run, as any other run. A method that cannot reach its target speedup is left
+    out. Raises UserError.
     """
+    methods = within_reach(config)
     if config.only is not None:
-        return [run(replace(config, method=config.compare[config.only], compare={}))]
-    check_comparison(config)
-    results = {label: run(replace(config, method=method), show=False) for label, method in config.compare.items()}
+        return [run(replace(config, method=method, compare={})) for method in methods.values()]
+    if not methods:
+        raise UserError(f"no method of {config.label} reaches its speedup on this model: give less")
+    methods = {marked(label, method["name"]): method for label, method in methods.items()}
+    results = {label: run(replace(config, method=method), show=False) for label, method in methods.items()}
     # every run has its table: shards are refused beside compare
     summaries = {label: result.summary for label, result in results.items() if result.summary is not None}
     title = config.label if config.half is None else f"{config.label}, {config.half} half"
@@ -106,8 +111,8 @@ def compare(config: RunConfig) -> list[RunResult]:
     screen.print(table.to_rich())
     from eval.paper.figures import plot_comparison, save  # not at the top: matplotlib is slow to import
 
-    methods = {label: method["name"] for label, method in config.compare.items()}
-    pictures = save(plot_comparison(table.frame, f"{model}, {title}", methods), stem)
+    names = {label: method["name"] for label, method in methods.items()}
+    pictures = save(plot_comparison(table.frame, f"{model}, {title}", names), stem)
     track_pictures(config.tracker, Path("runs"), config.label, pictures)
     lines = ["Files:", *(f"  {path}" for path in (*(one.folder for one in results.values()), f"{stem}.md", *pictures))]
     if config.model.name == "tiny":

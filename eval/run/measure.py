@@ -139,7 +139,6 @@ class Bench:
         text = post_process(decoded, self.chat, case.dataset.chat_wrap)
         answers, classes = list(case.example.answers), list(case.example.all_classes)
         group_starts, computed = compact_counts(out.computed)
-        whole = prefill_flops(config, [out.prompt_tokens] * config.num_hidden_layers)
         flops = prefill_flops(config, out.computed[0].tolist()) + run.method.scoring_flops(config, out.prompt_tokens)
         return Measurement(
             text=text,
@@ -157,7 +156,7 @@ class Bench:
             kv_bytes=out.kv_bytes,
             aux_bytes=out.aux_bytes,
             peak_memory_bytes=run.peak,
-            pct_prefill_flops=100 * flops / whole,
+            prefill_flops=flops,
             **(_evidence(case.prompt, out) if self.evidence else {}),
         )
 

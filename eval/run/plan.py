@@ -33,6 +33,7 @@ from eval.run.config import (
     prompt_limit,
 )
 from eval.run.measure import Case
+from eval.run.speedup_targets import OutOfReachError
 from eval.store.folder import fingerprint
 from eval.store.results import label_of
 from lazyllm.errors import UserError
@@ -200,13 +201,25 @@ def _check_length(config: RunConfig, model_config: PreTrainedConfig) -> None:
             )
 
 
-def check_comparison(config: RunConfig) -> None:
-    """Refuse any method of `config.compare` before the first one runs. Raises UserError."""
+def within_reach(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """{label: settings} of the methods of `config.compare`, or of `config.only`, that can be as fast as they are to be.
+
+    The others are left out with a line in the log. Anything else that is wrong with a method is refused here, before
+    the first one runs. Raises UserError.
+    """
     model_config = load_config(model_spec(config))
-    for method in config.compare.values():
+    methods = {}
+    for label in config.compare if config.only is None else [config.only]:
+        method = config.compare[label]
         settings = _settings(replace(config, method=method), model_config)
-        for dataset in datasets_of(config):
-            _resolved(config, settings, dataset, model_config)
+        try:
+            for dataset in datasets_of(config):
+                _resolved(config, settings, dataset, model_config)
+        except OutOfReachError as error:
+            log.warning("left out: %s: %s", label, error)
+        else:
+            methods[label] = method
+    return methods
 
 
 def _settings(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, Any]:

@@ -41,6 +41,10 @@ _EXPERIMENT = _EVAL / "conf" / "experiment" / "table1.yaml"
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
 
 
+class OutOfReachError(UserError):
+    """A method cannot reach the speedup that it is given on this model."""
+
+
 def is_preset(value: Any) -> bool:
     """Whether a setting is `table1` or a speedup such as `2.0x`."""
     return isinstance(value, str) and (value == "table1" or _SPEEDUP.fullmatch(value) is not None)
@@ -90,7 +94,7 @@ def resolve(
 
     settings: `name` and hyperparameters. column: the paper's for this model, llama2 or xgen; None takes llama2's.
     length: the prompt length in tokens to solve for; None for the suite's.
-    Raises UserError: the method takes no such preset, or the speedup is out of its reach.
+    Raises UserError: the method takes no such preset; OutOfReachError: it cannot be that fast.
     """
     if not uses_preset(settings):
         return settings
@@ -108,8 +112,9 @@ def resolve(
     solution = kind.solve(others, model_config, tokens, target)
     if solution is None:
         layers = model_config.num_hidden_layers
-        raise UserError(
-            f"method {settings['name']!r} cannot reach an ideal TTFT speedup of {target} on {layers} layers; give less"
+        instead = "name a draft" if others.get("draft", "") is None else "give less"
+        raise OutOfReachError(
+            f"method {settings['name']!r} cannot reach an ideal TTFT speedup of {target} on {layers} layers; {instead}"
         )
     return settings | {str(kind.dial): solution}
 

@@ -1,9 +1,9 @@
 """From examples to datasets, tasks and the mean over tasks, with 95 % percentile bootstrap intervals.
 
 Of a dataset: scores, lengths, seconds and bytes are means over its examples; a speedup is the baseline's summed time
-over the method's, on the same examples. Of a task: the mean over its datasets, for every column, as LongBench does for
-scores; of everything: the mean over tasks. Examples are drawn within each dataset, the same ones for every column, so
-that an example's own baseline stays with it.
+(or FLOPs) over the method's, on the same examples. Of a task: the mean over its datasets, for every column, as
+LongBench does for scores; of everything: the mean over tasks. Examples are drawn within each dataset, the same ones for
+every column, so that an example's own baseline stays with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from eval.store.record import MEASURED
 RESAMPLES = 2000
 
 _BOTH = (*MEASURED, *(f"baseline_{name}" for name in MEASURED))  # of the method, and of its paired baseline
-_SPEEDUPS = {"ttft_speedup": "ttft_s", "generation_speedup": "total_s", "step_speedup": "step_s"}
+_SPEEDUPS = {
+    "ttft_speedup": "ttft_s", "generation_speedup": "total_s", "step_speedup": "step_s",
+    "ideal_ttft_speedup": "prefill_flops",
+}  # fmt: skip
 VALUES = (*_BOTH, "cache_bytes", "baseline_cache_bytes", *_SPEEDUPS, "relative_score", "answered_score")
 _COLUMN = {name: number for number, name in enumerate(VALUES)}
 _SETTING = ("model", "paper_model", "method", "settings", "label", "suite")
@@ -44,6 +47,7 @@ def by_task(frame: pd.DataFrame, known: dict[Any, list[dict[str, Any]]] | None =
 
     cache_bytes, baseline_cache_bytes: KV and Aux Cache together.
     ttft_speedup, generation_speedup, step_speedup: whole answers may differ in length, a mean decoding step does not.
+    ideal_ttft_speedup: what the FLOPs of the prefills allow; NaN for records of a time before these were kept.
     relative_score: 100 * score / baseline_score of the row.
     answered_score: 100 * score / pct_answered of the row: the score if empty answers, which score 0, are not counted.
 

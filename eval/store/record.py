@@ -54,7 +54,7 @@ class Measurement:
     group_starts: first layer (from 1) of each run of layers that computed the same prompt tokens.
     computed: [steps][groups] distinct prompt tokens computed so far.
     kv_bytes, aux_bytes: held at the end. peak_memory_bytes: the device's (the process's on CPU), weights included.
-    pct_prefill_flops: FLOPs of the prefill, scoring included, in per cent of a prefill without pruning.
+    prefill_flops: of the tokens that each layer computed in prefill, and of scoring (`lazyllm.engine.flops`).
 
     Beside the paired baseline; None of the baseline itself, and if it was not run:
     kl: KL(baseline || method) in nats of the first token's distribution. top1_agrees: 1 if both have the same likeliest
@@ -84,7 +84,7 @@ class Measurement:
     kv_bytes: int
     aux_bytes: int
     peak_memory_bytes: int | None
-    pct_prefill_flops: float | None = None
+    prefill_flops: int | None = None
     kl: float | None = None
     top1_agrees: int | None = field(default=None, metadata=_PERCENT)
     leading_tokens: int | None = None

@@ -38,6 +38,7 @@ class Method(ABC):
     marker: ClassVar[str | None] = None  # likewise, a matplotlib marker
     dial: ClassVar[str | None] = None  # the hyperparameter that a target speedup ("2.0x") is solved for, if any
     named: ClassVar[tuple[str, ...]] = ()  # hyperparameters that, like the dial, are written down even at their default
+    everything: ClassVar[Mapping[str, Any]] = {}  # what keeps every token; if empty, the dial at 1.0 does
     diagnostic: ClassVar[bool] = False  # no method but a reference: what selects is in no time and no count
     table1: ClassVar[Mapping[str, Any]] = {}  # what `table1` stands for if it is not solved for, by hyperparameter
 

@@ -43,6 +43,7 @@ class ASL(Layerwise):
     order: ClassVar[int] = 10
     colour: ClassVar[str | None] = "#4B0082"
     marker: ClassVar[str | None] = ">"
+    dial: ClassVar[str | None] = "keep"
 
     first: int | None = None
     threshold: float = 0.3

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.declaration import Group, Look
 from lazyllm.methods.bases import Cut, Layerwise, at_depth
@@ -40,6 +41,7 @@ class FastKV(Layerwise):
     marker: ClassVar[str | None] = "P"
     dial: ClassVar[str | None] = "keep"
     named: ClassVar[tuple[str, ...]] = ("retain",)
+    everything: ClassVar[Mapping[str, Any]] = {"keep": 1.0, "retain": 1}
 
     layer: int | None = None
     keep: float = 0.2

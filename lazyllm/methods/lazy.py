@@ -40,6 +40,7 @@ class Lazy(Prune):
     colour: ClassVar[str | None] = "#0072B2"
     marker: ClassVar[str | None] = "o"
     dial: ClassVar[str | None] = "schedule"
+    everything: ClassVar[Mapping[str, Any]] = {"schedule": "none"}
 
     schedule: Schedule | Mapping[int, float] | str = "paper"
     prune_generated: bool = False

@@ -2,6 +2,7 @@
 
 from eval.paper.figures import (
     evidence_by_layer,
+    field,
     figure2,
     figure5,
     figure6,
@@ -16,7 +17,9 @@ from eval.paper.figures.figure import Figure
 from eval.paper.figures.mechanism import plot_mechanism
 from eval.paper.figures.style import save
 
-_FILES = (mechanism, figure2, figure5, figure6, figure7, ttft_share, sensitivity, needle_map, evidence_by_layer)
+_FILES = (
+    field, mechanism, figure2, figure5, figure6, figure7, ttft_share, sensitivity, needle_map, evidence_by_layer,
+)  # fmt: skip
 
 FIGURES: dict[str, Figure] = {one.FIGURE.name: one.FIGURE for one in _FILES}
 

@@ -1,4 +1,4 @@
-"""The paper's Tables 1 and 2 beside what was measured, and the tables that its reviewers asked for.
+"""Every method on one clock, what their authors report, LazyLLM's own tables, and what its reviewers asked for.
 
 Every table is made from stored results alone and joins by key: model, suite, method, settings, task.
 """
@@ -8,15 +8,19 @@ from collections.abc import Callable
 from eval.paper.table import Table
 from eval.paper.tables.beside_paper import table1, table2
 from eval.paper.tables.by_group import groups
+from eval.paper.tables.claims import claims
 from eval.paper.tables.effective_keep import effective_keep
 from eval.paper.tables.evidence_lost import evidence
 from eval.paper.tables.memory_held import memory
+from eval.paper.tables.one_clock import field
 from eval.paper.tables.ranking import ranking
 from eval.paper.tables.schedules import sensitivity
 from eval.paper.tables.ttft_by_length import ttft_share
 from eval.store.results import Results
 
 TABLES: dict[str, Callable[[Results], Table]] = {
+    "field": field,
+    "claims": claims,
     "table1": table1,
     "table2": table2,
     "groups": groups,

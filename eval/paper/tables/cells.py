@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from eval.benchmarks import SUITES
-from eval.paper.known_methods import place_of
+from eval.paper.known_methods import marked, place_of
 from eval.paper.table import cell
 from eval.store.results import Results
 
@@ -19,10 +19,15 @@ SETTING = [*SECTION, "method", "settings", "label"]
 
 
 def in_order(frame: Any) -> Any:
-    """Settings in the order of models, suites, methods and labels."""
+    """Settings in the order of models, suites, methods and labels; diagnostics are marked in these."""
     places = {name: place_of(name) for name in frame["method"].unique()}
     order = frame["method"].map({name: number for number, name in enumerate(sorted(places, key=places.__getitem__))})
-    return frame.assign(order=order).sort_values([*SECTION, "order", "label"], kind="stable").drop(columns="order")
+    labels = list(map(marked, frame["label"], frame["method"]))
+    return (
+        frame.assign(order=order, label=labels)
+        .sort_values([*SECTION, "order", "label"], kind="stable")
+        .drop(columns="order")
+    )
 
 
 def overall(results: Results) -> Any:

@@ -20,8 +20,9 @@ WITHIN = 1.0  # per cent of the baseline's score
 def effective_keep(results: Results, within: float = WITHIN) -> Table:
     """The smallest share of prefill FLOPs at which a method's score is at most `within` % below its own baseline's."""
     frame: Any = results.frame
-    frame = frame[frame["method"] != BASELINE].dropna(subset=["pct_prefill_flops", "baseline_score"])
-    frame = frame.assign(length=range_of(frame["prompt_tokens"], PROMPT_ENDS))
+    frame = frame[frame["method"] != BASELINE].dropna(subset=["prefill_flops", "baseline_score"])
+    shares = 100 * frame["prefill_flops"] / frame["baseline_prefill_flops"]
+    frame = frame.assign(share=shares, length=range_of(frame["prompt_tokens"], PROMPT_ENDS))
     rows = []
     for (model, suite, method), group in frame.groupby([*SECTION, "method"], sort=False):
         for task in [*(task for task in TASKS if task in set(group["task"])), "all"]:
@@ -47,9 +48,7 @@ _SHARES = ("keep", "keep_low", "keep_high")
 
 def _least_share(cut: pd.DataFrame, within: float) -> dict[str, Any]:
     """One cell: of settings of one method."""
-    score, baseline, flops = (
-        on_common_examples(cut, name) for name in ("score", "baseline_score", "pct_prefill_flops")
-    )
+    score, baseline, flops = (on_common_examples(cut, name) for name in ("score", "baseline_score", "share"))
     found = {"examples": len(score), "settings": len(score.columns)}
     if not len(score):
         return found

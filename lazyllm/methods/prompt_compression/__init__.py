@@ -63,6 +63,7 @@ class PromptCompression(Select):
     marker: ClassVar[str | None] = "D"
     named: ClassVar[tuple[str, ...]] = ("keep", "unit")
     table1: ClassVar[Mapping[str, Any]] = {"keep": 0.5}  # scoring alone costs a prefill; 0.5 is its authors' share
+    everything: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
     renumber: ClassVar[bool] = True
 
     keep: float

@@ -9,7 +9,18 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from eval.paper.tables import TABLES, effective_keep, memory, ranking, sensitivity, table1, table2, ttft_share
+from eval.paper.tables import (
+    TABLES,
+    claims,
+    effective_keep,
+    field,
+    memory,
+    ranking,
+    sensitivity,
+    table1,
+    table2,
+    ttft_share,
+)  # fmt: skip
 from eval.paper.tables.beside_paper import paper_values
 from eval.store.record import Record
 from eval.store.results import Results, StoredRun
@@ -134,11 +145,12 @@ def test_settings_of_one_method_are_told_apart() -> None:
 
 
 def test_random_weights_are_named() -> None:
-    measured = {"kl": 0.1, "pct_prefill_flops": 50.0, "evidence_prefill": [1.0], "evidence_revived": [0.0]}
+    flops = {"prefill_flops": 50, "baseline": {"prefill_flops": 100}}
+    measured = {"kl": 0.1, "evidence_prefill": [1.0], "evidence_revived": [0.0]} | flops
     runs = [preset("lazy", over(("hops",), **measured)), swept("lazy", "1.5x", [0.1], [1])]
     for run in runs:
         run.identity["load_format"] = "dummy"
-    for name in TABLES.keys() - {"groups"}:  # these rows are in no group
+    for name in TABLES.keys() - {"groups", "claims"}:  # these rows are in no group, and of no published model
         assert "tiny (embedded, random weights)" in set(TABLES[name](Results(runs)).cells["model"])
 
 
@@ -288,7 +300,8 @@ def test_ranking_by_hand() -> None:
 
 def with_flops(label: float, scores: dict[str, float], tokens: int = 500, dataset: str = "hops") -> StoredRun:
     records = [
-        example(dataset, name, tokens, score=score, pct_prefill_flops=100 * label) for name, score in scores.items()
+        example(dataset, name, tokens, {"prefill_flops": 1000}, score=score, prefill_flops=round(1000 * label))
+        for name, score in scores.items()
     ]
     return stored(records, settings={"schedule": {"2": label}})
 
@@ -298,7 +311,11 @@ def test_effective_keep_by_hand() -> None:
         with_flops(0.8, {"a": 1.0, "b": 1.0, "c": 1.0}),
         with_flops(0.5, {"a": 1.0, "b": 0.985, "c": 0.0}),
         with_flops(0.2, {"a": 0.97, "b": 0.0}),
-        stored([example("hops", "a", pct_prefill_flops=150.0)], "prompt_compression", {"keep": 0.5}),
+        stored(
+            [example("hops", "a", prefill_flops=1500, baseline={"prefill_flops": 1000})],
+            "prompt_compression",
+            {"keep": 0.5},
+        ),
         stored([example("hops", "a")], "baseline"),
     ]
     found = effective_keep(Results(runs)).frame.set_index(["method", "task", "prompt_tokens"])
@@ -349,3 +366,37 @@ def test_the_order_of_runs_does_not_matter() -> None:
     ]
     for name in TABLES:
         assert TABLES[name](Results(runs)).to_csv() == TABLES[name](Results(runs[::-1])).to_csv()
+
+
+def test_every_method_on_one_clock_by_hand() -> None:
+    records = [
+        example(name, "a", score=0.25, ttft_s=0.2, total_s=0.4, scoring_s=0.05, kv_bytes=2_000_000, prefill_flops=300,
+                baseline={"prefill_flops": 450, "score": 0.5})
+        for name in MULTI_DOC_QA
+    ]  # fmt: skip
+    runs = [stored(records, name, {"keep": "2x"}) for name in ("gemfilter", "oracle")]
+    table = field(Results(runs))
+    cells = line(table.cells, method="GemFilter")
+    assert list(cells.values())[2:] == [
+        "keep=2x", "3", "25.00", "50.0", "2.00", "1.50", "25.0", "2.00", "2.000", "75.0",
+    ]  # fmt: skip
+    marked = line(table.cells, method="oracle (diagnostic)")
+    assert [marked[name] for name in ("TTFT speedup", "ideal", "% computed")] == ["(2.00)", "(1.50)", "(75.0)"]
+    assert table.cells["method"].tolist() == ["baseline", "GemFilter", "oracle (diagnostic)"]
+    assert line(table.cells, method="baseline")["ideal"] == "1.00"
+    assert line(field(Results([stored(over(("trec",)), "lazy")])).cells, method="LazyLLM")["ideal"] == "-"
+
+
+def test_what_authors_report_stands_beside_the_same_settings_here() -> None:
+    settings = {"keep": 1024, "sound": False}
+    model = {"model": "Meta-Llama-3.1-8B-Instruct"}
+    runs = [
+        stored(over(("trec",), score=0.4), "gemfilter", settings, **model),
+        stored(over(("trec", "qasper"), score=0.1), "gemfilter", settings | {"sound": True}, **model),
+        stored(over(("trec",), score=0.3), "gemfilter", settings | {"keep": 512}, **model),
+    ]
+    cells = claims(Results(runs)).cells
+    found = line(cells, model="Llama-3.1-8B-Instruct", setting="keep=1024")
+    assert (found["score"], found["full"], found["score, ours"]) == ("34.50", "36.72", "40.00 ±0.00")
+    assert "no chat template" in found["why they differ"]
+    assert set(cells[cells["score, ours"] != "40.00 ±0.00"]["score, ours"]) == {"no run"}

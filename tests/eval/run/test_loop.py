@@ -13,6 +13,7 @@ import eval.run.measure
 from eval.paper.summary import summarise
 from eval.run.config import ModelConfig, RunConfig, TimingConfig
 from eval.run.loop import RunResult, compare, free, run, show_together
+from eval.run.plan import within_reach
 from eval.store.folder import RunStore, about_text, read_failures, read_run
 from eval.store.record import Record
 from eval.store.repair import repair
@@ -103,6 +104,24 @@ def test_a_comparison_says_which_half_it_is_of(tmp_path: Path, monkeypatch, caps
         assert capsys.readouterr().out.splitlines()[0].strip() == title
         assert (tmp_path / "runs" / "two-tiny.md").read_text().startswith(f"# {title}\n")
     assert titles == ["tiny, two, held-out half", "tiny, two"]
+
+
+def test_what_cannot_be_as_fast_is_left_out_with_a_line(tmp_path: Path, caplog) -> None:
+    asked = {
+        "random_drop": {"name": "random_drop", "keep": "6x"},
+        "fastkv": {"name": "fastkv", "keep": "2x"},  # a cut half-way leaves half of the layers whole
+        "specprefill": {"name": "specprefill", "draft": None, "keep": "2x"},
+    }
+    config = replace(config_of(tmp_path), out=None, compare=asked)
+    assert within_reach(config) == {"random_drop": asked["random_drop"]}
+    assert "left out: fastkv: method 'fastkv' cannot reach an ideal TTFT speedup of 2.0 on 8 layers" in caplog.text
+    assert "left out: specprefill" in caplog.text
+    assert "name a draft" in caplog.text
+    assert compare(replace(config, only="fastkv")) == []  # of a sweep, this job does nothing
+    with pytest.raises(UserError, match="no method of comparison reaches its speedup"):
+        compare(replace(config, compare={"fastkv": asked["fastkv"]}))
+    with pytest.raises(UserError, match="takes no preset as layer=2x"):  # a mistake is one still
+        within_reach(replace(config, compare=asked | {"mine": {"name": "static_pruning", "layer": "2x", "keep": 0.5}}))
 
 
 def test_shards_measure_each_example_once_and_the_last_makes_the_table(tmp_path: Path) -> None:

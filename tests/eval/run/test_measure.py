@@ -16,7 +16,7 @@ from eval.benchmarks.suite import Example
 from eval.run import measure
 from eval.run.measure import WARMUP_TOKENS, Bench, Case
 from lazyllm import Generation
-from lazyllm.methods import Baseline, Lazy
+from lazyllm.methods import Baseline, GemFilter, Lazy
 
 METHOD = Lazy({1: 0.5})
 CONFIG = SimpleNamespace(
@@ -70,6 +70,16 @@ def test_the_order_is_the_asked_one_and_each_has_its_own_peak(calls, baseline_fi
     assert record.method.peak_memory_bytes == 123
     assert (record.method.group_starts, record.method.computed) == ([1, 3], [[4, 2], [4, 3]])
     assert (record.prompt_tokens, record.prompt_tokens_before_truncation, record.prompt_sha256) == (4, 9, "abc")
+
+
+def test_flops_are_of_what_was_computed_in_prefill_and_of_scoring(calls) -> None:
+    token, pair = 2 * (4 * 8 * 8 + 3 * 8 * 16), 4 * 8  # a layer's linear maps; a query with a key and a value
+    prefill = 10 * token + (10 + 10 + 3) * pair + 2 * 8 * 10  # 4, 4 and 2 tokens in its layers; one row of logits
+    assert bench().measure(case("qasper"), True).method.prefill_flops == prefill
+    scored = replace(case("qasper"), method=GemFilter(2, keep=2))
+    assert bench(paired=False).measure(scored, True).method.prefill_flops == (
+        prefill + 4 * token + 10 * pair + 4 * 2 * 3 * 8 * 8  # layer 1, and q, k and v of layer 2
+    )
 
 
 @pytest.mark.parametrize(("text", "end"), [("short", "short"), ("x" * 50 + "é" * 599 + "?", "é" * 599 + "?")])

@@ -27,6 +27,7 @@ from transformers import (
 
 import lazyllm
 from lazyllm.bench.clock import Waits
+from lazyllm.check.invariants import runs_batches_row_by_row
 from lazyllm.integrations.transformers_generate import HONOURED, INERT, REFUSED, LazyGenerateOutput, check_options
 from lazyllm.methods import Baseline, Lazy, Method
 from tests.lazyllm.methods.method_matrix import KEEPING, PRUNING
@@ -170,14 +171,7 @@ def test_a_row_of_a_batch_is_the_row_alone(name: str) -> None:
 @pytest.mark.parametrize("sampled", [False, True])
 def test_batches_and_rows_for_every_method(method: Method, sampled: bool) -> None:
     """Sampled after one seed: a batch is its rows, one call after the other."""
-    options = SAMPLED if sampled else {}
-    both = ours(method, BATCH, **options)
-    torch.manual_seed(0)
-    for row, prompt in enumerate((SHORT, LONG)):
-        alone = ours(method, {"input_ids": ids_of(prompt)}, seed=None, **options)
-        assert both[row, WIDTH:].tolist() == alone[0, len(prompt) :].tolist()
-        if not sampled:
-            assert alone[0, len(prompt) :].tolist() == lazyllm.generate(MODEL, prompt, method, 8, ()).token_ids
+    runs_batches_row_by_row(MODEL, method, LONG, **(SAMPLED if sampled else {}))
 
 
 def test_the_second_row_alone_when_sampled() -> None:

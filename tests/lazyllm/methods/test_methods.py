@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lazyllm
+from lazyllm.check import invariants
 from lazyllm.engine.declaration import Prompt
 from lazyllm.methods import METHODS, Baseline, Lazy, Method, PromptCompression, RandomDrop, StaticPruning
 from tests.lazyllm.engine.architecture_matrix import logits_of_steps
@@ -29,56 +30,28 @@ def test_the_matrix_is_complete() -> None:
 @pytest.mark.parametrize("method", [row.keeping for row in ROWS.values() if row.keeping], ids=str)
 @pytest.mark.parametrize("n", [1, 2, 21])
 def test_keeping_everything_is_the_baseline(method: Method, n: int) -> None:
-    with torch.inference_mode():
-        expected = MODEL.generate(
-            torch.tensor([PROMPT[:n]]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        logits = MODEL(torch.tensor([PROMPT[:n]]), logits_to_keep=1).logits[0, -1]
-    out = lazyllm.generate(MODEL, PROMPT[:n], method, 6, ())
-    assert out.token_ids == expected[0, n:].tolist()
-    assert torch.equal(out.first_logits, logits)
-    assert out.pct_prompt_tokens_computed == 100
-    assert method.ideal_speedup(MODEL.config, n) == 1
-    assert (out.scoring_s, out.scoring_tokens) == (0, 0)
+    invariants.is_the_model(MODEL, method, PROMPT[:n])
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_what_a_method_says_keeps_everything_does(name: str) -> None:
+    keeping = invariants.keeping_everything(LISTED[name].pruning)
+    assert keeping.tokens_per_layer(LAYERS, 21) == [21] * LAYERS
+    invariants.is_the_model(MODEL, keeping, PROMPT)
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
 @pytest.mark.parametrize("n", [1, 2, 3, 21])
 def test_what_a_method_declares_is_what_is_computed(row: Row, n: int) -> None:
-    method, runs = row.pruning, [0] * LAYERS
-    lazyllm.generate(MODEL, PROMPT, Baseline(), 1, ())  # checks the model, which runs its layers too
-    hooks = [
-        layer.register_forward_pre_hook(
-            lambda _, args, index=index: runs.__setitem__(index, runs[index] + args[0].shape[1])
-        )
-        for index, layer in enumerate(MODEL.model.layers)
-    ]
-    one = lazyllm.generate(MODEL, PROMPT[:n], method, 1, ())
-    for hook in hooks:
-        hook.remove()
-    # every token that a layer has run, before the prefill and in it, is in one count or the other
-    if method.diagnostic:
-        runs = (one.computed[0]).tolist()  # what selects is in no count
-    assert sum(runs) / LAYERS - one.computed[0].mean() == pytest.approx(one.scoring_tokens, abs=0.75)
-    assert one.scoring_tokens >= sum(runs) / LAYERS - one.computed[0].mean()
-    assert one.pct_prompt_tokens_computed == pytest.approx(100 * (one.computed[0].mean() + one.scoring_tokens) / n)
-    out = lazyllm.generate(MODEL, PROMPT[:n], method, 5, ())
-    assert out.computed[0].tolist() == method.tokens_per_layer(LAYERS, n)
-    assert (np.diff(out.computed, axis=0) >= 0).all()
-    assert out.computed.max() <= n
-    assert (out.scoring_s > 0) == (out.scoring_tokens > 0) <= row.scores
-    assert out.ttft_s > out.scoring_s
+    out = invariants.counts_what_it_computes(MODEL, row.pruning, PROMPT[:n])
+    assert (out.scoring_tokens > 0) <= row.scores
     if not row.scores:  # scoring may cost more than pruning saves
-        assert method.ideal_speedup(MODEL.config, n) >= 1
+        assert row.pruning.ideal_speedup(MODEL.config, n) >= 1
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
 def test_no_state_stays_and_prompts_do_not_mix(row: Row) -> None:
-    first = lazyllm.generate(MODEL, PROMPT, row.pruning, 5, ())
-    lazyllm.generate(MODEL, PROMPT[::-1], row.pruning, 5, ())
-    again = lazyllm.generate(MODEL, PROMPT, row.pruning, 5, ())
-    assert (first.token_ids, first.selected) == (again.token_ids, again.selected)
-    assert torch.equal(first.first_logits, again.first_logits)
+    invariants.has_no_state(MODEL, row.pruning, PROMPT)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS.values() if not row.asks], ids=lambda row: row.pruning.label)

@@ -1,0 +1,129 @@
+"""All methods on one clock: score against TTFT speedup, and the speedup against what the arithmetic allows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure as MplFigure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from eval.paper.figures.figure import Figure
+from eval.paper.figures.style import GREY, MethodStyle, around, grid, new_figure, styled, styles_of
+from eval.paper.known_methods import BASELINE, is_diagnostic
+from eval.paper.tables.cells import forms, overall, target_of
+from eval.store.results import Results
+
+_VALUES = ("relative_score", "ttft_speedup", "ideal_ttft_speedup")
+_TICKS = (0.1, 0.2, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 10)
+
+
+def data(results: Results) -> pd.DataFrame:
+    """model, suite, method, label, examples, on_curve, and the means over tasks of relative_score, ttft_speedup and
+    ideal_ttft_speedup, with `_low` and `_high`, of every setting but the baseline's.
+
+    on_curve: settings that are given by the ideal speedup to reach (`2x`).
+    """
+    frame = overall(results)
+    frame = frame[frame["method"] != BASELINE].dropna(subset=["relative_score", "ttft_speedup"])
+    frame = frame.assign(on_curve=frame["settings"].map(target_of).notna())
+    return frame[["model", "suite", "method", "label", "examples", "on_curve", *forms(*_VALUES)]]
+
+
+@styled
+def plot(frame: Any) -> MplFigure:
+    """A row a model and suite: the score on the left, the ideal on the right, the legend beside them."""
+    panels = list(frame.groupby(["model", "suite"], sort=False))
+    figure = new_figure(11, 4.4 * len(panels))
+    for part, ((model, suite), rows) in zip(
+        figure.subfigures(len(panels), 1, squeeze=False)[:, 0], panels, strict=True
+    ):
+        styles = styles_of(rows["method"])
+        scores, ideals, legend = part.subplots(1, 3, width_ratios=[3, 2.3, 1.1])
+        _draw_scores(scores, rows, styles)
+        _draw_ideals(ideals, rows.dropna(subset=["ideal_ttft_speedup"]), styles)
+        part.suptitle(f"{model}, {suite}, mean over tasks", x=0.01, ha="left", fontsize=10, fontweight="bold")
+        _write_legend(legend, rows, styles)
+    return figure
+
+
+def _draw_scores(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
+    axes.axhline(100, color=GREY, linewidth=0.8, linestyle=(0, (1, 2)))
+    axes.axvline(1, color=GREY, linewidth=0.8, linestyle=(0, (1, 2)))
+    for method, points in rows.groupby("method", sort=False):
+        on_curve = points["on_curve"].astype(bool)
+        others, curve = points[~on_curve], points[on_curve].sort_values("ideal_ttft_speedup")
+        look = _look(method, styles)
+        axes.plot(others["ttft_speedup"], others["relative_score"], **look | {"linestyle": "none", "alpha": 0.45})
+        axes.errorbar(
+            curve["ttft_speedup"], curve["relative_score"], xerr=around(curve, "ttft_speedup"),
+            yerr=around(curve, "relative_score"), elinewidth=0.8, capsize=2, **look,
+        )  # fmt: skip
+    axes.set(xlabel="measured TTFT speedup over the paired baseline", ylabel="score, % of the paired baseline's")
+    axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    axes.set_title("What is kept of the score")
+    _scale(axes, "x")
+
+
+def _draw_ideals(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
+    for method, points in rows.groupby("method", sort=False):
+        ordered = points.sort_values("ideal_ttft_speedup")
+        axes.errorbar(
+            ordered["ideal_ttft_speedup"], ordered["ttft_speedup"], yerr=around(ordered, "ttft_speedup"),
+            elinewidth=0.8, capsize=2, **_look(method, styles) | {"linestyle": "none"},
+        )  # fmt: skip
+    if rows.empty:  # runs of a time before FLOPs were kept
+        axes.set_axis_off()
+        return
+    axes.axline((1, 1), (2, 2), color=GREY, linewidth=0.8, linestyle=(0, (1, 2)))
+    axes.set(xlabel="ideal TTFT speedup (FLOPs of what was computed)", ylabel="measured TTFT speedup")
+    axes.set_title("How much of the ideal is reached (dotted: all)")
+    reach = 0.9 * min(1, rows["ttft_speedup"].min()), 1.1 * rows["ideal_ttft_speedup"].max()
+    axes.set(xlim=reach, ylim=reach)
+    _scale(axes, "x")
+    _scale(axes, "y")
+
+
+def _look(method: str, styles: dict[str, MethodStyle]) -> dict[str, Any]:
+    """A diagnostic is hollow: it is no method."""
+    look = styles[method].drawn | {"markersize": 5.5}
+    return look | {"markerfacecolor": "white", "linewidth": 1.0} if is_diagnostic(method) else look
+
+
+def _scale(axes: Any, which: str) -> None:
+    axes.set(**{f"{which}scale": "log"})
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_locator(FixedLocator(_TICKS))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    grid(axes)
+
+
+def _write_legend(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
+    axes.set_axis_off()
+    handles = [Line2D([], [], label=_name(method, style), **_look(method, styles)) for method, style in styles.items()]
+    if not rows["on_curve"].astype(bool).all():
+        handles.append(Line2D([], [], label="faint: other settings", color=GREY, marker="o", linestyle="none",
+                              alpha=0.45, markersize=5.5))  # fmt: skip
+    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(-0.25, 0.5), handlelength=3)
+
+
+def _name(method: str, style: MethodStyle) -> str:
+    return f"{style.name}:\nits price is not in its TTFT" if is_diagnostic(method) else style.name
+
+
+FIGURE = Figure(
+    name="field",
+    title="All methods at the same ideal TTFT speedups",
+    caption=(
+        "Left: the score that each method keeps against the TTFT speedup that was measured, mean over tasks; a curve "
+        "joins a method's settings that are given by the ideal speedup they are to reach (1.5x, 2x, ...). Right: the "
+        "measured speedup against the one that the FLOPs of the tokens computed allow, scoring included. Hollow: a "
+        "diagnostic, the tokens that the full model's own answer attends to; its price is not in its TTFT, so it is "
+        "no method and has no place in a ranking. Bars: 95 % bootstrap intervals over examples."
+    ),
+    data=data,
+    plot=plot,
+    opens_report=True,
+)

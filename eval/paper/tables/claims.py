@@ -1,0 +1,74 @@
+"""What the authors of the field's methods report, beside the same settings here. LazyLLM's are in `beside_paper`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from eval.paper.known_methods import place_of
+from eval.paper.table import Table
+from eval.paper.tables.beside_paper import PUBLISHED
+from eval.paper.tables.cells import forms, overall, shown
+from eval.store.results import Results
+
+_VALUES = ("score", "baseline_score", "ttft_speedup")
+
+
+def claims(results: Results) -> Table:
+    """The published numbers of each model that was run on LongBench, with ours if it was run with these settings."""
+    measured = [row for row in overall(results).to_dict("records") if row["suite"] == "longbench"]
+    models = {_name_of(row) for row in measured}
+    published = pd.read_csv(PUBLISHED / "field.csv")
+    rows = []
+    for claim in published[published["model"].isin(models)].to_dict("records"):
+        found: Any = [row for row in measured if _is_of(claim, row)]
+        ours = max(found, key=lambda row: row["examples"], default={})
+        rows.append(claim | {f"measured_{form}": ours.get(form, np.nan) for form in forms(*_VALUES)})
+    frame = pd.DataFrame(rows, columns=[*published.columns, *(f"measured_{form}" for form in forms(*_VALUES))])
+    caption = (
+        "Numbers as their authors print them, each from a harness of its own: full is the unpruned model there, which "
+        "differs by 13 points between papers for the same model. Ours: the mean over LongBench's tasks at the same "
+        "settings, beside the paired baseline. why they differ: what the published run did otherwise. -: not published."
+    )
+    return Table("claims", "What their authors report", caption, frame, pd.DataFrame(map(_line, rows)), keys=3)
+
+
+def _name_of(row: Mapping[str, Any]) -> str:
+    """The model as its papers call it, whatever its publisher puts before the name."""
+    return row["model"].removeprefix("Meta-")
+
+
+def _is_of(claim: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Whether a measured row is of the claim's model and settings."""
+    settings = json.loads(row["settings"])
+    if settings.get("sound"):  # a variant of ours
+        return False
+    same = all(settings.get(key) == value for key, value in json.loads(claim["settings"]).items())
+    return same and claim["method"] == row["method"] and _name_of(row) == claim["model"]
+
+
+def _line(row: Mapping[str, Any]) -> dict[str, str]:
+    def published(name: str) -> str:
+        return "-" if np.isnan(row[name]) else f"{row[name]:.2f}"
+
+    def ours(name: str) -> str:
+        return "no run" if np.isnan(row["measured_score"]) else shown(row, f"measured_{name}", 2)
+
+    settings = ", ".join(f"{key}={value}" for key, value in json.loads(row["settings"]).items())
+    return {
+        "method": place_of(row["method"])[1],
+        "setting": settings,
+        "model": row["model"],
+        "score": published("score"),
+        "full": published("full_score"),
+        "TTFT speedup": published("ttft_speedup"),
+        "score, ours": ours("score"),
+        "full, ours": ours("baseline_score"),
+        "TTFT speedup, ours": ours("ttft_speedup"),
+        "of": "-" if isinstance(row["scale"], float) else row["scale"],
+        "why they differ": row["differs"],
+    }

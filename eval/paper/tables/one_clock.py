@@ -1,0 +1,60 @@
+"""Every method in one table: what it keeps of the score, what it saves, and what the arithmetic allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from eval.paper.known_methods import BASELINE, is_diagnostic, place_of
+from eval.paper.table import COMPUTED, Table
+from eval.paper.tables.cells import SETTING, forms, model_name, overall, shown
+from eval.store.results import Results
+
+_MB = 1e6
+_VALUES = (
+    "score", "relative_score", "ttft_speedup", "ideal_ttft_speedup", "generation_speedup", "kv_bytes",
+    "pct_prompt_tokens_computed",
+)  # fmt: skip
+
+
+def field(results: Results) -> Table:
+    """Score, speed, memory and work of every setting of every method, mean over tasks."""
+    frame = overall(results)
+    frame["scoring_share"] = 100 * frame["scoring_s"] / frame["ttft_s"]
+    frame["diagnostic"] = frame["method"].map(is_diagnostic)
+    frame = frame[[*SETTING, "diagnostic", "examples", "seeds", *forms(*_VALUES), "scoring_share"]]
+    caption = (
+        "Mean over tasks; scores 0 to 100. % of baseline: of the score of the baseline that ran beside the method. "
+        "Ideal: the FLOPs of the baseline's prefills over the method's, of the tokens that were computed, scoring "
+        "included; -: records of a time before these were kept. Scoring: share of TTFT that passes before the prefill. "
+        "Generation speedup: of whole answers, which may differ in length. KV cache: at the end, MB = 10^6 bytes. % "
+        f"computed: prompt tokens, mean over layers; {COMPUTED}. In brackets: of a diagnostic, which is no method; its "
+        "price is not in its TTFT. ±: half of the 95 % bootstrap interval over examples."
+    )
+    lines = [_line(row, results) for row in frame.to_dict("records")]
+    return Table("field", "Every method on one clock", caption, frame, pd.DataFrame(lines), keys=3)
+
+
+def _line(row: Mapping[str, Any], results: Results) -> dict[str, str]:
+    def cell(name: str, digits: int, scale: float = 1) -> str:
+        return "-" if np.isnan(row[name]) else shown(row, name, digits, scale)
+
+    around = "({})" if row["diagnostic"] else "{}"
+    is_scored = row["scoring_share"] > 0
+    return {
+        "model": model_name(row, results),
+        "method": place_of(row["method"])[1],
+        "setting": row["label"].removesuffix(" (diagnostic)").partition(", ")[2] or "-",
+        "n": str(row["examples"]),
+        "score": cell("score", 2),
+        "% of baseline": "100.0" if row["method"] == BASELINE else cell("relative_score", 1),
+        "TTFT speedup": around.format(cell("ttft_speedup", 2)),
+        "ideal": around.format(cell("ideal_ttft_speedup", 2)),
+        "scoring, %": f"{row['scoring_share']:.1f}" if is_scored else "-",
+        "generation speedup": around.format(cell("generation_speedup", 2)),
+        "KV cache, MB": cell("kv_bytes", 3, _MB),
+        "% computed": around.format(cell("pct_prompt_tokens_computed", 1)),
+    }

@@ -1,0 +1,115 @@
+"""The verb `check`: run every invariant on a method, on small random models, and say what holds.
+
+lazyllm-bench check METHOD [KEY=VALUE ...]     e.g. check keep_last layer=2 keep=0.25
+
+METHOD is a name of `lazyllm-bench methods`, an installed package's too; the keys are its hyperparameters, as numbers,
+words, or mappings such as schedule='{1: 0.5}'. Models have 4 layers and prompts up to 40 tokens, so give small numbers.
+Exit code 1 if something does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lazyllm.errors import UserError, reason_of
+from lazyllm.methods import Method, make
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LAYERS, TOKENS = 4, 40
+# {what a model is called here: (transformers' model type, its own settings, attention)}
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama": ("llama", {}, "sdpa"),
+    "mistral, sliding window": ("mistral", {"sliding_window": 9}, "eager"),
+    "qwen3": ("qwen3", {}, "sdpa"),
+    "gemma2": ("gemma2", {"sliding_window": 9, "query_pre_attn_scalar": 16}, "eager"),
+}
+
+
+def settings_from(arguments: Sequence[str]) -> dict[str, Any]:
+    """{key: value} of KEY=VALUE arguments, values read as YAML. Raises UserError."""
+    import yaml
+
+    settings = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        try:
+            settings[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"{argument}: the value is no number, word or mapping") from error
+        if not equals:
+            raise UserError(f"{argument}: hyperparameters are written KEY=VALUE, e.g. keep=0.5")
+    return settings
+
+
+def random_model(name: str, dtype: str) -> PreTrainedModel:
+    """A small random model of that kind; its attention is far from even, so that selections are decided."""
+    from transformers import AutoConfig
+
+    from lazyllm.models.load import random_weights
+    from lazyllm.models.spec import ModelSpec
+
+    model_type, own, attention = MODELS[name]
+    sizes: dict[str, Any] = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.3,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    config = AutoConfig.for_model(model_type, **sizes | own)
+    return random_weights(config, ModelSpec(name, "dummy", dtype, "cpu", attn_implementation=attention)).eval()
+
+
+def checks(method: Method) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(what must hold, the check, which raises if it does not) of a method, on every model."""
+    from lazyllm.check import invariants
+
+    prompt = [1 + (7 * position + position**2) % 96 for position in range(TOKENS)]
+    lengths = (1, 2, 3, TOKENS)
+    for name in MODELS:
+        exact, half = random_model(name, "float64"), random_model(name, "bfloat16")
+
+        def run(invariant: Callable[..., object], ns: Sequence[int] = lengths, model: Any = exact) -> Callable[[], Any]:
+            return lambda: [invariant(model, method, prompt[:n]) for n in ns]
+
+        def keeps(model: Any = exact) -> None:
+            keeping = invariants.keeping_everything(method)
+            for n in lengths:
+                invariants.is_the_model(model, keeping, prompt[:n])
+
+        yield f"{name}: keeping every token is the model itself", keeps
+        yield f"{name}: counts agree with what is declared and run", run(invariants.counts_what_it_computes)
+        yield f"{name}: no state between prompts", run(invariants.has_no_state)
+        yield f"{name}: batches are their rows", run(invariants.runs_batches_row_by_row, lengths[1:])
+        yield f"{name}: finite logits in bfloat16", run(invariants.gives_finite_logits, model=half)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print a line for each check; returns the exit code. Raises UserError for settings that are refused."""
+    parser = argparse.ArgumentParser(
+        prog="lazyllm-bench check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("method", metavar="METHOD")
+    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*")
+    options = parser.parse_args(arguments)
+    method = make(options.method, settings_from(options.settings))
+    try:
+        counts = method.tokens_per_layer(LAYERS, TOKENS)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"method {options.method!r}: {error}") from error
+    print(f"{method} computes of {TOKENS} prompt tokens, layer by layer: {', '.join(map(str, counts))}")
+    if min(counts) == TOKENS:
+        print("nothing is dropped here: give settings that drop tokens, or the checks say little")
+    failed = 0
+    for what, check in checks(method):
+        try:
+            check()
+            print(f"ok      {what}", flush=True)
+        except Exception as error:  # whatever the method does
+            failed += 1
+            said = str(error) if isinstance(error, AssertionError) else reason_of(error)
+            print(f"failed  {what}: {said}", flush=True)
+    print(f"{failed} failed" if failed else "all hold")
+    return 1 if failed else 0

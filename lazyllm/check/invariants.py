@@ -1,0 +1,155 @@
+"""What must hold for every method, on any model: the library's own tests run these too.
+
+Each invariant takes a model, a method and a prompt of token ids, and raises AssertionError with what differed.
+
+Notation:
+    n  prompt tokens
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lazyllm.engine.checks import check_once
+from lazyllm.engine.generation import Generation, generate
+from lazyllm.engine.method import Method
+
+Invariant = Callable[[PreTrainedModel, Method, Sequence[int]], Any]
+
+_STEPS = 5
+
+
+def keeping_everything(method: Method) -> Method:
+    """The method with hyperparameters that keep every token: `Method.everything`, or the dial at 1.0.
+
+    Raises ValueError or TypeError if the method refuses these.
+    """
+    return replace(method, **(method.everything or ({method.dial: 1.0} if method.dial else {})))  # type: ignore[type-var]
+
+
+def is_the_model(model: PreTrainedModel, keeping: Method, prompt: Sequence[int]) -> None:
+    """A method that keeps every token gives the model's own tokens and logits, computes all, and scores nothing."""
+    ids, n = torch.tensor([prompt]), len(prompt)
+    with torch.inference_mode():
+        expected: Any = model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=_STEPS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            use_cache=True,
+        )
+        logits = model(ids, logits_to_keep=1).logits[0, -1]
+    out = generate(model, prompt, keeping, _STEPS, ())
+    _same("tokens", out.token_ids, expected[0, n:].tolist())
+    _same("% of tokens computed", out.pct_prompt_tokens_computed, 100)
+    _same("tokens run to score the prompt", out.scoring_tokens, 0)
+    _same("ideal speedup", keeping.ideal_speedup(model.config, n), 1)
+    worst = (out.first_logits - logits).abs().max().item()
+    _holds(torch.equal(out.first_logits, logits), f"first logits differ from the model's by up to {worst:.3g}")
+
+
+def counts_what_it_computes(model: PreTrainedModel, method: Method, prompt: Sequence[int]) -> Generation:
+    """What a method declares is what is computed, and every token that a layer runs is in one count or the other."""
+    n, layers = len(prompt), model.config.num_hidden_layers
+    check_once(model)  # which runs the layers too
+    with _tokens_run(model) as runs:
+        one = generate(model, prompt, method, 1, ())
+    prefilled = one.computed[0].mean()
+    if not method.diagnostic:  # what selects for a diagnostic is in no count
+        beside = sum(runs) / layers - prefilled
+        near = beside <= one.scoring_tokens + 1e-9 and math.isclose(beside, one.scoring_tokens, abs_tol=0.75)
+        _holds(near, f"layers ran {beside:g} tokens beside the prefill, {one.scoring_tokens} are counted as scoring")
+    share = 100 * (prefilled + one.scoring_tokens) / n
+    _holds(math.isclose(one.pct_prompt_tokens_computed, share), "% of tokens computed is not that of the counts")
+    out = generate(model, prompt, method, _STEPS, ())
+    _same("tokens computed in each layer", out.computed[0].tolist(), method.tokens_per_layer(layers, n))
+    rises = bool((out.computed[1:] >= out.computed[:-1]).all()) and out.computed.max() <= n
+    _holds(rises, f"counts fall from step to step, or are more than the {n} prompt tokens: {out.computed.tolist()}")
+    _same("scoring takes time", out.scoring_s > 0, out.scoring_tokens > 0)
+    _holds(out.ttft_s > out.scoring_s, "the first token came before scoring ended")
+    return out
+
+
+def has_no_state(model: PreTrainedModel, method: Method, prompt: Sequence[int]) -> None:
+    """A prompt gives the same before and after another one."""
+    first = generate(model, prompt, method, _STEPS, ())
+    generate(model, prompt[::-1], method, _STEPS, ())
+    again = generate(model, prompt, method, _STEPS, ())
+    _same("tokens after another prompt", again.token_ids, first.token_ids)
+    _same("selections after another prompt", again.selected, first.selected)
+    _holds(torch.equal(first.first_logits, again.first_logits), "first logits change after another prompt")
+
+
+def runs_batches_row_by_row(model: PreTrainedModel, method: Method, prompt: Sequence[int], **options: Any) -> None:
+    """In `model.generate` a padded batch gives what its rows give alone, and greedily what `lazyllm.generate` gives.
+
+    options: of `model.generate`; sampling begins at the same seed for the batch and for its rows.
+    """
+    from lazyllm import generate_with
+
+    rows, n = [list(prompt[: len(prompt) // 2]), list(prompt)], len(prompt)
+    padding = [n - len(row) for row in rows]
+    batch = {
+        "input_ids": torch.tensor([[0] * pad + row for pad, row in zip(padding, rows, strict=True)]),
+        "attention_mask": torch.tensor([[0] * pad + [1] * (n - pad) for pad in padding]),
+    }
+
+    def run(**inputs: Any) -> Any:
+        asked = {"max_new_tokens": _STEPS, "pad_token_id": 0, "eos_token_id": None, "do_sample": False} | options
+        return model.generate(**inputs, custom_generate=generate_with(method), **asked)  # type: ignore[operator]
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        both = run(**batch)
+        torch.manual_seed(0)
+        for number, row in enumerate(rows):
+            ids = torch.tensor([row])
+            alone = run(input_ids=ids, attention_mask=torch.ones_like(ids))[0, len(row) :].tolist()
+            _same(f"tokens of row {number + 1} in a batch", both[number, n:].tolist(), alone)
+            if not options.get("do_sample"):
+                _same("tokens in model.generate", alone, generate(model, row, method, _STEPS, ()).token_ids)
+
+
+def gives_finite_logits(model: PreTrainedModel, method: Method, prompt: Sequence[int]) -> None:
+    """The logits are finite and of the model's dtype: to be asked in half precision."""
+    logits = generate(model, prompt, method, _STEPS, ()).first_logits
+    _holds(bool(logits.isfinite().all()), "logits are not finite")
+    _same("dtype of the logits", logits.dtype, model.dtype)
+
+
+def _same(what: str, found: object, expected: object) -> None:
+    _holds(found == expected, f"{what}: {found}, expected {expected}")
+
+
+def _holds(condition: bool, message: str) -> None:
+    if not condition:  # no assert statement, which `python -O` leaves out
+        raise AssertionError(message)
+
+
+@contextmanager
+def _tokens_run(model: PreTrainedModel) -> Iterator[list[int]]:
+    """How many tokens each of the model's layers has run so far."""
+    layers: Any = model.model.layers
+    runs = [0] * len(layers)
+
+    def count(index: int) -> Callable[..., None]:
+        def hook(module: Any, args: tuple[Any, ...]) -> None:
+            runs[index] += args[0].shape[1]
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(count(index)) for index, layer in enumerate(layers)]
+    try:
+        yield runs
+    finally:
+        for hook in hooks:
+            hook.remove()

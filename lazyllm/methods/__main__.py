@@ -1,0 +1,39 @@
+"""The verb `methods`: every method with what it does and its hyperparameters, packages' included. Without torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING
+from typing import Any
+
+from lazyllm.errors import UserError
+from lazyllm.methods import by_name, code_of, known, settings_of
+
+
+def lines() -> Iterator[str]:
+    """Two lines a method: its name and what it does, then `hyperparameter=default`; `=?` if it has none."""
+    for name in known():
+        try:
+            kind, package = by_name(name), code_of(name)
+        except UserError as error:
+            yield f"{name}: cannot be used: {error}"
+            continue
+        does = (kind.__doc__ or "").partition("\n")[0]
+        yield f"{name}: {does}" + (f" ({package.rpartition(' ')[0]})" if package else "")
+        yield "    " + (" ".join(f"{key}={_shown(value)}" for key, value in settings_of(kind).items()) or "-")
+
+
+def _shown(default: Any) -> str:
+    """A default as the command line takes it."""
+    if default is MISSING:
+        return "?"
+    return json.dumps(default) if default is None or isinstance(default, bool) else str(default)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the list; returns the exit code."""
+    argparse.ArgumentParser(prog="lazyllm-bench methods", description=__doc__).parse_args(arguments)
+    print("\n".join(lines()))
+    return 0
