@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.suite import Dataset, Example
@@ -73,6 +74,7 @@ class Prompt:
         the answers of its examples.
     spans: [n, 2] the range of `text` that each token stands for; None if that is not known: the tokenizer is no fast
         one, or its chat template changes the prompt.
+    encode: tokenises another text as this one was.
     """
 
     text: str
@@ -82,6 +84,7 @@ class Prompt:
     sha256: str
     context: tuple[tuple[int, int], ...] = ()
     spans: np.ndarray | None = field(default=None, compare=False, repr=False)
+    encode: Callable[[str], list[int]] | None = field(default=None, compare=False, repr=False)
 
     def as_input(self) -> lazyllm.Prompt:
         """The prompt as `lazyllm.generate` takes it."""
@@ -90,7 +93,7 @@ class Prompt:
         import lazyllm
 
         spans = () if self.spans is None else tuple(map(tuple, self.spans.tolist()))
-        return lazyllm.Prompt(torch.tensor(self.token_ids), self.text, spans, self.context)
+        return lazyllm.Prompt(torch.tensor(self.token_ids), self.text, spans, self.context, self.encode)
 
 
 def chat_format(chat: str) -> ChatFormat:
@@ -131,21 +134,22 @@ def build_prompt(
         half = max_prompt_tokens // 2
         left, right = _decode(tokenizer, ids[:half]), _decode(tokenizer, ids[-half:])
         text, context = left + right, _after_cut(context, text, left, right)
-    if chat_wrap and wrap.from_tokenizer:
+    moved: Ranges | None = context
+    # its own template writes the special tokens out, BOS among them if the model wants one: none is added
+    special = not (chat_wrap and wrap.from_tokenizer)
+    if not special:
         inner, text = text, _apply_own_template(tokenizer, text)
-        # The template has written the special tokens out, BOS among them where the model wants one: none is added.
         moved = _after_own_template(context, inner, text)
-        text += example.answer_prefix
-        ids, spans = _tokenize_with_spans(tokenizer, text, special_tokens=False)
-        context, spans = ([], None) if moved is None else (moved, spans)
-    else:
-        if chat_wrap:
-            text, context = f"{wrap.before}{text}{wrap.after}", _moved(context, len(wrap.before))
-        text += example.answer_prefix
-        ids, spans = _tokenize_with_spans(tokenizer, text)
+    elif chat_wrap:
+        text, moved = f"{wrap.before}{text}{wrap.after}", _moved(context, len(wrap.before))
+    text += example.answer_prefix
+    ids, spans = _tokenize_with_spans(tokenizer, text, special)
     if not ids:
         raise UserError(f"{example.dataset}, row {example.id!r}: the prompt has no tokens (its text is {text!r})")
-    return Prompt(text, tuple(ids), before, truncated, token_ids_sha256(ids), tuple(context), spans)
+    if moved is None:
+        moved, spans = [], None
+    encode = partial(_tokenize, tokenizer, special_tokens=special)
+    return Prompt(text, tuple(ids), before, truncated, token_ids_sha256(ids), tuple(moved), spans, encode)
 
 
 def wrap_tokens(tokenizer: PreTrainedTokenizerBase, chat: str) -> int:
