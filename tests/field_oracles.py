@@ -400,7 +400,11 @@ def specprefill_across(
     prompt, tokens = read(text), read_by_draft(text)
     places = [place for place, (_, start, stop) in enumerate(tokens) if start < stop]
     chunks = [places[first : first + chunk] for first in range(0, len(places), chunk)]
-    count, token_ids, letters = share_of(keep, len(chunks), ceil), [token for token, _, _ in prompt], set(range(len(text)))
+    count, token_ids, letters = (
+        share_of(keep, len(chunks), ceil),
+        [token for token, _, _ in prompt],
+        set(range(len(text))),
+    )
     forced = {number for number, members in enumerate(chunks) if {places[0], *places[-chunk:]} & {*members}}
     if max(count, len(forced) if sound else 0) < len(chunks):
         draft_ids = [token for token, _, _ in tokens]
@@ -418,7 +422,9 @@ def specprefill_across(
             pieces += text[start:stop]
             letters |= {*range(start, stop)}
         token_ids = [token for token, _, _ in read(pieces)]
-    out.selected[0] = [p for p, (_, start, stop) in enumerate(prompt) if start == stop or letters & {*range(start, stop)}]
+    out.selected[0] = [
+        p for p, (_, start, stop) in enumerate(prompt) if start == stop or letters & {*range(start, stop)}
+    ]
     return finish_alone(hand, dict(enumerate(token_ids)), len(token_ids), steps, out)
 
 

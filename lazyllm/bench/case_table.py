@@ -24,7 +24,8 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float]) -> str:
+    """Median and quartiles."""
     return "{1:.3f} [{0:.3f}, {2:.3f}]".format(*quartiles(values)) if values else "-"
 
 
@@ -42,23 +43,24 @@ def _selection(case: Case) -> str:
 def _memory(case: Case) -> str:
     if case.untimed is None:
         return "-"
-    kv, aux = _mb(case.untimed.kv_bytes), _mb(case.untimed.aux_bytes)
-    return f"{case.memory_ratio():.3f} ({kv} + {aux} of {_mb(case.baseline_untimed.kv_bytes)})"
+    kv, aux = megabytes(case.untimed.kv_bytes), megabytes(case.untimed.aux_bytes)
+    return f"{case.memory_ratio():.3f} ({kv} + {aux} of {megabytes(case.baseline_untimed.kv_bytes)})"
 
 
 def _peak(case: Case) -> str:
     ours, theirs = case.untimed and case.untimed.prefill_peak_bytes, case.baseline_untimed.prefill_peak_bytes
-    return f"{_mb(ours)} of {_mb(theirs)}" if ours is not None and theirs is not None else "-"
+    return f"{megabytes(ours)} of {megabytes(theirs)}" if ours is not None and theirs is not None else "-"
 
 
-def _mb(count: int) -> str:
+def megabytes(count: int) -> str:
+    """Bytes as text."""
     return f"{count / 1e6:.1f} MB"
 
 
 ROWS: dict[str, Callable[[Case], str]] = {
     "baseline's TTFT": lambda case: _median([pair.baseline.ttft_s for pair in case.pairs], " s"),
     "TTFT": lambda case: _median([pair.other.ttft_s for pair in case.pairs], " s"),
-    "TTFT speedup": lambda case: _spread(case.of_pairs(Pair.ttft_speedup)),
+    "TTFT speedup": lambda case: spread(case.of_pairs(Pair.ttft_speedup)),
     "  ideal": lambda case: f"{case.ideal_ttft_speedup:.3f}",
     "  share of the ideal": lambda case: f"{case.share_of_ideal():.3f}",
     "FLOPs utilisation, baseline": lambda case: _median(
@@ -68,13 +70,13 @@ ROWS: dict[str, Callable[[Case], str]] = {
     "selection, share of TTFT": _selection,
     "baseline's step": lambda case: _median([step for pair in case.pairs for step in pair.baseline.step_s], " s"),
     "step": lambda case: _median([step for pair in case.pairs for step in pair.other.step_s], " s"),
-    "step / baseline's": lambda case: _spread(case.of_pairs(Pair.step_ratio)),
-    "  nothing revived / baseline's": lambda case: _spread(case.of_pairs(Pair.idle_step_ratio)),
-    "  reviving / baseline's": lambda case: _spread(case.of_pairs(Pair.reviving_step_ratio)),
-    "cost of revival / its FLOPs' time": lambda case: _spread(case.revival_costs()),
+    "step / baseline's": lambda case: spread(case.of_pairs(Pair.step_ratio)),
+    "  nothing revived / baseline's": lambda case: spread(case.of_pairs(Pair.idle_step_ratio)),
+    "  reviving / baseline's": lambda case: spread(case.of_pairs(Pair.reviving_step_ratio)),
+    "cost of revival / its FLOPs' time": lambda case: spread(case.revival_costs()),
     "baseline's whole generation": lambda case: _median([pair.baseline.total_s for pair in case.pairs], " s"),
     "whole generation": lambda case: _median([pair.other.total_s for pair in case.pairs], " s"),
-    "whole generation / baseline's": lambda case: _spread(case.of_pairs(Pair.total_ratio)),
+    "whole generation / baseline's": lambda case: spread(case.of_pairs(Pair.total_ratio)),
     "waits: prefill, step": lambda case: (
         f"{case.untimed.prefill_waits}, {case.untimed.step_waits}" if case.untimed else "-"
     ),

@@ -77,7 +77,8 @@ class SpecPrefill(Select):
         draft = self._draft_config(config)
         # a family pads its table of embeddings differently from size to size
         same_family = (draft.model_type, draft.bos_token_id) == (config.model_type, config.bos_token_id)
-        if not self.text and draft.vocab_size != config.vocab_size and not (same_family and draft.bos_token_id is not None):
+        may_differ = self.text or (same_family and draft.bos_token_id is not None)
+        if draft.vocab_size != config.vocab_size and not may_differ:
             raise ValueError(
                 f"draft {self.draft!r} has a vocabulary of {draft.vocab_size} tokens and the model one of "
                 f"{config.vocab_size}: {_OTHER}"

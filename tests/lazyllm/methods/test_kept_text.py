@@ -22,7 +22,7 @@ from tests.field_oracles import FieldOutput, Token, specprefill_across
 from tests.reference import casts_in_float64, random_variant
 
 TINY = Path(lazyllm.__file__).parent / "models" / "tiny"
-WORDS = "the old lantern, 12.5 km away; naïve 😀 中文 entry\n\n copper\t\t Question:".split(" ")
+WORDS = ["the", "old", "lantern,", "12.5", "km", "away;", "naïve", "😀", "中文", "entry\n\n", "copper\t\t", "Question:"]
 STEPS = 4
 PAIRS = [("letters", "tiny"), ("tiny", "letters"), ("llama2", "gpt2"), ("gpt2", "tiny"), ("tiny", "llama2")]
 
