@@ -119,7 +119,7 @@ class Case:
     """A method, or transformers itself, against the baseline on prompts of one length.
 
     boundaries: pruning layers of a schedule, 0 of others and of transformers. untimed: None of transformers.
-    ideal_ttft_speedup, prefill_flops: by the tokens that entered each layer, scoring included.
+    ideal_ttft_speedup: by the tokens that entered each layer, scoring included. prefill_flops: without scoring.
     """
 
     name: str

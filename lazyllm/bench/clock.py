@@ -76,16 +76,14 @@ def measure(
             pairs.append(pair)
     if repeats == 0 and of_method is not None:
         pairs = [Pair(*(Run(one.prefill_s, [], one.prefill_s, [], rate) for one in (baseline_untimed, of_method)))]
-    flops = prefill_flops(config, computed) + (method.scoring_flops(config, n) if method else 0)
-    of_baseline = prefill_flops(config, [n] * layers)
     return Case(
         name=name,
         tokens=n,
         new_tokens=new_tokens,
         boundaries=sum(ratio < 1 for ratio in _keep_ratios(method, layers).values()),
-        ideal_ttft_speedup=of_baseline / flops,
-        prefill_flops=flops,
-        baseline_prefill_flops=of_baseline,
+        ideal_ttft_speedup=method.ideal_speedup(config, n, computed) if method else 1.0,
+        prefill_flops=prefill_flops(config, computed),
+        baseline_prefill_flops=prefill_flops(config, [n] * layers),
         pairs=pairs,
         untimed=of_method,
         baseline_untimed=baseline_untimed,

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from lazyllm.bench.case_table import megabytes, spread
+from lazyllm.bench.case_table import megabytes, quartiles
 from lazyllm.bench.cases import Case, Pair
 from lazyllm.methods import METHODS, Baseline, Method, make
 from lazyllm.models.spec import ModelSpec
@@ -68,8 +68,11 @@ def table(cases: Sequence[Case]) -> str:
     return "\n".join(lines)
 
 
-def _kv(case: Case) -> str:
-    return f"{100 * case.memory_ratio():.0f}"
+def _spread(values: Sequence[float]) -> str:
+    """The median, and the quartiles of more values than one."""
+    if len(values) < 2:
+        return f"{values[0]:.2f}" if values else "-"
+    return "{1:.2f} [{0:.2f}, {2:.2f}]".format(*quartiles(values))
 
 
 def _peak(case: Case) -> str:
@@ -79,13 +82,13 @@ def _peak(case: Case) -> str:
 
 COLUMNS = {
     "TTFT, s": lambda case: f"{statistics.median(pair.other.ttft_s for pair in case.pairs):.2f}",
-    "TTFT speedup": lambda case: spread(case.of_pairs(Pair.ttft_speedup)),
+    "TTFT speedup": lambda case: _spread(case.of_pairs(Pair.ttft_speedup)),
     "ideal": lambda case: f"{case.ideal_ttft_speedup:.2f}",
     "share of the ideal": lambda case: f"{case.share_of_ideal():.2f}",
     "selection, % of TTFT": lambda case: f"{100 * case.untimed.selection_share:.1f}",
-    "step / baseline's": lambda case: spread(case.of_pairs(Pair.step_ratio)),
-    "step / baseline's with as many tokens stored": lambda case: spread(case.of_pairs(Pair.equal_step_ratio)),
-    "stored, % of the baseline's": _kv,
+    "step / baseline's": lambda case: _spread(case.of_pairs(Pair.step_ratio)),
+    "step / baseline's with as many tokens stored": lambda case: _spread(case.of_pairs(Pair.equal_step_ratio)),
+    "stored, % of the baseline's": lambda case: f"{100 * case.memory_ratio():.0f}",
     "peak beyond weights": _peak,
     "waits in prefill": lambda case: str(case.untimed.prefill_waits),
 }
