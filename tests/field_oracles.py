@@ -1,9 +1,10 @@
 """Obvious, slow, independent versions of the field's other methods that shorten prefill, for the tests only.
 
-GemFilter (arXiv 2409.17422), FastKV (2502.01068), SpecPrefill (2502.02789; across tokenizers 2603.02631), CLAA (2602.16054), ASL
-(2601.07667), PyramidInfer (2405.12532) and the diagnostic oracle. Written from descriptions of the algorithms, not from
-the authors' code and not from the ``lazyllm`` package. Tokens live in dictionaries keyed by their position, attention
-is computed for one query token at a time (:class:`tests.reference.HandModel`), everything is float64.
+GemFilter (arXiv 2409.17422), FastKV (2502.01068), SpecPrefill (2502.02789; across tokenizers 2603.02631), CLAA
+(2602.16054), ASL (2601.07667), PyramidInfer (2405.12532) and the diagnostic oracle. Written from descriptions of the
+algorithms, not from the authors' code and not from the ``lazyllm`` package. Tokens live in dictionaries keyed by their
+position, attention is computed for one query token at a time (:class:`tests.reference.HandModel`), everything is
+float64.
 
 Notation as in :mod:`tests.reference`: layers are counted from 1; positions, heads and chunks from 0; ``n`` prompt
 tokens. A boundary's key in ``selected`` is the layer whose attention selected; 0: before layer 1.

@@ -51,9 +51,9 @@ def random_draft(config: LlamaConfig, spec: ModelSpec) -> Iterator[str]:
     from lazyllm.models.load import random_weights
 
     halved = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    sizes = {name: max(1, getattr(config, name) // 2) for name in halved}
-    layers = max(1, config.num_hidden_layers // 4)
-    own = LlamaConfig(**(config.to_dict() | sizes | {"num_hidden_layers": layers}))
+    sizes: dict[str, Any] = {name: max(1, getattr(config, name) // 2) for name in halved}
+    sizes["num_hidden_layers"] = max(1, config.num_hidden_layers // 4)
+    own = LlamaConfig(**(config.to_dict() | sizes))
     with TemporaryDirectory() as folder:
         random_weights(own, spec).save_pretrained(folder)
         yield folder

@@ -145,7 +145,8 @@ class SpecPrefill(Select):
             return torch.arange(n, device=decoder.device)
         if self.draft is None:
             return self.choose(self.scores(decoder, prompt.token_ids))
-        with open_beside(*self.models(), decoder) as draft:
+        (spec,) = self.models()
+        with open_beside(spec, decoder) as draft:
             return self.choose(self.scores(draft, prompt.token_ids)).to(decoder.device)
 
     def scores(self, draft: Decoder, token_ids: Tensor) -> Tensor:

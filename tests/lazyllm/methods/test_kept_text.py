@@ -37,8 +37,9 @@ def letters() -> PreTrainedTokenizerBase:
 
 def gpt2(merges_file: Path) -> PreTrainedTokenizerBase:
     """From its merges: the bytes come first in the vocabulary, then each merge."""
-    merges = [tuple(line.split()) for line in merges_file.read_text(encoding="utf-8").splitlines()[1:] if line]
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(merge) for merge in merges)]
+    lines = [line.split() for line in merges_file.read_text(encoding="utf-8").splitlines()[1:] if line]
+    merges = [(left, right) for left, right in lines]
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
     own = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
