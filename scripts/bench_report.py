@@ -103,12 +103,12 @@ def plot_field(cases: Sequence[Case]) -> MplFigure:
                 ideal, measured, color=kind.colour, marker=kind.marker, linewidth=1, alpha=1 if first else 0.5,
                 label=kind.label if first else None,
             )  # fmt: skip
-    highest = max(axes.get_xlim()[1], axes.get_ylim()[1])
+    highest = 1.05 * max(axes.get_xlim()[1], axes.get_ylim()[1])
     axes.plot([0, highest], [0, highest], color="#000000", linewidth=0.8, zorder=0)
-    lengths = ", ".join(f"{tokens:,}" for tokens in sorted({case.tokens for case in cases}))
+    lengths = [f"{tokens:,}" for tokens in sorted({case.tokens for case in cases})]
     axes.set(xlabel="ideal TTFT speedup (FLOPs)", ylabel="measured TTFT speedup", xlim=(0, highest), ylim=(0, highest))
-    axes.set_title(f"Prompts of {lengths} tokens; the longer ones paler" if "," in lengths else f"{lengths} tokens")
-    axes.legend(loc="upper left", fontsize="small")
+    axes.set_title(f"Prompts of {' and '.join(lengths)} tokens" + ("; the longer ones paler" if lengths[1:] else ""))
+    axes.legend(loc="lower right", fontsize="small")
     grid(axes)
     return figure
 
