@@ -3,6 +3,9 @@
 FOLDER/*.json       what `python -m lazyllm.bench --json` or `python -m lazyllm.bench.measure_all FOLDER` wrote
 FOLDER/README.md    made: the table of targets, what was measured with, the pictures
 FOLDER/speed.png, .svg, .pdf    made: time to the first token by length of the prompt, whole generations by answer
+
+Of a folder that `lazyllm-bench bench --field --json FOLDER/NAME.json` filled: the table of all methods, and
+FOLDER/field.png, .svg, .pdf: measured against ideal TTFT speedup.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from matplotlib.figure import Figure as MplFigure
 from eval.paper.figures.style import COLOURS, LINES, MARKERS, grid, new_figure, save, styled
 from eval.store.folder import write_whole
 from lazyllm.bench.cases import Case, Pair, cases_of, read_reports
+from lazyllm.bench.field import table as table_of_field
 from lazyllm.bench.targets import table
+from lazyllm.methods import METHODS
 
 
 @styled
@@ -77,6 +82,52 @@ def _plot_answers(axes: Any, cases: Sequence[Case]) -> None:
     grid(axes)
 
 
+@styled
+def plot_field(cases: Sequence[Case]) -> MplFigure:
+    """Measured against ideal TTFT speedup: a curve for each method and prompt length."""
+    figure = new_figure(5.6, 4.4)
+    axes = figure.subplots()
+    for name, kind in METHODS.items():
+        of_method = [case for case in cases if case.name.split()[0] == name]
+        for tokens in sorted({case.tokens for case in of_method}):
+            ideal, measured = zip(
+                *sorted(
+                    (case.ideal_ttft_speedup, statistics.median(case.of_pairs(Pair.ttft_speedup)))
+                    for case in of_method
+                    if case.tokens == tokens
+                ),
+                strict=True,
+            )
+            first = tokens == min(case.tokens for case in of_method)
+            axes.plot(
+                ideal, measured, color=kind.colour, marker=kind.marker, linewidth=1, alpha=1 if first else 0.5,
+                label=kind.label if first else None,
+            )  # fmt: skip
+    highest = 1.05 * max(axes.get_xlim()[1], axes.get_ylim()[1])
+    axes.plot([0, highest], [0, highest], color="#000000", linewidth=0.8, zorder=0)
+    lengths = [f"{tokens:,}" for tokens in sorted({case.tokens for case in cases})]
+    axes.set(xlabel="ideal TTFT speedup (FLOPs)", ylabel="measured TTFT speedup", xlim=(0, highest), ylim=(0, highest))
+    axes.set_title(f"Prompts of {' and '.join(lengths)} tokens" + ("; the longer ones paler" if lengths[1:] else ""))
+    axes.legend(loc="lower right", fontsize="small")
+    grid(axes)
+    return figure
+
+
+def page_of_field(reports: Sequence[dict[str, Any]]) -> str:
+    """The README of a folder of `--field`."""
+    return "\n\n".join(
+        [
+            "# All methods on random weights, measured against ideal",
+            "Made by `python -m scripts.bench_report` from the JSON files beside it, which hold every sample. Each "
+            "method is measured beside the baseline, in turns. The ideal counts FLOPs, scoring and a draft included, "
+            "by the tokens that entered each layer. With one CPU thread, seconds are the process's own CPU time.",
+            table_of_field([case for report in reports for case in cases_of(report)]),
+            "![Measured against ideal TTFT speedup](field.png)",
+            *(_measured_with(report) for report in reports),
+        ]
+    )
+
+
 def page(reports: Sequence[dict[str, Any]], has_picture: bool) -> str:
     """The folder's README."""
     return "\n\n".join(
@@ -109,6 +160,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (OSError, ValueError, TypeError) as error:
         sys.exit(f"error: {error}")
     cases = [case for report in reports for case in cases_of(report)]
+    if reports[0]["settings"].get("field"):
+        save(plot_field(cases), folder / "field", ("png", "svg", "pdf"))
+        write_whole(folder / "README.md", page_of_field(reports) + "\n")
+        print(f"{folder / 'README.md'}: {len(cases)} cases of {len(reports)} files")
+        return
     has_picture = any(case.name == "paper" and case.new_tokens == 1 for case in cases)
     if has_picture:
         save(plot_speed(cases), folder / "speed", ("png", "svg", "pdf"))

@@ -14,8 +14,9 @@ from __future__ import annotations
 import hashlib
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
@@ -45,6 +46,7 @@ class Prompt:
     evidence: ranges of `text` that the answer is found in, as far as truncation has left them; () if that is not known.
     spans: [n, 2] the range of `text` that each token stands for; None if that is not known: the tokenizer is no fast
         one, or its chat template changes the prompt.
+    encode: tokenises another text as this one was.
     """
 
     text: str
@@ -55,6 +57,7 @@ class Prompt:
     context: tuple[tuple[int, int], ...] = ()
     spans: np.ndarray | None = field(default=None, compare=False, repr=False)
     evidence: tuple[tuple[int, int], ...] = ()
+    encode: Callable[[str], list[int]] | None = field(default=None, compare=False, repr=False)
 
     def as_input(self) -> lazyllm.Prompt:
         """The prompt as `lazyllm.generate` takes it."""
@@ -63,7 +66,7 @@ class Prompt:
         import lazyllm
 
         spans = () if self.spans is None else tuple(map(tuple, self.spans.tolist()))
-        return lazyllm.Prompt(torch.tensor(self.token_ids), self.text, spans, self.context)
+        return lazyllm.Prompt(torch.tensor(self.token_ids), self.text, spans, self.context, self.encode)
 
 
 def build_prompt(
@@ -100,23 +103,24 @@ def build_prompt(
         left, right = _ends(tokenizer, ids, max_prompt_tokens, decode_halves)
         context, evidence = (_after_cut(ranges, text, left, right) for ranges in (context, evidence))
         text = left + right
-    if chat_wrap and chat.uses_template(tokenizer):
+    moved: Ranges | None = context
+    # its own template writes the special tokens out, BOS among them if the model wants one: none is added
+    special = not (chat_wrap and chat.uses_template(tokenizer))
+    if not special:
         inner, text = text, chat.wrapped(tokenizer, text)
-        # The template has written the special tokens out, BOS among them where the model wants one: none is added.
         moved, evidence = (_after_own_template(ranges, inner, text) for ranges in (context, evidence))
-        text += example.answer_prefix
-        ids, spans = _tokenize_with_spans(tokenizer, text, special_tokens=False)
-        context, spans = ([], None) if moved is None else (moved, spans)
-    else:
-        if chat_wrap:
-            text = f"{chat.before}{text}{chat.after}"
-            context, evidence = (_moved(ranges, len(chat.before)) for ranges in (context, evidence))
-        text += example.answer_prefix
-        ids, spans = _tokenize_with_spans(tokenizer, text)
+    elif chat_wrap:
+        text = f"{chat.before}{text}{chat.after}"
+        moved, evidence = (_moved(ranges, len(chat.before)) for ranges in (context, evidence))
+    text += example.answer_prefix
+    ids, spans = _tokenize_with_spans(tokenizer, text, special)
     if not ids:
         raise UserError(f"{example.dataset}, row {example.id!r}: the prompt has no tokens (its text is {text!r})")
+    if moved is None:
+        moved, spans = [], None
+    encode = partial(_tokenize, tokenizer, special_tokens=special)
     sha256 = token_ids_sha256(ids)
-    return Prompt(text, tuple(ids), before, truncated, sha256, tuple(context), spans, tuple(evidence or ()))
+    return Prompt(text, tuple(ids), before, truncated, sha256, tuple(moved), spans, tuple(evidence or ()), encode)
 
 
 def wrap_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> int:

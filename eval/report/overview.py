@@ -92,7 +92,7 @@ def runs_grid(runs: Sequence[StoredRun]) -> Grid:
 
 def results_grid(results: Results) -> Grid:
     """One row a setting and task or dataset, the means over tasks first; seeds of a setting are one row."""
-    table = results.by_task.sort_values("level", key=lambda levels: levels != "all", kind="stable")
+    table: Any = results.by_task.sort_values("level", key=lambda levels: levels != "all", kind="stable")
     several = len(set(table["suite"])) > 1
     rows = [
         {

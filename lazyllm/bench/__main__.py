@@ -8,12 +8,16 @@ turns hold their KV caches at once.
     lazyllm-bench bench --shape llama-1b --threads 1 --tokens 2000 --new-tokens 33 --method paper --against hf
     lazyllm-bench bench --shape llama2-7b --tokens 1000 3500 --new-tokens 65 --method paper@0.02 --json out.json
     lazyllm-bench bench --shape layers=16,width=1024 --dtype float32 --method '{"2": 0.4, "5": 0.5}'
+    lazyllm-bench bench --field --threads 1 --tokens 2000 4000 --new-tokens 9 --repeats 2 --json field/field.json
     python -m lazyllm.bench.measure_all results/reference    # all that the targets ask for, on this machine
 
 A method is a schedule: `paper` (Figure 4's), `none`, `keep1` (Figure 4's layers, keep ratio 1), or JSON
 {layer: keep ratio}. Random weights attend to everything alike and revive in nearly every step; SCHEDULE@SHARE selects
 by a drawn importance instead, of which the first decoding step and each eighth after it change that share of the
 prompt's tokens, so that steps that revive and steps that do not can both be timed.
+
+--field takes all methods of `lazyllm.methods` instead, each at the ideal speedups that it reaches, and times a third
+generation beside each pair: the baseline on as many tokens as the method stores.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -36,7 +40,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from lazyllm.methods import Lazy
+    from lazyllm.bench.cases import Case
+    from lazyllm.methods import Lazy, Method
 
 HF = "hf"
 
@@ -58,20 +63,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.repeats == 0 and (options.against or options.new_tokens != [1]):
             raise ValueError("--repeats 0 is one prefill of each method: give --new-tokens 1, and not --against")
         config = config_of(options.shape, max(options.tokens) + max(options.new_tokens))
+        if options.field and (options.method or options.against or options.repeats == 0):
+            raise ValueError("--field takes all methods, in pairs: leave out --method, --against and --repeats 0")
         methods = {text: method_of(text, config) for text in options.method or ["paper"]}
         device = as_device(options.device)
     except (ValueError, TypeError) as error:
         sys.exit(f"error: {error}")
-    _measure(options, build(config, spec), methods, device)
+    if options.field:
+        from lazyllm.bench.field import contenders, random_draft, table
+
+        with random_draft(config, spec) as draft:
+            _measure(
+                options, build(config, spec), lambda n: contenders(config, n, options.speedups, draft), table, device
+            )
+    else:
+        from lazyllm.bench.case_table import table as case_table
+
+        _measure(options, build(config, spec), lambda _: methods, case_table, device)
 
 
 def _measure(
-    options: argparse.Namespace, model: PreTrainedModel, methods: dict[str, Lazy], device: torch.device
+    options: argparse.Namespace,
+    model: PreTrainedModel,
+    methods_for: Callable[[int], Mapping[str, Method]],
+    table: Callable[[Sequence[Case]], str],
+    device: torch.device,
 ) -> None:
+    """methods_for: the methods by name, given the length of the prompt."""
     import torch
 
-    from lazyllm.bench.case_table import table
-    from lazyllm.bench.clock import Case, measure, untimed
+    from lazyllm.bench.clock import measure, untimed
     from lazyllm.methods import Baseline
     from lazyllm.models.load import device_name
 
@@ -80,19 +101,22 @@ def _measure(
     print(f"{options.shape}, {options.dtype}, on {device_name(device)}, {torch.get_num_threads()} CPU thread(s)")
     for tokens, new_tokens in product(options.tokens, options.new_tokens):
         prompt = torch.randint(0, model.config.vocab_size, (tokens,), generator=draw)
-        contenders = {**methods, **({HF: None} if options.against == HF else {})}
-        of_length = []
-        of_baseline = untimed(model, Baseline(), prompt, new_tokens)
+        contenders = {**methods_for(tokens), **({HF: None} if options.against == HF else {})}
+        of_length: list[Case] = []
+        of_baseline, _ = untimed(model, Baseline(), prompt, new_tokens)
         for name, method in contenders.items():
-            of_length.append(
-                measure(model, name, method, prompt, new_tokens, options.repeats, options.warmup, of_baseline)
-            )
+            pairs = (options.repeats, options.warmup)
+            of_length.append(measure(model, name, method, prompt, new_tokens, *pairs, of_baseline, options.field))
             print(f"measured {name}, {tokens} + {new_tokens} tokens", file=sys.stderr)
+            _write(options, device, [*cases, *of_length])  # what was measured stays if a longer one does not fit
         cases += of_length
         print(f"\n{tokens} prompt tokens, {new_tokens} new; medians [quartiles] of {options.repeats} pairs")
         print(table(of_length), flush=True)
-        if options.json:  # after each length: what was measured stays if a longer one does not fit
-            options.json.write_text(json.dumps({**about(options, device), "cases": list(map(asdict, cases))}) + "\n")
+
+
+def _write(options: argparse.Namespace, device: torch.device, cases: Sequence[Case]) -> None:
+    if options.json:
+        options.json.write_text(json.dumps({**about(options, device), "cases": list(map(asdict, cases))}) + "\n")
 
 
 def method_of(text: str, config: PreTrainedConfig) -> Lazy:
@@ -153,6 +177,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2000], help="prompt lengths")
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[17], help="lengths of the answer")
     parser.add_argument("--method", action="append", help="a schedule, see above; may be repeated; default paper")
+    parser.add_argument("--field", action="store_true", help="all methods, at the ideal speedups of --speedups")
+    parser.add_argument("--speedups", type=float, nargs="+", default=[1.5, 2, 3], help="of --field")
     parser.add_argument("--against", choices=[HF], help="also transformers' own model(...) and generate(...)")
     parser.add_argument(
         "--repeats", type=int, default=7, help="pairs of runs; 0: one prefill of each, for long prompts"

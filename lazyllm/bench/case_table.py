@@ -42,16 +42,17 @@ def _selection(case: Case) -> str:
 def _memory(case: Case) -> str:
     if case.untimed is None:
         return "-"
-    kv, aux = _mb(case.untimed.kv_bytes), _mb(case.untimed.aux_bytes)
-    return f"{case.memory_ratio():.3f} ({kv} + {aux} of {_mb(case.baseline_untimed.kv_bytes)})"
+    kv, aux = megabytes(case.untimed.kv_bytes), megabytes(case.untimed.aux_bytes)
+    return f"{case.memory_ratio():.3f} ({kv} + {aux} of {megabytes(case.baseline_untimed.kv_bytes)})"
 
 
 def _peak(case: Case) -> str:
     ours, theirs = case.untimed and case.untimed.prefill_peak_bytes, case.baseline_untimed.prefill_peak_bytes
-    return f"{_mb(ours)} of {_mb(theirs)}" if ours is not None and theirs is not None else "-"
+    return f"{megabytes(ours)} of {megabytes(theirs)}" if ours is not None and theirs is not None else "-"
 
 
-def _mb(count: int) -> str:
+def megabytes(count: int) -> str:
+    """Bytes as text."""
     return f"{count / 1e6:.1f} MB"
 
 

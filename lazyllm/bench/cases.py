@@ -31,10 +31,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two runs on the same prompt: token by token in turns, or with transformers itself one after the other."""
+    """Two runs on the same prompt: token by token in turns, or with transformers itself one after the other.
+
+    equal: the baseline on as many of the prompt's tokens as `other` stores after its prefill, in turns with the two.
+    """
 
     baseline: Run
     other: Run
+    equal: Run | None = None
 
     def ttft_speedup(self) -> float:
         return self.baseline.ttft_s / self.other.ttft_s
@@ -50,6 +54,12 @@ class Pair:
         if not self.other.step_s:
             return None
         return statistics.fmean(self.other.step_s) / statistics.fmean(self.baseline.step_s)
+
+    def equal_step_ratio(self) -> float | None:
+        """The median step over the baseline's with as many tokens stored; None if that was not measured."""
+        if self.equal is None or not self.equal.step_s:
+            return None
+        return statistics.median(self.other.step_s) / statistics.median(self.equal.step_s)
 
     def idle_step_ratio(self) -> float | None:
         """The median, over the steps that revive nothing, of seconds over those of the baseline's same step.
@@ -89,8 +99,9 @@ class Untimed:
     """Results of a run of its own. Bytes; the peak is that beyond what was held before, None if unknown.
 
     prefill_s: seconds of its prefill, with the counting in it.
-    selection_share: of the time to the first token, spent on scores, ranking and gathering; the device is waited for
-        before and after each of these, so that the share is a bound from above.
+    selection_share: of the time to the first token, spent on scores, ranking and gathering, and on what runs before the
+        prefill to select; the device is waited for before and after each of these, so that the share is a bound from
+        above.
     prefill_waits, step_waits: calls that wait for the device, the choice of the token left out; of steps the most.
     """
 
@@ -107,7 +118,8 @@ class Untimed:
 class Case:
     """A method, or transformers itself, against the baseline on prompts of one length.
 
-    boundaries: pruning layers between which tokens are selected, 0 of transformers. untimed: None of transformers.
+    boundaries: pruning layers of a schedule, 0 of others and of transformers. untimed: None of transformers.
+    ideal_ttft_speedup: by the tokens that entered each layer, scoring included. prefill_flops: without scoring.
     """
 
     name: str
@@ -153,7 +165,7 @@ def cases_of(report: dict[str, Any]) -> list[Case]:
 
 
 def _case(values: dict[str, Any]) -> Case:
-    values["pairs"] = [Pair(Run(**pair["baseline"]), Run(**pair["other"])) for pair in values["pairs"]]
+    values["pairs"] = [Pair(**{which: run and Run(**run) for which, run in pair.items()}) for pair in values["pairs"]]
     for name in ("untimed", "baseline_untimed"):
         values[name] = None if values[name] is None else Untimed(**values[name])
     return Case(**values)

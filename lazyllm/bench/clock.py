@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -18,7 +19,8 @@ from transformers import PreTrainedModel
 from lazyllm.bench.cases import Case, Pair, Run, Untimed
 from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import Decoder, open_decoder
-from lazyllm.engine.devices import read_clock, read_peak, reset_peak
+from lazyllm.engine.devices import read_clock as wall_clock
+from lazyllm.engine.devices import read_peak, reset_peak
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.generation import greedy
 from lazyllm.engine.session import Session
@@ -27,6 +29,16 @@ from lazyllm.methods.schedule import Schedule
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def read_clock(device: torch.device) -> float:
+    """Seconds, read when the device has done all its work.
+
+    With one CPU thread they are the process's own CPU time, which other work on the machine changes least.
+    """
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        return time.process_time()
+    return wall_clock(device)
 
 
 def measure(
@@ -38,14 +50,20 @@ def measure(
     repeats: int,
     warmup: int,
     baseline_untimed: Untimed,
+    beside_equal: bool = False,
 ) -> Case:
     """The baseline and the method on a prompt [n], in turns; None is transformers' `model(...)` and `generate`.
 
     repeats: pairs to be timed after `warmup` such. 0 is for prompts that take many minutes: the only samples are then
         those of the runs that count memory and waits, one right after the other, of the prefill alone.
-    baseline_untimed: of the baseline on the same prompt, just before.
+    baseline_untimed: of the baseline on the same prompt, just before. beside_equal: time also `Pair.equal`.
     """
     n, config = prompt.shape[0], model.config
+    layers = config.num_hidden_layers
+    if method is not None:
+        method.prepare(model)
+    of_method, computed = untimed(model, method, prompt, new_tokens) if method else (None, [n] * layers)
+    stored = round(n * of_method.kv_bytes / baseline_untimed.kv_bytes) if of_method and beside_equal else 0
     rate = 0.0 if repeats else product_rate(model, n)  # each pair takes its own
     pairs = []
     for repeat in range(warmup + repeats if repeats else 0):
@@ -53,11 +71,9 @@ def measure(
         if method is None:
             pair = _beside_transformers(model, prompt, new_tokens, baseline_first)
         else:
-            pair = _beside_baseline(model, method, prompt, new_tokens, baseline_first)
+            pair = _beside_baseline(model, method, prompt, new_tokens, baseline_first, stored)
         if repeat >= warmup:
             pairs.append(pair)
-    layers = config.num_hidden_layers
-    of_method = untimed(model, method, prompt, new_tokens) if method else None
     if repeats == 0 and of_method is not None:
         pairs = [Pair(*(Run(one.prefill_s, [], one.prefill_s, [], rate) for one in (baseline_untimed, of_method)))]
     return Case(
@@ -65,8 +81,8 @@ def measure(
         tokens=n,
         new_tokens=new_tokens,
         boundaries=sum(ratio < 1 for ratio in _keep_ratios(method, layers).values()),
-        ideal_ttft_speedup=method.ideal_speedup(config, n) if method else 1.0,
-        prefill_flops=prefill_flops(config, (method or Baseline()).tokens_per_layer(layers, n)),
+        ideal_ttft_speedup=method.ideal_speedup(config, n, computed) if method else 1.0,
+        prefill_flops=prefill_flops(config, computed),
         baseline_prefill_flops=prefill_flops(config, [n] * layers),
         pairs=pairs,
         untimed=of_method,
@@ -79,18 +95,20 @@ def _keep_ratios(method: Method | None, layers: int) -> Mapping[int, float]:
 
 
 def _beside_baseline(
-    model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int, baseline_first: bool
+    model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int, baseline_first: bool, stored: int
 ) -> Pair:
-    """The two in turns: a pair, whichever of them begins."""
-    order = [Baseline(), method] if baseline_first else [method, Baseline()]
-    runs = [turns.run() for turns in in_turns(model, order, prompt, new_tokens)]
-    return Pair(*(runs if baseline_first else reversed(runs)))
+    """The two in turns: a pair, whichever of them begins; and a baseline on `stored` tokens, if that is not 0."""
+    order = [(Baseline(), prompt), (method, prompt)]
+    order = order if baseline_first else order[::-1]
+    runs = [turns.run() for turns in in_turns(model, [*order, *[(Baseline(), prompt[:stored])][:stored]], new_tokens)]
+    first, second, *equal = runs
+    return Pair(*((first, second) if baseline_first else (second, first)), *equal)
 
 
 def _beside_transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int, baseline_first: bool) -> Pair:
     """The baseline and transformers itself, one whole generation after the other."""
     other = None if baseline_first else _transformers(model, prompt, new_tokens, prefill_first=False)
-    [alone] = in_turns(model, [Baseline()], prompt, new_tokens)
+    [alone] = in_turns(model, [(Baseline(), prompt)], new_tokens)
     return Pair(alone.run(), other or _transformers(model, prompt, new_tokens, prefill_first=True))
 
 
@@ -142,16 +160,16 @@ class Turns:
 
 
 @torch.inference_mode()
-def in_turns(model: PreTrainedModel, methods: Sequence[Method], prompt: Tensor, new_tokens: int) -> list[Turns]:
-    """Continue a prompt [n] with each of the methods, the first token of each before the second of any.
+def in_turns(model: PreTrainedModel, contenders: Sequence[tuple[Method, Tensor]], new_tokens: int) -> list[Turns]:
+    """Continue each prompt [n] with the method beside it, the first token of each before the second of any.
 
     What slows the machine for a while slows each of them. All of them hold their K and V at once. Raises
     FloatingPointError if logits are not finite.
     """
-    for method in methods:
+    for method, _ in contenders:
         method.prepare(model)
     with open_decoder(model) as decoder:
-        generations = [Turns(decoder, method, prompt, new_tokens) for method in methods]
+        generations = [Turns(decoder, method, prompt, new_tokens) for method, prompt in contenders]
         for _ in range(new_tokens):
             for turns in generations:
                 turns.take()
@@ -226,29 +244,35 @@ def revived_flops(
 
 
 @torch.inference_mode()
-def untimed(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int, steps: int = 8) -> Untimed:
-    """One more run, for what would disturb the clock of the others: memory, waits, and the share of selection."""
+def untimed(
+    model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int, steps: int = 8
+) -> tuple[Untimed, list[int]]:
+    """One more run, for what would disturb the clock of the others: memory, waits, and the share of selection.
+
+    And how many prompt tokens its prefill computed in each layer.
+    """
     device, token_ids = model.device, prompt.to(model.device)
     selecting = _SelectionClock(device)
     with open_decoder(model) as decoder:
         _trim()
         reset_peak(device)
         before = read_peak(device)
-        start = read_clock(device)
+        start, began = read_clock(device), wall_clock(device)
         with Waits() as in_prefill:
             session = method.start(decoder, Prompt(prompt), new_tokens)
             session.cross_in_prefill = selecting.around(session.cross_in_prefill)
             decoder.probe.look = selecting.around(decoder.probe.look)
             session.prefill(token_ids)
-        seconds, peak = read_clock(device) - start, read_peak(device)
-        selection_share = selecting.seconds / seconds
+        seconds, wall_s, peak = read_clock(device) - start, wall_clock(device) - began, read_peak(device)
+        selection_share = (selecting.seconds + session.scoring_s) / wall_s
+        computed = session.computed[0]
         kv_bytes, aux_bytes = session.kv_bytes, session.aux_bytes
         step_waits = 0
         for _ in range(min(steps, new_tokens - 1)):
             with Waits() as in_step:
                 session.step(0)
             step_waits = max(step_waits, len(in_step.found))
-    return Untimed(
+    found = Untimed(
         prefill_s=seconds,
         selection_share=selection_share,
         prefill_waits=len(in_prefill.found),
@@ -257,6 +281,7 @@ def untimed(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: 
         aux_bytes=aux_bytes,
         prefill_peak_bytes=None if peak is None or before is None else peak - before,
     )
+    return found, computed
 
 
 def _trim() -> None:
@@ -276,9 +301,9 @@ class _SelectionClock:
 
     def around(self, call: Callable[P, T]) -> Callable[P, T]:
         def timed(*args: P.args, **kwargs: P.kwargs) -> T:
-            start = read_clock(self._device)
+            start = wall_clock(self._device)
             found = call(*args, **kwargs)
-            self.seconds += read_clock(self._device) - start
+            self.seconds += wall_clock(self._device) - start
             return found
 
         return timed

@@ -15,6 +15,9 @@ _LLAMA_1B = dict(
     vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
     num_key_value_heads=8, head_dim=64, rms_norm_eps=1e-5, tie_word_embeddings=True,
 )  # fmt: skip
+_LLAMA_8B = _LLAMA_1B | dict(
+    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, head_dim=128, tie_word_embeddings=False
+)
 _TINY = dict(
     vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
     num_key_value_heads=2,
@@ -25,6 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama2-7b": dict(PRESETS["llama2"].architecture or {}),
     "xgen-7b": dict(PRESETS["xgen"].architecture or {}),
     "llama-1b": _LLAMA_1B,  # Llama 3.2 1B, as the stored measurements call it
+    "llama-8b": _LLAMA_8B,  # Llama 3.1 8B
     "tiny": _TINY,
 }
 SIZES = {

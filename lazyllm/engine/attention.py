@@ -23,8 +23,8 @@ from lazyllm.engine.declaration import NOTHING, Look
 from lazyllm.engine.devices import home_of
 from lazyllm.errors import UserError
 
-# Scores that a sum over queries holds at once: 128 MB in float32
-BLOCK = 2**25
+# Scores that a sum over queries holds at once. On a CPU few enough to stay in its caches; elsewhere 128 MB in float32
+BLOCK_ON_CPU, BLOCK = 2**22, 2**25
 
 
 class Probe:
@@ -216,10 +216,13 @@ def attention_scores(
     # float16 would overflow here where attention itself does not, and bfloat16 would blur what is compared
     exact = torch.promote_types(query.dtype, torch.float32)
     logits = _capped((last.to(exact) * scaling) @ key[0].to(exact).transpose(-1, -2), softcap).view(heads, w, s)
-    if mask is None and (w > 1 or window is not None):
+    if mask is None and window is not None:
         slots = torch.arange(s, device=key.device)
         of_query = slots[s - w :, None]
-        mask = (slots <= of_query if window is None else (slots <= of_query) & (slots > of_query - window))[None, None]
+        mask = ((slots <= of_query) & (slots > of_query - window))[None, None]
+    elif mask is None and w > 1:  # only the newest tokens lie behind a query
+        behind = torch.ones(w, w, dtype=torch.bool, device=key.device).triu(1)
+        logits[..., s - w :].masked_fill_(behind, float("-inf"))
     elif mask is not None and mask.dtype != torch.bool and look.raw:
         mask = mask == 0  # eager attention's masks hold the lowest number in place of -inf
     if mask is not None and mask.dtype == torch.bool:
@@ -248,7 +251,9 @@ def _summed_scores(
     weights = torch.linspace(*look.summed, w, dtype=exact, device=key.device)
     key = key.to(exact)  # once, not for each block
     sums = weights.new_zeros((heads, s))
-    block = max(1, BLOCK // (heads * s))
+    block = max(1, (BLOCK_ON_CPU if key.device.type == "cpu" else BLOCK) // (heads * s))
+    if block < w:  # in the order in which the products read it
+        key = key.transpose(-1, -2).contiguous().transpose(-1, -2)
     for first in range(0, w, block):
         last = min(first + block, w)
         later = w - last  # queries behind the block, and keys that none of its queries attends to

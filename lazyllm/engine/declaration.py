@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,14 @@ class Prompt:
     spans: per token the half-open range of `text` that it stands for, empty for a special token; () without a text.
     context: ascending, disjoint ranges of `text` that a method may shorten by leaving tokens out. The rest
         (instruction, question, an example's answer) is never touched.
+    encode: tokenises another text as this one was, special tokens included; None if that is not known.
     """
 
     token_ids: Tensor
     text: str = ""
     spans: tuple[tuple[int, int], ...] = ()
     context: tuple[tuple[int, int], ...] = ()
+    encode: Callable[[str], Sequence[int]] | None = None
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]

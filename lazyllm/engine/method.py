@@ -6,7 +6,7 @@ Nothing here imports torch: a method can be made, checked and counted before any
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.declaration import Group, Prompt
@@ -85,13 +85,16 @@ class Method(ABC):
         """FLOPs of what any model computes of n prompt tokens before the prefill."""
         return 0
 
-    def ideal_speedup(self, config: Any, n: int) -> float:
+    def ideal_speedup(self, config: Any, n: int, computed: Sequence[int] | None = None) -> float:
         """FLOPs of the baseline's prefill of n tokens over those of this method's, scoring included.
 
-        See `lazyllm.engine.flops` for what is counted.
+        computed: how many prompt tokens a prefill has computed in each layer (`Generation.computed[0]`); None takes the
+        declared numbers, which are only to be expected if they depend on the prompt. See `lazyllm.engine.flops` for
+        what is counted.
         """
         layers = config.num_hidden_layers
-        own = prefill_flops(config, self.tokens_per_layer(layers, n)) + self.scoring_flops(config, n)
+        tokens = self.tokens_per_layer(layers, n) if computed is None else computed
+        own = prefill_flops(config, tokens) + self.scoring_flops(config, n)
         return prefill_flops(config, [n] * layers) / own
 
     @classmethod

@@ -32,8 +32,9 @@ class ASL(Layerwise):
     mean over these tokens. Scores are FastKV's, summed over heads. Positions are the prompt's. Nothing is cut if the
     prompt has no more than `keep` tokens and the window.
 
-    What enters each layer depends on the prompt. `groups`, and so `ideal_speedup`, take the earliest cut that there can
-    be; `Generation.computed` says what was. Each layer that may be the one waits once for the device.
+    What enters each layer depends on the prompt. `groups` and `ideal_speedup` take the earliest cut that there can be;
+    `Generation.computed` and `ideal_speedup(..., computed=...)` say what was. Each layer that may be the one waits once
+    for the device.
 
     Source: the paper and a description of the code (TANIGUCHIREI/ASL, commit 9e1ec0c, which has no licence).
     Ours: all of the code; a variance of 0 cuts; ties go to the lower position.

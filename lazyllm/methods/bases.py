@@ -177,7 +177,6 @@ class Select(Method):
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         from lazyllm.methods.sessions import SelectSession
 
-        self.check_prompt(prompt)
         return SelectSession(self, decoder, prompt, max_new_tokens)
 
 

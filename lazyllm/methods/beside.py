@@ -13,39 +13,64 @@ from transformers import PreTrainedModel
 from lazyllm.engine.architecture import Layout, find_layout
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.devices import home_of
+from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of, load_weights
 from lazyllm.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Another model with its tokenizer, None if it was not asked for. layout: found before the clock starts."""
+    """Another model. layout: found before the clock starts."""
 
     model: PreTrainedModel
-    tokenizer: Any
     layout: Layout
 
 
-def load_beside(spec: ModelSpec, model: PreTrainedModel, tokenizer: bool = True) -> Beside:
+def load_beside(spec: ModelSpec, model: PreTrainedModel) -> Beside:
     """The model of that spec, but in the dtype and on the device of `model`. Kept for the prompts that follow.
-
-    tokenizer: load that too.
 
     Methods have no state, so this is where `Method.prepare` leaves what `Method.start` needs. Raises UserError.
     """
-    own = replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home_of(model)))
-    return _load(own, tokenizer)
+    return _load(replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home_of(model))))
 
 
 @contextmanager
-def open_beside(spec: ModelSpec, decoder: Decoder, tokenizer: bool = True) -> Iterator[tuple[Decoder, Any]]:
-    """(decoder, tokenizer) of the model of that spec. What it runs counts in `decoder.tokens_run` too."""
-    other = load_beside(spec, decoder.model, tokenizer)
+def open_beside(spec: ModelSpec, decoder: Decoder) -> Iterator[Decoder]:
+    """A decoder of the model of that spec. What it runs counts in `decoder.tokens_run` too."""
+    other = load_beside(spec, decoder.model)
     with open_decoder(other.model, other.layout, counted_by=decoder) as opened:
-        yield opened, other.tokenizer
+        yield opened
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A text in another model's tokens. spans: [n] the half-open range of the text that each stands for."""
+
+    token_ids: list[int]
+    spans: list[tuple[int, int]]
+
+
+def read_beside(spec: ModelSpec, text: str, special_tokens: bool = True) -> Reading:
+    """The text as the model of that spec reads it. Raises UserError: no tokenizer, or one that gives no spans."""
+    own = tokenizer_beside(spec)(
+        text, add_special_tokens=special_tokens, return_offsets_mapping=True, truncation=False, verbose=False
+    )
+    return Reading(own["input_ids"], own["offset_mapping"])
 
 
 @lru_cache(maxsize=2)
-def _load(spec: ModelSpec, tokenizer: bool) -> Beside:
+def tokenizer_beside(spec: ModelSpec) -> Any:
+    """The tokenizer of the model of that spec. Raises UserError: there is none, or it gives no spans."""
+    tokenizer = load_tokenizer_of(spec)
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(
+            f"the tokenizer of {spec.name!r} does not say which characters its tokens stand for: give a model whose "
+            "tokenizer is a fast one"
+        )
+    return tokenizer
+
+
+@lru_cache(maxsize=2)
+def _load(spec: ModelSpec) -> Beside:
     model = load_weights(spec)
-    return Beside(model, load_tokenizer_of(spec) if tokenizer else None, find_layout(model))
+    return Beside(model, find_layout(model))

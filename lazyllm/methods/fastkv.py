@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lazyllm.engine.declaration import Group, Look
+from lazyllm.engine.declaration import NOTHING, Group, Look
 from lazyllm.methods.bases import Cut, Layerwise, at_depth
 from lazyllm.methods.schedule import check_pool, check_ratio, check_whole, share_of
 
@@ -18,15 +18,47 @@ POOLINGS = ("max", "average")
 
 
 @dataclass(frozen=True)
-class FastKV(Layerwise):
-    """Cut the prompt once, after a whole layer, by the attention of the last tokens; each key head stores its own best.
+class HalfwayCut(Layerwise):
+    """What FastKV and CLAA share: one cut after a whole layer, by the attention of the last tokens.
 
     layer: 1-based layer after which the cut is; None for half of the depth (the authors' 16 of 32, 20 of 40).
     keep: share of the n prompt tokens that go on, rounded down, the window among them and never less than it.
-    retain: share of n that each key head stores in each layer up to `layer` (SnapKV), likewise; in later layers
-        retain/keep of the tokens that entered them. 1 turns SnapKV off: layers store all that entered them.
     window: the last tokens, whose attention scores the others and which always stay.
-    pool, pooling: odd width of the pooling of scores along the prompt, by "max" or "average".
+    pool: odd width of the pooling of scores along the prompt.
+    """
+
+    layer: int | None = None
+    keep: float = 0.2
+    window: int = field(default=8, kw_only=True)
+    pool: int = field(default=7, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.layer is not None:
+            check_whole("layer", self.layer, 1)
+        check_ratio("keep", self.keep)
+        check_whole("window", self.window, 1)
+        check_pool(self.pool)
+
+    def cut_after(self, num_layers: int) -> int:
+        """The layer after which the cut is. Raises ValueError if it is beyond the model."""
+        return at_depth(self.layer, num_layers, Fraction(1, 2))
+
+    def kept(self, n: int) -> int:
+        """How many of n tokens go on after the cut."""
+        return min(n, max(share_of(self.keep, n), self.window))
+
+    def look(self, layer: int, wanted: bool) -> Look:
+        return Look((layer - 1,), self.window, per_head=True, summed=(1, 1)) if wanted else NOTHING
+
+
+@dataclass(frozen=True)
+class FastKV(HalfwayCut):
+    """Cut the prompt once, after a whole layer, by the attention of the last tokens; each key head stores its own best.
+
+    layer, keep, window, pool: as in `HalfwayCut`.
+    retain: share of n that each key head stores in each layer up to `layer` (SnapKV), rounded as `keep`; in later
+        layers retain/keep of the tokens that entered them. 1 turns SnapKV off: layers store all that entered them.
+    pooling: of scores along the prompt, "max" or "average".
 
     Scores: probabilities summed over the window's queries, pooled for each query head, summed over heads. Positions are
     the prompt's. So the key heads of a layer store different tokens, of which decoding sees these alone.
@@ -43,26 +75,14 @@ class FastKV(Layerwise):
     named: ClassVar[tuple[str, ...]] = ("retain",)
     everything: ClassVar[Mapping[str, Any]] = {"keep": 1.0, "retain": 1}
 
-    layer: int | None = None
-    keep: float = 0.2
     retain: float = 0.1
-    window: int = 8
-    pool: int = 7
     pooling: str = "max"
 
     def __post_init__(self) -> None:
-        if self.layer is not None:
-            check_whole("layer", self.layer, 1)
-        check_ratio("keep", self.keep)
+        super().__post_init__()
         check_ratio("retain", self.retain)
-        check_whole("window", self.window, 1)
-        check_pool(self.pool)
         if self.pooling not in POOLINGS:
             raise ValueError(f"pooling is {' or '.join(POOLINGS)}, got {self.pooling!r}")
-
-    def kept(self, n: int) -> int:
-        """How many of n tokens go on after the cut."""
-        return min(n, max(share_of(self.keep, n), self.window))
 
     def stored(self, m: int, is_late: bool) -> int:
         """How many of the m tokens that enter a layer each key head stores; `is_late` behind the cut."""
@@ -72,24 +92,21 @@ class FastKV(Layerwise):
         return min(m, max(int(share * m), self.window))
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
-        cut, late = at_depth(self.layer, num_layers, Fraction(1, 2)), self.kept(n)
+        cut, late = self.cut_after(num_layers), self.kept(n)
         if self.retain == 1:  # nothing but the cut needs a boundary
-            early = Group(range(cut), n, self._look(cut if late < n else None))
+            early = Group(range(cut), n, self.look(cut, late < n))
             return [early, Group(range(cut, num_layers), late)] if cut < num_layers else [early]
         groups = []
         for layer in range(1, num_layers + 1):
             m = late if layer > cut else n
             drops = self.stored(m, layer > cut) < m or (layer == cut and late < n)
-            groups.append(Group(range(layer - 1, layer), m, self._look(layer if drops else None)))
+            groups.append(Group(range(layer - 1, layer), m, self.look(layer, drops)))
         return groups
-
-    def _look(self, layer: int | None) -> Look:
-        return Look() if layer is None else Look((layer - 1,), self.window, per_head=True, summed=(1, 1))
 
     def cutter(self, num_layers: int, kv_heads: int, n: int) -> Cut:
         from lazyllm.methods.sessions import best_and_window, sum_over_first, window_scores
 
-        at, late = at_depth(self.layer, num_layers, Fraction(1, 2)), self.kept(n)
+        at, late = self.cut_after(num_layers), self.kept(n)
 
         def cut(layer: int, seen: list[Tensor], m: int) -> tuple[Tensor | slice | None, Tensor | None]:
             stored = self.stored(m, layer > at)

@@ -16,17 +16,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lazyllm.engine.decoder import Decoder
+    from lazyllm.engine.session import Session
+
+
+_OTHER = "give a draft with the model's tokenizer, or text=true to hand over what is kept as text"
 
 
 @dataclass(frozen=True)
 class SpecPrefill(Select):
     """Run the chunks of the prompt that a draft's last prompt token and next greedy tokens attend to.
 
-    draft: folder, hub id or preset of a smaller model with the same tokenizer; None for the model under test, which
-        costs more than it saves and shows what a perfect draft would choose.
+    draft: folder, hub id or preset of a smaller model; None for the model under test, which costs more than it saves
+        and shows what a perfect draft would choose.
     keep: share of the chunks, rounded up. lookahead: queries that score, the last prompt token's among them.
     chunk: tokens to a chunk; the last may be shorter. pool: odd width of the average pooling of attention.
     sound: the chunks of the first token and of the last `chunk` tokens are kept first. As released, none has to be.
+    text: the draft has a tokenizer of its own (arXiv 2603.02631). It reads the prompt's text; kept chunks of its tokens
+        become text again, joined by `[...]`, which the model reads anew, from position 0. How many tokens that gives
+        depends on the text: `kept` and `scoring_flops` take both tokenizers to give as many.
 
     Scores: `lazyllm.methods.look_ahead`; a chunk's is the mean over its tokens. The model runs kept tokens at the
     prompt's positions, and decoding goes on behind the whole prompt. The draft's time is part of TTFT, as scoring.
@@ -34,7 +41,8 @@ class SpecPrefill(Select):
 
     Source: the authors' code (Jingyu6/speculative_prefill, commit c1d6bd3, MIT), described and written anew.
     Ours: end tokens are the draft's own; steps behind one run without effect, so that none waits for the device;
-    `sound`; ties go to the lower chunk.
+    `sound`; ties go to the lower chunk. Of `text`, which has no code: neighbouring chunks are one piece; special tokens
+    belong to no chunk.
     """
 
     label: ClassVar[str] = "SpecPrefill"
@@ -42,7 +50,7 @@ class SpecPrefill(Select):
     colour: ClassVar[str | None] = "#0000EE"
     marker: ClassVar[str | None] = "*"
     dial: ClassVar[str | None] = "keep"
-    named: ClassVar[tuple[str, ...]] = ("draft", "sound")
+    named: ClassVar[tuple[str, ...]] = ("draft", "sound", "text")
 
     draft: str | None = None
     keep: float = 0.3
@@ -50,6 +58,7 @@ class SpecPrefill(Select):
     chunk: int = 32
     pool: int = 13
     sound: bool = False
+    text: bool = False
 
     def __post_init__(self) -> None:
         if self.draft is not None and not isinstance(self.draft, str):
@@ -58,6 +67,8 @@ class SpecPrefill(Select):
         check_whole("lookahead", self.lookahead, 1)
         check_whole("chunk", self.chunk, 1)
         check_pool(self.pool)
+        if self.text and self.draft is None:
+            raise ValueError("text=true is for a draft with a tokenizer of its own: give draft=FOLDER_OR_HUB_ID")
 
     def models(self) -> tuple[ModelSpec, ...]:
         return () if self.draft is None else (ModelSpec(self.draft),)
@@ -66,10 +77,11 @@ class SpecPrefill(Select):
         draft = self._draft_config(config)
         # a family pads its table of embeddings differently from size to size
         same_family = (draft.model_type, draft.bos_token_id) == (config.model_type, config.bos_token_id)
-        if draft.vocab_size != config.vocab_size and not (same_family and draft.bos_token_id is not None):
+        may_differ = self.text or (same_family and draft.bos_token_id is not None)
+        if draft.vocab_size != config.vocab_size and not may_differ:
             raise ValueError(
                 f"draft {self.draft!r} has a vocabulary of {draft.vocab_size} tokens and the model one of "
-                f"{config.vocab_size}: give a draft with the model's tokenizer"
+                f"{config.vocab_size}: {_OTHER}"
             )
         own, other = (LayerShape.of(one).linear_flops * one.num_hidden_layers for one in (config, draft))
         if other > own:
@@ -77,11 +89,35 @@ class SpecPrefill(Select):
                 f"draft {self.draft!r} is {other / own:.1f} times as large as the model: give a smaller model"
             )
 
-    def prepare(self, model: PreTrainedModel) -> None:
-        from lazyllm.methods.beside import load_beside
+    def check_prompt(self, prompt: Prompt) -> None:
+        if self.text and (not prompt.text or prompt.encode is None):
+            raise ValueError("text=true works on the prompt's text: give a lazyllm.Prompt with `text` and `encode`")
+        if self.draft is None or self.text or not prompt.spans:
+            return
+        from lazyllm.methods.beside import read_beside
 
-        for spec in self.models():
-            load_beside(spec, model, tokenizer=False)
+        (spec,) = self.models()
+        read = read_beside(spec, prompt.text)
+        own, other = (
+            [token for token, (start, stop) in zip(token_ids, spans, strict=True) if start < stop]
+            for token_ids, spans in ((prompt.token_ids.tolist(), prompt.spans), (read.token_ids, read.spans))
+        )
+        if own != other:
+            raise ValueError(f"draft {self.draft!r} reads the prompt in other tokens than the model does: {_OTHER}")
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        if self.text:
+            from lazyllm.methods.beside import tokenizer_beside
+
+            tokenizer_beside(*self.models())
+        super().prepare(model)
+
+    def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
+        if not self.text:
+            return super().start(decoder, prompt, max_new_tokens)
+        from lazyllm.methods.kept_text import start_on_kept_text
+
+        return start_on_kept_text(self, decoder, prompt, max_new_tokens)
 
     def chunks(self, n: int) -> int:
         """How many chunks of n tokens stay."""
@@ -103,32 +139,37 @@ class SpecPrefill(Select):
         import torch
 
         from lazyllm.methods.beside import open_beside
+
+        n = len(prompt)
+        if self.kept(n) == n:
+            return torch.arange(n, device=decoder.device)
+        if self.draft is None:
+            return self.choose(self.scores(decoder, prompt.token_ids))
+        (spec,) = self.models()
+        with open_beside(spec, decoder) as draft:
+            return self.choose(self.scores(draft, prompt.token_ids)).to(decoder.device)
+
+    def scores(self, draft: Decoder, token_ids: Tensor) -> Tensor:
+        """[n] scores of the tokens [n], on the draft's device."""
+        from lazyllm.engine.generation import end_ids_of
+        from lazyllm.methods.look_ahead import look_ahead
+
+        return look_ahead(draft, token_ids.to(draft.device), self.lookahead, self.pool, end_ids_of(draft.model))
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """The ascending positions of the tokens in the best chunks, of scores [n]."""
+        import torch
+
         from lazyllm.methods.sessions import rank
 
-        n, count = len(prompt), -(-len(prompt) // self.chunk)
-        positions = torch.arange(count * self.chunk, device=decoder.device).view(count, self.chunk)
-        if self.chunks(n) == count:
-            return positions.flatten()[:n]
-        if self.draft is None:
-            scores = self._scores(decoder, prompt)
-        else:
-            (spec,) = self.models()
-            with open_beside(spec, decoder, tokenizer=False) as (draft, _):
-                scores = self._scores(draft, prompt).to(decoder.device)
+        n, count = len(scores), -(-len(scores) // self.chunk)
+        positions = torch.arange(count * self.chunk, device=scores.device).view(count, self.chunk)
         padded = torch.nn.functional.pad(scores, (0, positions.numel() - n)).view(count, self.chunk)
         means = padded.sum(dim=1) / (positions < n).sum(dim=1)
         for forced in self._forced(n):
             means[forced] = float("inf")
         chosen = positions[rank(means)[: self.chunks(n)].sort().values].flatten()
         return chosen if n % self.chunk == 0 else chosen[chosen < n]
-
-    def _scores(self, draft: Decoder, prompt: Prompt) -> Tensor:
-        """[n] scores of the prompt tokens, on the draft's device."""
-        from lazyllm.engine.generation import end_ids_of
-        from lazyllm.methods.look_ahead import look_ahead
-
-        token_ids = prompt.token_ids.to(draft.device)
-        return look_ahead(draft, token_ids, self.lookahead, self.pool, end_ids_of(draft.model))
 
     def _forced(self, n: int) -> set[int]:
         """The chunks that stay in any case."""

@@ -88,10 +88,9 @@ class PromptCompression(Select):
             check_spacy()
         window_size(self._scorer_config(config), self.window)
         for spec in self.models():
-            from lazyllm.models.load import load_tokenizer_of
+            from lazyllm.methods.beside import tokenizer_beside
 
-            if not getattr(load_tokenizer_of(spec), "is_fast", False):
-                raise ValueError(f"the tokenizer of scorer {spec.name!r} does not say which characters its tokens are")
+            tokenizer_beside(spec)
 
     def check_prompt(self, prompt: Prompt) -> None:
         needs_text = self.unit != "token" or self.scorer is not None
@@ -108,6 +107,10 @@ class PromptCompression(Select):
     def prepare(self, model: PreTrainedModel) -> None:
         if self.unit != "token":
             load_splitter(self.unit)
+        for spec in self.models():
+            from lazyllm.methods.beside import tokenizer_beside
+
+            tokenizer_beside(spec)
         super().prepare(model)
 
     def kept(self, n: int) -> int:
@@ -165,15 +168,13 @@ class PromptCompression(Select):
         """[k] self-information by the scorer of tokens that stand for the character ranges `spans` [k, 2] of `text`."""
         import torch
 
-        from lazyllm.methods.beside import open_beside
+        from lazyllm.methods.beside import open_beside, read_beside
 
         (spec,) = self.models()
-        with open_beside(spec, decoder) as (scorer, tokenizer):
-            own = tokenizer(
-                text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
-            )
-            info = self_information(scorer, torch.tensor(own["input_ids"], device=scorer.device), self.window)
-        return carried_over(info, np.asarray(own["offset_mapping"], dtype=np.int64), spans)
+        own = read_beside(spec, text, special_tokens=False)
+        with open_beside(spec, decoder) as scorer:
+            info = self_information(scorer, torch.tensor(own.token_ids, device=scorer.device), self.window)
+        return carried_over(info, np.asarray(own.spans, dtype=np.int64), spans)
 
 
 def droppable(prompt: Prompt) -> np.ndarray:

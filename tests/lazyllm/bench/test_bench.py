@@ -13,15 +13,16 @@ from transformers import LlamaConfig
 import lazyllm
 from lazyllm.bench.__main__ import main, method_of
 from lazyllm.bench.case_table import quartiles
-from lazyllm.bench.cases import Pair, Run
+from lazyllm.bench.cases import Pair, Run, cases_of
 from lazyllm.bench.clock import Waits, in_turns, revived_flops
 from lazyllm.bench.shapes import SHAPES, build, config_of
 from lazyllm.bench.steered import SteeredLazy
 from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.flops import LayerShape
-from lazyllm.methods import Baseline, Lazy
+from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.methods import METHODS, Baseline, Lazy
 from lazyllm.models.spec import ModelSpec
+from scripts import bench_report
 from tests.reference import random_model
 
 SHAPE = "--shape layers=4,width=64,vocab=50,mlp=64 --dtype float32 --device cpu"
@@ -44,6 +45,9 @@ def test_ratios_by_hand() -> None:
     assert (always.idle_step_ratio(), always.revival_cost(80)) == (None, None)
     transformers = Pair(PAIR.baseline, Run(9.0, [7.0], 23.0, [0], 50.0))
     assert (transformers.step_ratio(), transformers.idle_step_ratio()) == (3.0, None)
+    assert PAIR.equal_step_ratio() is None
+    beside = Pair(PAIR.baseline, PAIR.other, Run(1.0, [1.0, 2.0, 1.5], 5.5, [0, 0, 0], 50.0))
+    assert beside.equal_step_ratio() == 3.0 / 1.5
     assert quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == (2.0, 3.0, 4.0)
     assert quartiles([7.0]) == (7.0, 7.0, 7.0)
 
@@ -122,7 +126,7 @@ def test_generations_in_turns_are_those_alone() -> None:
     methods = [Lazy({1: 0.5, 3: 0.6}), Baseline(), Lazy({2: 0.3})]
     alone = [lazyllm.generate(model, prompt, method, 7, ()) for method in methods]
     assert len({tuple(one.token_ids) for one in alone}) > 1
-    for done, expected in zip(in_turns(model, methods, prompt, 7), alone, strict=True):
+    for done, expected in zip(in_turns(model, [(method, prompt) for method in methods], 7), alone, strict=True):
         assert (done.token_ids, done.selected) == (expected.token_ids, expected.selected)
         assert len(done.seconds) == 7
         assert done.run().product_flops_per_s > 0
@@ -193,3 +197,34 @@ def test_long_prompts_are_sampled_once(tmp_path, capsys) -> None:
     for more in ("--new-tokens 2", "--new-tokens 1 --against hf"):
         with pytest.raises(SystemExit, match="--repeats 0 is one prefill"):
             main(f"{SHAPE} --tokens 20 --repeats 0 {more}".split())
+
+
+def test_the_whole_field(tmp_path, capsys) -> None:
+    shape = SHAPE.replace("layers=4", "layers=8,kv_heads=1")
+    how = "--field --speedups 1.3 --tokens 60 --new-tokens 3 --repeats 1 --warmup 0 --json"
+    file = tmp_path / "field.json"
+    main([*f"{shape} {how}".split(), str(file)])
+    report = json.loads(file.read_text())
+    cases = {case.name: case for case in cases_of(report)}
+    diagnostic_or_baseline = {"oracle", "baseline"}
+    assert {name.split()[0] for name in cases} == set(METHODS) - diagnostic_or_baseline
+    config = config_of("layers=8,width=64,vocab=50,mlp=64,kv_heads=1", 63)
+    for case in cases.values():
+        [pair] = case.pairs
+        assert pair.equal is not None
+        assert [len(run.step_s) for run in (pair.baseline, pair.other, pair.equal)] == [2, 2, 2]
+    # cut after layer 2 + 2 - 1 of 8, at 12 of 60 tokens and the window of 32
+    flops = prefill_flops(config, [60] * 3 + [44] * 5)
+    assert cases["asl"].ideal_ttft_speedup == prefill_flops(config, [60] * 8) / flops
+    for name in ("claa 1.3x", "fastkv 1.3x", "lazy 1.3x", "pyramidinfer 1.3x", "static_pruning 1.3x"):
+        assert cases[name].ideal_ttft_speedup == pytest.approx(1.3, rel=0.05)
+        counted = cases[name].untimed
+        assert counted is not None
+        assert counted.prefill_waits == 0
+    shown = capsys.readouterr().out
+    assert shown.count("\n| ") == len(cases) + 1
+    bench_report.main([str(tmp_path)])
+    assert (tmp_path / "field.png").read_bytes().startswith(b"\x89PNG")
+    assert "| asl | 60 |" in (tmp_path / "README.md").read_text()
+    with pytest.raises(SystemExit, match="--field takes all methods"):
+        main([*f"{shape} --field --against hf".split()])

@@ -114,8 +114,8 @@ def test_one_command_measures_all(parts, tmp_path, monkeypatch) -> None:
     """Every part is a call that the benchmark takes: shapes, schedules and settings are checked, nothing is timed."""
     measured = []
 
-    def measure(options, model, methods, device) -> None:
-        measured.append((options.shape, options.tokens, list(methods)))
+    def measure(options, model, methods_for, table, device) -> None:
+        measured.append((options.shape, options.tokens, list(methods_for(2000))))
         options.json.write_text("{}")
 
     monkeypatch.setattr(bench, "build", lambda config, spec: None)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from lazyllm.engine import attention
 from lazyllm.engine.declaration import Look
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.partial import importance_of_layers, run_layers
@@ -87,3 +88,22 @@ def test_importance_of_all_layers_is_the_last_row_of_attention() -> None:
     assert found.shape == (5, 23)
     torch.testing.assert_close(found, expected.to(found.dtype), rtol=0, atol=1e-6)  # eager softmax is in float32
     assert importance_of_layers(random_model("qwen3", 4), PROMPT[:1]).eq(1).all()
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("size", [1, 3 * 4 * 17, 2**22])  # of a block: one query, three, all
+def test_sums_over_queries_do_not_depend_on_the_blocks(window: int | None, size: int, monkeypatch) -> None:
+    """4 query heads on 2 key heads: each of the last 7 of 17 tokens by itself, weighted from 1 to 3."""
+    draw = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, heads, 17, 8, dtype=torch.float64, generator=draw) for heads in (4, 2))
+    monkeypatch.setattr(attention, "BLOCK_ON_CPU", size)
+    look = Look((0,), 7, per_head=True, summed=(1, 3))
+    found = attention.attention_scores(query, key, None, 0.3, None, look, window)
+    expected = torch.zeros(4, 17, dtype=torch.float64)
+    for number, position in enumerate(range(10, 17)):
+        first = 0 if window is None else position - window + 1
+        for head in range(4):
+            keys = key[0, head // 2, first : position + 1]
+            logits = torch.stack([0.3 * (query[0, head, position] * one).sum() for one in keys])
+            expected[head, first : position + 1] += (1 + number / 3) * logits.exp() / logits.exp().sum()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

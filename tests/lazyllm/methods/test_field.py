@@ -201,7 +201,9 @@ def test_a_cut_that_depends_on_the_prompt_is_where_ranks_settle() -> None:
         own: dict[str, Any] = {"first": 2, "threshold": 0.9, "keep": 6, "window": 4, "layers": 2, "pool": 3}
         expected = asl(model, ids, **own, steps=STEPS)
         with casts_in_float64():
-            hold(model, ASL(**own), ids, expected)
+            out = hold(model, ASL(**own), ids, expected)
+        measured = ASL(**own).ideal_speedup(model.config, len(ids), out.computed[0])
+        assert measured == prefill_flops(model.config, [40] * 8) / prefill_flops(model.config, expected.passes[0])
         cuts.add(next(iter(expected.selected), None))
     assert len(cuts) >= 3
 
