@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import lazyllm
+from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import Prompt, build_prompt
 from eval.benchmarks.suite import Example
@@ -103,7 +104,7 @@ def test_evidence_is_followed_through_template_truncation_and_wrap(
     tokenizer = Characters()
     tokenizer.chat_template = "given"
     example = replace(EXAMPLE, answer_prefix=" It is")
-    prompt = build_prompt(example, TEMPLATE, tokenizer, limit, chat)  # type: ignore[arg-type]
+    prompt = build_prompt(example, TEMPLATE, tokenizer, limit, CHAT_FORMATS[chat])  # type: ignore[arg-type]
     assert [prompt.text[start:end] for start, end in prompt.evidence] == expected
 
 
@@ -112,7 +113,7 @@ def test_a_record_has_a_share_for_each_layer() -> None:
     loaded = load_rows(DATASETS["lookup"])
     prompt = build_prompt(loaded.examples[0], loaded.template, tokenizer)
     case = Case(DATASETS["lookup"], loaded.examples[0], prompt, Lazy({2: 0.3, 5: 0.3}), 8, (2,))
-    found = Bench(model, tokenizer, "none", paired=False).measure(case, baseline_first=True).method
+    found = Bench(model, tokenizer, ChatFormat(), paired=False).measure(case, baseline_first=True).method
     (needle,) = [prompt.text[start:end] for start, end in prompt.evidence]
     assert found.evidence_tokens == len(tokenizer.encode(f" {needle}", add_special_tokens=False))
     assert found.evidence_prefill is not None
@@ -121,5 +122,7 @@ def test_a_record_has_a_share_for_each_layer() -> None:
     assert found.evidence_prefill[:2] == [1, 1]
     assert 1 > found.evidence_prefill[2] >= found.evidence_prefill[5]
     assert found.evidence_prefill[7] == found.evidence_recall
-    silent = Bench(model, tokenizer, "none", paired=False, evidence=False).measure(case, baseline_first=True).method
+    silent = (
+        Bench(model, tokenizer, ChatFormat(), paired=False, evidence=False).measure(case, baseline_first=True).method
+    )
     assert (silent.evidence_tokens, silent.evidence_prefill) == (None, None)

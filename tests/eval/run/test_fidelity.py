@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import lazyllm
+from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt, gold_token_ids
 from eval.run.fidelity import edit_similarity, forced_logits, of_forced, of_generations
@@ -33,7 +34,7 @@ def measured(name: str, method: Method, forced: bool = False) -> tuple[Case, Mea
     loaded = load_rows(DATASETS[name])
     example = loaded.examples[0]
     case = Case(DATASETS[name], example, build_prompt(example, loaded.template, TOKENIZER), method, 8, (2,))
-    record = Bench(MODEL, TOKENIZER, "none", True, forced).measure(case, baseline_first=True)
+    record = Bench(MODEL, TOKENIZER, ChatFormat(), True, forced).measure(case, baseline_first=True)
     assert record.baseline is not None
     return case, record.method, record.baseline
 
