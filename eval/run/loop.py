@@ -24,6 +24,7 @@ from eval.paper.known_methods import marked
 from eval.paper.summary import Summary, compared_table, summarise, summary_table, to_json
 from eval.run import device_lock, provenance
 from eval.run.config import DEFAULT_LABEL, RunConfig, datasets_of, model_spec
+from eval.run.forecast import first_example, is_out_of_memory, what_fits
 from eval.run.measure import Bench, Case
 from eval.run.plan import Plan, prepare, within_reach
 from eval.run.tracing import trace
@@ -35,6 +36,7 @@ from eval.store.trace import Trace
 from lazyllm.engine.devices import devices_of, read_clock, release_memory
 from lazyllm.errors import UserError, reason_of
 from lazyllm.models.load import load_weights
+from lazyllm.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -217,9 +219,10 @@ def _measure_on(
     bench = Bench(model, plan.tokenizer, plan.chat, plan.paired, config.fidelity is not None, config.evidence)
     if todo:
         _warm_up(bench, todo, config.timing.warmup)
+    announced = False
     with progress(len(todo)) as advance:
         for number, case in enumerate(todo):
-            outcome = _measure(bench, case, baseline_first=number % 2 == 0)
+            outcome = _measure(bench, model_spec(config), case, baseline_first=number % 2 == 0)
             if isinstance(outcome, Failure):
                 log.warning("%s, row %s failed: %s", *outcome.key, outcome.reason)
                 store.fail(outcome)
@@ -227,20 +230,24 @@ def _measure_on(
             else:
                 store.append(outcome)
                 tracker.record(outcome)
+                if not announced:
+                    log.info("%s", first_example(outcome, todo[number + 1 :]))
+                    announced = True
             advance(case.dataset.name)
     for case in untraced:
         if case.key in store.records:
             _trace_case(bench, case, store)
 
 
-def _measure(bench: Bench, case: Case, baseline_first: bool) -> Record | Failure:
+def _measure(bench: Bench, spec: ModelSpec, case: Case, baseline_first: bool) -> Record | Failure:
     """The example's record, or why there is none: out of memory, logits that are not finite, a fault in a method."""
     try:
         return bench.measure(case, baseline_first)
     except UserError:
         raise  # every other example would end the same way
     except Exception as error:
-        return Failure(*case.key, reason_of(error), traceback.format_exc())
+        advice = f"; {what_fits(bench.model, spec, case, bench.paired)}" if is_out_of_memory(error) else ""
+        return Failure(*case.key, reason_of(error) + advice, traceback.format_exc())
 
 
 def _warm_up(bench: Bench, cases: list[Case], runs: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,11 +63,15 @@ def test_an_example_that_fails_is_written_down_and_the_others_go_on(tmp_path: Pa
     # two generations an example: the method of the first fails, and the baseline (second run) of the fourth
     errors = {1: torch.OutOfMemoryError("CUDA out of memory.\nTried 2 GiB"), 7: FloatingPointError("logits not finite")}
     failing(monkeypatch, errors)
+    caplog.set_level("INFO")
     run(config_of(tmp_path / "run"), show=False)
     _, records = read_run(tmp_path / "run")
     failures = [json.loads(line) for line in (tmp_path / "run" / "failures.jsonl").read_text().splitlines()]
     assert len(records) == 4
-    assert [(one["dataset"], one["reason"]) for one in failures] == [
+    (said,) = [message for message in caplog.messages if message.startswith("first example: ")]
+    assert re.search(r"9\d prompt tokens, 2 new ones, .* s by the baseline, .*; 4 are left, about \d", said)
+    assert re.search(r"; out of memory at 9\d prompt tokens; .*Less is needed with model.quant", failures[0]["reason"])
+    assert [(one["dataset"], one["reason"].partition(";")[0]) for one in failures] == [
         ("lookup", "OutOfMemoryError: CUDA out of memory. Tried 2 GiB"),
         ("shots", "FloatingPointError: logits not finite"),
     ]
