@@ -30,7 +30,7 @@ class GroupCache:
     capacity: slots to make at the first step; grows if more are needed.
     max_positions: how long the whole text can become.
 
-    attended: how many of the last slots the next layer attends to; None for all.
+    is_ascending: whether slots follow positions: no step but the first has added more than the newest token.
     slot_of: [max_positions] the slot of the token at each position, -1 if it is not stored. Slots of future
         tokens are assigned in advance, so a step that revives nothing writes nothing here. A step that adds more than
         the newest token moves them on.
@@ -40,10 +40,9 @@ class GroupCache:
         self.layers = layers
         self.length = 0
         self.added = 0
-        self.attended: int | None = None
         self._capacity = capacity
         self._text_length = 0
-        self._in_order = True  # no step but the first has added more than one token: slots follow positions
+        self.is_ascending = True
         self._positions = torch.empty(max_positions, dtype=torch.long, device=device)
         self.slot_of = torch.full((max_positions,), -1, dtype=torch.long, device=device)
         self._absent: Tensor | None = None
@@ -66,7 +65,7 @@ class GroupCache:
     @property
     def is_whole(self) -> bool:
         """Whether all tokens of the text are stored, each in the slot of its position."""
-        return self._in_order and self.length == self._text_length
+        return self.is_ascending and self.length == self._text_length
 
     @property
     def stored_layers(self) -> frozenset[int]:
@@ -90,7 +89,7 @@ class GroupCache:
         if self.length > self._capacity:
             self._grow(min(self._all.shape[0], self.length + max(GROWTH, self.length // 8)))
         if start == 0 or self.added > 1:
-            self._in_order &= start == 0
+            self.is_ascending &= start == 0
             self._place(start, positions)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -105,8 +104,7 @@ class GroupCache:
         values[:, :, start : self.length] = value
         if start == 0:
             return key, value  # prefill attends to just what it computed, in the layout that the kernels like best
-        first = 0 if self.attended is None else max(0, self.length - self.attended)
-        return keys[:, :, first : self.length], values[:, :, first : self.length]
+        return keys[:, :, : self.length], values[:, :, : self.length]
 
     def retain(self, slots: Tensor) -> None:
         """Forget all tokens but those in `slots` [k] (ascending), and give their memory back."""
@@ -139,7 +137,6 @@ class GroupCache:
         self._positions = torch.cat([self._positions[slots], later], dim=1)
         self.length = kept
         self._capacity = kept + spare
-        self._in_order = False
 
     def _place(self, start: int, positions: Tensor) -> None:
         """Write down that the last slots, from `start` on, are those of `positions`, and which slots follow."""

@@ -123,7 +123,7 @@ class Session:
         return batch
 
     def chosen(self, cache: GroupCache, batch: Batch) -> Tensor | None:
-        """[m, s] bool: which stored tokens each of the batch attends to; None for all up to itself."""
+        """[s] bool: which stored tokens the batch attends to, each up to itself; None for all."""
         return None
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Batch:

@@ -115,14 +115,10 @@ class LazySession(Session):
         return torch.where(self._present[:end], importance, -1.0)
 
     def chosen(self, cache: GroupCache, batch: Batch) -> Tensor | None:
-        """The stored tokens that are in this step's set and not after the query; None if these are all."""
-        if cache.added == cache.length:
-            return None  # prefill: causal attention over the batch
-        if len(batch) == 1 and cache.length == self._num_present:
-            return None  # everything stored is in the set, and the newest token comes after all of it
-        stored = cache.positions
-        is_present = self._present[stored]
-        return is_present[None] if len(batch) == 1 else is_present & (stored <= batch.positions[:, None])
+        """The stored tokens that are in this step's set; None if all are, as in prefill."""
+        if cache.added == cache.length or cache.length == self._num_present:
+            return None
+        return self._present[cache.positions]
 
     def _revive(self, index: int, batch: Batch) -> Batch:
         """The batch for the next group: those of the tokens in the set that it has not computed, the newest last.
