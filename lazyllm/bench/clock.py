@@ -234,13 +234,18 @@ def untimed(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: 
         _trim()
         reset_peak(device)
         before = read_peak(device)
+
+        def peak() -> int | None:
+            now = read_peak(device)
+            return None if now is None or before is None else now - before
+
         start = read_clock(device)
         with Waits() as in_prefill:
             session = method.start(decoder, Prompt(prompt), new_tokens)
             session.cross_in_prefill = selecting.around(session.cross_in_prefill)
             decoder.probe.look = selecting.around(decoder.probe.look)
             session.prefill(token_ids)
-        seconds, peak = read_clock(device) - start, read_peak(device)
+        seconds, prefill_peak = read_clock(device) - start, peak()
         selection_share = selecting.seconds / seconds
         kv_bytes, aux_bytes = session.kv_bytes, session.aux_bytes
         step_waits = 0
@@ -255,7 +260,8 @@ def untimed(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: 
         step_waits=step_waits,
         kv_bytes=kv_bytes,
         aux_bytes=aux_bytes,
-        prefill_peak_bytes=None if peak is None or before is None else peak - before,
+        prefill_peak_bytes=prefill_peak,
+        generation_peak_bytes=peak(),
     )
 
 
