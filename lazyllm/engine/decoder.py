@@ -67,19 +67,6 @@ class Decoder:
         )
         return moved(ropes, self.device)
 
-    def check_lengths(self, prompt_tokens: int, max_new_tokens: int) -> None:
-        """Refuse a generation during which the frequencies of a LongRoPE would change. Raises ValueError.
-
-        The model's own `generate` then computes all K and V anew; tokens that are computed once cannot.
-        """
-        for switch in _rope_switches(self.config):
-            if prompt_tokens <= switch < prompt_tokens + max_new_tokens - 1:  # the last new token is not run
-                raise ValueError(
-                    f"{type(self.model).__name__} changes its RoPE for all tokens when a text grows beyond {switch} "
-                    f"tokens: {prompt_tokens} prompt tokens and up to {max_new_tokens} new ones would cross that; keep "
-                    "the whole text within it, or the prompt beyond it"
-                )
-
     def run(
         self,
         group: GroupCache,
@@ -156,6 +143,26 @@ def open_decoder(
         finally:
             if counted_by is not None:
                 counted_by.tokens_run += decoder.tokens_run
+
+
+def check_lengths(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
+    """Refuse a generation during which the frequencies of a LongRoPE would change. Raises ValueError.
+
+    The model's own `generate` then computes all K and V anew; tokens that are computed once cannot.
+    """
+    for switch in _rope_switches(model.config):
+        if prompt_tokens <= switch < prompt_tokens + max_new_tokens - 1:  # the last new token is not run
+            raise ValueError(
+                f"{type(model).__name__} changes its RoPE for all tokens when a text grows beyond {switch} "
+                f"tokens: {prompt_tokens} prompt tokens and up to {max_new_tokens} new ones would cross that; keep "
+                "the whole text within it, or the prompt beyond it"
+            )
+
+
+def longest_text(config: Any) -> float:
+    """The positions that a model is made for; a RoPE that grows with the text has no end."""
+    grows = any("dynamic" in str(rope.get("rope_type")) for rope in _rope_parameters(config))
+    return float("inf") if grows else config.max_position_embeddings
 
 
 @contextmanager
