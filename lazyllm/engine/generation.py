@@ -304,8 +304,8 @@ class Conversation:
             return None
         if more_ids is None or len(more_ids) == 0:
             raise UserError("a later turn needs tokens: give more_ids, at least one token")
-        if self._method.turns is None:
-            raise UserError(f"{self._method.label} has no later turns: begin a new session")
+        if getattr(self._method, "prune_generated", False):
+            raise UserError(f"{self._method.label} with prune_generated has no later turns: begin a new session")
         turn = as_prompt(self._model, more_ids).token_ids
         total = len(self.token_ids) + len(turn) + max_new_tokens
         most = longest_text(self._model.config)
@@ -354,6 +354,8 @@ def check_fits(model: PreTrainedModel, method: Method, prompt: Prompt) -> None:
     """Refuse, before anything runs, what the method cannot do with this prompt. Raises ValueError."""
     method.tokens_per_layer(model.config.num_hidden_layers, len(prompt))  # refuses what does not fit the depth
     method.check_prompt(prompt)
+    if method.turns not in ("continue", "again"):
+        raise ValueError(f"turns is 'continue' or 'again', got {method.turns!r}")
 
 
 def end_ids_of(model: PreTrainedModel) -> frozenset[int]:

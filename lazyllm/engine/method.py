@@ -39,9 +39,8 @@ class Method(ABC):
     dial: ClassVar[str | None] = None  # the hyperparameter that a target speedup ("2.0x") is solved for, if any
     named: ClassVar[tuple[str, ...]] = ()  # hyperparameters that, like the dial, are written down even at their default
     diagnostic: ClassVar[bool] = False  # no method but a reference: what selects is in no time and no count
-    # what later turns of a session do: "continue" behind what the method has kept, "again" from the whole text; None if
-    # the method has no later turns
-    turns: str | None = "continue"
+    # what later turns of a session do: "continue" behind what is stored, or "again" from the whole text
+    turns: Any = "continue"
     table1: ClassVar[Mapping[str, Any]] = {}  # what `table1` stands for if it is not solved for, by hyperparameter
 
     @abstractmethod

@@ -40,6 +40,7 @@ class Lazy(Prune):
     colour: ClassVar[str | None] = "#0072B2"
     marker: ClassVar[str | None] = "o"
     dial: ClassVar[str | None] = "schedule"
+    turns: ClassVar[str] = "continue"
 
     schedule: Schedule | Mapping[int, float] | str = "paper"
     prune_generated: bool = False
