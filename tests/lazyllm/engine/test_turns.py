@@ -86,14 +86,14 @@ def test_four_turns_of_every_kind_of_model(variant: str) -> None:
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_keeping_everything_is_the_model_on_the_whole_text(architecture: str, chunk: int | None) -> None:
     model, rng = random_model(architecture, 3, num_layers=4), random.Random(architecture)
-    text, more = draw(rng, 20), None
     for method in (Lazy({1: 1.0, 3: 1.0}), Baseline(), StaticPruning(2, 1.0), FastKV(keep=1.0, retain=1.0)):
         text, more = draw(rng, 20), None
         with lazyllm.start(model, text, method, chunk) as session:
             for _ in range(3):
                 text = text + (more or [])
+                ids = torch.tensor([text])
                 expected = model.generate(
-                    torch.tensor([text]), max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, eos_token_id=None
                 )[0].tolist()
                 found = session.answer(more, 4, ())
                 assert text + found.token_ids == expected
@@ -142,7 +142,11 @@ def test_a_fork_and_its_session_do_not_see_each_other(method: Method) -> None:
     session.answer(None, 4, ())
     fork, late = session.fork(), session.fork()
     results = {}
-    for name, branch, turns in (("fork", fork, [other]), ("self", session, [question, other]), ("late", late, [question])):
+    for name, branch, turns in (
+        ("fork", fork, [other]),
+        ("self", session, [question, other]),
+        ("late", late, [question]),
+    ):
         watched = Watched()
         for more in turns:
             branch.answer_by(watched, more, 4)
