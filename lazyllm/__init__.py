@@ -17,7 +17,7 @@ from lazyllm.errors import UserError
 from lazyllm.methods.schedule import Schedule
 
 if TYPE_CHECKING:
-    from lazyllm.engine.generation import Generation, generate
+    from lazyllm.engine.generation import Generation, generate, start
     from lazyllm.integrations.transformers_generate import generate_with, using
     from lazyllm.models.load import load_model
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _HEAVY = {
     "Generation": "lazyllm.engine.generation",
     "generate": "lazyllm.engine.generation",
+    "start": "lazyllm.engine.generation",
     "generate_with": "lazyllm.integrations.transformers_generate",
     "load_model": "lazyllm.models.load",
     "using": "lazyllm.integrations.transformers_generate",
@@ -39,6 +40,7 @@ __all__ = [
     "generate_with",
     "load_model",
     "methods",
+    "start",
     "using",
 ]
 

@@ -47,7 +47,7 @@ def _memory(case: Case) -> str:
 
 
 def _peak(case: Case) -> str:
-    ours, theirs = case.untimed and case.untimed.prefill_peak_bytes, case.baseline_untimed.prefill_peak_bytes
+    ours, theirs = case.untimed and case.untimed.peak_bytes, case.baseline_untimed.peak_bytes
     return f"{megabytes(ours)} of {megabytes(theirs)}" if ours is not None and theirs is not None else "-"
 
 

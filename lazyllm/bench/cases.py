@@ -96,7 +96,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Untimed:
-    """Results of a run of its own. Bytes; the peak is that beyond what was held before, None if unknown.
+    """Results of a run of its own. Bytes; peaks are those beyond what was held before, None if unknown.
 
     prefill_s: seconds of its prefill, with the counting in it.
     selection_share: of the time to the first token, spent on scores, ranking and gathering, and on what runs before the
@@ -112,6 +112,12 @@ class Untimed:
     kv_bytes: int
     aux_bytes: int
     prefill_peak_bytes: int | None
+    generation_peak_bytes: int | None = None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of the whole generation; of the prefill if an older file says no more."""
+        return self.generation_peak_bytes or self.prefill_peak_bytes
 
 
 @dataclass(frozen=True)

@@ -257,13 +257,18 @@ def untimed(
         _trim()
         reset_peak(device)
         before = read_peak(device)
+
+        def peak() -> int | None:
+            now = read_peak(device)
+            return None if now is None or before is None else now - before
+
         start, began = read_clock(device), wall_clock(device)
         with Waits() as in_prefill:
             session = method.start(decoder, Prompt(prompt), new_tokens)
             session.cross_in_prefill = selecting.around(session.cross_in_prefill)
             decoder.probe.look = selecting.around(decoder.probe.look)
             session.prefill(token_ids)
-        seconds, wall_s, peak = read_clock(device) - start, wall_clock(device) - began, read_peak(device)
+        seconds, wall_s, prefill_peak = read_clock(device) - start, wall_clock(device) - began, peak()
         selection_share = (selecting.seconds + session.scoring_s) / wall_s
         computed = session.computed[0]
         kv_bytes, aux_bytes = session.kv_bytes, session.aux_bytes
@@ -279,7 +284,8 @@ def untimed(
         step_waits=step_waits,
         kv_bytes=kv_bytes,
         aux_bytes=aux_bytes,
-        prefill_peak_bytes=None if peak is None or before is None else peak - before,
+        prefill_peak_bytes=prefill_peak,
+        generation_peak_bytes=peak(),
     )
     return found, computed
 

@@ -87,7 +87,7 @@ def _peak_growth(case: Case, cases: Sequence[Case]) -> Iterable[float]:
     """
     alike = [other for other in cases if other.name == case.name and other.tokens >= LONG and other.untimed]
     shortest = min(alike, key=lambda other: other.tokens, default=case)
-    before, after = (each.untimed and each.untimed.prefill_peak_bytes for each in (shortest, case))
+    before, after = (each.untimed and each.untimed.peak_bytes for each in (shortest, case))
     growth = case.tokens / shortest.tokens
     return [after / before / growth] if before and after and growth > 1 else []
 

@@ -8,6 +8,7 @@ Notation:
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,34 +21,31 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lazyllm.engine.declaration import NOTHING, Look
-from lazyllm.engine.devices import home_of
+from lazyllm.engine.devices import home_of, moved
+from lazyllm.engine.reach import Reach
 from lazyllm.errors import UserError
 
 # Scores that a sum over queries holds at once. On a CPU few enough to stay in its caches; elsewhere 128 MB in float32
 BLOCK_ON_CPU, BLOCK = 2**22, 2**25
 
+# (queries, keys) -> [b, k] bool: which of the last k of these keys each of them attends to, beside all before; None for
+# all (`Reach.seen_last`)
+Seen = Callable[[slice, slice], Tensor | None]
+
 
 class Probe:
     """Tells the installed attention function what to look at, and holds what it found.
 
-    own_attention_is_eager: whether the model's own attention has no causality of its own.
-    own_masks: whether the model's own attention takes masks in prefill (additive for eager, else of bool); those of
-        `part_mask` are for `attend_to_chosen` in any case.
-    own_window: whether the model's own attention has sliding windows of its own, over tokens without gaps.
-    decodes: whether this is a decoding step; its mask, if there is one, is that of `part_mask`.
-    window: the sliding window of the layer that runs, if only the model's own attention knows of it.
+    decodes: whether tokens are stored beside those that run.
+    reach: which stored tokens the layer that runs attends to.
     stop_at: the layer (from 0) whose attention raises `KeysReached` instead of running; None for none.
     home: the device that scores are brought to, whichever one their layer is on.
     """
 
-    def __init__(
-        self, own_attention_is_eager: bool, home: torch.device, own_masks: bool = True, own_window: bool = False
-    ) -> None:
-        self.own_attention_is_eager = own_attention_is_eager
-        self.own_masks = own_masks
-        self.own_window = own_window
+    reach: Reach
+
+    def __init__(self, home: torch.device) -> None:
         self.decodes = False
-        self.window: int | None = None
         self.stop_at: int | None = None
         self._home = home
         self._look = NOTHING
@@ -60,11 +58,9 @@ class Probe:
     def wants(self, layer: int) -> bool:
         return layer in self._look.layers
 
-    def look(
-        self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, softcap: float | None = None
-    ) -> None:
+    def look(self, query: Tensor, key: Tensor, scaling: float, softcap: float | None = None) -> None:
         """Take down `attention_scores` of a layer that is asked for."""
-        scores = attention_scores(query, key, mask, scaling, softcap, self._look, self.window)
+        scores = attention_scores(query, key, self.reach.seen_last, scaling, softcap, self._look)
         self._found.append(scores.to(self._home))
 
     def take(self) -> Tensor:
@@ -97,15 +93,16 @@ class KeysReached(Exception):  # noqa: N818 - no error
 def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
     """Put an observing attention function into `model`, and take it out again on exit, whatever happens.
 
-    The model's own attention (SDPA, FlashAttention, eager) does the work. Decoding steps that attend to part of the
-    stored tokens go to `attend_to_chosen`. In place of SDPA it takes all decoding steps: it calls the same kernels, but
-    they read K and V once, not once for every query head that shares them.
+    The model's own attention (SDPA, FlashAttention, eager) does the work. What needs a mask is run in blocks of
+    queries. In decoding, blocks go to `attend_to_chosen`, and in place of SDPA all steps: it calls the same kernels,
+    but they read K and V once, not once for every query head that shares them.
     """
     own_name = model.config._attn_implementation
     is_sdpa = own_name == "sdpa"
     is_eager = own_name is None or own_name == "eager"
     is_flash = own_name is not None and own_name.startswith("flash")
-    probe = Probe(is_eager, home_of(model), own_masks=is_eager or is_sdpa, own_window=is_flash)
+    takes_masks = is_eager or is_sdpa  # in prefill
+    probe = Probe(home_of(model))
     name = f"lazyllm_{id(probe)}"  # of its own, so that two models may generate at the same time
 
     def attention(
@@ -117,21 +114,45 @@ def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
         if layer == probe.stop_at:
             raise KeysReached(query, key)
         if probe.wants(layer):
-            probe.look(query, key, attention_mask, scaling, softcap)
-        is_part = attention_mask is not None and (probe.decodes or not probe.own_masks)
-        if is_part or (is_sdpa and probe.decodes):
-            return attend_to_chosen(query, key, value, attention_mask, scaling, softcap), None
-        own = _own_attention(own_name, module)
-        if not is_flash:
-            return own(module, query, key, value, attention_mask, **kwargs)
-        # transformers' FlashAttention asks the config for its own name, and takes gaps in the positions for the seams
-        # of several sequences packed into one
-        kwargs.pop("position_ids", None)
-        model.config._attn_implementation = own_name
-        try:
-            return own(module, query, key, value, attention_mask, **kwargs)
-        finally:
-            model.config._attn_implementation = name
+            probe.look(query, key, scaling, softcap)
+        reach, decodes = probe.reach, probe.decodes
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            if (decodes and is_sdpa) or (mask is not None and (decodes or not takes_masks)):
+                return attend_to_chosen(query, key, value, mask, scaling, softcap)
+            own = _own_attention(own_name, module)
+            if not is_flash:
+                return own(module, query, key, value, mask, **kwargs)[0]
+            # transformers' FlashAttention asks the config for its own name, and takes gaps in the positions for the
+            # seams of several sequences packed into one
+            of_flash = {key: value for key, value in kwargs.items() if key != "position_ids"}
+            model.config._attn_implementation = own_name
+            try:
+                return own(module, query, key, value, mask, **of_flash)[0]
+            finally:
+                model.config._attn_implementation = name
+
+        # in prefill the model's own attention is causal, and FlashAttention's has windows, over tokens without gaps
+        is_own = not decodes and ((is_flash and reach.is_whole) or (not is_eager and reach.window is None))
+        if is_own or reach.is_everything:
+            return attend(query, key, value, None), None
+        heads, share = query.shape[1], query.shape[1] // key.shape[1]
+        if decodes or not takes_masks:
+            form = functools.partial(part_mask, share=share, dtype=query.dtype)
+        else:
+            form = functools.partial(_eager_mask, dtype=query.dtype) if is_eager else _bool_mask
+        # where products are in memory they are those of all heads, else the mask is all there is
+        held = heads if softcap is not None or (is_eager and not decodes) else share
+        out: Tensor | None = None
+        for rows, keys, mask in reach.blocks(form, held * query.dtype.itemsize, query.device):
+            part = attend(query[:, :, rows], key[:, :, keys], value[:, :, keys], mask)
+            if part.shape[1] == query.shape[2]:
+                return part, None
+            if out is None:
+                out = part.new_empty(1, query.shape[2], *part.shape[2:])
+            out[:, rows] = part
+        assert out is not None  # there is a block
+        return out, None
 
     ALL_ATTENTION_FUNCTIONS[name] = attention
     model.config._attn_implementation = name
@@ -173,76 +194,74 @@ def _own_attention(name: str | None, module: nn.Module) -> Callable[..., tuple[T
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
-def part_mask(chosen: Tensor, share: int, dtype: torch.dtype) -> Tensor:
-    """The additive mask of `attend_to_chosen`, made once for all layers of a group.
+def part_mask(seen: Tensor, share: int, dtype: torch.dtype) -> Tensor:
+    """The additive mask of `attend_to_chosen`.
 
-    chosen [m, s] bool: which stored tokens each query attends to; [g, 1, s] for one query if key heads store different
-    tokens. share: query heads per key head, h/g.
-    Returns [1, 1, h/g * m, s] in `dtype`, or [1, 1, 1, s] for a single query, or [1, g, 1, s].
+    seen [m, s] bool: which stored tokens each query attends to; [g, m, s] if key heads store different tokens.
+    share: query heads per key head, h/g.
+    Returns [1, 1, h/g * m, s] in `dtype`, or [1, g, h/g * m, s]; a single query has one row for all its heads.
     """
-    m, s = chosen.shape[-2:]
-    by_head = chosen.ndim == 3
+    m, s = seen.shape[-2:]
     # CUDA's kernels want rows that begin at multiples of 16 elements, else each layer makes such a copy of the mask
-    first = chosen.shape[0] if by_head else 1 if m == 1 else share
-    rows = chosen.new_empty((first, m, -(-s // 16) * 16), dtype=dtype)
-    mask = rows[..., :s].fill_(float("-inf")).masked_fill_(chosen, 0)
-    return mask[None] if by_head else mask.flatten(0, 1)[None, None]
+    rows = seen.new_empty((*seen.shape[:-2], 1 if m == 1 else share, m, -(-s // 16) * 16), dtype=dtype)
+    mask = rows[..., :s].fill_(float("-inf")).masked_fill_(seen.unsqueeze(-3), 0).flatten(-3, -2)
+    return mask[None] if seen.ndim == 3 else mask[None, None]
+
+
+def _eager_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """[1, 1, m, s], as transformers makes it for eager attention."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
+
+
+def _bool_mask(seen: Tensor) -> Tensor:
+    """[1, 1, m, s], as SDPA takes it."""
+    return seen[None, None]
 
 
 def attention_scores(
     query: Tensor,
     key: Tensor,
-    mask: Tensor | None,
+    seen: Seen,
     scaling: float,
     softcap: float | None = None,
     look: Look = NOTHING,
-    window: int | None = None,
 ) -> Tensor:
     """What `look` asks to see of one layer; by default Eq. 1, the newest token's attention, mean over heads.
 
     query [1, h, m, d] and key [1, g, s, d] after RoPE; the newest token is the last query.
-    mask: its last rows count, additive (`part_mask`) or bool [1, 1, m, s]. Without one, each query attends to
-        everything stored up to itself, within the last `window` of it if that is given.
+    seen: which keys the last queries attend to.
     softcap: what the attention logits are capped at, c * tanh(logits / c), as in Gemma 2.
     Returns [h, w, s], w = min(look.queries, m), with fewer dimensions as `Look` says, in float32 (float64 for a float64
     model); a probability is 0 if a token is not attended to. The cost is h*w*s*d.
     """
     if look.summed is not None:
-        return _summed_scores(query, key, mask, scaling, softcap, look, window)
-    heads, kv_heads, d, s = query.shape[1], key.shape[1], query.shape[-1], key.shape[2]
-    w = min(look.queries, query.shape[2])
-    # [1, h, w, d] -> [g, h/g * w, d]: the query heads that share a key head become the rows of one product
-    last = query[:, :, -w:].reshape(kv_heads, heads // kv_heads * w, d)
-    # float16 would overflow here where attention itself does not, and bfloat16 would blur what is compared
-    exact = torch.promote_types(query.dtype, torch.float32)
-    logits = _capped((last.to(exact) * scaling) @ key[0].to(exact).transpose(-1, -2), softcap).view(heads, w, s)
-    if mask is None and window is not None:
-        slots = torch.arange(s, device=key.device)
-        of_query = slots[s - w :, None]
-        mask = ((slots <= of_query) & (slots > of_query - window))[None, None]
-    elif mask is None and w > 1:  # only the newest tokens lie behind a query
-        behind = torch.ones(w, w, dtype=torch.bool, device=key.device).triu(1)
-        logits[..., s - w :].masked_fill_(behind, float("-inf"))
-    elif mask is not None and mask.dtype != torch.bool and look.raw:
-        mask = mask == 0  # eager attention's masks hold the lowest number in place of -inf
-    if mask is not None and mask.dtype == torch.bool:
-        logits.masked_fill_(~mask[0, :, -w:], float("-inf"))
-    elif mask is not None:
-        logits += mask[0, :, -w:]
+        return _summed_scores(query, key, seen, scaling, softcap, look)
+    m = query.shape[2]
+    logits = _logits(query, key, seen, slice(m - min(look.queries, m), m), key.shape[2], scaling, softcap)
     scores = logits if look.raw else logits.softmax(dim=-1)
     scores = scores if look.per_head else scores.mean(dim=0)
     return scores.squeeze(-2) if look.queries == 1 else scores
 
 
-def _summed_scores(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    look: Look,
-    window: int | None,
+def _logits(
+    query: Tensor, key: Tensor, seen: Seen, rows: slice, keys: int, scaling: float, softcap: float | None
 ) -> Tensor:
+    """[h, w, keys] of the queries in `rows` and the first `keys` keys; -inf if a key is not attended to."""
+    heads, kv_heads, d = query.shape[1], key.shape[1], query.shape[-1]
+    w = rows.stop - rows.start
+    # [1, h, w, d] -> [g, h/g * w, d]: the query heads that share a key head become the rows of one product
+    last = query[:, :, rows].reshape(kv_heads, heads // kv_heads * w, d)
+    # float16 would overflow here where attention itself does not, and bfloat16 would blur what is compared
+    exact = torch.promote_types(query.dtype, torch.float32)
+    products = (last.to(exact) * scaling) @ key[0, :, :keys].to(exact).transpose(-1, -2)
+    logits = _capped(products, softcap).view(heads, w, keys)
+    attended = moved(seen(rows, slice(0, keys)), key.device)
+    if attended is not None:
+        logits[..., keys - attended.shape[-1] :].masked_fill_(~attended, float("-inf"))
+    return logits
+
+
+def _summed_scores(query: Tensor, key: Tensor, seen: Seen, scaling: float, softcap: float | None, look: Look) -> Tensor:
     """`attention_scores` for a `look.summed`: [h, s], or [s]. A block of queries at a time, each up to its own keys."""
     heads, m, s = query.shape[1], query.shape[2], key.shape[2]
     w = min(look.queries, m)
@@ -254,15 +273,11 @@ def _summed_scores(
     block = max(1, (BLOCK_ON_CPU if key.device.type == "cpu" else BLOCK) // (heads * s))
     if block < w:  # in the order in which the products read it
         key = key.transpose(-1, -2).contiguous().transpose(-1, -2)
-    for first in range(0, w, block):
-        last = min(first + block, w)
-        later = w - last  # queries behind the block, and keys that none of its queries attends to
-        part = Look(queries=last - first, per_head=True)
-        of_mask = None if mask is None else mask[..., : mask.shape[-2] - later, : s - later]
-        scores = attention_scores(
-            query[:, :, : m - later], key[:, :, : s - later], of_mask, scaling, softcap, part, window
-        )
-        sums[:, : s - later] += weights[first:last] @ scores.view(heads, last - first, s - later)
+    for first in range(m - w, m, block):
+        rows = slice(first, min(first + block, m))
+        keys = s - (m - rows.stop)  # none of the queries attends to those behind
+        scores = _logits(query, key, seen, rows, keys, scaling, softcap).softmax(dim=-1)
+        sums[:, :keys] += weights[first - (m - w) : rows.stop - (m - w)] @ scores
     return sums if look.per_head else sums.mean(dim=0)
 
 

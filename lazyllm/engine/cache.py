@@ -11,6 +11,7 @@ Notation:
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -30,9 +31,9 @@ class GroupCache:
     capacity: slots to make at the first step; grows if more are needed.
     max_positions: how long the whole text can become.
 
-    attended: how many of the last slots the next layer attends to; None for all.
+    is_ascending: whether slots follow positions: no run has added a token before one that was stored.
     slot_of: [max_positions] the slot of the token at each position, -1 if it is not stored. Slots of future
-        tokens are assigned in advance, so a step that revives nothing writes nothing here. A step that adds more than
+        tokens are assigned in advance, so a step that revives nothing writes nothing here. A run that adds more than
         the newest token moves them on.
     """
 
@@ -40,13 +41,13 @@ class GroupCache:
         self.layers = layers
         self.length = 0
         self.added = 0
-        self.attended: int | None = None
         self._capacity = capacity
         self._text_length = 0
-        self._in_order = True  # no step but the first has added more than one token: slots follow positions
+        self.is_ascending = True
         self._positions = torch.empty(max_positions, dtype=torch.long, device=device)
         self.slot_of = torch.full((max_positions,), -1, dtype=torch.long, device=device)
         self._absent: Tensor | None = None
+        self._is_lent = False  # to a fork or from it: its owner may add to K and V, and this must not
         self._all = torch.arange(max_positions, device=device)  # positions, or slots
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
@@ -66,7 +67,7 @@ class GroupCache:
     @property
     def is_whole(self) -> bool:
         """Whether all tokens of the text are stored, each in the slot of its position."""
-        return self._in_order and self.length == self._text_length
+        return self.is_ascending and self.length == self._text_length
 
     @property
     def stored_layers(self) -> frozenset[int]:
@@ -79,23 +80,45 @@ class GroupCache:
         buffers = [*self._keys.values(), *self._values.values()]
         return sum(self.length * buffer[:, :, 0].nbytes for buffer in buffers)
 
-    def extend(self, positions: Tensor, text_length: int) -> None:
+    def announce(self, text_length: int, max_positions: int) -> None:
+        """Take the text's new tokens, of which any may never come here, for absent. Its most is `max_positions` now."""
+        old, device = self._all.shape[0], self._all.device
+        self._all = torch.arange(max_positions, device=device)
+        tail = self._all[: max_positions - old]
+        self._positions = torch.cat([self._positions, tail.expand(*self._positions.shape[:-1], -1)], dim=-1)
+        self.slot_of = torch.cat([self.slot_of, tail])
+        self.slot_of[self._text_length : text_length] = -1
+        self._text_length = text_length
+        self._foresee()
+
+    def extend(self, positions: Tensor, text_length: int, is_new: bool = False) -> None:
         """Make room for the tokens at `positions` [m], which this step computes in every layer of the group.
 
-        text_length: tokens of the text by now. After the first step one token alone is always the text's newest.
+        text_length: tokens of the text by now. After the first step one token alone is the text's newest, unless the
+        text has been announced. is_new: whether all tokens come after all that were stored.
         """
         self.added = positions.shape[0]
         start, self.length = self.length, self.length + self.added
-        self._text_length = text_length
+        is_announced, self._text_length = text_length == self._text_length, text_length
         if self.length > self._capacity:
             self._grow(min(self._all.shape[0], self.length + max(GROWTH, self.length // 8)))
-        if start == 0 or self.added > 1:
-            self._in_order &= start == 0
+        if start == 0 or self.added > 1 or is_announced:
+            self.is_ascending &= start == 0 or is_new
             self._place(start, positions)
+
+    def fork(self) -> GroupCache:
+        """The same tokens, to go on otherwise. K and V are copied when the fork adds to them, and not before."""
+        other = copy.copy(self)
+        other._positions, other.slot_of = self._positions.clone(), self.slot_of.clone()
+        other._keys, other._values = dict(self._keys), dict(self._values)
+        other._is_lent = True
+        return other
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store K and V [1, g, m, d] of the step's tokens; return what is attended to, [1, g, s, d]."""
         start = self.length - self.added
+        if self._is_lent:
+            self._grow(self._capacity)
         if layer_idx not in self._keys:
             shape = (*key.shape[:2], self._capacity, key.shape[3])
             self._keys[layer_idx] = key.new_empty(shape)
@@ -105,8 +128,7 @@ class GroupCache:
         values[:, :, start : self.length] = value
         if start == 0:
             return key, value  # prefill attends to just what it computed, in the layout that the kernels like best
-        first = 0 if self.attended is None else max(0, self.length - self.attended)
-        return keys[:, :, first : self.length], values[:, :, first : self.length]
+        return keys[:, :, : self.length], values[:, :, : self.length]
 
     def retain(self, slots: Tensor) -> None:
         """Forget all tokens but those in `slots` [k] (ascending), and give their memory back."""
@@ -139,19 +161,24 @@ class GroupCache:
         self._positions = torch.cat([self._positions[slots], later], dim=1)
         self.length = kept
         self._capacity = kept + spare
-        self._in_order = False
 
     def _place(self, start: int, positions: Tensor) -> None:
         """Write down that the last slots, from `start` on, are those of `positions`, and which slots follow."""
-        stop, text = self.length, self._text_length
-        self._positions[start:stop] = positions
+        stop = self.length
+        self._positions[..., start:stop] = positions
         self.slot_of[positions] = self._all[start:stop]
+        self._foresee()
+
+    def _foresee(self) -> None:
+        """Assign the slots behind the last one to the tokens behind the text."""
+        stop, text = self.length, self._text_length
         last = stop + self._all.shape[0] - text
-        self._positions[stop:last] = self._all[text:]
+        self._positions[..., stop:last] = self._all[text:]
         self.slot_of[text:] = self._all[stop:last]
         self._absent = None
 
     def _grow(self, capacity: int) -> None:
+        self._is_lent = False
         used = self.length - self.added
         for buffers in (self._keys, self._values):
             for layer, old in buffers.items():
@@ -184,6 +211,7 @@ class AuxCache:
         self._slot_of = torch.full((max_positions,), -1, dtype=torch.long, device=device)
         self._free = torch.empty(0, dtype=torch.long, device=device)  # a stack; its first `_num_free` entries count
         self._num_free = 0
+        self._is_shared = False  # with a fork: whoever changes something copies it all first
 
     def __len__(self) -> int:
         return self._states.shape[0] - self._num_free
@@ -193,9 +221,20 @@ class AuxCache:
         """Bytes of the states held (free slots not counted)."""
         return len(self) * self._states.shape[1] * self._states.element_size()
 
+    def fork(self) -> AuxCache:
+        """The same states, to go on otherwise. They are copied when one of the two goes on, and not before."""
+        self._is_shared = True
+        return copy.copy(self)
+
+    def lengthen(self, max_positions: int) -> None:
+        """The text may become longer than it was said to."""
+        more = self._slot_of.new_full((max_positions - self._slot_of.shape[0],), -1)
+        self._slot_of = torch.cat([self._slot_of, more])
+
     def put(self, positions: Tensor, states: Tensor) -> None:
         """Hold `states` [m, w] of the tokens at `positions` [m]."""
         m = positions.shape[0]
+        self._own()
         if self._states.shape[0] == 0:  # the first states come in order: there is nothing to place them by
             self._states = self._brought_home(states)
             self._slot_of[positions] = torch.arange(m, device=positions.device)
@@ -212,11 +251,17 @@ class AuxCache:
     def take(self, positions: Tensor) -> Tensor:
         """Hand out the states [m, w] of the tokens at `positions` [m] and forget them."""
         m = positions.shape[0]
+        self._own()
         slots = self._slot_of[positions]
         self._slot_of[positions] = -1
         self._free[self._num_free : self._num_free + m] = slots
         self._num_free += m
         return self._states[slots.to(self._states.device)].to(positions.device)
+
+    def _own(self) -> None:
+        if self._is_shared:
+            self._states, self._slot_of, self._free = self._states.clone(), self._slot_of.clone(), self._free.clone()
+            self._is_shared = False
 
     def _brought_home(self, states: Tensor) -> Tensor:
         home = self._states.device

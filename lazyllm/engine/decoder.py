@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lazyllm.engine.architecture import Layout, find_layout, hidden_before_layers, logits_of_normed
-from lazyllm.engine.attention import Probe, installed_attention, part_mask
+from lazyllm.engine.attention import Probe, installed_attention
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.cpu_linear import products_of
 from lazyllm.engine.declaration import Look
 from lazyllm.engine.devices import device_of, devices_of, home_of, is_spread, moved
 from lazyllm.engine.flops import LayerShape
+from lazyllm.engine.reach import Reach
 
 Rope = tuple[Tensor, ...]  # cos and sin, [1, m, d] each, for every kind of layer that has its own
 
@@ -49,7 +49,6 @@ class Decoder:
         self.width: int = model.config.hidden_size
         self.tokens_run = 0.0
         shape = LayerShape.of(model.config)
-        self._share = shape.heads // shape.kv_heads
         self._largest_matrix = shape.width * max(shape.mlp_width, shape.heads * shape.head_dim)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -68,19 +67,6 @@ class Decoder:
         )
         return moved(ropes, self.device)
 
-    def check_lengths(self, prompt_tokens: int, max_new_tokens: int) -> None:
-        """Refuse a generation during which the frequencies of a LongRoPE would change. Raises ValueError.
-
-        The model's own `generate` then computes all K and V anew; tokens that are computed once cannot.
-        """
-        for switch in _rope_switches(self.config):
-            if prompt_tokens <= switch < prompt_tokens + max_new_tokens - 1:  # the last new token is not run
-                raise ValueError(
-                    f"{type(self.model).__name__} changes its RoPE for all tokens when a text grows beyond {switch} "
-                    f"tokens: {prompt_tokens} prompt tokens and up to {max_new_tokens} new ones would cross that; keep "
-                    "the whole text within it, or the prompt beyond it"
-                )
-
     def run(
         self,
         group: GroupCache,
@@ -93,39 +79,31 @@ class Decoder:
     ) -> Tensor:
         """Run the group's layers over hidden [1, m, w]; K and V go into `group`, which must have been extended.
 
-        chosen: [m, s] bool, which stored tokens each query attends to; None for causal attention over the m tokens
-            (prefill), or over everything stored (a single query, decoding). A layer with a sliding window attends to
-            those of them whose positions lie in the window.
+        chosen: [s] bool, which stored tokens the queries attend to, each up to itself; None for all. A layer with a
+            sliding window attends to those of them whose positions lie in the window.
         look: what `probe` takes down of the group's attention.
         length: of the whole text; all positions, stored ones too, are below it.
         """
         self.tokens_run += positions.shape[0] * len(group.layers) / len(self.layers)
         self.probe.watch(look)
         self.probe.decodes = group.added < group.length
-        # with all tokens of the text stored in their order, the last slots are a window: no mask, and fewer to read
-        by_slots = self.probe.decodes and chosen is None and group.is_whole
-        masks: dict[int | None, Tensor | None] = {}
+        reaches: dict[int | None, Reach] = {}
         position_ids, device = positions[None], self.device
         with products_of(hidden, self._largest_matrix) if self.probe.decodes else nullcontext():
             for layer in group.layers:
                 window = self.layout.windows[layer]
                 if window is not None and length <= window:
                     window = None  # nothing is far enough away
-                # scores are wanted of all that is stored
-                group.attended = window if by_slots and layer not in look.layers else None
-                if group.attended is not None:
-                    window = None
+                if window not in reaches:
+                    reaches[window] = Reach(group, positions, chosen, window)
+                self.probe.reach = reaches[window]
                 if self._layer_devices[layer] != device:  # moved here, once: accelerate would for every layer anew
                     device = self._layer_devices[layer]
                     hidden, position_ids, rope = moved((hidden, position_ids, rope), device)
-                    masks = {of_window: moved(mask, device) for of_window, mask in masks.items()}
-                if window not in masks:
-                    masks[window] = moved(self._mask(group, positions, chosen, window, length), device)
-                self.probe.window = window if masks[window] is None else None
                 of_layer = 2 * self.layout.rope_of[layer]
                 hidden = self.layers[layer](
                     hidden,
-                    attention_mask=masks[window],
+                    attention_mask=None,
                     position_ids=position_ids,
                     past_key_values=group,
                     use_cache=True,
@@ -144,37 +122,6 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[v] logits of the last of the tokens in hidden [1, m, w], and of no other."""
         return moved(self.head(self.norm(hidden[:, -1:])[0])[0], self.device)
-
-    def _mask(
-        self, group: GroupCache, positions: Tensor, chosen: Tensor | None, window: int | None, length: int
-    ) -> Tensor | None:
-        """What a layer's attention gets as its mask; None for plain causal attention, or for everything stored."""
-        if window is None:
-            if chosen is not None:
-                return part_mask(chosen, self._share, self.dtype)
-            return self._causal_mask(positions.shape[0])
-        m = positions.shape[0]
-        query = positions[:, None]
-        if self.probe.decodes:
-            stored = group.positions.unsqueeze(-2)  # [1, s], or [g, 1, s] if key heads store different tokens
-            near = stored > query - window
-            chosen = near if chosen is None else chosen & near
-            return part_mask(chosen, self._share, self.dtype)
-        if self.probe.own_window and m == length:
-            return None  # no gaps between positions: the window that the model's own attention knows is the right one
-        seen = (positions <= query) & (positions > query - window)
-        if self.probe.own_attention_is_eager:
-            return torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(
-                ~seen, torch.finfo(self.dtype).min
-            )[None, None]
-        return seen[None, None] if self.probe.own_masks else part_mask(seen, self._share, self.dtype)
-
-    def _causal_mask(self, m: int) -> Tensor | None:
-        """Only eager attention has no causality of its own: in prefill it needs an additive mask [1, 1, m, m]."""
-        if m == 1 or not self.probe.own_attention_is_eager:
-            return None
-        lowest = torch.finfo(self.dtype).min
-        return torch.full((1, 1, m, m), lowest, dtype=self.dtype, device=self.device).triu(1)
 
 
 @contextmanager
@@ -196,6 +143,26 @@ def open_decoder(
         finally:
             if counted_by is not None:
                 counted_by.tokens_run += decoder.tokens_run
+
+
+def check_lengths(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
+    """Refuse a generation during which the frequencies of a LongRoPE would change. Raises ValueError.
+
+    The model's own `generate` then computes all K and V anew; tokens that are computed once cannot.
+    """
+    for switch in _rope_switches(model.config):
+        if prompt_tokens <= switch < prompt_tokens + max_new_tokens - 1:  # the last new token is not run
+            raise ValueError(
+                f"{type(model).__name__} changes its RoPE for all tokens when a text grows beyond {switch} "
+                f"tokens: {prompt_tokens} prompt tokens and up to {max_new_tokens} new ones would cross that; keep "
+                "the whole text within it, or the prompt beyond it"
+            )
+
+
+def longest_text(config: Any) -> float:
+    """The positions that a model is made for; a RoPE that grows with the text has no end."""
+    grows = any("dynamic" in str(rope.get("rope_type")) for rope in _rope_parameters(config))
+    return float("inf") if grows else config.max_position_embeddings
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """Generation with any method, timed, with everything counted that the paper reports.
 
-`generate` chooses greedily. `continue_prompt` is the loop behind it, for whoever chooses otherwise.
+`generate` chooses greedily. `start` begins a session of several turns. `continue_prompt` is the loop behind both, for
+whoever chooses otherwise.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +17,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lazyllm.engine.architecture import Layout
 from lazyllm.engine.checks import check_once
 from lazyllm.engine.declaration import Prompt
-from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.decoder import Decoder, check_lengths, longest_text, open_decoder
 from lazyllm.engine.devices import read_clock
 from lazyllm.engine.method import Method
+from lazyllm.engine.session import Session
+from lazyllm.errors import UserError
 
 # [v] logits -> the next token, and whether it is the last one
 Choose = Callable[[Tensor], tuple[int, bool]]
@@ -87,15 +92,30 @@ def generate(
     Raises ValueError for bad arguments, UserError for a model that the loop over layers would get wrong,
     FloatingPointError if the logits are not finite.
     """
+    with start(model, input_ids, method) as conversation:
+        return conversation.answer(None, max_new_tokens, eos_token_ids, min_new_tokens)
+
+
+def start(
+    model: PreTrainedModel,
+    input_ids: Tensor | Sequence[int] | Prompt,
+    method: Method,
+    chunk: int | None = None,
+) -> Conversation:
+    """A session of several turns on one prompt. Nothing runs before its first `answer`.
+
+    model, input_ids, method: as in `generate`, which is the first answer of a session.
+    chunk: run the tokens of a turn through the layers in pieces of this many, for memory: it changes no number beyond
+        rounding. Models that score the prompt before its prefill run it whole.
+    Raises ValueError for bad arguments.
+    """
     prompt = as_prompt(model, input_ids)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is at least 1, got {max_new_tokens}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is at least 1, got {chunk}")
     check_fits(model, method, prompt)
-    end_ids = end_ids_of(model) if eos_token_ids is None else frozenset(eos_token_ids)
-    return continue_prompt(model, prompt, method, max_new_tokens, greedy(end_ids, min_new_tokens))
+    return Conversation(model, prompt, method, chunk)
 
 
-@torch.inference_mode()
 def continue_prompt(
     model: PreTrainedModel,
     prompt: Prompt,
@@ -106,19 +126,129 @@ def continue_prompt(
 ) -> Generation:
     """Continue one prompt, checked by `as_prompt` and `check_fits`, with the tokens that `choose` picks.
 
-    choose: called once per token, first with the prompt's logits. It runs in inference mode, and its one transfer from
-        the device is the only one that a token costs beside the method's own.
-    put: gets each token after the clock has been read, so its time counts with the next step's, if there is one.
-
-    Raises UserError, and what the method or `choose` raise.
+    The arguments are those of `Conversation.answer_by`. Raises UserError, and what the method or `choose` raise.
     """
-    check_once(model)
-    method.prepare(model)
-    with open_decoder(model) as decoder:
+    with Conversation(model, prompt, method) as conversation:
+        return conversation.answer_by(choose, None, max_new_tokens, put)
+
+
+class Conversation:
+    """A session: a prompt, its answer, and later turns on the same text. A context manager; `start` makes one.
+
+    The last token of an answer has not been run when the answer ends, as in transformers. The next turn runs it first,
+    together with its own tokens; it is text like any other, also if it is an end token, which chat templates put
+    between turns.
+
+    token_ids: the whole text so far, prompts and answers.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompt: Prompt, method: Method, chunk: int | None = None) -> None:
+        self.token_ids: list[int] = prompt.token_ids.tolist()
+        self._model = model
+        self._method = method
+        self._prompt = prompt
+        self._chunk = chunk
+        self._layout: Layout | None = None
+        self._has_answered = False
+        self._session: Session | None = None
+        self._prompt_tokens = len(prompt)  # of all turns
+        self._is_closed = False
+
+    def __enter__(self) -> Conversation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back. No answer can follow."""
+        self._session, self._is_closed = None, True
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole text so far, prompts and answers."""
+        return len(self.token_ids)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all K and V held."""
+        return 0 if self._session is None else self._session.kv_bytes
+
+    @property
+    def aux_bytes(self) -> int:
+        """Bytes of hidden states held for tokens that may be revived."""
+        return 0 if self._session is None else self._session.aux_bytes
+
+    def fork(self) -> Conversation:
+        """The same session, to go on otherwise; neither of the two sees what the other does.
+
+        It costs some bytes for each position at once. The fork copies K and V (`kv_bytes`) when it answers; of the Aux
+        Cache (`aux_bytes`) each of the two makes a copy when it does. Raises UserError for a closed session.
+        """
+        self._check_open()
+        other = copy.copy(self)
+        other.token_ids = [*self.token_ids]
+        other._session = None if self._session is None else self._session.fork()
+        return other
+
+    def answer(
+        self,
+        more_ids: Tensor | Sequence[int] | None = None,
+        max_new_tokens: int = 64,
+        eos_token_ids: Sequence[int] | None = None,
+        min_new_tokens: int = 0,
+    ) -> Generation:
+        """Answer greedily: first the prompt, then, in every later turn, the text with `more_ids` behind it.
+
+        more_ids: the turn's new tokens, [m] or [1, m], m >= 1; None in the first turn. The other arguments are those of
+        `generate`. The result is that of this turn: `ttft_s` counts from the turn's tokens, `computed` and
+        `prompt_tokens` those of all turns so far, `selected` has a step for each token of this answer.
+        Raises as `generate` and `answer_by`.
+        """
+        end_ids = end_ids_of(self._model) if eos_token_ids is None else frozenset(eos_token_ids)
+        return self.answer_by(greedy(end_ids, min_new_tokens), more_ids, max_new_tokens)
+
+    @torch.inference_mode()
+    def answer_by(
+        self,
+        choose: Choose,
+        more_ids: Tensor | Sequence[int] | None = None,
+        max_new_tokens: int = 64,
+        put: Callable[[int], None] | None = None,
+    ) -> Generation:
+        """`answer` with the tokens that `choose` picks.
+
+        choose: called once per token, first with the prompt's logits. It runs in inference mode, and its one transfer
+            from the device is the only one that a token costs beside the method's own.
+        put: gets each token after the clock has been read, so its time counts with the next step's, if there is one.
+
+        Raises UserError for a closed session, a turn without tokens, one for which the model or the method is not made,
+        and for a model that the loop over layers would get wrong: the session then is as it was. An exception while
+        layers run (also of `choose` or `put`) closes a session that goes on behind what it holds; any other is as it
+        was.
+        """
+        turn = self._check_turn(more_ids, max_new_tokens)
+        check_once(self._model)
+        self._method.prepare(self._model)
+        before = [*self.token_ids]
+        try:
+            with open_decoder(self._model, self._layout) as decoder:
+                self._layout = decoder.layout
+                answer = self._run(decoder, turn, max_new_tokens, choose, put)
+        except BaseException:
+            self._session, self.token_ids = None, before
+            self._is_closed = self._has_answered and self._method.turns == "continue"
+            raise
+        self._has_answered = True
+        return answer
+
+    def _run(
+        self, decoder: Decoder, turn: Tensor | None, max_new_tokens: int, choose: Choose, put: Callable | None
+    ) -> Generation:
         start = read_clock(*decoder.devices)
-        session = method.start(decoder, prompt, max_new_tokens)
+        session, first_logits = self._begin(decoder, turn, max_new_tokens)
         start += session.uncounted_s
-        first_logits = logits = session.prefill(prompt.token_ids.to(decoder.device))
+        logits = first_logits
         token_ids: list[int] = []
         clock = [start]
         while True:
@@ -130,20 +260,74 @@ def continue_prompt(
             if ended or len(token_ids) == max_new_tokens:
                 break
             logits = session.step(token_id)
-    return Generation(
-        token_ids=token_ids,
-        first_logits=first_logits,
-        ttft_s=clock[1] - clock[0],
-        scoring_s=session.scoring_s,
-        total_s=clock[-1] - clock[0],
-        decode_step_s=[after - before for before, after in pairwise(clock[1:])],
-        computed=np.array(session.computed),
-        selected=[{layer: kept.tolist() for layer, kept in step.items()} for step in session.selected],
-        kv_bytes=session.kv_bytes,
-        aux_bytes=session.aux_bytes,
-        prompt_tokens=len(prompt),
-        scoring_tokens=session.scoring_tokens,
-    )
+        self.token_ids += token_ids
+        return Generation(
+            token_ids=token_ids,
+            first_logits=first_logits,
+            ttft_s=clock[1] - clock[0],
+            scoring_s=session.scoring_s,
+            total_s=clock[-1] - clock[0],
+            decode_step_s=[after - before for before, after in pairwise(clock[1:])],
+            computed=np.array(session.computed),
+            selected=[{layer: kept.tolist() for layer, kept in step.items()} for step in session.selected],
+            kv_bytes=session.kv_bytes,
+            aux_bytes=session.aux_bytes,
+            prompt_tokens=self._prompt_tokens,
+            scoring_tokens=session.scoring_tokens,
+        )
+
+    def _begin(self, decoder: Decoder, turn: Tensor | None, max_new_tokens: int) -> tuple[Session, Tensor]:
+        """Run the turn's tokens: the logits [v] after them. The text has them then."""
+        if turn is not None and self._session is not None and self._method.turns == "continue":
+            self._session.decoder = decoder
+            rows = torch.cat([torch.tensor(self.token_ids[-1:]), turn]).to(decoder.device)
+            self.token_ids += turn.tolist()
+            self._prompt_tokens += len(turn)
+            return self._session, self._session.turn(rows, max_new_tokens)
+        if turn is not None:
+            self.token_ids += turn.tolist()
+        prompt = self._prompt if turn is None else with_more(self._prompt, self.token_ids)
+        self._prompt_tokens = len(prompt)
+        self._session = None  # its memory may be needed
+        self._session = session = self._method.start(decoder, prompt, max_new_tokens)
+        session.chunk = self._chunk
+        return session, session.prefill(prompt.token_ids.to(decoder.device))
+
+    def _check_turn(self, more_ids: Tensor | Sequence[int] | None, max_new_tokens: int) -> Tensor | None:
+        """[m] the turn's tokens on the host; None of the first. Raises ValueError as `answer_by`."""
+        self._check_open()
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is at least 1, got {max_new_tokens}")
+        if not self._has_answered:
+            if more_ids is not None:
+                raise UserError("the first turn's tokens are the prompt: leave more_ids out of the first answer")
+            return None
+        if more_ids is None or len(more_ids) == 0:
+            raise UserError("a later turn needs tokens: give more_ids, at least one token")
+        if getattr(self._method, "prune_generated", False):
+            raise UserError(f"{self._method.label} with prune_generated has no later turns: begin a new session")
+        turn = as_prompt(self._model, more_ids).token_ids
+        total = len(self.token_ids) + len(turn) + max_new_tokens
+        most = longest_text(self._model.config)
+        if total > most:
+            raise UserError(
+                f"the text would have {total} tokens, but the model has {most} positions: give fewer tokens, or begin "
+                "a new session"
+            )
+        if self._method.turns == "continue":
+            check_lengths(self._model, len(self._prompt), total - len(self._prompt))
+        return turn
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UserError("the session is closed: begin a new one with lazyllm.start")
+
+
+def with_more(prompt: Prompt, token_ids: Sequence[int]) -> Prompt:
+    """The prompt with more tokens behind it. They stand for none of its text, so no method shortens them by it."""
+    end = (len(prompt.text), len(prompt.text))
+    spans = (*prompt.spans, *[end] * (len(token_ids) - len(prompt))) if prompt.spans else ()
+    return replace(prompt, token_ids=torch.tensor(token_ids), spans=spans)
 
 
 def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt) -> Prompt:
@@ -170,6 +354,8 @@ def check_fits(model: PreTrainedModel, method: Method, prompt: Prompt) -> None:
     """Refuse, before anything runs, what the method cannot do with this prompt. Raises ValueError."""
     method.tokens_per_layer(model.config.num_hidden_layers, len(prompt))  # refuses what does not fit the depth
     method.check_prompt(prompt)
+    if method.turns not in ("continue", "again"):
+        raise ValueError(f"turns is 'continue' or 'again', got {method.turns!r}")
 
 
 def end_ids_of(model: PreTrainedModel) -> frozenset[int]:

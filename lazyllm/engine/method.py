@@ -40,6 +40,8 @@ class Method(ABC):
     named: ClassVar[tuple[str, ...]] = ()  # hyperparameters that, like the dial, are written down even at their default
     everything: ClassVar[Mapping[str, Any]] = {}  # what keeps every token; if empty, the dial at 1.0 does
     diagnostic: ClassVar[bool] = False  # no method but a reference: what selects is in no time and no count
+    # what later turns of a session do: "continue" behind what is stored, or "again" from the whole text
+    turns: Any = "continue"
     table1: ClassVar[Mapping[str, Any]] = {}  # what `table1` stands for if it is not solved for, by hyperparameter
 
     @abstractmethod

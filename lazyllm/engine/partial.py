@@ -28,7 +28,7 @@ def run_layers(decoder: Decoder, token_ids: Tensor, layers: int | None = None, l
     n = token_ids.shape[0]
     positions = torch.arange(n, device=decoder.device)
     hidden = decoder.embed(token_ids, positions)
-    unstored: Any = _Unstored(range(len(decoder.layers))[:layers], n)
+    unstored: Any = _Unstored(range(len(decoder.layers))[:layers], positions)
     return decoder.run(unstored, hidden, positions, decoder.rope(hidden, positions), None, look, n)
 
 
@@ -51,9 +51,12 @@ def run_to_keys(decoder: Decoder, token_ids: Tensor, layer: int) -> tuple[Tensor
 class _Unstored:
     """Stands in for a cache: nothing is kept, the tokens of a run attend to one another."""
 
-    def __init__(self, layers: range, tokens: int) -> None:
+    is_ascending = is_whole = True
+
+    def __init__(self, layers: range, positions: Tensor) -> None:
         self.layers = layers
-        self.added = self.length = tokens  # as in a prefill: every token is new
+        self.positions = positions
+        self.added = self.length = positions.shape[0]  # as in a prefill: every token is new
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key, value

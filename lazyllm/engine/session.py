@@ -12,15 +12,17 @@ Notation:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from lazyllm.engine.cache import GroupCache
-from lazyllm.engine.declaration import NOTHING, Group
-from lazyllm.engine.decoder import Decoder, Rope
+from lazyllm.engine.declaration import NOTHING, Group, Look
+from lazyllm.engine.decoder import Decoder, Rope, check_lengths
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,14 @@ class Batch:
 class Session:
     """The state of one generation: without a subclass, that of the baseline.
 
-    Call `prefill` once, then `step` with each generated token.
+    Call `prefill` once, then `step` with each generated token; a later turn begins with `turn`.
 
     decoder: the open model. groups: all layers, in order. prompt_tokens: n. max_new_tokens: the most to be generated.
-    Raises ValueError for a length at which the model's RoPE would change (`Decoder.check_lengths`).
+    Raises ValueError for a length at which the model's RoPE would change (`check_lengths`).
     """
 
     def __init__(self, decoder: Decoder, groups: Sequence[Group], prompt_tokens: int, max_new_tokens: int) -> None:
-        decoder.check_lengths(prompt_tokens, max_new_tokens)
+        check_lengths(decoder.model, prompt_tokens, max_new_tokens)
         self.decoder = decoder
         self.groups = groups
         self.prompt_tokens = prompt_tokens
@@ -58,6 +60,7 @@ class Session:
         self.uncounted_s = 0.0  # seconds spent before the prefill that are no part of TTFT (a diagnostic's)
         self.scoring_tokens = 0  # tokens that any model ran for that, as in `Generation`
         self.length = 0  # tokens run so far, prompt and generated
+        self.chunk: int | None = None  # most new tokens that go through a group's layers at once
         self.computed: list[list[int]] = []  # per step and layer: distinct prompt tokens computed so far
         self.caches = [
             # every generated token is computed in every layer
@@ -66,6 +69,8 @@ class Session:
         ]
         self._num_computed = [0] * len(groups)
         self._selected: list[dict[int, Tensor]] = []
+        self._in_prefill = False
+        self._newest: Tensor | None = None  # positions of all tokens that this run adds to the text
         self._all_positions = torch.arange(self.max_positions, device=decoder.device)
 
     @property
@@ -91,23 +96,55 @@ class Session:
         """Run the tokens [k] at ascending `positions` [k] of a prompt of `length` tokens."""
         self._selected.append({})
         self.length = length
+        self._in_prefill = True
         batch = self._embed(token_ids, positions)
         for index in range(len(self.groups)):
             self._num_computed[index] += len(batch)
             batch = self.cross_in_prefill(index, self._run(index, batch))
+        self._in_prefill = False
         self._count()
         return self.decoder.logits(batch.hidden)
+
+    def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
+        """Run the last generated token and a turn's m new ones [1 + m]; return the logits [v] after them.
+
+        max_new_tokens: the most to be generated in this turn. `computed` and `selected` begin anew.
+        """
+        self.computed, self._selected = [], []
+        self.scoring_s = self.uncounted_s = 0.0
+        self.scoring_tokens = 0
+        length = self.length + token_ids.shape[0]
+        self._lengthen(length, max(self.max_positions, length + max_new_tokens - 1))
+        return self.step_on(token_ids)
+
+    def _lengthen(self, length: int, max_positions: int) -> None:
+        """Make everything that has a place for each position long enough, for a text that is now of `length`."""
+        self.max_positions = max_positions
+        self._all_positions = torch.arange(max_positions, device=self.decoder.device)
+        for cache in self.caches:
+            cache.announce(length, max_positions)
+
+    def fork(self) -> Session:
+        """The same state, to go on otherwise."""
+        other = copy.copy(self)
+        other.caches = [cache.fork() for cache in self.caches]
+        other._num_computed = [*self._num_computed]
+        return other
 
     def step(self, token_id: int) -> Tensor:
         """Run one generated token; return the logits [v] after it. Synchronises at most once per boundary."""
         return self.step_on(torch.full((1,), token_id, device=self.decoder.device))
 
-    def step_on(self, token: Tensor) -> Tensor:
-        """`step` with a token [1] that is on the model's device, of which the host knows nothing."""
+    def step_on(self, token_ids: Tensor) -> Tensor:
+        """`step` with a token [1] that is on the model's device, of which the host knows nothing.
+
+        In a `turn`, the prompt tokens [m] that follow it come with it.
+        """
         self._selected.append({})
-        positions = self._all_positions[self.length : self.length + 1]
-        self.length += 1
-        batch = self._embed(token, positions)
+        m = token_ids.shape[0]
+        positions = self._newest = self._all_positions[self.length : self.length + m]
+        self.length += m
+        batch = self._embed(token_ids, positions)
         for index in range(len(self.groups)):
             self._num_computed[index] += len(batch) - 1
             batch = self.cross_in_step(index, self._run(index, batch))
@@ -122,8 +159,8 @@ class Session:
         """What group `index + 1` computes in this decoding step: the newest token, behind others or alone."""
         return batch
 
-    def chosen(self, cache: GroupCache, batch: Batch) -> Tensor | None:
-        """[m, s] bool: which stored tokens each of the batch attends to; None for all up to itself."""
+    def chosen(self, cache: GroupCache) -> Tensor | None:
+        """[s] bool: which stored tokens this step's attend to, each up to itself; None for all."""
         return None
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Batch:
@@ -131,14 +168,28 @@ class Session:
         return Batch(hidden, positions, self.decoder.rope(hidden, positions))
 
     def _run(self, index: int, batch: Batch) -> Batch:
-        """Run a group's layers over the batch."""
+        """Run a group's layers over the batch, a chunk at a time."""
         cache, group = self.caches[index], self.groups[index]
-        cache.extend(batch.positions, self.length)
-        in_prefill = cache.added == cache.length
-        look = group.look if in_prefill or group.look_in_steps else NOTHING
-        chosen = self.chosen(cache, batch)
-        hidden = self.decoder.run(cache, batch.hidden, batch.positions, batch.rope, chosen, look, self.length)
-        return Batch(hidden, batch.positions, batch.rope)
+        look = group.look if self._in_prefill or group.look_in_steps else NOTHING
+        is_new = self._in_prefill or batch.positions is self._newest
+        parts = []
+        # revived tokens are run at once: in their layers, later tokens may be stored already
+        for rows in self._chunks(len(batch), look) if is_new else [slice(0, len(batch))]:
+            part = batch[rows] if rows.stop - rows.start < len(batch) else batch
+            cache.extend(part.positions, self.length, is_new)
+            seen = look if rows.stop == len(batch) else NOTHING
+            chosen = self.chosen(cache)
+            args = (part.hidden, part.positions, part.rope, chosen, seen, self.length)
+            parts.append(self.decoder.run(cache, *args))
+        return Batch(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), batch.positions, batch.rope)
+
+    def _chunks(self, m: int, look: Look) -> list[slice]:
+        """The rows that go through a group together. All that are looked at are in the last of them."""
+        if self.chunk is None or m <= self.chunk:
+            return [slice(0, m)]
+        last = max(0, m - max(self.chunk, look.queries))
+        starts = [*range(0, last, self.chunk), last]
+        return [slice(start, stop) for start, stop in pairwise([*starts, m])]
 
     def _count(self) -> None:
         per_layer = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
@@ -22,7 +23,19 @@ if TYPE_CHECKING:
     from lazyllm.engine.session import Batch, Session
 
 
-class Prune(Method):
+@dataclass(frozen=True)
+class Dropping(Method):
+    """Base of methods that drop prompt tokens for good.
+
+    turns: what later turns of a session do: "continue" behind what the method has kept, of which nothing more is
+        dropped, or run the whole text "again", chosen for the new question.
+    """
+
+    turns: str = field(default="continue", kw_only=True)
+
+
+@dataclass(frozen=True)
+class Prune(Dropping):
     """Base of methods that score the prompt's tokens between two layers of the prefill and keep the best.
 
     A subclass declares how many tokens are `kept` after which layer. It may say what to `look` at (default: the newest
@@ -107,7 +120,8 @@ class Prune(Method):
         return PruneSession(self, decoder, prompt, max_new_tokens)
 
 
-class Select(Method):
+@dataclass(frozen=True)
+class Select(Dropping):
     """Base of methods that choose prompt tokens first and then run the model on these alone.
 
     A subclass declares how many tokens are `kept` and selects them. Whatever it runs for that, through `decoder` or
@@ -186,7 +200,8 @@ class Select(Method):
 Cut = Callable[[int, "list[Tensor]", int], "tuple[Tensor | slice | None, Tensor | None]"]
 
 
-class Layerwise(Method):
+@dataclass(frozen=True)
+class Layerwise(Dropping):
     """Base of methods that cut the prompt between layers at its own positions, and whose heads may store parts of it.
 
     A subclass declares its `groups` with what to look at, and a `cutter`. Layers store what entered them, or what

@@ -43,13 +43,17 @@ class LazySession(Session):
         self._aux = [
             AuxCache(self.max_positions, decoder.width, decoder.dtype, decoder.device, home) for _ in boundaries
         ]
-        self._prompt_rope: Rope | None = None
+        self._rope: Rope | None = None  # of all positions that can be revived, and of those between them
+        self._first_selected: dict[int, Tensor] = {}  # by the prefill
         self._everything = torch.ones(self.max_positions, dtype=torch.bool, device=decoder.device)
         self._present = self._everything  # [length] bool: which positions are in this step's set
         self._num_present = 0
-        self._num_candidates = (
-            0  # boundaries choose among the first `_num_candidates` positions; later ones always go on
-        )
+        # boundaries choose among the first `_num_candidates` positions, but for those in `_always`; later ones go on
+        self._num_candidates = 0
+        self._prompt_end = self.prompt_tokens  # behind the last prompt token of this turn
+        self._always: Tensor | None = None  # [max_positions] bool: generated tokens of earlier turns, if there are any
+        self._num_always = 0
+        self._starts_turn = False
 
     @property
     def aux_bytes(self) -> int:
@@ -63,16 +67,48 @@ class LazySession(Session):
         self._present = self._everything[: self.prompt_tokens]
         return super().prefill(token_ids)
 
-    def step(self, token_id: int) -> Tensor:
+    def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
+        if not self._revives:
+            return super().turn(token_ids, max_new_tokens)  # which sees what the prefill has left
+        generated = slice(self._prompt_end, self.length + 1)
+        self._prompt_end = self.length + token_ids.shape[0]
+        if not self._prune_generated:
+            always = torch.zeros(self._prompt_end + max_new_tokens, dtype=torch.bool, device=self.decoder.device)
+            if self._always is not None:
+                always[: generated.start] = self._always[: generated.start]
+            always[generated] = True
+            self._always = always
+            self._num_always += generated.stop - generated.start
+        self._starts_turn = True
+        logits = super().turn(token_ids, max_new_tokens)
+        self._starts_turn = False
+        return logits
+
+    def fork(self) -> LazySession:
+        other = super().fork()
+        assert isinstance(other, LazySession)
+        other._aux = [aux.fork() for aux in self._aux]
+        return other
+
+    def _lengthen(self, length: int, max_positions: int) -> None:
+        super()._lengthen(length, max_positions)
+        self._everything = torch.ones(max_positions, dtype=torch.bool, device=self.decoder.device)
+        for aux in self._aux:
+            aux.lengthen(max_positions)
+
+    def step_on(self, token_ids: Tensor) -> Tensor:
         # all tokens are candidates again in the first group; the newest one is never pruned
-        self._num_candidates = self.length if self._prune_generated else self.prompt_tokens
-        self._num_present = self.length + 1
+        m = token_ids.shape[0]
+        self._num_candidates = self.length + m - 1 if self._prune_generated else self._prompt_end
+        if self._starts_turn:
+            self._num_candidates = self._prompt_end  # the newest among them
+        self._num_present = self.length + m
         self._present = self._everything[: self._num_present]
-        return super().step(token_id)
+        return super().step_on(token_ids)
 
     def cross_in_prefill(self, index: int, batch: Batch) -> Batch:
         if index == 0:
-            self._prompt_rope = batch.rope
+            self._rope = batch.rope
         self._note_layers_that_keep_all(index)
         if not self.groups[index].look.layers:
             return batch
@@ -82,21 +118,25 @@ class LazySession(Session):
             self._aux[index].put(batch.positions[pruned], batch.hidden[0, pruned])
         batch = batch[kept]
         self._present = torch.zeros_like(self._present).index_fill_(0, batch.positions, True)
-        self._selected[-1][layer] = self._present
+        self._selected[-1][layer] = self._first_selected[layer] = self._present
         return batch
 
     def cross_in_step(self, index: int, batch: Batch) -> Batch:
+        if index == 0 and self._starts_turn:
+            self._note_rope(batch)
         self._note_layers_that_keep_all(index)
         if not self.groups[index].look.layers:
             return batch
         layer, end = self._cuts[index], self._num_candidates
-        always = self.length - end
+        always = self.length - end + self._num_always
         keep = self._schedule.kept(layer, self._num_present - always)
         if self._revives:
             best = rank(self._importance_of_candidates(index))[:keep]
-            self._present = (self._all_positions[: self.length] >= end).index_fill_(0, best, True)
+            later = self._all_positions[: self.length] >= end
+            stay = later if self._always is None else later | self._always[: self.length]
+            self._present = stay.index_fill_(0, best, True)
         else:
-            self._present = torch.cat([self._selected[0][layer], self._everything[:always]])
+            self._present = torch.cat([self._first_selected[layer], self._everything[:always]])
         self._num_present = keep + always
         self._selected[-1][layer] = self._present
         return self._revive(index, batch) if index < len(self._aux) else batch
@@ -110,19 +150,19 @@ class LazySession(Session):
         importance, cache, end = self.importance(index), self.caches[index], self._num_candidates
         # of a position that is not stored the lookup finds some other token's, but such a token is not in the set
         importance = importance[:end] if cache.is_whole else importance[cache.slot_of[:end]]
-        if self._num_present == self.length:
-            return importance
-        return torch.where(self._present[:end], importance, -1.0)
+        if self._num_present < self.length or self._always is not None:
+            chosen = self._present[:end] if self._always is None else self._present[:end] & ~self._always[:end]
+            importance = torch.where(chosen, importance, -1.0)
+        if self._starts_turn:  # as in prefill, the newest token is a prompt token, and goes on
+            importance = importance.clone()
+            importance[-1] = float("inf")
+        return importance
 
-    def chosen(self, cache: GroupCache, batch: Batch) -> Tensor | None:
-        """The stored tokens that are in this step's set and not after the query; None if these are all."""
-        if cache.added == cache.length:
-            return None  # prefill: causal attention over the batch
-        if len(batch) == 1 and cache.length == self._num_present:
-            return None  # everything stored is in the set, and the newest token comes after all of it
-        stored = cache.positions
-        is_present = self._present[stored]
-        return is_present[None] if len(batch) == 1 else is_present & (stored <= batch.positions[:, None])
+    def chosen(self, cache: GroupCache) -> Tensor | None:
+        """The stored tokens that are in this step's set; None if all are, as in prefill."""
+        if self._in_prefill or cache.length == self._num_present:
+            return None
+        return self._present[cache.positions]
 
     def _revive(self, index: int, batch: Batch) -> Batch:
         """The batch for the next group: those of the tokens in the set that it has not computed, the newest last.
@@ -136,13 +176,14 @@ class LazySession(Session):
         if into.length == self.length - 1:
             return newest  # the next group has computed all that came before
         # the only wait for the device at this boundary
-        revived = (self._present & into.absent[: self.length]).nonzero()[:, 0]
+        before = self.length - 1
+        revived = (self._present[:before] & into.absent[:before]).nonzero()[:, 0]
         if revived.shape[0] == 0:
             return newest
-        assert self._prompt_rope is not None
+        assert self._rope is not None
         rope = tuple(
-            torch.cat([of_prompt[:, revived], of_newest], dim=1)
-            for of_prompt, of_newest in zip(self._prompt_rope, newest.rope, strict=True)
+            torch.cat([of_all[:, revived], of_newest], dim=1)
+            for of_all, of_newest in zip(self._rope, newest.rope, strict=True)
         )
         hidden = torch.cat([aux.take(revived)[None], newest.hidden], dim=1)
         return Batch(hidden, torch.cat([revived, newest.positions]), rope)
@@ -151,3 +192,12 @@ class LazySession(Session):
         inside = self.groups[index].layers
         keep_all = [layer for layer in self._schedule.keep if layer - 1 in inside and layer not in self._cuts]
         self._selected[-1] |= dict.fromkeys(keep_all, self._present)
+
+    def _note_rope(self, batch: Batch) -> None:
+        """Keep cos and sin of a turn's first tokens; those of generated tokens before them are never asked for."""
+        assert self._rope is not None
+        between = self.length - len(batch) - self._rope[0].shape[1]
+        self._rope = tuple(
+            torch.cat([old, old.new_zeros(1, between, old.shape[2]), new], dim=1)
+            for old, new in zip(self._rope, batch.rope, strict=True)
+        )

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 
 import lazyllm
 from lazyllm.bench.clock import Waits
 from lazyllm.bench.steered import SteeredLazy
+from lazyllm.engine import reach
 from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
@@ -22,13 +23,20 @@ from lazyllm.methods import ASL, CLAA, Baseline, FastKV, Lazy, Method, PyramidIn
 LAYERS, WIDTH, HEADS, VOCAB = 10, 48, 4, 97
 
 
-def small_llama(kv_heads: int = HEADS, layers: int = LAYERS, dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
+def small_llama(
+    kv_heads: int = HEADS,
+    layers: int = LAYERS,
+    dtype: torch.dtype = torch.float64,
+    window: int | None = None,
+    attention: str = "sdpa",
+) -> MistralForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = MistralConfig(  # a Llama with a window
         hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=HEADS,
-        num_key_value_heads=kv_heads, vocab_size=VOCAB, max_position_embeddings=4096, attn_implementation="sdpa",
+        num_key_value_heads=kv_heads, vocab_size=VOCAB, max_position_embeddings=4096, attn_implementation=attention,
+        sliding_window=window,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(dtype).eval()
+    return MistralForCausalLM(config).to(dtype).eval()
 
 
 def prompt_of(n: int) -> torch.Tensor:
@@ -36,7 +44,10 @@ def prompt_of(n: int) -> torch.Tensor:
 
 
 class Seen(TorchDispatchMode):
-    """The operations that reach PyTorch's dispatcher, by name, and the shapes of the tensors that they return."""
+    """The operations that reach PyTorch's dispatcher, by name, and the shapes of the tensors that they return.
+
+    largest: bytes of the largest of these tensors.
+    """
 
     # these return another look at the same numbers: no work on any device
     VIEWS = frozenset(
@@ -48,6 +59,7 @@ class Seen(TorchDispatchMode):
         super().__init__()
         self.names: Counter[str] = Counter()
         self.shapes: set[tuple[int, ...]] = set()
+        self.largest = 0
 
     @property
     def work(self) -> int:
@@ -56,11 +68,13 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names[func.overloadpacket.__name__] += 1
         out = func(*args, **(kwargs or {}))
-        self.shapes |= {tuple(t.shape) for t in (out if isinstance(out, tuple | list) else [out]) if torch.is_tensor(t)}
+        tensors = [t for t in (out if isinstance(out, tuple | list) else [out]) if torch.is_tensor(t)]
+        self.shapes |= {tuple(t.shape) for t in tensors}
+        self.largest = max([self.largest, *(t.untyped_storage().nbytes() for t in tensors)])
         return out
 
 
-def steps_of(model: LlamaForCausalLM, method: Method, n: int, steps: int) -> tuple[list[Seen], list[int]]:
+def steps_of(model: MistralForCausalLM, method: Method, n: int, steps: int) -> tuple[list[Seen], list[int]]:
     """What each decoding step does, and how many tokens it revives, over all layers."""
     seen = []
     with torch.inference_mode(), open_decoder(model) as decoder:
@@ -204,6 +218,41 @@ def test_no_tensor_of_a_prefill_is_quadratic_in_the_prompt(method: Method) -> No
     entering = set(method.tokens_per_layer(LAYERS, n))
     assert any(n in shape for shape in seen.shapes)
     assert not [shape for shape in seen.shapes if sum(size in entering or size >= n for size in shape) > 1]
+
+
+@pytest.mark.parametrize(("kv_heads", "attention"), [(HEADS, "sdpa"), (1, "sdpa"), (1, "eager")])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("method", [Baseline(), Lazy({2: 0.3, 5: 0.5}), FastKV()], ids=str)
+def test_no_tensor_of_a_generation_is_quadratic_in_the_prompt(
+    monkeypatch: pytest.MonkeyPatch, method: Method, kv_heads: int, window: int | None, attention: str
+) -> None:
+    n, block, row = 701, 2**15, 4 * max(64, WIDTH, VOCAB)  # bytes of a token's widest row
+    model = small_llama(kv_heads, dtype=torch.float32, window=window, attention=attention)
+    whole = lazyllm.generate(model, prompt_of(n), method, 4, ())
+    monkeypatch.setattr(reach, "BLOCK", block)
+    with Seen() as seen:
+        in_blocks = lazyllm.generate(model, prompt_of(n), method, 4, ())
+    assert in_blocks.computed.tolist() == whole.computed.tolist()
+    if isinstance(method, Lazy) and window is None:
+        assert (in_blocks.computed[1:] - in_blocks.computed[:-1]).max() > 100  # were revived at once
+    # the row of one query may cost more than a block
+    assert n * row // 4 < seen.largest <= max(n * row, 2 * block) < n * n
+
+
+@pytest.mark.parametrize(("kv_heads", "attention"), [(HEADS, "sdpa"), (1, "sdpa"), (1, "eager")])
+@pytest.mark.parametrize("window", [None, 9, 70])
+@pytest.mark.parametrize("method", [Baseline(), Lazy({2: 0.3, 5: 0.5}), CLAA(), PyramidInfer()], ids=str)
+def test_blocks_change_no_result(
+    monkeypatch: pytest.MonkeyPatch, method: Method, kv_heads: int, window: int | None, attention: str
+) -> None:
+    model = small_llama(kv_heads, window=window, attention=attention)
+    whole = lazyllm.generate(model, prompt_of(150), method, 5, ())
+    for block in (1, 5000, 40000):  # a query alone, some, many
+        monkeypatch.setattr(reach, "BLOCK", block)
+        found = lazyllm.generate(model, prompt_of(150), method, 5, ())
+        assert (found.token_ids, found.selected) == (whole.token_ids, whole.selected)
+        tolerance = 1e-9 if attention == "sdpa" else 1e-6  # eager's softmax is in float32
+        torch.testing.assert_close(found.first_logits, whole.first_logits, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(("kv_heads", "layers"), [(HEADS, 32), (HEADS, 16), (1, 16), (HEADS, 10)])

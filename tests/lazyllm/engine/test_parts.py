@@ -19,6 +19,10 @@ from tests.reference import random_model
 CPU = torch.device("cpu")
 
 
+def everything_seen(rows: slice, keys: slice) -> None:
+    """A `Seen` of queries that attend to all keys."""
+
+
 def _qkv(heads: int, kv_heads: int, m: int, s: int, d: int, seed: int) -> tuple[torch.Tensor, ...]:
     draw = torch.Generator().manual_seed(seed)
     shapes = ((1, heads, m, d), (1, kv_heads, s, d), (1, kv_heads, s, d))
@@ -46,9 +50,10 @@ def test_attention_and_importance(heads: int, kv_heads: int, m: int, s: int) -> 
     chosen[..., 0] = True
     expected = _probabilities(query, key, chosen, 0.3)
     mask = part_mask(chosen[0, 0], heads // kv_heads, query.dtype)
-    torch.testing.assert_close(attention_scores(query, key, mask, 0.3), expected[:, -1].mean(0))
+    some = attention_scores(query, key, lambda rows, keys: chosen[0, 0, rows, keys], 0.3)
+    torch.testing.assert_close(some, expected[:, -1].mean(0))
     everything = _probabilities(query, key, torch.ones_like(chosen), 0.3)
-    torch.testing.assert_close(attention_scores(query, key, None, 0.3), everything[:, -1].mean(0))
+    torch.testing.assert_close(attention_scores(query, key, everything_seen, 0.3), everything[:, -1].mean(0))
     found = attend_to_chosen(query, key, value, mask, 0.3)
     for head in range(heads):
         of_head = value[0, head * kv_heads // heads]
@@ -58,7 +63,7 @@ def test_attention_and_importance(heads: int, kv_heads: int, m: int, s: int) -> 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_importance_is_at_least_float32(dtype: torch.dtype) -> None:
     query, key, _ = (tensor.to(dtype) for tensor in _qkv(4, 2, 1, 30, 8, seed=0))
-    importance = attention_scores(query, key, None, 0.35)
+    importance = attention_scores(query, key, everything_seen, 0.35)
     assert importance.dtype == torch.float32
     assert importance.sum() == pytest.approx(1, abs=1e-5)
 
@@ -206,6 +211,6 @@ def test_importance_survives_what_attention_survives() -> None:
     """In float16 the unscaled product overflows where the scaled one does not."""
     query = torch.full((1, 1, 1, 128), 25.0, dtype=torch.float16)
     key = torch.stack([torch.full((128,), 25.0), torch.full((128,), 24.9), torch.zeros(128)])[None, None].half()
-    importance = attention_scores(query, key, None, 128**-0.5)
+    importance = attention_scores(query, key, everything_seen, 128**-0.5)
     assert importance.isfinite().all()
     assert importance[0] > importance[1] > importance[2]

@@ -1,0 +1,187 @@
+"""Sessions of several turns: against the slow reference of `tests/reference_turns.py`, and against transformers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lazyllm
+from lazyllm.engine.generation import Conversation
+from lazyllm.methods import Baseline, FastKV, Lazy, Method, StaticPruning
+from tests.reference import ARCHITECTURES, VARIANTS, casts_in_float64, random_model, random_variant
+from tests.reference_turns import ContinuedTurns, LazyTurns, TurnOutput, static_first
+
+VOCAB = 97
+TOLERANCE = 1e-9
+
+
+def draw(rng: random.Random, most: int) -> list[int]:
+    return rng.choices(range(VOCAB), k=rng.randint(1, most))
+
+
+class Watched:
+    """Chooses greedily, and keeps the logits."""
+
+    def __init__(self) -> None:
+        self.logits: list[np.ndarray] = []
+
+    def __call__(self, logits: torch.Tensor) -> tuple[int, bool]:
+        self.logits.append(logits.numpy().copy())
+        return int(logits.argmax()), False
+
+
+def assert_same(session: Conversation, more_ids: Sequence[int] | None, steps: int, expected: TurnOutput) -> None:
+    watched = Watched()
+    found = session.answer_by(watched, more_ids, steps)
+    assert expected.margin > TOLERANCE, "something is decided by rounding"
+    assert found.token_ids == expected.token_ids
+    assert [dict(step) for step in found.selected] == expected.selected
+    assert found.computed.tolist() == expected.computed.tolist()
+    for ours, theirs in zip(watched.logits, expected.logits, strict=True):
+        assert np.abs(ours - theirs).max() < TOLERANCE
+    assert (session.kv_bytes, session.aux_bytes) == (expected.kv_bytes, expected.aux_bytes)
+    assert (found.kv_bytes, found.aux_bytes) == (expected.kv_bytes, expected.aux_bytes)
+
+
+def four_turns(model: Any, schedule: dict[int, float], rng: random.Random, chunk: int | None = None, **settings: bool):
+    """Four answers, compared; the session and the reference go on from there."""
+    reference = LazyTurns(model, schedule, **settings)
+    prompt, more = draw(rng, 30), None
+    session = lazyllm.start(model, prompt, Lazy(schedule, **settings), chunk)
+    for turn in range(4):
+        steps = rng.randint(1, 4)
+        expected = reference.answer(prompt if more is None else more, steps)
+        assert max(reference.counts.values()) == 1
+        assert_same(session, more, steps, expected)
+        more = draw(rng, 9 if turn % 2 else 2)
+    assert session.token_ids == reference.text
+    return session, reference
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("seed", range(6))
+def test_four_turns_with_random_schedules(architecture: str, seed: int) -> None:
+    rng = random.Random(f"{architecture} {seed}")
+    layers = rng.randint(2, 6)
+    model = random_model(architecture, seed, num_layers=layers)
+    pruning = sorted(rng.sample(range(1, layers + 1), rng.randint(0, layers)))
+    schedule = {layer: rng.choice([0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0]) for layer in pruning}
+    settings = rng.choice([{}, {}, {"revive": False}])
+    four_turns(model, schedule, rng, rng.choice([None, None, 1, 4]), **settings)
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "LongRoPE" not in name])
+def test_four_turns_of_every_kind_of_model(variant: str) -> None:
+    attention = "eager" if variant == "gemma2" else "sdpa"
+    with casts_in_float64():
+        four_turns(random_variant(variant, 3, attention), {1: 0.5, 3: 0.5}, random.Random(variant), 5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_keeping_everything_is_the_model_on_the_whole_text(architecture: str, chunk: int | None) -> None:
+    model, rng = random_model(architecture, 3, num_layers=4), random.Random(architecture)
+    for method in (Lazy({1: 1.0, 3: 1.0}), Baseline(), StaticPruning(2, 1.0), FastKV(keep=1.0, retain=1.0)):
+        text, more = draw(rng, 20), None
+        with lazyllm.start(model, text, method, chunk) as session:
+            for _ in range(3):
+                text = text + (more or [])
+                ids = torch.tensor([text])
+                expected = model.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, eos_token_id=None
+                )[0].tolist()
+                found = session.answer(more, 4, ())
+                assert text + found.token_ids == expected
+                assert found.pct_prompt_tokens_computed == 100
+                text, more = expected, draw(rng, 6)
+
+
+def test_a_method_that_drops_for_good_goes_on_behind_what_is_left() -> None:
+    rng, model = random.Random(0), random_model("qwen3", 2, num_layers=4)
+    prompt = draw(rng, 30) * 2
+    first = static_first(model, prompt, 2, 0.4, 3)
+    session = lazyllm.start(model, prompt, StaticPruning(2, 0.4))
+    assert session.answer(None, 3, ()).token_ids == first.token_ids
+    reference = ContinuedTurns(model, first)
+    for chunk in (None, 2, 1):
+        session._session.chunk = chunk  # type: ignore[union-attr]
+        more = draw(rng, 7)
+        assert_same(session, more, 3, reference.answer(more, 3))
+
+
+@pytest.mark.parametrize("method", [StaticPruning(2, 0.4, turns="again"), FastKV(layer=2, turns="again")], ids=str)
+def test_again_is_a_fresh_generation(method: Method) -> None:
+    model, rng = random_model("llama", 2, num_layers=4), random.Random(0)
+    text, more = draw(rng, 30), None
+    session = lazyllm.start(model, text, method)
+    for _ in range(3):
+        text = text + (more or [])
+        found, expected = session.answer(more, 3, ()), lazyllm.generate(model, text, method, 3, ())
+        assert (found.token_ids, found.selected) == (expected.token_ids, expected.selected)
+        assert found.kv_bytes == expected.kv_bytes
+        text, more = text + found.token_ids, draw(rng, 5)
+
+
+@pytest.mark.parametrize("method", [Lazy({1: 0.4, 3: 0.5}), Baseline(), FastKV(layer=2)], ids=str)
+def test_a_fork_and_its_session_do_not_see_each_other(method: Method) -> None:
+    model, rng = random_model("llama", 5, num_layers=4), random.Random(3)
+    prompt, question, other = draw(rng, 40) * 2, draw(rng, 9), draw(rng, 9)
+
+    def alone(*turns: list[int]) -> tuple[list[np.ndarray], int, int]:
+        session, watched = lazyllm.start(model, prompt, method), Watched()
+        for more in (None, *turns):
+            session.answer_by(watched, more, 4)
+        return watched.logits[4:], session.kv_bytes, session.aux_bytes
+
+    session = lazyllm.start(model, prompt, method)
+    session.answer(None, 4, ())
+    fork, late = session.fork(), session.fork()
+    results = {}
+    for name, branch, turns in (
+        ("fork", fork, [other]),
+        ("self", session, [question, other]),
+        ("late", late, [question]),
+    ):
+        watched = Watched()
+        for more in turns:
+            branch.answer_by(watched, more, 4)
+        results[name] = (watched.logits, branch.kv_bytes, branch.aux_bytes)
+    for name, turns in (("fork", [other]), ("self", [question, other]), ("late", [question])):
+        logits, *held = alone(*turns)
+        assert held == list(results[name][1:])
+        assert all(np.array_equal(ours, theirs) for ours, theirs in zip(results[name][0], logits, strict=True))
+
+
+def test_bad_turns_leave_the_session_as_it_was() -> None:
+    model = random_model("llama", 5, num_layers=4)
+    session, twin = (lazyllm.start(model, [5, 17, 3, 80, 41, 9], Lazy({1: 0.5})) for _ in range(2))
+    with pytest.raises(lazyllm.UserError, match="leave more_ids out"):
+        session.answer([1], 3, ())
+    assert session.answer(None, 3, ()).token_ids == twin.answer(None, 3, ()).token_ids
+    for more, new, message in (
+        (None, 3, "at least one token"),
+        ([], 3, "at least one token"),
+        ([97], 3, "the model knows 0 to 96"),
+        ([1], 0, "max_new_tokens is at least 1"),
+        ([1], 10**6, "positions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            session.answer(more, new, ())
+    assert session.num_tokens == twin.num_tokens == 9
+    ours, theirs = session.answer([7, 8], 3, ()), twin.answer([7, 8], 3, ())
+    assert (ours.token_ids, ours.selected) == (theirs.token_ids, theirs.selected)
+    session.close()
+    for call in (session.answer, session.fork):
+        with pytest.raises(lazyllm.UserError, match="the session is closed"):
+            call()
+    with pytest.raises(ValueError, match="'continue' or 'again'"):
+        lazyllm.start(model, [1], StaticPruning(2, 0.5, turns="never"))
+    careless = lazyllm.start(model, [1, 2, 3], Lazy({1: 0.5}, prune_generated=True))
+    careless.answer(None, 2, ())
+    with pytest.raises(lazyllm.UserError, match="no later turns"):
+        careless.answer([1], 2, ())
