@@ -124,7 +124,7 @@ def test_copy_sequences_repeat_what_came_before():
                 assert (ids[i - 1], label) in pairs
 
 
-def run(work: Path, steps: int) -> train_tiny.Trainer:
+def run(work: Path, steps: int) -> train_tiny.TinyTrainer:
     options = ["--log-every", "1", "--save-every", "1", "--tokens-per-step", "256", "--warmup", "2"]
     return train_tiny.train(train_tiny.parse(["--work", str(work), "--steps", str(steps), *options]))
 

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import random
-import time
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -27,12 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from eval.benchmarks import embedded
+from scripts.dev.training import IGNORE, Trainer, add_options, byte_level_bpe, save_model, write_rows
 
-IGNORE = -100
 COPY = "copy"
 FAMILIES = (*embedded.NAMES, COPY)
 ADVANCE = 0.9
-COUNTERS = ("step", "tokens", "stage", "stage_tokens", "seconds", "loss", "accuracy", "log")  # of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -78,23 +75,12 @@ STAGES = (
 def build_tokenizer() -> Any:
     """The tiny tokenizer: words of the suite are one token each, any other text falls back to its UTF-8 bytes.
 
-    A byte-level BPE without merges that takes a whole pre-token where it is in the vocabulary (`ignore_merges`, as in
-    Llama 3): lossless on every text; the newline is a token of its own.
+    Without merges; the newline is a token of its own.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import pre_tokenizers
 
-    specials = [embedded.PAD, embedded.BEGIN, embedded.END]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [word.replace(" ", "\u0120") for word in embedded.vocabulary()]
-    vocabulary = {token: i for i, token in enumerate([*specials, *alphabet, *words])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{embedded.BEGIN} $A", special_tokens=[(embedded.BEGIN, vocabulary[embedded.BEGIN])]
-    )
-    return tokenizer
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    return byte_level_bpe(embedded.vocabulary(), (), split)
 
 
 @cache
@@ -133,26 +119,6 @@ def build_model(seed: int) -> Any:
 
     torch.manual_seed(seed)
     return LlamaForCausalLM(build_config())
-
-
-def save_model(model: Any, folder: Path) -> None:
-    """Write model and tokenizer in `from_pretrained` form."""
-    from transformers import PreTrainedTokenizerFast
-
-    model.save_pretrained(folder)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=build_tokenizer(),
-        pad_token=embedded.PAD,
-        bos_token=embedded.BEGIN,
-        eos_token=embedded.END,
-        clean_up_tokenization_spaces=False,
-        model_max_length=4096,
-    )
-    tokenizer.save_pretrained(folder)
-    # transformers 5 writes the name of a class of its own; this one is known to every version.
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 # Sequences. ids and labels are lists of one length; labels are IGNORE where no loss is.
@@ -252,28 +218,17 @@ def pick_stage(rng: random.Random, number: int) -> Stage:
 # Training.
 
 
-class Trainer:
-    """Model, optimiser, curriculum and random state: everything that a checkpoint holds."""
+class TinyTrainer(Trainer):
+    """Adds the curriculum: the stage, and each family's running accuracy."""
+
+    counters = (*Trainer.counters, "stage", "stage_tokens", "loss", "accuracy")
 
     def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(build_model(args.seed), args.seed)
         self.args = args
-        self.model = build_model(args.seed)
-        self.rng = random.Random(args.seed)
-        self.optimizers = self._optimizers()
-        self.step = self.tokens = self.stage = self.stage_tokens = 0
-        self.seconds = 0.0
+        self.stage = self.stage_tokens = 0
         self.accuracy = [0.0] * len(FAMILIES)
         self.loss = 0.0
-        self.log: list[dict[str, Any]] = []
-
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        parameters = dict(self.model.named_parameters())
-        matrices = [p for n, p in parameters.items() if p.ndim == 2 and "embed" not in n]
-        others = [p for n, p in parameters.items() if p.ndim != 2 or "embed" in n]
-        return [  # Muon needs torch 2.9
-            torch.optim.Muon(matrices, lr=1.0, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
 
     def rate(self) -> float:
         """Learning rate: warm-up, then what the stage says, never below 2 % of the full one."""
@@ -287,30 +242,14 @@ class Trainer:
 
     def update(self) -> None:
         """One step: batch, loss on the answers, optimiser, running accuracies, curriculum."""
-        args = self.args
-        started = time.perf_counter()
         stage = pick_stage(self.rng, self.stage)
-        batch = make_batch(self.rng, stage, args.tokens_per_step)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.bf16):
-            hidden = self.model.model(input_ids=batch.ids, use_cache=False).last_hidden_state
-            wanted = batch.labels[:, 1:] != IGNORE
-            logits = self.model.lm_head(hidden[:, :-1][wanted])
+        batch = make_batch(self.rng, stage, self.args.tokens_per_step)
+        logits, wanted = self.logits(batch.ids, batch.labels, self.args.bf16)
         labels = batch.labels[:, 1:][wanted]
-        loss = nn.functional.cross_entropy(logits.float(), labels)
-        rate = self.rate()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
+        loss = nn.functional.cross_entropy(logits, labels)
+        self.descend(loss, self.rate(), batch.ids.numel())
         self._watch(batch, wanted, logits, labels, loss, current=stage == STAGES[self.stage])
-        self.step += 1
-        self.tokens += batch.ids.numel()
         self.stage_tokens += batch.ids.numel()
-        self.seconds += time.perf_counter() - started
         self._advance()
 
     def _watch(self, batch: Batch, wanted: Tensor, logits: Tensor, labels: Tensor, loss: Tensor, current: bool) -> None:
@@ -337,69 +276,23 @@ class Trainer:
             self.stage_tokens = 0
             self.accuracy = [value * 0.5 for value in self.accuracy]
 
-    def save(self, path: Path) -> None:
-        """Write a checkpoint, everything that the next step depends on, whole or not at all."""
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "rng": self.rng.getstate(),
-            "counters": {key: getattr(self, key) for key in COUNTERS},
-        }
-        torch.save(state, path.with_suffix(".part"))
-        path.with_suffix(".part").replace(path)
-
-    def load(self, path: Path) -> None:
-        """Go on from a checkpoint that `save` wrote."""
-        state = torch.load(path, weights_only=False)
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.rng.setstate(state["rng"])
-        vars(self).update(state["counters"])
-
-    def note(self) -> None:
-        """Add a line to the log."""
-        row = {
-            "step": self.step,
-            "tokens": self.tokens,
-            "seconds": round(self.seconds, 1),
+    def row(self) -> dict[str, Any]:
+        return {
             "stage": self.stage,
             "length": STAGES[self.stage].length,
             "lr": f"{self.rate():.3g}",
             "loss": round(self.loss, 4),
             **{name: round(value, 4) for name, value in zip(FAMILIES, self.accuracy, strict=True)},
         }
-        self.log.append(row)
-        print(json.dumps(row), f"{self.tokens / self.seconds:.0f} tokens/s", flush=True)
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write a CSV file."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def train(args: argparse.Namespace) -> Trainer:
+def train(args: argparse.Namespace) -> TinyTrainer:
     """Train to the end of the curriculum or to `--steps`, writing log, checkpoint and model as it goes."""
     torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
     args.work.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(args)
-    checkpoint = args.work / "checkpoint.pt"
-    if checkpoint.exists():
-        trainer.load(checkpoint)
-        print(f"resumed at step {trainer.step}", flush=True)
-    while not trainer.done() and (not args.steps or trainer.step < args.steps):
-        trainer.update()
-        if trainer.step % args.log_every == 0:
-            trainer.note()
-            write_rows(args.work / "log.csv", trainer.log)
-        if trainer.step % args.save_every == 0:
-            trainer.save(checkpoint)
-    trainer.save(checkpoint)
-    save_model(trainer.model, args.work / "model")
+    trainer = TinyTrainer(args)
+    trainer.train(args)
+    save_model(trainer.model, build_tokenizer(), args.work / "model")
     return trainer
 
 
@@ -483,18 +376,10 @@ def draw(log: Path, folder: Path) -> None:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, "tiny", rate=3e-3)
     add = parser.add_argument
-    add("--work", type=Path, default=Path("/tmp/train_tiny"), help="folder of checkpoint, log and model")
-    add("--seed", type=int, default=0)
-    add("--steps", type=int, default=0, help="stop after this step (0: at the end of the curriculum)")
-    add("--threads", type=int, default=1)
-    add("--lr", type=float, default=3e-3)
-    add("--warmup", type=int, default=100, help="steps")
     add("--bf16", action=argparse.BooleanOptionalAction, default=True)
-    add("--tokens-per-step", type=int, default=4096)
     add("--stage-tokens", type=int, default=400_000, help="least tokens in a stage")
-    add("--log-every", type=int, default=20)
-    add("--save-every", type=int, default=100)
     add("--figure", type=Path, help="draw the log in --work into this folder, and stop")
     add("--evaluate", type=Path, help="score the model in this folder on the test split, and stop")
     add("--scores", type=Path, help="CSV file for the scores of --evaluate")

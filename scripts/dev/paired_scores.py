@@ -1,0 +1,58 @@
+"""Differences of scores example by example, with 95 % bootstrap intervals: of each method from its own baseline, and of
+each from the one before it.
+
+    python -m scripts.dev.paired_scores runs results/coder/gradual.csv
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from eval.store.results import Results
+from scripts.dev.training import write_rows
+
+DRAWS = 10_000
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """The 95 % percentile bootstrap interval of a mean."""
+    drawn = np.random.default_rng(0).choice(values, (DRAWS, len(values))).mean(1)
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def paired(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """A row for every method against its baseline, in the order of their labels, then each against the one before.
+
+    frame: `Results.frame` of runs on the same examples; scores are 0 to 100.
+    """
+    key = ["dataset", "id"]
+    scores = {label: part.set_index(key).sort_index() for label, part in frame.groupby("label")}
+    pairs = [(label, "baseline", part.score, part.baseline_score) for label, part in scores.items()]
+    pairs += [(b, a, scores[b].score, scores[a].score) for a, b in pairwise(scores)]
+    rows = []
+    for method, against, score, other in pairs:
+        low, high = interval((score - other).to_numpy())
+        rows.append({
+            "method": method, "against": against, "examples": len(score), "score": round(score.mean(), 2),
+            "other_score": round(other.mean(), 2), "difference": round((score - other).mean(), 2),
+            "low": round(low, 2), "high": round(high, 2),
+        })  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    folder, out = map(Path, sys.argv[1:])
+    rows = paired(Results.read([folder]).frame)
+    write_rows(out, rows)
+    print(pd.DataFrame(rows).to_string(index=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The stdlib suite: rows that are what they say, from files that nothing is trained on."""
+
+from __future__ import annotations
+
+import keyword
+import platform
+import re
+import sysconfig
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from eval.benchmarks import stdlib
+from eval.benchmarks.datasets import DATASETS, load_rows
+from eval.benchmarks.metrics import score_example
+
+NAMES = tuple(stdlib.TEMPLATES)
+EVERY = pytest.mark.parametrize("name", NAMES)
+# Of the rows as JSON lines: equal on every Python, or the rows are not the same everywhere
+SHA256 = {
+    "next_line": "54ca3d75acab042c4aa4f0677c5fceef6b525818acf295548d0eeb51a7126ca8",
+    "cross_file": "c766fcb745e819b758dda415341465545cdf2608efb5737db2d79efd8bc5681e",
+}
+
+
+def named(text: str) -> set[str]:
+    """The names of three or more letters in a text."""
+    words = {word for word in re.split(r"\W+", text) if len(word) > 2 and not word[0].isdigit()}
+    return words - {"self", "cls"} - {*keyword.kwlist}
+
+
+@EVERY
+def test_rows_are_the_same_everywhere(name: str) -> None:
+    assert load_rows(DATASETS[name]).data_sha256 == SHA256[name]
+
+
+@EVERY
+def test_a_row_asks_for_the_line_behind_its_prompt(name: str) -> None:
+    rows = stdlib.rows(name)
+    assert Counter(int(row["_id"].split("-")[1]) for row in rows) == dict.fromkeys(stdlib.LENGTHS, stdlib.ROWS // 3)
+    assert len({row["_id"].split("-", 2)[2] for row in rows}) == stdlib.ROWS
+    for row in rows:
+        path, number = row["_id"].split("-", 2)[2].split(":")
+        lines = "".join(stdlib.held_out_files()[path]).split("\n")
+        before = "\n".join(lines[: int(number) - 1]) + "\n"
+        prompt = stdlib.TEMPLATES[name].format(**row)
+        own = row["input"] or row["context"]
+        assert row["answers"] == [lines[int(number) - 1]]
+        assert own.startswith(f"# {path}\n")
+        assert before.endswith(own.removeprefix(f"# {path}\n"))
+        assert prompt.endswith(own)
+        length = int(row["_id"].split("-")[1])
+        assert 0.4 * length < row["length"] == len(prompt) <= length + len(f"# {path}\n")
+
+
+def test_a_line_of_next_line_names_something_far() -> None:
+    for row in stdlib.rows("next_line"):
+        wanted = named(row["answers"][0])
+        assert wanted <= named(row["context"])
+        assert not wanted <= named("\n".join(row["context"].split("\n")[-stdlib.RECENT - 1 :]))
+
+
+def test_a_line_of_cross_file_names_something_that_only_other_files_name() -> None:
+    for row in stdlib.rows("cross_file"):
+        path = row["_id"].split("-", 2)[2].split(":")[0]
+        assert named(row["answers"][0]) - named(row["input"]) - named(path)
+        assert named(row["answers"][0]) <= named(row["context"]) | named(row["input"])
+        chunks = re.findall(r"^# (\S+\.py)$", row["context"], re.MULTILINE)
+        assert chunks
+        assert path not in chunks
+
+
+def test_files_are_held_out_by_module() -> None:
+    files = stdlib.held_out_files()
+    assert all(map(stdlib.is_held_out, files))
+    assert {"http/client.py", "_pyio.py", "typing.py"} <= {*files}
+    assert stdlib.module_of("http/client.py") == "http"
+    assert stdlib.module_of("_pyio.py") == stdlib.module_of("io.py") == "io"
+    assert not stdlib.is_held_out("json/decoder.py")
+
+
+@pytest.mark.skipif(platform.python_version() != "3.11.7", reason="the files are those of CPython 3.11.7")
+def test_the_files_are_the_librarys() -> None:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for path, lines in stdlib.held_out_files().items():
+        assert "".join(lines) == (library / path).read_text(encoding="utf-8")
+
+
+@EVERY
+def test_the_gold_line_scores_1_and_another_less(name: str) -> None:
+    row, other = stdlib.rows(name, 2)
+    assert score_example(DATASETS[name], row["answers"][0] + "\n", row["answers"]) == 1
+    assert score_example(DATASETS[name], other["answers"][0], row["answers"]) < 1
