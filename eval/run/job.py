@@ -88,7 +88,7 @@ def job() -> Iterator[None]:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr, force=True
     )
-    for chatty in ("absl", "httpx", "datasets", "fontTools", "matplotlib", "filelock"):
+    for chatty in ("absl", "httpx", "httpx2", "datasets", "fontTools", "matplotlib", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         yield
