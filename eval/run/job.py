@@ -16,6 +16,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, NoReturn
 
 import hydra
@@ -26,10 +28,12 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from eval.run.config import CONF, RunConfig, check_arguments, compose_config, one_line, register_schema, to_run_config
+from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
     from eval.run.loop import RunResult
 
+SWEEPS = Path("runs")  # `hydra.sweep.dir` of eval/conf/config.yaml
 GRACE_S = 0.5  # for the regular end, which frees the device and notes when the job ended
 INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
 _finished: list[RunResult] = []  # by the jobs of this process: other launchers run theirs elsewhere
@@ -64,6 +68,8 @@ def start(work: Callable[[DictConfig], None], arguments: Sequence[str], schema: 
     """
     register_schema(schema)
     check_arguments(arguments, schema)
+    if {"-m", "--multirun"} & set(arguments):
+        _check_sweep_folder()
     _end_soon_after_ctrl_c()
     if not any(argument.startswith("-") for argument in arguments):
         return work(compose_config(arguments))
@@ -77,6 +83,18 @@ def start(work: Callable[[DictConfig], None], arguments: Sequence[str], schema: 
         raise one_line(error) from error
     except KeyboardInterrupt:
         end()
+
+
+def _check_sweep_folder() -> None:
+    """Raises UserError if the folder that Hydra keeps a sweep's files in cannot be written."""
+    try:
+        SWEEPS.mkdir(exist_ok=True)
+        TemporaryFile(dir=SWEEPS).close()
+    except OSError as error:
+        raise UserError(
+            f"{SWEEPS.absolute()}: a sweep keeps its files there, and it cannot be written ({error.strerror}); start "
+            "it in another folder"
+        ) from error
 
 
 @contextmanager

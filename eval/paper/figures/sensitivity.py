@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 
 from eval.paper.figures.figure import Figure
 from eval.paper.figures.figure6 import single_points
 from eval.paper.figures.style import GREY, new_figure, styled
+from eval.store.results import Results
+
+_MAP = ["model", "suite"]
 
 _PANELS = (
     ("relative_score", "Score, % of the paired baseline's", "{:.0f}", "cividis"),
@@ -17,10 +21,16 @@ _PANELS = (
 )
 
 
+def data(results: Results) -> pd.DataFrame:
+    """`single_points` of each model and suite that has several: one cell is no map."""
+    points = single_points(results)
+    return points[points.duplicated(_MAP, keep=False)].reset_index(drop=True)
+
+
 @styled
 def plot(frame: Any) -> MplFigure:
     """A row a model and suite: score on the left, speedup on the right, layers by kept shares."""
-    rows = list(frame.groupby(["model", "suite"], sort=False))
+    rows = list(frame.groupby(_MAP, sort=False))
     layers = max(points["layer"].nunique() for _, points in rows)
     figure = new_figure(max(7.0, 2 * (1.6 + 0.52 * layers)), 0.5 + 2.6 * len(rows))
     for line, ((model, suite), points) in zip(figure.subplots(len(rows), 2, squeeze=False), rows, strict=True):
@@ -54,6 +64,6 @@ FIGURE = Figure(
         "LazyLLM with a single pruning layer: what is kept of the score (left) and the TTFT speedup (right) for every "
         "layer and kept share that was run, mean over tasks. Asked by the paper's reviewers; intervals are in the CSV."
     ),
-    data=single_points,
+    data=data,
     plot=plot,
 )
