@@ -29,7 +29,7 @@ from eval.run.tracing import trace
 from eval.run.tracking import Tracker, open_tracker, track_pictures
 from eval.store.folder import RunStore, fingerprint, open_store, read_about, write_whole
 from eval.store.record import Failure, Record
-from eval.store.results import PLANNED, Results, StoredRun, is_ablation, planned_text
+from eval.store.results import PLANNED, Results, StoredRun, planned_text
 from eval.store.trace import Trace
 from lazyllm.engine.devices import devices_of, read_clock, release_memory
 from lazyllm.errors import UserError, reason_of
@@ -106,8 +106,7 @@ def compare(config: RunConfig) -> list[RunResult]:
     screen.print(table.to_rich())
     from eval.paper.figures import plot_comparison, save  # not at the top: matplotlib is slow to import
 
-    methods = {label: label if is_ablation(method) else method["name"] for label, method in config.compare.items()}
-    pictures = save(plot_comparison(table.frame, f"{model}, {title}", methods), stem)
+    pictures = save(plot_comparison(table.frame, f"{model}, {title}", config.compare), stem)
     track_pictures(config.tracker, Path("runs"), config.label, pictures)
     lines = ["Files:", *(f"  {path}" for path in (*(one.folder for one in results.values()), f"{stem}.md", *pictures))]
     if config.model.name == "tiny":

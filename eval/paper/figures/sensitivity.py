@@ -23,7 +23,7 @@ _PANELS = (
 
 def data(results: Results) -> pd.DataFrame:
     """`single_points` of each model and suite that has several: one cell is no map."""
-    points = single_points(results)
+    points: Any = single_points(results)
     return points[points.duplicated(_MAP, keep=False)].reset_index(drop=True)
 
 
