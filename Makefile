@@ -1,6 +1,7 @@
 # make run    set up, then every method on the embedded default, side by side
 # make test   set up, then lint and all tests
 # make paper  every table and figure from the stored runs below RUNS, into OUT, without a model: make paper RUNS=runs
+# make notebooks  JupyterLab with the notebooks
 # make setup  .venv with what running needs, in the versions of requirements.lock (setup-tests: requirements-dev.lock)
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ JOBS ?= auto
 RUNS ?= runs
 OUT ?= $(firstword $(RUNS))/paper
 
-.PHONY: run test paper lint format setup setup-tests lock clean
+.PHONY: run test paper notebooks lint format setup setup-tests lock clean
 
 run: setup
 	$(BIN)/python run.py experiment=demo
@@ -26,6 +27,10 @@ test: setup-tests lint
 # one thread: the bootstrap's products are too small for more, and crawl where other work shares the cores
 paper: setup
 	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/lazyllm-bench paper $(RUNS) --out $(OUT)
+
+notebooks: setup
+	scripts/dev/install.sh --editable '.[notebooks]'
+	$(BIN)/jupyter lab notebooks
 
 lint: setup-tests
 	$(BIN)/ruff check .

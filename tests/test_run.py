@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from eval.benchmarks.datasets import resolve_datasets
+from eval.cli import main
 from eval.run.loop import compare, run
 from eval.run.plan import prepare
 from eval.store.folder import read_run
@@ -103,6 +104,15 @@ def test_what_needs_more_than_the_config_is_refused_before_anything_is_written(
     with pytest.raises(UserError, match=message):
         run(config_of(*overrides))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_in_a_folder_that_cannot_be_written_is_refused_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs").write_text("a file, where the folder should be")
+    assert main(["run", "-m", "method=lazy,baseline", "limit=1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {tmp_path / 'runs'}: a sweep keeps its files there, and it cannot be written")
 
 
 def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path, shared: Path, caplog: pytest.LogCaptureFixture) -> None:

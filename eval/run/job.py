@@ -16,6 +16,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, NoReturn
 
 import hydra
@@ -26,10 +28,12 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from eval.run.config import CONF, RunConfig, check_arguments, compose_config, one_line, register_schema, to_run_config
+from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
     from eval.run.loop import RunResult
 
+SWEEPS = Path("runs")  # `hydra.sweep.dir` of eval/conf/config.yaml
 GRACE_S = 0.5  # for the regular end, which frees the device and notes when the job ended
 INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
 _finished: list[RunResult] = []  # by the jobs of this process: other launchers run theirs elsewhere
@@ -64,6 +68,8 @@ def start(work: Callable[[DictConfig], None], arguments: Sequence[str], schema: 
     """
     register_schema(schema)
     check_arguments(arguments, schema)
+    if {"-m", "--multirun"} & set(arguments):
+        _check_sweep_folder()
     _end_soon_after_ctrl_c()
     if not any(argument.startswith("-") for argument in arguments):
         return work(compose_config(arguments))
@@ -79,6 +85,18 @@ def start(work: Callable[[DictConfig], None], arguments: Sequence[str], schema: 
         end()
 
 
+def _check_sweep_folder() -> None:
+    """Raises UserError if the folder that Hydra keeps a sweep's files in cannot be written."""
+    try:
+        SWEEPS.mkdir(exist_ok=True)
+        TemporaryFile(dir=SWEEPS).close()
+    except OSError as error:
+        raise UserError(
+            f"{SWEEPS.absolute()}: a sweep keeps its files there, and it cannot be written ({error.strerror}); start "
+            "it in another folder"
+        ) from error
+
+
 @contextmanager
 def job() -> Iterator[None]:
     """Around a job's work. In a sweep an error is logged first: the other jobs go on, and the sweep ends with it."""
@@ -88,7 +106,7 @@ def job() -> Iterator[None]:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr, force=True
     )
-    for chatty in ("absl", "httpx", "datasets", "fontTools", "matplotlib", "filelock"):
+    for chatty in ("absl", "httpx", "httpx2", "datasets", "fontTools", "matplotlib", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         yield

@@ -113,8 +113,7 @@ def compare(config: RunConfig) -> list[RunResult]:
     screen.print(table.to_rich())
     from eval.paper.figures import plot_comparison, save  # not at the top: matplotlib is slow to import
 
-    names = {label: method["name"] for label, method in methods.items()}
-    pictures = save(plot_comparison(table.frame, f"{model}, {title}", names), stem)
+    pictures = save(plot_comparison(table.frame, f"{model}, {title}", methods), stem)
     track_pictures(config.tracker, Path("runs"), config.label, pictures)
     lines = ["Files:", *(f"  {path}" for path in (*(one.folder for one in results.values()), f"{stem}.md", *pictures))]
     if config.model.name == "tiny":

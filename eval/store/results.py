@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -181,6 +181,11 @@ def label_of(method: str, settings: dict[str, Any]) -> str:
     """A setting for people: `lazy, schedule={2: 0.3}`, without what is empty, or usual for LazyLLM in the paper."""
     shown = {key: value for key, value in settings.items() if value is not None and _USUAL.get(key) is not value}
     return ", ".join([method, *(f"{key}={_plain(value)}" for key, value in shown.items())])
+
+
+def is_ablation(settings: Mapping[str, Any]) -> bool:
+    """Whether LazyLLM runs with a part of it changed: without revival, or with generated tokens pruned too."""
+    return any(settings.get(key, usual) != usual for key, usual in _USUAL.items())
 
 
 def _plain(value: Any) -> str:

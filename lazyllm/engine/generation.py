@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -50,7 +50,7 @@ class Generation:
     """
 
     token_ids: list[int]
-    first_logits: Tensor
+    first_logits: Tensor = field(repr=False)
     ttft_s: float
     scoring_s: float
     total_s: float
@@ -332,6 +332,8 @@ def with_more(prompt: Prompt, token_ids: Sequence[int]) -> Prompt:
 
 def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt) -> Prompt:
     """The prompt. Raises ValueError if it is not one non-empty prompt of known tokens."""
+    if isinstance(input_ids, str):
+        raise ValueError("input_ids is a text: give its token ids, for example tokenizer(text).input_ids")
     whole = input_ids if isinstance(input_ids, Prompt) else Prompt(torch.as_tensor(input_ids))
     prompt = whole.token_ids
     if prompt.ndim == 2 and prompt.shape[0] == 1:

@@ -13,6 +13,9 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", INDEX)
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
+# (hub id, revision) -> commit: a process asks the hub once, and reads all files of a repository at one commit
+_commits: dict[tuple[str, str | None], str] = {}
+
 
 def hub_folder(hub_id: str, files: Iterable[str], revision: str | None = None, instead: str = "") -> Path:
     """A local folder with those files of a repository that exist, from the Hugging Face hub or its cache.
@@ -23,8 +26,9 @@ def hub_folder(hub_id: str, files: Iterable[str], revision: str | None = None, i
     """
     from huggingface_hub import errors, snapshot_download
 
+    commit = _commits.get((hub_id, revision), revision)
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(files)))
+        folder = Path(snapshot_download(hub_id, revision=commit, allow_patterns=list(files)))
     except (OSError, errors.HFValidationError) as error:
         match error:
             case errors.HFValidationError():
@@ -38,6 +42,8 @@ def hub_folder(hub_id: str, files: Iterable[str], revision: str | None = None, i
             case _:
                 reason = f"it is not in the hub's cache and could not be downloaded ({' '.join(str(error).split())})"
         raise UserError(f"{hub_id}: {reason}. {instead}".rstrip()) from error
+    _commits[hub_id, revision] = folder.name
+    return folder
 
 
 def check_files(folder: Path, source: str, weights_file: str | None = None) -> None:

@@ -167,7 +167,10 @@ def as_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise UserError(f"unknown device {name!r}: give 'auto', 'cpu' or 'cuda'") from error
     if device.type != "cpu" and (accelerator is None or accelerator.type != device.type):
-        raise UserError(f"device {name!r} was asked for, but torch {torch.__version__} sees none: give device=cpu")
+        raise UserError(
+            f"device {name!r} was asked for, but torch {torch.__version__} sees none: give device=cpu (in a run "
+            "model.device=cpu)"
+        )
     return device
 
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections import Counter
 
 from eval.paper.known_methods import STUDIED
-from eval.store.results import Results, StoredRun, label_of
+from eval.store.results import Results, StoredRun, is_ablation, label_of
 from eval.store.trace import Trace, read_trace
 
 # Figure 4's schedule, nothing else changed
 PAPER_SETTING = label_of(STUDIED, {"schedule": "paper", "prune_generated": False, "revive": True})
 
 
+def as_published(results: Results) -> Results:
+    """Without ablations: they are no LazyLLM, so none is drawn as it. Tables have a row for each."""
+    return results.where(lambda run: not is_ablation(run.settings))
+
+
 def studied(results: Results) -> Results:
-    """Of each model the runs of one LazyLLM setting: Figure 4's schedule if it was run, else the one with most
-    examples; of equals the first by its label.
+    """Of each model the runs of one LazyLLM setting, no ablation: Figure 4's schedule if it was run, else the one with
+    most examples; of equals the first by its label.
     """
+    results = as_published(results)
     examples: dict[str, Counter[str]] = {}
     for run in results.runs:
         if run.method == STUDIED:

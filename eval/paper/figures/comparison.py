@@ -8,23 +8,26 @@ from typing import Any
 import pandas as pd
 
 from eval.paper.figures.style import around, grid, legend_beside, new_figure, styled, styles_of
+from eval.store.results import is_ablation
 
 
 @styled
-def plot_comparison(table: pd.DataFrame, title: str, methods: Mapping[str, str] | None = None) -> Any:
+def plot_comparison(table: pd.DataFrame, title: str, methods: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
     """Score against TTFT speedup, one colour a method.
 
     Small marks are tasks; the large one, with its intervals, is the mean over tasks.
-    table: the frame of `eval.paper.summary.compared_table`. methods: {label in the table: the method's name}, for
-    labels that are no names; the first label of a method looks as the method does. Returns a matplotlib figure.
+    table: the frame of `eval.paper.summary.compared_table`. methods: {label in the table: the method's name and
+    settings}, for labels that are no names; the first label of a method, an ablation apart, looks as the method does.
+    Returns a matplotlib figure.
     """
     figure = new_figure(7.2, 4.4)
     axes = figure.subplots()
     overall = table["task"].iloc[-1]  # the mean over tasks, or the only task
     looks: dict[str, str] = {}
     for label in map(str, table["method"].unique()):
-        name = (methods or {}).get(label, label)
-        looks[label] = label if name in looks.values() else name
+        method = (methods or {}).get(label, {})
+        name = method.get("name", label)
+        looks[label] = label if name in looks.values() or is_ablation(method) else name
     styles = styles_of(looks.values())
     for label, name in looks.items():
         rows = table[table["method"] == label]

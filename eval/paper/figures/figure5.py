@@ -15,6 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from eval.benchmarks.datasets import TASKS
+from eval.paper.figures.choice import as_published
 from eval.paper.figures.figure import Figure
 from eval.paper.figures.style import GREY, MethodStyle, around, grid, new_figure, styled, styles_of
 from eval.paper.known_methods import BASELINE, STUDIED
@@ -41,7 +42,7 @@ def data(results: Results) -> pd.DataFrame:
     on_curve: the method's settings that are given by their speedup (`2.0x`); of a method without such a sweep, those
         that no other one beats in both score and speedup there.
     """
-    table: Any = results.by_task
+    table: Any = as_published(results).by_task
     table = table[(table["level"] != "dataset") & (table["method"] != BASELINE)]
     table = table.dropna(subset=_POINTS).assign(source=MEASURED)
     if table.empty:
@@ -190,7 +191,8 @@ FIGURE = Figure(
     name="figure5",
     title="Score against TTFT speedup, task by task (the paper's Figure 5)",
     caption=(
-        "Every setting of every method, on the tasks' own scores relative to the baseline that ran beside it; bars are "
+        "Every setting of every method but ablations of LazyLLM, on the tasks' own scores relative to the baseline "
+        "that ran beside it; bars are "
         "95 % bootstrap intervals over examples. Seeds of a setting are pooled. A curve joins the settings that are "
         "given by their ideal speedup (1.5x, 2.0x, ...), or, if a method has none of these, those that none of its "
         "others beats in both score and speedup, which flatters methods with many settings. Hollow: the paper's Table "

@@ -15,7 +15,7 @@ from eval.paper.figures.figure import Figure
 from eval.paper.figures.style import GREY, LINES, MARKERS, around, grid, legend_beside, new_figure, styled
 from eval.paper.known_methods import STUDIED
 from eval.paper.tables.cells import forms
-from eval.store.results import Results
+from eval.store.results import Results, is_ablation
 
 _VALUES = ("score", "baseline_score", "relative_score", "ttft_speedup", "kl")
 
@@ -62,8 +62,7 @@ def shade_of(number: int, total: int) -> str:
 def _single_point(settings: dict[str, Any]) -> tuple[int | None, float | None]:
     """(layer, keep), or Nones for other settings."""
     schedule = settings["schedule"]
-    changed = settings.get("prune_generated", False) or not settings.get("revive", True)
-    if changed or not isinstance(schedule, dict) or len(schedule) != 1:
+    if is_ablation(settings) or not isinstance(schedule, dict) or len(schedule) != 1:
         return None, None
     ((layer, keep),) = schedule.items()
     return int(layer), float(keep)

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path as Outline
 
-from eval.paper.figures.choice import traced_example
+from eval.paper.figures.choice import as_published, traced_example
 from eval.paper.figures.figure import Figure
 from eval.paper.figures.style import GREY, new_figure, styled
 from eval.paper.known_methods import STUDIED
@@ -85,7 +85,7 @@ def plot_mechanism(trace: Trace, steps: int = STEPS, tokens: range | None = None
 
 def data(results: Results) -> pd.DataFrame:
     """`mechanism_frame` of the first traced example of a LazyLLM run, with `model` and `label` before it."""
-    example = traced_example(results.where(lambda run: run.method == STUDIED))
+    example = traced_example(as_published(results).where(lambda run: run.method == STUDIED))
     if example is None:
         return pd.DataFrame()
     run, trace = example

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as MplFigure
 
 from eval.paper.figures.figure import Figure
 from eval.paper.figures.figure6 import single_points
 from eval.paper.figures.style import GREY, new_figure, styled
+from eval.store.results import Results
+
+_MAP = ["model", "suite"]
 
 # (column, title, digits, scale of colours)
 _PANELS = (
@@ -20,10 +24,16 @@ _PANELS = (
 )
 
 
+def data(results: Results) -> pd.DataFrame:
+    """`single_points` of each model and suite that has several: one cell is no map."""
+    points: Any = single_points(results)
+    return points[points.duplicated(_MAP, keep=False)].reset_index(drop=True)
+
+
 @styled
 def plot(frame: Any) -> MplFigure:
     """A row a model and suite: score, speedup and, if it is there, KL; layers by kept shares."""
-    rows = list(frame.groupby(["model", "suite"], sort=False))
+    rows = list(frame.groupby(_MAP, sort=False))
     layers = max(points["layer"].nunique() for _, points in rows)
     panels = [panel for panel in _PANELS if frame[panel[0]].notna().any()]
     figure = new_figure(max(7.0, len(panels) * (1.6 + 0.52 * layers)), 0.5 + 2.6 * len(rows))
@@ -63,6 +73,6 @@ FIGURE = Figure(
         "the first token's distribution from the paired baseline's, for every layer and kept share that was run, mean "
         "over tasks. Asked by the paper's reviewers; intervals are in the CSV."
     ),
-    data=single_points,
+    data=data,
     plot=plot,
 )

@@ -71,11 +71,18 @@ def test_prompts_in_every_form() -> None:
         ([1, 97], "the model knows 0 to 96"),
         ([-1], "the model knows 0 to 96"),
         ([0.5], "one prompt"),
+        ("a text", r"a text: give its token ids, for example tokenizer\(text\)"),
     ],
 )
 def test_bad_prompts(prompt, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         lazyllm.generate(MODEL, prompt, Baseline(), 3, ())
+
+
+def test_a_generation_is_shown_without_all_its_logits() -> None:
+    shown = repr(lazyllm.generate(MODEL, PROMPT, Baseline(), 2, ()))
+    assert "token_ids=[" in shown
+    assert "tensor" not in shown
 
 
 def test_bad_settings() -> None:

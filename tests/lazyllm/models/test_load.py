@@ -139,7 +139,7 @@ def test_no_access_says_how_to_get_it(monkeypatch, error: type, message: str) ->
         ("./nosuch", {}, "no such folder"),
         ("a/b/c", {}, "no such folder"),
         ("tiny", {"dtype": "int8"}, "unknown dtype 'int8'"),
-        ("tiny", {"device": "cuda:0"}, "torch .* sees none: give device=cpu"),
+        ("tiny", {"device": "cuda:0"}, r"torch .* sees none: give device=cpu \(in a run model\.device=cpu"),
         ("tiny", {"device": "gpu"}, "unknown device"),
         ("tiny", {"load_format": "pickle"}, "unknown load_format"),
     ],

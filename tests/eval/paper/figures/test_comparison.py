@@ -38,12 +38,15 @@ def test_tasks_are_small_and_the_mean_has_intervals() -> None:
 
 
 def test_a_label_looks_as_its_method_does() -> None:
-    """The first label of a method; a second one looks as nothing else."""
-    labels = {"gentle": "lazy", "harsh": "lazy", "other": "static_pruning"}
+    """The first label of a method; a second one and an ablation look as nothing else."""
+    labels = {
+        "no revival": {"name": "lazy", "revive": False},
+        "gentle": {"name": "lazy"}, "harsh": {"name": "lazy"}, "other": {"name": "static_pruning"},
+    }  # fmt: skip
     table = pd.DataFrame([row("mean over tasks", label, 50, 2, 0.1) for label in labels])
     means = [one for one in plot_comparison(table, "", labels).axes[0].containers if isinstance(one, ErrorbarContainer)]
     looks = {one.get_label(): (one.lines[0].get_color(), one.lines[0].get_marker()) for one in means}
     for label in ("gentle", "other"):
-        kind = METHODS[labels[label]]
+        kind = METHODS[labels[label]["name"]]
         assert looks[label] == (kind.colour, kind.marker)
-    assert len(set(looks.values())) == 3
+    assert len(set(looks.values())) == 4

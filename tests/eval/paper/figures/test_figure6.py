@@ -79,3 +79,6 @@ def test_sensitivity_shows_each_point_and_where_there_is_none() -> None:
     for text in ("pruned after layer", "kept share", "10 %", "50 %", "6"):
         assert text in written
     assert figure.data(Results([stored([example("trec", "a")])])).empty
+    lone = single(2, 0.5, model="big")  # one cell is no map
+    assert set(figure.data(Results([*RUNS, lone]))["model"]) == {"tiny"}
+    assert figure.data(Results([lone])).empty

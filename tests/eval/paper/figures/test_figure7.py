@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import pandas as pd
 import pytest
 
 from eval.paper.figures import FIGURES
 from eval.store.results import Results
-from tests.eval.paper.figures.made import example, redrawn, stored, texts
+from tests.eval.paper.figures.made import example, redrawn, small_trace, stored, texts, with_traces
 
 FIGURE = FIGURES["figure7"]
 # 10 prompt tokens and three steps; 20 tokens and one step, whose last two groups happen to agree
@@ -38,6 +41,23 @@ def test_one_setting_is_chosen_for_each_model() -> None:
     picture = redrawn(FIGURE, frame)
     assert len(picture.axes) == 4
     assert "tiny: lazy, schedule={2: 0.5}, 2 examples" in texts(picture)
+
+
+@pytest.mark.parametrize("name", ["figure5", "figure7", "mechanism", "sensitivity", "ttft_share"])
+@pytest.mark.parametrize("changed", [{"revive": False}, {"prune_generated": True}])
+def test_an_ablation_is_drawn_in_no_figure(name: str, changed: dict, tmp_path: Path) -> None:
+    """Neither alone nor with more examples than the method itself."""
+    usual = {"schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
+    layers = [{"schedule": {str(layer): 0.5}} for layer in (2, 4)]
+    method = [with_traces(stored([SHORT], settings=usual | layer), tmp_path / "method", small_trace())
+              for layer in layers]  # fmt: skip
+    ablation = [
+        with_traces(stored([LONG, SHORT], settings=usual | changed | layer), tmp_path / "ablation", small_trace("b"))
+        for layer in layers
+    ]
+    figure = FIGURES[name]
+    assert figure.data(Results(ablation)).empty
+    pd.testing.assert_frame_equal(figure.data(Results([*ablation, *method])), figure.data(Results(method)))
 
 
 def test_the_picture() -> None:
