@@ -17,6 +17,7 @@ from lazyllm import Generation, generate
 from lazyllm.engine.devices import devices_of, read_peak, reset_peak
 from lazyllm.engine.flops import prefill_flops
 from lazyllm.methods import Baseline, Method
+from lazyllm.methods.beside import park
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -113,6 +114,8 @@ class Bench:
         )
 
     def _run(self, case: Case, method: Method) -> _Run:
+        if not method.models():  # a draft or a scorer counts in the memory of its own method only
+            park()
         devices = devices_of(self.model)
         reset_peak(*devices)
         out = generate_case(self.model, case, method)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
+from weakref import WeakSet
 
 from transformers import PreTrainedModel
 
@@ -16,6 +17,8 @@ from lazyllm.engine.devices import home_of
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of, load_weights
 from lazyllm.models.spec import ModelSpec
+
+_LOADED: WeakSet[PreTrainedModel] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,17 @@ def load_beside(spec: ModelSpec, model: PreTrainedModel) -> Beside:
 
     Methods have no state, so this is where `Method.prepare` leaves what `Method.start` needs. Raises UserError.
     """
-    return _load(replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home_of(model))))
+    home = home_of(model)
+    other = _load(replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home)))
+    if home_of(other.model) != home:
+        other.model.to(home)
+    return other
+
+
+def park() -> None:
+    """Move all of these models to the host: the memory of what is measured next holds none of them."""
+    for model in _LOADED:
+        model.to("cpu")
 
 
 @contextmanager
@@ -73,4 +86,5 @@ def tokenizer_beside(spec: ModelSpec) -> Any:
 @lru_cache(maxsize=2)
 def _load(spec: ModelSpec) -> Beside:
     model = load_weights(spec)
+    _LOADED.add(model)
     return Beside(model, find_layout(model))

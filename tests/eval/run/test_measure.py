@@ -16,7 +16,7 @@ from eval.benchmarks.suite import Example
 from eval.run import measure
 from eval.run.measure import WARMUP_TOKENS, Bench, Case
 from lazyllm import Generation
-from lazyllm.methods import Baseline, GemFilter, Lazy
+from lazyllm.methods import Baseline, GemFilter, Lazy, PromptCompression
 
 METHOD = Lazy({1: 0.5})
 CONFIG = SimpleNamespace(
@@ -130,3 +130,19 @@ def test_rouge_l_is_of_what_is_scored(calls, monkeypatch) -> None:
     assert record.method.rouge_l == 1  # the first line only
     assert record.method.score == pytest.approx(1, abs=1e-4)
     assert bench().measure(case("qasper"), True).method.rouge_l is None
+
+
+def test_no_other_model_lies_in_memory_while_the_baseline_is_measured(calls: list[tuple], monkeypatch) -> None:
+    """A draft is moved to the host before the baseline runs, and not before its own method."""
+
+    class Draft:
+        def to(self, place: str) -> None:
+            calls.append(("to", place))
+
+    draft = Draft()
+    monkeypatch.setattr("lazyllm.methods.beside._LOADED", [draft])
+    scored = replace(case("qasper"), method=PromptCompression(0.5, scorer="tiny"))
+    bench().measure(scored, baseline_first=True)
+    bench().measure(scored, baseline_first=False)
+    order = [call[1] if call[0] == "to" else type(call[0]).__name__ for call in calls if call != ("reset",)]
+    assert order == ["cpu", "Baseline", "PromptCompression", "PromptCompression", "cpu", "Baseline"]
