@@ -18,7 +18,7 @@ from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of, load_weights
 from lazyllm.models.spec import ModelSpec
 
-_LOADED: WeakSet[PreTrainedModel] = WeakSet()
+_LOADED: WeakSet[Any] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,9 @@ def load_beside(spec: ModelSpec, model: PreTrainedModel) -> Beside:
     """
     home = home_of(model)
     other = _load(replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home)))
-    if home_of(other.model) != home:
-        other.model.to(home)
+    parked: Any = other.model
+    if home_of(parked) != home:
+        parked.to(home)
     return other
 
 
