@@ -95,6 +95,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return None
         if rest[:1] == ["tree"]:
             return self.json([_entry(name, content) for name, content in repository.files.items()])
+        if rest == ["auth-check"]:
+            return self.json({}) if self.may_read(f"{owner}/{name}", repository) else None
         about = {"id": f"{owner}/{name}", "sha": repository.commit, "gated": repository.gated is not None and "manual"}
         return self.json(about | {"siblings": [{"rfilename": name} for name in repository.files]})
 
@@ -103,11 +105,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def resolve(self, name: str, revision: str, file: str) -> None:
         """A file's facts, and where it lies."""
         repository = self.repository(name)
-        if repository is None:
+        if repository is None or not self.may_read(name, repository):
             return None
-        if repository.gated is not None and self.token not in repository.gated:
-            status = 401 if self.token is None else 403
-            return self.refuse(status, "GatedRepo", f"Access to model {name} is restricted.")
         commit = {"X-Repo-Commit": repository.commit}
         if revision not in ("main", repository.commit):
             return self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}", commit)
@@ -144,6 +143,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if found is None or kind not in (None, found.kind):
             return self.refuse(401 if self.token is None else 404, "RepoNotFound", "Repository not found")
         return found
+
+    def may_read(self, name: str, repository: Repository) -> bool:
+        """Whether the files are the reader's to see; a refusal is answered."""
+        if repository.gated is None or self.token in repository.gated:
+            return True
+        self.refuse(401 if self.token is None else 403, "GatedRepo", f"Access to model {name} is restricted.")
+        return False
 
     def json(self, content: object) -> None:
         self.reply(json.dumps(content).encode(), {"Content-Type": "application/json"})

@@ -34,15 +34,18 @@ SHORT = ["dataset=hotpotqa", "model.max_prompt_tokens=600", "timing.warmup=1"]
 FIRST = ["run", "model=llama2", "method=lazy", *SHORT]
 LLAMA31_RUN = ["run", "model=custom", "model.name=meta-llama/Llama-3.1-8B-Instruct", "method=lazy", *SHORT]
 DAY_ONE = {
-    "no token": {"command": [*FIRST, "limit=1"]},
+    "doctor": {"command": ["doctor"]},
+    "no token": {"command": ["fetch", *FIRST[1:]]},
     "no access": {"log_in": "hf_of_a_stranger", "command": [*FIRST, "limit=1"]},
-    "first look": {"log_in": TOKEN, "command": [*FIRST, "limit=1"]},
+    "fetch": {"log_in": TOKEN, "command": ["fetch", *FIRST[1:]]},
+    "first look": {"command": [*FIRST, "limit=1"]},
     "more": {"command": [*FIRST, "limit=2"]},
     "sweep": {"command": ["run", "-m", "model=llama2", "method=lazy,static_pruning", *SHORT, "limit=2"]},
     "llama 3.1": {"command": [*LLAMA31_RUN, "limit=2"]},
     "report": {"command": ["report", "runs"]},
 }
 DAY_TWO = {
+    "doctor again": {"command": ["doctor"]},
     "the same": {"command": [*FIRST, "limit=2"]},
     "more": {"command": [*LLAMA31_RUN, "limit=3"]},
     "never fetched": {"command": ["run", "model=llama2-base", *SHORT, "limit=1"]},
@@ -151,9 +154,38 @@ def test_a_gated_checkpoint_is_refused_in_a_line_with_its_page_and_the_command(p
 
 def test_no_command_fails_otherwise_or_is_noisy(played: Played) -> None:
     for name, step in (played.day_one | played.day_two).items():
-        assert step["code"] == (2 if name in ("no token", "no access", "never fetched") else 0), step["err"]
+        refused = name in ("no token", "no access", "never fetched")
+        assert name.startswith("doctor") or step["code"] == (2 if refused else 0), step["err"]
         assert "Traceback" not in step["err"]
         assert "HTTP Request" not in step["err"]
+
+
+def test_the_doctor_names_what_is_missing_until_it_is_there(played: Played) -> None:
+    page = "https://huggingface.co/meta-llama/Llama-2-7b-chat-hf"
+    expected = {
+        "doctor": {
+            "hub": "ok answers",
+            "token": "missing hf auth login (gated models ask for it)",
+            "llama2": f"missing meta-llama/Llama-2-7b-chat-hf is gated: ask for access at {page}, then hf auth login",
+            "LongBench": "missing not in the cache: lazyllm-bench fetch dataset=all, or give data.dir=FOLDER",
+        },
+        "doctor again": {
+            "hub": "not needed HF_HUB_OFFLINE is set: only the caches are read",
+            "token": "ok the hub's client has one",
+            "llama2": "ok meta-llama/Llama-2-7b-chat-hf is here",
+            "LongBench": "ok in the cache",
+        },
+    }
+    for step, findings in expected.items():
+        lines = [" ".join(line.split()) for line in (played.day_one | played.day_two)[step]["out"].splitlines()]
+        for thing, finding in findings.items():
+            assert f"{thing} {finding}" in lines
+
+
+def test_what_was_fetched_is_named(played: Played) -> None:
+    checkpoint, rows = played.day_one["fetch"]["out"].splitlines()
+    assert re.fullmatch(r"llama2: .*/models--meta-llama--Llama-2-7b-chat-hf/snapshots/[0-9a-f]{40}", checkpoint)
+    assert rows == "hotpotqa: 6 examples"
 
 
 def test_llama2_answers_real_rows_in_official_prompts(played: Played, shared: Path) -> None:
@@ -198,6 +230,13 @@ def test_a_sweep_takes_what_is_measured_and_ends_in_one_table(played: Played) ->
 def test_a_run_goes_on(played: Played) -> None:
     assert "1 examples, 0 of them already measured" in played.day_one["first look"]["err"]
     assert "2 examples, 1 of them already measured" in played.day_one["more"]["err"]
+
+
+def test_a_run_after_the_fetch_asks_for_nothing(played: Played) -> None:
+    """Until Llama 3.1, which was not fetched: it comes with its first run."""
+    asked = [path for _, path in played.hub.asked]
+    first_of_llama31 = next(number for number, path in enumerate(asked) if "Llama-3.1" in path)
+    assert asked[first_of_llama31 - 1] == f"/github/{longbench.MAX_LENGTHS}"
 
 
 def test_each_file_is_fetched_once_and_no_pickle_at_all(played: Played) -> None:
