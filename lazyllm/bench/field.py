@@ -6,14 +6,15 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
-from typing import Any
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from lazyllm.bench.case_table import megabytes, quartiles
 from lazyllm.bench.cases import Case, Pair
 from lazyllm.methods import METHODS, Baseline, Method, make
 from lazyllm.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def contenders(config: Any, n: int, speedups: Sequence[float], draft: str) -> dict[str, Method]:
@@ -52,9 +53,8 @@ def random_draft(config: PreTrainedConfig, spec: ModelSpec) -> Iterator[str]:
 
     halved = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     sizes: dict[str, Any] = {name: max(1, getattr(config, name) // 2) for name in halved}
-    sizes["num_hidden_layers"] = max(1, config.num_hidden_layers // 4)
-    facts = {name: value for name, value in config.to_dict().items() if name != "layer_types"}  # one a layer
-    own = type(config)(**(facts | sizes))
+    sizes |= {"num_hidden_layers": max(1, config.num_hidden_layers // 4), "layer_types": None}
+    own = type(config)(**(config.to_dict() | sizes))
     with TemporaryDirectory() as folder:
         random_weights(own, spec).save_pretrained(folder)
         yield folder
