@@ -38,7 +38,7 @@ def _settings(name: str, num_layers: int, draft: str) -> dict[str, Any]:
     """What a method needs beside its dial; the authors' defaults otherwise."""
     needed: dict[str, dict[str, Any]] = {
         # on random weights ranks never settle: cut where the earliest cut can be
-        "asl": {"keep": 0.2, "threshold": 1e9},
+        "asl": {"threshold": 1e9},
         "prompt_compression": {"keep": 0.5, "unit": "token"},
         "specprefill": {"draft": draft},
         "static_pruning": {"layer": max(1, num_layers * 3 // 10)},

@@ -256,8 +256,11 @@ def _logits(
     products = (last.to(exact) * scaling) @ key[0, :, :keys].to(exact).transpose(-1, -2)
     logits = _capped(products, softcap).view(heads, w, keys)
     attended = moved(seen(rows, slice(0, keys)), key.device)
-    if attended is not None:
-        logits[..., keys - attended.shape[-1] :].masked_fill_(~attended, float("-inf"))
+    if attended is None:
+        return logits
+    if attended.shape[-1] == keys:
+        return torch.where(attended, logits, float("-inf"))
+    logits[..., keys - attended.shape[-1] :].masked_fill_(~attended, float("-inf"))
     return logits
 
 

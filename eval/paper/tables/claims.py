@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from eval.benchmarks import SUITES
 from eval.paper.known_methods import place_of
 from eval.paper.table import Table
 from eval.paper.tables.beside_paper import PUBLISHED
@@ -21,7 +22,7 @@ _VALUES = ("score", "baseline_score", "ttft_speedup")
 def claims(results: Results) -> Table:
     """The published numbers of each model that was run on LongBench, with ours if it was run with these settings."""
     whole: Any = overall(results)
-    measured = [row for row in whole.to_dict("records") if row["suite"] == "longbench"]
+    measured = [row for row in whole.to_dict("records") if SUITES[row["suite"]].in_paper]
     models = {_name_of(row) for row in measured}
     published: Any = pd.read_csv(PUBLISHED / "field.csv")
     rows = []

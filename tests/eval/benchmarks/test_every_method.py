@@ -12,6 +12,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.benchmarks import SUITES
+from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import Prompt, build_prompt
 from eval.benchmarks.ruler.ruler_suite import RulerConfig
@@ -43,7 +44,7 @@ def bench() -> Bench:
     )  # fmt: skip
     tokenizer = load_tokenizer_of(SPEC)
     assert tokenizer is not None
-    return Bench(LlamaForCausalLM(config).eval(), tokenizer, "none", paired=True)
+    return Bench(LlamaForCausalLM(config).eval(), tokenizer, CHAT_FORMATS["none"], paired=True)
 
 
 def examples() -> Iterator[tuple[Dataset, str, Example]]:

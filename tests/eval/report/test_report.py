@@ -276,7 +276,7 @@ def test_what_was_found_is_said_in_a_sentence_by_hand(tmp_path: Path) -> None:
     store(tmp_path / "c", {"name": "oracle", "keep": 0.5}, [example(0, score=0.5, ttft_s=0.1)])  # no method
     (found,) = overview.findings(Results(find_runs([tmp_path])))
     assert (
-        "baseline: 2; of these 1 keep 99 % of its score. The fastest of these: static_pruning, keep=0.5, 2.00" in found
+        "baseline: 2; of these 1 keep 99% of its score. The fastest of these: static_pruning, keep=0.5, 2.00" in found
     )
 
 

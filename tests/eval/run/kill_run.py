@@ -135,11 +135,14 @@ def without_times(folder: Path) -> dict[str, str]:
 
     table = pd.read_csv(folder / "summary.csv", dtype=str, keep_default_na=False)
     markdown = [line.split("|") for line in (folder / "summary.md").read_text().splitlines()]
+    headings = next(cells for cells in markdown if len(cells) > 1)
+    timed = {number for number, heading in enumerate(headings) if "TTFT" in heading or "speedup" in heading}
     return {
         "summary.json": json.dumps(clean(json.loads((folder / "summary.json").read_bytes())), indent=2),
         "summary.csv": table[[name for name in table if not name.startswith(TIMES)]].to_csv(index=False),
-        # dataset, n, score, baseline score, then the two speedups, then % tokens computed
-        "summary.md": "\n".join("|".join([*cells[:5], *cells[7:]]) for cells in markdown),
+        "summary.md": "\n".join(
+            "|".join(cell for number, cell in enumerate(cells) if number not in timed) for cells in markdown
+        ),
     }
 
 

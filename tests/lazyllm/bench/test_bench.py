@@ -213,9 +213,10 @@ def test_the_whole_field(tmp_path, capsys) -> None:
         [pair] = case.pairs
         assert pair.equal is not None
         assert [len(run.step_s) for run in (pair.baseline, pair.other, pair.equal)] == [2, 2, 2]
-    # cut after layer 2 + 2 - 1 of 8, at 12 of 60 tokens and the window of 32
-    flops = prefill_flops(config, [60] * 3 + [44] * 5)
-    assert cases["asl"].ideal_ttft_speedup == prefill_flops(config, [60] * 8) / flops
+    # cut after layer 2 + 2 - 1 of 8, at a share of the 60 tokens and the window of 32
+    keep = METHODS["asl"].solve({"threshold": 1e9}, config, 60, 1.3)
+    flops = prefill_flops(config, [60] * 3 + [keep_count(keep, 60) + 32] * 5)
+    assert cases["asl 1.3x"].ideal_ttft_speedup == prefill_flops(config, [60] * 8) / flops
     for name in ("claa 1.3x", "fastkv 1.3x", "lazy 1.3x", "pyramidinfer 1.3x", "static_pruning 1.3x"):
         assert cases[name].ideal_ttft_speedup == pytest.approx(1.3, rel=0.05)
         counted = cases[name].untimed
@@ -225,6 +226,6 @@ def test_the_whole_field(tmp_path, capsys) -> None:
     assert shown.count("\n| ") == len(cases) + 1
     bench_report.main([str(tmp_path)])
     assert (tmp_path / "field.png").read_bytes().startswith(b"\x89PNG")
-    assert "| asl | 60 |" in (tmp_path / "README.md").read_text()
+    assert "| asl 1.3x | 60 |" in (tmp_path / "README.md").read_text()
     with pytest.raises(SystemExit, match="--field takes all methods"):
         main([*f"{shape} --field --against hf".split()])
