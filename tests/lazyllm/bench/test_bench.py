@@ -21,6 +21,7 @@ from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.methods import METHODS, Baseline, Lazy
+from lazyllm.methods.schedule import keep_count
 from lazyllm.models.spec import ModelSpec
 from scripts import bench_report
 from tests.reference import random_model
