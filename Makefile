@@ -1,5 +1,5 @@
 # make run    set up, then every method on the embedded default, side by side
-# make test   set up, then lint and all tests
+# make test   set up, then lint and all tests but the slow ones, which .ci/run runs too
 # make paper  every table and figure from the stored runs below RUNS, into OUT, without a model: make paper RUNS=runs
 # make notebooks  JupyterLab with the notebooks
 # make setup  .venv with what running needs, in the versions of requirements.lock (setup-tests: requirements-dev.lock)
@@ -22,7 +22,6 @@ run: setup
 
 test: setup-tests lint
 	$(BIN)/pytest -n $(JOBS)
-	MPLBACKEND=agg $(BIN)/pytest --nbmake notebooks
 
 # one thread: the bootstrap's products are too small for more, and crawl where other work shares the cores
 paper: setup

@@ -27,6 +27,8 @@ from eval.store.record import Record
 from tests.hub_server import HubServer, Repository
 from tests.stand_in_checkpoints import LLAMA2, LLAMA31, layout, llama2, llama3_tokenizer, llama31
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 TOKEN = "hf_of_a_reader"
 COMMIT = "89abcdef0123456789abcdef0123456789abcdef"

@@ -326,6 +326,7 @@ def test_a_narrow_screen_needs_no_sideways_scrolling(page: webdriver.Chrome) -> 
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.slow
 def test_thousands_of_records_and_tokens_stay_usable(browser: webdriver.Chrome, tmp_path: Path) -> None:
     """5,000 records and a trace of 4,000 tokens: all are reached, and only a page of records is in the document."""
     records = [

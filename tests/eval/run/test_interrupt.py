@@ -12,6 +12,8 @@ import pytest
 from eval.run.job import INTERRUPTED, MESSAGE
 from eval.store.record import Record
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 HANG_S = 300  # only against a test that never ends: what blocks below would do so for longer
 
@@ -57,6 +59,7 @@ SHORT = ["dataset=lookup", "limit=4", "max_new_tokens=2", "timing.warmup=0", "th
 HEARS = """
 import atexit, sys, time
 import eval.cli, eval.run.job, eval.run.measure
+
 def hear(*arguments, **settings):
     print("blocked", flush=True)
     time.sleep(10**6)

@@ -11,10 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 KILLS = 20
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.eval.run.kill_run", str(KILLS)],
