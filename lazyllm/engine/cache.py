@@ -146,7 +146,7 @@ class GroupCache:
     def retain_by_head(self, slots: Tensor) -> None:
         """Forget for each key head all tokens but those in `slots` [g, k] (ascending), and give their memory back.
 
-        After it only single tokens may be added, and `slot_of` has no meaning.
+        After it only new tokens may be added, and `slot_of` has no meaning.
         """
         heads, kept = slots.shape
         spare = self._capacity - self.length

@@ -356,8 +356,6 @@ def check_fits(model: PreTrainedModel, method: Method, prompt: Prompt) -> None:
     """Refuse, before anything runs, what the method cannot do with this prompt. Raises ValueError."""
     method.tokens_per_layer(model.config.num_hidden_layers, len(prompt))  # refuses what does not fit the depth
     method.check_prompt(prompt)
-    if method.turns not in ("continue", "again"):
-        raise ValueError(f"turns is 'continue' or 'again', got {method.turns!r}")
 
 
 def end_ids_of(model: PreTrainedModel) -> frozenset[int]:

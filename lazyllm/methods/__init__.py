@@ -69,9 +69,9 @@ def code_of(name: str) -> str | None:
 
 
 def settings_of(kind: type[Method]) -> dict[str, Any]:
-    """{hyperparameter: its default}, `dataclasses.MISSING` if it has none."""
+    """{hyperparameter: its default}, `dataclasses.MISSING` if it has none. Those of the bases come last."""
     settings = {}
-    for field in fields(kind):  # type: ignore[arg-type]  # every method is a dataclass
+    for field in sorted(fields(kind), key=lambda field: field.kw_only):  # type: ignore[arg-type]  # it is a dataclass
         if field.init:
             settings[field.name] = field.default if field.default_factory is MISSING else field.default_factory()
     return settings

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.declaration import Group, Look, Prompt
 from lazyllm.engine.method import Method
@@ -23,6 +23,18 @@ if TYPE_CHECKING:
     from lazyllm.engine.session import Batch, Session
 
 
+class _Turns:
+    """The field `turns`: a bad value is refused whatever `__post_init__` a method has."""
+
+    def __get__(self, method: Any, kind: type[Any] | None = None) -> str:
+        return "continue" if method is None else vars(method)["turns"]  # dataclasses ask the class for the default
+
+    def __set__(self, method: Any, value: str) -> None:
+        if value not in ("continue", "again"):
+            raise ValueError(f"turns is 'continue' or 'again', got {value!r}")
+        vars(method)["turns"] = value
+
+
 @dataclass(frozen=True)
 class Dropping(Method):
     """Base of methods that drop prompt tokens for good.
@@ -31,7 +43,8 @@ class Dropping(Method):
         dropped, or run the whole text "again", chosen for the new question.
     """
 
-    turns: str = field(default="continue", kw_only=True)
+    _: KW_ONLY
+    turns: _Turns = _Turns()  # noqa: RUF009 - it holds nothing
 
 
 @dataclass(frozen=True)

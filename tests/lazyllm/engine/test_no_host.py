@@ -1,4 +1,4 @@
-"""Nothing in a prefill or a step needs a number that is on the device, but for one question at each boundary.
+"""Nothing in a prefill, a step or a later turn needs a number that is on the device, but for one question a boundary.
 
 The model and all tensors are on "meta", a device without numbers that every machine has: whoever asks for one, also by
 a call that nobody has thought of counting, fails. What would wait on an accelerator and needs no number here (a mask as
@@ -79,6 +79,11 @@ def test_only_boundaries_ask_the_device(row: Row, revived: int, attention: str) 
                 logits = session.step(token_id)
             assert step.asked == row.asks
             assert (step.host, logits.shape) == ([], (97,))
+        rows = PROMPT[:6].to(META)
+        with OnDevice(revived) as turn:
+            logits = session.turn(rows, STEPS)
+        assert turn.asked == row.asks
+        assert (turn.host, logits.shape) == ([], (97,))
 
 
 def test_what_it_would_find() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,25 @@ import torch
 
 import lazyllm
 from lazyllm.engine.generation import Conversation
-from lazyllm.methods import Baseline, FastKV, Lazy, Method, StaticPruning
+from lazyllm.methods import (
+    ASL,
+    CLAA,
+    Baseline,
+    FastKV,
+    GemFilter,
+    Lazy,
+    Method,
+    Oracle,
+    PromptCompression,
+    PyramidInfer,
+    RandomDrop,
+    SpecPrefill,
+    StaticPruning,
+)
+from tests import field_oracles
+from tests.field_oracles import FieldOutput
 from tests.reference import ARCHITECTURES, VARIANTS, casts_in_float64, random_model, random_variant
-from tests.reference_turns import ContinuedTurns, LazyTurns, TurnOutput, static_first
+from tests.reference_turns import ContinuedTurns, LazyTurns, TurnOutput, on_the_rest, static_first
 
 VOCAB = 97
 TOLERANCE = 1e-9
@@ -101,17 +118,61 @@ def test_keeping_everything_is_the_model_on_the_whole_text(architecture: str, ch
                 text, more = expected, draw(rng, 6)
 
 
-def test_a_method_that_drops_for_good_goes_on_behind_what_is_left() -> None:
-    rng, model = random.Random(0), random_model("qwen3", 2, num_layers=4)
-    prompt = draw(rng, 30) * 2
-    first = static_first(model, prompt, 2, 0.4, 3)
-    session = lazyllm.start(model, prompt, StaticPruning(2, 0.4))
-    assert session.answer(None, 3, ()).token_ids == first.token_ids
-    reference = ContinuedTurns(model, first)
-    for chunk in (None, 2, 1):
-        session._session.chunk = chunk  # type: ignore[union-attr]
-        more = draw(rng, 7)
-        assert_same(session, more, 3, reference.answer(more, 3))
+@dataclass(frozen=True)
+class Dropping:
+    """A method, and its first turn by the slow reference for (model, prompt, steps).
+
+    first: None runs the tokens that the method names as a prompt of their own. Which these are, `tests/lazyllm/methods`
+    holds against references.
+    """
+
+    method: Method
+    first: Callable[[Any, list[int], int], FieldOutput] | None = None
+
+
+def by_field(method: Callable[..., Method], reference: Callable[..., FieldOutput], **settings: Any) -> Dropping:
+    return Dropping(method(**settings), lambda model, ids, steps: reference(model, ids, **settings, steps=steps))
+
+
+def own_draft(model: Any, ids: list[int], **settings: Any) -> FieldOutput:
+    return field_oracles.specprefill(model, model, ids, **settings)
+
+
+DROPPING = {
+    "asl": by_field(ASL, field_oracles.asl, first=1, threshold=2.0, keep=6, window=4, layers=2),
+    "claa": by_field(CLAA, field_oracles.claa, layer=3, keep=0.5, layers=2, window=3),
+    "fastkv": by_field(FastKV, field_oracles.fastkv, layer=2, keep=0.5, retain=0.3, window=3),
+    "gemfilter": by_field(GemFilter, field_oracles.gemfilter, layer=2, keep=0.5),
+    "oracle": by_field(Oracle, field_oracles.oracle, keep=0.4, answer=2),
+    "prompt compression": Dropping(PromptCompression(0.5, "token")),
+    "pyramidinfer": by_field(PyramidInfer, field_oracles.pyramidinfer, recent=0.3, decay=0.5),
+    "random drop": Dropping(RandomDrop(0.5, seed=3)),
+    "specprefill": by_field(SpecPrefill, own_draft, keep=0.5, lookahead=3, chunk=3, pool=3),
+    "static pruning": Dropping(StaticPruning(2, 0.4), lambda model, ids, n: static_first(model, ids, 2, 0.4, n)),
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+@pytest.mark.parametrize("variant", ["qwen3", "mistral, window", "llama, dynamic NTK"])
+def test_a_method_that_drops_for_good_goes_on_behind_what_is_left(variant: str, name: str) -> None:
+    rng, row = random.Random(f"{variant} {name}"), DROPPING[name]
+    with casts_in_float64():
+        model = random_variant(variant, 3)
+        prompt = rng.choices(range(VOCAB), k=rng.randint(20, 40))
+        session = lazyllm.start(model, prompt, row.method)
+        found = session.answer(None, 3, ())
+        if row.first is None:
+            first = on_the_rest(model, prompt, found.selected[0][0], 3, renumber=True)
+        else:
+            first = row.first(model, prompt, 3)
+        assert first.margin > TOLERANCE, "something is decided by rounding"
+        assert found.token_ids == first.token_ids
+        first.passes = first.passes[-1:]  # a pass before it is scoring, which counts apart
+        reference = ContinuedTurns(model, first)
+        for chunk in (None, 2, 1):
+            session._session.chunk = chunk  # type: ignore[union-attr]
+            more = draw(rng, 7)
+            assert_same(session, more, 3, reference.answer(more, 3))
 
 
 @pytest.mark.parametrize("method", [StaticPruning(2, 0.4, turns="again"), FastKV(layer=2, turns="again")], ids=str)
@@ -179,8 +240,6 @@ def test_bad_turns_leave_the_session_as_it_was() -> None:
     for call in (session.answer, session.fork):
         with pytest.raises(lazyllm.UserError, match="the session is closed"):
             call()
-    with pytest.raises(ValueError, match="'continue' or 'again'"):
-        lazyllm.start(model, [1], StaticPruning(2, 0.5, turns="never"))
     careless = lazyllm.start(model, [1, 2, 3], Lazy({1: 0.5}, prune_generated=True))
     careless.answer(None, 2, ())
     with pytest.raises(lazyllm.UserError, match="no later turns"):

@@ -79,6 +79,13 @@ def test_a_share_above_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_unknown_later_turns(name: str) -> None:
+    message = "has no setting 'turns'" if name in ("baseline", "lazy") else "turns is 'continue' or 'again', got 'never'"
+    with pytest.raises(UserError, match=message):
+        make(name, USUAL[name] | {"turns": "never"})
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_a_batch_is_sent_to_model_generate(name: str) -> None:
     with pytest.raises(ValueError, match=r"Batches are not supported here: use model\.generate"):
         lazyllm.generate(MODEL, [PROMPT, PROMPT], make(name, USUAL[name]), 2, ())

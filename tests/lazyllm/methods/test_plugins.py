@@ -70,7 +70,9 @@ def test_without_the_package_nothing_is_known_of_it() -> None:
 
 
 def test_its_config_is_the_dataclass(installed: Path) -> None:
-    assert config_of("method=keep_last", "method.layer=3").method == {"name": "keep_last", "layer": 3, "keep": 0.5}
+    given = {"name": "keep_last", "layer": 3, "keep": 0.5}
+    assert config_of("method=keep_last", "method.layer=3").method == given | {"turns": "continue"}
+    assert canonical(given | {"turns": "continue"}) == canonical(given) == {"name": "keep_last", "layer": 3}
     lots = config_of("method=draws_lots", "seed=3").method
     assert lots == {"name": "draws_lots", "layers": [1, 2], "seed": 3}  # the run's seed, as for lazyllm's own
     assert config_of("method=draws_lots", "seed=3", "method.seed=5").method["seed"] == 5
@@ -122,9 +124,9 @@ def test_an_unknown_name_is_answered_with_all_that_are_known(installed: Path) ->
 
 
 def test_settings_are_checked_by_name() -> None:
-    with pytest.raises(UserError, match="'random_drop' has no setting 'kep'; it has keep, seed"):
+    with pytest.raises(UserError, match="'random_drop' has no setting 'kep'; it has keep, seed, turns"):
         make("random_drop", {"kep": 0.3})
-    with pytest.raises(UserError, match=r"'random_drop' needs keep=\.\.\.; its settings are keep, seed"):
+    with pytest.raises(UserError, match=r"'random_drop' needs keep=\.\.\.; its settings are keep, seed, turns"):
         make("random_drop")
 
 
