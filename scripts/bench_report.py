@@ -22,7 +22,7 @@ from matplotlib.figure import Figure as MplFigure
 from eval.paper.figures.style import COLOURS, LINES, MARKERS, grid, new_figure, save, styled
 from eval.store.folder import write_whole
 from lazyllm.bench.cases import Case, Pair, cases_of, read_reports
-from lazyllm.bench.field import table as table_of_field
+from lazyllm.bench.contenders import table as table_of_field
 from lazyllm.bench.targets import table
 from lazyllm.methods import METHODS
 

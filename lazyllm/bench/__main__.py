@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, TypeError) as error:
         sys.exit(f"error: {error}")
     if options.field:
-        from lazyllm.bench.field import contenders, random_draft, table
+        from lazyllm.bench.contenders import contenders, random_draft, table
 
         with random_draft(config, spec) as draft:
             _measure(

@@ -44,7 +44,7 @@ class Dropping(Method):
     """
 
     _: KW_ONLY
-    turns: _Turns = _Turns()  # noqa: RUF009 - it holds nothing
+    turns: _Turns = _Turns()
 
 
 @dataclass(frozen=True)

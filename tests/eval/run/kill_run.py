@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -37,7 +38,10 @@ from eval.store.folder import read_run
 from eval.store.record import Measurement, Record
 
 EXAMPLES = 10  # of each of two datasets
-TIMES = ("ttft", "total_s", "generation_speedup", "step_speedup", "started", "git_commit")
+# names of columns that hold a time, memory of the moment, or what follows from them; and what a run says of itself
+TIMES = re.compile(
+    r"(baseline_)?(ttft|total_s|step_s|scoring_s|peak_memory)|generation_speedup|step_speedup|started|git_commit"
+)
 HANG_S = 120  # a job that takes longer hangs
 
 
@@ -130,7 +134,7 @@ def without_times(folder: Path) -> dict[str, str]:
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: clean(one) for key, one in value.items() if not key.startswith(TIMES)}
+            return {key: clean(one) for key, one in value.items() if not TIMES.match(key)}
         return [clean(one) for one in value] if isinstance(value, list) else value
 
     table = pd.read_csv(folder / "summary.csv", dtype=str, keep_default_na=False)
@@ -139,7 +143,7 @@ def without_times(folder: Path) -> dict[str, str]:
     timed = {number for number, heading in enumerate(headings) if "TTFT" in heading or "speedup" in heading}
     return {
         "summary.json": json.dumps(clean(json.loads((folder / "summary.json").read_bytes())), indent=2),
-        "summary.csv": table[[name for name in table if not name.startswith(TIMES)]].to_csv(index=False),
+        "summary.csv": table[[name for name in table if not TIMES.match(name)]].to_csv(index=False),
         "summary.md": "\n".join(
             "|".join(cell for number, cell in enumerate(cells) if number not in timed) for cells in markdown
         ),

@@ -98,7 +98,12 @@ def test_sums_over_queries_do_not_depend_on_the_blocks(window: int | None, size:
     query, key = (torch.randn(1, heads, 17, 8, dtype=torch.float64, generator=draw) for heads in (4, 2))
     monkeypatch.setattr(attention, "BLOCK_ON_CPU", size)
     look = Look((0,), 7, per_head=True, summed=(1, 3))
-    found = attention.attention_scores(query, key, None, 0.3, None, look, window)
+
+    def seen(rows: slice, keys: slice) -> torch.Tensor:
+        behind = torch.arange(17)[rows, None] - torch.arange(17)[None, keys]
+        return (behind >= 0) & (behind < (window or 17))
+
+    found = attention.attention_scores(query, key, seen, 0.3, None, look)
     expected = torch.zeros(4, 17, dtype=torch.float64)
     for number, position in enumerate(range(10, 17)):
         first = 0 if window is None else position - window + 1

@@ -121,7 +121,7 @@ def test_sampling_follows_the_seed(tiny: tuple[Any, Any]) -> None:
     ("arguments", "message"),
     [
         (["--model", "nothing"], "no such folder"),
-        (["--schedule", "half"], "unknown schedule 'half'"),
+        (["--schedule", "half"], "schedule 'half': expected 'paper', 'none', or"),
         (["--schedule", '{"9": 0.5}'], "only 8 layers"),
         (["--schedule", "{9: 0.5}"], "--schedule is paper, none or JSON"),
         (["--max-new-tokens", "0"], "--max-new-tokens is at least 1"),
