@@ -111,21 +111,17 @@ def _disagreeing(run: StoredRun) -> Iterator[str]:
 
 
 def _disagrees(run: StoredRun, record: Record, stored: Measurement) -> str | None:
-    dataset = DATASETS[record.dataset]
+    dataset, classes = DATASETS[record.dataset], None
     try:
-        classes = _class_names(run, record) if dataset.metric == "classification" else None
+        if dataset.metric == "classification":  # the class names are in no record
+            sha256, names = _rows_of(dataset.name)
+            if not run.identity["data"].get(dataset.name, "").startswith(sha256):
+                raise UserError(f"class names are in the rows of {dataset.name}, and those here are not the run's")
+            classes = names.get(record.id)
         score = SUITES[dataset.suite].score(dataset, stored.text, record.answers, classes)
     except ValueError as error:  # UserError is one
         return f"cannot be scored here: {error}"
     return f"stored score {stored.score:g}, computed {score:g}" if abs(score - stored.score) > _SAME else None
-
-
-def _class_names(run: StoredRun, record: Record) -> Sequence[str] | None:
-    """The class names of a record's row, which are in no record. Raises UserError if its row is not to be had."""
-    sha256, names = _rows_of(record.dataset)
-    if not run.identity["data"].get(record.dataset, "").startswith(sha256):
-        raise UserError(f"class names are in the rows of {record.dataset}, and those here are not the run's")
-    return names.get(record.id)
 
 
 @cache
@@ -158,15 +154,16 @@ def board_page(board: Sequence[Submission], beside: Path) -> str:
 def _described(submission: Submission, beside: Path) -> str:
     """A submission's line in the list of all."""
     runs = submission.results.runs
-    origins = [run.about["provenance"] for run in runs]
+    about = [run.about["provenance"] for run in runs]
     facts = (
-        f"{len(runs)} runs",
-        "commit " + ", ".join(sorted({origin["git_commit"][:7] for origin in origins})),
-        ", ".join(sorted({str(origin["machine"].get("device")) for origin in origins})),
-        ", ".join(sorted({str(run.identity.get("dtype")) for run in runs})),
-        ", ".join(sorted({str(origin.get("started"))[:10] for origin in origins})),
+        (f"{len(runs)} runs",),
+        (f"commit {known['git_commit'][:7]}" for known in about),
+        (known["machine"].get("device") for known in about),
+        (run.identity.get("dtype") for run in runs),
+        (known.get("started", "")[:10] for known in about),
     )
-    return f"- {_link(submission.folder.name, submission.folder, beside)}: {submission.title} ({'; '.join(facts)})"
+    said = "; ".join(", ".join(sorted(set(map(str, values)))) for values in facts)
+    return f"- {_link(submission.folder.name, submission.folder, beside)}: {submission.title} ({said})"
 
 
 def _settings(submission: Submission) -> pd.DataFrame:
