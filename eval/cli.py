@@ -21,6 +21,7 @@ VERBS = {
     "repair": ("eval.store.repair", "set damaged files of a run aside and keep the good records"),
     "score": ("eval.score", "score a folder of answers that LongBench's own pred.py wrote"),
     "paper": ("eval.paper.write", "make every table and figure from stored runs, without a model"),
+    "board": ("eval.report.board", "score all submissions of results/board anew, and write its page"),
     "report": ("eval.report.__main__", "make one HTML page of stored runs"),
     "methods": ("lazyllm.methods.__main__", "list all methods with their hyperparameters and defaults"),
     "check": ("lazyllm.check.__main__", "run every invariant of methods on one: check my_method keep=0.5"),
