@@ -43,6 +43,7 @@ class Generation:
     computed: [steps, layers] distinct prompt tokens computed so far in each layer.
     selected: per step {pruning layer: ascending positions of all tokens that enter the next layer}: prompt tokens
         first, then the generated ones that stay in the step's set, the newest among them.
+    revived: [layers] tokens of earlier steps that each layer computed in this answer.
     kv_bytes, aux_bytes: bytes of K and V, and of hidden states in the Aux Caches, held at the end.
     prompt_tokens: n.
     scoring_tokens: tokens that any model ran to score the prompt before its prefill, windows that overlap counted each
@@ -57,6 +58,7 @@ class Generation:
     decode_step_s: list[float]
     computed: np.ndarray
     selected: list[dict[int, list[int]]]
+    revived: np.ndarray
     kv_bytes: int
     aux_bytes: int
     prompt_tokens: int
@@ -270,6 +272,7 @@ class Conversation:
             decode_step_s=[after - before for before, after in pairwise(clock[1:])],
             computed=np.array(session.computed),
             selected=[{layer: kept.tolist() for layer, kept in step.items()} for step in session.selected],
+            revived=np.array(session.revived),
             kv_bytes=session.kv_bytes,
             aux_bytes=session.aux_bytes,
             prompt_tokens=self._prompt_tokens,

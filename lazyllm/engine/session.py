@@ -79,6 +79,11 @@ class Session:
         return self._selected
 
     @property
+    def revived(self) -> list[int]:
+        """Per layer: tokens of earlier steps that it computed since the prompt, or the last turn's tokens, came."""
+        return [0] * len(self.decoder.layers)
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of all K and V stored at present."""
         return sum(cache.nbytes for cache in self.caches)

@@ -1,8 +1,10 @@
 """A quick look at LazyLLM: talk to a model, or ask it about a long file.
 
-Answers are streamed to standard output; after each, standard error says how long the first token took and which share
-of the prompt's tokens was computed. A model with a chat template gets the whole conversation again in every turn; any
-other completes each line by itself. Ctrl-C stops an answer, Ctrl-D ends.
+Answers are streamed to standard output; after each, standard error says how long the first token took, which share of
+the prompt tokens of all turns has been computed (mean over layers), and how many earlier tokens this turn revived (in
+the layer with most of them). A model with a chat template keeps its session: a turn runs only what is new to it. If the
+template writes the text so far in other tokens than those that were run, a line says so and all of it is read again. A
+model without a template completes each line by itself. Ctrl-C stops an answer, Ctrl-D ends.
 
     lazyllm-bench chat --model FOLDER_OR_HUB_ID
     lazyllm-bench chat --model llama2 --prompt-file report.txt --schedule '{"9": 0.5, "19": 0.5}'
@@ -18,6 +20,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from lazyllm.engine.generation import Generation
+    from lazyllm.engine.generation import Conversation, Generation
     from lazyllm.methods import Method
 
 
@@ -38,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         sampling = sampling_options(options)
         context = "" if options.prompt_file is None else options.prompt_file.read_text(encoding="utf-8")
-        spec = ModelSpec(options.model, dtype=options.dtype, device=options.device, tokenizer=options.tokenizer)
+        dtype = options.dtype or ("float32" if _is_tiny(options) else "bfloat16")
+        spec = ModelSpec(options.model, dtype=dtype, device=options.device, tokenizer=options.tokenizer)
         spec.check()
         chat = _load(spec, options, context, sampling)
         if options.once is not None:
@@ -59,6 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print("\n(given up)", file=sys.stderr)
 
 
+def _is_tiny(options: argparse.Namespace) -> bool:
+    """Whether the model is so small that threads, and casts from a narrow dtype, cost more than they bring."""
+    return options.model == "tiny"
+
+
 def _load(spec: ModelSpec, options: argparse.Namespace, context: str, sampling: dict[str, Any]) -> Chat:
     import torch
     from transformers.utils import logging
@@ -66,8 +75,8 @@ def _load(spec: ModelSpec, options: argparse.Namespace, context: str, sampling: 
     from lazyllm.models.load import check_loading, load_tokenizer_of, load_weights
 
     logging.disable_progress_bar()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    if options.threads or _is_tiny(options):
+        torch.set_num_threads(options.threads or 1)
     config = check_loading(spec)
     method = method_of(options.schedule, options.method, config.num_hidden_layers)
     method.check(config)
@@ -93,6 +102,7 @@ class Chat:
         self.context = context
         self.options = options
         self.messages: list[dict[str, str]] = []
+        self._session: Conversation | None = None
 
     def answer(self, text: str) -> Generation:
         """Stream the answer to `text`, and say what it cost.
@@ -103,25 +113,38 @@ class Chat:
         import torch
         from transformers import StoppingCriteriaList, TextStreamer
 
-        from lazyllm.integrations.transformers_generate import using
+        from lazyllm.integrations.turn import TurnOf
 
         with_context = f"{self.context}\n{text}" if self.context else text
         messages = [*self.messages, {"role": "user", "content": text if self.messages else with_context}]
         prompt = self._prompt(messages, with_context)
-        with _ctrl_c_stops() as stopped, using(self.model, self.method):
+        session, self._session = self._session_of(prompt[0].tolist()), None  # one that fails is not gone on with
+        streamer = TextStreamer(self.tokenizer, skip_special_tokens=True)  # transformers would drop it
+        with _ctrl_c_stops() as stopped:
             out = self.model.generate(  # type: ignore[operator]
                 prompt,
                 attention_mask=torch.ones_like(prompt),
-                streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
+                custom_generate=partial(TurnOf(self.method, session=session), streamer=streamer),
                 stopping_criteria=StoppingCriteriaList([lambda ids, scores: stopped()]),
                 return_dict_in_generate=True,
                 **self.options,
             )
-        generation = out.generations[0]
+        generation, self._session = out.generations[0], session
         said = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": said}]
         print(summary(generation), file=sys.stderr, flush=True)
         return generation
+
+    def _session_of(self, ids: list[int]) -> Conversation:
+        """The session so far if what it has read is how the prompt begins, else a new one."""
+        from lazyllm.engine.generation import start
+
+        if not self.messages or not getattr(self.tokenizer, "chat_template", None):
+            return start(self.model, ids, self.method)
+        if self._session is not None and ids[: self._session.num_tokens] == self._session.token_ids:
+            return self._session
+        print("[reads the whole conversation again: it does not begin with the tokens read so far]", file=sys.stderr)
+        return start(self.model, ids, self.method)
 
     def _prompt(self, messages: list[dict[str, str]], text: str) -> torch.Tensor:
         """[1, n] token ids on the model's device, of the conversation if there is a chat template, else of the text."""
@@ -145,11 +168,12 @@ class Chat:
 
 
 def summary(generation: Generation) -> str:
-    """One line: time to first token, share of prompt tokens computed (mean over layers), speed."""
+    """One line: time to first token, share of all turns' prompt tokens computed (mean over layers), revived, speed."""
     tokens = len(generation.token_ids)
     return (
         f"[TTFT {generation.ttft_s:.3f} s | {generation.pct_prompt_tokens_computed:.1f} % of "
-        f"{generation.prompt_tokens} prompt tokens computed | {tokens} tokens in {generation.total_s:.3f} s]"
+        f"{generation.prompt_tokens} prompt tokens computed, {generation.revived.max()} revived | "
+        f"{tokens} tokens in {generation.total_s:.3f} s]"
     )
 
 
@@ -233,9 +257,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="tiny", help="preset (tiny, llama2, ...), folder or hub id; default tiny")
     add("--tokenizer", help="folder or hub id of another tokenizer than the model's")
-    add("--dtype", default="bfloat16")
+    add("--dtype", help="default bfloat16; of tiny, float32")
     add("--device", default="auto")
-    add("--threads", type=int, help="CPU threads")
+    add("--threads", type=int, help="CPU threads; default torch's choice; of tiny, 1")
     add("--schedule", default="paper", help="paper (Figure 4's), none (no pruning), or JSON {layer: keep ratio}")
     add("--method", help="another method, instead of a schedule: NAME, or 'NAME {\"parameter\": value}'")
     add("--max-new-tokens", type=int, default=256)

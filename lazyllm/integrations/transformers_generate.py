@@ -40,7 +40,8 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from lazyllm.engine.generation import Generation, as_prompt, check_fits, continue_prompt
+from lazyllm.engine.declaration import Prompt
+from lazyllm.engine.generation import Choose, Generation, as_prompt, check_fits, continue_prompt
 from lazyllm.engine.method import Method
 
 # Every field of `GenerationConfig` is in one of three tables; a test goes through those of the installed release.
@@ -284,7 +285,7 @@ class GenerateWith:
                 scores=() if wanted and generation_config.output_scores else None,
                 logits=() if wanted and generation_config.output_logits else None,
             )
-            generations.append(continue_prompt(model, prompt, self.method, max_new_tokens, row.choose, put))
+            generations.append(self._run(model, prompt, max_new_tokens, row.choose, put))
             choosers.append(row)
         if streamer is not None:
             streamer.end()
@@ -298,6 +299,11 @@ class GenerateWith:
             logits=_by_step([row.logits for row in choosers], steps, None, math.nan),  # type: ignore[arg-type]
             generations=generations,
         )
+
+    def _run(
+        self, model: PreTrainedModel, prompt: Prompt, max_new_tokens: int, choose: Choose, put: Callable | None
+    ) -> Generation:
+        return continue_prompt(model, prompt, self.method, max_new_tokens, choose, put)
 
     def _generator(self, row: int, device: torch.device) -> torch.Generator | None:
         return None if self.seed is None else torch.Generator(device).manual_seed(self.seed + row)

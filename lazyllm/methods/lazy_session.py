@@ -54,6 +54,13 @@ class LazySession(Session):
         self._always: Tensor | None = None  # [max_positions] bool: generated tokens of earlier turns, if there are any
         self._num_always = 0
         self._starts_turn = False
+        self._first_new = 0  # of the tokens with which this turn starts
+        self._num_revived: list[int | Tensor] = [0] * len(self.groups)
+
+    @property
+    def revived(self) -> list[int]:
+        counts = zip(self.groups, self._num_revived, strict=True)
+        return [int(count) for group, count in counts for _ in group.layers]
 
     @property
     def aux_bytes(self) -> int:
@@ -70,6 +77,7 @@ class LazySession(Session):
     def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
         if not self._revives:
             return super().turn(token_ids, max_new_tokens)  # which sees what the prefill has left
+        self._num_revived = [0] * len(self.groups)
         generated = slice(self._prompt_end, self.length + 1)
         self._prompt_end = self.length + token_ids.shape[0]
         if not self._prune_generated:
@@ -79,7 +87,7 @@ class LazySession(Session):
             always[generated] = True
             self._always = always
             self._num_always += generated.stop - generated.start
-        self._starts_turn = True
+        self._starts_turn, self._first_new = True, self.length
         logits = super().turn(token_ids, max_new_tokens)
         self._starts_turn = False
         return logits
@@ -180,6 +188,9 @@ class LazySession(Session):
         revived = (self._present[:before] & into.absent[:before]).nonzero()[:, 0]
         if revived.shape[0] == 0:
             return newest
+        # a turn's own tokens come this way too
+        old = (revived < self._first_new).sum() if self._starts_turn else revived.shape[0]
+        self._num_revived[index + 1] = self._num_revived[index + 1] + old
         assert self._rope is not None
         rope = tuple(
             torch.cat([of_all[:, revived], of_newest], dim=1)

@@ -36,7 +36,7 @@ MODEL = random_model("llama", seed=1)
 def generation(selected: list[dict[int, list[int]]], computed: list[list[int]]) -> Generation:
     return Generation(
         token_ids=[1, 2, 3], first_logits=torch.zeros(3), ttft_s=0.5, scoring_s=0.0, total_s=0.75, decode_step_s=[],
-        computed=np.array(computed), selected=selected, kv_bytes=0, aux_bytes=0, prompt_tokens=10,
+        computed=np.array(computed), selected=selected, revived=computed[-1], kv_bytes=0, aux_bytes=0, prompt_tokens=10,
     )  # fmt: skip
 
 

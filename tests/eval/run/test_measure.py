@@ -29,7 +29,8 @@ def generation(token_id: int) -> Generation:
     return Generation(
         token_ids=[token_id], first_logits=torch.zeros(3), ttft_s=0.5, scoring_s=0.0, total_s=0.75,
         decode_step_s=[0.25],
-        computed=np.array([[4, 4, 2], [4, 4, 3]]), selected=[{}, {}], kv_bytes=10, aux_bytes=2, prompt_tokens=4,
+        computed=np.array([[4, 4, 2], [4, 4, 3]]), selected=[{}, {}], revived=np.array([0, 0, 1]),
+        kv_bytes=10, aux_bytes=2, prompt_tokens=4,
     )  # fmt: skip
 
 

@@ -52,7 +52,9 @@ class Watched:
         return int(logits.argmax()), False
 
 
-def assert_same(session: Conversation, more_ids: Sequence[int] | None, steps: int, expected: TurnOutput) -> None:
+def assert_same(
+    session: Conversation, more_ids: Sequence[int] | None, steps: int, expected: TurnOutput
+) -> lazyllm.Generation:
     watched = Watched()
     found = session.answer_by(watched, more_ids, steps)
     assert expected.margin > TOLERANCE, "something is decided by rounding"
@@ -63,18 +65,34 @@ def assert_same(session: Conversation, more_ids: Sequence[int] | None, steps: in
         assert np.abs(ours - theirs).max() < TOLERANCE
     assert (session.kv_bytes, session.aux_bytes) == (expected.kv_bytes, expected.aux_bytes)
     assert (found.kv_bytes, found.aux_bytes) == (expected.kv_bytes, expected.aux_bytes)
+    return found
+
+
+def entering(selected: dict[int, list[int]], tokens: range, num_layers: int) -> list[int]:
+    """How many of the tokens enter each layer."""
+    sets = [
+        selected[max(cuts)] if (cuts := [cut for cut in selected if cut <= layer]) else tokens
+        for layer in range(num_layers)
+    ]
+    return [len(set(tokens) & set(kept)) for kept in sets]
 
 
 def four_turns(model: Any, schedule: dict[int, float], rng: random.Random, chunk: int | None = None, **settings: bool):
     """Four answers, compared; the session and the reference go on from there."""
     reference = LazyTurns(model, schedule, **settings)
     prompt, more = draw(rng, 30), None
+    before = np.zeros(model.config.num_hidden_layers)
     session = lazyllm.start(model, prompt, Lazy(schedule, **settings), chunk)
     for turn in range(4):
         steps = rng.randint(1, 4)
         expected = reference.answer(prompt if more is None else more, steps)
         assert max(reference.counts.values()) == 1
-        assert_same(session, more, steps, expected)
+        start = session.num_tokens if more else 0
+        found = assert_same(session, more, steps, expected)
+        if settings.get("revive", True):
+            new = entering(expected.selected[0], range(start, len(reference.text) - steps), len(before))
+            assert found.revived.tolist() == (expected.computed[-1] - before - new).tolist()
+        before = expected.computed[-1]
         more = draw(rng, 9 if turn % 2 else 2)
     assert session.token_ids == reference.text
     return session, reference

@@ -23,8 +23,11 @@ from lazyllm.methods import Baseline, Lazy, RandomDrop
 TEXT = "entry zanur lantern copper. the old house was quiet. Question: entry zanur"
 METHOD = Lazy({2: 0.5, 5: 0.5})
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
-TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
-SUMMARY = re.compile(r"\[TTFT (\d+\.\d{3}) s \| (\d+\.\d) % of (\d+) prompt tokens computed \| (\d+) tokens in \S+ s\]")
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}:{{ message['content'] }}\n{% endfor %}assistant:"
+BARE = "{% for message in messages %}{{ message['content'] }}{{ END if message['role'] == 'assistant' }}{% endfor %}"
+SUMMARY = re.compile(
+    r"\[TTFT (\d+\.\d{3}) s \| (\d+\.\d) % of (\d+) prompt tokens computed, \d+ revived \| (\d+) tokens in \S+ s\]"
+)
 SMALL = ["--dtype", "float32", "--device", "cpu", "--max-new-tokens", "6"]
 
 
@@ -64,16 +67,49 @@ def test_lines_from_standard_input(tiny, monkeypatch, capsys: pytest.CaptureFixt
     assert "are more than the model's 4096" in printed.err
 
 
-def test_conversations_are_sent_again(tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_turn_runs_only_what_is_new(tiny, ends: bool, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    """Also behind an end token, if the template has one."""
     model, tokenizer = tiny
-    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    end = tokenizer.eos_token if ends else "\n"
+    monkeypatch.setattr(tokenizer, "chat_template", BARE.replace("END", repr(end)))
+    new = 30 if ends else 2
+    talk = Chat(model, tokenizer, METHOD, "", GREEDY | {"max_new_tokens": new})
+    rows: list[int] = []
+    with model.get_input_embeddings().register_forward_hook(lambda *args: rows.append(args[2].shape[-2])):
+        first = talk.answer(TEXT)
+        assert (first.token_ids[-1] == tokenizer.eos_token_id) == ends
+        rows.clear()
+        second = talk.answer("entry lantern")
+    answer = tokenizer.decode(first.token_ids, skip_special_tokens=True)
+    ids = tokenizer(f"{TEXT}{answer}{end}entry lantern", add_special_tokens=False).input_ids
+    session = lazyllm.start(model, tokenizer(TEXT, add_special_tokens=False).input_ids, METHOD)
+    session.answer(None, new)
+    assert ids[: session.num_tokens] == session.token_ids
+    more = ids[session.num_tokens :]
+    assert rows[0] == len(more) + 1
+    expected = session.answer(more, new)
+    assert (second.token_ids, second.selected) == (expected.token_ids, expected.selected)
+    share = f"{expected.pct_prompt_tokens_computed:.1f} % of {expected.prompt_tokens} prompt tokens computed"
+    printed = capsys.readouterr().err
+    assert f"{share}, {expected.revived.max()} revived" in printed
+    assert "again" not in printed
+
+
+def test_a_template_that_writes_the_past_otherwise_is_read_again(
+    tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    model, tokenizer = tiny
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages | length }} " + TEMPLATE)
     talk = Chat(model, tokenizer, METHOD, "the old house was quiet.", GREEDY)
     first = talk.answer("entry zanur")
     second = talk.answer("entry lantern")
-    answers = [tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in (first, second)]
-    assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in answers)
-    begin = "user: the old house was quiet.\nentry zanur\n"
-    for found, text in ((first, begin), (second, f"{begin}assistant: {answers[0]}\nuser: entry lantern\n")):
+    answers = [tokenizer.decode(found.token_ids, skip_special_tokens=True) for found in (first, second)]
+    printed = capsys.readouterr()
+    assert printed.out == "".join(f"{answer}\n" for answer in answers)
+    assert printed.err.count("[reads the whole conversation again: ") == 1
+    begin = "user:the old house was quiet.\nentry zanur\n"
+    for found, text in ((first, f"1 {begin}"), (second, f"3 {begin}assistant:{answers[0]}\nuser:entry lantern\n")):
         ids = tokenizer(f"{text}assistant:", add_special_tokens=False).input_ids
         expected = lazyllm.generate(model, ids, METHOD, 6)
         assert (found.prompt_tokens, found.token_ids) == (len(ids), expected.token_ids)
