@@ -270,7 +270,7 @@ class Conversation:
             scoring_s=session.scoring_s,
             total_s=clock[-1] - clock[0],
             decode_step_s=[after - before for before, after in pairwise(clock[1:])],
-            computed=np.array(session.computed),
+            computed=np.array([[int(count) for count in step] for step in session.computed]),
             selected=[{layer: kept.tolist() for layer, kept in step.items()} for step in session.selected],
             revived=np.array(session.revived),
             kv_bytes=session.kv_bytes,
@@ -307,8 +307,6 @@ class Conversation:
             return None
         if more_ids is None or len(more_ids) == 0:
             raise UserError("a later turn needs tokens: give more_ids, at least one token")
-        if getattr(self._method, "prune_generated", False):
-            raise UserError(f"{self._method.label} with prune_generated has no later turns: begin a new session")
         turn = as_prompt(self._model, more_ids).token_ids
         total = len(self.token_ids) + len(turn) + max_new_tokens
         most = longest_text(self._model.config)

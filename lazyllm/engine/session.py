@@ -61,7 +61,7 @@ class Session:
         self.scoring_tokens = 0  # tokens that any model ran for that, as in `Generation`
         self.length = 0  # tokens run so far, prompt and generated
         self.chunk: int | None = None  # most new tokens that go through a group's layers at once
-        self.computed: list[list[int]] = []  # per step and layer: distinct prompt tokens computed so far
+        self.computed: list[list[int | Tensor]] = []  # per step and layer: distinct prompt tokens computed so far
         self.caches = [
             # every generated token is computed in every layer
             GroupCache(group.layers, group.prompt_tokens + max_new_tokens, self.max_positions, decoder.device)

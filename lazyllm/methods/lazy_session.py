@@ -51,8 +51,10 @@ class LazySession(Session):
         # boundaries choose among the first `_num_candidates` positions, but for those in `_always`; later ones go on
         self._num_candidates = 0
         self._prompt_end = self.prompt_tokens  # behind the last prompt token of this turn
-        self._always: Tensor | None = None  # [max_positions] bool: generated tokens of earlier turns, if there are any
+        self._generated: Tensor | None = None  # [max_positions] bool: generated tokens of earlier turns, if any
+        self._always: Tensor | None = None  # those of them that are never pruned
         self._num_always = 0
+        self._miscounted: list[int | Tensor] = [0] * len(self.groups)  # generated tokens among `_num_computed`
         self._starts_turn = False
         self._first_new = 0  # of the tokens with which this turn starts
         self._num_revived: list[int | Tensor] = [0] * len(self.groups)
@@ -80,12 +82,13 @@ class LazySession(Session):
         self._num_revived = [0] * len(self.groups)
         generated = slice(self._prompt_end, self.length + 1)
         self._prompt_end = self.length + token_ids.shape[0]
+        mask = torch.zeros(self._prompt_end + max_new_tokens, dtype=torch.bool, device=self.decoder.device)
+        if self._generated is not None:
+            mask[: generated.start] = self._generated[: generated.start]
+        mask[generated] = True
+        self._generated = mask
         if not self._prune_generated:
-            always = torch.zeros(self._prompt_end + max_new_tokens, dtype=torch.bool, device=self.decoder.device)
-            if self._always is not None:
-                always[: generated.start] = self._always[: generated.start]
-            always[generated] = True
-            self._always = always
+            self._always = mask
             self._num_always += generated.stop - generated.start
         self._starts_turn, self._first_new = True, self.length
         logits = super().turn(token_ids, max_new_tokens)
@@ -96,6 +99,7 @@ class LazySession(Session):
         other = super().fork()
         assert isinstance(other, LazySession)
         other._aux = [aux.fork() for aux in self._aux]
+        other._miscounted = [*self._miscounted]
         return other
 
     def _lengthen(self, length: int, max_positions: int) -> None:
@@ -186,6 +190,9 @@ class LazySession(Session):
         # the only wait for the device at this boundary
         before = self.length - 1
         revived = (self._present[:before] & into.absent[:before]).nonzero()[:, 0]
+        if self._prune_generated and self._generated is not None:
+            miscounted = self._generated[revived].sum() - int(self._starts_turn)  # then the newest is a prompt token
+            self._miscounted[index + 1] = self._miscounted[index + 1] + miscounted
         if revived.shape[0] == 0:
             return newest
         # a turn's own tokens come this way too
@@ -198,6 +205,14 @@ class LazySession(Session):
         )
         hidden = torch.cat([aux.take(revived)[None], newest.hidden], dim=1)
         return Batch(hidden, torch.cat([revived, newest.positions]), rope)
+
+    def _count(self) -> None:
+        super()._count()
+        if self._prune_generated:
+            miscounted = [
+                count for group, count in zip(self.groups, self._miscounted, strict=True) for _ in group.layers
+            ]
+            self.computed[-1] = [count - other for count, other in zip(self.computed[-1], miscounted, strict=True)]
 
     def _note_layers_that_keep_all(self, index: int) -> None:
         inside = self.groups[index].layers
