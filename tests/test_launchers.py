@@ -29,6 +29,8 @@ from eval.store.results import as_frame, find_runs
 from lazyllm.errors import UserError
 from tests.eval.run.test_configs import config_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 SLURM = ROOT / "scripts" / "dev" / "slurm_single_node.sh"
 QUICK = ("dataset=[lookup,shots]", "limit=2", "max_new_tokens=2", "timing.warmup=0")

@@ -29,7 +29,7 @@ from tests.lazyllm.methods.method_matrix import KEEPING, LISTED
 PROMPT_TOKENS, ANSWER_TOKENS = 400, 3
 SPEC = ModelSpec("tiny", tokenizer=str(SHARED / "tokenizers" / "llama2"))
 
-pytestmark = [official.needs(official.LONGBENCH), official.needs(SHARED / "ruler")]
+pytestmark = [pytest.mark.slow, official.needs(official.LONGBENCH), official.needs(SHARED / "ruler")]
 
 
 @cache

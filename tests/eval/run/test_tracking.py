@@ -380,6 +380,7 @@ def isolated(tmp_path: Path, code: str, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", [{}, {"WANDB_API_KEY": SECRET, "WANDB_MODE": "offline"}])
 def test_offline_nothing_is_asked_and_no_other_machine_is_called(tmp_path: Path, environment: dict[str, str]) -> None:
     said = isolated(

@@ -49,6 +49,7 @@ def always() -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "seed"), [(1.5, 0), (2.0, 1)])
 def test_the_best_under_the_target_is_that_of_an_exhaustive_search(tmp_path: Path, target: float, seed: int) -> None:
     feasible = [one for one in EVERY if IDEAL.speedup(one.schedule) >= target]
@@ -173,6 +174,7 @@ def worker(folder: Path, log: Path, waits: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", WORKER, str(folder), str(log), waits], cwd=root, env=environment)
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_study(tmp_path: Path) -> None:
     logs = [tmp_path / "one.log", tmp_path / "two.log"]
     processes = [worker(tmp_path / "study", log, "together") for log in logs]
