@@ -270,7 +270,7 @@ def untimed(
             session.prefill(token_ids)
         seconds, wall_s, prefill_peak = read_clock(device) - start, wall_clock(device) - began, peak()
         selection_share = (selecting.seconds + session.scoring_s) / wall_s
-        computed = session.computed[0]
+        computed = [int(count) for count in session.computed[0]]
         kv_bytes, aux_bytes = session.kv_bytes, session.aux_bytes
         step_waits = 0
         for _ in range(min(steps, new_tokens - 1)):
