@@ -104,6 +104,7 @@ def test_twice_the_same_bytes(runs: Results, tmp_path: Path) -> None:
         assert first.read_bytes() == second.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_command_with_the_real_figures(runs: Results, tmp_path: Path, capsys: Any) -> None:
     assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
     assert "from 2 runs" in capsys.readouterr().out

@@ -29,6 +29,8 @@ from tests.eval.benchmarks.test_split import examples_of
 from tests.eval.run.test_loop import config_of as run_config_of
 from tests.eval.store.made import measurement
 
+pytestmark = pytest.mark.slow
+
 QUICK = (
     "dataset=[lookup,shots]",
     "limit=6",
