@@ -168,6 +168,7 @@ _SHOWN = {
 }
 # Beside the score if examples failed: how many, and the score with them
 _WITH_FAILED = {"failed": ("failed", 0, 1), "score_failed_as_zero": ("score, failed as 0", 2, 1)}
+_PLAIN = ("ttft_s", "kl")  # without intervals, so that a table fits a terminal; the CSV has both ends
 _FEWEST = 5  # examples for which an interval is shown: the bootstrap of fewer is too narrow, +-0 if they agree
 
 
@@ -227,7 +228,7 @@ def _table(
     cells = [
         {**of_line, "n": str(line["examples"])}
         | {
-            heading: _cell(line[column], digits, factor, line["examples"] >= _FEWEST)
+            heading: _cell(line[column], digits, factor, line["examples"] >= _FEWEST and column not in _PLAIN)
             for column, (heading, digits, factor) in shown.items()
         }
         for of_line, line in zip(names, lines, strict=True)
