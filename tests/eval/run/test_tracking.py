@@ -427,7 +427,7 @@ def test_none_and_disabled_do_not_import_wandb(tmp_path: Path) -> None:
         print("wandb" in sys.modules, Path("run").exists())
         """,
     )
-    assert said == "False False\n"
+    assert said.startswith("False False\n")  # torchao, if it is there, has warnings to give behind it
 
 
 # ---------------------------------------------------------------------------------------------------------------- mode
