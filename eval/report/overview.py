@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import pandas as pd
 from eval.paper.known_methods import is_diagnostic, marked
 from eval.paper.table import COMPUTED
 from eval.report.grid import Grid, grid
+from eval.store.groups import as_text
 from eval.store.results import Results, StoredRun
 
 KEPT = 0.99  # of the baseline's score
@@ -116,8 +116,8 @@ def results_grid(results: Results) -> Grid:
 def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Grid | None]:
     """What all runs have in common, as (name, value); and a table of what differs, None if nothing does."""
     facts_of = [
-        _flatten({key: value for key, value in run.identity.items() if key not in _SHOWN_ELSEWHERE})
-        | _flatten(run.about["provenance"])
+        as_text({key: value for key, value in run.identity.items() if key not in _SHOWN_ELSEWHERE})
+        | as_text(run.about["provenance"])
         for run in runs
     ]
     names = list(dict.fromkeys(name for known in facts_of for name in known))
@@ -169,14 +169,6 @@ def _missing(runs: Sequence[StoredRun]) -> list[str]:
                     f"hold ({_listed(sorted(dataset for dataset, _ in lacking))}): {means} over other examples."
                 )
     return found
-
-
-def _flatten(value: Any, name: str = "") -> dict[str, str]:
-    """{"machine.cpu": ...} of nested mappings, values as text."""
-    if isinstance(value, dict) and value:
-        parts = [_flatten(inner, f"{name}.{key}" if name else str(key)) for key, inner in value.items()]
-        return {key: text for part in parts for key, text in part.items()}
-    return {name: value if isinstance(value, str) else json.dumps(value)}
 
 
 def _row_name(row: Any, several_suites: bool) -> str:

@@ -24,7 +24,7 @@ from eval.run.config import (
     to_run_config,
 )
 from eval.run.plan import identify
-from eval.store.results import label_of
+from eval.store.results import label_of, settings_in
 from lazyllm.errors import UserError
 
 # Parts of a run's identity that depend on where and when a job runs, not on what was asked for
@@ -97,8 +97,7 @@ def _runs_of(job: Sequence[str]) -> list[Expected]:
 
 def _expected(config: RunConfig) -> Expected:
     model, seed = Path(config.model.name).name, config.method.get("seed", config.seed)
-    settings = {key: value for key, value in config.method.items() if key not in ("name", "seed")}
-    label = label_of(config.method["name"], settings)
+    label = label_of(config.method["name"], settings_in(config.method))
     name = f"{model}, {label}, seed {seed}"
     try:
         # on the CPU, as status need not run on the machine that has the devices

@@ -35,7 +35,7 @@ from eval.run.config import (
 from eval.run.measure import Case
 from eval.run.speedup_targets import OutOfReachError
 from eval.store.folder import fingerprint
-from eval.store.results import label_of
+from eval.store.results import label_of, settings_in
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, by_name, code_of
 from lazyllm.models.load import check_loading, devices_in_use, load_config, load_end_ids, load_tokenizer_of
@@ -108,7 +108,7 @@ def prepare(config: RunConfig) -> Plan:
     cases = list(_cases(config, identified))
     half = f", {config.half} half" if config.half is not None else ""
     method = identity["method"]
-    setting = label_of(method["name"], {key: method[key] for key in method if key not in ("name", "seed")})
+    setting = label_of(method["name"], settings_in(method))
     seed = f"seed {method['seed']}" if "seed" in method else ""
     shard = parse_shard(config.shard) if config.shard is not None else None
     ours = _keys_of(shard, cases)

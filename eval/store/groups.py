@@ -52,12 +52,17 @@ def _facts(run: StoredRun) -> dict[str, str]:
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and the values that are no mappings."""
+    """Dotted keys and the values that are no mappings, or empty ones."""
     for key, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def as_text(values: dict[str, Any]) -> dict[str, str]:
+    """{"machine.cpu": ...} of nested mappings, values as a command line gives them."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in _flat(values)}
 
 
 def _short(value: str) -> str:
@@ -104,9 +109,8 @@ def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = 
 
 
 def _described(run: StoredRun) -> dict[str, str]:
-    """The run's config and identity by dotted keys, values as a command line gives them."""
-    facts = {"folder": run.folder.name, **dict(_flat(run.about["config"])), **dict(_flat(run.identity))}
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
+    """The run's config and identity, as `as_text` writes them."""
+    return {"folder": run.folder.name, **as_text(run.about["config"]), **as_text(run.identity)}
 
 
 def _agree(one: dict[str, str], other: dict[str, str]) -> bool:

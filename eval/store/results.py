@@ -126,7 +126,7 @@ class StoredRun:
     @property
     def settings(self) -> dict[str, Any]:
         """The method's hyperparameters as they were configured, without name and seed."""
-        return {key: value for key, value in self.identity["method"].items() if key not in ("name", "seed")}
+        return settings_in(self.identity["method"])
 
     @property
     def label(self) -> str:
@@ -175,6 +175,11 @@ class StoredRun:
     def traces(self) -> list[Path]:
         """Files of `eval.store.trace`, one a traced example."""
         return sorted((self.folder / "traces").glob("*.json"))
+
+
+def settings_in(method: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a method as a config holds it: without name and seed."""
+    return {key: value for key, value in method.items() if key not in ("name", "seed")}
 
 
 def label_of(method: str, settings: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from eval.benchmarks.datasets import DATASETS
 from eval.paper.known_methods import BASELINE, STUDIED
 from eval.paper.table import COMPUTED, Table
 from eval.paper.tables.cells import SECTION, model_name, random_models, shown
-from eval.store.results import Results
+from eval.store.results import Results, settings_in
 
 PUBLISHED = Path(__file__).parents[1] / "published"
 PAPER_MODELS = ("llama2", "xgen")
@@ -148,7 +148,7 @@ class _Facts:
     def __init__(self, results: Results, dummies: set[str]) -> None:
         self.parameters = {
             (run.model, run.method, json.dumps(run.settings, sort_keys=True), dataset): json.dumps(
-                {key: value for key, value in resolved.items() if key not in ("name", "seed")}, sort_keys=True
+                settings_in(resolved), sort_keys=True
             )
             for run in results.runs
             for dataset, resolved in (run.identity.get("parameters") or {}).items()
