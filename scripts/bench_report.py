@@ -5,7 +5,7 @@ FOLDER/README.md    made: the table of targets, what was measured with, the pict
 FOLDER/speed.png, .svg, .pdf    made: time to the first token by length of the prompt, whole generations by answer
 
 Of a folder that `lazyllm-bench bench --field --json FOLDER/NAME.json` filled: the table of all methods, and
-FOLDER/field.png, .svg, .pdf: measured against ideal TTFT speedup.
+FOLDER/field.png, .svg, .pdf: measured against ideal TTFT speedup. Of one of `--turn`: the table of second turns.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from eval.store.folder import write_whole
 from lazyllm.bench.cases import Case, Pair, cases_of, read_reports
 from lazyllm.bench.contenders import table as table_of_field
 from lazyllm.bench.targets import table
+from lazyllm.bench.turn_two import table as table_of_turns
+from lazyllm.bench.turn_two import turn_cases_of
 from lazyllm.methods import METHODS
 
 
@@ -128,6 +130,21 @@ def page_of_field(reports: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def page_of_turns(reports: Sequence[dict[str, Any]]) -> str:
+    """The README of a folder of `--turn`."""
+    return "\n\n".join(
+        [
+            "# The second turn of a session, on random weights",
+            "Made by `python -m scripts.bench_report` from the JSON files beside it, which hold every sample. The "
+            "second turn stands behind the prompt and one answered token. Its FLOPs are those of the tokens that it "
+            "computes, revived ones included, each with the tokens that it attends to. Medians over rounds of all "
+            "contenders. With one CPU thread, seconds are the process's own CPU time.",
+            table_of_turns([case for report in reports for case in turn_cases_of(report)]),
+            *(_measured_with(report) for report in reports),
+        ]
+    )
+
+
 def page(reports: Sequence[dict[str, Any]], has_picture: bool) -> str:
     """The folder's README."""
     return "\n\n".join(
@@ -159,6 +176,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         reports = read_reports(folder)
     except (OSError, ValueError, TypeError) as error:
         sys.exit(f"error: {error}")
+    if reports[0]["settings"].get("turn"):
+        write_whole(folder / "README.md", page_of_turns(reports) + "\n")
+        print(f"{folder / 'README.md'}: {len(reports)} files")
+        return
     cases = [case for report in reports for case in cases_of(report)]
     if reports[0]["settings"].get("field"):
         save(plot_field(cases), folder / "field", ("png", "svg", "pdf"))

@@ -9,6 +9,7 @@ turns hold their KV caches at once.
     lazyllm-bench bench --shape llama2-7b --tokens 1000 3500 --new-tokens 65 --method paper@0.02 --json out.json
     lazyllm-bench bench --shape layers=16,width=1024 --dtype float32 --method '{"2": 0.4, "5": 0.5}'
     lazyllm-bench bench --field --threads 1 --tokens 2000 4000 --new-tokens 9 --repeats 2 --json field/field.json
+    lazyllm-bench bench --turn 64 256 --threads 1 --tokens 2000 --repeats 5 --json turns/turns.json
     python -m lazyllm.bench.measure_all results/reference    # all that the targets ask for, on this machine
 
 A method is a schedule: `paper` (Figure 4's), `none`, `keep1` (Figure 4's layers, keep ratio 1), or JSON
@@ -18,6 +19,9 @@ prompt's tokens, so that steps that revive and steps that do not can both be tim
 
 --field takes all methods of `lazyllm.methods` instead, each at the ideal speedups that it reaches, and times a third
 generation beside each pair: the baseline on as many tokens as the method stores.
+
+--turn takes a session's second turn of that many tokens, behind the prompt and one answered token: the methods, the
+baseline, and transformers' own continuation of its KV cache.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from lazyllm.bench.cases import Case
+    from lazyllm.bench.turn_two import TurnCase
     from lazyllm.methods import Lazy, Method
 
 HF = "hf"
@@ -62,14 +67,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         spec.check()
         if options.repeats == 0 and (options.against or options.new_tokens != [1]):
             raise ValueError("--repeats 0 is one prefill of each method: give --new-tokens 1, and not --against")
-        config = config_of(options.shape, max(options.tokens) + max(options.new_tokens))
+        longest = max(options.tokens) + max([*options.new_tokens, *(turn + 2 for turn in options.turn)])
+        config = config_of(options.shape, longest)
         if options.field and (options.method or options.against or options.repeats == 0):
             raise ValueError("--field takes all methods, in pairs: leave out --method, --against and --repeats 0")
+        if options.turn and (options.field or options.against or options.repeats == 0):
+            raise ValueError("--turn runs beside transformers, in rounds: leave out --field, --against and --repeats 0")
         methods = {text: method_of(text, config) for text in options.method or ["paper"]}
         device = as_device(options.device)
     except (ValueError, TypeError) as error:
         sys.exit(f"error: {error}")
-    if options.field:
+    if options.turn:
+        _measure_turns(options, build(config, spec), methods, device)
+    elif options.field:
         from lazyllm.bench.contenders import contenders, random_draft, table
 
         with random_draft(config, spec) as draft:
@@ -114,7 +124,24 @@ def _measure(
         print(table(of_length), flush=True)
 
 
-def _write(options: argparse.Namespace, device: torch.device, cases: Sequence[Case]) -> None:
+def _measure_turns(
+    options: argparse.Namespace, model: PreTrainedModel, methods: Mapping[str, Method], device: torch.device
+) -> None:
+    import torch
+
+    from lazyllm.bench.turn_two import measure_turns, table
+
+    draw = torch.Generator().manual_seed(options.seed)
+    cases: list[TurnCase] = []
+    for tokens, turn in product(options.tokens, options.turn):
+        text = torch.randint(0, model.config.vocab_size, (tokens + turn,), generator=draw)
+        cases += measure_turns(model, methods, text[:tokens], text[tokens:], options.repeats, options.warmup)
+        print(f"measured a turn of {turn} tokens behind {tokens}", file=sys.stderr)
+        _write(options, device, cases)
+    print(table(cases))
+
+
+def _write(options: argparse.Namespace, device: torch.device, cases: Sequence[Case] | Sequence[TurnCase]) -> None:
     if options.json:
         options.json.write_text(json.dumps({**about(options, device), "cases": list(map(asdict, cases))}) + "\n")
 
@@ -178,6 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[17], help="lengths of the answer")
     parser.add_argument("--method", action="append", help="a schedule, see above; may be repeated; default paper")
     parser.add_argument("--field", action="store_true", help="all methods, at the ideal speedups of --speedups")
+    parser.add_argument("--turn", type=int, nargs="+", default=[], help="tokens of a second turn, which is measured")
     parser.add_argument("--speedups", type=float, nargs="+", default=[1.5, 2, 3], help="of --field")
     parser.add_argument("--against", choices=[HF], help="also transformers' own model(...) and generate(...)")
     parser.add_argument(

@@ -80,7 +80,7 @@ def measure(
         name=name,
         tokens=n,
         new_tokens=new_tokens,
-        boundaries=sum(ratio < 1 for ratio in _keep_ratios(method, layers).values()),
+        boundaries=sum(ratio < 1 for ratio in keep_ratios(method, layers).values()),
         ideal_ttft_speedup=method.ideal_speedup(config, n, computed) if method else 1.0,
         prefill_flops=prefill_flops(config, computed),
         baseline_prefill_flops=prefill_flops(config, [n] * layers),
@@ -90,7 +90,8 @@ def measure(
     )
 
 
-def _keep_ratios(method: Method | None, layers: int) -> Mapping[int, float]:
+def keep_ratios(method: Method | None, layers: int) -> Mapping[int, float]:
+    """{layer: keep ratio} of LazyLLM's schedule; nothing of other methods."""
     return Schedule.parse(method.schedule, layers).keep if isinstance(method, Lazy) else {}
 
 
@@ -229,8 +230,7 @@ def revived_flops(
     in that step.
     """
     layers = model.config.num_hidden_layers
-    shape = LayerShape.of(model.config)
-    cuts = [cut for cut in _keep_ratios(method, layers) if cut < layers]
+    cuts = [cut for cut in keep_ratios(method, layers) if cut < layers]
     per_step = [0] * (len(selected) - 1)
     for cut, end in zip(cuts, [*cuts[1:], layers], strict=True):
         stored = set(selected[0][cut])
@@ -238,9 +238,15 @@ def revived_flops(
             present = of_step[cut]
             revived = [position for position in present if position not in stored and position < prompt_tokens]
             stored.update(revived)
-            pairs = sum(bisect_right(present, position) for position in revived)
-            per_step[step] += (end - cut) * (len(revived) * shape.linear_flops + pairs * shape.pair_flops)
+            per_step[step] += flops_of_rows(model.config, revived, present, end - cut)
     return per_step
+
+
+def flops_of_rows(config: Any, rows: Sequence[int], present: Sequence[int], layers: int) -> int:
+    """FLOPs of tokens at positions `rows` in some layers; each attends to those `present`, ascending, up to itself."""
+    shape = LayerShape.of(config)
+    pairs = sum(bisect_right(present, position) for position in rows)
+    return layers * (len(rows) * shape.linear_flops + pairs * shape.pair_flops)
 
 
 @torch.inference_mode()

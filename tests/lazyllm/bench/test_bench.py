@@ -17,6 +17,7 @@ from lazyllm.bench.cases import Pair, Run, cases_of
 from lazyllm.bench.clock import Waits, in_turns, revived_flops
 from lazyllm.bench.shapes import SHAPES, build, config_of
 from lazyllm.bench.steered import SteeredLazy
+from lazyllm.bench.turn_two import TurnSample, turn_cases_of, turn_flops
 from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
@@ -84,6 +85,48 @@ def test_attention_of_what_is_revived_is_counted_pair_by_pair() -> None:
     selected = [{1: [0, 4, 5]}, {1: [0, 2, 3, 6]}, {1: [0, 2, 5, 6, 7]}]
     # revived: 2, which attends to 0 and 2, and 3, which attends to 0, 2 and 3; in each of two layers
     assert revived_flops(model, Lazy({1: 0.5}), selected, 6) == [2 * (2 * shape.linear_flops + 5 * shape.pair_flops), 0]
+
+
+def test_flops_of_a_second_turn_are_those_of_the_products_that_run() -> None:
+    """Linear maps by PyTorch's counter; a layer's pairs by hand from the selections."""
+    model, schedule = random_model("llama", 3, num_layers=5), {2: 0.5, 3: 0.6}
+    text = torch.randint(0, 97, (33,), generator=torch.Generator().manual_seed(2))
+    shape = LayerShape.of(model.config)
+    with lazyllm.start(model, text[:24], Lazy(schedule)) as session:
+        first = session.answer(None, 1, ())
+        with FlopCounterMode(display=False) as counter:
+            second = session.answer(text[24:], 1, ())
+    by_name = counter.get_flop_counts()["Global"].items()
+    products = sum(flops for name, flops in by_name if str(name) in ("aten.mm", "aten.addmm", "aten.linear"))
+    pairs = 2 * sum(range(25, 35))  # layers 1 and 2: the token answered at 24, and nine new ones
+    for layer, layers in ((2, 1), (3, 2)):
+        present, stored = second.selected[0][layer], first.selected[0][layer]
+        new = [position for position in present if position not in stored]
+        pairs += layers * sum(other <= position for position in new for other in present)
+    assert second.revived.sum() > 0
+    assert turn_flops(model, [2, 3], first, second, 24, 9) == products + pairs * shape.pair_flops
+
+
+def test_second_turns_on_the_command_line(tmp_path, capsys) -> None:
+    file = tmp_path / "turns.json"
+    arguments = f"{SHAPE} --threads 1 --tokens 20 --turn 3 5 --method keep1 --repeats 2 --warmup 0 --json"
+    main([*arguments.split(), str(file)])
+    cases = turn_cases_of(json.loads(file.read_text()))
+    assert [(case.turn, case.name) for case in cases] == [*product((3, 5), ("baseline", "keep1", "transformers"))]
+    config = config_of("layers=4,width=64,vocab=50,mlp=64", 30)
+    for case in cases:
+        whole, prompt = (prefill_flops(config, [n] * 4) for n in (20 + 1 + case.turn, 20))
+        head = 2 * 64 * 50
+        assert [sample.turn_flops for sample in case.samples] == [whole - prompt + head] * 2
+        assert [sample.revived for sample in case.samples] == [0, 0]
+        assert case.beside(lambda sample: sample.turn_flops) == 1
+    sample = TurnSample(prefill_s=2.0, turn_s=3.0, prefill_flops=10, turn_flops=5, revived=0.0)
+    assert sample.cost() == 3.0 / (5 / (10 / 2.0))
+    bench_report.main([str(tmp_path)])
+    assert "| keep1 | 20 | 5 |" in (tmp_path / "README.md").read_text()
+    assert "| transformers | 20 | 3 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--turn runs beside transformers"):
+        main([*f"{SHAPE} --turn 3 --field".split()])
 
 
 def test_steered_sessions_revive_when_they_are_told_to() -> None:
