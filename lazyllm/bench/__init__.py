@@ -1,5 +1,5 @@
-"""How fast, against the model itself and against the arithmetic: `python -m lazyllm.bench`.
+"""Speed on random weights: `lazyllm-bench bench`. Needs torch and transformers only.
 
-`__main__` is the command line, `shapes` the models, `steered` LazyLLM with revivals by plan, `clock` takes the times,
-`cases` are the samples and their ratios, `case_table` and `targets` show them. Needs torch and transformers only.
+`__main__` is the command line, `shapes` the models, `steered` LazyLLM with planned revivals, `clock` the measuring,
+`cases` the samples and their ratios; `case_table` and `targets` show them.
 """

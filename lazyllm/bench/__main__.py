@@ -1,27 +1,26 @@
-"""How fast, against the model itself and against the arithmetic.
+"""Time methods against the baseline, against transformers and against the FLOPs.
 
-One process, random weights, a seeded random prompt. The baseline and a method generate in turns, token by token, so
-that what slows the machine for a while slows both; transformers itself and the baseline, one whole generation after the
-other. Ratios are those of such a pair, reported as the median over the pairs with its quartiles. Two generations in
-turns hold their KV caches at once.
+One process, random weights, a seeded random prompt. The baseline and a method take turns token by token, so a slow
+spell of the machine slows both; both KV caches are in memory. transformers' own `generate` cannot take turns: it runs
+a whole generation after the baseline's. Ratios are taken within such a pair; a table shows their median and quartiles.
 
     lazyllm-bench bench --shape llama-1b --threads 1 --tokens 2000 --new-tokens 33 --method paper --against hf
-    lazyllm-bench bench --shape llama2-7b --tokens 1000 3500 --new-tokens 65 --method paper@0.02 --json out.json
+    lazyllm-bench bench --shape llama2 --tokens 1000 3500 --new-tokens 65 --method paper@0.02 --json out.json
     lazyllm-bench bench --shape layers=16,width=1024 --dtype float32 --method '{"2": 0.4, "5": 0.5}'
     lazyllm-bench bench --field --threads 1 --tokens 2000 4000 --new-tokens 9 --repeats 2 --json field/field.json
     lazyllm-bench bench --turn 64 256 --threads 1 --tokens 2000 --repeats 5 --json turns/turns.json
-    python -m lazyllm.bench.measure_all results/reference    # all that the targets ask for, on this machine
+    python -m lazyllm.bench.measure_all results/reference    # every measurement of the speed targets
 
 A method is a schedule: `paper` (Figure 4's), `none`, `keep1` (Figure 4's layers, keep ratio 1), or JSON
-{layer: keep ratio}. Random weights attend to everything alike and revive in nearly every step; SCHEDULE@SHARE selects
-by a drawn importance instead, of which the first decoding step and each eighth after it change that share of the
-prompt's tokens, so that steps that revive and steps that do not can both be timed.
+{layer: keep ratio}. Random weights attend to all tokens alike, so LazyLLM revives in nearly every step. SCHEDULE@SHARE
+times steps with and without revival: it selects by a random importance, and redraws it for that share of the prompt's
+tokens in the first decoding step and in every eighth step after it.
 
---field takes all methods of `lazyllm.methods` instead, each at the ideal speedups that it reaches, and times a third
-generation beside each pair: the baseline on as many tokens as the method stores.
+--field times all methods of `lazyllm.methods`, each at the ideal speedups that it reaches. Beside each pair runs a
+third generation: the baseline on as many tokens as the method stores.
 
---turn takes a session's second turn of that many tokens, behind the prompt and one answered token: the methods, the
-baseline, and transformers' own continuation of its KV cache.
+--turn times a session's second turn of N tokens, after the prompt and one answer token: of the methods, of the baseline
+and of transformers, which continues from its KV cache.
 """
 
 from __future__ import annotations
@@ -66,13 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         spec.check()
         if options.repeats == 0 and (options.against or options.new_tokens != [1]):
-            raise ValueError("--repeats 0 is one prefill of each method: give --new-tokens 1, and not --against")
+            raise ValueError("--repeats 0 is one prefill of each method: give --new-tokens 1, leave out --against")
         longest = max(options.tokens) + max([*options.new_tokens, *(turn + 2 for turn in options.turn)])
         config = config_of(options.shape, longest)
         if options.field and (options.method or options.against or options.repeats == 0):
-            raise ValueError("--field takes all methods, in pairs: leave out --method, --against and --repeats 0")
+            raise ValueError("--field times pairs of all methods: leave out --method, --against and --repeats 0")
         if options.turn and (options.field or options.against or options.repeats == 0):
-            raise ValueError("--turn runs beside transformers, in rounds: leave out --field, --against and --repeats 0")
+            raise ValueError("--turn times rounds with transformers: leave out --field, --against and --repeats 0")
         methods = {text: method_of(text, config) for text in options.method or ["paper"]}
         device = as_device(options.device)
     except (ValueError, TypeError) as error:
@@ -99,7 +98,7 @@ def _measure(
     table: Callable[[Sequence[Case]], str],
     device: torch.device,
 ) -> None:
-    """methods_for: the methods by name, given the length of the prompt."""
+    """Measure and show every case. methods_for: prompt tokens -> the methods by name."""
     import torch
 
     from lazyllm.bench.clock import measure, untimed
@@ -118,7 +117,7 @@ def _measure(
             pairs = (options.repeats, options.warmup)
             of_length.append(measure(model, name, method, prompt, new_tokens, *pairs, of_baseline, options.field))
             print(f"measured {name}, {tokens} + {new_tokens} tokens", file=sys.stderr)
-            _write(options, device, [*cases, *of_length])  # what was measured stays if a longer one does not fit
+            _write(options, device, [*cases, *of_length])  # now, as a longer prompt may run out of memory
         cases += of_length
         print(f"\n{tokens} prompt tokens, {new_tokens} new; medians [quartiles] of {options.repeats} pairs")
         print(table(of_length), flush=True)
@@ -147,7 +146,7 @@ def _write(options: argparse.Namespace, device: torch.device, cases: Sequence[Ca
 
 
 def method_of(text: str, config: PreTrainedConfig) -> Lazy:
-    """The method that a `--method` names. Raises ValueError or TypeError if the model cannot have it."""
+    """The method of a `--method` argument. Raises ValueError or TypeError if the model is not deep enough for it."""
     from lazyllm.bench.steered import SteeredLazy
     from lazyllm.methods import Lazy
     from lazyllm.methods.schedule import Schedule
@@ -163,7 +162,7 @@ def method_of(text: str, config: PreTrainedConfig) -> Lazy:
 
 
 def about(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """What the samples were measured with and on."""
+    """Settings, machine, commit and versions of the measurement."""
     import torch
     import transformers
 
@@ -200,21 +199,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", default="llama-1b", help=f"{', '.join(SHAPES)}, or sizes: layers=16,width=1024,...")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--attention", default="sdpa", help="the model's own: sdpa, eager, flash_attention_2")
+    parser.add_argument("--attention", default="sdpa", help="sdpa, eager or flash_attention_2")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2000], help="prompt lengths")
-    parser.add_argument("--new-tokens", type=int, nargs="+", default=[17], help="lengths of the answer")
+    parser.add_argument("--new-tokens", type=int, nargs="+", default=[17], help="answer lengths")
     parser.add_argument("--method", action="append", help="a schedule, see above; may be repeated; default paper")
     parser.add_argument("--field", action="store_true", help="all methods, at the ideal speedups of --speedups")
     parser.add_argument("--turn", type=int, nargs="+", default=[], help="tokens of a second turn, which is measured")
     parser.add_argument("--speedups", type=float, nargs="+", default=[1.5, 2, 3], help="of --field")
-    parser.add_argument("--against", choices=[HF], help="also transformers' own model(...) and generate(...)")
-    parser.add_argument(
-        "--repeats", type=int, default=7, help="pairs of runs; 0: one prefill of each, for long prompts"
-    )
-    parser.add_argument("--warmup", type=int, default=2, help="pairs before these")
+    parser.add_argument("--against", choices=[HF], help="also time transformers' own model(...) and generate(...)")
+    parser.add_argument("--repeats", type=int, default=7, help="timed pairs; 0: one prefill each, for long prompts")
+    parser.add_argument("--warmup", type=int, default=2, help="pairs before the timed ones")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument("--json", type=Path, help="where to write all samples and what they were measured on")
+    parser.add_argument("--json", type=Path, help="file for all samples, settings and versions")
     return parser
 
 

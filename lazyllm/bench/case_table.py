@@ -9,7 +9,7 @@ from lazyllm.bench.cases import Case, Pair
 
 
 def table(cases: Sequence[Case]) -> str:
-    """The cases of one prompt length: medians over pairs, with quartiles if a ratio is a pair's own."""
+    """The cases of one prompt length: medians over pairs; ratios within a pair with quartiles."""
     rows = [["", *(case.name for case in cases)]]
     rows += [[heading, *(cell(case) for case in cases)] for heading, cell in ROWS.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -1,4 +1,4 @@
-"""The benchmark's samples, and the ratios that the case table and the targets read from them. Needs no torch."""
+"""The benchmark's samples and their ratios. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Run:
-    """One timed generation. step_s: seconds of each decoding step; revived_flops: of what each of them revived.
+    """One timed generation.
 
-    Of transformers' own the mean step alone is known. product_flops_per_s: of a plain matrix product just before its
-    prefill.
+    step_s: seconds of each decoding step; of transformers' `generate` only the mean step is known.
+    revived_flops: per step, FLOPs of the tokens that it revived.
+    product_flops_per_s: rate of a plain matrix product just before the prefill.
     """
 
     ttft_s: float
@@ -25,15 +26,15 @@ class Run:
     product_flops_per_s: float
 
     def utilisation(self, prefill_flops: int) -> float:
-        """FLOP/s of the prefill over those of the plain matrix product."""
+        """FLOP/s of the prefill over FLOP/s of the plain matrix product."""
         return prefill_flops / self.ttft_s / self.product_flops_per_s
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two runs on the same prompt: token by token in turns, or with transformers itself one after the other.
+    """Two runs on the same prompt: in turns token by token, or one after the other if `other` is transformers.
 
-    equal: the baseline on as many of the prompt's tokens as `other` stores after its prefill, in turns with the two.
+    equal: a third run in turns: the baseline on as many prompt tokens as `other` stores after its prefill.
     """
 
     baseline: Run
@@ -56,27 +57,27 @@ class Pair:
         return statistics.fmean(self.other.step_s) / statistics.fmean(self.baseline.step_s)
 
     def equal_step_ratio(self) -> float | None:
-        """The median step over the baseline's with as many tokens stored; None if that was not measured."""
+        """The median step over that of `equal`; None if that was not measured."""
         if self.equal is None or not self.equal.step_s:
             return None
         return statistics.median(self.other.step_s) / statistics.median(self.equal.step_s)
 
     def idle_step_ratio(self) -> float | None:
-        """The median, over the steps that revive nothing, of seconds over those of the baseline's same step.
+        """The median of (seconds / seconds of the baseline's same step) over the steps that revive nothing.
 
         None if there is no such step, and for transformers, whose single steps are not known.
         """
         return _median_ratio(self._steps(revives=False))
 
     def reviving_step_ratio(self) -> float | None:
-        """The same over the steps that revive something."""
+        """`idle_step_ratio` over the steps that revive something."""
         return _median_ratio(self._steps(revives=True))
 
     def revival_cost(self, prefill_flops: int) -> float | None:
-        """Extra seconds of the reviving steps, over the time of the revived tokens' FLOPs at prefill's rate.
+        """Extra seconds of the reviving steps, over the seconds of the revived tokens' FLOPs at the prefill's rate.
 
-        Without revival, a reviving step would take the baseline's median step times `idle_step_ratio`. prefill_flops:
-        of the method's own prefill, whose measured seconds give the rate. None without steps of each kind.
+        Without revival, such a step is taken to last the baseline's median step times `idle_step_ratio`.
+        prefill_flops: of the method's prefill. None unless there are steps of both kinds.
         """
         idle, reviving = self.idle_step_ratio(), self._steps(revives=True)
         if idle is None or not reviving:
@@ -89,20 +90,20 @@ class Pair:
         """(seconds, seconds of the baseline's same step) of the steps of one kind."""
         baseline, other = self.baseline, self.other
         if len(other.step_s) != len(baseline.step_s):
-            return []  # transformers' own
+            return []  # `other` is transformers
         steps = zip(other.step_s, baseline.step_s, other.revived_flops, strict=True)
         return [(seconds, of_baseline) for seconds, of_baseline, flops in steps if (flops > 0) == revives]
 
 
 @dataclass(frozen=True)
 class Untimed:
-    """Results of a run of its own. Bytes; peaks are those beyond what was held before, None if unknown.
+    """Memory, waits and selection time, from a separate run, as counting them disturbs the clock.
 
-    prefill_s: seconds of its prefill, with the counting in it.
-    selection_share: of the time to the first token, spent on scores, ranking and gathering, and on what runs before the
-        prefill to select; the device is waited for before and after each of these, so that the share is a bound from
-        above.
-    prefill_waits, step_waits: calls that wait for the device, the choice of the token left out; of steps the most.
+    prefill_s: seconds of this run's prefill.
+    selection_share: share of TTFT spent on selection: scores, ranking, gathering and whatever a method runs before its
+        prefill. An upper bound, as the clock waits for the device before and after each part.
+    prefill_waits, step_waits: calls that wait for the device, without the choice of the token; of steps the maximum.
+    kv_bytes, aux_bytes: after the prefill. Peaks: bytes beyond those held before the run, None if unknown.
     """
 
     prefill_s: float
@@ -116,7 +117,7 @@ class Untimed:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Of the whole generation; of the prefill if an older file says no more."""
+        """Peak of the whole generation; of the prefill in files that hold no other."""
         return self.generation_peak_bytes or self.prefill_peak_bytes
 
 
@@ -124,8 +125,9 @@ class Untimed:
 class Case:
     """A method, or transformers itself, against the baseline on prompts of one length.
 
-    boundaries: pruning layers of a schedule, 0 of others and of transformers. untimed: None of transformers.
-    ideal_ttft_speedup: by the tokens that entered each layer, scoring included. prefill_flops: without scoring.
+    boundaries: pruning layers of a schedule, 0 for other methods and for transformers.
+    ideal_ttft_speedup: from the tokens that entered each layer, scoring included. prefill_flops: without scoring.
+    untimed: None for transformers.
     """
 
     name: str
@@ -140,7 +142,7 @@ class Case:
     baseline_untimed: Untimed
 
     def of_pairs(self, ratio: Callable[[Pair], float | None]) -> list[float]:
-        """The ratio of each pair that has one."""
+        """The ratio of each pair for which it is not None."""
         return [value for pair in self.pairs if (value := ratio(pair)) is not None]
 
     def revival_costs(self) -> list[float]:
@@ -151,17 +153,17 @@ class Case:
         return statistics.median(map(Pair.ttft_speedup, self.pairs)) / self.ideal_ttft_speedup
 
     def memory_ratio(self) -> float:
-        """Bytes of KV cache and Aux Cache after a method's prefill, over those of the baseline's KV cache."""
+        """Bytes of KV cache and Aux Cache after the method's prefill, over bytes of the baseline's KV cache."""
         assert self.untimed is not None
         return (self.untimed.kv_bytes + self.untimed.aux_bytes) / self.baseline_untimed.kv_bytes
 
 
 def read_reports(folder: Path) -> list[dict[str, Any]]:
-    """The benchmark's JSON files below a folder, by name. Raises ValueError if there is none."""
+    """The benchmark's JSON files in a folder and its subfolders, by name. Raises ValueError if there is none."""
     reports = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.rglob("*.json"))]
     reports = [report for report in reports if isinstance(report, dict) and "cases" in report]
     if not reports:
-        raise ValueError(f"{folder}: no file of `python -m lazyllm.bench --json` lies there")
+        raise ValueError(f"{folder}: holds no file of `lazyllm-bench bench --json`")
     return reports
 
 

@@ -1,4 +1,4 @@
-"""The clock: pairs of runs in turns, token by token, and one more run of each method for what would disturb it."""
+"""Measuring: pairs of runs that take turns token by token, and a separate run of each method for memory and waits."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 
 def read_clock(device: torch.device) -> float:
-    """Seconds, read when the device has done all its work.
+    """Seconds, read after the device has finished all its work.
 
-    With one CPU thread they are the process's own CPU time, which other work on the machine changes least.
+    With one CPU thread: CPU time of this process, which other processes disturb least.
     """
     if device.type == "cpu" and torch.get_num_threads() == 1:
         return time.process_time()
@@ -52,11 +52,12 @@ def measure(
     baseline_untimed: Untimed,
     beside_equal: bool = False,
 ) -> Case:
-    """The baseline and the method on a prompt [n], in turns; None is transformers' `model(...)` and `generate`.
+    """Measure a method beside the baseline on a prompt [n].
 
-    repeats: pairs to be timed after `warmup` such. 0 is for prompts that take many minutes: the only samples are then
-        those of the runs that count memory and waits, one right after the other, of the prefill alone.
-    baseline_untimed: of the baseline on the same prompt, just before. beside_equal: time also `Pair.equal`.
+    method: None for transformers' own `model(...)` and `generate`.
+    repeats: timed pairs, after `warmup` untimed ones. 0 is for prompts that take many minutes: the only sample is then
+        the prefill of the two runs that count memory and waits.
+    baseline_untimed: the baseline's, measured on the same prompt just before. beside_equal: time `Pair.equal` too.
     """
     n, config = prompt.shape[0], model.config
     layers = config.num_hidden_layers
@@ -64,7 +65,7 @@ def measure(
         method.prepare(model)
     of_method, computed = untimed(model, method, prompt, new_tokens) if method else (None, [n] * layers)
     stored = round(n * of_method.kv_bytes / baseline_untimed.kv_bytes) if of_method and beside_equal else 0
-    rate = 0.0 if repeats else product_rate(model, n)  # each pair takes its own
+    rate = 0.0 if repeats else product_rate(model, n)  # a timed pair measures its own
     pairs = []
     for repeat in range(warmup + repeats if repeats else 0):
         baseline_first = repeat % 2 == 0
@@ -75,7 +76,7 @@ def measure(
         if repeat >= warmup:
             pairs.append(pair)
     if repeats == 0 and of_method is not None:
-        pairs = [Pair(*(Run(one.prefill_s, [], one.prefill_s, [], rate) for one in (baseline_untimed, of_method)))]
+        pairs = [Pair(*(Run(run.prefill_s, [], run.prefill_s, [], rate) for run in (baseline_untimed, of_method)))]
     return Case(
         name=name,
         tokens=n,
@@ -98,7 +99,7 @@ def keep_ratios(method: Method | None, layers: int) -> Mapping[int, float]:
 def _beside_baseline(
     model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int, baseline_first: bool, stored: int
 ) -> Pair:
-    """The two in turns: a pair, whichever of them begins; and a baseline on `stored` tokens, if that is not 0."""
+    """The pair, with a third run of the baseline on `stored` tokens if that is not 0."""
     order = [(Baseline(), prompt), (method, prompt)]
     order = order if baseline_first else order[::-1]
     runs = [turns.run() for turns in in_turns(model, [*order, *[(Baseline(), prompt[:stored])][:stored]], new_tokens)]
@@ -107,16 +108,16 @@ def _beside_baseline(
 
 
 def _beside_transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int, baseline_first: bool) -> Pair:
-    """The baseline and transformers itself, one whole generation after the other."""
+    """The pair of the baseline and transformers, one whole generation after the other."""
     other = None if baseline_first else _transformers(model, prompt, new_tokens, prefill_first=False)
     [alone] = in_turns(model, [(Baseline(), prompt)], new_tokens)
     return Pair(alone.run(), other or _transformers(model, prompt, new_tokens, prefill_first=True))
 
 
 class Turns:
-    """One generation, as `lazyllm.generate` makes it, a token at a call.
+    """The generation of `lazyllm.generate`, one token a call.
 
-    token_ids: so far. seconds: of each of them, the first one's with the start of the session.
+    token_ids: the tokens so far. seconds: of each token; the first includes the start of the session.
     """
 
     def __init__(self, decoder: Decoder, method: Method, prompt: Tensor, new_tokens: int) -> None:
@@ -132,7 +133,7 @@ class Turns:
 
     @property
     def selected(self) -> list[dict[int, list[int]]]:
-        """As in `lazyllm.engine.generation.Generation`."""
+        """`Generation.selected`."""
         assert self._session is not None
         return [{layer: kept.tolist() for layer, kept in step.items()} for step in self._session.selected]
 
@@ -152,7 +153,7 @@ class Turns:
         self.token_ids.append(token_id)
 
     def run(self) -> Run:
-        """The times, when the last token is there."""
+        """The times of the finished generation."""
         first, *steps = self.seconds
         revived = [0] * len(steps)
         if isinstance(self.method, Lazy):
@@ -162,10 +163,10 @@ class Turns:
 
 @torch.inference_mode()
 def in_turns(model: PreTrainedModel, contenders: Sequence[tuple[Method, Tensor]], new_tokens: int) -> list[Turns]:
-    """Continue each prompt [n] with the method beside it, the first token of each before the second of any.
+    """Continue each prompt [n] by its method: all first tokens, then all second tokens, and so on.
 
-    What slows the machine for a while slows each of them. All of them hold their K and V at once. Raises
-    FloatingPointError if logits are not finite.
+    A slow spell of the machine slows all of them. All KV caches are in memory at once. Raises FloatingPointError if
+    logits are not finite.
     """
     for method, _ in contenders:
         method.prepare(model)
@@ -178,7 +179,7 @@ def in_turns(model: PreTrainedModel, contenders: Sequence[tuple[Method, Tensor]]
 
 
 def product_rate(model: PreTrainedModel, n: int) -> float:
-    """What the device reaches at best: FLOP/s of one product of n tokens with a matrix of the MLP's."""
+    """FLOP/s of one product of n tokens with a matrix of the MLP: the best that the device reaches."""
     width, mlp = model.config.hidden_size, model.config.intermediate_size
     draw = torch.Generator(model.device).manual_seed(0)
     rows = torch.rand(n, width, device=model.device, generator=draw).to(model.dtype)
@@ -193,9 +194,9 @@ def product_rate(model: PreTrainedModel, n: int) -> float:
 
 @torch.inference_mode()
 def _transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int, prefill_first: bool) -> Run:
-    """Its own prefill, logits of the last token only as ours, and the mean step of its own `generate`.
+    """The prefill by `model(...)`, logits of the last token only, and the mean step of `model.generate`.
 
-    prefill_first: the order of the two, for the prefill to be next to the baseline's.
+    prefill_first: run the prefill before `generate`, so that it is next to the baseline's.
     """
     rate = product_rate(model, len(prompt))
     token_ids = prompt[None].to(model.device)
@@ -217,17 +218,16 @@ def _transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int, prefi
         ttft = prefill()
         return Run(ttft, [], ttft, [], rate)
     ttft = prefill() if prefill_first else None
-    total, one = seconds(lambda: generated(new_tokens)), seconds(lambda: generated(1))
-    return Run(prefill() if ttft is None else ttft, [(total - one) / (new_tokens - 1)], total, [0], rate)
+    total, first = seconds(lambda: generated(new_tokens)), seconds(lambda: generated(1))
+    return Run(prefill() if ttft is None else ttft, [(total - first) / (new_tokens - 1)], total, [0], rate)
 
 
 def revived_flops(
     model: PreTrainedModel, method: Lazy, selected: Sequence[Mapping[int, list[int]]], prompt_tokens: int
 ) -> list[int]:
-    """For each decoding step, the FLOPs that its revived tokens take where they are computed, from the selections.
+    """FLOPs of the tokens that each decoding step revives, in the layers that compute them.
 
-    selected: prefill's and each step's, as in `Generation`. A prompt token that is in one for the first time is revived
-    in that step.
+    selected: `Generation.selected`. A step revives the prompt tokens that no earlier step selected.
     """
     layers = model.config.num_hidden_layers
     cuts = [cut for cut in keep_ratios(method, layers) if cut < layers]
@@ -253,10 +253,7 @@ def flops_of_rows(config: Any, rows: Sequence[int], present: Sequence[int], laye
 def untimed(
     model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int, steps: int = 8
 ) -> tuple[Untimed, list[int]]:
-    """One more run, for what would disturb the clock of the others: memory, waits, and the share of selection.
-
-    And how many prompt tokens its prefill computed in each layer.
-    """
+    """A separate run, as counting disturbs the clock; and the prompt tokens computed in each layer of its prefill."""
     device, token_ids = model.device, prompt.to(model.device)
     selecting = _SelectionClock(device)
     with open_decoder(model) as decoder:
@@ -297,7 +294,7 @@ def untimed(
 
 
 def _trim() -> None:
-    """Give back to the system what the C library keeps of freed memory: else a peak does not show what hides in it."""
+    """Return freed memory that the C library still holds to the system: a peak does not show new use of it."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # glibc has it, musl has not
@@ -305,7 +302,7 @@ def _trim() -> None:
 
 
 class _SelectionClock:
-    """Adds up the seconds of what is called through it."""
+    """The seconds spent in the functions that `around` wraps."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds = 0.0
@@ -322,7 +319,7 @@ class _SelectionClock:
 
 
 class Waits(TorchFunctionMode):
-    """Within it, `found` gets the name of each call that needs values, or shapes that depend on values.
+    """Context manager; `found` lists calls that read values from the device, or whose shapes depend on values.
 
     On a GPU the host waits at such a call until the device has computed its arguments.
     """

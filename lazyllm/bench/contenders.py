@@ -1,4 +1,4 @@
-"""All methods at the same ideal speedups (`--field`): their settings on a shape, and the table of what was measured."""
+"""All methods at the same ideal speedups (`--field`): their settings on a shape, and the table of results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def contenders(config: Any, n: int, speedups: Sequence[float], draft: str) -> dict[str, Method]:
-    """Each method at each ideal TTFT speedup that its dial reaches on n prompt tokens; without a dial once."""
+    """Every method at each ideal TTFT speedup that its dial reaches on n prompt tokens; once if it has no dial."""
     found: dict[str, Method] = {}
     for name, kind in METHODS.items():
         settings = _settings(name, config.num_hidden_layers, draft)
@@ -35,9 +35,9 @@ def contenders(config: Any, n: int, speedups: Sequence[float], draft: str) -> di
 
 
 def _settings(name: str, num_layers: int, draft: str) -> dict[str, Any]:
-    """What a method needs beside its dial; the authors' defaults otherwise."""
+    """Settings that a method needs beside its dial; all others are the authors' defaults."""
     needed: dict[str, dict[str, Any]] = {
-        # on random weights ranks never settle: cut where the earliest cut can be
+        # on random weights ranks never settle: cut at the earliest layer
         "asl": {"threshold": 1e9},
         "prompt_compression": {"keep": 0.5, "unit": "token"},
         "specprefill": {"draft": draft},
@@ -70,7 +70,7 @@ def table(cases: Sequence[Case]) -> str:
 
 
 def _spread(values: Sequence[float]) -> str:
-    """The median, and the quartiles of more values than one."""
+    """The median, with quartiles if there are several values."""
     if len(values) < 2:
         return f"{values[0]:.2f}" if values else "-"
     return "{1:.2f} [{0:.2f}, {2:.2f}]".format(*quartiles(values))

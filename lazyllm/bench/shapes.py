@@ -1,4 +1,4 @@
-"""Models by name or by size, with random weights: times depend on shapes, not on values."""
+"""Models of random weights, by a preset's name or by size: times depend on shapes, not on values."""
 
 from __future__ import annotations
 
@@ -10,27 +10,13 @@ from lazyllm.models.spec import ModelSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# The values are those of the published config.json files
-_LLAMA_1B = dict(
-    vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-    num_key_value_heads=8, head_dim=64, rms_norm_eps=1e-5, tie_word_embeddings=True,
-)  # fmt: skip
-_LLAMA_8B = _LLAMA_1B | dict(
-    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, head_dim=128, tie_word_embeddings=False
-)
-_TINY = dict(
-    vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
-    num_key_value_heads=2,
-)  # fmt: skip
-
 SHAPES: dict[str, dict[str, Any]] = {
     **{name: dict(preset.architecture) for name, preset in PRESETS.items() if preset.architecture is not None},
-    "llama2-7b": dict(PRESETS["llama2"].architecture or {}),
-    "xgen-7b": dict(PRESETS["xgen"].architecture or {}),
-    "llama-1b": _LLAMA_1B,  # Llama 3.2 1B, as the stored measurements call it
-    "llama-8b": _LLAMA_8B,  # Llama 3.1 8B
-    "tiny": _TINY,
-}
+    "llama-1b": dict(
+        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, rms_norm_eps=1e-5, tie_word_embeddings=True,
+    ),  # Llama 3.2 1B with a plain RoPE, as in the stored measurements
+}  # fmt: skip
 SIZES = {
     "layers": "num_hidden_layers", "width": "hidden_size", "mlp": "intermediate_size", "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads", "vocab": "vocab_size",
@@ -38,10 +24,10 @@ SIZES = {
 
 
 def config_of(shape: str, max_tokens: int) -> PreTrainedConfig:
-    """The config of a shape's name, or of sizes such as "layers=16,width=1024,heads=16,kv_heads=4".
+    """The config of a shape: a name in `SHAPES`, or sizes such as "layers=16,width=1024,heads=16,kv_heads=4".
 
-    Other sizes follow from those: heads of width 64, as many key heads, an MLP of 8/3 of the width, 32,000 words.
-    max_tokens: of prompt and answer. Raises ValueError if it is neither.
+    Default sizes: heads of width 64, as many key heads, an MLP of 8/3 of the width, 32,000 words.
+    max_tokens: prompt and answer together. Raises ValueError for another shape.
     """
     from transformers import AutoConfig, LlamaConfig
 
@@ -67,7 +53,7 @@ def config_of(shape: str, max_tokens: int) -> PreTrainedConfig:
 
 
 def build(config: PreTrainedConfig, spec: ModelSpec) -> PreTrainedModel:
-    """The model with seeded random weights, in eval mode, checked to give the same in the loop over its layers."""
+    """The model with seeded random weights, in eval mode, after `check_same_as_model`."""
     from lazyllm.engine.checks import check_same_as_model
     from lazyllm.models.load import random_weights
 

@@ -1,4 +1,4 @@
-"""LazyLLM with revivals by plan, for timing: random weights attend to everything alike and so revive in every step."""
+"""LazyLLM with planned revivals, for timing: on random weights, LazyLLM revives in nearly every step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from lazyllm.methods.lazy_session import LazySession
 
 @dataclass(frozen=True)
 class SteeredLazy(Lazy):
-    """LazyLLM that does all its work, but selects by an importance that is drawn and not by the one it found.
+    """LazyLLM that computes its importance, but selects by a random one.
 
-    drift: share of the prompt's positions whose importance is drawn anew in each of the steps that may revive: the
-        first decoding step, and every `every`-th after it. In the other steps nothing is revived, as nothing has
-        changed since the step before, and the tokens stored are more than those attended to.
-    seed: of the draw.
+    drift: share of positions whose importance is redrawn in the first decoding step and in every `every`-th after it.
+        The other steps revive nothing, as their selection is that of the step before.
+    seed: of the random importance.
 
-    A boundary costs two operations more than LazyLLM's own, on as many numbers as tokens are stored.
+    A boundary costs two operations on [s] numbers more than LazyLLM's (s stored tokens).
     """
 
     drift: float = 0.02

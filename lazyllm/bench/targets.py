@@ -1,4 +1,4 @@
-"""The speed and memory targets, and what the measurements of one machine say of each: met, missed or not measured."""
+"""The speed and memory targets, and whether the measurements of one machine meet them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from lazyllm.bench.cases import Case, Pair, cases_of
 
-LONG = 2000  # tokens from which on a prefill is held against the arithmetic
+LONG = 2000  # prefills of fewer tokens are not compared with the ideal
 
 
 @dataclass(frozen=True)
 class Target:
-    """A promise about speed or memory.
+    """A target of speed or memory.
 
-    what: the quantity. wanted: the bound, ">= x" or "<= x"; "0" is "<= 0". read: the readings of a case,
-    given the other cases of its file too.
+    what: the quantity. wanted: the bound, ">= x", "<= x", or "0" for "<= 0".
+    read: (case, all cases of its file) -> readings.
     """
 
     what: str
@@ -35,7 +35,7 @@ class Target:
 
 
 def table(reports: Sequence[dict[str, Any]]) -> str:
-    """Markdown: for each target the worst reading of all cases, the range, and whether each of them keeps it."""
+    """Markdown: for each target the worst reading, the range of all, and whether all meet it."""
     lines = ["| what | target | worst | all readings | |", "|---|---|---:|---|---|"]
     files = [(report["settings"]["shape"], cases_of(report)) for report in reports]
     for target in TARGETS:
@@ -50,7 +50,7 @@ def table(reports: Sequence[dict[str, Any]]) -> str:
 
 
 def _row(target: Target, readings: Sequence[tuple[float, str]]) -> str:
-    """readings: (value, what it was measured on)."""
+    """One row of the table. readings: (value, name of its case)."""
     if not readings:
         return f"| {target.what} | {target.wanted} | - | not measured | |"
     missed = sum(not target.holds(value) for value, _ in readings)
@@ -65,7 +65,7 @@ def _row(target: Target, readings: Sequence[tuple[float, str]]) -> str:
 
 
 def _medians(case: Case, *ratios: Callable[[Pair], float | None]) -> list[float]:
-    """The median over the pairs of each ratio that any of them has."""
+    """The median over the pairs of each ratio, without those that no pair has."""
     return [statistics.median(values) for ratio in ratios if (values := case.of_pairs(ratio))]
 
 
@@ -74,16 +74,16 @@ def _share_of_ideal(case: Case) -> list[float]:
 
 
 def _whole(case: Case) -> list[float]:
-    # a single sample of a prefill says nothing of an answer
+    # with --repeats 0 only prefills were measured
     has_answers = len(case.pairs[0].baseline.step_s) == case.new_tokens - 1
     return _medians(case, Pair.total_ratio) if case.untimed and has_answers else []
 
 
 def _peak_growth(case: Case, cases: Sequence[Case]) -> Iterable[float]:
-    """From the method's shortest prompt to this one: growth of the peak beyond the weights over the prompt's.
+    """From the method's shortest prompt to this one: growth of the peak beyond the weights / growth of the prompt.
 
-    Linear growth gives 1, less if a part of the peak does not grow; quadratic growth gives the prompt's growth. On a
-    CPU the peak is the process', and memory that the C library holds back comes on top.
+    Linear growth gives 1, less if a part of the peak does not grow; quadratic growth gives the growth of the prompt.
+    On a CPU the peak is that of the process, with memory that the C library holds back.
     """
     alike = [other for other in cases if other.name == case.name and other.tokens >= LONG and other.untimed]
     shortest = min(alike, key=lambda other: other.tokens, default=case)
@@ -141,9 +141,4 @@ TARGETS = (
         lambda case, _: [case.memory_ratio()] if case.untimed and case.name.startswith("paper") else [],
     ),
     Target("growth of the peak beyond weights / the prompt's", "<= 1.05", _peak_growth),
-    Target(
-        "TTFT / (baseline's / ideal), by length",
-        "<= 1.05",
-        lambda case, _: [1 / share for share in _share_of_ideal(case)],
-    ),
 )

@@ -1,4 +1,4 @@
-"""The second turn of a session (`--turn`): its time to the first token, against its FLOPs and against transformers."""
+"""The second turn of a session (`--turn`): its TTFT compared with its FLOPs and with transformers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ TRANSFORMERS = "transformers"
 
 @dataclass(frozen=True)
 class TurnSample:
-    """One session. Seconds to the first token of its two turns, and the FLOPs of all that was computed for them.
+    """One session: seconds to the first token of its two turns, and their FLOPs.
 
-    revived: hidden states of the first turn's tokens that the second one computed further, the mean over layers.
+    revived: tokens of the first turn that the second one revived, mean over layers.
     """
 
     prefill_s: float
@@ -33,7 +33,7 @@ class TurnSample:
     revived: float
 
     def cost(self) -> float:
-        """Seconds of the second turn, over the time of its FLOPs at the rate of the first."""
+        """Seconds of the second turn, over the seconds of its FLOPs at the first turn's rate."""
         return self.turn_s / self.turn_flops * self.prefill_flops / self.prefill_s
 
 
@@ -45,14 +45,14 @@ class TurnCase:
     tokens: int
     turn: int
     samples: list[TurnSample]
-    baseline: list[TurnSample]  # of the same rounds
+    baseline: list[TurnSample]  # in the same rounds
 
     def cost(self) -> float:
         """The median over the rounds."""
         return statistics.median(map(TurnSample.cost, self.samples))
 
     def beside(self, of: Callable[[TurnSample], float]) -> float:
-        """The median over the rounds of a number over the baseline's."""
+        """The median over the rounds of the ratio `of(sample)` / `of(baseline's sample)`."""
         return statistics.median(of(own) / of(base) for own, base in zip(self.samples, self.baseline, strict=True))
 
 
@@ -60,9 +60,9 @@ class TurnCase:
 def measure_turns(
     model: PreTrainedModel, methods: Mapping[str, Method], prompt: Tensor, turn: Tensor, repeats: int, warmup: int
 ) -> list[TurnCase]:
-    """Each method, the baseline and transformers' own continuation of its KV cache, in rounds.
+    """Time the methods, the baseline and transformers' continuation of its KV cache, in rounds.
 
-    prompt [n], turn [m]: tokens. A round begins with another of them each time.
+    prompt [n], turn [m]: tokens. Each round begins with another contender.
     """
     contenders = {"baseline": Baseline(), **methods, TRANSFORMERS: None}
     samples: dict[str, list[TurnSample]] = {name: [] for name in contenders}
@@ -75,7 +75,7 @@ def measure_turns(
             if number >= warmup:
                 samples[name].append(sample)
     sizes = (len(prompt), len(turn))
-    return [TurnCase(name, *sizes, found, samples["baseline"]) for name, found in samples.items()]
+    return [TurnCase(name, *sizes, of_name, samples["baseline"]) for name, of_name in samples.items()]
 
 
 def _of(model: PreTrainedModel, method: Method, prompt: Tensor, turn: Tensor) -> TurnSample:
@@ -92,7 +92,7 @@ def _of(model: PreTrainedModel, method: Method, prompt: Tensor, turn: Tensor) ->
 
 
 def _of_transformers(model: PreTrainedModel, prompt: Tensor, turn: Tensor) -> TurnSample:
-    """Its prefill, then the token chosen and the turn's behind its KV cache; logits of the last token only as ours."""
+    """A prefill, then the chosen token and the turn's after its KV cache; logits of the last token only."""
     began = read_clock(model.device)
     output = model(prompt[None].to(model.device), use_cache=True, logits_to_keep=1)
     token = output.logits[0, -1].argmax().cpu()
@@ -109,9 +109,9 @@ def _of_transformers(model: PreTrainedModel, prompt: Tensor, turn: Tensor) -> Tu
 def turn_flops(
     model: PreTrainedModel, cuts: Sequence[int], first: Generation, second: Generation, n: int, m: int
 ) -> int:
-    """FLOPs of a second turn of m tokens behind n, by the selections; the first answer has one token.
+    """FLOPs of a second turn of m tokens after n, from the selections; the first answer has one token.
 
-    cuts: the layers behind which a method chooses what it has not computed yet. Counted as `prefill_flops` does.
+    cuts: the layers after which a method selects. FLOPs are counted as in `prefill_flops`.
     """
     layers = model.config.num_hidden_layers
     flops = _head_flops(model)
@@ -146,10 +146,10 @@ def table(cases: Sequence[TurnCase]) -> str:
 
 
 COLUMNS: dict[str, Callable[[TurnCase], str]] = {
-    "TTFT of turn two, s": lambda case: f"{statistics.median(sample.turn_s for sample in case.samples):.3f}",
-    "over the time of its FLOPs at the prefill's rate": lambda case: f"{case.cost():.3f}",
-    "over the baseline's": lambda case: f"{case.beside(lambda sample: sample.turn_s):.3f}",
-    "FLOPs over the baseline's": lambda case: f"{case.beside(lambda sample: sample.turn_flops):.3f}",
+    "TTFT of the second turn, s": lambda case: f"{statistics.median(sample.turn_s for sample in case.samples):.3f}",
+    "/ seconds of its FLOPs at the prefill's rate": lambda case: f"{case.cost():.3f}",
+    "/ baseline's": lambda case: f"{case.beside(lambda sample: sample.turn_s):.3f}",
+    "FLOPs / baseline's": lambda case: f"{case.beside(lambda sample: sample.turn_flops):.3f}",
     "tokens revived, mean over layers": lambda case: (
         f"{statistics.median(sample.revived for sample in case.samples):.0f}"
     ),

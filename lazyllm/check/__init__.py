@@ -1,1 +1,1 @@
-"""What must hold for every method, and the verb `check` that runs it on one."""
+"""The invariants of every method, and the verb `check` that runs them on one."""

@@ -1,10 +1,10 @@
-"""The verb `check`: run every invariant on a method, on small random models, and say what holds.
+"""The verb `check`: run every invariant on a method, on small random models.
 
 lazyllm-bench check METHOD [KEY=VALUE ...]     e.g. check keep_last layer=2 keep=0.25
 
-METHOD is a name of `lazyllm-bench methods`, an installed package's too; the keys are its hyperparameters, as numbers,
-words, or mappings such as schedule='{1: 0.5}'. Models have 4 layers and prompts up to 40 tokens, so give small numbers.
-Exit code 1 if something does not hold.
+METHOD is a name that `lazyllm-bench methods` lists. The keys are its hyperparameters, as numbers, words, or mappings
+such as schedule='{1: 0.5}'. The models have 4 layers and the prompts up to 40 tokens, so give small numbers.
+Exit code 1 if an invariant fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LAYERS, TOKENS = 4, 40
-# {what a model is called here: (transformers' model type, its own settings, attention)}
+# {name: (transformers' model type, its settings, attention)}
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": ("llama", {}, "sdpa"),
     "mistral, sliding window": ("mistral", {"sliding_window": 9}, "eager"),
@@ -39,14 +39,14 @@ def settings_from(arguments: Sequence[str]) -> dict[str, Any]:
         try:
             settings[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise UserError(f"{argument}: the value is no number, word or mapping") from error
+            raise UserError(f"{argument}: expected a number, word or mapping as the value") from error
         if not equals:
-            raise UserError(f"{argument}: hyperparameters are written KEY=VALUE, e.g. keep=0.5")
+            raise UserError(f"{argument}: expected KEY=VALUE, e.g. keep=0.5")
     return settings
 
 
 def random_model(name: str, dtype: str) -> PreTrainedModel:
-    """A small random model of that kind; its attention is far from even, so that selections are decided."""
+    """A small random model of that name. Its attention is far from even, so that scores do not tie."""
     from transformers import AutoConfig
 
     from lazyllm.models.load import random_weights
@@ -63,7 +63,7 @@ def random_model(name: str, dtype: str) -> PreTrainedModel:
 
 
 def checks(method: Method) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(what must hold, the check, which raises if it does not) of a method, on every model."""
+    """(description, check) of every invariant on every model; a check raises if its invariant fails."""
     from lazyllm.check import invariants
 
     prompt = [1 + (7 * position + position**2) % 96 for position in range(TOKENS)]
@@ -79,15 +79,18 @@ def checks(method: Method) -> Iterator[tuple[str, Callable[[], object]]]:
             for n in lengths:
                 invariants.is_the_model(model, keeping, prompt[:n])
 
-        yield f"{name}: keeping every token is the model itself", keeps
-        yield f"{name}: counts agree with what is declared and run", run(invariants.counts_what_it_computes)
+        yield f"{name}: keeping every token gives the model's own output", keeps
+        yield f"{name}: counts are those declared and run", run(invariants.counts_what_it_computes)
         yield f"{name}: no state between prompts", run(invariants.has_no_state)
-        yield f"{name}: batches are their rows", run(invariants.runs_batches_row_by_row, lengths[1:])
+        yield (
+            f"{name}: a row of a batch gives what it gives alone",
+            run(invariants.runs_batches_row_by_row, lengths[1:]),
+        )
         yield f"{name}: finite logits in bfloat16", run(invariants.gives_finite_logits, model=half)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a line for each check; returns the exit code. Raises UserError for settings that are refused."""
+    """Print a line for each check; returns the exit code. Raises UserError for bad settings."""
     parser = argparse.ArgumentParser(
         prog="lazyllm-bench check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -99,9 +102,9 @@ def main(arguments: Sequence[str]) -> int:
         counts = method.tokens_per_layer(LAYERS, TOKENS)
     except (ValueError, TypeError) as error:
         raise UserError(f"method {options.method!r}: {error}") from error
-    print(f"{method} computes of {TOKENS} prompt tokens, layer by layer: {', '.join(map(str, counts))}")
+    print(f"{method}: tokens computed in each layer, of {TOKENS}: {', '.join(map(str, counts))}")
     if min(counts) == TOKENS:
-        print("nothing is dropped here: give settings that drop tokens, or the checks say little")
+        print("nothing is dropped: give settings that drop tokens, or the checks prove little")
     failed = 0
     for what, check in checks(method):
         try:
@@ -109,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
             print(f"ok      {what}", flush=True)
         except Exception as error:  # whatever the method does
             failed += 1
-            said = str(error) if isinstance(error, AssertionError) else reason_of(error)
-            print(f"failed  {what}: {said}", flush=True)
+            reason = str(error) if isinstance(error, AssertionError) else reason_of(error)
+            print(f"failed  {what}: {reason}", flush=True)
     print(f"{failed} failed" if failed else "all hold")
     return 1 if failed else 0

@@ -1,6 +1,6 @@
-"""What must hold for every method, on any model: the library's own tests run these too.
+"""The invariants of every method, on any model; the library's own tests run them too.
 
-Each invariant takes a model, a method and a prompt of token ids, and raises AssertionError with what differed.
+Each takes a model, a method and a prompt of token ids, and raises AssertionError that names the difference.
 
 Notation:
     n  prompt tokens
@@ -29,13 +29,13 @@ _STEPS = 5
 def keeping_everything(method: Method) -> Method:
     """The method with hyperparameters that keep every token: `Method.everything`, or the dial at 1.0.
 
-    Raises ValueError or TypeError if the method refuses these.
+    Raises ValueError or TypeError if the method refuses them.
     """
     return replace(method, **(method.everything or ({method.dial: 1.0} if method.dial else {})))  # type: ignore[type-var]
 
 
 def is_the_model(model: PreTrainedModel, keeping: Method, prompt: Sequence[int]) -> None:
-    """A method that keeps every token gives the model's own tokens and logits, computes all, and scores nothing."""
+    """A method that keeps every token gives the model's own tokens and logits, computes all tokens, scores none."""
     ids, n = torch.tensor([prompt]), len(prompt)
     with torch.inference_mode():
         expected: Any = model.generate(  # type: ignore[operator]
@@ -58,29 +58,29 @@ def is_the_model(model: PreTrainedModel, keeping: Method, prompt: Sequence[int])
 
 
 def counts_what_it_computes(model: PreTrainedModel, method: Method, prompt: Sequence[int]) -> Generation:
-    """What a method declares is what is computed, and every token that a layer runs is in one count or the other."""
+    """A method computes what it declares, and every token that a layer runs is counted, as prefill or as scoring."""
     n, layers = len(prompt), model.config.num_hidden_layers
-    check_once(model)  # which runs the layers too
+    check_once(model)  # before counting, as it runs the layers too
     with _tokens_run(model) as runs:
-        one = generate(model, prompt, method, 1, ())
-    prefilled = one.computed[0].mean()
-    if not method.diagnostic:  # what selects for a diagnostic is in no count
+        first = generate(model, prompt, method, 1, ())
+    prefilled = first.computed[0].mean()
+    if not method.diagnostic:  # a diagnostic's selection is not counted
         beside = sum(runs) / layers - prefilled
-        near = beside <= one.scoring_tokens + 1e-9 and math.isclose(beside, one.scoring_tokens, abs_tol=0.75)
-        _holds(near, f"layers ran {beside:g} tokens beside the prefill, {one.scoring_tokens} are counted as scoring")
-    share = 100 * (prefilled + one.scoring_tokens) / n
-    _holds(math.isclose(one.pct_prompt_tokens_computed, share), "% of tokens computed is not that of the counts")
+        near = beside <= first.scoring_tokens + 1e-9 and math.isclose(beside, first.scoring_tokens, abs_tol=0.75)
+        _holds(near, f"layers ran {beside:g} tokens before the prefill, {first.scoring_tokens} are counted as scoring")
+    share = 100 * (prefilled + first.scoring_tokens) / n
+    _holds(math.isclose(first.pct_prompt_tokens_computed, share), f"% of tokens computed is not {share}")
     out = generate(model, prompt, method, _STEPS, ())
     _same("tokens computed in each layer", out.computed[0].tolist(), method.tokens_per_layer(layers, n))
     rises = bool((out.computed[1:] >= out.computed[:-1]).all()) and out.computed.max() <= n
-    _holds(rises, f"counts fall from step to step, or are more than the {n} prompt tokens: {out.computed.tolist()}")
+    _holds(rises, f"counts fall from step to step, or exceed the {n} prompt tokens: {out.computed.tolist()}")
     _same("scoring takes time", out.scoring_s > 0, out.scoring_tokens > 0)
     _holds(out.ttft_s > out.scoring_s, "the first token came before scoring ended")
     return out
 
 
 def has_no_state(model: PreTrainedModel, method: Method, prompt: Sequence[int]) -> None:
-    """A prompt gives the same before and after another one."""
+    """A prompt gives the same result before and after another prompt."""
     first = generate(model, prompt, method, _STEPS, ())
     generate(model, prompt[::-1], method, _STEPS, ())
     again = generate(model, prompt, method, _STEPS, ())
@@ -90,9 +90,9 @@ def has_no_state(model: PreTrainedModel, method: Method, prompt: Sequence[int]) 
 
 
 def runs_batches_row_by_row(model: PreTrainedModel, method: Method, prompt: Sequence[int], **options: Any) -> None:
-    """In `model.generate` a padded batch gives what its rows give alone, and greedily what `lazyllm.generate` gives.
+    """In `model.generate`, a row of a padded batch gives what it gives alone; if greedy, also in `lazyllm.generate`.
 
-    options: of `model.generate`; sampling begins at the same seed for the batch and for its rows.
+    options: of `model.generate`. Sampling starts from the same seed for the batch and for each row.
     """
     from lazyllm import generate_with
 
@@ -120,7 +120,7 @@ def runs_batches_row_by_row(model: PreTrainedModel, method: Method, prompt: Sequ
 
 
 def gives_finite_logits(model: PreTrainedModel, method: Method, prompt: Sequence[int]) -> None:
-    """The logits are finite and of the model's dtype: to be asked in half precision."""
+    """The logits are finite and of the model's dtype; meant for half precision."""
     logits = generate(model, prompt, method, _STEPS, ()).first_logits
     _holds(bool(logits.isfinite().all()), "logits are not finite")
     _same("dtype of the logits", logits.dtype, model.dtype)
@@ -131,13 +131,13 @@ def _same(what: str, found: object, expected: object) -> None:
 
 
 def _holds(condition: bool, message: str) -> None:
-    if not condition:  # no assert statement, which `python -O` leaves out
+    if not condition:  # not `assert`, which `python -O` removes
         raise AssertionError(message)
 
 
 @contextmanager
 def _tokens_run(model: PreTrainedModel) -> Iterator[list[int]]:
-    """How many tokens each of the model's layers has run so far."""
+    """Tokens that each of the model's layers has run so far."""
     layers: Any = model.model.layers
     runs = [0] * len(layers)
 

@@ -1,7 +1,7 @@
-"""What a model does around its layers: found by running the model's own code once, with its layers left out.
+"""What a model does around its layers, found by running the model's own code once without its layers.
 
-Nothing here depends on a model's name. A model that the loop over the layers (`lazyllm.engine.decoder`) cannot
-reproduce is refused.
+Nothing here depends on a model's name. A model that the loop over layers (`lazyllm.engine.decoder`) cannot reproduce
+is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lazyllm.errors import UserError
 
 @dataclass(frozen=True)
 class RopeCall:
-    """How the model makes one cos and sin: the module, and its arguments beside hidden states and positions."""
+    """A call that makes cos and sin: the module, and its arguments beside hidden states and positions."""
 
     module: str
     extras: tuple[tuple[str, Any], ...]
@@ -34,10 +34,10 @@ class RopeCall:
 class Layout:
     """What surrounds a model's layers.
 
-    windows: per layer, how many tokens (positions, its own included) a token attends to; None for all before it.
-    ropes: the different ways in which cos and sin are made. rope_of: which of them each layer gets.
-    plain_embeddings: what enters layer 1 is just what `embed_tokens` gives.
-    plain_logits: the logits are just what `lm_head` gives.
+    windows: per layer, the number of positions that a token attends to, its own included; None for all before it.
+    ropes: the different ways to make cos and sin. rope_of: per layer, an index into `ropes`.
+    plain_embeddings: the output of `embed_tokens` enters layer 1 unchanged.
+    plain_logits: the output of `lm_head` is the logits.
     """
 
     windows: tuple[int | None, ...]
@@ -48,10 +48,10 @@ class Layout:
 
 
 def check_structure(model: PreTrainedModel) -> None:
-    """Refuse, by name of the cause, what can be seen without running the model. Raises UserError."""
+    """Refuse a model whose structure is not supported, without running it. Raises UserError that names the cause."""
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
-        raise UserError(f"{name} is what torch.compile made of a model: give the model itself")
+        raise UserError(f"{name} is a model after torch.compile: give the model itself")
     inner: Any = getattr(model, "model", None)
     missing = [part for part in ("embed_tokens", "layers", "norm") if not hasattr(inner, part)]
     if missing or not hasattr(model, "lm_head"):
@@ -59,20 +59,20 @@ def check_structure(model: PreTrainedModel) -> None:
             f"{name} is not built like a Llama (no {', '.join(missing) or 'lm_head'}); "
             "supported: decoders with embed_tokens, layers, norm and lm_head, see docs/architectures.md"
         )
-    count, said = len(inner.layers), model.config.num_hidden_layers
-    if count != said:
-        raise UserError(f"{name} has {count} modules in `layers`, but num_hidden_layers={said}")
+    count, expected = len(inner.layers), model.config.num_hidden_layers
+    if count != expected:
+        raise UserError(f"{name} has {count} modules in `layers`, but num_hidden_layers={expected}")
     windows_of(model.config)
     for layer in inner.layers:
         accepted = inspect.signature(layer.forward).parameters
         for keyword in ("position_embeddings", "past_key_values", "attention_mask"):
-            if keyword not in accepted:  # else **kwargs would swallow it without a word
+            if keyword not in accepted:  # **kwargs would swallow it silently
                 raise UserError(f"the layers of {name} take no `{keyword}`, unlike those of transformers 5")
     if model.training:
         raise UserError(f"{name} is in training mode (dropout): call model.eval() first")
 
 
-# The tensors that the loop gives the layers; a model that gives others does something that the loop would leave out
+# The tensors that the loop gives the layers. A model that gives them others does more than the loop would
 _GIVEN = frozenset(
     {"hidden_states", "attention_mask", "position_ids", "past_key_values", "position_embeddings", "cache_position"}
 )
@@ -80,10 +80,10 @@ _GIVEN = frozenset(
 
 @torch.inference_mode()
 def find_layout(model: PreTrainedModel) -> Layout:
-    """Run one token through the model's own code, its layers left out, behind more tokens than any window has.
+    """Run one token through the model's own code without its layers, after more tokens than any window has.
 
-    No weight matrix is multiplied with. Raises UserError as `check_structure`, and if the run shows something that the
-    loop over layers cannot reproduce.
+    No weight matrix is used. Raises UserError as `check_structure`, and if the loop over layers cannot reproduce the
+    run.
     """
     check_structure(model)
     name = type(model).__name__
@@ -91,16 +91,16 @@ def find_layout(model: PreTrainedModel) -> Layout:
     past = max((window for window in windows if window is not None), default=8) + 1
     try:
         trace, plain_logits = _trace(model, past), _has_plain_logits(model)
-    except torch.OutOfMemoryError:  # of this moment, not of the model
+    except torch.OutOfMemoryError:  # not the model's fault
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise UserError(f"{name} cannot be run without its layers: {error}") from error
     for layer, (mask, window) in enumerate(zip(trace.masks, windows, strict=True)):
         if mask is None or not _sees_the_last(mask, past, window):
-            says = "all tokens" if window is None else f"{window} tokens"
+            expected = "all tokens" if window is None else f"the last {window} tokens"
             raise UserError(
-                f"layer {layer + 1} of {name} should let a token attend to the {says} up to itself, but the mask that "
-                "the model makes says otherwise; only causal attention and sliding windows are supported"
+                f"layer {layer + 1} of {name} should attend to {expected} by its config, but the model's mask differs; "
+                "only causal attention and sliding windows are supported"
             )
     return Layout(
         windows=tuple(windows),
@@ -113,7 +113,7 @@ def find_layout(model: PreTrainedModel) -> Layout:
 
 @dataclass(frozen=True)
 class _Trace:
-    """The layers' arguments: per layer the attention mask, the distinct RoPE calls and which layer got which."""
+    """The layers' arguments: the attention mask of each layer, the distinct RoPE calls, and each layer's call."""
 
     masks: Sequence[Tensor | None]
     ropes: Sequence[RopeCall]
@@ -129,7 +129,7 @@ def _trace(model: PreTrainedModel, past: int) -> _Trace:
     embedded: list[Tensor] = []
 
     def note_embedded(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        # not what the table holds: a padding token's row is zero, on which no scale would show
+        # not the table's row: that of a padding token is zero, which hides a scale
         embedded.append(torch.linspace(1, 2, output.numel(), dtype=output.dtype, device=output.device).view_as(output))
         return embedded[-1]
 
@@ -140,7 +140,7 @@ def _trace(model: PreTrainedModel, past: int) -> _Trace:
     cache = DynamicCache()
     filler = torch.zeros(1, 1, past, 1, device=home_of(model), dtype=model.dtype)
     cache.update(filler, filler, 0)
-    # position 0: a RoPE that grows with the length (dynamic NTK) begins anew
+    # position 0: a RoPE that grows with the length (dynamic NTK) resets itself
     token = torch.zeros(1, 1, dtype=torch.long, device=home_of(model))
     stand_ins = nn.ModuleList(_StandIn(index, layer, calls) for index, layer in enumerate(inner.layers))
     try:
@@ -159,7 +159,7 @@ def _trace(model: PreTrainedModel, past: int) -> _Trace:
         raise UserError(f"{name} does not run each of its layers once, in their order")
     entered = calls[0]["hidden_states"]
     if any(call["hidden_states"] is not entered for call in calls) or out is not entered:
-        raise UserError(f"{name} changes the hidden states between its layers, which the loop would not")
+        raise UserError(f"{name} changes the hidden states between its layers: not supported")
     others = {key for call in calls for key, value in call.items() if torch.is_tensor(value)} - _GIVEN
     if others:
         raise UserError(
@@ -170,7 +170,7 @@ def _trace(model: PreTrainedModel, past: int) -> _Trace:
     for call in calls:
         rope = next((rope for rope, output in made if output is call.get("position_embeddings")), None)
         if rope is None or len(call["position_embeddings"]) != 2:
-            raise UserError(f"{name} gives its layers no cos and sin that a module of its own makes")
+            raise UserError(f"{name} gives its layers no cos and sin made by one of its modules: not supported")
         if rope not in ropes:
             ropes.append(rope)
         rope_of.append(ropes.index(rope))
@@ -186,10 +186,10 @@ class _StandIn(nn.Module):
         self._index = index
         self._calls = calls
         self._parameters_of_layer = inspect.signature(layer.forward)
-        self.__dict__["_layer"] = layer  # not a part of this module
+        self.__dict__["_layer"] = layer  # not registered as a submodule
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that a model reads of its layers (their type, say) are the layer's."""
+        """Attributes that a model reads from its layers, such as their type, are the layer's."""
         return getattr(self.__dict__["_layer"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -199,7 +199,7 @@ class _StandIn(nn.Module):
 
 
 def _note_rope(name: str, made: list[tuple[RopeCall, Any]]) -> Callable[..., None]:
-    """A forward hook that records what a module was called with, and what it returned."""
+    """A forward hook that records a module's arguments and output."""
 
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
@@ -211,7 +211,7 @@ def _note_rope(name: str, made: list[tuple[RopeCall, Any]]) -> Callable[..., Non
 
 
 def _sees_the_last(mask: Tensor, past: int, window: int | None) -> bool:
-    """Whether the mask's row (additive, of the token behind `past` others) leaves the window, and nothing else."""
+    """Whether the additive mask of a token with `past` tokens before it leaves exactly the window."""
     row = mask.reshape(-1)
     expected = torch.ones(past + 1, dtype=torch.bool, device=mask.device)
     if window is not None:
@@ -240,15 +240,15 @@ def _has_plain_logits(model: Any) -> bool:
 
 
 def logits_of_normed(model: Any, normed: Tensor) -> Tensor:
-    """[1, m, v] logits by the model's own code, all of it that follows the last norm. normed: [1, m, w]."""
-    # of a mixture of experts' outputs, too, the logits are made
+    """[1, m, v] logits, by the model's own code after its last norm. normed: [1, m, w]."""
+    # this output type also serves models without experts
     with _in_place_of(model, "model", _Gives(MoeModelOutputWithPast(last_hidden_state=normed))):
-        # not by calling it: hooks that a user has put on the model are for its own runs
+        # `forward`, as a user's hooks on the model are for the model's own runs
         return model.forward(inputs_embeds=normed, use_cache=False, return_dict=True).logits
 
 
 def hidden_before_layers(model: Any, token_ids: Tensor, positions: Tensor) -> Tensor:
-    """[1, m, w] what enters layer 1, by the model's own code. token_ids, positions: [m]."""
+    """[1, m, w] hidden states before layer 1, by the model's own code. token_ids, positions: [m]."""
     inner = model.model
     with _in_place_of(inner, "layers", nn.ModuleList()), _in_place_of(inner, "norm", nn.Identity()):
         return inner(
@@ -258,7 +258,7 @@ def hidden_before_layers(model: Any, token_ids: Tensor, positions: Tensor) -> Te
 
 @contextmanager
 def _own_masks(model: PreTrainedModel) -> Iterator[None]:
-    """Have the model make its masks as for eager attention, whose masks say everything."""
+    """Have the model make its masks as for eager attention: these are complete."""
     name = model.config._attn_implementation
     model.config._attn_implementation = "eager"
     try:
@@ -269,7 +269,7 @@ def _own_masks(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _in_place_of(parent: nn.Module, name: str, other: nn.Module) -> Iterator[None]:
-    """Have `parent` find another module under a name for a while."""
+    """Replace a submodule of `parent` by another one for a while."""
     modules = parent._modules
     own = modules[name]
     modules[name] = other

@@ -1,4 +1,4 @@
-"""Attention as methods need it: scores of the stored tokens, and attention to a chosen set of them.
+"""Attention as methods need it: scores of the stored tokens, and attention to a subset of them.
 
 Notation:
     h  query heads          g  key and value heads (g divides h; h = g without grouped-query attention)
@@ -25,21 +25,21 @@ from lazyllm.engine.devices import home_of, moved
 from lazyllm.engine.reach import Reach
 from lazyllm.errors import UserError
 
-# Scores that a sum over queries holds at once. On a CPU few enough to stay in its caches; elsewhere 128 MB in float32
+# Scores that a sum over queries holds at once: on a CPU they fit its caches; elsewhere they take 128 MB in float32
 BLOCK_ON_CPU, BLOCK = 2**22, 2**25
 
-# (queries, keys) -> [b, k] bool: which of the last k of these keys each of them attends to, beside all before; None for
-# all (`Reach.seen_last`)
+# (queries, keys) -> [b, k] bool: which of the last k keys each query attends to; it attends to all keys before these.
+# None: each attends to all keys (`Reach.seen_last`)
 Seen = Callable[[slice, slice], Tensor | None]
 
 
 class Probe:
-    """Tells the installed attention function what to look at, and holds what it found.
+    """What the installed attention function has to look at, and the scores that it found.
 
-    decodes: whether tokens are stored beside those that run.
-    reach: which stored tokens the layer that runs attends to.
+    decodes: whether the run attends to tokens stored by earlier runs.
+    reach: which stored tokens the running layer attends to.
     stop_at: the layer (from 0) whose attention raises `KeysReached` instead of running; None for none.
-    home: the device that scores are brought to, whichever one their layer is on.
+    home: the device that all scores are moved to.
     """
 
     reach: Reach
@@ -59,17 +59,17 @@ class Probe:
         return layer in self._look.layers
 
     def look(self, query: Tensor, key: Tensor, scaling: float, softcap: float | None = None) -> None:
-        """Take down `attention_scores` of a layer that is asked for."""
+        """Record `attention_scores` of a layer."""
         scores = attention_scores(query, key, self.reach.seen_last, scaling, softcap, self._look)
         self._found.append(scores.to(self._home))
 
     def take(self) -> Tensor:
-        """The scores, as `Look` says, as their mean over the layers. Raises RuntimeError as `take_each`."""
+        """The scores that `Look` describes, mean over the layers. Raises RuntimeError as `take_each`."""
         found = self.take_each()
         return found[0] if len(found) == 1 else torch.stack(found).mean(dim=0)
 
     def take_each(self) -> list[Tensor]:
-        """The scores of each layer, in order; a second call finds nothing.
+        """The scores of each layer, in order; they are then forgotten.
 
         Raises RuntimeError if a layer did not run its attention through the installed function.
         """
@@ -80,7 +80,7 @@ class Probe:
         return found
 
 
-class KeysReached(Exception):  # noqa: N818 - no error
+class KeysReached(Exception):  # noqa: N818 - not an error
     """Ends a run at `Probe.stop_at`: the layer's query [1, h, m, d] and key [1, g, s, d], after RoPE."""
 
     def __init__(self, query: Tensor, key: Tensor) -> None:
@@ -91,11 +91,11 @@ class KeysReached(Exception):  # noqa: N818 - no error
 
 @contextmanager
 def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
-    """Put an observing attention function into `model`, and take it out again on exit, whatever happens.
+    """Install an observing attention function in `model`; it is removed on exit.
 
-    The model's own attention (SDPA, FlashAttention, eager) does the work. What needs a mask is run in blocks of
-    queries. In decoding, blocks go to `attend_to_chosen`, and in place of SDPA all steps: it calls the same kernels,
-    but they read K and V once, not once for every query head that shares them.
+    The model's own attention (SDPA, FlashAttention, eager) does the work. Queries that need a mask run in blocks.
+    In decoding, `attend_to_chosen` runs all masked blocks, and all steps in place of SDPA: it calls SDPA's kernels, but
+    they read K and V once, not once for every query head that shares them.
     """
     own_name = model.config._attn_implementation
     is_sdpa = own_name == "sdpa"
@@ -103,7 +103,7 @@ def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
     is_flash = own_name is not None and own_name.startswith("flash")
     takes_masks = is_eager or is_sdpa  # in prefill
     probe = Probe(home_of(model))
-    name = f"lazyllm_{id(probe)}"  # of its own, so that two models may generate at the same time
+    name = f"lazyllm_{id(probe)}"  # unique, so that two models may generate at the same time
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -123,8 +123,8 @@ def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
             own = _own_attention(own_name, module)
             if not is_flash:
                 return own(module, query, key, value, mask, **kwargs)[0]
-            # transformers' FlashAttention asks the config for its own name, and takes gaps in the positions for the
-            # seams of several sequences packed into one
+            # transformers' FlashAttention reads the implementation's name from the config, and would take gaps in
+            # position_ids for borders between packed sequences
             of_flash = {key: value for key, value in kwargs.items() if key != "position_ids"}
             model.config._attn_implementation = own_name
             try:
@@ -132,7 +132,7 @@ def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
             finally:
                 model.config._attn_implementation = name
 
-        # in prefill the model's own attention is causal, and FlashAttention's has windows, over tokens without gaps
+        # in prefill, the model's own attention is causal; FlashAttention's also has windows, if positions have no gaps
         is_own = not decodes and ((is_flash and reach.is_whole) or (not is_eager and reach.window is None))
         if is_own or reach.is_everything:
             return attend(query, key, value, None), None
@@ -141,7 +141,7 @@ def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
             form = functools.partial(part_mask, share=share, dtype=query.dtype)
         else:
             form = functools.partial(_eager_mask, dtype=query.dtype) if is_eager else _bool_mask
-        # where products are in memory they are those of all heads, else the mask is all there is
+        # a pair costs one product per head if products are held in memory, else only its cell of the mask
         held = heads if softcap is not None or (is_eager and not decodes) else share
         out: Tensor | None = None
         for rows, keys, mask in reach.blocks(form, held * query.dtype.itemsize, query.device):
@@ -163,8 +163,8 @@ def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
         del ALL_ATTENTION_FUNCTIONS[name]
 
 
-# Arguments of an attention function that do not change what it computes, and those that are honoured here: `scaling`,
-# `softcap`, and `sliding_window`, which the masks have seen to
+# Arguments of an attention function that do not change its result, or that are honoured here: `scaling`, `softcap`, and
+# `sliding_window`, which is in the masks
 _HARMLESS = frozenset(
     {"scaling", "softcap", "sliding_window", "dropout", "position_ids", "cache_position", "use_cache"}
     | {"output_attentions", "output_hidden_states", "return_dict"}
@@ -182,13 +182,13 @@ def _check_terms(module: nn.Module, kwargs: dict[str, Any]) -> None:
         others.append("is_causal=False")
     if others:
         raise UserError(
-            f"{type(module).__name__} attends with {', '.join(others)} (sinks, a bias or the like), which the "
-            "importance of Eq. 1 would not see"
+            f"{type(module).__name__} attends with {', '.join(others)} (sinks, a bias or the like): not supported, as "
+            "the importance of Eq. 1 does not include it"
         )
 
 
 def _own_attention(name: str | None, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention function that `module` uses under the implementation `name`."""
+    """The attention function of `module` under the implementation `name`."""
     if name is None or name == "eager":  # every modelling file of transformers defines its own
         return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS[name]
@@ -202,7 +202,7 @@ def part_mask(seen: Tensor, share: int, dtype: torch.dtype) -> Tensor:
     Returns [1, 1, h/g * m, s] in `dtype`, or [1, g, h/g * m, s]; a single query has one row for all its heads.
     """
     m, s = seen.shape[-2:]
-    # CUDA's kernels want rows that begin at multiples of 16 elements, else each layer makes such a copy of the mask
+    # CUDA's kernels need rows that start at multiples of 16 elements, else each layer copies the mask
     rows = seen.new_empty((*seen.shape[:-2], 1 if m == 1 else share, m, -(-s // 16) * 16), dtype=dtype)
     mask = rows[..., :s].fill_(float("-inf")).masked_fill_(seen.unsqueeze(-3), 0).flatten(-3, -2)
     return mask[None] if seen.ndim == 3 else mask[None, None]
@@ -226,13 +226,13 @@ def attention_scores(
     softcap: float | None = None,
     look: Look = NOTHING,
 ) -> Tensor:
-    """What `look` asks to see of one layer; by default Eq. 1, the newest token's attention, mean over heads.
+    """The scores of one layer that `look` describes; by default Eq. 1, the newest token's attention, mean over heads.
 
     query [1, h, m, d] and key [1, g, s, d] after RoPE; the newest token is the last query.
     seen: which keys the last queries attend to.
-    softcap: what the attention logits are capped at, c * tanh(logits / c), as in Gemma 2.
-    Returns [h, w, s], w = min(look.queries, m), with fewer dimensions as `Look` says, in float32 (float64 for a float64
-    model); a probability is 0 if a token is not attended to. The cost is h*w*s*d.
+    softcap: the bound c of attention logits, c * tanh(logits / c), as in Gemma 2.
+    Returns [h, w, s], w = min(look.queries, m), without the dimensions that `Look` reduces, in float32 (float64 for a
+    float64 model); a probability is 0 if a token is not attended to. The cost is h*w*s*d.
     """
     if look.summed is not None:
         return _summed_scores(query, key, seen, scaling, softcap, look)
@@ -251,7 +251,7 @@ def _logits(
     w = rows.stop - rows.start
     # [1, h, w, d] -> [g, h/g * w, d]: the query heads that share a key head become the rows of one product
     last = query[:, :, rows].reshape(kv_heads, heads // kv_heads * w, d)
-    # float16 would overflow here where attention itself does not, and bfloat16 would blur what is compared
+    # float16 could overflow here, though not in attention itself; bfloat16 would blur the comparison
     exact = torch.promote_types(query.dtype, torch.float32)
     products = (last.to(exact) * scaling) @ key[0, :, :keys].to(exact).transpose(-1, -2)
     logits = _capped(products, softcap).view(heads, w, keys)
@@ -265,20 +265,20 @@ def _logits(
 
 
 def _summed_scores(query: Tensor, key: Tensor, seen: Seen, scaling: float, softcap: float | None, look: Look) -> Tensor:
-    """`attention_scores` for a `look.summed`: [h, s], or [s]. A block of queries at a time, each up to its own keys."""
+    """`attention_scores` with `look.summed`: [h, s], or [s]. Runs blocks of queries, each over its own keys."""
     heads, m, s = query.shape[1], query.shape[2], key.shape[2]
     w = min(look.queries, m)
     exact = torch.promote_types(query.dtype, torch.float32)
     assert look.summed is not None
     weights = torch.linspace(*look.summed, w, dtype=exact, device=key.device)
-    key = key.to(exact)  # once, not for each block
+    key = key.to(exact)  # once for all blocks
     sums = weights.new_zeros((heads, s))
     block = max(1, (BLOCK_ON_CPU if key.device.type == "cpu" else BLOCK) // (heads * s))
     if block < w:  # in the order in which the products read it
         key = key.transpose(-1, -2).contiguous().transpose(-1, -2)
     for first in range(m - w, m, block):
         rows = slice(first, min(first + block, m))
-        keys = s - (m - rows.stop)  # none of the queries attends to those behind
+        keys = s - (m - rows.stop)  # no query of the block attends to later keys
         scores = _logits(query, key, seen, rows, keys, scaling, softcap).softmax(dim=-1)
         sums[:, :keys] += weights[first - (m - w) : rows.stop - (m - w)] @ scores
     return sums if look.per_head else sums.mean(dim=0)
@@ -287,10 +287,10 @@ def _summed_scores(query: Tensor, key: Tensor, seen: Seen, scaling: float, softc
 def attend_to_chosen(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None = None
 ) -> Tensor:
-    """Attention of m queries to the stored tokens that `mask` (from `part_mask`) leaves to each of them.
+    """Attention of m queries to the stored tokens that `mask` (from `part_mask`) allows each of them.
 
-    Without a mask each query attends to everything stored. softcap: as in `attention_scores`; no kernel of PyTorch
-    knows it, so with it all products are in memory at once.
+    Without a mask, each query attends to all stored tokens. softcap: as in `attention_scores`; no kernel of PyTorch
+    supports it, so all products are then in memory at once.
     query [1, h, m, d]; key, value [1, g, s, d]. Returns [1, m, h, d].
     """
     _, heads, m, d = query.shape
@@ -300,7 +300,7 @@ def attend_to_chosen(
     if softcap is None:
         out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     else:
-        # rounded where eager attention rounds: the products in the model's dtype, their softmax in float32 at least
+        # rounded as eager attention rounds: products in the model's dtype, softmax in at least float32
         logits = _capped(packed @ key.transpose(-1, -2) * scaling, softcap)  # [1, g, h/g * m, s]
         if mask is not None:
             logits = logits + mask

@@ -1,7 +1,6 @@
-"""What is kept between steps: K and V of each group of layers, and the hidden states of pruned tokens (Aux Cache).
+"""Caches between steps: K and V of each group of layers, and hidden states of pruned tokens (Aux Cache).
 
-All layers between two pruning layers see the same tokens in every step, so which tokens are stored, and where, is a
-property of the group: one slot index serves all its layers.
+All layers between two pruning layers see the same tokens in every step, so a group's layers share one slot index.
 
 Notation:
     p  positions in the whole text (prompt and generated)       w  hidden width
@@ -17,24 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# How many slots beyond the needed ones a full store is given, at least: one growth serves several steps
+# Spare slots, at least, that a full store gets when it grows, so that one growth serves several steps
 GROWTH = 64
 
 
 class GroupCache:
-    """K and V of the tokens that one group of layers has computed, in the order in which they were computed.
+    """K and V of the tokens that one group of layers has computed, in the order of computation.
 
-    The model's own attention layers get it as `past_key_values`: `update` stores what they computed and returns what
-    they attend to.
+    The model's attention layers get it as `past_key_values`: `update` stores their new K and V and returns those to
+    attend to.
 
     layers: indices (from 0) of the group's layers.
-    capacity: slots to make at the first step; grows if more are needed.
-    max_positions: how long the whole text can become.
+    capacity: slots made at the first step; grows if more are needed.
+    max_positions: the greatest length of the whole text.
 
-    is_ascending: whether slots follow positions: no run has added a token before one that was stored.
-    slot_of: [max_positions] the slot of the token at each position, -1 if it is not stored. Slots of future
-        tokens are assigned in advance, so a step that revives nothing writes nothing here. A run that adds more than
-        the newest token moves them on.
+    is_ascending: whether slots are in the order of positions: no run added a token before a stored one.
+    slot_of: [max_positions] the slot of the token at each position, -1 if it is not stored. Slots of future tokens are
+        assigned in advance, so a step that revives nothing writes nothing here. A run that adds more tokens than the
+        newest one moves them back.
     """
 
     def __init__(self, layers: range, capacity: int, max_positions: int, device: torch.device) -> None:
@@ -47,7 +46,7 @@ class GroupCache:
         self._positions = torch.empty(max_positions, dtype=torch.long, device=device)
         self.slot_of = torch.full((max_positions,), -1, dtype=torch.long, device=device)
         self._absent: Tensor | None = None
-        self._is_lent = False  # to a fork or from it: its owner may add to K and V, and this must not
+        self._is_lent = False  # K and V are shared with a fork that may add to them: copy before adding
         self._all = torch.arange(max_positions, device=device)  # positions, or slots
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
@@ -59,19 +58,19 @@ class GroupCache:
 
     @property
     def absent(self) -> Tensor:
-        """[max_positions] bool: whose K and V are not stored, of the tokens of the text; False for those to come."""
+        """[max_positions] bool: tokens of the text whose K and V are not stored; False for future positions."""
         if self._absent is None:
             self._absent = self.slot_of < 0
         return self._absent
 
     @property
     def is_whole(self) -> bool:
-        """Whether all tokens of the text are stored, each in the slot of its position."""
+        """Whether all tokens of the text are stored, each in the slot of the same number as its position."""
         return self.is_ascending and self.length == self._text_length
 
     @property
     def stored_layers(self) -> frozenset[int]:
-        """The layers that have stored K and V."""
+        """The layers that stored K and V."""
         return frozenset(self._keys)
 
     @property
@@ -81,7 +80,7 @@ class GroupCache:
         return sum(self.length * buffer[:, :, 0].nbytes for buffer in buffers)
 
     def announce(self, text_length: int, max_positions: int) -> None:
-        """Take the text's new tokens, of which any may never come here, for absent. Its most is `max_positions` now."""
+        """Mark the text's new tokens as not stored, as any may be pruned. max_positions: the text's greatest length."""
         old, device = self._all.shape[0], self._all.device
         self._all = torch.arange(max_positions, device=device)
         tail = self._all[: max_positions - old]
@@ -94,8 +93,8 @@ class GroupCache:
     def extend(self, positions: Tensor, text_length: int, is_new: bool = False) -> None:
         """Make room for the tokens at `positions` [m], which this step computes in every layer of the group.
 
-        text_length: tokens of the text by now. After the first step one token alone is the text's newest, unless the
-        text has been announced. is_new: whether all tokens come after all that were stored.
+        text_length: tokens of the text so far. After the first step, a single token is the text's newest, unless the
+        text was announced. is_new: whether all tokens come after all stored ones.
         """
         self.added = positions.shape[0]
         start, self.length = self.length, self.length + self.added
@@ -107,7 +106,7 @@ class GroupCache:
             self._place(start, positions)
 
     def fork(self) -> GroupCache:
-        """The same tokens, to go on otherwise. K and V are copied when the fork adds to them, and not before."""
+        """A copy of the store. K and V are copied only when the fork adds to them."""
         other = copy.copy(self)
         other._positions, other.slot_of = self._positions.clone(), self.slot_of.clone()
         other._keys, other._values = dict(self._keys), dict(self._values)
@@ -115,7 +114,7 @@ class GroupCache:
         return other
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store K and V [1, g, m, d] of the step's tokens; return what is attended to, [1, g, s, d]."""
+        """Store K and V [1, g, m, d] of the step's tokens; return K and V to attend to, [1, g, s, d]."""
         start = self.length - self.added
         if self._is_lent:
             self._grow(self._capacity)
@@ -127,26 +126,26 @@ class GroupCache:
         keys[:, :, start : self.length] = key
         values[:, :, start : self.length] = value
         if start == 0:
-            return key, value  # prefill attends to just what it computed, in the layout that the kernels like best
+            return key, value  # prefill attends to its own tokens only; this layout is the fastest for the kernels
         return keys[:, :, : self.length], values[:, :, : self.length]
 
     def retain(self, slots: Tensor) -> None:
-        """Forget all tokens but those in `slots` [k] (ascending), and give their memory back."""
+        """Forget all tokens but those in `slots` [k] (ascending), and free their memory."""
         self.slot_of.fill_(-1)
         positions = self.positions[slots]
         spare = self._capacity - self.length
         for buffers in (self._keys, self._values):
             for layer, old in buffers.items():
-                kept = old[:, :, slots.to(old.device)]  # K and V are where their layer is
+                kept = old[:, :, slots.to(old.device)]  # K and V are on their layer's device
                 buffers[layer] = torch.cat([kept, kept.new_empty((*kept.shape[:2], spare, kept.shape[3]))], dim=2)
         self.length = positions.shape[0]
         self._capacity = self.length + spare
         self._place(0, positions)
 
     def retain_by_head(self, slots: Tensor) -> None:
-        """Forget for each key head all tokens but those in `slots` [g, k] (ascending), and give their memory back.
+        """Forget, in each key head, all tokens but those in `slots` [g, k] (ascending), and free their memory.
 
-        After it only new tokens may be added, and `slot_of` has no meaning.
+        Afterwards only new tokens may be added, and `slot_of` has no meaning.
         """
         heads, kept = slots.shape
         spare = self._capacity - self.length
@@ -163,14 +162,14 @@ class GroupCache:
         self._capacity = kept + spare
 
     def _place(self, start: int, positions: Tensor) -> None:
-        """Write down that the last slots, from `start` on, are those of `positions`, and which slots follow."""
+        """Assign the slots from `start` on to `positions`, and the next ones to future tokens."""
         stop = self.length
         self._positions[..., start:stop] = positions
         self.slot_of[positions] = self._all[start:stop]
         self._foresee()
 
     def _foresee(self) -> None:
-        """Assign the slots behind the last one to the tokens behind the text."""
+        """Assign the slots after the last used one to the tokens after the text."""
         stop, text = self.length, self._text_length
         last = stop + self._all.shape[0] - text
         self._positions[..., stop:last] = self._all[text:]
@@ -191,12 +190,11 @@ class GroupCache:
 class AuxCache:
     """Hidden states, at one boundary, of the prompt tokens that were computed up to it and not beyond.
 
-    All sizes are known on the host and all indices stay on the device, so nothing here synchronises, unless the states
-    are held elsewhere. Slots that are given back are used again, so the memory is that of the largest number of states
-    ever held at once.
+    Sizes are known on the host and indices stay on the device, so nothing here synchronises, unless the states are held
+    elsewhere. Free slots are reused, so memory is that of the largest number of states ever held at once.
 
-    device: where the model runs. home: where the states are held, None for `device`. With the host as their home and
-    an accelerator as the device, the first `put` (prefill's) does not wait for its transfer; later calls do.
+    device: where the model runs. home: where the states are held, None for `device`. With the host as home of an
+    accelerator's states, the first `put` (prefill's) does not wait for its transfer; later calls do.
     """
 
     def __init__(
@@ -211,7 +209,7 @@ class AuxCache:
         self._slot_of = torch.full((max_positions,), -1, dtype=torch.long, device=device)
         self._free = torch.empty(0, dtype=torch.long, device=device)  # a stack; its first `_num_free` entries count
         self._num_free = 0
-        self._is_shared = False  # with a fork: whoever changes something copies it all first
+        self._is_shared = False  # with a fork: copy before changing anything
 
     def __len__(self) -> int:
         return self._states.shape[0] - self._num_free
@@ -222,12 +220,12 @@ class AuxCache:
         return len(self) * self._states.shape[1] * self._states.element_size()
 
     def fork(self) -> AuxCache:
-        """The same states, to go on otherwise. They are copied when one of the two goes on, and not before."""
+        """A copy of the cache. The states are copied only when one of the two changes."""
         self._is_shared = True
         return copy.copy(self)
 
     def lengthen(self, max_positions: int) -> None:
-        """The text may become longer than it was said to."""
+        """Raise the greatest length of the text to `max_positions`."""
         more = self._slot_of.new_full((max_positions - self._slot_of.shape[0],), -1)
         self._slot_of = torch.cat([self._slot_of, more])
 
@@ -235,7 +233,7 @@ class AuxCache:
         """Hold `states` [m, w] of the tokens at `positions` [m]."""
         m = positions.shape[0]
         self._own()
-        if self._states.shape[0] == 0:  # the first states come in order: there is nothing to place them by
+        if self._states.shape[0] == 0:  # the first states fill the slots in order
             self._states = self._brought_home(states)
             self._slot_of[positions] = torch.arange(m, device=positions.device)
             self._free = torch.empty_like(positions)
@@ -249,7 +247,7 @@ class AuxCache:
         self._states[slots.to(home)] = states.to(home)
 
     def take(self, positions: Tensor) -> Tensor:
-        """Hand out the states [m, w] of the tokens at `positions` [m] and forget them."""
+        """The states [m, w] of the tokens at `positions` [m], which are then forgotten."""
         m = positions.shape[0]
         self._own()
         slots = self._slot_of[positions]
@@ -267,8 +265,8 @@ class AuxCache:
         home = self._states.device
         if home == states.device:
             return states
-        # page-locked memory is what an accelerator copies to without the host waiting. Nobody reads the states before
-        # a decoding step has asked the device which tokens to revive, and so has waited for all that came before
+        # an accelerator copies to page-locked memory without making the host wait. The states are read only after a
+        # decoding step has read from the device which tokens to revive, and so has waited for this copy
         held = torch.empty(states.shape, dtype=states.dtype, device=home, pin_memory=states.is_cuda)
         return held.copy_(states, non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""The start-up check of a model: a few tokens, run by the loop over the layers and by the model itself."""
+"""The start-up check of a model: the loop over layers and the model itself agree on a few tokens."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from lazyllm.engine.flops import windows_of
 from lazyllm.errors import UserError
 
 CHECKED_STEPS = 2  # decoding steps
-CHECKED_WINDOW = 512  # tokens; of longer windows only the masks are checked (`lazyllm.engine.architecture`)
+CHECKED_WINDOW = 512  # tokens; for longer windows only the masks are checked (`lazyllm.engine.architecture`)
 
 _PASSED: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def check_once(model: PreTrainedModel) -> None:
-    """`check_same_as_model`, unless this model has passed it, whoever loaded it. Raises UserError."""
+    """`check_same_as_model`, once for each model. Raises UserError."""
     if model not in _PASSED:
         check_same_as_model(model)
 
 
 @torch.inference_mode()
 def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
-    """Run a few tokens through the loop over the layers and through `model(...)`: the logits must be the same.
+    """Run a few tokens through the loop over layers and through `model(...)`: the logits must agree.
 
-    Most of the tokens are run as a prompt, the others as decoding steps: a layer that keeps anything but K and V, or
-    mixes tokens outside attention, cannot give the same then. A window of up to `CHECKED_WINDOW` tokens is exceeded.
-    Rounded weights need no other tolerance: both ways run the same weights on the same rows, and differ only by the
-    order of attention's sums.
-    Raises UserError if the logits differ, or if a layer does not attend as transformers' layers do; FloatingPointError
-    if the model's own logits are not finite.
+    Most tokens run as a prompt, the others as decoding steps, so layers that keep more than K and V, or mix tokens
+    outside attention, do not pass. The tokens exceed a window of up to `CHECKED_WINDOW`. Quantised weights have the
+    same tolerance: both ways use them on the same rows and differ only in the order of attention's sums.
+    Raises UserError if the logits differ, or if a layer does not call transformers' attention functions;
+    FloatingPointError if the model's own logits are not finite.
     """
     name = type(model).__name__
     with open_decoder(model) as decoder:
@@ -45,7 +44,7 @@ def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
         token_ids = torch.arange(length, device=decoder.device) % model.config.vocab_size
         try:
             ours = _logits_of_loop(decoder, token_ids)
-        except torch.OutOfMemoryError:  # of this moment, not of the model
+        except torch.OutOfMemoryError:  # not the model's fault
             raise
         except (RuntimeError, TypeError, AttributeError, KeyError) as error:
             raise UserError(f"the layers of {name} cannot be run one by one: {error}") from error
@@ -56,15 +55,14 @@ def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
     share = 1e-2 if torch.finfo(model.dtype).eps < 1e-3 else 5e-2
     if not worst <= share * expected.abs().max().item():
         raise UserError(
-            f"{name}: running its layers one by one gives other logits than the model does (they differ by up to "
-            f"{worst:.3g}), so it does something between or around its layers, or mixes tokens outside attention, "
-            "which the loop would leave out; this architecture is not supported"
+            f"{name} is not supported: running its layers one by one gives other logits than the model (by up to "
+            f"{worst:.3g}), so it works on hidden states outside its layers, or mixes tokens outside attention"
         )
     _PASSED.add(model)
 
 
 def _logits_of_loop(decoder: Decoder, token_ids: Tensor) -> Tensor:
-    """[1 + CHECKED_STEPS, v] of the last tokens: the last of a prompt, and those of decoding steps."""
+    """[1 + CHECKED_STEPS, v] logits of the prompt's last token and of the decoding steps."""
     n, layers = token_ids.shape[0], range(len(decoder.layers))
     all_positions = torch.arange(n, device=token_ids.device)
     group = GroupCache(layers, n, n, decoder.device)
@@ -75,7 +73,7 @@ def _logits_of_loop(decoder: Decoder, token_ids: Tensor) -> Tensor:
         hidden = decoder.embed(token_ids[start:end], positions)
         group.extend(positions, end)
         hidden = decoder.run(group, hidden, positions, decoder.rope(hidden, positions), None, Look(layers), end)
-        decoder.probe.take()  # raises RuntimeError if a layer attends in a way of its own
+        decoder.probe.take()  # raises RuntimeError if a layer did not call the installed attention function
         logits.append(decoder.logits(hidden))
     without = [layer + 1 for layer in layers if layer not in group.stored_layers]
     if without:

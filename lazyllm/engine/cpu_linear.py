@@ -1,8 +1,8 @@
-"""Products of a few rows with a large matrix, on processors whose usual library is slow at them.
+"""Fast products of a few rows with a large matrix, in float32 on a CPU.
 
 A decoding step that revives some tokens multiplies a few rows with every weight matrix. It should cost what one row
-costs, the reading of the weights. In float32 on a CPU, PyTorch's usual library (MKL) reads them once for each of two or
-three rows, and packs them anew for each product of more; oneDNN, which PyTorch brings along, does not.
+costs: reading the weights. PyTorch's default library (MKL) reads them once per row for 2 or 3 rows, and repacks them in
+each product of more rows. oneDNN, which comes with PyTorch, does neither.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-# MKL is good at one row. From about 32 rows on it reaches the rate that it has in prefill, where it is left alone: a
-# method that revives must not look fast by a product that the baseline's prefill does without.
+# MKL is fast for one row, and from about 32 rows on. Prefill always uses MKL, for the baseline and for methods, so that
+# no method looks fast by a faster library.
 FEW_ROWS = range(2, 32)
-LARGE_MATRIX = 2**18  # elements; for smaller ones the way through oneDNN's own tensors costs more than it saves
+LARGE_MATRIX = 2**18  # elements; for smaller matrices, converting to oneDNN's tensors costs more than it saves
 
 
 def products_of(rows: Tensor, largest: int) -> AbstractContextManager[Any]:
-    """A context for running layers over rows [1, m, w] in a decoding step: with oneDNN's products, if they pay.
+    """A context for running layers over rows [1, m, w] in a decoding step: uses oneDNN's products if they are faster.
 
     largest: elements of the layers' largest matrix.
     """
@@ -34,7 +34,7 @@ def products_of(rows: Tensor, largest: int) -> AbstractContextManager[Any]:
 
 
 class _ProductsByOneDNN(TorchFunctionMode):
-    """Within it, `F.linear` with a large matrix of weights is oneDNN's."""
+    """Within this context, `F.linear` with a large weight matrix is oneDNN's."""
 
     def __torch_function__(
         self,
@@ -45,7 +45,7 @@ class _ProductsByOneDNN(TorchFunctionMode):
     ) -> Any:
         if func is F.linear and len(args) >= 2 and not kwargs:
             rows, weight = args[:2]
-            # quantised weights look like others, but are a class of their own, with products of their own
+            # quantised weights are subclasses of Tensor with their own products
             is_plain = type(weight) in (Tensor, Parameter) and weight.layout == torch.strided
             if is_plain and weight.numel() >= LARGE_MATRIX:
                 return F.linear(rows.to_mkldnn(), *args[1:]).to_dense()

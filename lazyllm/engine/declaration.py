@@ -1,4 +1,4 @@
-"""What a method is given, and the words in which it declares what it does. Nothing here imports torch."""
+"""What a method gets (`Prompt`) and what it declares (`Look`, `Group`). Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as methods see it: its tokens and, if it is known, their text.
+    """A prompt as methods see it: its tokens and, if known, their text.
 
     token_ids: [n] int64, on the host, special tokens included, n >= 1.
-    text: what the tokens stand for; "" if only token ids were given.
+    text: the text of the tokens; "" if only token ids were given.
     spans: per token the half-open range of `text` that it stands for, empty for a special token; () without a text.
-    context: ascending, disjoint ranges of `text` that a method may shorten by leaving tokens out. The rest
-        (instruction, question, an example's answer) is never touched.
-    encode: tokenises another text as this one was, special tokens included; None if that is not known.
+    context: ascending, disjoint ranges of `text` that a method may shorten. The rest (instruction, question, an
+        example's answer) is never shortened.
+    encode: tokenises another text in the same way, special tokens included; None if unknown.
     """
 
     token_ids: Tensor
@@ -34,16 +34,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Look:
-    """What a method asks to see of attention; by default nothing.
+    """The attention scores that a method asks for; by default none.
 
     layers: indices, from 0, of the layers to look at.
-    queries: the newest `queries` tokens that a layer computes, fewer if it computes fewer.
-    raw: the logits of attention (scaled and capped as the model does it, -inf if a token is not attended to) instead
-        of the probabilities (softmax over the stored tokens).
+    queries: number of queries, the newest tokens that a layer computes; fewer if it computes fewer.
+    raw: attention logits (scaled and capped by the model, -inf if a token is not attended to) instead of probabilities
+        (softmax over the stored tokens).
     per_head: the scores of each query head instead of their mean.
     summed: (first, last) gives the weighted sum over the queries instead of each query's scores. The weights are spaced
-        evenly from `first` for the oldest query to `last`. The queries are run in blocks, so that many of them need
-        little memory. Not with `raw`.
+        evenly from `first` for the oldest query to `last` for the newest. Queries run in blocks, so that many of them
+        need little memory. Not with `raw`.
 
     Each layer gives a tensor [h, w, s] of h query heads, w queries and s stored tokens, in float32 (float64 for a
     float64 model). Without `per_head` it has no h; with `queries=1` or `summed` it has no w. So the default is Eq. 1 of
@@ -58,7 +58,7 @@ class Look:
 
     def __post_init__(self) -> None:
         if self.raw and self.summed:
-            raise ValueError("Look: the logits of several queries have no sum of use; leave out raw or summed")
+            raise ValueError("Look: raw and summed exclude each other; leave one out")
 
 
 NOTHING = Look()
@@ -68,8 +68,8 @@ NOTHING = Look()
 class Group:
     """Neighbouring layers that always see the same tokens.
 
-    layers: their indices, from 0. prompt_tokens: how many prompt tokens enter them in prefill. look: what to see of
-    their attention in prefill, and if `look_in_steps` in decoding too.
+    layers: their indices, from 0. prompt_tokens: number of prompt tokens that enter them in prefill.
+    look: the attention scores to record in prefill. look_in_steps: record them in decoding too.
     """
 
     layers: range

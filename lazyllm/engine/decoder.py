@@ -1,4 +1,4 @@
-"""The model's own layers, run one group at a time: the place where hidden states can be shortened between layers.
+"""The model's own layers, run one group at a time, so that tokens can be dropped between groups.
 
 Notation:
     m  tokens in this run      s  stored tokens of a group      w  hidden width      v  vocabulary
@@ -26,13 +26,13 @@ Rope = tuple[Tensor, ...]  # cos and sin, [1, m, d] each, for every kind of laye
 
 
 class Decoder:
-    """The parts of a transformers causal language model, and how a group of its layers is run.
+    """The parts of a transformers causal language model, and the loop over a group of its layers.
 
     Use `open_decoder`, which installs the observing attention and removes it again.
 
-    device: holds everything that no layer owns. devices: all that compute. Layers may be elsewhere: then their inputs
-    are brought there, and the output of a group is brought back.
-    tokens_run: how many tokens have been run so far; one that ran through some of the layers counts as that share.
+    device: holds everything that no layer owns. devices: all that compute. The inputs of layers on other devices are
+    moved there, and a group's output is moved back.
+    tokens_run: tokens run so far; a run through a share of the layers counts as that share of a token.
     """
 
     def __init__(self, model: PreTrainedModel, probe: Probe, layout: Layout) -> None:
@@ -58,7 +58,7 @@ class Decoder:
         return hidden_before_layers(self.model, token_ids, positions)
 
     def rope(self, hidden: Tensor, positions: Tensor) -> Rope:
-        """cos and sin of the tokens at `positions` [m], one pair after the other if layers differ in it."""
+        """cos and sin of the tokens at `positions` [m]: a pair for each kind of RoPE in the model."""
         position_ids = positions[None]
         ropes = tuple(
             part
@@ -79,10 +79,10 @@ class Decoder:
     ) -> Tensor:
         """Run the group's layers over hidden [1, m, w]; K and V go into `group`, which must have been extended.
 
-        chosen: [s] bool, which stored tokens the queries attend to, each up to itself; None for all. A layer with a
-            sliding window attends to those of them whose positions lie in the window.
-        look: what `probe` takes down of the group's attention.
-        length: of the whole text; all positions, stored ones too, are below it.
+        chosen: [s] bool, which stored tokens the queries attend to, up to their own positions; None for all. A layer
+            with a sliding window attends to those in the window.
+        look: the attention scores that `probe` records.
+        length: tokens of the whole text; all positions are below it.
         """
         self.tokens_run += positions.shape[0] * len(group.layers) / len(self.layers)
         self.probe.watch(look)
@@ -93,11 +93,11 @@ class Decoder:
             for layer in group.layers:
                 window = self.layout.windows[layer]
                 if window is not None and length <= window:
-                    window = None  # nothing is far enough away
+                    window = None  # all tokens lie in the window
                 if window not in reaches:
                     reaches[window] = Reach(group, positions, chosen, window)
                 self.probe.reach = reaches[window]
-                if self._layer_devices[layer] != device:  # moved here, once: accelerate would for every layer anew
+                if self._layer_devices[layer] != device:  # moved once; accelerate would move them for every layer
                     device = self._layer_devices[layer]
                     hidden, position_ids, rope = moved((hidden, position_ids, rope), device)
                 of_layer = 2 * self.layout.rope_of[layer]
@@ -116,11 +116,11 @@ class Decoder:
         return self._inner.norm(hidden)
 
     def head(self, normed: Tensor) -> Tensor:
-        """[m, v] logits of hidden states [m, w] behind the last norm, scaled and capped as the model does it."""
+        """[m, v] logits of hidden states [m, w] after the last norm, scaled and capped by the model's code."""
         return self.model.lm_head(normed) if self.layout.plain_logits else logits_of_normed(self.model, normed[None])[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[v] logits of the last of the tokens in hidden [1, m, w], and of no other."""
+        """[v] logits of the last token of hidden [1, m, w] only."""
         return moved(self.head(self.norm(hidden[:, -1:])[0])[0], self.device)
 
 
@@ -130,9 +130,9 @@ def open_decoder(
 ) -> Iterator[Decoder]:
     """A `Decoder` over `model`; on exit the model is as it was.
 
-    layout: of this model, if it is known already. counted_by: another decoder, whose `tokens_run` counts what this one
-    runs too: give it if this model scores tokens for the other one.
-    Raises UserError if the loop does not reproduce the model, as far as that shows without running its layers
+    layout: the model's, if known already. counted_by: the decoder of the model under test, if this model scores tokens
+    for it: its `tokens_run` then counts this model's tokens too.
+    Raises UserError if the loop cannot reproduce the model, checked without running its layers
     (`lazyllm.engine.checks.check_same_as_model` runs them).
     """
     layout = layout or find_layout(model)
@@ -148,26 +148,26 @@ def open_decoder(
 def check_lengths(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
     """Refuse a generation during which the frequencies of a LongRoPE would change. Raises ValueError.
 
-    The model's own `generate` then computes all K and V anew; tokens that are computed once cannot.
+    The model's own `generate` then recomputes all K and V; here every token is computed once.
     """
     for switch in _rope_switches(model.config):
         if prompt_tokens <= switch < prompt_tokens + max_new_tokens - 1:  # the last new token is not run
             raise ValueError(
-                f"{type(model).__name__} changes its RoPE for all tokens when a text grows beyond {switch} "
-                f"tokens: {prompt_tokens} prompt tokens and up to {max_new_tokens} new ones would cross that; keep "
-                "the whole text within it, or the prompt beyond it"
+                f"{type(model).__name__} changes its RoPE for all tokens if a text grows beyond {switch} tokens, and "
+                f"{prompt_tokens} prompt tokens with up to {max_new_tokens} new ones would: give a text of at most "
+                f"{switch} tokens, or a prompt of more"
             )
 
 
 def longest_text(config: Any) -> float:
-    """The positions that a model is made for; a RoPE that grows with the text has no end."""
+    """The model's number of positions; infinite if its RoPE grows with the text."""
     grows = any("dynamic" in str(rope.get("rope_type")) for rope in _rope_parameters(config))
     return float("inf") if grows else config.max_position_embeddings
 
 
 @contextmanager
 def ropes_put_back(model: Any) -> Iterator[None]:
-    """Leave a RoPE that grows with the text as it was: not every release of transformers does so itself."""
+    """Restore the state of a RoPE that grows with the text on exit; some releases of transformers do not."""
     grows = any("dynamic" in str(rope.get("rope_type")) for rope in _rope_parameters(model.config))
     parts = ("embed_tokens", "layers", "norm")
     ropes = [child for name, child in model.model.named_children() if name not in parts] if grows else []
@@ -183,13 +183,13 @@ def ropes_put_back(model: Any) -> Iterator[None]:
 
 
 def _rope_switches(config: Any) -> Iterator[int]:
-    """The text lengths beyond which a LongRoPE takes its other frequencies."""
+    """The text lengths beyond which a LongRoPE uses its long frequencies."""
     for rope in _rope_parameters(config):
         if rope.get("rope_type") == "longrope":
             yield rope["original_max_position_embeddings"]
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """Those of all layers, or those of each kind of layer."""
+    """RoPE parameters: those of all layers, or of each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return [parameters, *(part for part in parameters.values() if isinstance(part, dict))]

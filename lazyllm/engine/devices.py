@@ -1,4 +1,4 @@
-"""The devices that a model computes on: which they are, their clock, and their memory.
+"""The devices that a model computes on, their clock and their memory.
 
 A model computes on one device, or accelerate spreads its layers over several (`device_map`).
 """
@@ -18,21 +18,21 @@ _STATUS = Path("/proc/self/status")
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device that `module` computes on, wherever accelerate keeps its weights in between.
+    """The device that `module` computes on.
 
-    If weights are held on the host or on disk, the module has them during its call only; accelerate's hook knows where
-    that is.
+    If accelerate holds its weights on the host or on disk, they are on this device only during a call, and
+    accelerate's hook names it.
     """
     for part in module.modules():
         hook: Any = getattr(part, "_hf_hook", None)
         device = getattr(hook, "execution_device", None)
         if device is not None:
-            return torch.device(device)  # accelerate numbers accelerators: 1 is the second of the machine's kind
+            return torch.device(device)  # accelerate's number 1 is the second accelerator
     return next(module.parameters()).device
 
 
 def home_of(model: Any) -> torch.device:
-    """The device that the model's tokens are embedded on: a generation keeps all that no layer owns there."""
+    """The device of the embeddings; a generation keeps everything there that no layer owns."""
     return device_of(model.model.embed_tokens) if is_spread(model) else model.device
 
 
@@ -48,7 +48,7 @@ def is_spread(model: Any) -> bool:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """`value` with its tensors on `device`: a tensor, None, or a tuple of such. What is there already is not copied."""
+    """A tensor, None, or a tuple of these, moved to `device`; tensors that are there already are not copied."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, tuple):
@@ -57,7 +57,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def read_clock(*devices: torch.device) -> float:
-    """Seconds on a monotonic clock, read when the devices have done all their work."""
+    """Seconds on a monotonic clock, read after the devices have finished all their work."""
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
@@ -65,7 +65,7 @@ def read_clock(*devices: torch.device) -> float:
 
 
 def reset_peak(*devices: torch.device) -> None:
-    """Start counting the peak memory anew. Without effect if the system cannot (CPU on other systems than Linux)."""
+    """Reset the peak memory. Without effect on a CPU if the system is not Linux."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -74,10 +74,10 @@ def reset_peak(*devices: torch.device) -> None:
 
 
 def read_peak(*devices: torch.device) -> int | None:
-    """Bytes at the peak since `reset_peak`, each device's own, summed; None if one is unknown.
+    """The sum of all devices' peak bytes since `reset_peak`; None if a peak is unknown.
 
-    Allocated on a GPU, resident in this process on CPU. The peaks of several GPUs need not have been at the same
-    moment: the sum is what these GPUs must have had free together.
+    A GPU's bytes are those allocated, a CPU's those resident in this process. Peaks of several GPUs may lie at
+    different moments: the sum is the memory that these GPUs need together.
     """
     peaks = [_peak(device) for device in devices]
     return None if None in peaks else sum(peaks)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def _peak(device: torch.device) -> int | None:
 
 
 def release_memory(*devices: torch.device) -> None:
-    """Give back the memory that a failed example left, so that the next one finds it free."""
+    """Free the memory that a failed example left."""
     gc.collect()
     if any(device.type == "cuda" for device in devices):
         torch.cuda.empty_cache()  # of all GPUs

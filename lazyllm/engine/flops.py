@@ -1,4 +1,4 @@
-"""Counting the arithmetic of a prefill, as an ideal to hold a measured speedup against. Needs a config, no torch."""
+"""FLOPs of a prefill, for the ideal speedup that a measured one is compared with. Needs a config, no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lazyllm.errors import UserError
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The sizes that decide a decoder layer's FLOPs, all in elements."""
+    """The sizes that determine a decoder layer's FLOPs, in elements."""
 
     width: int
     heads: int
@@ -50,9 +50,9 @@ class LayerShape:
 
 
 def windows_of(config: Any) -> list[int | None]:
-    """Per layer, how many tokens (positions, its own included) a token attends to; None for all before it.
+    """Per layer, the number of positions that a token attends to, its own included; None for all before it.
 
-    Read from a transformers config; raises UserError if a layer is of another kind.
+    Read from a transformers config. Raises UserError for other kinds of layers.
     """
     layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
     default = "full_attention" if window is None else "sliding_attention"
@@ -60,8 +60,8 @@ def windows_of(config: Any) -> list[int | None]:
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
         raise UserError(
-            f"the {config.model_type} config has layers of type {', '.join(unknown)}; the loop over layers knows "
-            "full_attention and sliding_attention: others mix tokens in a way that pruning would change"
+            f"{config.model_type} is not supported: its config has layers of type {', '.join(unknown)}, which mix "
+            "tokens in a way that pruning would change; supported are full_attention and sliding_attention"
         )
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
@@ -69,11 +69,10 @@ def windows_of(config: Any) -> list[int | None]:
 def prefill_flops(config: Any, tokens_per_layer: Sequence[int], logits: int = 1) -> int:
     """FLOPs of a prefill in which `tokens_per_layer[l]` tokens enter layer l, with logits at `logits` positions.
 
-    A multiplication and an addition count as two. Attention counts the pairs that causality and the layer's sliding
-    window leave. If tokens were left out, fewer lie within a window: they are counted as if they were next to each
-    other, which is at most too much.
-    Left out, as below 1 %: norms, RoPE, softmax, activations, and the selection itself (one row of attention per
-    pruning layer, which the layer computes anyway).
+    A multiplication and an addition count as two FLOPs. Attention counts the pairs that causality and the layer's
+    sliding window allow. If tokens were dropped, the rest are counted as neighbours, so a window may count too many.
+    Not counted, as below 1 %: norms, RoPE, softmax, activations, and the selection (one row of attention per pruning
+    layer, which the layer computes anyway).
     """
     shape = LayerShape.of(config)
     layers = sum(
@@ -84,15 +83,15 @@ def prefill_flops(config: Any, tokens_per_layer: Sequence[int], logits: int = 1)
 
 
 def _pairs(n: int, window: int | None) -> int:
-    """How many (query, key) pairs n tokens have whose key is the query or one of the `window` - 1 before it."""
+    """The number of (query, key) pairs of n tokens whose key is the query or one of the `window` - 1 tokens before."""
     near = n if window is None else min(n, window)
     return near * (near + 1) // 2 + (n - near) * near
 
 
 def nearest_ratio(speedup: Callable[[float], float], target: float) -> float | None:
-    """The keep ratio, in steps of 1/10000, whose `speedup` is nearest to `target`; None if none gets there.
+    """The keep ratio, in steps of 1/10000, whose `speedup` is nearest to `target`; None if no ratio reaches it.
 
-    speedup: of a ratio; falls as the ratio grows.
+    speedup: (keep ratio) -> speedup, which falls as the ratio grows.
     """
 
     def of_step(step: int) -> float:

@@ -1,7 +1,7 @@
-"""Generation with any method, timed, with everything counted that the paper reports.
+"""Generation with any method, timed, with the counts that the paper reports.
 
-`generate` chooses greedily. `start` begins a session of several turns. `continue_prompt` is the loop behind both, for
-whoever chooses otherwise.
+`generate` chooses greedily. `start` begins a session of several turns. `continue_prompt` takes another way to choose
+tokens.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ Choose = Callable[[Tensor], tuple[int, bool]]
 
 @dataclass(frozen=True)
 class Generation:
-    """What was generated after one prompt, and at what cost.
+    """The answer to one prompt, and its cost.
 
     token_ids: the generated tokens, the end token included if one was reached.
-    first_logits: [vocab] the logits that chose the first token, on the model's device, in its dtype.
+    first_logits: [vocab] the logits of the first token, on the model's device, in its dtype.
     ttft_s: seconds from handing the prompt to the model to the first token.
-    scoring_s: seconds of these that went into scoring the prompt before its prefill, 0 if that was not done.
+    scoring_s: the part of `ttft_s` spent on scoring the prompt before its prefill; 0 without scoring.
     total_s: seconds to the last token.
     decode_step_s: seconds of each step after the first; `ttft_s + sum(decode_step_s)` is `total_s`.
     computed: [steps, layers] distinct prompt tokens computed so far in each layer.
-    selected: per step {pruning layer: ascending positions of all tokens that enter the next layer}: prompt tokens
-        first, then the generated ones that stay in the step's set, the newest among them.
+    selected: per step {pruning layer: ascending positions of the tokens that enter the next layer}, prompt tokens and
+        generated ones.
     revived: [layers] tokens of earlier steps that each layer computed in this answer.
     kv_bytes, aux_bytes: bytes of K and V, and of hidden states in the Aux Caches, held at the end.
     prompt_tokens: n.
-    scoring_tokens: tokens that any model ran to score the prompt before its prefill, windows that overlap counted each
-        time. A run through some of a model's layers counts as that share of a token; the sum is rounded up.
+    scoring_tokens: tokens that any model ran to score the prompt before its prefill; a token in two windows counts
+        twice. A run through a share of a model's layers counts as that share of a token. The sum is rounded up.
     """
 
     token_ids: list[int]
@@ -68,7 +68,7 @@ class Generation:
     def pct_prompt_tokens_computed(self) -> float:
         """Prompt tokens computed by the end of the generation, in per cent of the prompt (Table 2).
 
-        The mean over layers, plus `scoring_tokens`: so more than 100 if scoring costs more than pruning saves.
+        The mean over layers, plus `scoring_tokens`: more than 100 if scoring costs more than pruning saves.
         """
         return float(100 * (self.computed[-1].mean() + self.scoring_tokens) / self.prompt_tokens)
 
@@ -84,14 +84,14 @@ def generate(
     """Continue one prompt greedily.
 
     model: a transformers causal language model in eval mode; it is left as it was.
-    input_ids: the prompt, [n] or [1, n], n >= 1, special tokens included; or a `lazyllm.Prompt`, which tells methods
-        that read text what the tokens stand for.
-    method: what is pruned, e.g. `lazyllm.methods.Lazy(lazyllm.Schedule({9: 0.7}))`.
+    input_ids: the prompt, [n] or [1, n], n >= 1, special tokens included; or a `lazyllm.Prompt`, which also holds the
+        text, for methods that read it.
+    method: how to prune, e.g. `lazyllm.methods.Lazy(lazyllm.Schedule({9: 0.7}))`.
     max_new_tokens: at least 1. eos_token_ids: tokens that end the answer; None takes the model's own, () none.
     min_new_tokens: end tokens are not chosen before this many tokens (as `min_length` in transformers).
 
-    Only the last position's logits are ever computed. The clock is read when the device has finished.
-    Raises ValueError for bad arguments, UserError for a model that the loop over layers would get wrong,
+    Only the last position's logits are computed. The clock is read after the device has finished.
+    Raises ValueError for bad arguments, UserError for a model that the loop over layers cannot reproduce,
     FloatingPointError if the logits are not finite.
     """
     with start(model, input_ids, method) as conversation:
@@ -104,16 +104,16 @@ def start(
     method: Method,
     chunk: int | None = None,
 ) -> Conversation:
-    """A session of several turns on one prompt. Nothing runs before its first `answer`.
+    """A session of several turns that begins with this prompt. Nothing runs before its first `answer`.
 
-    model, input_ids, method: as in `generate`, which is the first answer of a session.
-    chunk: run the tokens of a turn through the layers in pieces of this many, for memory: it changes no number beyond
-        rounding. Models that score the prompt before its prefill run it whole.
+    model, input_ids, method: as in `generate`.
+    chunk: run the tokens of a turn through the layers in pieces of N tokens, to save memory; results change by rounding
+        only. Models that score the prompt before its prefill run it whole.
     Raises ValueError for bad arguments.
     """
     prompt = as_prompt(model, input_ids)
     if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk is at least 1, got {chunk}")
+        raise ValueError(f"chunk={chunk}: give 1 or more")
     check_fits(model, method, prompt)
     return Conversation(model, prompt, method, chunk)
 
@@ -126,9 +126,10 @@ def continue_prompt(
     choose: Choose,
     put: Callable[[int], None] | None = None,
 ) -> Generation:
-    """Continue one prompt, checked by `as_prompt` and `check_fits`, with the tokens that `choose` picks.
+    """Continue one prompt with the tokens that `choose` picks.
 
-    The arguments are those of `Conversation.answer_by`. Raises UserError, and what the method or `choose` raise.
+    prompt: after `as_prompt` and `check_fits`. Other arguments: as of `Conversation.answer_by`. Raises UserError, and
+    whatever the method or `choose` raises.
     """
     with Conversation(model, prompt, method) as conversation:
         return conversation.answer_by(choose, None, max_new_tokens, put)
@@ -137,9 +138,8 @@ def continue_prompt(
 class Conversation:
     """A session: a prompt, its answer, and later turns on the same text. A context manager; `start` makes one.
 
-    The last token of an answer has not been run when the answer ends, as in transformers. The next turn runs it first,
-    together with its own tokens; it is text like any other, also if it is an end token, which chat templates put
-    between turns.
+    The last token of an answer has not been run when the answer ends, as in transformers. The next turn runs it
+    together with its own tokens, even if it is an end token: chat templates put end tokens between turns.
 
     token_ids: the whole text so far, prompts and answers.
     """
@@ -153,7 +153,7 @@ class Conversation:
         self._layout: Layout | None = None
         self._has_answered = False
         self._session: Session | None = None
-        self._prompt_tokens = len(prompt)  # of all turns
+        self._prompt_tokens = len(prompt)  # summed over turns
         self._is_closed = False
 
     def __enter__(self) -> Conversation:
@@ -163,7 +163,7 @@ class Conversation:
         self.close()
 
     def close(self) -> None:
-        """Give the memory back. No answer can follow."""
+        """Free the memory. No answer can follow."""
         self._session, self._is_closed = None, True
 
     @property
@@ -173,19 +173,19 @@ class Conversation:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all K and V held."""
+        """Bytes of all K and V."""
         return 0 if self._session is None else self._session.kv_bytes
 
     @property
     def aux_bytes(self) -> int:
-        """Bytes of hidden states held for tokens that may be revived."""
+        """Bytes of hidden states of tokens that may be revived."""
         return 0 if self._session is None else self._session.aux_bytes
 
     def fork(self) -> Conversation:
-        """The same session, to go on otherwise; neither of the two sees what the other does.
+        """An independent copy of the session.
 
-        It costs some bytes for each position at once. The fork copies K and V (`kv_bytes`) when it answers; of the Aux
-        Cache (`aux_bytes`) each of the two makes a copy when it does. Raises UserError for a closed session.
+        It costs some bytes a position. K and V (`kv_bytes`) are copied when the fork answers, the Aux Cache
+        (`aux_bytes`) when either of the two answers. Raises UserError for a closed session.
         """
         self._check_open()
         other = copy.copy(self)
@@ -200,11 +200,11 @@ class Conversation:
         eos_token_ids: Sequence[int] | None = None,
         min_new_tokens: int = 0,
     ) -> Generation:
-        """Answer greedily: first the prompt, then, in every later turn, the text with `more_ids` behind it.
+        """Answer greedily: the prompt in the first turn; in later turns the text so far and `more_ids` after it.
 
-        more_ids: the turn's new tokens, [m] or [1, m], m >= 1; None in the first turn. The other arguments are those of
-        `generate`. The result is that of this turn: `ttft_s` counts from the turn's tokens, `computed` and
-        `prompt_tokens` those of all turns so far, `selected` has a step for each token of this answer.
+        more_ids: the turn's new tokens, [m] or [1, m], m >= 1; None in the first turn. Other arguments: as of
+        `generate`. The result is that of this turn: `ttft_s` begins with the turn's tokens, and `selected` has a step
+        for each token of this answer. `computed` and `prompt_tokens` count the tokens of all turns so far.
         Raises as `generate` and `answer_by`.
         """
         end_ids = end_ids_of(self._model) if eos_token_ids is None else frozenset(eos_token_ids)
@@ -220,14 +220,14 @@ class Conversation:
     ) -> Generation:
         """`answer` with the tokens that `choose` picks.
 
-        choose: called once per token, first with the prompt's logits. It runs in inference mode, and its one transfer
-            from the device is the only one that a token costs beside the method's own.
-        put: gets each token after the clock has been read, so its time counts with the next step's, if there is one.
+        choose: called once per token, first with the prompt's logits, in inference mode. It should make one transfer
+            from the device.
+        put: called with each token after the clock was read; its time counts in the next step, if there is one.
 
-        Raises UserError for a closed session, a turn without tokens, one for which the model or the method is not made,
-        and for a model that the loop over layers would get wrong: the session then is as it was. An exception while
-        layers run (also of `choose` or `put`) closes a session that goes on behind what it holds; any other is as it
-        was.
+        Raises UserError for a closed session, a turn without tokens, a turn that the model or the method cannot take,
+        and a model that the loop over layers cannot reproduce. The session is then unchanged. After an exception while
+        layers run (or in `choose` or `put`), a session that continues from its caches is closed, and one that begins
+        again from the whole text is unchanged.
         """
         turn = self._check_turn(more_ids, max_new_tokens)
         check_once(self._model)
@@ -280,7 +280,7 @@ class Conversation:
         )
 
     def _begin(self, decoder: Decoder, turn: Tensor | None, max_new_tokens: int) -> tuple[Session, Tensor]:
-        """Run the turn's tokens: the logits [v] after them. The text has them then."""
+        """Run the turn's tokens and add them to the text: the session, and the logits [v] after them."""
         if turn is not None and self._session is not None and self._method.turns == "continue":
             self._session.decoder = decoder
             rows = torch.cat([torch.tensor(self.token_ids[-1:]), turn]).to(decoder.device)
@@ -291,28 +291,28 @@ class Conversation:
             self.token_ids += turn.tolist()
         prompt = self._prompt if turn is None else with_more(self._prompt, self.token_ids)
         self._prompt_tokens = len(prompt)
-        self._session = None  # its memory may be needed
+        self._session = None  # frees its memory
         self._session = session = self._method.start(decoder, prompt, max_new_tokens)
         session.chunk = self._chunk
         return session, session.prefill(prompt.token_ids.to(decoder.device))
 
     def _check_turn(self, more_ids: Tensor | Sequence[int] | None, max_new_tokens: int) -> Tensor | None:
-        """[m] the turn's tokens on the host; None of the first. Raises ValueError as `answer_by`."""
+        """[m] the turn's tokens on the host; None for the first turn. Raises ValueError as `answer_by`."""
         self._check_open()
         if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is at least 1, got {max_new_tokens}")
+            raise ValueError(f"max_new_tokens={max_new_tokens}: give 1 or more")
         if not self._has_answered:
             if more_ids is not None:
-                raise UserError("the first turn's tokens are the prompt: leave more_ids out of the first answer")
+                raise UserError("the first turn runs the prompt: leave out more_ids")
             return None
         if more_ids is None or len(more_ids) == 0:
-            raise UserError("a later turn needs tokens: give more_ids, at least one token")
+            raise UserError("a later turn needs tokens: give at least one in more_ids")
         turn = as_prompt(self._model, more_ids).token_ids
         total = len(self.token_ids) + len(turn) + max_new_tokens
         most = longest_text(self._model.config)
         if total > most:
             raise UserError(
-                f"the text would have {total} tokens, but the model has {most} positions: give fewer tokens, or begin "
+                f"the text would have {total} tokens, but the model has {most} positions: give fewer tokens, or start "
                 "a new session"
             )
         if self._method.turns == "continue":
@@ -321,20 +321,20 @@ class Conversation:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise UserError("the session is closed: begin a new one with lazyllm.start")
+            raise UserError("the session is closed: start a new one with lazyllm.start")
 
 
 def with_more(prompt: Prompt, token_ids: Sequence[int]) -> Prompt:
-    """The prompt with more tokens behind it. They stand for none of its text, so no method shortens them by it."""
+    """The prompt with more tokens after it. They are outside its text, so methods that read text keep them."""
     end = (len(prompt.text), len(prompt.text))
     spans = (*prompt.spans, *[end] * (len(token_ids) - len(prompt))) if prompt.spans else ()
     return replace(prompt, token_ids=torch.tensor(token_ids), spans=spans)
 
 
 def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt) -> Prompt:
-    """The prompt. Raises ValueError if it is not one non-empty prompt of known tokens."""
+    """`input_ids` as a Prompt. Raises ValueError unless it is one non-empty prompt of known tokens."""
     if isinstance(input_ids, str):
-        raise ValueError("input_ids is a text: give its token ids, for example tokenizer(text).input_ids")
+        raise ValueError("input_ids is a text: give token ids, for example tokenizer(text).input_ids")
     whole = input_ids if isinstance(input_ids, Prompt) else Prompt(torch.as_tensor(input_ids))
     prompt = whole.token_ids
     if prompt.ndim == 2 and prompt.shape[0] == 1:
@@ -354,13 +354,13 @@ def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt
 
 
 def check_fits(model: PreTrainedModel, method: Method, prompt: Prompt) -> None:
-    """Refuse, before anything runs, what the method cannot do with this prompt. Raises ValueError."""
-    method.tokens_per_layer(model.config.num_hidden_layers, len(prompt))  # refuses what does not fit the depth
+    """Refuse a model or prompt that the method cannot take, before anything runs. Raises ValueError."""
+    method.tokens_per_layer(model.config.num_hidden_layers, len(prompt))  # raises if the model is not deep enough
     method.check_prompt(prompt)
 
 
 def end_ids_of(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end an answer of this model."""
+    """The model's end tokens."""
     config = getattr(model, "generation_config", None)
     own = config.eos_token_id if config is not None else model.config.eos_token_id
     if own is None:
@@ -369,9 +369,9 @@ def end_ids_of(model: PreTrainedModel) -> frozenset[int]:
 
 
 def greedy(end_ids: frozenset[int] = frozenset(), min_new_tokens: int = 0) -> Choose:
-    """The token with the highest logit; of equals the one that `torch.argmax` finds, as in transformers.
+    """A chooser of the token with the highest logit; ties go as in `torch.argmax`, as in transformers.
 
-    end_ids, min_new_tokens: as in `generate`. The chooser counts, so each generation needs one of its own; it raises
+    end_ids, min_new_tokens: as in `generate`. The chooser counts tokens, so each generation needs a new one. It raises
     FloatingPointError if the highest logit is not finite.
     """
     chosen = 0

@@ -1,6 +1,6 @@
-"""What a method is: hyperparameters that declare what a prefill computes and can start a generation.
+"""The contract of a method: hyperparameters that declare what a prefill computes, and that start a generation.
 
-Nothing here imports torch: a method can be made, checked and counted before anything heavy loads.
+Nothing here imports torch: methods are made, checked and counted before anything heavy loads.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ if TYPE_CHECKING:
 
 
 class Method(ABC):
-    """Base of all methods: a frozen dataclass whose fields are its hyperparameters, without any state.
+    """Base of all methods: a frozen dataclass whose fields are its hyperparameters, without state.
 
-    A method declares its `groups`; the tokens per layer, the FLOPs and a session follow from them. Two bases do most of
-    the work: `lazyllm.methods.Prune` scores tokens between two layers and keeps the best, `lazyllm.methods.Select`
-    chooses prompt tokens before the prefill. Their docstrings hold a worked example each. A method with a decoding of
-    its own starts a subclass of `lazyllm.engine.session.Session`.
+    A method declares its `groups`; tokens per layer, FLOPs and a session follow from them. Two bases do most of the
+    work: `lazyllm.methods.Prune` scores tokens between two layers and keeps the best, `lazyllm.methods.Select` chooses
+    prompt tokens before the prefill. Their docstrings hold an example each. A method that decodes in another way starts
+    a subclass of `lazyllm.engine.session.Session`.
 
-    In a file of an installed package, an entry point gives the class a name (`lazyllm.methods.plugins`): then
-    `python run.py method=keep_last method.layer=2 method.keep=0.25` works, and so does `lazyllm.methods.make`.
+    An installed package names its method by an entry point (`lazyllm.methods.plugins`): then
+    `python run.py method=keep_last method.layer=2 method.keep=0.25` and `lazyllm.methods.make` find it.
     """
 
     label: ClassVar[str]  # the method's name in tables and legends
-    order: ClassVar[int] = 100  # its place there: lower first, ties by label
+    order: ClassVar[int] = 100  # place in tables and legends: lower first, ties by label
     colour: ClassVar[str | None] = None  # in every picture, as #RRGGBB; None takes a spare one
-    marker: ClassVar[str | None] = None  # likewise, a matplotlib marker
-    dial: ClassVar[str | None] = None  # the hyperparameter that a target speedup ("2.0x") is solved for, if any
-    named: ClassVar[tuple[str, ...]] = ()  # hyperparameters that, like the dial, are written down even at their default
-    everything: ClassVar[Mapping[str, Any]] = {}  # what keeps every token; if empty, the dial at 1.0 does
-    diagnostic: ClassVar[bool] = False  # no method but a reference: what selects is in no time and no count
-    # what later turns of a session do: "continue" behind what is stored, or "again" from the whole text
+    marker: ClassVar[str | None] = None  # in every picture, a matplotlib marker; None takes a spare one
+    dial: ClassVar[str | None] = None  # the hyperparameter that is solved for a target speedup ("2.0x"), if any
+    named: ClassVar[tuple[str, ...]] = ()  # hyperparameters that tables name even at their default, as they do the dial
+    everything: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that keep every token; if empty: the dial at 1.0
+    diagnostic: ClassVar[bool] = False  # a reference, not a method: its selection is in no time and no count
+    # later turns of a session: "continue" from the caches, or begin "again" from the whole text
     turns: Any = "continue"
-    table1: ClassVar[Mapping[str, Any]] = {}  # what `table1` stands for if it is not solved for, by hyperparameter
+    table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters of the setting `table1`, if it is not solved for
 
     @abstractmethod
     def groups(self, num_layers: int, n: int) -> list[Group]:
-        """All layers of a model, in order, in groups that see the same of n prompt tokens.
+        """The layers of a model, in order, in groups whose layers see the same of n prompt tokens.
 
-        If the number of tokens depends on the prompt, this is the number to be expected. Raises ValueError if the
-        method cannot run on a model of `num_layers` layers. Needs no model.
+        If the number of tokens depends on the prompt, this is the expected number. Raises ValueError if the method
+        cannot run on a model of `num_layers` layers. Needs no model.
         """
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
-        """A fresh session for one prompt and at most `max_new_tokens` generated tokens."""
+        """A new session for one prompt and at most `max_new_tokens` generated tokens."""
         from lazyllm.engine.session import Session
 
         groups = self.groups(len(decoder.layers), len(prompt))
@@ -66,14 +66,14 @@ class Method(ABC):
     def models(self) -> tuple[ModelSpec, ...]:
         """The other models that the method runs.
 
-        They are part of a run's identity (by their weights), and `lazyllm.methods.beside` loads them.
+        Their weights are part of a run's identity; `lazyllm.methods.beside` loads them.
         """
         return ()
 
     def check(self, config: Any) -> None:
-        """Refuse what can be refused before a model of this transformers config loads.
+        """Refuse a model by its transformers config, before it loads.
 
-        Raises ValueError: the method cannot run on such a model, or something that it needs is missing here.
+        Raises ValueError if the method cannot run on such a model, or if a package or file that it needs is missing.
         """
         self.tokens_per_layer(config.num_hidden_layers, 1)
 
@@ -81,18 +81,18 @@ class Method(ABC):
         """Raise ValueError if the method cannot run on this prompt. Needs no model."""
 
     def prepare(self, model: PreTrainedModel) -> None:  # noqa: B027 - most methods need nothing beside the model
-        """Load what is needed beside the model, unless that has been done: before the clock starts."""
+        """Load what the method needs beside the model, once, before the clock starts."""
 
     def scoring_flops(self, config: Any, n: int) -> int:
-        """FLOPs of what any model computes of n prompt tokens before the prefill."""
+        """FLOPs of all models' work on n prompt tokens before the prefill."""
         return 0
 
     def ideal_speedup(self, config: Any, n: int, computed: Sequence[int] | None = None) -> float:
         """FLOPs of the baseline's prefill of n tokens over those of this method's, scoring included.
 
-        computed: how many prompt tokens a prefill has computed in each layer (`Generation.computed[0]`); None takes the
-        declared numbers, which are only to be expected if they depend on the prompt. See `lazyllm.engine.flops` for
-        what is counted.
+        computed: prompt tokens that a prefill computed in each layer (`Generation.computed[0]`); None takes the
+            declared numbers, which are estimates if they depend on the prompt. `lazyllm.engine.flops` says what is
+            counted.
         """
         layers = config.num_hidden_layers
         tokens = self.tokens_per_layer(layers, n) if computed is None else computed
@@ -103,7 +103,7 @@ class Method(ABC):
     def solve(cls, settings: Mapping[str, Any], config: Any, n: int, target: float) -> Any:
         """The value of `dial` whose ideal speedup on n prompt tokens is nearest to `target`; None if out of reach.
 
-        settings: the other hyperparameters. The default takes the dial for a keep ratio: lower is faster.
+        settings: the other hyperparameters. By default the dial is a keep ratio: lower is faster.
         """
         others = {key: value for key, value in settings.items() if key != cls.dial}
         return nearest_ratio(lambda ratio: cls(**others, **{str(cls.dial): ratio}).ideal_speedup(config, n), target)

@@ -1,4 +1,4 @@
-"""The first layers of a model, run once over a prompt, without K and V being stored: for scoring tokens.
+"""The first layers of a model, run once over a prompt without storing K and V, to score tokens.
 
 Notation:
     n  tokens      w  hidden width
@@ -19,10 +19,10 @@ from lazyllm.engine.decoder import Decoder, open_decoder
 
 
 def run_layers(decoder: Decoder, token_ids: Tensor, layers: int | None = None, look: Look = NOTHING) -> Tensor:
-    """[1, n, w] hidden states behind the first `layers` layers; None runs them all.
+    """[1, n, w] hidden states after the first `layers` layers; None runs all layers.
 
-    decoder: the open model. token_ids: [n], on the model's device; they attend to one another only, at positions from
-    0 on. look: what to see of attention; afterwards `decoder.probe.take()` or `take_each()` gives it.
+    decoder: the open model. token_ids: [n], on the model's device, at positions from 0 on; they attend to one another
+    only. look: attention scores to record; `decoder.probe.take()` or `take_each()` returns them.
     The run counts in `decoder.tokens_run`, and so in `Generation.scoring_tokens`.
     """
     n = token_ids.shape[0]
@@ -33,10 +33,9 @@ def run_layers(decoder: Decoder, token_ids: Tensor, layers: int | None = None, l
 
 
 def run_to_keys(decoder: Decoder, token_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """Layers 1 to `layer`, of which the last ends before its attention: its query [1, h, n, d] and key [1, g, n, d].
+    """Run layers 1 to `layer`, the last one up to its attention: its query [1, h, n, d] and key [1, g, n, d].
 
-    Both are after RoPE, as the layer's attention would get them. token_ids: as in `run_layers`. The last layer counts
-    in `decoder.tokens_run` as if it had run to its end.
+    Both are after RoPE. token_ids: as in `run_layers`. The last layer counts in `decoder.tokens_run` as a whole one.
     """
     decoder.probe.stop_at = layer - 1
     try:
@@ -49,7 +48,7 @@ def run_to_keys(decoder: Decoder, token_ids: Tensor, layer: int) -> tuple[Tensor
 
 
 class _Unstored:
-    """Stands in for a cache: nothing is kept, the tokens of a run attend to one another."""
+    """A cache that stores nothing: the tokens of a run attend to one another."""
 
     is_ascending = is_whole = True
 
@@ -64,9 +63,9 @@ class _Unstored:
 
 @torch.inference_mode()
 def importance_of_layers(model: PreTrainedModel, token_ids: Tensor | Sequence[int]) -> Tensor:
-    """[layers, n] Eq. 1 in every layer: attention probability of the last token on each, mean over heads (Figure 2).
+    """[layers, n] Eq. 1 in every layer: attention of the last token to each token, mean over heads (Figure 2).
 
-    token_ids: one prompt [n]. Nothing is pruned. On the host, at least float32; a row sums to 1.
+    token_ids: one prompt [n]. Nothing is pruned. The result is on the host, in at least float32; a row sums to 1.
     """
     with open_decoder(model) as decoder:
         prompt = torch.as_tensor(token_ids).to(decoder.device)

@@ -1,4 +1,4 @@
-"""Which stored tokens the queries of a layer attend to, and the masks that say so: made for a block of queries at once.
+"""Which stored tokens the queries of a layer attend to, and their masks, made for blocks of queries.
 
 Notation:
     m  query tokens          s  stored tokens (slots)          g  key and value heads
@@ -18,16 +18,15 @@ from lazyllm.engine.devices import moved
 if TYPE_CHECKING:
     from lazyllm.engine.cache import GroupCache
 
-# Bytes of one block's mask, and of what attention itself holds for each of its cells
-BLOCK = 2**23
+BLOCK = 2**23  # bytes of one block's mask, with the memory that attention needs for its cells
 
 
 class Reach:
-    """What the layers of one window attend to in one run: tokens of the step's set, up to the query, in the window.
+    """The tokens that layers of one window attend to in a run: those of the step's set, in the window up to the query.
 
-    group: the stored tokens, extended by the queries, which are in the last slots. positions: [m] the queries',
-        ascending. chosen: [s] bool, which stored tokens are in the step's set; None for all.
-    window: how many positions a query attends to, its own included; None for all before it.
+    group: the stored tokens; the queries are in its last slots. positions: [m] of the queries, ascending.
+    chosen: [s] bool, which stored tokens are in the step's set; None for all.
+    window: number of positions that a query attends to, its own included; None for all before it.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Reach:
 
     @property
     def is_everything(self) -> bool:
-        """Whether a single query attends to everything stored."""
+        """Whether the only query attends to all stored tokens."""
         return self._m == 1 and self._chosen is None and self.window is None
 
     @property
@@ -58,9 +57,9 @@ class Reach:
     def blocks(
         self, form: Callable[[Tensor], Tensor], cell: int, device: torch.device
     ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Blocks of queries: rows, keys in reach, and the mask of them on `device`; None for all these keys.
+        """Blocks of queries: rows, keys in reach, and their mask on `device`; None if they attend to all these keys.
 
-        form: makes the mask that the attention function takes of `seen`. cell: bytes that a (query, key) pair costs.
+        form: turns `seen` into the mask of the attention function. cell: bytes that a (query, key) pair costs.
         """
         farthest = self._s if self.window is None else min(self._s, 2 * self.window)
         most = max(1, BLOCK // (cell * farthest))
@@ -69,7 +68,7 @@ class Reach:
         for first in range(0, self._m, most):
             rows = slice(first, min(first + most, self._m))
             keys = self._in_reach(rows)
-            # in a whole text, blocks that lie alike have the same mask; layers that have one block share it in any case
+            # in a whole text, blocks at equal distance from their keys have equal masks
             alike = self._group.is_whole and self._chosen is None
             where = rows.start - keys.start if alike else rows.start
             key = (where, rows.stop - rows.start, keys.stop - keys.start, device)
@@ -85,7 +84,7 @@ class Reach:
         terms = []
         if self._chosen is not None:
             terms.append(self._chosen[None, keys])
-        if rows.start < self._m - 1:  # else it is the newest token alone
+        if rows.start < self._m - 1:  # the newest token alone attends to all before it
             terms.append(stored <= query)
         is_exact = self._m == 1 and self._group.is_whole and keys == self._in_reach(rows)
         if self.window is not None and not is_exact:
@@ -97,15 +96,15 @@ class Reach:
         return terms[0]
 
     def seen_last(self, rows: slice, keys: slice) -> Tensor | None:
-        """`seen` without the keys in front that all of the queries attend to."""
+        """`seen` without the leading keys that all queries attend to."""
         if self._chosen is None and self.window is None and self._group.is_ascending:
             keys = slice(max(keys.start, self._s - self._m + rows.start + 1), keys.stop)
         return self.seen(rows, keys)
 
     def _in_reach(self, rows: slice) -> slice:
-        """The slots that some of the queries attend to, as far as the host knows."""
+        """The slots that any of the queries may attend to, as far as the host knows."""
         before = self._s - self._m
         if self.window is None or not self._group.is_ascending:
             return slice(0, before + rows.stop)
-        # positions in ascending slots: a window of positions holds as many tokens at most
+        # slots ascend with positions, so a window of N positions holds at most N tokens
         return slice(max(0, before + rows.start + 1 - self.window), before + rows.stop)

@@ -1,8 +1,8 @@
-"""One generation, run over groups of layers: what every method shares.
+"""One generation, run over groups of layers: the part that all methods share.
 
 A boundary lies between two groups of layers. All layers of a group see the same tokens in every step, so methods act
-at boundaries only: they override `cross_in_prefill` and `cross_in_step`, which get the tokens that leave a group and
-return those that enter the next one.
+at boundaries only: `cross_in_prefill` and `cross_in_step` get the tokens that leave a group, and return those that
+enter the next one.
 
 Notation:
     n  prompt tokens         p  position of the step's newest token (n, n + 1, ... in decoding)
@@ -42,12 +42,12 @@ class Batch:
 
 
 class Session:
-    """The state of one generation: without a subclass, that of the baseline.
+    """The state of one generation; this class is the baseline's, methods subclass it.
 
     Call `prefill` once, then `step` with each generated token; a later turn begins with `turn`.
 
-    decoder: the open model. groups: all layers, in order. prompt_tokens: n. max_new_tokens: the most to be generated.
-    Raises ValueError for a length at which the model's RoPE would change (`check_lengths`).
+    decoder: the open model. groups: all layers, in order. prompt_tokens: n. max_new_tokens: the greatest number of
+    generated tokens. Raises ValueError for a length at which the model's RoPE would change (`check_lengths`).
     """
 
     def __init__(self, decoder: Decoder, groups: Sequence[Group], prompt_tokens: int, max_new_tokens: int) -> None:
@@ -57,10 +57,10 @@ class Session:
         self.prompt_tokens = prompt_tokens
         self.max_positions = prompt_tokens + max_new_tokens
         self.scoring_s = 0.0  # seconds spent on scoring the prompt before its prefill
-        self.uncounted_s = 0.0  # seconds spent before the prefill that are no part of TTFT (a diagnostic's)
-        self.scoring_tokens = 0  # tokens that any model ran for that, as in `Generation`
+        self.uncounted_s = 0.0  # seconds spent before the prefill that are not part of TTFT (of a diagnostic)
+        self.scoring_tokens = 0  # as in `Generation`
         self.length = 0  # tokens run so far, prompt and generated
-        self.chunk: int | None = None  # most new tokens that go through a group's layers at once
+        self.chunk: int | None = None  # greatest number of new tokens that run through a group's layers at once
         self.computed: list[list[int | Tensor]] = []  # per step and layer: distinct prompt tokens computed so far
         self.caches = [
             # every generated token is computed in every layer
@@ -80,17 +80,17 @@ class Session:
 
     @property
     def revived(self) -> list[int]:
-        """Per layer: tokens of earlier steps that it computed since the prompt, or the last turn's tokens, came."""
+        """Per layer: tokens of earlier steps that it computed in this turn."""
         return [0] * len(self.decoder.layers)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all K and V stored at present."""
+        """Bytes of all stored K and V."""
         return sum(cache.nbytes for cache in self.caches)
 
     @property
     def aux_bytes(self) -> int:
-        """Bytes of hidden states held for tokens that may be revived, at present."""
+        """Bytes of hidden states of tokens that may be revived."""
         return 0
 
     def prefill(self, token_ids: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class Session:
     def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
         """Run the last generated token and a turn's m new ones [1 + m]; return the logits [v] after them.
 
-        max_new_tokens: the most to be generated in this turn. `computed` and `selected` begin anew.
+        max_new_tokens: of this turn. `computed` and `selected` are reset.
         """
         self.computed, self._selected = [], []
         self.scoring_s = self.uncounted_s = 0.0
@@ -123,14 +123,14 @@ class Session:
         return self.step_on(token_ids)
 
     def _lengthen(self, length: int, max_positions: int) -> None:
-        """Make everything that has a place for each position long enough, for a text that is now of `length`."""
+        """Lengthen everything that is indexed by position. length: tokens of the text now."""
         self.max_positions = max_positions
         self._all_positions = torch.arange(max_positions, device=self.decoder.device)
         for cache in self.caches:
             cache.announce(length, max_positions)
 
     def fork(self) -> Session:
-        """The same state, to go on otherwise."""
+        """An independent copy of the state."""
         other = copy.copy(self)
         other.caches = [cache.fork() for cache in self.caches]
         other._num_computed = [*self._num_computed]
@@ -141,10 +141,7 @@ class Session:
         return self.step_on(torch.full((1,), token_id, device=self.decoder.device))
 
     def step_on(self, token_ids: Tensor) -> Tensor:
-        """`step` with a token [1] that is on the model's device, of which the host knows nothing.
-
-        In a `turn`, the prompt tokens [m] that follow it come with it.
-        """
+        """`step` with a token [1] on the model's device, unknown to the host; in a `turn`, also the tokens after it."""
         self._selected.append({})
         m = token_ids.shape[0]
         positions = self._newest = self._all_positions[self.length : self.length + m]
@@ -157,15 +154,15 @@ class Session:
         return self.decoder.logits(batch.hidden)
 
     def cross_in_prefill(self, index: int, batch: Batch) -> Batch:
-        """What enters the group after group `index`, of the prompt tokens that left it."""
+        """The prompt tokens that enter the next group, of those that left group `index`."""
         return batch
 
     def cross_in_step(self, index: int, batch: Batch) -> Batch:
-        """What group `index + 1` computes in this decoding step: the newest token, behind others or alone."""
+        """The tokens that group `index + 1` computes in this decoding step; the newest token is the last of them."""
         return batch
 
     def chosen(self, cache: GroupCache) -> Tensor | None:
-        """[s] bool: which stored tokens this step's attend to, each up to itself; None for all."""
+        """[s] bool: which stored tokens the step's tokens attend to, up to their own positions; None for all."""
         return None
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Batch:
@@ -178,7 +175,7 @@ class Session:
         look = group.look if self._in_prefill or group.look_in_steps else NOTHING
         is_new = self._in_prefill or batch.positions is self._newest
         parts = []
-        # revived tokens are run at once: in their layers, later tokens may be stored already
+        # revived tokens run in one piece: later tokens may already be stored in their layers
         for rows in self._chunks(len(batch), look) if is_new else [slice(0, len(batch))]:
             part = batch[rows] if rows.stop - rows.start < len(batch) else batch
             cache.extend(part.positions, self.length, is_new)
@@ -189,7 +186,7 @@ class Session:
         return Batch(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), batch.positions, batch.rope)
 
     def _chunks(self, m: int, look: Look) -> list[slice]:
-        """The rows that go through a group together. All that are looked at are in the last of them."""
+        """The rows of each chunk. All queries that `look` records are in the last chunk."""
         if self.chunk is None or m <= self.chunk:
             return [slice(0, m)]
         last = max(0, m - max(self.chunk, look.queries))

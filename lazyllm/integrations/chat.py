@@ -1,10 +1,10 @@
 """A quick look at LazyLLM: talk to a model, or ask it about a long file.
 
-Answers are streamed to standard output; after each, standard error says how long the first token took, which share of
-the prompt tokens of all turns has been computed (mean over layers), and how many earlier tokens this turn revived (in
-the layer with most of them). A model with a chat template keeps its session: a turn runs only what is new to it. If the
-template writes the text so far in other tokens than those that were run, a line says so and all of it is read again. A
-model without a template completes each line by itself. Ctrl-C stops an answer, Ctrl-D ends.
+Answers are streamed to standard output. After each answer, a line on standard error shows TTFT, the share of all turns'
+prompt tokens that was computed (mean over layers), and the earlier tokens that this turn revived (in the layer with the
+most). A model with a chat template keeps its session: a turn runs only the new tokens. If the template tokenises the
+text so far differently than before, a line says so and the whole text is read again. A model without a template
+completes each line separately. Ctrl-C stops an answer, Ctrl-D ends.
 
     lazyllm-bench chat --model FOLDER_OR_HUB_ID
     lazyllm-bench chat --model llama2 --prompt-file report.txt --schedule '{"9": 0.5, "19": 0.5}'
@@ -57,14 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for text in _lines():
         try:
             chat.answer(text)
-        except (ValueError, RuntimeError) as error:  # this prompt's, or this machine's memory: the next may be shorter
+        except (ValueError, RuntimeError) as error:  # a bad or too long prompt, or no memory: the next may be shorter
             print(f"error: {error}", file=sys.stderr)
         except KeyboardInterrupt:
             print("\n(given up)", file=sys.stderr)
 
 
 def _is_tiny(options: argparse.Namespace) -> bool:
-    """Whether the model is so small that threads, and casts from a narrow dtype, cost more than they bring."""
+    """Whether the model is the tiny one: threads and a narrow dtype make it slower."""
     return options.model == "tiny"
 
 
@@ -88,9 +88,9 @@ def _load(spec: ModelSpec, options: argparse.Namespace, context: str, sampling: 
 
 
 class Chat:
-    """A conversation with one model: `answer` prints what it says, and remembers it if there is a chat template.
+    """A conversation with one model: `answer` prints an answer, and remembers it if there is a chat template.
 
-    context: text in front of the first question, "" for none. options: of `model.generate`.
+    context: text before the first question, "" for none. options: of `model.generate`.
     """
 
     def __init__(
@@ -105,10 +105,9 @@ class Chat:
         self._session: Conversation | None = None
 
     def answer(self, text: str) -> Generation:
-        """Stream the answer to `text`, and say what it cost.
+        """Stream the answer to `text`, and print its cost.
 
-        Raises ValueError for an empty prompt and for one that is too long for the model. The conversation then stays as
-        it was.
+        Raises ValueError for a prompt that is empty or too long for the model; the conversation is then unchanged.
         """
         import torch
         from transformers import StoppingCriteriaList, TextStreamer
@@ -118,8 +117,8 @@ class Chat:
         with_context = f"{self.context}\n{text}" if self.context else text
         messages = [*self.messages, {"role": "user", "content": text if self.messages else with_context}]
         prompt = self._prompt(messages, with_context)
-        session, self._session = self._session_of(prompt[0].tolist()), None  # one that fails is not gone on with
-        streamer = TextStreamer(self.tokenizer, skip_special_tokens=True)  # transformers would drop it
+        session, self._session = self._session_of(prompt[0].tolist()), None  # kept only if the answer succeeds
+        streamer = TextStreamer(self.tokenizer, skip_special_tokens=True)  # transformers drops a `streamer` argument
         with _ctrl_c_stops() as stopped:
             out = self.model.generate(  # type: ignore[operator]
                 prompt,
@@ -136,7 +135,7 @@ class Chat:
         return generation
 
     def _session_of(self, ids: list[int]) -> Conversation:
-        """The session so far if what it has read is how the prompt begins, else a new one."""
+        """The session so far if the prompt begins with its tokens, else a new one."""
         from lazyllm.engine.generation import start
 
         if not self.messages or not getattr(self.tokenizer, "chat_template", None):
@@ -147,7 +146,7 @@ class Chat:
         return start(self.model, ids, self.method)
 
     def _prompt(self, messages: list[dict[str, str]], text: str) -> torch.Tensor:
-        """[1, n] token ids on the model's device, of the conversation if there is a chat template, else of the text."""
+        """[1, n] token ids on the model's device: of the conversation if there is a chat template, else of the text."""
         import torch
 
         if getattr(self.tokenizer, "chat_template", None):
@@ -161,14 +160,14 @@ class Chat:
             raise ValueError("the prompt is empty: write something, or give --prompt-file")
         if most is not None and n + new > most:
             raise ValueError(
-                f"{n} prompt tokens and {new} new ones are more than the model's {most}: shorten the text, begin a new "
-                "conversation, or set a smaller --max-new-tokens"
+                f"{n} prompt tokens and {new} new ones exceed the model's {most} positions: shorten the text, start a "
+                "new conversation, or set a smaller --max-new-tokens"
             )
         return torch.tensor([ids], dtype=torch.long, device=self.model.device)
 
 
 def summary(generation: Generation) -> str:
-    """One line: time to first token, share of all turns' prompt tokens computed (mean over layers), revived, speed."""
+    """One line: TTFT, share of all turns' prompt tokens computed (mean over layers), revived tokens, total time."""
     tokens = len(generation.token_ids)
     return (
         f"[TTFT {generation.ttft_s:.3f} s | {generation.pct_prompt_tokens_computed:.1f} % of "
@@ -178,9 +177,9 @@ def summary(generation: Generation) -> str:
 
 
 def method_of(schedule: str, name: str | None, num_layers: int) -> Method:
-    """LazyLLM with the schedule that `--schedule` names, or the method that `--method` names (also a package's).
+    """LazyLLM with the schedule of `--schedule`, or the method of `--method`, installed packages' included.
 
-    Raises ValueError or TypeError if the model cannot have such a schedule, UserError for an unknown method.
+    Raises ValueError or TypeError for a bad schedule or one beyond the model's depth, UserError for an unknown method.
     """
     from lazyllm.methods import Baseline, Lazy, make
     from lazyllm.methods.schedule import Schedule
@@ -201,25 +200,25 @@ def _json_of(text: str, wanted: str) -> dict[str, Any]:
 
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
-    """`model.generate`'s options for how tokens are chosen. Greedy without a temperature. Raises UserError."""
-    top_k = 0 if options.top_k is None else options.top_k  # 0 is transformers' word for all
+    """The sampling options of `model.generate`; greedy without a temperature. Raises UserError."""
+    top_k = 0 if options.top_k is None else options.top_k  # 0 means all tokens in transformers
     top_p = 1.0 if options.top_p is None else options.top_p
     if options.max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens is at least 1, got {options.max_new_tokens}")
+        raise UserError(f"--max-new-tokens {options.max_new_tokens}: give 1 or more")
     if options.temperature < 0:
-        raise UserError(f"--temperature is 0 (greedy) or more, got {options.temperature}")
+        raise UserError(f"--temperature {options.temperature}: give 0 (greedy) or more")
     if top_k < 0 or not 0 < top_p <= 1:
-        raise UserError(f"--top-k is 0 or more and --top-p lies in (0, 1], got {top_k} and {top_p}")
+        raise UserError(f"--top-k {top_k} --top-p {top_p}: give a top-k of 0 or more and a top-p in (0, 1]")
     if options.temperature > 0:
         return {"do_sample": True, "temperature": options.temperature, "top_p": top_p, "top_k": top_k}
     if options.top_p is not None or options.top_k is not None:
-        raise UserError("--top-p and --top-k choose among samples: set --temperature too")
+        raise UserError("--top-p and --top-k need sampling: set --temperature too")
     return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}  # not the checkpoint's own
 
 
 @contextmanager
 def _ctrl_c_stops() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C asks the answer to end after its next token, so that it is kept and counted; a second one gives it up."""
+    """The first Ctrl-C ends the answer after its next token, so that it is kept and counted; the second aborts it."""
     asked = False
 
     def handle(number: int, frame: Any) -> None:
@@ -236,7 +235,7 @@ def _ctrl_c_stops() -> Iterator[Callable[[], bool]]:
 
 
 def _lines() -> Iterator[str]:
-    """The questions, one line each, until the end of standard input; empty lines are left out."""
+    """The questions, one line each, until the end of standard input; empty lines are skipped."""
     mark = "> " if sys.stdin.isatty() else ""
     with suppress(ImportError):  # absent on some systems; it makes `input` edit lines and remember them
         import readline  # noqa: F401
@@ -257,9 +256,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="tiny", help="preset (tiny, llama2, ...), folder or hub id; default tiny")
     add("--tokenizer", help="folder or hub id of another tokenizer than the model's")
-    add("--dtype", help="default bfloat16; of tiny, float32")
+    add("--dtype", help="default bfloat16; float32 for tiny")
     add("--device", default="auto")
-    add("--threads", type=int, help="CPU threads; default torch's choice; of tiny, 1")
+    add("--threads", type=int, help="CPU threads; default torch's choice; 1 for tiny")
     add("--schedule", default="paper", help="paper (Figure 4's), none (no pruning), or JSON {layer: keep ratio}")
     add("--method", help="another method, instead of a schedule: NAME, or 'NAME {\"parameter\": value}'")
     add("--max-new-tokens", type=int, default=256)
@@ -267,8 +266,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-p", type=float, help="with --temperature")
     add("--top-k", type=int, help="with --temperature")
     add("--seed", type=int, help="of the sampling")
-    add("--prompt-file", type=Path, help="text in front of the (first) question, UTF-8")
-    add("--once", metavar="TEXT", help="answer this and end; - reads it from standard input")
+    add("--prompt-file", type=Path, help="text before the (first) question, UTF-8")
+    add("--once", metavar="TEXT", help="answer TEXT and end; - reads it from standard input")
     return parser
 
 

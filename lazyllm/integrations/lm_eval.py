@@ -3,11 +3,11 @@
     lazyllm-bench lm-eval --model lazyllm --model_args pretrained=tiny,method=lazy,schedule=2:0.7+5:0.7 --tasks ...
     lazyllm-bench lm-eval --model lazyllm --model_args '{"pretrained": "tiny", "schedule": {"2": 0.7}}' --tasks ...
 
-This is lm-eval's own command line, with one more model: lm-eval looks for no plug-ins, so its own `lm_eval` cannot find
-the name. Without --device, the accelerator is used if there is one. In Python, `import lazyllm.integrations.lm_eval` is
-enough for `simple_evaluate(model="lazyllm", ...)`.
+This is lm-eval's command line with one more model: lm-eval has no plug-ins, so its own `lm_eval` does not know it.
+Without --device, the accelerator is used if there is one. In Python, `import lazyllm.integrations.lm_eval` is enough
+for `simple_evaluate(model="lazyllm", ...)`.
 
-Everything but the model's work is that of lm-eval's `hf`: token ids, truncation, chat templates, stop strings, results.
+Token ids, truncation, chat templates, stop strings and results are those of lm-eval's `hf`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from lazyllm.models.load import as_device, check_loading, load_config, load_toke
 from lazyllm.models.spec import DTYPES, ModelSpec
 
 _HFLM: Any = huggingface.HFLM  # its decorator hides its type
-_Request = tuple[Any, list[int], list[int]]  # its key in lm-eval's cache, context, continuation
-# Arguments of lm-eval's `hf` that are handed on to it
+_Request = tuple[Any, list[int], list[int]]  # key in lm-eval's cache, context, continuation
+# Arguments of lm-eval's `hf` that it gets
 _OF_HF = frozenset(
     {"max_length", "softmax_dtype", "prefix_token_id", "think_end_token", "enable_thinking", "chat_template_args"}
 )
@@ -52,16 +52,15 @@ _OF_HF = frozenset(
 class PrunedLM(_HFLM):
     """A model whose contexts are prefilled by a method, for lm-eval.
 
-    pretrained: a preset, folder or hub id, as in `lazyllm.load_model`; so are revision, tokenizer, attn_implementation
-        and device. dtype: "auto" is the checkpoint's. method: its name. batch_size: any; requests are run one by one.
-        settings: the method's hyperparameters, a schedule as `2:0.7+5:0.7`, and arguments of lm-eval's `hf`.
+    pretrained, revision, tokenizer, attn_implementation, device: as in `lazyllm.load_model`. dtype: "auto" is the
+        checkpoint's. method: its name. batch_size: ignored, requests run one by one. settings: the method's
+        hyperparameters, a schedule as `2:0.7+5:0.7`, and arguments of lm-eval's `hf`.
 
-    loglikelihood: the context is the prompt that the method prunes; the continuation is fed token by token, whatever
-        the model would say, so each of its tokens is judged as decoding would see it. A prefill is shared by all
-        continuations of one token, and by one longer one.
-    loglikelihood_rolling: as lm-eval defines it, the whole text is continuation, after a prompt of one token. There is
-        nothing to prune, so methods that prune prompt tokens only give the baseline's perplexity, one token at a time.
-    generate_until: as in lm-eval's `hf`, sampled where the task says so; beams are refused (`lazyllm.generate_with`).
+    loglikelihood: the context is the prompt that the method prunes; the continuation's tokens are fed one by one, as
+        if the model had generated them. All continuations of one token, and one longer continuation, share a prefill.
+    loglikelihood_rolling: in lm-eval the whole text is the continuation, after a prompt of one token. Nothing is left
+        to prune, so methods that prune prompt tokens only give the baseline's perplexity, one token at a time.
+    generate_until: as in lm-eval's `hf`, sampled if the task asks for it; beams are refused (`lazyllm.generate_with`).
 
     Raises UserError, before the weights load if possible.
     """
@@ -102,7 +101,7 @@ class PrunedLM(_HFLM):
         )
         self.method.prepare(self.model)
 
-    # Hooks of lm-eval's `hf`: config, tokenizer and weights are loaded as everywhere in lazyllm
+    # Hooks of lm-eval's `hf`: config, tokenizer and weights are loaded by lazyllm
 
     def _get_config(self, pretrained: str, **_: Any) -> None:
         self._config = load_config(self._spec)
@@ -114,7 +113,7 @@ class PrunedLM(_HFLM):
         self._model = load_weights(replace(self._spec, device=str(self._device)))
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes beside its results."""
+        """Facts about the model that lm-eval writes into its results."""
         return {
             "model_num_parameters": self.model.num_parameters(),
             "model_dtype": self.model.dtype,
@@ -127,7 +126,7 @@ class PrunedLM(_HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[_Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """(log-probability, whether greedy decoding gives it) of each continuation, in the order of the requests."""
+        """(log-probability, whether greedy decoding gives it) of each request's continuation, in order."""
         by_context: dict[tuple[int, ...], list[int]] = {}
         cut = [self._cut(context, continuation) for _, context, continuation in requests]
         for number, context in enumerate(cut):
@@ -143,19 +142,21 @@ class PrunedLM(_HFLM):
         return [answers[number] for number in range(len(requests))]
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[int, ...]:
-        """What is left of a context before its continuation, whose last token is never fed to the model."""
+        """The context, truncated on the left to leave room for the continuation without its last token."""
         room = self.max_length + 1 - len(continuation)
         if room < 1 or not continuation:
-            raise ValueError(f"a continuation has 1 to {self.max_length} tokens (max_length), got {len(continuation)}")
+            raise ValueError(
+                f"a continuation has {len(continuation)} tokens, expected 1 to {self.max_length} (max_length)"
+            )
         return tuple(context[-room:])
 
     def _judge(
         self, decoder: Decoder, context: tuple[int, ...], continuations: list[list[int]]
     ) -> list[tuple[float, bool]]:
-        """Each continuation's answer. Raises FloatingPointError if logits are not numbers."""
+        """The result of each continuation. Raises FloatingPointError if logits are not finite."""
         prompt = _prompt_of(context)
         token_ids = prompt.token_ids.to(decoder.device)
-        session = None  # one that has not been stepped yet
+        session = None  # after its prefill, not stepped yet
         first: Tensor | None = None
         answers = []
         for continuation in continuations:
@@ -180,7 +181,7 @@ class PrunedLM(_HFLM):
         return total, bool((logits.argmax(dim=-1) == wanted).all())
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
-        """context [1, n] -> [1, n + generated], by lm-eval's own call of `model.generate`."""
+        """context [1, n] -> [1, n + generated tokens], by lm-eval's own call of `model.generate`."""
         return super()._model_generate(
             context, max_length, stop, custom_generate=generate_with(self.method), **settings
         )
@@ -191,7 +192,7 @@ def _prompt_of(token_ids: Sequence[int]) -> Prompt:
 
 
 def _dtype_of(config: Any) -> str:
-    """The checkpoint's dtype; float32 if it names none, as in lm-eval's `hf`."""
+    """The checkpoint's dtype; float32 if its config has none, as in lm-eval's `hf`."""
     name = str(getattr(config, "dtype", None)).removeprefix("torch.")
     return name if name in DTYPES else "float32"
 
@@ -204,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(__doc__)
     if "--model" in options and not options & {"--device", "--config"}:
         arguments += ["--device", str(as_device("auto"))]  # lm-eval's own default is cuda:0
-    sys.argv[1:] = arguments  # which is where lm-eval reads them
+    sys.argv[1:] = arguments  # lm-eval reads sys.argv
     cli_evaluate()
 
 

@@ -1,7 +1,7 @@
 """A method inside transformers' own `model.generate`, with its sampling, processors, criteria and streamers.
 
-transformers prepares a call as always (generation config, logits processors, stopping criteria) and hands it to the
-callable in `custom_generate`, which is ours. Rows of a batch run one after the other, each through its own session.
+transformers prepares a call (generation config, logits processors, stopping criteria) and hands it to our callable in
+`custom_generate`. Rows of a batch run one after the other, each in its own session.
 
 Notation:
     b  rows      n  width of the padded prompts      t  tokens so far, padding included      v  vocabulary
@@ -44,8 +44,8 @@ from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.generation import Choose, Generation, as_prompt, check_fits, continue_prompt
 from lazyllm.engine.method import Method
 
-# Every field of `GenerationConfig` is in one of three tables; a test goes through those of the installed release.
-# Options that transformers makes into logits processors and stopping criteria, or that are read here.
+# Every field of `GenerationConfig` is in one of three tables; a test checks the installed release.
+# Options that transformers turns into logits processors and stopping criteria, or that are read here.
 HONOURED = frozenset(
     {"bad_words_ids", "begin_suppress_tokens", "bos_token_id", "do_sample", "encoder_no_repeat_ngram_size"}
     | {"encoder_repetition_penalty", "eos_token_id", "epsilon_cutoff", "eta_cutoff"}
@@ -56,11 +56,11 @@ HONOURED = frozenset(
     | {"suppress_tokens", "temperature", "top_h", "top_k", "top_p", "typical_p", "watermarking_config"}
 )
 
-_ONE_SEQUENCE = "one token is chosen at a time for one sequence: leave it out, and sample (do_sample=True) for variety"
-_OWN_CACHE = "a pruned generation has a KV cache of its own, made for it: leave it out"
-_NOT_KEPT = "the layers see different tokens, and nothing of it is kept: call model(sequences, ...) afterwards"
+_ONE_SEQUENCE = "one sequence grows token by token: leave it out, and sample (do_sample=True) for variety"
+_OWN_CACHE = "a pruned generation makes its own KV cache: leave it out"
+_NOT_KEPT = "the layers see different tokens, so it is not recorded: call model(sequences, ...) afterwards"
 
-# Options that a pruned generation cannot honour: the values that ask for nothing, and what to do instead.
+# Options that a pruned generation cannot honour: {name: (values that have no effect, what to do instead)}.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "assistant_early_exit": ((None,), _ONE_SEQUENCE),
     "cache_config": ((None,), _OWN_CACHE),
@@ -94,12 +94,12 @@ INERT = frozenset(
     | {"speculation_type", "target_lookbehind", "transformers_version"}
 )
 
-# What `generate` itself puts beside the ids. It changes nothing here: only the last logits are ever computed.
+# Arguments that `generate` itself adds. They have no effect here: only the last logits are computed.
 _KNOWN_KWARGS = frozenset(
     {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "tokenizer"}
     | {"use_cache"}
 )
-# These count tokens from the padded prompt's first: transformers makes them once for the whole batch.
+# These count tokens from the first one of the padded prompt: transformers makes them once for the whole batch.
 _COUNTING = (
     ExponentialDecayLengthPenalty,
     ForcedEOSTokenLogitsProcessor,
@@ -115,55 +115,52 @@ _PARAMETERS = list(inspect.signature(vars(GenerationMixin)["generate"]).paramete
 class LazyGenerateOutput(GenerateDecoderOnlyOutput):
     """transformers' output with `return_dict_in_generate=True`, and one `lazyllm.Generation` a row.
 
-    sequences: [b, n + longest answer]. scores, logits: per step [b, v] float32, if asked for; once a row has ended
-        its scores name the padding token (0, and minus infinity for all others), and its logits are NaN.
-    past_key_values, attentions, hidden_states: None. transformers could not go on from a pruned cache.
-    generations: prompt, answer, times and selections of each row; token ids without padding.
+    sequences: [b, n + longest answer]. scores, logits: per step [b, v] float32, if asked for. After a row has ended,
+        its scores are 0 for the padding token and minus infinity for all others, and its logits are NaN.
+    past_key_values, attentions, hidden_states: None: transformers could not continue from a pruned cache.
+    generations: answer, times and selections of each row; token ids without padding.
     """
 
     generations: list[Generation] | None = None
 
 
 def generate_with(method: Method, *, seed: int | None = None) -> GenerateWith:
-    """What to hand to transformers as `custom_generate`, so that `model.generate` prunes with `method`.
+    """The value of `custom_generate` with which `model.generate` prunes by `method`.
 
         model.generate(**inputs, custom_generate=lazyllm.generate_with(method), max_new_tokens=64)
 
-    Everything else is as without it: sampling and its options, logits processors, stopping criteria,
-    `num_return_sequences`, `return_dict_in_generate` (see `LazyGenerateOutput`). If all tokens are kept, the tokens are
-    those of transformers. Refused by name: beams, assistants, a filled cache, `inputs_embeds`, attentions and hidden
-    states.
+    Sampling and its options, logits processors, stopping criteria, `num_return_sequences` and `return_dict_in_generate`
+    (`LazyGenerateOutput`) work as always. If all tokens are kept, the output is that of transformers. Refused: beams,
+    assistants, a filled cache, `inputs_embeds`, attentions and hidden states.
 
     transformers 5 drops `streamer`, `assistant_model`, `synced_gpus` and the `tokenizer` of `stop_strings` before it
-    calls a `custom_generate`, which can neither honour nor refuse them: a streamer gets the prompt and nothing more.
-    Use `lazyllm.using`, which sees them.
+    calls a `custom_generate`, so they are neither honoured nor refused here: a streamer gets the prompt only. Use
+    `lazyllm.using` for these.
 
-    Batches are padded on the left. Each row is pruned by its own length, runs alone, and comes out as the row alone:
-    its processors and criteria see [1, tokens] without the padding. Limits of length count from the end of the padded
-    prompt, as in transformers. Padding follows a row's answer. `max_time` is for the whole call. A processor or
-    criterion of one's own sees the rows one after the other; one that carries something from step to step has to begin
-    anew when the ids are those of another prompt.
+    Batches are padded on the left. A row gives what it gives alone: it is pruned by its own length, and its processors
+    and criteria see [1, tokens] without the padding. Limits of length count from the end of the padded prompt, as in
+    transformers. Padding follows a row's answer. `max_time` is for the whole call. Your own processors and criteria see
+    the rows one after the other; if they hold state, they must reset it when the ids are those of another prompt.
 
-    seed: None draws from torch's global generator, row after row: a batch gives what calls row by row give after one
-        `torch.manual_seed`, and one row what it gives in transformers. With a seed, row i draws from a generator of its
-        own, seeded with seed + i: it does not depend on the rows before it, and is what `seed=seed + i` gives for the
-        row alone; the global generator is neither read nor moved.
-    Raises TypeError or ValueError if it is given no method or no seed.
+    seed: None draws from torch's global generator, row after row: a batch gives what single rows give one after the
+        other after one `torch.manual_seed`. With a seed, row i draws from its own generator, seeded with seed + i,
+        independent of other rows; the global generator is not used.
+    Raises TypeError for anything but a method, ValueError for a bad seed.
     """
     return GenerateWith(method, seed)
 
 
 @contextmanager
 def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) -> Iterator[PreTrainedModel]:
-    """While it lasts, `model.generate` prunes with `method`, whoever calls it; afterwards the model is as it was.
+    """Within this context, every call of `model.generate` prunes by `method`; afterwards the model is as before.
 
         with lazyllm.using(model, method):
             model.generate(**inputs, max_new_tokens=64)
             pipeline("text-generation", model=model, tokenizer=tokenizer)("Once upon a time")
 
-    The same arguments and results as with `generate_with`, whose docstring holds here too. Also honoured: a `streamer`
-    (for one row), and `stop_strings` with `tokenizer`. Also refused: `assistant_model`, `synced_gpus`, any cache. The
-    innermost of several nested ones holds, and a call's own `custom_generate` before it.
+    Arguments and results are those of `generate_with`. In addition, a `streamer` (for one row) and `stop_strings` with
+    `tokenizer` are honoured; `assistant_model`, `synced_gpus` and any cache are refused. Nested contexts: the innermost
+    wins. A call's own `custom_generate` wins over all.
     """
     decode = GenerateWith(method, seed)
     original: Any = model.generate
@@ -177,7 +174,7 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
             call["custom_generate"] = _seen(decode, call)
         return original(**call)
 
-    setattr(model, "generate", generate)  # noqa: B010 - the instance's, in front of the class's
+    setattr(model, "generate", generate)  # noqa: B010 - on the instance, it hides the class's
     try:
         yield model
     finally:
@@ -188,9 +185,9 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
 
 
 def _seen(decode: GenerateWith, call: Mapping[str, Any]) -> Callable[..., Any]:
-    """`decode` with those arguments of `model.generate` that transformers drops. Raises ValueError."""
+    """`decode` with the arguments of `model.generate` that transformers drops. Raises ValueError."""
     if call.get("assistant_model") is not None:
-        raise ValueError(f"an assistant_model does not go together with a pruning method: {_ONE_SEQUENCE}")
+        raise ValueError(f"assistant_model is not supported with a pruning method: {_ONE_SEQUENCE}")
     if call.get("synced_gpus"):
         raise ValueError("synced_gpus: rows of different processes cannot wait for each other; set it to False")
     if call.get("past_key_values") is not None:
@@ -199,13 +196,13 @@ def _seen(decode: GenerateWith, call: Mapping[str, Any]) -> Callable[..., Any]:
     return functools.partial(decode, streamer=call.get("streamer"), mask_given=mask_given)
 
 
-_GIVEN_CACHE = "past_key_values were given: leave them out, and give the whole prompt, which is run anew"
+_GIVEN_CACHE = "past_key_values are not supported: leave them out, and give the whole prompt"
 
 
 def _stop_strings_as_criterion(model: Any, call: Mapping[str, Any]) -> dict[str, Any]:
-    """`generate`'s arguments with `stop_strings` made into the criterion that transformers would make of them.
+    """`generate`'s arguments with `stop_strings` replaced by transformers' criterion.
 
-    transformers 5 makes it from a tokenizer that it has dropped, if there is a `custom_generate`.
+    With a `custom_generate`, transformers 5 drops the tokenizer that it needs to make this criterion.
     """
     configs = (call.get("generation_config"), getattr(model, "generation_config", None))
     sources = [call.get("stop_strings"), *(getattr(config, "stop_strings", None) for config in configs)]
@@ -221,16 +218,16 @@ def _stop_strings_as_criterion(model: Any, call: Mapping[str, Any]) -> dict[str,
 
 @dataclass(frozen=True)
 class GenerateWith:
-    """`generate_with`'s callable. transformers calls it where it would call its own decoding loop."""
+    """The callable that `generate_with` returns. transformers calls it in place of its own decoding loop."""
 
     method: Method
     seed: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, Method):
-            raise TypeError(f"give a method with its parameters (lazyllm.methods.Lazy(...), ...), got {self.method!r}")
+            raise TypeError(f"expected a method such as lazyllm.methods.Lazy(...), got {self.method!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
-            raise ValueError(f"seed is a whole number of 0 or more, or None, got {self.seed!r}")
+            raise ValueError(f"seed={self.seed!r}: give a whole number of 0 or more, or None")
 
     def __call__(
         self,
@@ -243,7 +240,7 @@ class GenerateWith:
         mask_given: bool = True,
         **model_kwargs: Any,
     ) -> LazyGenerateOutput | Tensor:
-        """The whole decoding of input_ids [b, n]; `model_kwargs` are those that `generate` prepared for `forward`.
+        """Decode input_ids [b, n]. model_kwargs: those that `generate` prepared for `forward`.
 
         mask_given: whether the attention mask is the caller's; if not, transformers guessed it from the padding token.
         """
@@ -251,7 +248,7 @@ class GenerateWith:
         _check_call(model_kwargs)
         rows, width = input_ids.shape
         if streamer is not None and rows > 1:
-            raise ValueError(f"a streamer is for one row, got {rows}: rows run one after the other")
+            raise ValueError(f"a streamer takes one row, got {rows}: call generate for each row")
         padding = _left_padding(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
         pad_id = _padding_token(generation_config)
         if not mask_given and rows > 1 and pad_id is not None and (input_ids[:, -1] == pad_id).any():
@@ -259,10 +256,10 @@ class GenerateWith:
                 "rows end with the padding token and there is no attention_mask: pad on the left, "
                 "tokenizer.padding_side='left', and give the attention_mask"
             )
-        if pad_id is None and rows > 1 and not all(isinstance(one, MaxLengthCriteria) for one in stopping_criteria):
+        if pad_id is None and rows > 1 and not all(isinstance(rule, MaxLengthCriteria) for rule in stopping_criteria):
             raise ValueError("rows may end at different lengths, and there is no padding token: give pad_token_id")
-        lengths = [one.max_length for one in stopping_criteria if isinstance(one, MaxLengthCriteria)]
-        # one token is generated if the limit is reached already, as in transformers
+        lengths = [rule.max_length for rule in stopping_criteria if isinstance(rule, MaxLengthCriteria)]
+        # one token is generated if the limit is already reached, as in transformers
         max_new_tokens = max(1, min(lengths, default=generation_config.max_length) - width)
         ids_on_host = input_ids.cpu()
         prompts = [as_prompt(model, ids_on_host[row, left:]) for row, left in enumerate(padding)]
@@ -311,7 +308,7 @@ class GenerateWith:
 
 @dataclass
 class _Row:
-    """One row of the batch: chooses its tokens as transformers does, and keeps what transformers would return.
+    """One row of the batch: chooses its tokens as transformers does, and keeps scores and logits to return.
 
     ids: [1, t], padding included. left: tokens of padding before the prompt. scores, logits: per step [1, v], or None.
     """
@@ -327,7 +324,7 @@ class _Row:
     logits: tuple[Tensor, ...] | None = None
 
     def choose(self, last_logits: Tensor) -> tuple[int, bool]:
-        """A `Choose`. Tensors of processors and results are ordinary ones, as in transformers."""
+        """A `Choose`, outside inference mode, so that processors and results have ordinary tensors."""
         with torch.inference_mode(False), torch.no_grad(), _not_called(self.model):
             # [v] -> [1, v]; processors may write into it
             logits = last_logits[None].to(device=self.ids.device, dtype=torch.float32, copy=True)
@@ -350,11 +347,11 @@ class _Row:
             # one transfer for all three; float64 holds every token id
             token_id, value, last = torch.cat([chosen[0].double(), score[0].double(), ended.double()]).tolist()
         if not math.isfinite(value):
-            raise FloatingPointError("no token can be chosen: scores are not finite, or every token is forbidden")
+            raise FloatingPointError("no token can be chosen: its score is not finite, or every token is forbidden")
         return int(token_id), bool(last)
 
-    def _seen_by(self, one: Any) -> Tensor:
-        return self.ids if isinstance(one, _COUNTING) else self.ids[:, self.left :]
+    def _seen_by(self, rule: Any) -> Tensor:
+        return self.ids if isinstance(rule, _COUNTING) else self.ids[:, self.left :]
 
 
 def _put(streamer: Any, token_id: int) -> None:
@@ -364,12 +361,12 @@ def _put(streamer: Any, token_id: int) -> None:
 
 @contextmanager
 def _not_called(model: PreTrainedModel) -> Iterator[None]:
-    """Refuse calls of the model by a processor or criterion: its attention is that of the pruned generation."""
+    """Refuse calls of the model by a processor or criterion: the generation's attention is installed in it."""
 
     def refuse(*_: Any) -> None:
         raise RuntimeError(
-            f"{type(model).__name__} was called while it generates with a method, by a logits processor or stopping "
-            "criterion: give these a model of their own"
+            f"a logits processor or stopping criterion called {type(model).__name__} while it generates with a method: "
+            "give it another model"
         )
 
     hook = model.register_forward_pre_hook(refuse)
@@ -380,31 +377,31 @@ def _not_called(model: PreTrainedModel) -> Iterator[None]:
 
 
 def check_options(config: GenerationConfig) -> None:
-    """Refuse each generation option that a pruned generation would not honour. Raises ValueError."""
+    """Refuse generation options that a pruned generation cannot honour. Raises ValueError."""
     for name, (accepted, instead) in REFUSED.items():
         value = getattr(config, name, None)
         if value not in accepted:
-            raise ValueError(f"{name}={value!r} does not go together with a pruning method: {instead}")
+            raise ValueError(f"{name}={value!r} is not supported with a pruning method: {instead}")
     mode = config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
-        raise ValueError(f"generation mode {mode.value} does not go together with a pruning method: {_ONE_SEQUENCE}")
+        raise ValueError(f"generation mode {mode.value} is not supported with a pruning method: {_ONE_SEQUENCE}")
     for name, default in vars(GenerationConfig()).items():
         value = getattr(config, name, None)
         known = name.startswith("_") or name in HONOURED | REFUSED.keys() | INERT
         if not known and value not in (None, default):
-            raise ValueError(f"{name}={value!r}: an option of a newer transformers, unknown here: leave it out")
+            raise ValueError(f"{name}={value!r} is an option of a newer transformers, unknown here: leave it out")
 
 
 def _check_call(model_kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments of `model.generate` that are no options. Raises ValueError."""
+    """Refuse other arguments of `model.generate` that are not supported. Raises ValueError."""
     if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("inputs_embeds were given: methods work on tokens; give input_ids")
+        raise ValueError("inputs_embeds are not supported with a pruning method: give input_ids")
     cache = model_kwargs.get("past_key_values")  # transformers makes an empty one for every call
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(_GIVEN_CACHE)
     unknown = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_KWARGS)
     if unknown:
-        raise ValueError(f"{', '.join(unknown)}: nothing like it is handed on to the model's layers; leave it out")
+        raise ValueError(f"{', '.join(unknown)}: not passed to the model's layers; leave it out")
 
 
 def _left_padding(input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> list[int]:
@@ -416,7 +413,7 @@ def _left_padding(input_ids: Tensor, mask: Tensor | None, position_ids: Tensor |
     padding = (width - seen.sum(dim=1)).tolist()
     for row, left in enumerate(padding):
         if left == width:
-            raise ValueError(f"row {row} has no token at all: attention_mask is 0 everywhere")
+            raise ValueError(f"row {row} has no token: its attention_mask is 0 everywhere")
         if not seen[row, left:].all():
             where = "on the right" if seen[row, : width - left].all() else "between its tokens"
             raise ValueError(
@@ -427,12 +424,12 @@ def _left_padding(input_ids: Tensor, mask: Tensor | None, position_ids: Tensor |
         positions = position_ids.cpu().expand(rows, -1) if position_ids.shape[0] == 1 else position_ids.cpu()
         counted = seen.long().cumsum(dim=1) - 1
         if positions.shape != (rows, width) or not torch.equal(positions[seen].long(), counted[seen]):
-            raise ValueError("position_ids other than 0, 1, 2, ... from a row's first token were given: leave them out")
+            raise ValueError("position_ids must count 0, 1, 2, ... from a row's first token: leave them out")
     return padding
 
 
 def _padding_token(config: GenerationConfig) -> int | None:
-    """The padding token as transformers takes it: the first end token if there is none of its own."""
+    """The padding token; the first end token if none is set, as in transformers."""
     for token in (config.pad_token_id, config.eos_token_id):
         if token is not None:
             return int(torch.as_tensor(token).flatten()[0])
@@ -440,7 +437,7 @@ def _padding_token(config: GenerationConfig) -> int | None:
 
 
 def _of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
-    """The processor as it would be if its row were alone, for those of transformers that are made for a whole batch."""
+    """The processor for one row, made of a processor that transformers made for the whole batch."""
     if input_ids.shape[0] == 1 and left == 0:
         return processor
     prompt = input_ids[row : row + 1, left:]
@@ -459,14 +456,14 @@ def _of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
             allowed = processor._prefix_allowed_tokens_fn
             processor = PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
         case SynthIDTextWatermarkLogitsProcessor():
-            processor = copy.deepcopy(processor)  # it counts its calls and remembers its row's contexts
+            processor = copy.deepcopy(processor)  # it holds state: its calls and its row's contexts
         case _:
             pass
     return processor
 
 
 def _sequences(input_ids: Tensor, generations: Sequence[Generation], pad_id: int | None) -> Tensor:
-    """[b, n + longest]: prompts, answers, and padding behind the shorter ones."""
+    """[b, n + longest]: prompts, answers, and padding after the shorter ones."""
     answers = [generation.token_ids for generation in generations]
     longest = max(map(len, answers))
     # without a padding token all are equally long
@@ -477,7 +474,7 @@ def _sequences(input_ids: Tensor, generations: Sequence[Generation], pad_id: int
 def _by_step(
     rows: Sequence[tuple[Tensor, ...] | None], steps: int, pad_id: int | None, filling: float
 ) -> tuple[Tensor, ...] | None:
-    """Per row and step [1, v] -> per step [b, v]; a row that has ended is `filling`, and 0 at `pad_id`."""
+    """Per row and step [1, v] -> per step [b, v]; rows that have ended are `filling`, but 0 at `pad_id`."""
     kept = [row for row in rows if row is not None]
     if not kept:
         return None

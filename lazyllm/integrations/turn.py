@@ -14,9 +14,9 @@ from lazyllm.integrations.transformers_generate import GenerateWith
 
 @dataclass(frozen=True, kw_only=True)
 class TurnOf(GenerateWith):
-    """What to hand to transformers as `custom_generate` for one row: the session runs only what is new to it.
+    """A `custom_generate` for one row that continues a session: only tokens after the session's text run.
 
-    session: what it has read is how the row begins. Before its first answer it is the row.
+    session: the row begins with its text; before its first answer, the row is its prompt.
     """
 
     session: Conversation

@@ -52,7 +52,7 @@ def known() -> list[str]:
 def by_name(name: str) -> type[Method]:
     """The method's class, of lazyllm or of an installed package.
 
-    Raises UserError: no such method (the message lists those there are), two of that name, or a broken package.
+    Raises UserError for an unknown name, a name that is taken twice, or a broken package.
     """
     plugin = plugins.only(name, plugins.installed().get(name, ()), METHODS)
     if plugin is not None:
@@ -63,13 +63,13 @@ def by_name(name: str) -> type[Method]:
 
 
 def code_of(name: str) -> str | None:
-    """A short text that changes with the code of an installed package's method; None for lazyllm's own."""
+    """A text that changes with the code of an installed package's method; None for lazyllm's own methods."""
     plugin = plugins.only(name, plugins.installed().get(name, ()), METHODS)
     return None if plugin is None else plugin.code()
 
 
 def settings_of(kind: type[Method]) -> dict[str, Any]:
-    """{hyperparameter: its default}, `dataclasses.MISSING` if it has none. Those of the bases come last."""
+    """{hyperparameter: default, or `dataclasses.MISSING`}; keyword-only ones of the bases come last."""
     settings = {}
     for field in sorted(fields(kind), key=lambda field: field.kw_only):  # type: ignore[arg-type]  # it is a dataclass
         if field.init:
@@ -80,7 +80,7 @@ def settings_of(kind: type[Method]) -> dict[str, Any]:
 def make(name: str, settings: Mapping[str, Any] | None = None) -> Method:
     """A method from its name and hyperparameters: `make("lazy", {"schedule": {9: 0.7}})`.
 
-    Raises UserError, as `by_name` does, and for a setting that is unknown, missing or refused by the method.
+    Raises UserError as `by_name`, and for a setting that is unknown, missing or refused by the method.
     """
     settings, kind = dict(settings or {}), by_name(name)
     has = settings_of(kind)

@@ -1,4 +1,4 @@
-"""The verb `methods`: every method with what it does and its hyperparameters, packages' included. Without torch."""
+"""The verb `methods`: all methods, installed packages' included, with their hyperparameters. Without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lazyllm.methods import by_name, code_of, known, settings_of
 
 
 def lines() -> Iterator[str]:
-    """Two lines a method: its name and what it does, then `hyperparameter=default`; `=?` if it has none."""
+    """Two lines a method: its name and summary, then `hyperparameter=default`, `=?` if there is no default."""
     for name in known():
         try:
             kind, package = by_name(name), code_of(name)
@@ -26,7 +26,7 @@ def lines() -> Iterator[str]:
 
 
 def _shown(default: Any) -> str:
-    """A default as the command line takes it."""
+    """A default in the command line's syntax."""
     if default is MISSING:
         return "?"
     return json.dumps(default) if default is None or isinstance(default, bool) else str(default)

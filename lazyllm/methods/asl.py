@@ -1,4 +1,4 @@
-"""ASL: the prompt itself decides after which layer it is cut (Taniguchi et al. 2026, arXiv 2601.07667)."""
+"""ASL: cut the prompt once, after a layer chosen for this prompt (Taniguchi et al. 2026, arXiv 2601.07667)."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class ASL(Layerwise):
     """Cut the prompt after the first layer at which the ranks of its best tokens have settled.
 
     first: 1-based layer from which tokens are ranked; None for 11/32 of the depth (the authors' index 10 of 32 layers).
-    threshold: cut if the variance of ranks falls below this share of the first variance, or is 0.
-    keep: tokens that go on beside the window, as a number (int) or share of the prompt, rounded up (float).
-    window: the last tokens, whose attention ranks the others and which always stay.
-    layers: how many layers a variance is taken over; None for a quarter of the depth (the authors' 8 of 32), at
+    threshold: cut if the variance of ranks is below this share of the first variance, or 0.
+    keep: tokens kept beside the window, as a number (int) or share of the prompt, rounded up (float).
+    window: number of last tokens; their attention ranks the others, and they always stay.
+    layers: number of layers that a variance is taken over; None for a quarter of the depth (the authors' 8 of 32), at
         least 2.
     pool: odd width of the average pooling of scores.
-    retain: tokens that each key head of each layer stores (SnapKV), the window among them, as `keep` is given; None for
-        as many as `keep`. 1 turns SnapKV off.
+    retain: tokens that each key head of each layer stores (SnapKV), the window among them, as a number or share; None
+        for the value of `keep`. 1 turns SnapKV off.
 
-    Variance: over the last `layers` layers, of the ranks of each token that is among the `keep` best in one of them;
-    mean over these tokens. Scores are FastKV's, summed over heads. Positions are the prompt's. Nothing is cut if the
-    prompt has no more than `keep` tokens and the window.
+    Variance: of a token's ranks in the last `layers` layers; mean over the tokens that are among the `keep` best in one
+    of these layers. Scores are FastKV's, summed over heads. Tokens keep their positions. Nothing is cut if the prompt
+    has at most `keep` tokens and the window.
 
-    What enters each layer depends on the prompt. `groups` and `ideal_speedup` take the earliest cut that there can be;
-    `Generation.computed` and `ideal_speedup(..., computed=...)` say what was. Each layer that may be the one waits once
-    for the device.
+    The number of tokens in each layer depends on the prompt. `groups` and `ideal_speedup` assume the earliest possible
+    cut; `Generation.computed` and `ideal_speedup(..., computed=...)` give the actual one. Each layer after which the
+    cut can be waits once for the device.
 
     Source: the paper and a description of the code (TANIGUCHIREI/ASL, commit 9e1ec0c, which has no licence).
     Ours: all of the code; a variance of 0 cuts; ties go to the lower position.
@@ -59,7 +59,7 @@ class ASL(Layerwise):
             if getattr(self, what) is not None:
                 check_whole(what, getattr(self, what), 1)
         if isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float) or self.threshold <= 0:
-            raise ValueError(f"threshold is a number above 0, got {self.threshold!r}")
+            raise ValueError(f"threshold={self.threshold!r}: give a number above 0")
         check_count_or_ratio("keep", self.keep)
         check_whole("window", self.window, 1)
         check_pool(self.pool)
@@ -67,7 +67,7 @@ class ASL(Layerwise):
             check_count_or_ratio("retain", self.retain)
 
     def _ranked(self, num_layers: int) -> tuple[int, int]:
-        """The first layer that is ranked, and the first after which a cut can be."""
+        """The first layer that is ranked, and the first layer after which the cut can be."""
         first = at_depth(self.first, num_layers, Fraction(11, 32))
         return first, first + (self.layers or max(2, num_layers // 4)) - 1
 
@@ -75,7 +75,7 @@ class ASL(Layerwise):
         return min(n, count_of(self.keep, n) + self.window)
 
     def _stored(self, n: int) -> int:
-        """How many of n tokens each key head stores at most."""
+        """The greatest number of n tokens that each key head stores."""
         if self.retain == 1:
             return n
         return max(count_of(self.keep if self.retain is None else self.retain, n), self.window)
@@ -110,7 +110,7 @@ class ASL(Layerwise):
             if not tries:
                 return None, held
             scores = sum_over_first(by_head)
-            ranks.append(rank(scores).argsort())  # where each token is in the order
+            ranks.append(rank(scores).argsort())  # each token's rank
             if len(ranks) < back:
                 return None, held
             variance = rank_variance(ranks[-back:], kept - self.window)
@@ -122,9 +122,9 @@ class ASL(Layerwise):
 
 
 def rank_variance(ranks: list[Tensor], count: int) -> Tensor:
-    """Mean variance of the ranks of those tokens that are among the `count` best of at least one ranking.
+    """Variance of a token's ranks, mean over the tokens that are among the `count` best of at least one ranking.
 
-    ranks: each token's rank, from 0, in each ranking, [o].
+    ranks: for each ranking, the ranks of all tokens [o], from 0.
     """
     import torch
 

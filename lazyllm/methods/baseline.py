@@ -11,7 +11,7 @@ from lazyllm.engine.method import Method
 
 @dataclass(frozen=True)
 class Baseline(Method):
-    """No pruning. It runs through the same loop and cache as the methods, so that a speedup is the method's own."""
+    """No pruning. It runs in the same loop and cache as the methods, so a speedup is the method's own."""
 
     label: ClassVar[str] = "baseline"
     order: ClassVar[int] = 0

@@ -1,6 +1,6 @@
-"""Two bases that carry most methods: score tokens between layers and keep the best, or choose before the prefill.
+"""Bases of most methods: score tokens between layers and keep the best, or choose them before the prefill.
 
-Nothing here imports torch; `lazyllm.methods.sessions` holds what runs.
+Nothing here imports torch; `lazyllm.methods.sessions` holds their sessions.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class _Turns:
-    """The field `turns`: a bad value is refused whatever `__post_init__` a method has."""
+    """The field `turns`: refuses bad values even if a method overrides `__post_init__`."""
 
     def __get__(self, method: Any, kind: type[Any] | None = None) -> str:
-        return "continue" if method is None else vars(method)["turns"]  # dataclasses ask the class for the default
+        return "continue" if method is None else vars(method)["turns"]  # dataclasses read the default from the class
 
     def __set__(self, method: Any, value: str) -> None:
         if value not in ("continue", "again"):
-            raise ValueError(f"turns is 'continue' or 'again', got {value!r}")
+            raise ValueError(f"turns={value!r}: give 'continue' or 'again'")
         vars(method)["turns"] = value
 
 
@@ -39,8 +39,8 @@ class _Turns:
 class Dropping(Method):
     """Base of methods that drop prompt tokens for good.
 
-    turns: what later turns of a session do: "continue" behind what the method has kept, of which nothing more is
-        dropped, or run the whole text "again", chosen for the new question.
+    turns: later turns of a session "continue" from the tokens that were kept, and drop nothing more; or they run the
+        whole text "again", with tokens chosen for the new question.
     """
 
     _: KW_ONLY
@@ -51,9 +51,9 @@ class Dropping(Method):
 class Prune(Dropping):
     """Base of methods that score the prompt's tokens between two layers of the prefill and keep the best.
 
-    A subclass declares how many tokens are `kept` after which layer. It may say what to `look` at (default: the newest
-    token's attention in the layer before, Eq. 1) and how to `score` tokens by it. A whole method, which keeps the last
-    tokens and looks at no attention at all:
+    A subclass declares how many tokens are `kept` after which layer. It may override `look`, the attention that it
+    needs (default: the newest token's attention in the layer before, Eq. 1), and `score`. A complete method, which
+    keeps the last tokens and needs no attention:
 
     >>> from dataclasses import dataclass
     >>> import lazyllm
@@ -83,33 +83,33 @@ class Prune(Dropping):
     Traceback (most recent call last):
     ValueError: keep last prunes after layer 9, but the model has only 8 layers
 
-    forget: pruned tokens leave the KV cache of the earlier layers too, so that decoding sees them nowhere. If False,
-    each layer keeps the tokens that it computed.
+    forget: pruned tokens also leave the KV caches of earlier layers, so decoding never sees them. If False, each layer
+        keeps all tokens that it computed.
     """
 
     forget: ClassVar[bool] = True
 
     @abstractmethod
     def kept(self, num_layers: int, n: int) -> Mapping[int, int]:
-        """{layer, from 1: how many of n prompt tokens go on after it}, the newest token among them."""
+        """{layer, from 1: number of n prompt tokens that go on after it}, the newest token among them."""
 
     def look(self, layers: range) -> Look:
-        """What to see of a group's layers, at whose end tokens are pruned."""
+        """The attention scores to record in a group's layers; its tokens are pruned at its end."""
         return Look(layers[-1:])
 
     def score(self, seen: list[Tensor], batch: Batch) -> Tensor:
-        """[m] how much each token of the batch is worth. seen: what `look` asked for, layer by layer.
+        """[m] a score for each token of the batch; the highest are kept. seen: the scores of `look`, for each layer.
 
-        The default takes the mean over layers. Must not wait for the device.
+        By default the mean over layers. Must not wait for the device.
         """
         import torch
 
         return seen[0] if len(seen) == 1 else torch.stack(seen).mean(dim=0)
 
     def choose(self, scores: Tensor, keep: int) -> Tensor:
-        """Ascending indices of the tokens that go on: the `keep` best, the newest among them, ties to the lower.
+        """Ascending indices of the tokens that go on: the `keep` best, the newest among them; ties to the lower index.
 
-        A method whose number depends on the prompt may return fewer or more.
+        A method whose number of tokens depends on the prompt may return fewer or more.
         """
         from lazyllm.methods.sessions import split_prompt
 
@@ -137,9 +137,9 @@ class Prune(Dropping):
 class Select(Dropping):
     """Base of methods that choose prompt tokens first and then run the model on these alone.
 
-    A subclass declares how many tokens are `kept` and selects them. Whatever it runs for that, through `decoder` or
-    through a model that `lazyllm.methods.beside` opened, is timed and counted as scoring. A whole method, which asks
-    the first layers for the tokens that the newest one attends to:
+    A subclass declares how many tokens are `kept`, and selects them. All that `select` runs, through `decoder` or a
+    model opened by `lazyllm.methods.beside`, is timed and counted as scoring. A complete method, which keeps the tokens
+    that the newest one attends to in the first layers:
 
     >>> from dataclasses import dataclass
     >>> import lazyllm
@@ -168,8 +168,7 @@ class Select(Dropping):
     >>> round(AskFirst(4, 0.25).ideal_speedup(model.config, 1000), 2)
     1.51
 
-    renumber: the model sees the tokens as a prompt of their own, at positions 0, 1, ...; if False, at the positions
-    that they have in the whole prompt.
+    renumber: the selected tokens are at positions 0, 1, ...; if False, they keep their positions in the whole prompt.
     """
 
     renumber: ClassVar[bool] = False
@@ -182,20 +181,20 @@ class Select(Dropping):
 
     @abstractmethod
     def kept(self, n: int) -> int:
-        """How many of n prompt tokens are run; if it depends on the prompt, the number to be expected."""
+        """The number of n prompt tokens that are run; the expected number if it depends on the prompt."""
 
     @abstractmethod
     def select(self, decoder: Decoder, prompt: Prompt) -> Tensor | np.ndarray | Sequence[int]:
         """[k] ascending positions of the prompt tokens to run, k >= 1. The device is idle when this is called."""
 
     def best(self, scores: Tensor, keep: int) -> Tensor:
-        """Ascending indices of the `keep` best of scores [n], the newest token among them, ties to the lower."""
+        """Ascending indices of the `keep` best of scores [n], the newest token among them; ties to the lower index."""
         from lazyllm.methods.sessions import split_prompt
 
         return split_prompt(scores, keep)[0]
 
     def selected_at(self, num_layers: int) -> int:
-        """The layer whose attention selects, from 1: the key of the tokens in `selected`. 0 if there is none."""
+        """The layer whose attention selects, from 1, or 0 if there is none: the key in `Generation.selected`."""
         return 0
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
@@ -207,23 +206,22 @@ class Select(Dropping):
         return SelectSession(self, decoder, prompt, max_new_tokens)
 
 
-# (layer at whose end the prefill is, from 1; what `Group.look` saw, layer by layer; m tokens there) ->
-# which of them go on (None: all, and nothing was to be selected here), and which each key head keeps, [g, k] (None:
-# all)
+# (layer that the prefill has just run, from 1; its scores of `Group.look`; its number of tokens) ->
+# (indices of the tokens that go on, None: all, without a selection; [g, k] those that each key head keeps, None: all)
 Cut = Callable[[int, "list[Tensor]", int], "tuple[Tensor | slice | None, Tensor | None]"]
 
 
 @dataclass(frozen=True)
 class Layerwise(Dropping):
-    """Base of methods that cut the prompt between layers at its own positions, and whose heads may store parts of it.
+    """Base of methods that drop tokens between layers, and whose key heads may each store some tokens only.
 
-    A subclass declares its `groups` with what to look at, and a `cutter`. Layers store what entered them, or what
-    the cutter leaves them for each key head. Decoding attends to what is stored and selects nothing.
+    A subclass declares its `groups` and a `cutter`. Layers store the tokens that entered them, or those that the cutter
+    keeps for each key head. Decoding attends to all stored tokens and selects nothing.
     """
 
     @abstractmethod
     def cutter(self, num_layers: int, kv_heads: int, n: int) -> Cut:
-        """What is asked after each group of a prefill of n tokens. One for each prompt: it may remember layers."""
+        """The function called after each group of a prefill of n tokens: a new one a prompt, so it may hold state."""
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         from lazyllm.methods.sessions import LayerwiseSession
@@ -232,7 +230,7 @@ class Layerwise(Dropping):
 
 
 def at_depth(layer: int | None, num_layers: int, share: Fraction) -> int:
-    """The layer that is asked for, by default that share of the depth. Raises ValueError if it is beyond the model."""
+    """`layer`, or by default that share of the depth. Raises ValueError if it is beyond the model."""
     if layer is None:
         return max(1, int(share * num_layers))
     if layer > num_layers:

@@ -30,9 +30,9 @@ class Beside:
 
 
 def load_beside(spec: ModelSpec, model: PreTrainedModel) -> Beside:
-    """The model of that spec, but in the dtype and on the device of `model`. Kept for the prompts that follow.
+    """The model of a spec, in the dtype and on the device of `model`. Cached for later prompts.
 
-    Methods have no state, so this is where `Method.prepare` leaves what `Method.start` needs. Raises UserError.
+    Methods have no state, so `Method.prepare` loads models into this cache for `Method.start`. Raises UserError.
     """
     home = home_of(model)
     other = _load(replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home)))
@@ -43,14 +43,14 @@ def load_beside(spec: ModelSpec, model: PreTrainedModel) -> Beside:
 
 
 def park() -> None:
-    """Move all of these models to the host: the memory of what is measured next holds none of them."""
+    """Move all of these models to the host, so that they take no memory in the next measurement."""
     for model in _LOADED:
         model.to("cpu")
 
 
 @contextmanager
 def open_beside(spec: ModelSpec, decoder: Decoder) -> Iterator[Decoder]:
-    """A decoder of the model of that spec. What it runs counts in `decoder.tokens_run` too."""
+    """A decoder of the model of a spec. Its tokens count in `decoder.tokens_run` too."""
     other = load_beside(spec, decoder.model)
     with open_decoder(other.model, other.layout, counted_by=decoder) as opened:
         yield opened
@@ -58,14 +58,14 @@ def open_beside(spec: ModelSpec, decoder: Decoder) -> Iterator[Decoder]:
 
 @dataclass(frozen=True)
 class Reading:
-    """A text in another model's tokens. spans: [n] the half-open range of the text that each stands for."""
+    """A text in another model's tokens. spans: per token the half-open range of the text that it stands for."""
 
     token_ids: list[int]
     spans: list[tuple[int, int]]
 
 
 def read_beside(spec: ModelSpec, text: str, special_tokens: bool = True) -> Reading:
-    """The text as the model of that spec reads it. Raises UserError: no tokenizer, or one that gives no spans."""
+    """The text tokenised for the model of a spec. Raises UserError if it has no tokenizer, or one without spans."""
     own = tokenizer_beside(spec)(
         text, add_special_tokens=special_tokens, return_offsets_mapping=True, truncation=False, verbose=False
     )
@@ -74,12 +74,11 @@ def read_beside(spec: ModelSpec, text: str, special_tokens: bool = True) -> Read
 
 @lru_cache(maxsize=2)
 def tokenizer_beside(spec: ModelSpec) -> Any:
-    """The tokenizer of the model of that spec. Raises UserError: there is none, or it gives no spans."""
+    """The tokenizer of the model of a spec. Raises UserError if there is none, or one without spans."""
     tokenizer = load_tokenizer_of(spec)
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
-            f"the tokenizer of {spec.name!r} does not say which characters its tokens stand for: give a model whose "
-            "tokenizer is a fast one"
+            f"the tokenizer of {spec.name!r} gives no character offsets: give a model with a fast tokenizer"
         )
     return tokenizer
 

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CLAA(HalfwayCut):
-    """Cut the prompt once, by the highest of the z-scores that the last `layers` layers' key heads give a token.
+    """Cut the prompt once, by a token's highest z-score over the key heads of several layers.
 
     layer, keep, window, pool: as in `lazyllm.methods.fastkv.HalfwayCut`; scores are pooled by their maximum. `keep` is
-        also what each key head stores in the layers behind the first `layers` and up to `layer` (SnapKV).
-    layers: how many layers, `layer` the last, are asked together. The first `layers` layers of the model store all.
+        also the share that each key head stores (SnapKV), in the layers up to `layer` but the first `layers` ones.
+    layers: number of layers, up to `layer`, that score together. The first `layers` layers of the model store all.
     retain: 1 turns SnapKV off; None is the method.
 
-    Scores are FastKV's for each key head, z-normalised over the tokens outside the window. Positions are the prompt's.
+    Scores are FastKV's for each key head, z-normalised over the tokens outside the window. Tokens keep their positions.
 
     Source: the paper and a description of the code (BradMcDanel/kv-exps, commit 90e13b1, which has no licence).
     Ours: all of the code; ties go to the lower position; no prompt is too short.
@@ -42,7 +42,7 @@ class CLAA(HalfwayCut):
         super().__post_init__()
         check_whole("layers", self.layers, 1)
         if self.retain is not None and self.retain != 1:
-            raise ValueError(f"retain is null (each key head stores the share `keep`) or 1 (all), got {self.retain!r}")
+            raise ValueError(f"retain={self.retain!r}: give null (each key head stores the share `keep`) or 1 (all)")
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
         cut, late = self.cut_after(num_layers), self.kept(n)
@@ -58,7 +58,7 @@ class CLAA(HalfwayCut):
         from lazyllm.methods.sessions import best_and_window, window_scores
 
         at, late = self.cut_after(num_layers), self.kept(n)
-        rows: list[Tensor] = []  # of the layers that are asked together, [g, o] each
+        rows: list[Tensor] = []  # [g, o] scores of each layer that scores for the cut
 
         def cut(layer: int, seen: list[Tensor], m: int) -> tuple[Tensor | slice | None, Tensor | None]:
             held, kept = None, slice(None) if layer == at else None

@@ -19,11 +19,11 @@ POOLINGS = ("max", "average")
 
 @dataclass(frozen=True)
 class HalfwayCut(Layerwise):
-    """What FastKV and CLAA share: one cut after a whole layer, by the attention of the last tokens.
+    """The common part of FastKV and CLAA: one cut after a layer, by the attention of the last tokens.
 
     layer: 1-based layer after which the cut is; None for half of the depth (the authors' 16 of 32, 20 of 40).
-    keep: share of the n prompt tokens that go on, rounded down, the window among them and never less than it.
-    window: the last tokens, whose attention scores the others and which always stay.
+    keep: share of the n prompt tokens that go on, rounded down; it includes the window, and is at least the window.
+    window: number of last tokens; their attention scores the others, and they always stay.
     pool: odd width of the pooling of scores along the prompt.
     """
 
@@ -44,7 +44,7 @@ class HalfwayCut(Layerwise):
         return at_depth(self.layer, num_layers, Fraction(1, 2))
 
     def kept(self, n: int) -> int:
-        """How many of n tokens go on after the cut."""
+        """The number of n tokens that go on after the cut."""
         return min(n, max(share_of(self.keep, n), self.window))
 
     def look(self, layer: int, wanted: bool) -> Look:
@@ -53,15 +53,15 @@ class HalfwayCut(Layerwise):
 
 @dataclass(frozen=True)
 class FastKV(HalfwayCut):
-    """Cut the prompt once, after a whole layer, by the attention of the last tokens; each key head stores its own best.
+    """Cut the prompt once, after a layer, by the attention of the last tokens; each key head stores its own best.
 
     layer, keep, window, pool: as in `HalfwayCut`.
     retain: share of n that each key head stores in each layer up to `layer` (SnapKV), rounded as `keep`; in later
         layers retain/keep of the tokens that entered them. 1 turns SnapKV off: layers store all that entered them.
     pooling: of scores along the prompt, "max" or "average".
 
-    Scores: probabilities summed over the window's queries, pooled for each query head, summed over heads. Positions are
-    the prompt's. So the key heads of a layer store different tokens, of which decoding sees these alone.
+    Scores: probabilities summed over the window's queries, pooled for each query head, summed over heads. Tokens keep
+    their positions. The key heads of a layer store different tokens; decoding sees only these.
 
     Source: the authors' code (dongwonjo/FastKV, commit b978769, MIT), described and written anew.
     Ours: shares only, no constant budgets; ties go to the lower position; no prompt is too short.
@@ -82,10 +82,10 @@ class FastKV(HalfwayCut):
         super().__post_init__()
         check_ratio("retain", self.retain)
         if self.pooling not in POOLINGS:
-            raise ValueError(f"pooling is {' or '.join(POOLINGS)}, got {self.pooling!r}")
+            raise ValueError(f"pooling={self.pooling!r}: give {' or '.join(POOLINGS)}")
 
     def stored(self, m: int, is_late: bool) -> int:
-        """How many of the m tokens that enter a layer each key head stores; `is_late` behind the cut."""
+        """How many of the m tokens entering a layer each key head stores. is_late: the layer is after the cut."""
         if self.retain == 1:
             return m
         share = Fraction(str(self.retain)) / (Fraction(str(self.keep)) if is_late else 1)
@@ -93,7 +93,7 @@ class FastKV(HalfwayCut):
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
         cut, late = self.cut_after(num_layers), self.kept(n)
-        if self.retain == 1:  # nothing but the cut needs a boundary
+        if self.retain == 1:  # only the cut needs a boundary
             early = Group(range(cut), n, self.look(cut, late < n))
             return [early, Group(range(cut, num_layers), late)] if cut < num_layers else [early]
         groups = []

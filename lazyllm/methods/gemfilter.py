@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GemFilter(Select):
-    """Run the first layers, keep the tokens whose keys suit the last query best, and run these anew as a prompt.
+    """Run the first layers, keep the tokens whose keys match the last query best, and run these as a new prompt.
 
-    layer: 1-based layer whose keys are asked; None for the authors' 14 of 32 layers, 20 of 40, else 14/32 of the depth.
+    layer: 1-based layer whose keys score; None for the authors' 14 of 32 layers, 20 of 40, else 14/32 of the depth.
     keep: number of tokens (int) or share of the prompt, rounded up (float). pool: odd width of the average pooling.
-    sound: the first token and the last `window` tokens always stay and count in `keep`. As released, none has to.
+    sound: the first token and the last `window` tokens always stay, and count in `keep`. The release forces none.
 
     The score is q.k of the last token after RoPE, summed over all heads, without scale, softmax or sliding window.
-    Kept tokens are numbered from 0. Decoding sees these alone. Nothing is scored if all tokens stay.
+    Kept tokens are numbered from 0. Decoding sees only these. Nothing is scored if all tokens stay.
 
     Source: the authors' code (SalesforceAIResearch/GemFilter, commit 5f79b1a, Apache-2.0), described and written anew.
     Ours: `layer` ends at its q, k and v; the release runs all of it. Shares; `sound`; ties go to the lower position.
@@ -63,7 +63,7 @@ class GemFilter(Select):
         return max(count_of(self.keep, n), forced)
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
-        self.selected_at(num_layers)  # refuses a layer beyond the model
+        self.selected_at(num_layers)  # raises for a layer beyond the model
         return super().groups(num_layers, n)
 
     def scoring_flops(self, config: Any, n: int) -> int:
@@ -85,7 +85,7 @@ class GemFilter(Select):
         layer = self.selected_at(len(decoder.layers))
         query, key = run_to_keys(decoder, prompt.token_ids.to(decoder.device), layer)
         exact = torch.promote_types(query.dtype, torch.float32)
-        # the query heads that share a key head can be added up before the product
+        # query heads that share a key head are added before the product
         last = query[0, :, -1].to(exact).view(key.shape[1], -1, key.shape[3]).sum(dim=1)  # [g, d]
         raw = (key[0].to(exact) @ last[:, :, None]).sum(dim=0)[:, 0]  # [n]
         scores = F.avg_pool1d(raw[None], self.pool, stride=1, padding=self.pool // 2)[0].to(decoder.device)

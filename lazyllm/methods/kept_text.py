@@ -1,4 +1,4 @@
-"""SpecPrefill with a draft that has a tokenizer of its own: what is kept becomes text, which the model reads anew."""
+"""SpecPrefill with a draft of another tokenizer: the kept tokens become text, which is the model's new prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Ranges = list[tuple[int, int]]  # half-open ranges of characters, ascending
 
 
 def start_on_kept_text(method: SpecPrefill, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
-    """The session of a prompt with `text` and `encode`; all up to the model's own tokens is scoring."""
+    """The session of a prompt with `text` and `encode`; everything up to the model's own tokens counts as scoring."""
     began, run_before = time.perf_counter(), decoder.tokens_run
     pieces = kept_pieces(method, decoder, prompt.text)
     if pieces is None:
@@ -38,7 +38,7 @@ def start_on_kept_text(method: SpecPrefill, decoder: Decoder, prompt: Prompt, ma
 
 
 def kept_pieces(method: SpecPrefill, decoder: Decoder, text: str) -> Ranges | None:
-    """What the draft keeps of the text; None if that is all of it, and nothing was scored."""
+    """The ranges of the text that the draft keeps; None if it keeps all, without scoring."""
     (spec,) = method.models()
     read: Reading = read_beside(spec, text)
     places = [place for place, (start, stop) in enumerate(read.spans) if start < stop]
@@ -55,14 +55,14 @@ def kept_pieces(method: SpecPrefill, decoder: Decoder, text: str) -> Ranges | No
 
 
 def tokens_in(spans: Sequence[tuple[int, int]], pieces: Ranges) -> Tensor:
-    """The positions of the tokens that share a character with a piece, and of those that stand for none."""
+    """The positions of the tokens that overlap a piece, and of tokens without characters."""
     letters = {letter for start, stop in pieces for letter in range(start, stop)}
     kept = [p for p, (start, stop) in enumerate(spans) if start == stop or not letters.isdisjoint(range(start, stop))]
     return torch.tensor(kept, dtype=torch.long)
 
 
 class KeptTextSession(Session):
-    """The baseline's session on other token ids than the prompt's. `selected` names the prompt's tokens in them."""
+    """The baseline's session on the token ids of the kept text. `selected` names the prompt's tokens in it."""
 
     def __init__(self, decoder: Decoder, token_ids: Tensor, kept: Tensor, max_new_tokens: int) -> None:
         groups = [Group(range(len(decoder.layers)), len(token_ids))]

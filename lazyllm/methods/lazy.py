@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from lazyllm.engine.decoder import Decoder
     from lazyllm.engine.session import Session
 
-# A target speedup is solved for one keep ratio at three pruning layers: those of Figure 4 if they get there with
-# `LOWEST_RATIO` or more, else the next earlier ones. Per cent of the depth.
+# A target speedup is solved for one keep ratio at three pruning layers, given in per cent of the depth: those of Figure
+# 4 if a ratio of at least `LOWEST_RATIO` reaches the target, else the next earlier ones.
 DEPTHS = ((30, 60, 90), (20, 50, 80), (20, 40, 60), (10, 30, 50), (10, 20, 30))
 LOWEST_RATIO = 0.3
 
@@ -26,11 +26,11 @@ class Lazy(Prune):
     """Prune progressively by the newest token's attention (Eq. 1), anew in every step; revive from the Aux Cache.
 
     schedule: pruning layers and keep ratios (section 3.2); "paper" for Figure 4's at the model's depth, or a mapping.
-    prune_generated: make earlier generated tokens candidates too. The paper does not say; by default they are kept.
-    revive: select anew in every decoding step (section 3.3). False is an ablation: decoding stays with the prefill's
+    prune_generated: prune generated tokens too. The paper does not say; by default they are kept.
+    revive: select anew in every decoding step (section 3.3). False is an ablation: decoding keeps the prefill's
         selection, and nothing is revived.
     aux_device: "cpu" holds the Aux Cache's hidden states on the host (page-locked for CUDA), if device memory is short;
-        boundaries that revive then wait for the device more than once. None: on the model's device.
+        boundaries that revive then wait for the device more than once. None: the model's device.
 
     Ours: keep ratios instead of percentiles, ties to the lower position, the newest token always kept.
     """
@@ -50,14 +50,14 @@ class Lazy(Prune):
 
     def __post_init__(self) -> None:
         if self.aux_device not in (None, "cpu"):
-            raise ValueError(f"aux_device is None (where the model is) or 'cpu', got {self.aux_device!r}")
+            raise ValueError(f"aux_device={self.aux_device!r}: give None (the model's device) or 'cpu'")
         if self.prune_generated and not self.revive:
-            raise ValueError("prune_generated selects in every decoding step, which revive=False does not")
+            raise ValueError("prune_generated needs a selection in every decoding step: leave out revive=False")
 
     def kept(self, num_layers: int, n: int) -> dict[int, int]:
         schedule, kept = Schedule.parse(self.schedule, num_layers), {}
         for layer, ratio in schedule.keep.items():
-            if ratio < 1:  # a layer that keeps everything is no boundary: both sides of it see the same tokens
+            if ratio < 1:  # with 1, the layers before and after it see the same tokens: no boundary
                 n = kept[layer] = schedule.kept(layer, n)
         return kept
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class LazySession(Session):
-    """Sections 3.1 to 3.3. In every step the tokens that enter a group are among those that entered the one before.
+    """Sections 3.1 to 3.3. In every step, the tokens that enter a group are some of those that entered the one before.
 
-    A token that a step selects and that the next group has not computed yet is revived: it enters with its hidden
-    state at the boundary, from the Aux Cache. So no token is computed twice in any layer.
+    A step revives the selected tokens that the next group has not computed yet: they enter it with their hidden states
+    at the boundary, from the Aux Cache. So no token is computed twice in a layer.
     """
 
     def __init__(self, method: Lazy, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> None:
@@ -37,26 +37,26 @@ class LazySession(Session):
         self._cuts = [group.layers.stop for group in self.groups if group.look.layers]
         self._prune_generated = method.prune_generated
         self._revives = method.revive
-        # behind the last layer there is nothing to be revived into
+        # no boundary after the last group
         boundaries = self.groups[:-1] if method.revive else []
         home = None if method.aux_device is None else torch.device(method.aux_device)
         self._aux = [
             AuxCache(self.max_positions, decoder.width, decoder.dtype, decoder.device, home) for _ in boundaries
         ]
-        self._rope: Rope | None = None  # of all positions that can be revived, and of those between them
-        self._first_selected: dict[int, Tensor] = {}  # by the prefill
+        self._rope: Rope | None = None  # of all positions up to the last one that can be revived
+        self._first_selected: dict[int, Tensor] = {}  # the prefill's selection
         self._everything = torch.ones(self.max_positions, dtype=torch.bool, device=decoder.device)
         self._present = self._everything  # [length] bool: which positions are in this step's set
         self._num_present = 0
-        # boundaries choose among the first `_num_candidates` positions, but for those in `_always`; later ones go on
+        # boundaries choose among the first `_num_candidates` positions; those in `_always`, and later ones, go on
         self._num_candidates = 0
-        self._prompt_end = self.prompt_tokens  # behind the last prompt token of this turn
+        self._prompt_end = self.prompt_tokens  # the position after this turn's last prompt token
         self._generated: Tensor | None = None  # [max_positions] bool: generated tokens of earlier turns, if any
-        self._always: Tensor | None = None  # those of them that are never pruned
+        self._always: Tensor | None = None  # [max_positions] bool: candidates that are never pruned
         self._num_always = 0
         self._miscounted: list[int | Tensor] = [0] * len(self.groups)  # generated tokens among `_num_computed`
         self._starts_turn = False
-        self._first_new = 0  # of the tokens with which this turn starts
+        self._first_new = 0  # position of the first token that this turn runs
         self._num_revived: list[int | Tensor] = [0] * len(self.groups)
 
     @property
@@ -78,7 +78,7 @@ class LazySession(Session):
 
     def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
         if not self._revives:
-            return super().turn(token_ids, max_new_tokens)  # which sees what the prefill has left
+            return super().turn(token_ids, max_new_tokens)  # attends to what the prefill kept
         self._num_revived = [0] * len(self.groups)
         generated = slice(self._prompt_end, self.length + 1)
         self._prompt_end = self.length + token_ids.shape[0]
@@ -113,7 +113,7 @@ class LazySession(Session):
         m = token_ids.shape[0]
         self._num_candidates = self.length + m - 1 if self._prune_generated else self._prompt_end
         if self._starts_turn:
-            self._num_candidates = self._prompt_end  # the newest among them
+            self._num_candidates = self._prompt_end  # including the newest token
         self._num_present = self.length + m
         self._present = self._everything[: self._num_present]
         return super().step_on(token_ids)
@@ -154,48 +154,48 @@ class LazySession(Session):
         return self._revive(index, batch) if index < len(self._aux) else batch
 
     def importance(self, index: int) -> Tensor:
-        """[s] Eq. 1's importance of the tokens stored in group `index`, whose layers have just run."""
+        """[s] importance (Eq. 1) of the tokens stored in group `index`, whose layers have just run."""
         return self.decoder.probe.take()
 
     def _importance_of_candidates(self, index: int) -> Tensor:
-        """[candidates] by position; less than any importance if a token is not in the set."""
+        """[candidates] importance by position; lower than any importance for a token outside the step's set."""
         importance, cache, end = self.importance(index), self.caches[index], self._num_candidates
-        # of a position that is not stored the lookup finds some other token's, but such a token is not in the set
+        # for a position that is not stored the lookup finds another token's value, but that position is not in the set
         importance = importance[:end] if cache.is_whole else importance[cache.slot_of[:end]]
         if self._num_present < self.length or self._always is not None:
             chosen = self._present[:end] if self._always is None else self._present[:end] & ~self._always[:end]
             importance = torch.where(chosen, importance, -1.0)
-        if self._starts_turn:  # as in prefill, the newest token is a prompt token, and goes on
+        if self._starts_turn:  # the newest token is a prompt token, which goes on, as in prefill
             importance = importance.clone()
             importance[-1] = float("inf")
         return importance
 
     def chosen(self, cache: GroupCache) -> Tensor | None:
-        """The stored tokens that are in this step's set; None if all are, as in prefill."""
+        """[s] bool: the stored tokens in this step's set; None for all, as in prefill."""
         if self._in_prefill or cache.length == self._num_present:
             return None
         return self._present[cache.positions]
 
     def _revive(self, index: int, batch: Batch) -> Batch:
-        """The batch for the next group: those of the tokens in the set that it has not computed, the newest last.
+        """The batch for the next group: the tokens of the set that it has not computed, the newest last.
 
-        Tokens that were revived into group `index` and stop at its end go back into its Aux Cache.
+        Tokens that were revived into group `index` but not into the next one go back into its Aux Cache.
         """
         aux, into, newest = self._aux[index], self.caches[index + 1], batch
         if len(batch) > 1:
             aux.put(batch.positions[:-1], batch.hidden[0, :-1])
             newest = batch[-1:]
         if into.length == self.length - 1:
-            return newest  # the next group has computed all that came before
+            return newest  # the next group has computed all earlier tokens
         # the only wait for the device at this boundary
         before = self.length - 1
         revived = (self._present[:before] & into.absent[:before]).nonzero()[:, 0]
         if self._prune_generated and self._generated is not None:
-            miscounted = self._generated[revived].sum() - int(self._starts_turn)  # then the newest is a prompt token
+            miscounted = self._generated[revived].sum() - int(self._starts_turn)  # a turn's newest is a prompt token
             self._miscounted[index + 1] = self._miscounted[index + 1] + miscounted
         if revived.shape[0] == 0:
             return newest
-        # a turn's own tokens come this way too
+        # the turn's own tokens are in `revived` too
         old = (revived < self._first_new).sum() if self._starts_turn else revived.shape[0]
         self._num_revived[index + 1] = self._num_revived[index + 1] + old
         assert self._rope is not None
@@ -220,7 +220,7 @@ class LazySession(Session):
         self._selected[-1] |= dict.fromkeys(keep_all, self._present)
 
     def _note_rope(self, batch: Batch) -> None:
-        """Keep cos and sin of a turn's first tokens; those of generated tokens before them are never asked for."""
+        """Keep cos and sin of a turn's first tokens; those of generated tokens before them are never used."""
         assert self._rope is not None
         between = self.length - len(batch) - self._rope[0].shape[1]
         self._rope = tuple(

@@ -1,4 +1,4 @@
-"""Which prompt tokens a model's own next tokens attend to: the scores of SpecPrefill and of the oracle.
+"""How much a model's own next tokens attend to each prompt token: the scores of SpecPrefill and of the oracle.
 
 Notation:
     n  prompt tokens      h  query heads      s  stored tokens
@@ -20,9 +20,9 @@ from lazyllm.engine.session import Session
 def look_ahead(decoder: Decoder, token_ids: Tensor, queries: int, pool: int, end_ids: Collection[int]) -> Tensor:
     """[n] scores of the prompt tokens: the mean over the queries of `score_of_query`.
 
-    decoder: the open model that looks ahead, greedily. token_ids: [n] on its device. queries: those of the last prompt
-    token and of the first `queries - 1` tokens behind it. A token of `end_ids` and those behind it give no query.
-    Never waits for the device: all steps are run, and those behind an end token are left out of the mean.
+    decoder: the open model, which looks ahead greedily. token_ids: [n] on its device. queries: their number: the last
+    prompt token and the first `queries - 1` generated ones. An end token in `end_ids` and later tokens give no query.
+    Never waits for the device: all steps run, and those after an end token are left out of the mean.
     """
     n, layers = token_ids.shape[0], range(len(decoder.layers))
     group = Group(layers, n, Look(layers, raw=True, per_head=True), look_in_steps=True)
@@ -43,14 +43,14 @@ def look_ahead(decoder: Decoder, token_ids: Tensor, queries: int, pool: int, end
 
 
 def score_of_query(found: list[Tensor], n: int, pool: int) -> Tensor:
-    """[n] of one query's attention logits [h, s], layer by layer: how much it attends to each prompt token.
+    """[n] how much one query attends to each prompt token. found: for each layer, its attention logits [h, s].
 
     Softmax over the prompt's keys (0 if the query sees none), average pooling along the prompt with zeros around it,
     maximum over layers and heads.
     """
     best = None
     for logits in found:
-        probabilities = logits[:, :n].softmax(dim=-1).nan_to_num(nan=0.0)  # NaN: all of the row is -inf
+        probabilities = logits[:, :n].softmax(dim=-1).nan_to_num(nan=0.0)  # NaN: a row of -inf
         pooled = F.avg_pool1d(probabilities[None], pool, stride=1, padding=pool // 2)[0].amax(dim=0)
         best = pooled if best is None else torch.maximum(best, pooled)
     assert best is not None

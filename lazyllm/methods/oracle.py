@@ -1,4 +1,4 @@
-"""The oracle: no method, but what a perfect choice of prompt tokens would give; the model's own answer makes it."""
+"""The oracle, a reference for methods: the prompt tokens that the full model's own answer attends to."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Oracle(Select):
     """A diagnostic: run the prompt tokens that the answer of the full model attends to, at their own positions.
 
     keep: number of tokens (int) or share of the prompt, rounded up (float), the last token among them.
-    answer: greedy tokens of the full model's answer that are asked; None for as many as are generated at most. An end
-        token of the model ends the answer. pool: odd width of the average pooling of attention.
+    answer: number of greedy answer tokens whose attention scores; None for the greatest number to be generated. An end
+        token ends the answer. pool: odd width of the average pooling of attention.
 
-    Scores: `lazyllm.methods.look_ahead`, with the model as its own draft. The selection costs more than a prefill and
-    is left out of TTFT, of all counts and of the ideal speedup: an upper reference for methods, and never one of them.
+    Scores: `lazyllm.methods.look_ahead`, with the model as its own draft. The selection costs more than a prefill, and
+    is left out of TTFT, of all counts and of the ideal speedup: an upper bound for methods, not a method.
 
     Source: the Answer-Informed Oracle of CLAA (arXiv 2602.16054), from a description. Ours: all of the code; the last
     token always stays; ties go to the lower position.

@@ -5,7 +5,7 @@ In such a package's pyproject.toml:
     [project.entry-points."lazyllm.methods"]
     keep_last = "my_package.keep_last:KeepLast"
 
-Nothing is looked up when lazyllm is imported, and no package is imported before its method is asked for.
+Importing lazyllm looks nothing up, and a package is imported only when its method is used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GROUP = "lazyllm.methods"
 class Plugin:
     """A method that an installed package adds.
 
-    name: what it is asked for by. package, version: the distribution's. target: where its class is, `module:Class`.
+    name: the method's name. package, version: the distribution's. target: its class, `module:Class`.
     """
 
     name: str
@@ -37,20 +37,20 @@ class Plugin:
     target: str
 
     def load(self) -> type[Method]:
-        """The method's class. Raises UserError if the package is broken, or the class is no method."""
+        """The method's class. Raises UserError if the package is broken, or the class is not a method."""
         what = f"method {self.name!r} of the package {self.package} {self.version} ({self.target})"
         try:
             kind = EntryPoint(self.name, self.target, GROUP).load()
-        except Exception as error:  # whatever another package does when it is imported
+        except Exception as error:  # importing another package can raise anything
             raise UserError(f"{what} could not be loaded: {type(error).__name__}: {error}") from error
         if not (isinstance(kind, type) and issubclass(kind, Method) and is_dataclass(kind)):
-            raise UserError(f"{what} is no method: expected a dataclass derived from lazyllm.methods.Method")
+            raise UserError(f"{what} is not a method: expected a dataclass derived from lazyllm.methods.Method")
         return kind
 
     def code(self) -> str:
-        """What tells two versions of the method's code apart: package, version, and SHA-256 of the sources, shortened.
+        """Package, version and shortened SHA-256 of the sources: two versions of the method's code differ in it.
 
-        The sources are all of the package that the class is in: a method may use what lies beside it.
+        The sources are the whole package that holds the class: a method may use its other files.
         Raises UserError as `load` does.
         """
         digest = hashlib.sha256()
@@ -61,10 +61,10 @@ class Plugin:
 
 @cache
 def installed() -> dict[str, tuple[Plugin, ...]]:
-    """{name: the methods of that name}, looked up once a process. Two of one name are refused when asked for."""
+    """{name: the methods of that name}, looked up once a process. Two of one name are refused when used."""
     plugins: dict[str, tuple[Plugin, ...]] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        assert point.dist is not None  # only an entry point that was made by hand has none
+        assert point.dist is not None  # None only in entry points made by hand
         plugin = Plugin(point.name, point.dist.name, point.dist.version, point.value)
         plugins[plugin.name] = (*plugins.get(plugin.name, ()), plugin)
     return plugins
@@ -84,7 +84,7 @@ def only(name: str, plugins: tuple[Plugin, ...], built_in: Iterable[str]) -> Plu
 
 
 def _sources(module_name: str) -> list[tuple[str, bytes]]:
-    """(name, content) of every source file of the outermost package with an `__init__.py`; of a lone module, its own.
+    """(name, content) of every source file of the outermost package with an `__init__.py`, or of a single module.
 
     A namespace package above it belongs to other distributions too.
     """

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 class PyramidInfer(Layerwise):
     """Keep a share of the older tokens after every layer but the last, by the attention of the recent tokens.
 
-    recent: share of the prompt, its last tokens, rounded down and 1 at least: they score the others and always stay.
-    decay: the share of the older tokens that stays after layer l of L is
-        (1 - decay)(cos(pi (l - 1) / L) + 1) / 2 + decay of those that entered it, rounded down. Shares multiply.
-    weight: what the newest query counts, and the oldest recent one 1; the others are spaced evenly.
-    first: this many of the first tokens always stay.
+    recent: share of the prompt, its last tokens, rounded down, at least 1 token: they score the others and always stay.
+    decay: after layer l of L, the share (1 - decay)(cos(pi (l - 1) / L) + 1) / 2 + decay of the older tokens that
+        entered it stays, rounded down. Shares multiply.
+    weight: of the newest query; the oldest recent one has 1, the others are spaced evenly between.
+    first: number of first tokens that always stay.
 
-    Scores: the weighted sum of probabilities over the recent queries, mean over heads. Positions are the prompt's. Each
-    layer stores all that entered it.
+    Scores: the weighted sum of probabilities over the recent queries, mean over heads. Tokens keep their positions.
+    Each layer stores all tokens that entered it.
 
     Source: the paper and a description of the code (mutonix/pyramidinfer, commit 61ac641, which has no licence).
-    Ours: all of the code; scores in blocks of queries, where the release needs whole matrices of attention; only the
-    cosine. Scoring is work of its own here, and `scoring_flops` counts it.
+    Ours: all of the code; scores in blocks of queries instead of whole attention matrices; the cosine schedule only.
+    Scoring is extra work here, and `scoring_flops` counts it.
     """
 
     label: ClassVar[str] = "PyramidInfer"
@@ -50,7 +50,7 @@ class PyramidInfer(Layerwise):
         check_ratio("decay", self.decay)
         check_whole("first", self.first, 0)
         if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 < self.weight < 1e6:
-            raise ValueError(f"weight is a number above 0, got {self.weight!r}")
+            raise ValueError(f"weight={self.weight!r}: give a number above 0")
 
     def _recent(self, n: int) -> int:
         return max(1, share_of(self.recent, n))
@@ -77,7 +77,7 @@ class PyramidInfer(Layerwise):
         ]
 
     def scoring_flops(self, config: Any, n: int) -> int:
-        """FLOPs of the recent queries' products with the keys up to each of them, in layers that drop something."""
+        """FLOPs of the recent queries' products with the keys up to each of them, in layers that drop tokens."""
         recent, shape = self._recent(n), LayerShape.of(config)
         looked = [group.prompt_tokens for group in self.groups(config.num_hidden_layers, n) if group.look.layers]
         pairs = sum(recent * m - recent * (recent - 1) // 2 for m in looked)

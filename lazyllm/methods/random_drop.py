@@ -22,8 +22,7 @@ class RandomDrop(Select):
     keep: share of the prompt tokens that the model sees, `ceil(keep * n)` of n. seed: of the draw; the paper reports
     the mean of five.
 
-    Ours: the rest is a shorter prompt, with positions counted anew, as the model sees nothing of what was dropped. The
-    draw depends on the seed and on n only.
+    Ours: the kept tokens are a shorter prompt, numbered from 0. The draw depends on the seed and on n only.
     """
 
     label: ClassVar[str] = "random token drop"

@@ -20,7 +20,7 @@ class Schedule:
     Ours: the paper gives a percentile, we give a keep ratio and keep exactly `ceil(ratio * n)` of n tokens. The ratio
     is read as the decimal number that was written, so that 0.7 of 10 is 7 and not 8.
 
-    Raises ValueError for a layer below 1 or a ratio outside (0, 1]; TypeError for what is neither.
+    Raises ValueError for a layer below 1 or a ratio outside (0, 1]; TypeError for values of other types.
     """
 
     keep: Mapping[int, float]
@@ -33,7 +33,7 @@ class Schedule:
             for layer, ratio in self.keep.items()
         )
         if len({layer for layer, _ in pairs}) < len(pairs):
-            raise ValueError(f"a layer stands twice in the schedule {dict(self.keep)!r}")
+            raise ValueError(f"a layer is twice in the schedule {dict(self.keep)!r}")
         object.__setattr__(self, "keep", dict(pairs))
 
     def __hash__(self) -> int:
@@ -43,11 +43,11 @@ class Schedule:
     def paper(cls, num_layers: int) -> Schedule:
         """Figure 4's schedule: 30 % of the tokens dropped after 30, 60 and 90 % of the depth.
 
-        For 32 layers that is after 9, 19 and 28, the groups that Figure 7 names. Ours: other depths round down;
-        a boundary that falls before layer 1, or onto another one (fewer than 4 layers), is left out.
+        For 32 layers these are 9, 19 and 28, the groups that Figure 7 names. Ours: other depths round down; with fewer
+        than 4 layers, boundaries at layer 0 or at the same layer are left out.
         """
         if num_layers < 1:
-            raise ValueError(f"a model has at least one layer, got num_layers={num_layers}")
+            raise ValueError(f"num_layers={num_layers}: give 1 or more")
         layers = {num_layers * tenths // 10 for tenths in (3, 6, 9)} - {0}
         return cls(dict.fromkeys(layers, 0.7))
 
@@ -55,9 +55,8 @@ class Schedule:
     def parse(cls, value: Schedule | Mapping[Any, Any] | str, num_layers: int) -> Schedule:
         """A schedule for a model of `num_layers` layers from a name ("paper", "none"), a mapping, text or a schedule.
 
-        Text is a mapping as Python, JSON or YAML write it (`{2: 0.5, 5: 0.5}`), or `2:0.5+5:0.5`.
-        A layer may also be given as a share of the depth, rounded down: `{"50%": 0.7}`.
-        Raises ValueError for an unknown name, text that is none of these, or a layer that the model does not have.
+        Text is a mapping in Python, JSON or YAML (`{2: 0.5, 5: 0.5}`), or `2:0.5+5:0.5`. A layer may be a share of the
+        depth, rounded down: `{"50%": 0.7}`. Raises ValueError for other text, or a layer beyond the model.
         """
         match value:
             case Schedule():
@@ -71,7 +70,7 @@ class Schedule:
             case Mapping():
                 placed = {_at_depth(layer, num_layers): ratio for layer, ratio in value.items()}
                 if len(placed) < len(value):
-                    raise ValueError(f"two shares of the depth in {dict(value)!r} mean the same of {num_layers} layers")
+                    raise ValueError(f"two shares of the depth in {dict(value)!r} are the same of {num_layers} layers")
                 schedule = cls(placed)
             case _:
                 schedule = cls(value)
@@ -84,7 +83,7 @@ class Schedule:
         return schedule
 
     def kept(self, layer: int, n: int) -> int:
-        """How many of the n tokens that entered pruning layer `layer` go on."""
+        """The number of tokens that go on, of n that entered pruning layer `layer`."""
         return keep_count(self.keep[layer], n)
 
 
@@ -104,12 +103,12 @@ def _mapping_of(text: str) -> dict[str, float]:
 
 
 def keep_count(ratio: float, n: int) -> int:
-    """ceil(ratio * n), in exact arithmetic on the ratio as it is written: 0.7 of 10 is 7."""
+    """ceil(ratio * n), exact for the ratio as written in decimal: 0.7 of 10 is 7."""
     return ceil(Fraction(str(ratio)) * n)
 
 
 def check_ratio(what: str, ratio: Any) -> float:
-    """A keep ratio as a float. Raises TypeError or ValueError, naming `what`, if it is no number in (0, 1]."""
+    """A keep ratio as a float. Raises TypeError or ValueError, naming `what`, unless it is a number in (0, 1]."""
     if isinstance(ratio, bool) or not isinstance(ratio, int | float):
         raise TypeError(f"{what} is a number in (0, 1], got {ratio!r}")
     if not 0 < ratio <= 1:
@@ -118,12 +117,12 @@ def check_ratio(what: str, ratio: Any) -> float:
 
 
 def share_of(share: float, n: int) -> int:
-    """floor(share * n), exact as `keep_count` is."""
+    """floor(share * n), exact as `keep_count`."""
     return floor(Fraction(str(share)) * n)
 
 
 def check_count_or_ratio(what: str, value: Any) -> None:
-    """Refuse what is neither a number of tokens (int) nor a share of them (float). Raises as `check_ratio`."""
+    """Refuse a value that is neither a number of tokens (int) nor a share (float). Raises as `check_ratio`."""
     if isinstance(value, int):
         check_whole(what, value, 1)
     else:
@@ -131,18 +130,18 @@ def check_count_or_ratio(what: str, value: Any) -> None:
 
 
 def count_of(keep: float, n: int) -> int:
-    """How many of n tokens `keep` means: an int is that number, at most n; a float is a share, rounded up."""
+    """`keep` as a number of n tokens: an int is that number, at most n; a float is a share, rounded up."""
     return min(keep, n) if isinstance(keep, int) else keep_count(keep, n)
 
 
 def check_pool(pool: Any) -> None:
     """Refuse a width of pooling that is not odd. Raises TypeError or ValueError."""
     if check_whole("pool", pool, 1) % 2 == 0:
-        raise ValueError(f"pool is odd, so that it has a middle; got {pool}")
+        raise ValueError(f"pool={pool}: give an odd number")
 
 
 def check_whole(what: str, value: Any, least: int) -> int:
-    """The value, if it is a whole number of `least` or more. Raises TypeError or ValueError, naming `what`."""
+    """The value. Raises TypeError or ValueError, naming `what`, unless it is a whole number of `least` or more."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{what} is a whole number of {least} or more, got {value!r}")
     if value < least:
@@ -151,11 +150,11 @@ def check_whole(what: str, value: Any, least: int) -> int:
 
 
 def _at_depth(layer: Any, num_layers: int) -> Any:
-    """The layer that a share of the depth such as "12.5%" means; anything else unchanged."""
+    """The layer of a share of the depth such as "12.5%"; other values unchanged."""
     if not (isinstance(layer, str) and layer.strip().endswith("%")):
         return layer
     try:
-        if "e" in layer.lower():  # a Fraction writes out every digit of 1e999999999
+        if "e" in layer.lower():  # a Fraction would hold every digit of 1e999999999
             raise ValueError("an exponent")
         share = Fraction(layer.strip()[:-1].strip()) / 100
     except (ValueError, ZeroDivisionError) as error:

@@ -1,4 +1,4 @@
-"""What runs the methods of `lazyllm.methods.bases`, and the rule by which tokens are chosen."""
+"""The sessions of the bases in `lazyllm.methods.bases`, and the rules by which tokens are chosen."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 def rank(scores: Tensor) -> Tensor:
-    """Indices of scores [..., n], highest first; of equals the lower index first. No synchronisation."""
+    """Indices of scores [..., n], highest first; ties to the lower index. No synchronisation."""
     return torch.argsort(scores, descending=True, stable=True)
 
 
 def split_prompt(scores: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """Indices of the `keep` tokens that go on and of those that do not, each in ascending order.
+    """Indices of the `keep` tokens that go on and of the others, each in ascending order.
 
     scores: [n] of the tokens that entered the pruning layer, by position. The last one is the step's newest token: it
-    always goes on and counts among the kept.
+    always goes on, and counts in `keep`.
     """
     forced = scores.clone()
     forced[-1] = float("inf")
@@ -39,7 +39,7 @@ def split_prompt(scores: Tensor, keep: int) -> tuple[Tensor, Tensor]:
 
 
 class PruneSession(Session):
-    """The session of a `Prune`: prunes in prefill, and decodes with what it left."""
+    """The session of a `Prune`: prunes in prefill, then decodes with the kept tokens."""
 
     def __init__(self, method: Prune, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> None:
         layers, n = len(decoder.layers), len(prompt)
@@ -55,7 +55,7 @@ class PruneSession(Session):
         seen = self.decoder.probe.take_each() if group.look.layers else []
         kept = self.method.choose(self.method.score(seen, batch), self._keep[layer])
         if self.method.forget:
-            for cache in self.caches[: index + 1]:  # which all hold the tokens of this batch, in its order
+            for cache in self.caches[: index + 1]:  # all of them hold exactly the tokens of this batch, in order
                 cache.retain(kept)
         batch = batch[kept]
         self.selected[-1][layer] = batch.positions
@@ -67,10 +67,10 @@ class SelectSession(Session):
 
     def __init__(self, method: Select, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> None:
         began, run_before = time.perf_counter(), decoder.tokens_run
-        with ropes_put_back(decoder.model):  # what selects may have run a longer text than the prefill's
+        with ropes_put_back(decoder.model):  # `select` may run a longer text than the prefill
             selected = method.select(decoder, prompt)
         scored = decoder.tokens_run - run_before
-        busy = decoder.devices if torch.is_tensor(selected) else ()  # a choice on the host has waited for the devices
+        busy = decoder.devices if torch.is_tensor(selected) else ()  # a selection on the host has waited already
         scoring_s = read_clock(*busy) - began if scored else 0.0
         kept = torch.as_tensor(selected).to(decoder.device)
         groups = method.groups(len(decoder.layers), len(prompt))
@@ -80,7 +80,7 @@ class SelectSession(Session):
             self.uncounted_s = scoring_s
         else:
             self.scoring_s = scoring_s
-            self.scoring_tokens = ceil(round(scored, 6))  # shares of tokens add up with rounding errors
+            self.scoring_tokens = ceil(round(scored, 6))  # sums of shares have rounding errors
         self._kept = kept
         self._positions = self._all_positions[: kept.shape[0]] if method.renumber else kept
         self._selected_at = method.selected_at(len(decoder.layers))
@@ -93,14 +93,14 @@ class SelectSession(Session):
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Batch:
         if positions is not self._kept:
             return super()._embed(token_ids, positions)
-        # the prompt's last token may be absent, but a RoPE that grows with the text goes by the whole prompt
+        # a RoPE that grows with the text depends on the whole prompt, even if its last token is not selected
         hidden = self.decoder.embed(token_ids, positions)
         rope = self.decoder.rope(hidden, self._all_positions[: self.prompt_tokens])
         return Batch(hidden, positions, tuple(part[:, positions] for part in rope))
 
 
 class LayerwiseSession(Session):
-    """The session of a `Layerwise`: after each group the method says what goes on, and what each key head keeps."""
+    """The session of a `Layerwise`: its cutter decides after each group which tokens go on and which heads keep."""
 
     def __init__(self, method: Layerwise, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> None:
         layers, n = len(decoder.layers), len(prompt)
@@ -123,9 +123,9 @@ class LayerwiseSession(Session):
 def window_scores(sums: Tensor, window: int, kv_heads: int, pool: int, pooling: str) -> Tensor:
     """[g, o] scores of the o tokens outside the window: pooled for each query head, summed over those of a key head.
 
-    sums: [h, m] attention probabilities of m tokens, summed over the queries of the window (`Look.summed`).
-    window: the last tokens, which are not scored, fewer than m. pool: odd width of the pooling. pooling: "max" or
-    "average", in which zeros around the tokens count.
+    sums: [h, m] attention probabilities of m tokens, summed over the window's queries (`Look.summed`).
+    window: number of last tokens, which are not scored; less than m. pool: odd width of the pooling.
+    pooling: "max", or "average", which counts the zeros around the tokens.
     """
     heads, m = sums.shape
     older = sums[:, : m - window]
@@ -135,14 +135,14 @@ def window_scores(sums: Tensor, window: int, kv_heads: int, pool: int, pooling: 
 
 
 def sum_over_first(scores: Tensor) -> Tensor:
-    """The sum over the first dimension, rounded alike for every token: scores that tie still do so after it."""
+    """The sum over the first dimension, rounded in the same way for every token, so that equal scores stay equal."""
     return scores.movedim(0, -1).contiguous().sum(dim=-1)
 
 
 def best_and_window(scores: Tensor, keep: int, m: int) -> Tensor:
     """[..., keep] ascending indices of the `keep` tokens of m that stay: the window, and the best of the others.
 
-    scores: [..., o] of the tokens outside the window; keep is m - o at least. Ties go to the lower index.
+    scores: [..., o] of the tokens outside the window. keep: at least m - o. Ties go to the lower index.
     """
     older = scores.shape[-1]
     best = rank(scores)[..., : keep - (m - older)].sort().values

@@ -1,4 +1,4 @@
-"""SpecPrefill: a small model chooses the chunks of the prompt that the large one reads (arXiv 2502.02789)."""
+"""SpecPrefill: a small draft model chooses the chunks of the prompt that the model runs (arXiv 2502.02789)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lazyllm.engine.session import Session
 
 
-_OTHER = "give a draft with the model's tokenizer, or text=true to hand over what is kept as text"
+_OTHER = "give a draft with the model's tokenizer, or text=true to pass the kept tokens on as text"
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,21 @@ class SpecPrefill(Select):
     """Run the chunks of the prompt that a draft's last prompt token and next greedy tokens attend to.
 
     draft: folder, hub id or preset of a smaller model; None for the model under test, which costs more than it saves
-        and shows what a perfect draft would choose.
-    keep: share of the chunks, rounded up. lookahead: queries that score, the last prompt token's among them.
-    chunk: tokens to a chunk; the last may be shorter. pool: odd width of the average pooling of attention.
-    sound: the chunks of the first token and of the last `chunk` tokens are kept first. As released, none has to be.
-    text: the draft has a tokenizer of its own (arXiv 2603.02631). It reads the prompt's text; kept chunks of its tokens
-        become text again, joined by `[...]`, which the model reads anew, from position 0. How many tokens that gives
-        depends on the text: `kept` and `scoring_flops` take both tokenizers to give as many.
+        but shows the choice of a perfect draft.
+    keep: share of the chunks, rounded up. lookahead: number of queries that score, the last prompt token among them.
+    chunk: tokens of a chunk; the last may be shorter. pool: odd width of the average pooling of attention.
+    sound: the chunks of the first token and of the last `chunk` tokens are kept first. The release forces none.
+    text: the draft has another tokenizer (arXiv 2603.02631). It reads the prompt's text; the kept chunks become text
+        again, joined by `[...]`, and are the model's new prompt, from position 0. Their number of tokens depends on the
+        text: `kept` and `scoring_flops` assume that both tokenizers give as many.
 
-    Scores: `lazyllm.methods.look_ahead`; a chunk's is the mean over its tokens. The model runs kept tokens at the
-    prompt's positions, and decoding goes on behind the whole prompt. The draft's time is part of TTFT, as scoring.
-    Nothing is scored if all chunks stay.
+    Scores: `lazyllm.methods.look_ahead`; a chunk's score is the mean over its tokens. Kept tokens keep their positions,
+    and decoding continues after the whole prompt. The draft's time is part of TTFT, as scoring. Nothing is scored if
+    all chunks stay.
 
     Source: the authors' code (Jingyu6/speculative_prefill, commit c1d6bd3, MIT), described and written anew.
-    Ours: end tokens are the draft's own; steps behind one run without effect, so that none waits for the device;
-    `sound`; ties go to the lower chunk. Of `text`, which has no code: neighbouring chunks are one piece; special tokens
+    Ours: end tokens are the draft's; steps after one run without effect, so that no step waits for the device;
+    `sound`; ties go to the lower chunk. `text` has no published code: neighbouring chunks are one piece; special tokens
     belong to no chunk.
     """
 
@@ -62,28 +62,28 @@ class SpecPrefill(Select):
 
     def __post_init__(self) -> None:
         if self.draft is not None and not isinstance(self.draft, str):
-            raise TypeError(f"draft is the name of a model (folder, hub id or preset), got {self.draft!r}")
+            raise TypeError(f"draft={self.draft!r}: give the name of a model (folder, hub id or preset)")
         check_ratio("keep", self.keep)
         check_whole("lookahead", self.lookahead, 1)
         check_whole("chunk", self.chunk, 1)
         check_pool(self.pool)
         if self.text and self.draft is None:
-            raise ValueError("text=true is for a draft with a tokenizer of its own: give draft=FOLDER_OR_HUB_ID")
+            raise ValueError("text=true is for a draft with another tokenizer: give draft=FOLDER_OR_HUB_ID")
 
     def models(self) -> tuple[ModelSpec, ...]:
         return () if self.draft is None else (ModelSpec(self.draft),)
 
     def check(self, config: Any) -> None:
         draft = self._draft_config(config)
-        # a family pads its table of embeddings differently from size to size
+        # models of a family may pad their embeddings to different sizes
         same_family = (draft.model_type, draft.bos_token_id) == (config.model_type, config.bos_token_id)
         may_differ = self.text or (same_family and draft.bos_token_id is not None)
         if draft.vocab_size != config.vocab_size and not may_differ:
             raise ValueError(
-                f"draft {self.draft!r} has a vocabulary of {draft.vocab_size} tokens and the model one of "
-                f"{config.vocab_size}: {_OTHER}"
+                f"draft {self.draft!r} has {draft.vocab_size} tokens in its vocabulary, the model {config.vocab_size}: "
+                f"{_OTHER}"
             )
-        own, other = (LayerShape.of(one).linear_flops * one.num_hidden_layers for one in (config, draft))
+        own, other = (LayerShape.of(each).linear_flops * each.num_hidden_layers for each in (config, draft))
         if other > own:
             raise ValueError(
                 f"draft {self.draft!r} is {other / own:.1f} times as large as the model: give a smaller model"
@@ -91,7 +91,7 @@ class SpecPrefill(Select):
 
     def check_prompt(self, prompt: Prompt) -> None:
         if self.text and (not prompt.text or prompt.encode is None):
-            raise ValueError("text=true works on the prompt's text: give a lazyllm.Prompt with `text` and `encode`")
+            raise ValueError("text=true needs the prompt's text: give a lazyllm.Prompt with `text` and `encode`")
         if self.draft is None or self.text or not prompt.spans:
             return
         from lazyllm.methods.beside import read_beside
@@ -103,7 +103,7 @@ class SpecPrefill(Select):
             for token_ids, spans in ((prompt.token_ids.tolist(), prompt.spans), (read.token_ids, read.spans))
         )
         if own != other:
-            raise ValueError(f"draft {self.draft!r} reads the prompt in other tokens than the model does: {_OTHER}")
+            raise ValueError(f"draft {self.draft!r} tokenises the prompt differently than the model: {_OTHER}")
 
     def prepare(self, model: PreTrainedModel) -> None:
         if self.text:
@@ -120,12 +120,12 @@ class SpecPrefill(Select):
         return start_on_kept_text(self, decoder, prompt, max_new_tokens)
 
     def chunks(self, n: int) -> int:
-        """How many chunks of n tokens stay."""
+        """The number of chunks of n tokens that stay."""
         count, forced = -(-n // self.chunk), len(self._forced(n))
         return max(keep_count(self.keep, count), forced)
 
     def kept(self, n: int) -> int:
-        """If the last chunk is short and stays, it is so many fewer."""
+        """The greatest number: it is less if a short last chunk stays."""
         return min(n, self.chunks(n) * self.chunk)
 
     def scoring_flops(self, config: Any, n: int) -> int:

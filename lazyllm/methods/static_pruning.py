@@ -1,4 +1,4 @@
-"""Static token pruning (LazyLLM's baseline): the prompt is pruned once, in prefill, and what is pruned is gone."""
+"""Static token pruning (LazyLLM's baseline): the prompt is pruned once, in prefill, for good."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StaticPruning(Prune):
 
     layer: 1-based. keep: share of the prompt tokens that go on, `ceil(keep * n)` of n, the newest among them.
 
-    Pruned tokens leave the KV cache of the early layers too, and never come back: decoding sees the kept ones only.
+    Pruned tokens also leave the KV caches of the early layers: decoding sees the kept tokens only.
     """
 
     label: ClassVar[str] = "static pruning"

@@ -52,7 +52,7 @@ COMMANDS = {
     "check nosuch": (2, "error: unknown method 'nosuch'; known are asl, baseline"),
     "check static_pruning layer=2": (2, "error: method 'static_pruning' needs keep=..."),
     "check static_pruning layer=5 keep=0.5": (2, "error: method 'static_pruning': static pruning prunes after layer 5"),
-    "check lazy schedule": (2, "error: schedule: hyperparameters are written KEY=VALUE"),
+    "check lazy schedule": (2, "error: schedule: expected KEY=VALUE"),
     "tune target=2": (2, "error: unknown key target: did you mean target_speedup?"),
     "tune method=baseline": (2, "error: method=baseline: has no schedule to search"),
 }

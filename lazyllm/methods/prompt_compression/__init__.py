@@ -1,7 +1,7 @@
 """Prompt compression by self-information (Selective Context, Li et al. 2023, arXiv 2310.06201).
 
 Notation:
-    n  prompt tokens      c  those of them that may go      v  vocabulary
+    n  prompt tokens      c  droppable tokens      v  vocabulary
 """
 
 from __future__ import annotations
@@ -37,23 +37,22 @@ UNITS = ("token", "sentence", "phrase")
 class PromptCompression(Select):
     """Drop the least informative units of the prompt's context before the model sees it.
 
-    keep: share of the tokens that may go (`droppable`) that stays: `ceil(keep * c)` of c for unit "token"; for larger
-        units, which stay or go whole, the most informative until that many tokens stay, so it may be a few more.
+    keep: share of the `droppable` tokens that stays, `ceil(keep * c)` of c. Units larger than a token are kept whole:
+        the most informative units that together have at least that many tokens.
     unit: "token", "sentence" (in code: line) or "phrase" (noun phrases and single words, by spaCy's English model).
     scorer: folder, hub id or preset of the model that scores; None for the model under test, as in LazyLLM.
-    window: tokens that the scoring model sees at once; None for as many as it can. See
-    `lazyllm.methods.prompt_compression.scoring`.
+    window: tokens that the scoring model sees at once; None for all its positions. See
+        `lazyllm.methods.prompt_compression.scoring`.
 
-    The model runs on the rest of the prompt's own tokens, with positions counted anew; nothing is tokenised again. So
-    all that is no context (instruction, question, answers of examples) is untouched, token by token. With a prompt of
-    bare token ids every token but the newest may go, and the unit is "token".
+    The model runs the remaining tokens, numbered from 0; nothing is tokenised again. Everything outside the context
+    (instruction, question, answers of examples) stays, token by token. If a prompt is only token ids, every token but
+    the newest is droppable, and the unit is "token".
 
-    The context is scored in one piece, from its first token that may go to its last, answers of examples between them
-    included, but neither instruction nor question. All of this is part of TTFT, and on its own `Session.scoring_s`.
-    Where nothing can go (keep=1), nothing is scored.
+    The context is scored in one piece, from its first droppable token to its last, answers of examples between them
+    included. Scoring is part of TTFT, and separately `Session.scoring_s`. With keep=1 nothing is scored.
 
-    Ours: a number of tokens to keep in place of a percentile of the units; a unit's self-information is the mean over
-    its tokens that may go (as in the authors' code; the paper adds them up, which prefers long units); ties go to the
+    Ours: a number of tokens to keep instead of a percentile of the units; a unit's self-information is the mean over
+    its droppable tokens (as in the authors' code; the paper adds them up, which prefers long units); ties go to the
     lower position; line breaks, indentation and other white space always stay.
     """
 
@@ -74,9 +73,9 @@ class PromptCompression(Select):
     def __post_init__(self) -> None:
         check_ratio("keep", self.keep)
         if self.unit not in UNITS:
-            raise ValueError(f"unknown unit {self.unit!r}: give one of {', '.join(UNITS)}")
+            raise ValueError(f"unit={self.unit!r}: give one of {', '.join(UNITS)}")
         if self.scorer is not None and not isinstance(self.scorer, str):
-            raise TypeError(f"scorer is the name of a model (folder, hub id or preset), got {self.scorer!r}")
+            raise TypeError(f"scorer={self.scorer!r}: give the name of a model (folder, hub id or preset)")
         if self.window is not None:
             check_whole("window", self.window, 2)
 
@@ -96,12 +95,12 @@ class PromptCompression(Select):
         needs_text = self.unit != "token" or self.scorer is not None
         if needs_text and not prompt.text:
             what = f"unit={self.unit!r}" if self.unit != "token" else "a scorer with a tokenizer of its own"
-            raise ValueError(f"{what} needs the prompt's text: give a lazyllm.Prompt, not bare token ids")
+            raise ValueError(f"{what} needs the prompt's text: give a lazyllm.Prompt, not token ids")
         if prompt.text and len(prompt.spans) != len(prompt):
             raise ValueError(
-                f"prompt compression must know which characters each of the {len(prompt)} tokens stands for, and the "
-                f"prompt says it of {len(prompt.spans)}: the tokenizer gives no offsets (it is not a fast one), or its "
-                "chat template changes the prompt's text"
+                f"prompt compression needs the character range of each of the {len(prompt)} tokens, but the prompt has "
+                f"{len(prompt.spans)} ranges: the tokenizer gives no offsets (it is not a fast one), or its chat "
+                "template changes the prompt's text"
             )
 
     def prepare(self, model: PreTrainedModel) -> None:
@@ -114,15 +113,15 @@ class PromptCompression(Select):
         super().prepare(model)
 
     def kept(self, n: int) -> int:
-        """For bare token ids, of which n - 1 may go. With a text it depends on the prompt: see `kept_of`."""
+        """For token ids without text: n - 1 are droppable. With a text it depends on the prompt: see `kept_of`."""
         return self.kept_of(n - 1) + 1
 
     def kept_of(self, c: int) -> int:
-        """How many stay of c tokens that may go: exactly, for unit "token"; at least, for larger units."""
+        """The number of c droppable tokens that stay; for units larger than a token, the least number."""
         return keep_count(self.keep, c)
 
     def scoring_flops(self, config: Any, n: int) -> int:
-        """As for bare token ids. A scorer's tokenizer is taken to give as many tokens."""
+        """FLOPs for token ids without text. A scorer's tokenizer is assumed to give as many tokens."""
         if self.kept(n) == n:
             return 0
         return scoring_flops(self._scorer_config(config), n - 1, self.window)
@@ -142,11 +141,11 @@ class PromptCompression(Select):
         return next((load_config(spec) for spec in self.models()), config)
 
     def _units(self, prompt: Prompt, may_go: np.ndarray) -> np.ndarray:
-        """[c] the number of the unit that each of these tokens belongs to, ascending."""
+        """[c] the unit of each droppable token, numbered in order."""
         if self.unit == "token":
             return np.arange(len(may_go))
         starts = starts_in(prompt.text, prompt.context, load_splitter(self.unit))
-        # by its last character: a token may begin with the space before its word
+        # by the token's last character: its first may be the space before the word
         return np.searchsorted(starts, _spans(prompt)[may_go, 1] - 1, side="right")
 
     def _self_information(self, decoder: Decoder, prompt: Prompt, may_go: np.ndarray) -> np.ndarray:
@@ -165,7 +164,7 @@ class PromptCompression(Select):
         return info
 
     def _by_scorer(self, decoder: Decoder, text: str, spans: np.ndarray) -> np.ndarray:
-        """[k] self-information by the scorer of tokens that stand for the character ranges `spans` [k, 2] of `text`."""
+        """[k] self-information, by the scorer, of tokens that stand for the character ranges `spans` [k, 2]."""
         import torch
 
         from lazyllm.methods.beside import open_beside, read_beside
@@ -178,11 +177,11 @@ class PromptCompression(Select):
 
 
 def droppable(prompt: Prompt) -> np.ndarray:
-    """[c] positions, ascending, of the tokens that may go. The newest one always stays.
+    """[c] ascending positions of the tokens that may be dropped. The newest token always stays.
 
-    With a text: those that lie wholly in the context and stand for more than white space. A token that holds part of a
-    line break or of a line's indentation stays, so that the layout of code and of examples survives.
-    Raises ValueError if the text has not one span per token.
+    With a text: tokens that lie wholly in the context and stand for more than white space. Tokens that hold part of a
+    line break or of a line's indentation stay, to preserve the layout of code and examples.
+    Raises ValueError unless there is one span per token.
     """
     others = len(prompt) - 1
     if not prompt.text:
@@ -193,22 +192,22 @@ def droppable(prompt: Prompt) -> np.ndarray:
     solid = _marks(prompt.text, (match.span() for match in _SOLID.finditer(prompt.text)))
 
     def count(marks: np.ndarray) -> np.ndarray:
-        """[n - 1] how many of each token's characters are marked."""
+        """[n - 1] the number of marked characters of each token."""
         upto = np.concatenate([[0], np.cumsum(marks)])
         return upto[stop] - upto[start]
 
     return ((count(in_context) == stop - start) & (count(layout) == 0) & (count(solid) > 0)).nonzero()[0]
 
 
-_LAYOUT = re.compile(rf"{LINE_BREAK}\s*|\A\s+")  # with the white space that begins the next line
+_LAYOUT = re.compile(rf"{LINE_BREAK}\s*|\A\s+")  # line breaks, and the white space at the start of a line
 _SOLID = re.compile(r"\S+")
 
 
 def most_informative(info: np.ndarray, unit_of: np.ndarray, budget: int) -> np.ndarray:
     """[c] bool: the tokens of the most informative units that together have at least `budget` tokens.
 
-    info [c] self-information; unit_of [c] the unit's number, ascending with position. A unit counts with the mean over
-    its tokens; of equals the earlier one is kept. budget: 1 or more, c at most.
+    info: [c] self-information. unit_of: [c] unit of each token, ascending. budget: 1 to c. A unit's information is the
+    mean over its tokens; of equal units the earlier one is kept.
     """
     _, unit, sizes = np.unique(unit_of, return_inverse=True, return_counts=True)
     order = np.argsort(-np.bincount(unit, weights=info) / sizes, kind="stable")

@@ -26,7 +26,7 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens `start` to `stop` (excluded) of a sequence, run together to score those from `first` on."""
+    """Tokens `start` to `stop` (excluded) of a sequence, run together; those from `first` on are scored."""
 
     start: int
     first: int
@@ -36,8 +36,8 @@ class Window:
 def windows(length: int, size: int) -> Iterator[Window]:
     """Windows of at most `size` tokens (2 or more) that together score every token of a sequence but the first.
 
-    Every window but the first begins half a window before the first token that it scores, so that this token too is
-    scored with at least `size // 2` tokens before it.
+    Every window but the first begins `size // 2` tokens before the first token that it scores, so every token is scored
+    with at least that many tokens before it.
     """
     window = Window(0, 1, min(size, length))
     yield window
@@ -48,12 +48,12 @@ def windows(length: int, size: int) -> Iterator[Window]:
 
 
 def window_limit(config: Any) -> int:
-    """The most tokens that a model can see at once: its positions. (Sliding windows are the layers' own affair.)"""
+    """The greatest number of tokens that a model sees at once: its positions, whatever its layers' sliding windows."""
     return config.max_position_embeddings
 
 
 def window_size(config: Any, window: int | None) -> int:
-    """The window that is asked for, by default the model's limit. Raises ValueError if it is beyond the limit."""
+    """`window`, by default the model's limit. Raises ValueError if it exceeds the limit."""
     limit = window_limit(config)
     if window is not None and window > limit:
         raise ValueError(f"window={window}: the scoring model sees at most {limit} tokens at once; give that or less")
@@ -61,7 +61,7 @@ def window_size(config: Any, window: int | None) -> int:
 
 
 def bos_of(config: Any) -> int | None:
-    """The token that begins a text for this model, if its config names one."""
+    """The model's BOS token, if its config names one."""
     bos = getattr(config, "bos_token_id", None)
     return bos if isinstance(bos, int) and 0 <= bos < config.vocab_size else None
 
@@ -69,11 +69,11 @@ def bos_of(config: Any) -> int | None:
 def self_information(decoder: Decoder, token_ids: Tensor, window: int | None = None) -> np.ndarray:
     """[n] float64 on the host: self-information in nats, computed in at least float32, of token_ids [n].
 
-    decoder: the open model that scores. window: tokens to a window; None for what the model sees at once.
+    decoder: the open model that scores. window: tokens of a window; None for the model's limit.
 
-    The text begins with the model's BOS; a model that has none knows nothing before the first token, which gets
-    log(v), as if all tokens were as likely. Later windows (see `windows`) begin in mid-text, without BOS, with
-    positions counted anew. Logits are there for `CHUNK` positions at a time.
+    The text begins with the model's BOS. Without a BOS, the first token gets log(v), as if all tokens were equally
+    likely. Later windows (see `windows`) begin in mid-text, without BOS, at position 0. Logits are computed for `CHUNK`
+    positions at a time.
     Raises ValueError for a window beyond the model's limit.
     """
     import torch
@@ -89,7 +89,7 @@ def self_information(decoder: Decoder, token_ids: Tensor, window: int | None = N
     for run in windows(len(sequence), size):
         if run.first == run.stop:
             continue
-        # nothing is asked of the last token
+        # the last token's logits are not needed
         hidden = decoder.norm(run_layers(decoder, sequence[run.start : run.stop - 1]))[0]  # [n, w]
         for first in range(run.first, run.stop, CHUNK):
             stop = min(first + CHUNK, run.stop)
@@ -107,12 +107,11 @@ def scoring_flops(config: Any, n: int, window: int | None = None) -> int:
 
 
 def carried_over(info: np.ndarray, from_spans: np.ndarray, to_spans: np.ndarray) -> np.ndarray:
-    """Self-information of one tokenizer's tokens as that of another's, over the characters that both stand for.
+    """[n] float64 self-information of one tokenizer's tokens, from that of another's over the same characters.
 
     info: [k] of tokens that stand for the half-open character ranges from_spans [k, 2]. to_spans: [n, 2].
-    A token's information is spread evenly over its characters; that of a character is shared evenly by the tokens that
-    stand for it (several, if a tokenizer writes it in bytes). Returns [n] float64. An empty range counts as that
-    of the character it stands before.
+    A token's information is spread evenly over its characters; a character's information is shared evenly by the tokens
+    that stand for it (several, if a tokenizer writes it in bytes). An empty range counts as the next character.
     """
     length = int(max(from_spans.max(initial=0), to_spans.max(initial=0))) + 1
     owner, character = _characters(from_spans)
@@ -124,7 +123,7 @@ def carried_over(info: np.ndarray, from_spans: np.ndarray, to_spans: np.ndarray)
 
 
 def _characters(spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each token's characters, one pair (token, character) after the other."""
+    """All pairs (token, one of its characters), as two arrays."""
     sizes = np.maximum(spans[:, 1] - spans[:, 0], 1)
     owner = np.repeat(np.arange(len(spans)), sizes)
     before = np.repeat(np.cumsum(sizes) - sizes, sizes)

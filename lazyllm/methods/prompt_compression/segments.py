@@ -1,7 +1,7 @@
-"""Where the units of a text begin: sentences (or lines of code) and phrases, which prompt compression keeps or drops.
+"""Units that prompt compression keeps or drops: sentences (or lines of code) and phrases.
 
-A splitter is a function from a text to the ascending places at which its units begin. Units follow one another without
-gaps, so these places are all there is to say.
+A splitter is a function from a text to the ascending positions at which its units begin. Units have no gaps between
+them, so their beginnings define them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 Splitter = Callable[[str], list[int]]
 
-# What ends a line in Python's str.splitlines, \r\n as one
+# Line breaks of Python's str.splitlines, with \r\n as one
 _BREAKS = r"\n\r\v\f\x1c-\x1e\x85\u2028\u2029"
 LINE_BREAK = rf"(?:\r\n|[{_BREAKS}])"
-# A full stop that closes no single letter ("J.", "e.g.") and no title, or another sign; the signs, quotes and brackets
-# that close with it; and the white space behind
+# A full stop that is not after a single letter ("J.", "e.g.") or a title, or another sign; then signs, quotes and
+# closing brackets; then white space
 _STOP = r"(?<!\b\w)(?<!\b(?:Mr|Ms|Dr|St))(?<!\bMrs)(?<!\bProf)\."
 _SENTENCE_END = rf"(?:{_STOP}|[!?…])[.!?…]*[\"'”’)\]]*[^\S{_BREAKS}]+"
 _BOUNDARY = re.compile(f"{LINE_BREAK}|{_SENTENCE_END}")
@@ -27,19 +27,19 @@ SPACY_MODEL = "en_core_web_sm"
 
 
 def sentence_starts(text: str) -> list[int]:
-    """Where sentences begin; a line break ends one too, so that in code every line is a unit.
+    """The beginnings of sentences; a line break ends a sentence too, so in code every line is a unit.
 
-    Ours: a rule and no model. A sentence ends with a full stop, question or exclamation mark and the white space behind
-    it, but not after a single letter ("e.g. this", "J. Smith") or a title ("Dr. Smith").
+    Ours: a rule instead of a model. A sentence ends with a full stop, question or exclamation mark and the white space
+    after it, but not after a single letter ("e.g. this", "J. Smith") or a title ("Dr. Smith").
     """
     return sorted({0, *(match.end() for match in _BOUNDARY.finditer(text))} - ({len(text)} if text else set()))
 
 
 def phrase_starts(text: str, nlp: Callable[[str], Any]) -> list[int]:
-    """Where noun phrases begin, and every word and sign that belongs to none (as in Selective Context).
+    """The beginnings of noun phrases, and of every word and sign outside them (as in Selective Context).
 
-    nlp: a spaCy pipeline with a parser, or what behaves like one: its document yields words that know their place
-        (`idx`) and has `noun_chunks`, each a sequence of words.
+    nlp: a spaCy pipeline with a parser, or a function whose result yields words with their place (`idx`) and has
+        `noun_chunks`, each a sequence of words.
     """
     document = nlp(text)
     inside = {word.idx for chunk in document.noun_chunks for word in list(chunk)[1:]}
@@ -47,11 +47,11 @@ def phrase_starts(text: str, nlp: Callable[[str], Any]) -> list[int]:
 
 
 def check_spacy() -> None:
-    """Raise ValueError, saying what to install, if spaCy or its English model is missing. Imports neither."""
+    """Raise ValueError with the command to install if spaCy or its English model is missing. Imports neither."""
     model = f"python -m spacy download {SPACY_MODEL}"
     if find_spec("spacy") is None:
         raise ValueError(
-            f"unit='phrase' finds noun phrases with spaCy, which is not installed: pip install 'lazyllm-bench[phrase]' "
+            f"unit='phrase' needs spaCy, which is not installed: pip install 'lazyllm-bench[phrase]' "
             f"(or pip install spacy), then {model}"
         )
     if find_spec(SPACY_MODEL) is None:
@@ -71,5 +71,5 @@ def load_splitter(unit: str) -> Splitter:
 
 
 def starts_in(text: str, ranges: Iterable[tuple[int, int]], split: Splitter) -> list[int]:
-    """Where the units of these ascending ranges of `text` begin, each range split by itself."""
+    """The beginnings of the units of `text` in these ascending ranges; each range is split separately."""
     return [start + place for start, end in ranges for place in split(text[start:end])]

@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic by hand, its revivals by plan, and its command line end to end. Never how long it took."""
+"""The benchmark's arithmetic by hand, its planned revivals, and its command line end to end. Never how long it took."""
 
 from __future__ import annotations
 
@@ -125,11 +125,11 @@ def test_second_turns_on_the_command_line(tmp_path, capsys) -> None:
     bench_report.main([str(tmp_path)])
     assert "| keep1 | 20 | 5 |" in (tmp_path / "README.md").read_text()
     assert "| transformers | 20 | 3 |" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="--turn runs beside transformers"):
+    with pytest.raises(SystemExit, match="--turn times rounds with transformers"):
         main([*f"{SHAPE} --turn 3 --field".split()])
 
 
-def test_steered_sessions_revive_when_they_are_told_to() -> None:
+def test_steered_sessions_revive_as_planned() -> None:
     model = random_model("llama", 3, num_layers=4)
     prompt = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(1))
     out = lazyllm.generate(model, prompt, SteeredLazy({1: 0.5, 2: 0.5}, drift=0.3, every=3), 9, ())
@@ -139,10 +139,10 @@ def test_steered_sessions_revive_when_they_are_told_to() -> None:
     for before, after, count in zip(out.selected, out.selected[1:], revived, strict=False):
         if not count:
             assert [position for position in after[1] if position < 60] == [p for p in before[1] if p < 60]
-    one, other = (
+    first, second = (
         lazyllm.generate(model, prompt, SteeredLazy({1: 0.5}, drift=0.3, seed=seed), 2, ()) for seed in (1, 2)
     )
-    assert one.selected != other.selected
+    assert first.selected != second.selected
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_generations_in_turns_are_those_alone() -> None:
     prompt = torch.randint(0, 97, (30,), generator=torch.Generator().manual_seed(2))
     methods = [Lazy({1: 0.5, 3: 0.6}), Baseline(), Lazy({2: 0.3})]
     alone = [lazyllm.generate(model, prompt, method, 7, ()) for method in methods]
-    assert len({tuple(one.token_ids) for one in alone}) > 1
+    assert len({tuple(out.token_ids) for out in alone}) > 1
     for done, expected in zip(in_turns(model, [(method, prompt) for method in methods], 7), alone, strict=True):
         assert (done.token_ids, done.selected) == (expected.token_ids, expected.selected)
         assert len(done.seconds) == 7
@@ -178,17 +178,16 @@ def test_generations_in_turns_are_those_alone() -> None:
 
 
 def test_shapes() -> None:
-    assert config_of("llama2-7b", 99).hidden_size == 4096
+    assert config_of("llama2", 99).hidden_size == 4096
     assert all(config_of(name, 99).max_position_embeddings == 99 for name in SHAPES)
     config = config_of("layers=3,width=192,kv_heads=1", 99)
     assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (3, 3, 1)
     assert config.intermediate_size == 512
-    parameters = sum(
-        p.numel() for p in build(config_of("tiny", 9), ModelSpec("tiny", "dummy", "float32", "cpu")).parameters()
-    )
+    small = config_of("layers=8,width=128,mlp=256,heads=4,kv_heads=2,vocab=1000", 9)
+    parameters = sum(p.numel() for p in build(small, ModelSpec("small", "dummy", "float32", "cpu")).parameters())
     # embeddings and logits; in 8 layers q, o, k, v, three of the MLP, two norms; a last norm
     assert parameters == 2 * 1000 * 128 + 8 * (128 * (128 * 2 + 64 * 2 + 256 * 3) + 256) + 128
-    for wrong in ("llama3", "layers=2", "layers=x,width=2", "depth=3,width=2"):
+    for wrong in ("llama-7b", "layers=2", "layers=x,width=2", "depth=3,width=2"):
         with pytest.raises(ValueError, match="--shape"):
             config_of(wrong, 9)
 
@@ -271,5 +270,5 @@ def test_the_whole_field(tmp_path, capsys) -> None:
     bench_report.main([str(tmp_path)])
     assert (tmp_path / "field.png").read_bytes().startswith(b"\x89PNG")
     assert "| asl 1.3x | 60 |" in (tmp_path / "README.md").read_text()
-    with pytest.raises(SystemExit, match="--field takes all methods"):
+    with pytest.raises(SystemExit, match="--field times pairs of all methods"):
         main([*f"{shape} --field --against hf".split()])

@@ -89,13 +89,11 @@ def test_the_verb_says_what_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         monkeypatch.setitem(METHODS, name, kind)
     assert verb.main(["halves", "keep=0.25"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert (
-        lines[0] == "Halves(turns='continue', keep=0.25) computes of 40 prompt tokens, layer by layer: 40, 40, 10, 10"
-    )
+    assert lines[0] == "Halves(turns='continue', keep=0.25): tokens computed in each layer, of 40: 40, 40, 10, 10"
     assert [line[:3] for line in lines[1:]] == ["ok "] * 5 + ["all"]
     assert verb.main(["never_all"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("failed  llama: keeping every token is the model itself: ")
+    assert lines[1].startswith("failed  llama: keeping every token gives the model's own output: ")
     assert lines[-1] == "1 failed"
 
 

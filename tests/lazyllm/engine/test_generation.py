@@ -71,7 +71,7 @@ def test_prompts_in_every_form() -> None:
         ([1, 97], "the model knows 0 to 96"),
         ([-1], "the model knows 0 to 96"),
         ([0.5], "one prompt"),
-        ("a text", r"a text: give its token ids, for example tokenizer\(text\)"),
+        ("a text", r"a text: give token ids, for example tokenizer\(text\)"),
     ],
 )
 def test_bad_prompts(prompt, message: str) -> None:
@@ -86,7 +86,7 @@ def test_a_generation_is_shown_without_all_its_logits() -> None:
 
 
 def test_bad_settings() -> None:
-    with pytest.raises(ValueError, match="max_new_tokens is at least 1"):
+    with pytest.raises(ValueError, match="max_new_tokens=0: give 1 or more"):
         lazyllm.generate(MODEL, PROMPT, Baseline(), 0, ())
     with pytest.raises(ValueError, match="only 4 layers"):
         lazyllm.generate(MODEL, PROMPT, Lazy({5: 0.5}), 3, ())

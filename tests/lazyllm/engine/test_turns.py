@@ -246,7 +246,7 @@ def test_bad_turns_leave_the_session_as_it_was() -> None:
         (None, 3, "at least one token"),
         ([], 3, "at least one token"),
         ([97], 3, "the model knows 0 to 96"),
-        ([1], 0, "max_new_tokens is at least 1"),
+        ([1], 0, "max_new_tokens=0: give 1 or more"),
         ([1], 10**6, "positions"),
     ):
         with pytest.raises(ValueError, match=message):

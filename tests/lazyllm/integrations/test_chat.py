@@ -64,7 +64,7 @@ def test_lines_from_standard_input(tiny, monkeypatch, capsys: pytest.CaptureFixt
     printed = capsys.readouterr()
     assert printed.out == 2 * (generated(tiny, TEXT, Baseline())[1] + "\n")
     assert [found[1] for found in SUMMARY.findall(printed.err)] == ["100.0", "100.0"]
-    assert "are more than the model's 4096" in printed.err
+    assert "exceed the model's 4096" in printed.err
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -160,10 +160,10 @@ def test_sampling_follows_the_seed(tiny: tuple[Any, Any]) -> None:
         (["--schedule", "half"], "schedule 'half': expected 'paper', 'none', or"),
         (["--schedule", '{"9": 0.5}'], "only 8 layers"),
         (["--schedule", "{9: 0.5}"], "--schedule is paper, none or JSON"),
-        (["--max-new-tokens", "0"], "--max-new-tokens is at least 1"),
-        (["--temperature", "-1"], "--temperature is 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens 0: give 1 or more"),
+        (["--temperature", "-1"], "--temperature -1.0: give 0"),
         (["--top-p", "0.5"], "set --temperature too"),
-        (["--temperature", "1", "--top-p", "0"], r"--top-p lies in \(0, 1\]"),
+        (["--temperature", "1", "--top-p", "0"], r"a top-p in \(0, 1\]"),
         (["--dtype", "int8"], "unknown dtype"),
         (["--device", "warp"], "unknown device"),
         (["--prompt-file", "no/such/file"], "No such file"),

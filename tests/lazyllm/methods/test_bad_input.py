@@ -80,9 +80,7 @@ def test_a_share_above_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_unknown_later_turns(name: str) -> None:
-    message = (
-        "has no setting 'turns'" if name in ("baseline", "lazy") else "turns is 'continue' or 'again', got 'never'"
-    )
+    message = "has no setting 'turns'" if name in ("baseline", "lazy") else "turns='never': give 'continue' or 'again'"
     with pytest.raises(UserError, match=message):
         make(name, USUAL[name] | {"turns": "never"})
 

@@ -241,19 +241,19 @@ def test_flops_of_what_selects_are_those_announced() -> None:
         (lambda: GemFilter(0), "layer is a whole number of 1 or more"),
         (lambda: GemFilter(keep=0), "keep is a whole number of 1 or more"),
         (lambda: GemFilter(keep=1.5), r"keep lies in \(0, 1\]"),
-        (lambda: GemFilter(pool=4), "pool is odd"),
+        (lambda: GemFilter(pool=4), "pool=4: give an odd number"),
         (lambda: FastKV(keep=0.0), r"\(0, 1\]"),
         (lambda: FastKV(retain=2), r"\(0, 1\]"),
         (lambda: FastKV(window=0), "window is a whole number"),
-        (lambda: FastKV(pooling="sum"), "pooling is max or average"),
-        (lambda: CLAA(retain=0.5), "retain is null"),
+        (lambda: FastKV(pooling="sum"), "pooling='sum': give max or average"),
+        (lambda: CLAA(retain=0.5), "retain=0.5: give null"),
         (lambda: CLAA(layers=0), "layers is a whole number"),
         (lambda: SpecPrefill(draft=3), "name of a model"),  # type: ignore[arg-type]
         (lambda: SpecPrefill(lookahead=0), "lookahead is a whole number"),
         (lambda: SpecPrefill(chunk=0), "chunk is a whole number"),
         (lambda: PyramidInfer(decay=0), r"\(0, 1\]"),
-        (lambda: PyramidInfer(weight=0), "weight is a number above 0"),
-        (lambda: ASL(threshold=0), "threshold is a number above 0"),
+        (lambda: PyramidInfer(weight=0), "weight=0: give a number above 0"),
+        (lambda: ASL(threshold=0), "threshold=0: give a number above 0"),
         (lambda: ASL(first=0), "first is a whole number"),
         (lambda: Oracle(answer=0), "answer is a whole number"),
     ],
@@ -269,7 +269,7 @@ def test_what_does_not_fit_the_model_is_refused_before_it_loads(drafts: Path) ->
         with pytest.raises(ValueError, match="layer=5, but the model has only 4 layers"):
             method.check(config)
     for name, message, own in (
-        ("vocabulary", "a vocabulary of 64 tokens and the model one of 97", {"vocab_size": 64}),
+        ("vocabulary", "has 64 tokens in its vocabulary, the model 97", {"vocab_size": 64}),
         ("size", "1.5 times as large as the model", {"num_hidden_layers": 6}),
     ):
         random_variant("llama", 0, **own).config.save_pretrained(drafts / name)

@@ -151,20 +151,20 @@ def test_other_tokens_are_refused_unless_they_are_asked_for(tokenizers, drafts, 
     model, text = random_variant("llama", 0, vocab_size=len(tokenizers("tiny"))), "the old lantern"
     prompt = prompt_of(tokenizers("tiny"), text)
     folder, _ = drafts("llama", "letters")
-    with pytest.raises(ValueError, match=r"a vocabulary of 256 tokens .* or text=true to hand over"):
+    with pytest.raises(ValueError, match=r"has 256 tokens in its vocabulary.* or text=true to pass"):
         SpecPrefill(folder).check(model.config)
     # as many tokens, but others
     random_variant("llama", 7, num_hidden_layers=2, vocab_size=len(tokenizers("tiny"))).save_pretrained(tmp_path)
     tokenizers("letters").save_pretrained(tmp_path)
     same_size = SpecPrefill(str(tmp_path))
     same_size.check(model.config)
-    with pytest.raises(ValueError, match=r"reads the prompt in other tokens than the model does: .* text=true"):
+    with pytest.raises(ValueError, match=r"tokenises the prompt differently than the model: .* text=true"):
         same_size.check_prompt(prompt)
     tokenizers("tiny").save_pretrained(tmp_path / "own")
     json_config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "own" / "config.json").write_text(json.dumps(json_config))
     SpecPrefill(str(tmp_path / "own")).check_prompt(prompt)
-    with pytest.raises(ValueError, match="text=true works on the prompt's text"):
+    with pytest.raises(ValueError, match="text=true needs the prompt's text"):
         SpecPrefill(folder, text=True).check_prompt(lazyllm.Prompt(torch.tensor([1, 2, 3])))
     with pytest.raises(ValueError, match="text=true is for a draft"):
         SpecPrefill(text=True)

@@ -65,7 +65,7 @@ def test_parse() -> None:
     for bad, message in (({"half%": 0.5}, "like 50%"), ({"1/0%": 0.5}, "like 50%"), ({"1%": 0.5}, "count from 1")):
         with pytest.raises(ValueError, match=message):
             Schedule.parse(bad, 32)
-    with pytest.raises(ValueError, match="mean the same of 8 layers"):
+    with pytest.raises(ValueError, match="are the same of 8 layers"):
         Schedule.parse({"30%": 0.5, 2: 0.7}, 8)
     with pytest.raises(ValueError, match="after layer 9, but the model has only 8 layers"):
         Schedule.parse({9: 0.7}, 8)

@@ -240,7 +240,7 @@ def test_a_prompt_that_does_not_say_enough_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             lazyllm.generate(model, bare, method, 1, ())
     without_spans = lazyllm.Prompt(torch.tensor(bare), "some text", (), ((0, 4),))
-    with pytest.raises(ValueError, match=r"which characters each of the 4 tokens .* gives no offsets"):
+    with pytest.raises(ValueError, match=r"character range of each of the 4 tokens.* gives no offsets"):
         lazyllm.generate(model, without_spans, PromptCompression(0.5, "token"), 1, ())
 
 
