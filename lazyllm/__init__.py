@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lazyllm.integrations.transformers_generate import generate_with, using
     from lazyllm.models.load import load_model
 
-# imported when first asked for: these need torch and transformers, which take seconds to import
+# imported on first use: these need torch and transformers, which take seconds to import
 _HEAVY = {
     "Generation": "lazyllm.engine.generation",
     "generate": "lazyllm.engine.generation",

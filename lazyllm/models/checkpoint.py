@@ -1,4 +1,4 @@
-"""A checkpoint's files, fetched from the hub and checked before any is loaded: safetensors only, whole, all there."""
+"""A checkpoint's files, fetched from the hub and checked before loading: safetensors only, complete, not cut short."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", INDEX)
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
-# (hub id, revision) -> commit: a process asks the hub once, and reads all files of a repository at one commit
+# (hub id, revision) -> commit, so that a process reads all files of a repository at one commit
 _commits: dict[tuple[str, str | None], str] = {}
 
 
 def hub_folder(hub_id: str, files: Iterable[str], revision: str | None = None, instead: str = "") -> Path:
-    """A local folder with those files of a repository that exist, from the Hugging Face hub or its cache.
+    """A local folder with the existing ones of these files, from the Hugging Face hub or its cache.
 
-    files: names or patterns. instead: what the user can do without the hub, for the message. No code of the repository
-    is run. The folder's name is the repository's commit. Raises UserError: not a hub id, gated, not found, or not in
-    the cache and the hub does not answer.
+    files: names or patterns. instead: what the user can do without the hub, for the message. The repository's code is
+    not run. The folder's name is the repository's commit. Raises UserError for a name that is not a hub id, for a
+    repository that is gated or not found, and for files that are not in the cache if the hub does not answer.
     """
     from huggingface_hub import errors, snapshot_download
 
@@ -50,7 +50,7 @@ def check_files(folder: Path, source: str, weights_file: str | None = None) -> N
     """Refuse a checkpoint whose weights are pickled, absent, cut short or outside its folder. Raises UserError.
 
     source: the checkpoint's name in messages. weights_file: the file that its config names (`transformers_weights`).
-    Only headers are read. A pickle can run code when it is read, so none is opened, whatever names it.
+    Only headers are read. No pickle is opened, as reading it can run code.
     """
     if (folder / "adapter_config.json").is_file():
         raise UserError(
@@ -78,12 +78,12 @@ def _check_shard(folder: Path, name: str) -> None:
     if not name.endswith(".safetensors"):
         raise _pickled(str(folder), [name])
     if Path(name).name != name:
-        raise UserError(f"{folder}: its weights are in {name!r}, which is not a file of the folder: refused")
+        raise UserError(f"{folder}: its weights are in {name!r}, outside the folder: put them into the folder")
     if not file.is_file():
         raise UserError(f"{file} is missing: the checkpoint is not complete; download or copy it again")
     try:
         with safe_open(file, framework="pt"):
-            pass  # reads the header and compares the file's length with it
+            pass  # opening compares the file's length with its header
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{file} is damaged or cut short ({error}): download or copy it again, and compare its size"
@@ -93,8 +93,8 @@ def _check_shard(folder: Path, name: str) -> None:
 def _pickled(source: str, files: list[str]) -> UserError:
     kind = f"pickles ({', '.join(files)})" if files else f"not safetensors (no model.safetensors, no {INDEX})"
     return UserError(
-        f"{source}: its weights are {kind}. Pickles can run code when they are read: refused. If you trust where they "
-        "are from, download them and write them as safetensors, once, into the same folder: python -c "
+        f"{source}: its weights are {kind}. Pickles can run code when they are read, so they are refused. If you trust "
+        "their source, download them and write them as safetensors, once, into the same folder: python -c "
         '"from transformers import AutoModelForCausalLM as M; '
         "M.from_pretrained('FOLDER', use_safetensors=False, dtype='auto').save_pretrained('FOLDER')\", "
         "then model.name=FOLDER"

@@ -43,7 +43,7 @@ def load_model(
     """A model in eval mode and its tokenizer. Arguments: the fields of `lazyllm.models.spec.ModelSpec`.
 
     With `load_format="dummy"`, the tokenizer is None unless `tokenizer` names one or the model is a folder.
-    Raises UserError with one clear message.
+    Raises UserError.
     """
     spec = ModelSpec(
         name, load_format, dtype, device, revision, tokenizer, attn_implementation, quantise, device_map, seed
@@ -56,7 +56,7 @@ def load_tokenizer_of(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
     if spec.tokenizer is not None:
         return load_tokenizer(spec.tokenizer)
     if spec.is_dummy and not Path(spec.source).is_dir():
-        return None  # nothing is downloaded for a dummy
+        return None  # "dummy" downloads nothing
     return load_tokenizer(spec.source, spec.revision)
 
 
@@ -69,13 +69,13 @@ def load_weights(spec: ModelSpec) -> PreTrainedModel:
         check_same_as_model(model)
     except FloatingPointError as error:
         raise UserError(
-            f"{spec.name}: {error} in {spec.dtype}; are its weights whole? Another dtype may hold them"
+            f"{spec.name}: {error} in {spec.dtype}: check that its weights are complete, or give another dtype"
         ) from error
     return model
 
 
 def check_loading(spec: ModelSpec) -> PreTrainedConfig:
-    """The model's config, after every refusal of `load_weights` that needs no weights. Raises UserError."""
+    """The model's config, after all checks of `load_weights` that need no weights. Raises UserError."""
     spec.check()
     devices_in_use(spec)
     if spec.device_map is not None:
@@ -85,9 +85,9 @@ def check_loading(spec: ModelSpec) -> PreTrainedConfig:
     config = load_config(spec)
     kind = quantised_by(config)
     if kind is not None and spec.is_dummy:
-        raise UserError(f"{spec.name} is quantised ({kind}), which random weights would not be")
+        raise UserError(f"{spec.name} is quantised ({kind}), but random weights are not: give another model")
     if kind is not None and spec.quantise is not None:
-        raise UserError(f"{spec.source} is quantised already ({kind}): leave out quantise={spec.quantise}")
+        raise UserError(f"{spec.source} is already quantised ({kind}): leave out quantise={spec.quantise}")
     if not spec.is_dummy:
         check_quantised(spec.source, config, spec.device_map)
         if Path(spec.source).is_dir():
@@ -96,7 +96,7 @@ def check_loading(spec: ModelSpec) -> PreTrainedConfig:
 
 
 def devices_in_use(spec: ModelSpec) -> tuple[torch.device, ...]:
-    """The devices that the model may compute on, known before it loads. Raises UserError.
+    """The devices that the model may compute on, before it loads. Raises UserError.
 
     With `device_map="auto"`: all accelerators of this process, or the CPU if there is none.
     """
@@ -108,7 +108,7 @@ def devices_in_use(spec: ModelSpec) -> tuple[torch.device, ...]:
     if isinstance(spec.device_map, str):
         return tuple(accelerators) or (first,)
     names = dict.fromkeys(place for place in spec.device_map.values() if place not in ("cpu", "disk"))
-    # weights on the host or on disk are computed with on the first accelerator that the map names, or on the CPU
+    # layers whose weights are on the host or on disk run on the map's first accelerator, or on the CPU
     return tuple(_numbered(name, accelerators) for name in names) or (torch.device("cpu"),)
 
 
@@ -123,7 +123,7 @@ def _numbered(name: int | str, accelerators: list[torch.device]) -> torch.device
 
 
 def load_config(spec: ModelSpec) -> PreTrainedConfig:
-    """The model's config, read without its weights: enough to check schedules and shapes. Raises UserError."""
+    """The model's config, read without its weights. Raises UserError."""
     preset = PRESETS.get(spec.name)
     architecture = None if preset is None else preset.architecture
     if spec.is_dummy and architecture is not None:
@@ -134,7 +134,7 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         raise UserError(f"{spec.source}: its config.json could not be used ({error})") from error
     if str(folder) != spec.source:
-        config._commit_hash = folder.name  # as transformers does for a hub id
+        config._commit_hash = folder.name  # as in transformers for a hub id
     return config
 
 
@@ -160,7 +160,7 @@ def as_device(name: str) -> torch.device:
     """The torch device of that name; "auto" is the accelerator, if there is one. Raises UserError if absent."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "auto":
-        # Apple's mps is never chosen: it is untested, and known for silent errors in attention over views
+        # never Apple's mps: it is untested here, and has silent errors in attention over views
         return accelerator if accelerator is not None and accelerator.type != "mps" else torch.device("cpu")
     try:
         device = torch.device(name)
@@ -168,8 +168,7 @@ def as_device(name: str) -> torch.device:
         raise UserError(f"unknown device {name!r}: give 'auto', 'cpu' or 'cuda'") from error
     if device.type != "cpu" and (accelerator is None or accelerator.type != device.type):
         raise UserError(
-            f"device {name!r} was asked for, but torch {torch.__version__} sees none: give device=cpu (in a run "
-            "model.device=cpu)"
+            f"device {name!r}: torch {torch.__version__} sees none: give device=cpu (in a run model.device=cpu)"
         )
     return device
 
@@ -188,7 +187,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _folder(spec: ModelSpec, files: Iterable[str]) -> Path:
-    """The spec's folder, or one with those files of its hub repository. Raises UserError."""
+    """The spec's folder, or a folder with these files of its hub repository. Raises UserError."""
     if Path(spec.source).is_dir():
         return Path(spec.source)
     instead = "Give a folder with the checkpoint: model.name=FOLDER"
@@ -202,7 +201,7 @@ def _weights_file(config: PreTrainedConfig) -> str | None:
 
 
 def checkpoint_folder(spec: ModelSpec, config: PreTrainedConfig) -> Path:
-    """The folder that holds the checkpoint's files, fetched if they are the hub's, and checked. Raises UserError."""
+    """The folder of the checkpoint's files, fetched from the hub if necessary, and checked. Raises UserError."""
     folder = _folder(spec, [*CONFIGS, *WEIGHTS, _weights_file(config) or "model.safetensors"])
     if str(folder) != spec.source:  # a local folder has been checked already
         check_files(folder, spec.source, _weights_file(config))
@@ -210,12 +209,12 @@ def checkpoint_folder(spec: ModelSpec, config: PreTrainedConfig) -> Path:
 
 
 def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
-    """The checkpoint's model, every one of its weights read from the checkpoint. Raises UserError."""
+    """The checkpoint's model; all of its weights are read from the checkpoint. Raises UserError."""
     source, dtype, device = spec.source, getattr(torch, spec.dtype), as_device(spec.device)
     folder = checkpoint_folder(spec, config)
     placement: Any = dict(spec.device_map) if isinstance(spec.device_map, Mapping) else spec.device_map
     if placement is None and (spec.quantise is not None or quantised_by(config) is not None):
-        placement = {"": device}  # quantised weights are packed for a device: they are made on it
+        placement = {"": device}  # quantised weights are packed for a device, so they are made on it
     settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": spec.attn_implementation}
     if spec.quantise is not None:
         settings["quantization_config"] = quantisation_config(spec.quantise, dtype)
@@ -236,11 +235,11 @@ def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
             f"{source} could not be loaded: {error}\nOnly safetensors are read (pickles can run code); no remote code."
         ) from error
     model, info = loaded
-    if info["missing_keys"]:  # transformers gives these random values, and a warning
+    if info["missing_keys"]:  # transformers warns and gives them random values
         missing = sorted(info["missing_keys"])
         raise UserError(
-            f"{source} lacks {len(missing)} of the model's weights, the first: {missing[0]}. The checkpoint is not "
-            "complete, or another architecture's"
+            f"{source} lacks {len(missing)} of the model's weights, the first: {missing[0]}. It is incomplete, or of "
+            "another architecture: download it again"
         )
     return model if placement is not None else model.to(device)
 

@@ -1,8 +1,7 @@
-"""Models that have a short name: where they lie on the hub, and their shapes.
+"""Models with a short name: their hub ids and shapes.
 
-The shapes are those of the published config.json files; of a RoPE that stretches with the text (LongRoPE) the factors
-are left at 1, as they change no shape and no time. tests/lazyllm/models/test_presets.py holds each against the
-published number of parameters.
+The shapes are those of the published config.json files, but for LongRoPE's factors, which are 1 here: they change
+neither shapes nor times. tests/lazyllm/models/test_presets.py checks each against the published number of parameters.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Preset:
-    """A model that has a short name.
+    """A model with a short name.
 
     source: hub id or folder. architecture: the shapes and RoPE of the checkpoint's `config.json`, for
-    `load_format="dummy"`; None if the folder is part of this package.
+    `load_format="dummy"`; None if this package holds the checkpoint.
     """
 
     source: str
@@ -38,7 +37,7 @@ def _shape(
     theta: float = 10_000.0,
     **others: Any,
 ) -> dict[str, Any]:
-    """A config's fields. theta: the RoPE's base, if `rope_parameters` is not among the others."""
+    """A config's fields. theta: the RoPE's base, unless `others` has `rope_parameters`."""
     return {
         "model_type": model_type,
         "num_hidden_layers": layers,

@@ -1,7 +1,7 @@
-"""Quantised weights: what transformers is told, and what must be installed.
+"""Quantised weights: their settings in transformers, and the packages that they need.
 
-Weights are quantised while a checkpoint is read, by torchao or bitsandbytes, through transformers: those of every
-linear layer but `lm_head`. Activations, K, V and hidden states stay in the model's dtype.
+torchao or bitsandbytes, through transformers, quantise the weights of every linear layer but `lm_head` while a
+checkpoint is read. Activations, K, V and hidden states stay in the model's dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers.utils.import_utils import is_accelerate_available, is_bitsandb
 from lazyllm.errors import UserError
 from lazyllm.models.spec import QUANTISATIONS
 
-INT4_GROUP = 128  # weights of a row that share a scale
+INT4_GROUP = 128  # number of weights in a row that share a scale
 
 _INSTALL = {
     "accelerate": "pip install 'lazyllm-bench[devices]'",
@@ -26,7 +26,7 @@ _INSTALL = {
 
 
 def check_quantise(quantise: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a quantisation that cannot be done on this machine. Raises UserError.
+    """Refuse a quantisation that this machine cannot do. Raises UserError.
 
     quantise: one of `QUANTISATIONS`.
     """
@@ -34,18 +34,18 @@ def check_quantise(quantise: str, dtype: torch.dtype, device: torch.device) -> N
     require("accelerate", f"quantise={quantise}")
     if quantise == "int4" and (device.type != "cuda" or dtype != torch.bfloat16):
         raise UserError(
-            f"quantise=int4 needs bfloat16 on CUDA (torchao has kernels for nothing else), got "
+            f"quantise=int4 needs bfloat16 on CUDA (torchao has no other kernels), got "
             f"{str(dtype).removeprefix('torch.')} on {device.type}: give quantise=int8 or bnb_nf4"
         )
 
 
 def quantisation_config(quantise: str, dtype: torch.dtype) -> Any:
-    """What `from_pretrained` is told. Its package must be installed (`check_quantise`)."""
+    """The `quantization_config` of `from_pretrained`. Its package must be installed (`check_quantise`)."""
     match quantise:
         case "int8":
             from torchao.quantization import Int8WeightOnlyConfig  # pyright: ignore[reportMissingImports]
 
-            # torchao would also change torch's settings for the compiler and for float32 products, of the whole process
+            # else torchao changes torch's settings of the compiler and of float32 products for the whole process
             return transformers.TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
         case "int4":
             from torchao.quantization import Int4WeightOnlyConfig  # pyright: ignore[reportMissingImports]
@@ -69,15 +69,15 @@ def quantisation_config(quantise: str, dtype: torch.dtype) -> Any:
 
 
 def quantised_by(config: Any) -> str | None:
-    """The quantisation method that a checkpoint's config names; None if it is not quantised."""
+    """The quantisation method in a checkpoint's config; None if it is not quantised."""
     settings = getattr(config, "quantization_config", None)
     return None if settings is None else str(settings.get("quant_method", "unknown"))
 
 
 def check_quantised(source: str, config: Any, device_map: Any) -> None:
-    """Refuse a quantised checkpoint that cannot be read here, before it is. Raises UserError.
+    """Refuse a quantised checkpoint that cannot be read here. Raises UserError.
 
-    transformers would take an unknown kind for no quantisation at all.
+    transformers treats an unknown kind as not quantised.
     """
     kind = quantised_by(config)
     if kind is None:
@@ -94,7 +94,7 @@ def check_quantised(source: str, config: Any, device_map: Any) -> None:
 
 
 def require(package: str, what_for: str) -> None:
-    """Raises UserError if the package is absent, or older than this transformers can use."""
+    """Raise UserError if the package is absent or too old for the installed transformers."""
     is_available = {
         "accelerate": is_accelerate_available,
         "torchao": is_torchao_available,

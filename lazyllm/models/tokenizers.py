@@ -1,10 +1,10 @@
-"""Tokenizers: loaded as the checkpoints' authors meant them, without running any repository's code.
+"""Tokenizers with the token ids that the checkpoints were trained with, without running a repository's code.
 
-What transformers 5 makes of a folder that holds only Llama 2's sentencepiece `tokenizer.model` is not what the model
-was trained with: `AutoTokenizer` and `LlamaTokenizer.from_pretrained` order the merges by vocabulary id instead of by
-score ("is.  See" gets the pieces "▁▁", "See" instead of "▁", "▁See"), and add no BOS token. `load_tokenizer` builds
-such a tokenizer itself, and tests compare its ids with the sentencepiece library's on whole LongBench prompts.
-XGen 7B's, which exists only as the repository's own code, is in `lazyllm/models/xgen_tokenizer.py`.
+From a folder with only Llama 2's sentencepiece `tokenizer.model`, transformers 5 makes another tokenizer than the
+model's: `AutoTokenizer` and `LlamaTokenizer.from_pretrained` order the merges by vocabulary id instead of by score
+("is.  See" gets the pieces "▁▁", "See" instead of "▁", "▁See"), and add no BOS token. `load_tokenizer` builds such a
+tokenizer itself; tests compare its ids with the sentencepiece library's on whole LongBench prompts. XGen 7B's tokenizer
+exists only as the repository's code; `lazyllm/models/xgen_tokenizer.py` replaces it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CONFIG = "tokenizer_config.json"
-# Files of a hub repository that decide ids, texts or chat prompts
+# Files of a hub repository that determine ids, texts or chat prompts
 FILES = (
     "tokenizer.json", "tokenizer.model", _CONFIG, "special_tokens_map.json", "added_tokens.json", "config.json",
     "chat_template.*", "additional_chat_templates/*",
@@ -40,13 +40,13 @@ _INSTEAD = (
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer from a folder, a sentencepiece file or the hub. No remote code is ever run.
+    """Load a tokenizer from a folder, a sentencepiece file or the hub. No remote code is run.
 
-    source: a folder with `tokenizer.json`; a folder with only sentencepiece's `tokenizer.model` (BPE), or that file
-        itself; or a hub id whose repository holds one of the two. If both are there, `tokenizer.json` is used.
-        If neither is, a `tokenizer_config.json` that names XGen 7B's tokenizer is enough.
+    source: a folder with `tokenizer.json`, or with sentencepiece's `tokenizer.model` (BPE); that file; or the hub id of
+        a repository with one of these. `tokenizer.json` is preferred. Without both, a `tokenizer_config.json` that
+        names XGen 7B's tokenizer is enough.
     revision: branch, tag or commit of a hub id.
-    Raises UserError: none of the files is there, one is damaged or of another kind, or the hub does not give it.
+    Raises UserError if no such file exists, if it is damaged or of another kind, or if the hub does not answer.
     """
     path = Path(source).expanduser()
     if not path.exists() and (len(path.parts) > 2 or str(source).startswith((".", "/", "~"))):
@@ -58,7 +58,7 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTraine
 
 
 def _from_folder(folder: Path, source: str) -> PreTrainedTokenizerBase:
-    """The files in the folder decide how it is loaded; AutoTokenizer alone guesses wrong."""
+    """The tokenizer of a folder, by its files; AutoTokenizer alone guesses wrong."""
     from transformers import AutoTokenizer
 
     if (folder / "tokenizer.json").is_file():
@@ -71,17 +71,17 @@ def _from_folder(folder: Path, source: str) -> PreTrainedTokenizerBase:
     if (folder / _CONFIG).is_file() and is_xgen(folder / _CONFIG):
         return load_xgen_tokenizer(folder / _CONFIG)
     raise UserError(
-        f"{source} holds neither tokenizer.json nor tokenizer.model, and a tokenizer that exists only as the "
-        f"repository's own code is not run. {_INSTEAD}"
+        f"{source} holds neither tokenizer.json nor tokenizer.model; a repository's own tokenizer code is not run. "
+        f"{_INSTEAD}"
     )
 
 
 def sentencepiece_tokenizer(model_file: Path) -> PreTrainedTokenizerBase:
-    """A tokenizer made from a sentencepiece BPE model of Llama's kind, with that library's token ids.
+    """A tokenizer made from a sentencepiece BPE model of Llama's kind, with the sentencepiece library's token ids.
 
-    Settings of a `tokenizer_config.json` beside it are used; without one, BOS is added and EOS is not, as for Llama 2.
-    Raises UserError: not a sentencepiece model, or one of another kind than Llama's (BPE, bytes for unknown
-    characters, no normalisation but the space put in front).
+    It uses the settings of a `tokenizer_config.json` in the same folder; without one, it adds BOS and not EOS, as for
+    Llama 2. Raises UserError for other files, and for sentencepiece models of another kind than Llama's (BPE, bytes for
+    unknown characters, no normalisation but a space before the text).
     """
     from tokenizers import normalizers
     from transformers import LlamaTokenizer
@@ -96,8 +96,8 @@ def sentencepiece_tokenizer(model_file: Path) -> PreTrainedTokenizerBase:
         for cut in range(1, len(piece))
         if piece[:cut] in score and piece[cut:] in score
     ]
-    # sentencepiece merges the pair with the best score first and, among equal ones, the leftmost. Only the runs of
-    # spaces have equal scores, and there "leftmost first" means: the longest left part first.
+    # sentencepiece merges the pair with the best score first and, among equal ones, the leftmost. Only runs of spaces
+    # have equal scores; for them "leftmost first" means the longest left part first.
     merges.sort()
     special = {f"{name}_token": pieces[getattr(proto.trainer_spec, f"{name}_id")].piece for name in _SPECIAL}
     tokenizer = LlamaTokenizer(
@@ -107,7 +107,7 @@ def sentencepiece_tokenizer(model_file: Path) -> PreTrainedTokenizerBase:
         **special,
         **_settings(model_file.parent / _CONFIG),
     )
-    # transformers puts no space in front of a text that begins with one; sentencepiece always does.
+    # sentencepiece always puts a space before the text; transformers does not if the text begins with one.
     backend: Any = tokenizer.backend_tokenizer
     backend.pre_tokenizer = None
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
@@ -132,7 +132,7 @@ def _sentencepiece_proto(model_file: Path) -> Any:
         and not normalizer.precompiled_charsmap
         and normalizer.add_dummy_prefix
         and not normalizer.remove_extra_whitespaces
-        # Pieces that are taken whole before any merge: Llama's have none.
+        # no pieces that are matched before merging: Llama's has none
         and not any(piece.type == type(piece).USER_DEFINED for piece in proto.pieces)
     )
     if not llama_like:

@@ -1,19 +1,18 @@
 """XGen 7B's tokenizer, without its repository's code.
 
-The checkpoint's own tokenizer is Python code over tiktoken (`tokenization_xgen.py`), which is not run, and which has
-been broken since transformers 4.34. This one does the same with transformers' fast tokenizer, which also gives each
+The checkpoint's own tokenizer is Python code over tiktoken (`tokenization_xgen.py`), which is not run; it has been
+broken since transformers 4.34. This one has the same ids. It is a fast tokenizer of transformers, so it also gives each
 token's characters (offsets):
 
-- ids 0 to 50256 are GPT-2's: 256 bytes, 50,000 merges, `<|endoftext|>`. All of them follow from GPT-2's `merges.txt`.
-- ids 50257 to 50294 are runs of 31 down to 2 spaces, then of 9 down to 2 tabs. They are no added tokens, which would be
-  cut out of the text first: they are merged like GPT-2's own tokens, within what GPT-2's pattern keeps together (of the
-  spaces before a word, the last belongs to the word) and after all of GPT-2's merges. tiktoken merges the pair that
-  makes the lowest id, so a longer run before a shorter one: the leftmost run grows by one to its full length, then the
-  next one starts.
-- ids 50295 to 50312 are control tokens, StarCoder's. They are recognised in a text, and `skip_special_tokens` leaves
-  them in: only `<|endoftext|>` is special.
+- ids 0 to 50256 are GPT-2's: 256 bytes, 50,000 merges, `<|endoftext|>`. All follow from GPT-2's `merges.txt`.
+- ids 50257 to 50294 are runs of 31 down to 2 spaces, then of 9 down to 2 tabs. They are not added tokens, which would
+  be cut out of the text first. They are merged like GPT-2's tokens, after all of GPT-2's merges and within the pieces
+  of GPT-2's pattern (the last space before a word belongs to the word). tiktoken merges the pair that makes the lowest
+  id, so longer runs first: the leftmost run grows to its full length, then the next one starts.
+- ids 50295 to 50312 are StarCoder's control tokens. They are recognised in a text, and `skip_special_tokens` keeps
+  them: only `<|endoftext|>` is special.
 
-The model has 51,200 rows of embeddings; ids from 50313 on have no token and decode to nothing.
+The model has 51,200 rows of embeddings; ids from 50313 on have no token and decode to "".
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 50256  # the model's own: its config's eos_token_id
-LONGEST_RUN = {"Ġ": 31, "ĉ": 9}  # as GPT-2 writes a space and a tab; in the order of their ids
+LONGEST_RUN = {"Ġ": 31, "ĉ": 9}  # GPT-2's characters of a space and a tab; in the order of their ids
 CONTROL_TOKENS = (
     "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<filename>", "<gh_stars>",
     "<issue_start>", "<issue_comment>", "<issue_closed>",
@@ -49,13 +48,13 @@ _CLASS = "XgenTokenizer"
 # Keys of the checkpoint's tokenizer_config.json that change ids, with XGen 7B's values.
 _EXPECTED = {"eos_token": END_OF_TEXT, "add_eos_token": False, "add_special_tokens": True}
 _INSTEAD = (
-    f"XGen's tokenizer is made from GPT-2's {MERGES}: put the one of https://huggingface.co/{GPT2}/blob/main/{MERGES} "
-    "into a folder, beside the checkpoint's tokenizer_config.json, and give model.tokenizer=FOLDER"
+    f"XGen's tokenizer is made from GPT-2's {MERGES}: put https://huggingface.co/{GPT2}/blob/main/{MERGES} into a "
+    "folder with the checkpoint's tokenizer_config.json, and give model.tokenizer=FOLDER"
 )
 
 
 def is_xgen(config_file: Path) -> bool:
-    """Whether a `tokenizer_config.json` names XGen 7B's tokenizer. Raises UserError: the file is damaged."""
+    """Whether a `tokenizer_config.json` names XGen 7B's tokenizer. Raises UserError if the file is damaged."""
     config = _read(config_file)
     by_code = (config.get("auto_map") or {}).get("AutoTokenizer") or []  # "module.Class", or a list of these
     names = [config.get("tokenizer_class"), *([by_code] if isinstance(by_code, str) else by_code)]
@@ -66,13 +65,12 @@ def load_xgen_tokenizer(config_file: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of an XGen 7B checkpoint: GPT-2's merges from the checkpoint's folder, else from the hub, once.
 
     config_file: the checkpoint's `tokenizer_config.json`; its chat template, maximal length and padding token are used.
-    Raises UserError: the config asks for another tokenizer than XGen 7B's, GPT-2's `merges.txt` cannot be had, or
-        the file is not GPT-2's.
+    Raises UserError if the config is of another tokenizer, or if GPT-2's `merges.txt` is missing or another file.
     """
     config = _read(config_file)
     for key, expected in _EXPECTED.items():
         if (value := _text_of(config.get(key, expected))) != expected:
-            raise UserError(f"{config_file}: {key} is {value!r}, and XGen 7B's is {expected!r}")
+            raise UserError(f"{config_file}: {key} is {value!r}, expected XGen 7B's {expected!r}")
     settings = {key: config[key] for key in ("chat_template", "model_max_length") if config.get(key) is not None}
     folder = config_file.parent
     if not (folder / MERGES).is_file():
@@ -80,17 +78,17 @@ def load_xgen_tokenizer(config_file: Path) -> PreTrainedTokenizerFast:
     tokenizer = xgen_tokenizer(read_merges(folder / MERGES), **settings)
     if (padding := _text_of(config.get("pad_token"))) is not None:
         if padding not in (END_OF_TEXT, *CONTROL_TOKENS):
-            raise UserError(f"{config_file}: pad_token is {padding!r}, which is no token of XGen 7B's")
+            raise UserError(f"{config_file}: pad_token is {padding!r}, which is not one of XGen 7B's tokens")
         tokenizer.pad_token = padding
     return tokenizer
 
 
 def read_merges(merges_file: Path) -> list[tuple[str, str]]:
-    """GPT-2's merges, first one first, in the characters that stand for bytes. Raises UserError: another file."""
+    """GPT-2's merges in order, in the characters that stand for bytes. Raises UserError for another file."""
     content = merges_file.read_bytes()
     if (sha256 := hashlib.sha256(content).hexdigest()) != MERGES_SHA256:
         raise UserError(
-            f"{merges_file}: not GPT-2's {MERGES}: its sha256 is {sha256}, expected was {MERGES_SHA256}. {_INSTEAD}"
+            f"{merges_file}: not GPT-2's {MERGES}: its sha256 is {sha256}, expected {MERGES_SHA256}. {_INSTEAD}"
         )
     lines = content.decode("utf-8").splitlines()[1:]  # the first line is the format's version
     return [(left, right) for left, right in (line.split(" ") for line in lines)]
@@ -99,33 +97,33 @@ def read_merges(merges_file: Path) -> list[tuple[str, str]]:
 def xgen_tokenizer(merges: Sequence[tuple[str, str]], **settings: Any) -> PreTrainedTokenizerFast:
     """XGen 7B's tokenizer over GPT-2's merges. It adds no BOS and no EOS token.
 
-    merges: all 50,000, first one first. settings: of transformers' `PreTrainedTokenizerFast`.
-    Raises UserError: `<|endoftext|>` does not get the model's id, or a run of blanks is among the merges already.
+    merges: all 50,000 in order. settings: of transformers' `PreTrainedTokenizerFast`.
+    Raises UserError if the merges are not GPT-2's: `<|endoftext|>` gets another id, or a run of blanks is among them.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    # GPT-2 writes a byte as one character; sorted, these have the order of its ids.
+    # GPT-2's characters of the 256 bytes have, sorted, the order of its ids.
     base = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges), END_OF_TEXT]
-    # The merges that make runs of blanks, in the order of the ids they make: a run and one more, longest run first
+    # The merges that make runs of blanks, in the order of the ids: a run and one blank, longest run first
     runs = [(blank * (length - 1), blank) for blank, longest in LONGEST_RUN.items() for length in range(longest, 1, -1)]
     vocab = {token: number for number, token in enumerate([*base, *map("".join, runs)])}
     if len(vocab) != len(base) + len(runs):
-        raise UserError("the merges make a token twice, or a run of blanks: they are not GPT-2's")
+        raise UserError("the merges are not GPT-2's: they make a token twice, or a run of blanks")
     backend: Any = Tokenizer(models.BPE(vocab=vocab, merges=[*merges, *runs]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
     backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in CONTROL_TOKENS])
-    # XGen's own decodes without the clean-up ("is ?" would become "is?").
+    # XGen's own tokenizer decodes without the clean-up ("is ?" would become "is?").
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False, **settings
     )
     if tokenizer.eos_token_id != END_OF_TEXT_ID:
         raise UserError(
-            f"{END_OF_TEXT} got the id {tokenizer.eos_token_id} and the model's is {END_OF_TEXT_ID}: "
-            f"{len(merges)} merges were given, and GPT-2 has 50000"
+            f"{END_OF_TEXT} got the id {tokenizer.eos_token_id}, expected {END_OF_TEXT_ID}: {len(merges)} merges were "
+            "given, but GPT-2 has 50000"
         )
     return tokenizer
 
@@ -138,5 +136,5 @@ def _read(config_file: Path) -> dict[str, Any]:
 
 
 def _text_of(value: Any) -> Any:
-    """A tokenizer_config.json writes a token as its text, or as an object that holds it."""
+    """The text of a token in a tokenizer_config.json, which writes it as a text or as an object with its text."""
     return value.get("content") if isinstance(value, dict) else value

@@ -150,7 +150,7 @@ def test_the_method_that_is_meant(overrides: list[str], method: object) -> None:
         (["model.quantise=int9"], "int9"),
         (["model.device_map=both"], "both"),
         (["model.attn_implementation=flash"], "flash"),
-        (["model=custom", "model.name=nosuch"], "none of the presets"),
+        (["model=custom", "model.name=nosuch"], "not one of the presets"),
         (["model=custom"], "model.name=FOLDER_OR_HUB_ID"),
         (["model.system=Be brief"], "model.system is for the tokenizer's own chat template: give model.chat=auto"),
         (["model.today=now"], "model.today=now: expected a date, YYYY-MM-DD"),

@@ -118,7 +118,7 @@ def test_tiny_needs_nothing_but_torch(broken, monkeypatch) -> None:
 
 def test_a_model_that_is_none_is_refused(capsys) -> None:
     assert cli.main(["doctor", "--model", "lama2"]) == 2
-    assert "'lama2' is no model" in capsys.readouterr().err
+    assert "'lama2' is not a model" in capsys.readouterr().err
 
 
 def test_sizes_are_those_of_the_checkpoints() -> None:

@@ -140,7 +140,7 @@ def test_a_checkpoint_that_is_quantised_loads_as_it_is(saved: str, tmp_path: Pat
     assert (one.token_ids, one.selected) == (two.token_ids, two.selected)
     # not bit for bit: where a file's bytes lie in memory decides how the CPU adds them up
     torch.testing.assert_close(one.first_logits, two.first_logits, rtol=1e-5, atol=1e-5)
-    with pytest.raises(UserError, match=r"is quantised already \(torchao\): leave out quantise=int8"):
+    with pytest.raises(UserError, match=r"is already quantised \(torchao\): leave out quantise=int8"):
         load_weights(ModelSpec(str(tmp_path / "int8"), device="cpu", quantise="int8"))
     with pytest.raises(UserError, match=r"is quantised \(torchao\), which random weights would not be"):
         load_weights(ModelSpec(str(tmp_path / "int8"), "dummy", device="cpu"))
@@ -173,7 +173,7 @@ def test_a_checkpoint_quantised_by_what_is_not_there_is_refused_before_it_loads(
         ({"quantise": "int4", "dtype": "bfloat16", "device": "cpu"}, None, "bfloat16 on CUDA .*bfloat16 on cpu"),
         ({"quantise": "int8", "load_format": "dummy"}, None, "load_format=dummy"),
         ({"device_map": "auto", "load_format": "dummy"}, None, "load_format=dummy"),
-        ({"device_map": "auto", "device": "cpu"}, None, "device=cpu has nothing to say"),
+        ({"device_map": "auto", "device": "cpu"}, None, "leave out device=cpu"),
         ({"device_map": "balanced"}, None, "unknown device_map 'balanced': give 'auto', or a mapping"),
         ({"device_map": {}}, None, "device_map is empty"),
         ({"device_map": {"model": 63}}, None, "device_map names 63, but torch sees"),

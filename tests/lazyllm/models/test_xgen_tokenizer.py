@@ -294,7 +294,7 @@ def test_settings_of_the_checkpoint_are_used(checkpoint):
         ({"eos_token": "</s>"}, r"eos_token is '</s>', and XGen 7B's is '<\|endoftext\|>'"),
         ({"add_eos_token": True}, "add_eos_token is True, and XGen 7B's is False"),
         ({"add_special_tokens": False}, "add_special_tokens is False, and XGen 7B's is True"),
-        ({"pad_token": "<pad>"}, "pad_token is '<pad>', which is no token of XGen 7B's"),
+        ({"pad_token": "<pad>"}, "pad_token is '<pad>', which is not one of XGen 7B's tokens"),
     ],
 )
 def test_a_config_that_would_change_ids_is_refused(checkpoint, setting, message):
