@@ -167,7 +167,7 @@ def test_the_doctor_names_what_is_missing_until_it_is_there(played: Played) -> N
     expected = {
         "doctor": {
             "hub": "ok answers",
-            "token": "missing hf auth login (gated models ask for it)",
+            "token": "missing hf auth login (gated models need it)",
             "llama2": f"missing meta-llama/Llama-2-7b-chat-hf is gated: ask for access at {page}, then hf auth login",
             "LongBench": "missing not in the cache: lazyllm-bench fetch dataset=all, or give data.dir=FOLDER",
         },

@@ -112,7 +112,7 @@ def test_a_sweep_in_a_folder_that_cannot_be_written_is_refused_in_a_line(
     (tmp_path / "runs").write_text("a file, where the folder should be")
     assert main(["run", "-m", "method=lazy,baseline", "limit=1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {tmp_path / 'runs'}: a sweep keeps its files there, and it cannot be written")
+    assert line.startswith(f"error: {tmp_path / 'runs'}: a sweep's folder, which cannot be written")
 
 
 def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path, shared: Path, caplog: pytest.LogCaptureFixture) -> None:

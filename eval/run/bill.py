@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from eval.run.corrections import Corrections
     from eval.run.lengths import Lengths
 
-START_S = 20  # of a job before it loads weights, and their bytes a second from a disk: assumed
-LOAD_BYTES_PER_S = 1e9
+START_S = 20  # assumed: seconds of a job before it loads weights
+LOAD_BYTES_PER_S = 1e9  # assumed, from a disk
 WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A model on a device. name: a part of the device's own. weights: bytes. corrections: of what is assumed of it."""
+    """A model on a device. name: a part of the driver's device name. weights: bytes. corrections: of assumed rates."""
 
     spec: ModelSpec
     config: Any
@@ -48,14 +48,14 @@ class Setup:
         preset, source = PRESETS.get(spec.name), source_of(spec.name)
         shape = load_config(replace(spec, load_format="dummy") if preset and preset.architecture else spec)
         name = GPUS[gpu].name if gpu else device_name(as_device(spec.device))
-        device = GPUS[gpu] if gpu else next((one for one in GPUS.values() if one.name in name), CPU)
+        device = GPUS[gpu] if gpu else next((known for known in GPUS.values() if known.name in name), CPU)
         same = {key: getattr(spec, key) for key in ("load_format", "dtype", "attn_implementation", "quantise")}
         same["model"] = spec.name if Path(source).is_dir() else source
         weights = weight_bytes(spec, parameters_of(shape))
         return cls(spec, shape, weights, name, device, read_corrections(runs, same, name, device, shape, spec, weights))
 
     def resolved(self, config: RunConfig, lengths: Lengths) -> dict[str, Any]:
-        """The run's method on one dataset, {its settings without targets}."""
+        """The settings of the run's method on one dataset, targets replaced by numbers."""
         settings = speedup_targets.at_depth(config.method, self.config.num_hidden_layers)
         return speedup_targets.resolve(settings, lengths.dataset, self.config, config.model.paper)
 
@@ -72,17 +72,17 @@ class Side:
 
 
 def side(setup: Setup, settings: dict[str, Any], lengths: Lengths, warm_ups: int) -> Side:
-    """What the method of these settings costs on these prompts, and on the first one `warm_ups` times."""
+    """The cost of a method on these prompts, and `warm_ups` times on the first one."""
     name, found, device = settings["name"], setup.corrections, setup.device
     method = build_method(settings)
     new = found.answers.get((name, lengths.dataset.name), float(lengths.max_new_tokens))
     works = [work(setup.config, setup.spec, method, n, round(new), setup.weights) for n in lengths.prompts]
     ttft, step = (found.of(factors, name) for factors in (found.ttft, found.step))
-    rounds = [(one, new - 1) for one in works] + [(works[0], WARM_UP_STEPS)] * warm_ups
+    rounds = [(prompt, new - 1) for prompt in works] + [(works[0], WARM_UP_STEPS)] * warm_ups
     return Side(
-        flops=sum(one.prefill_flops + (new - 1) * one.step_flops for one in works),
-        read=sum(setup.weights + (new - 1) * one.step_bytes for one in works),
-        seconds=sum(one.ttft_s(device) * ttft + steps * one.step_s(device) * step for one, steps in rounds),
+        flops=sum(prompt.prefill_flops + (new - 1) * prompt.step_flops for prompt in works),
+        read=sum(setup.weights + (new - 1) * prompt.step_bytes for prompt in works),
+        seconds=sum(prompt.ttft_s(device) * ttft + steps * prompt.step_s(device) * step for prompt, steps in rounds),
         answers=new * len(works),
         peak=memory(setup.config, setup.spec, method, max(lengths.prompts), lengths.max_new_tokens, setup.weights),
     )
@@ -92,9 +92,9 @@ def side(setup: Setup, settings: dict[str, Any], lengths: Lengths, warm_ups: int
 class Bill:
     """The cost of one run, its paired baseline included.
 
-    prompt_tokens, answer_tokens: sums over examples. longest: tokens of the longest prompt. petaflops, read_terabytes:
-    of the method, and of the baseline. gigabytes: at the longest prompt, by what holds them. hours: None if no rate is
-    known. corrected_by: how many stored runs. guessed: why prompts were not counted.
+    prompt_tokens, answer_tokens: sums over examples. longest: tokens of the longest prompt. gigabytes: of each part of
+    memory at the longest prompt. hours: None if no rate is known. corrected_by: number of stored runs.
+    guessed: reasons why prompts were not counted.
     """
 
     run: str
@@ -120,31 +120,32 @@ def bill(config: RunConfig, gpu: str | None = None, runs: Path = Path("runs")) -
     setup, lengths = Setup.of(config, gpu, runs), lengths_of(config)
     paired = config.timing.paired and config.method["name"] != "baseline"
     warm_ups = [config.timing.warmup, *[0] * (len(lengths) - 1)]
-    own = [side(setup, setup.resolved(config, one), one, n) for one, n in zip(lengths, warm_ups, strict=True)]
-    beside = [side(setup, {"name": "baseline"}, one, n) for one, n in zip(lengths, warm_ups, strict=True) if paired]
-    seconds = sum(one.seconds for one in own + beside) + START_S + setup.weights / LOAD_BYTES_PER_S
-    prompts = [n for one in lengths for n in one.prompts]
+    each = list(zip(lengths, warm_ups, strict=True))
+    own = [side(setup, setup.resolved(config, dataset), dataset, count) for dataset, count in each]
+    beside = [side(setup, {"name": "baseline"}, dataset, count) for dataset, count in each if paired]
+    seconds = sum(part.seconds for part in own + beside) + START_S + setup.weights / LOAD_BYTES_PER_S
+    prompts = [n for dataset in lengths for n in dataset.prompts]
     label = label_of(config.method["name"], {key: value for key, value in config.method.items() if key != "name"})
     return Bill(
         run=f"{Path(setup.spec.name).name}, {label}",
         examples=len(prompts),
         prompt_tokens=sum(prompts),
         longest=max(prompts),
-        answer_tokens=round(sum(one.answers for one in own)),
-        petaflops=sum(one.flops for one in own) / 1e15,
-        baseline_petaflops=sum(one.flops for one in beside) / 1e15,
-        read_terabytes=sum(one.read for one in own) / 1e12,
-        baseline_read_terabytes=sum(one.read for one in beside) / 1e12,
-        gigabytes=_gigabytes([one.peak for one in own + beside], setup.device is CPU),
+        answer_tokens=round(sum(part.answers for part in own)),
+        petaflops=sum(part.flops for part in own) / 1e15,
+        baseline_petaflops=sum(part.flops for part in beside) / 1e15,
+        read_terabytes=sum(part.read for part in own) / 1e12,
+        baseline_read_terabytes=sum(part.read for part in beside) / 1e12,
+        gigabytes=_gigabytes([part.peak for part in own + beside], setup.device is CPU),
         hours=seconds / 3600 if setup.device is not CPU or setup.corrections.runs else None,
         corrected_by=setup.corrections.runs,
-        guessed=tuple(dict.fromkeys(one.guessed for one in lengths if one.guessed)),
+        guessed=tuple(dict.fromkeys(dataset.guessed for dataset in lengths if dataset.guessed)),
     )
 
 
 def _gigabytes(peaks: Sequence[Memory], on_cpu: bool) -> dict[str, float]:
-    """Of the most expensive generation. On a CPU the process counts too: Python, torch and this very command."""
-    parts = asdict(max(peaks, key=lambda one: one.total)) | ({"process": _resident_bytes()} if on_cpu else {})
+    """Parts of the greatest peak. On a CPU the process is a part: Python, torch and this command."""
+    parts = asdict(max(peaks, key=lambda peak: peak.total)) | ({"process": _resident_bytes()} if on_cpu else {})
     return {part: size / 1e9 for part, size in parts.items() if size}
 
 

@@ -1,4 +1,4 @@
-"""What a run is told: the schema, and every check that needs neither torch nor a model."""
+"""A run's settings: the schema, and every check that needs neither torch nor a model."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ TRACKERS = ("none", "wandb")
 TRACKER_MODES = ("auto", "online", "offline", "disabled")
 DEFAULT_LABEL = "comparison"  # of an experiment without a label
 
-OWN_SUITES = {"tiny": "embedded"}  # of models that answer one suite only: their default, and where tasks are looked up
+OWN_SUITES = {"tiny": "embedded"}  # models trained for one suite: their default, and the suite that task names refer to
 
-# Config groups whose choice is an argument, and keys below which the schema fixes nothing
+# Config groups whose choice is an argument, and keys whose subkeys the schema leaves open
 _GROUPS = ("model", "method", "dataset", "tracker", "experiment")
 _COUNTS = ("limit", "sample", "max_new_tokens", "threads")
 _MAY_BE_0 = ("timing.warmup", "trace", "model.thinking_tokens")
 _OPEN = ("dataset", "compare", "model.device_map", "model.chat_args")
 
-# The files in eval/conf/hydra/launcher have the names of the plugins' own configs and are checked against those
+# The files in eval/conf/hydra/launcher have the names of the plugins' configs, and Hydra checks them against these
 warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
 
 
@@ -64,10 +64,10 @@ class ModelConfig:
     """name: preset, folder or hub id. load_format: "auto" or "dummy" (random weights, nothing downloaded).
 
     dtype, device, revision, attn_implementation, quantise, device_map: as in `ModelSpec`. tokenizer: folder or
-    hub id of another tokenizer than the model's own. max_prompt_tokens: LongBench's limit: the middle of a longer
-    prompt is cut out; null for what LongBench leaves of the model's positions (`prompt_limit`).
-    chat: how prompts are wrapped: none, llama2, xgen, auto (the tokenizer's own template), or null: its own, if it has
-    one. chat_args, system, today, thinking_tokens: `args`, `system`, `today` and `thinking_tokens` of `ChatFormat`.
+    hub id of another tokenizer than the model's. max_prompt_tokens: longer prompts lose their middle, as in LongBench;
+    null for LongBench's share of the model's positions (`prompt_limit`).
+    chat: format of prompts: none, llama2, xgen, auto (the tokenizer's template), or null: auto if there is a template.
+    chat_args, system, today, thinking_tokens: `args`, `system`, `today` and `thinking_tokens` of `ChatFormat`.
     paper: the column of the paper's tables that the model is compared with: llama2, xgen or null.
     """
 
@@ -91,7 +91,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """dir: folder with the suite's files; null fetches them once. on_error: raise, or skip bad rows."""
+    """dir: folder with the suite's files; null downloads them once. on_error: raise, or skip bad rows."""
 
     dir: str | None = None
     on_error: str = "raise"
@@ -99,7 +99,7 @@ class DataConfig:
 
 @dataclass
 class TimingConfig:
-    """paired: run the baseline on each example too, in alternation. warmup: runs of each before the first example."""
+    """paired: also run the baseline on each example, in alternation. warmup: runs of each before the first example."""
 
     paired: bool = True
     warmup: int = 5
@@ -107,11 +107,11 @@ class TimingConfig:
 
 @dataclass
 class TrackerConfig:
-    """name: none or wandb. project, entity, tags: W&B's; entity null is the key's own.
+    """name: none or wandb. project, entity, tags: W&B's; entity null is the key's owner.
 
-    group: what W&B lists together; null takes the experiment's label.
+    group: W&B's group; null takes the experiment's label.
     mode: online, offline, disabled, or auto: online if a key is configured (WANDB_API_KEY, or `wandb login`) and
-    WANDB_MODE does not say otherwise, else offline.
+    WANDB_MODE is not set, else offline.
     """
 
     name: str = "none"
@@ -127,21 +127,21 @@ class RunConfig:
     """All settings of a run. `dataset` maps dataset names to true.
 
     limit: the first N examples of each dataset. max_new_tokens: fewer than the dataset allows, for a quick look.
-    seed: of random weights, and of methods that draw at random (a method's `seed` is this one unless set).
-    threads: CPU threads; null leaves torch's choice.
-    out: the run folder; null makes one below `runs/` whose name ends in the run's fingerprint.
+    seed: of random weights, and the default of methods with a `seed`.
+    threads: CPU threads; null takes torch's choice.
+    out: the run folder; null makes one in `runs/` whose name ends in the run's fingerprint.
     sample: draw N examples at random (by `seed`), after `dataset`, `limit` and `half`.
     half: tuning (the half of the examples that schedules are searched on) or held-out (the other half), after `limit`
         (`eval.benchmarks.split`); null for both.
-    trace: keep what happened inside of the first N examples of each dataset (`eval.store.trace`).
+    trace: keep traces of the first N examples of each dataset (`eval.store.trace`).
     fidelity: answer: after each example feed the baseline's answer, and the gold one, to the method and to the baseline
         (`eval.run.fidelity`); null: compare the first tokens and the two answers only.
-    evidence: note which of the tokens that hold the answer each layer computes, if a row knows them.
-    compare: several methods, {label: settings like `method`'s}, run one after the other and put into one table, which
-        is also written to runs/<label>-<model>.md and .csv; then `method` is not used.
-    only: the label of the one method of `compare` to run; a sweep (-m) makes a job of each.
+    evidence: record which tokens of the evidence each layer computes, for rows that name their evidence.
+    compare: several methods, {label: settings as in `method`}, run one after the other and shown in one table, which is
+        also written to runs/<label>-<model>.md and .csv; `method` is then ignored.
+    only: run only the method of `compare` with this label; a sweep (-m) makes a job of each.
     speedup: the ideal TTFT speedup, such as `2x`, at which `experiment=field` compares methods.
-    draft: the model that reads prompts first for SpecPrefill there (folder, hub id or preset).
+    draft: SpecPrefill's draft model in `experiment=field` (folder, hub id or preset).
     label: the comparison's name.
     shard: i/n, the i-th (from 1) of n jobs that share the run's examples (`eval.benchmarks.split`); null: one job.
     """
@@ -176,7 +176,7 @@ def register_schema(schema: type[RunConfig] = RunConfig) -> None:
     """Register the schema with Hydra, which then refuses unknown keys and values of another type.
 
     Also registers `${keys:${compare}}`, the labels of a mapping as a sweep's choices, and a config for each method of
-    an installed package. A package's method that cannot be used is refused when it is asked for (`check_choice`).
+    an installed package. A method that cannot be used is refused only if it is chosen (`check_choice`).
     """
     OmegaConf.register_new_resolver("keys", lambda mapping: ",".join(mapping), replace=True)
     ConfigStore.instance().store(name="schema", node=schema)
@@ -189,22 +189,22 @@ def register_schema(schema: type[RunConfig] = RunConfig) -> None:
 
 
 def prompt_limit(positions: int) -> int:
-    """LongBench's limit for the prompts of a model with so many positions: the rest is for its answers.
+    """LongBench's limit for prompts of a model with N positions (its model2maxlen.json: 3500 of 4096, 31500 of 32768).
 
-    LongBench's own where it names one (its model2maxlen.json: 3500 of 4096 to 31500 of 32768).
+    The remaining positions are for answers.
     """
     known = {4096: 3500, 8192: 7500, 16_384: 15_500, 32_768: 31_500}
     return known.get(positions) or max(positions // 2, (positions - 596) // 500 * 500)
 
 
 def model_nodes() -> dict[str, dict[str, Any]]:
-    """The config of each preset that has no file in eval/conf/model: all are chat models of today."""
+    """The config of each preset without a file in eval/conf/model; all of these are chat models."""
     return {
         name: {
             "name": name,
             "max_prompt_tokens": prompt_limit(preset.architecture["max_position_embeddings"]),
             "chat": "auto",
-            # SDPA cannot cap attention logits
+            # SDPA cannot cap attention logits, which Gemma 2 does
             "attn_implementation": "eager" if preset.architecture["model_type"] == "gemma2" else "sdpa",
         }
         for name, preset in PRESETS.items()
@@ -213,7 +213,7 @@ def model_nodes() -> dict[str, dict[str, Any]]:
 
 
 def _config_of(name: str) -> dict[str, Any]:
-    """A package's method as a config: its name and the defaults of its hyperparameters; only the name if unusable."""
+    """The config of an installed package's method: its name and defaults; only the name if it cannot be used."""
     try:
         return {"name": name, **_defaults(name)}
     except UserError:
@@ -221,7 +221,7 @@ def _config_of(name: str) -> dict[str, Any]:
 
 
 def _defaults(name: str) -> dict[str, Any]:
-    """{hyperparameter: default} as configs write it; a `seed` is the run's. Raises UserError."""
+    """{hyperparameter: default} in a config's syntax; a `seed` is the run's. Raises UserError."""
     defaults: dict[str, Any] = {}
     for key, default in settings_of(by_name(name)).items():
         written = MISSING_VALUE if default is MISSING else default
@@ -229,8 +229,8 @@ def _defaults(name: str) -> dict[str, Any]:
             OmegaConf.create({key: written})
         except OmegaConfBaseException as error:
             raise UserError(
-                f"method {name!r} has {default!r} as the default of {key!r}: a config holds only numbers, texts, true, "
-                "false, null, and lists and mappings of these"
+                f"method {name!r} has the default {default!r} of {key!r}: expected a number, text, true, false, null, "
+                "or a list or mapping of these"
             ) from error
         defaults[key] = "${seed}" if key == "seed" else written
     return defaults
@@ -263,7 +263,7 @@ def _check_key(key: str, methods: Sequence[str], schema: type[RunConfig]) -> Non
     top, _, below = key.partition(".")
     of_method = top == "method" and bool(below)
     if of_method and not set(methods) <= set(known()):
-        return  # the method itself is refused
+        return  # an unusable method, refused elsewhere
     if of_method:
         choices = ["name", *dict.fromkeys(setting for name in methods for setting in settings_of(by_name(name)))]
         listed, where, key = choices[1:], f" of method {' or '.join(methods)}", below
@@ -279,11 +279,11 @@ def _check_key(key: str, methods: Sequence[str], schema: type[RunConfig]) -> Non
 
 def _keys_of(node: Any) -> Iterator[str]:
     """The dotted keys of a config's dataclass."""
-    for one in fields(node):
-        value = getattr(node, one.name)
-        yield one.name
+    for item in fields(node):
+        value = getattr(node, item.name)
+        yield item.name
         if is_dataclass(value):
-            yield from (f"{one.name}.{key}" for key in _keys_of(value))
+            yield from (f"{item.name}.{key}" for key in _keys_of(value))
 
 
 def _choices(argument: str) -> list[str]:
@@ -291,7 +291,7 @@ def _choices(argument: str) -> list[str]:
 
 
 def check_choice(arguments: Sequence[str]) -> None:
-    """Refuse an installed package's method that cannot be used; Hydra would only call a key unknown. Raises UserError.
+    """Refuse an installed package's method that cannot be used; Hydra would call its keys unknown. Raises UserError.
 
     arguments: the command line without the program's name.
     """
@@ -315,15 +315,15 @@ def check_launcher(arguments: Sequence[str]) -> None:
                 version(package)
             except PackageNotFoundError as error:
                 raise UserError(
-                    f"hydra/launcher={launcher} needs the package {package}: install it with "
-                    f"pip install --editable '.[{extra}]', in the repository's folder"
+                    f"hydra/launcher={launcher} needs the package {package}: run pip install --editable '.[{extra}]' "
+                    "in the repository's folder"
                 ) from error
         if key.startswith(("hydra/", "hydra.")) and launcher != "basic" and not sweep:
             raise UserError(f"{argument} configures the jobs of a sweep: give -m too")
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
-    """The config of one run: the defaults in eval/conf, changed by the overrides. Raises UserError, in one line."""
+    """The config of one run: the defaults in eval/conf with the overrides. Raises UserError."""
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return compose("config", list(overrides))
@@ -368,20 +368,20 @@ def to_run_config(config: DictConfig) -> RunConfig:
     }
     for key, known_values in choices.items():
         value = OmegaConf.select(config, key)
-        _require(value in known_values, key, value, " or ".join(str(one or "null") for one in known_values))
+        _require(value in known_values, key, value, " or ".join(str(known or "null") for known in known_values))
     for key, least in (*((key, 0) for key in _MAY_BE_0), *((key, 1) for key in _COUNTS)):
         value = OmegaConf.select(config, key)
         _require(value is None or value >= least, key, value, f"{least} or more{', or null' if least else ''}")
-    _require(plain.fidelity is None or plain.timing.paired, "fidelity", plain.fidelity, "timing.paired=true beside it")
-    _require(plain.out is None or one_run, "out", plain.out, "no out= beside compare: each run has its own")
-    _require(plain.shard is None or one_run, "shard", plain.shard, "only=LABEL beside it: it divides one run")
+    _require(plain.fidelity is None or plain.timing.paired, "fidelity", plain.fidelity, "timing.paired=true with it")
+    _require(plain.out is None or one_run, "out", plain.out, "no out= with compare, as each run has its own folder")
+    _require(plain.shard is None or one_run, "shard", plain.shard, "only=LABEL with it, as it divides one run")
     if plain.shard is not None:
         parse_shard(plain.shard)
     folder = plain.data.dir
-    _require(folder is None or Path(folder).is_dir(), "data.dir", folder, "a folder: there is no such folder")
+    _require(folder is None or Path(folder).is_dir(), "data.dir", folder, "an existing folder")
     spec = model_spec(plain)
     spec.check()
-    _ = spec.source  # refuses a name that is neither a folder nor a hub id
+    _ = spec.source  # raises for a name that is neither a folder nor a hub id
     chat_of(plain)
     for settings in methods_of(plain):
         check_method(settings)
@@ -391,20 +391,20 @@ def to_run_config(config: DictConfig) -> RunConfig:
 
 
 def methods_of(config: RunConfig) -> list[dict[str, Any]]:
-    """The settings of each method that the config runs: `method`, or those of `compare`, or the one named by `only`."""
+    """The settings of each method to run: `method`, or all of `compare`, or the one of it that `only` names."""
     if config.only is not None:
         return [config.compare[config.only]]
     return list(config.compare.values()) or [config.method]
 
 
 def model_spec(config: RunConfig) -> ModelSpec:
-    """The model that a run loads, and how."""
+    """The run's model."""
     keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
     return ModelSpec(**{key: getattr(config.model, key) for key in keys}, seed=config.seed)
 
 
 def chat_of(config: RunConfig) -> ChatFormat:
-    """How a run's prompts are wrapped and its answers cleaned. Raises UserError."""
+    """The chat format of the run's prompts and answers. Raises UserError."""
     model = config.model
     settings = dict(
         args=model.chat_args or {}, system=model.system, today=model.today, thinking_tokens=model.thinking_tokens
@@ -413,9 +413,9 @@ def chat_of(config: RunConfig) -> ChatFormat:
 
 
 def datasets_of(config: RunConfig) -> tuple[Dataset, ...]:
-    """The run's datasets. If the config names none: the embedded suite for `tiny`, LongBench for other models.
+    """The run's datasets; by default the embedded suite for `tiny`, LongBench for other models.
 
-    Raises UserError if none is left or one is unknown.
+    Raises UserError if none is left or a name is unknown.
     """
     return tuple(dataset for dataset in _asked_for(config) if _missing(config, dataset) is None)
 
@@ -423,7 +423,7 @@ def datasets_of(config: RunConfig) -> tuple[Dataset, ...]:
 def check_datasets(config: RunConfig) -> list[str]:
     """Refuse datasets that cannot be loaded, before torch is imported. Raises UserError.
 
-    Returns a line for each reason to leave datasets out of a whole suite.
+    Returns a line for each reason why datasets of a whole suite are left out.
     """
     datasets = _asked_for(config)
     for dataset in datasets:
@@ -439,7 +439,7 @@ def check_datasets(config: RunConfig) -> list[str]:
 
 
 def data_settings(config: RunConfig, dataset: Dataset) -> DataSettings:
-    """What the suite of a dataset is told about a run."""
+    """The run's settings that a dataset's suite needs."""
     return DataSettings(
         dir=Path(config.data.dir) if config.data.dir is not None else None,
         on_error="skip" if config.data.on_error == "skip" else "raise",
@@ -451,20 +451,20 @@ def data_settings(config: RunConfig, dataset: Dataset) -> DataSettings:
 
 
 def _asked_for(config: RunConfig) -> tuple[Dataset, ...]:
-    """The datasets that a config names, missing ones included. Raises UserError."""
+    """The datasets that the config names, missing ones included. Raises UserError."""
     names = [name for name, wanted in config.dataset.items() if wanted]
     own = SUITES.get(OWN_SUITES.get(config.model.name, ""))
     if not names and not config.dataset:
         names = [own.whole if own else "all"]
-    elif own and set(names) & set(own.all_tasks):  # a task's name means what the model was trained for
+    elif own and set(names) & set(own.all_tasks):  # a task's name refers to the model's own suite
         names = [dataset.name for dataset in own.datasets if dataset.task in names]
     known = resolve_datasets(names) if names else ()
     datasets = tuple(dataset for dataset in known if config.dataset.get(dataset.name, True))
     if not datasets:
-        raise UserError("no dataset is left: write dataset=hotpotqa, a task's name, or dataset=all")
+        raise UserError("no dataset is left: give dataset=hotpotqa, a task's name, or dataset=all")
     suites = dict.fromkeys(dataset.suite for dataset in datasets)
     if len(suites) > 1:
-        raise UserError(f"datasets of several suites ({', '.join(suites)}) share no table: run them apart")
+        raise UserError(f"datasets of several suites ({', '.join(suites)}) share no table: run them separately")
     return datasets
 
 
@@ -473,14 +473,14 @@ def _missing(config: RunConfig, dataset: Dataset) -> str | None:
 
 
 def check_method(settings: dict[str, Any]) -> None:
-    """Refuse a method's config as far as that is possible without a model. Raises UserError."""
+    """Check a method's config as far as possible without a model. Raises UserError."""
     build_method(speedup_targets.check(settings))
 
 
 def canonical(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings as a run's identity holds them: equal for all ways to ask for the same method.
+    """The settings in a run's identity: equal for all ways to write the same method.
 
-    Hyperparameters at their default are left out, except the method's dial and those that it names.
+    Hyperparameters at their default are left out, except the method's `dial` and `named` ones.
     """
     method = build_method(speedup_targets.check(settings))
     written = {"name": settings["name"]}
@@ -492,7 +492,7 @@ def canonical(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_method(settings: dict[str, Any]) -> Method:
-    """A method from its config: `name`, and its dataclass's fields. Raises UserError, naming what is known."""
+    """A method from its config: `name` and hyperparameters. Raises UserError."""
     return make(settings.get("name", ""), {key: value for key, value in settings.items() if key != "name"})
 
 

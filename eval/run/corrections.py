@@ -1,4 +1,4 @@
-"""What the stored runs of a model on a device say of the assumed rates, and of the length of answers."""
+"""Corrections of assumed rates and of answer lengths, from the stored runs of a model on a device."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lazyllm.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Corrections:
-    """By a method's name: measured over assumed seconds, of the first token and of a decoding step.
+    """Measured over assumed seconds by method: of the first token, and of a decoding step.
 
-    answers: the mean tokens of the method's answers, by (method, dataset). runs: how many runs this was read from.
+    answers: mean answer tokens by (method, dataset). runs: number of runs read.
     """
 
     ttft: Mapping[str, float] = field(default_factory=dict)
@@ -28,17 +28,17 @@ class Corrections:
     runs: int = 0
 
     def of(self, factors: Mapping[str, float], method: str) -> float:
-        """The method's factor; the baseline's if it has not run; 1 if nothing has."""
+        """The method's factor; the baseline's if the method has not run; 1 if neither has."""
         return factors.get(method, factors.get("baseline", 1.0))
 
 
 def read_corrections(
     folder: Path, model: dict[str, Any], device_name: str, device: Device, config: Any, spec: ModelSpec, weights: int
 ) -> Corrections:
-    """What the runs of that model on that device say, of those below the folder. Raises UserError.
+    """Corrections from a folder's runs of a model on a device. Raises UserError.
 
-    model: parts of their identity. device_name: a part of the device's own name. config, spec, weights: the model's,
-    as `work` takes them.
+    model: parts of the runs' identity. device_name: a part of the driver's device name. config, spec, weights: the
+    model's, as in `work`.
     """
     named = re.compile(rf"\b{re.escape(device_name)}\b", re.IGNORECASE)
     runs = [
@@ -66,7 +66,7 @@ def read_corrections(
 
 
 def _measured(run: StoredRun) -> Iterable[tuple[str, dict[str, Any]]]:
-    """(method, what was measured) of each record, the paired baselines included."""
+    """(method, its measurements) of each record, the paired baselines included."""
     sides = [("", run.method)]
     if run.method != "baseline" and run.identity["paired"]:
         sides.append(("baseline_", "baseline"))

@@ -1,7 +1,7 @@
-"""What a generation costs before it runs: FLOPs, bytes, memory, and seconds on a device.
+"""The cost of a generation before it runs: FLOPs, bytes, memory, and seconds on a device.
 
 Counts follow from the shapes. Seconds need rates: assumed ones (`GPUS`), corrected by stored runs (`corrections.py`).
-Decoding is counted without revivals: how many tokens come back depends on the prompt.
+Decoding is counted without revivals, whose number depends on the prompt.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from lazyllm.methods.bases import Prune
 from lazyllm.methods.lazy import Lazy
 from lazyllm.models.spec import ModelSpec
 
-_BYTES = {"float64": 8, "float32": 4}  # of a number; 2 in the dtypes of 16 bits
+_BYTES = {"float64": 8, "float32": 4}  # of a number; 2 in all other dtypes
 _QUANTISED_BYTES = {"int8": 1, "bnb_int8": 1, "int4": 0.5, "bnb_nf4": 0.5}
 
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device. name: as its driver says it.
+    """A kind of device. name: a part of its driver's name for it.
 
-    flops_per_s, bytes_per_s: its data sheet's, dense bfloat16. gigabytes: its memory.
-    prefill, decode: the shares of those that are assumed to be reached. layer_s: seconds of a layer's launches, below
-    which no decoding step gets.
+    flops_per_s, bytes_per_s: of its data sheet, dense bfloat16. gigabytes: its memory.
+    prefill, decode: assumed shares of these rates. layer_s: least seconds of a layer in a decoding step, for its
+    launches.
     """
 
     name: str
@@ -44,7 +44,7 @@ GPUS = {
     "rtx4090": Device("RTX 4090", 165e12, 1.01e12, 24),
     "l4": Device("L4", 121e12, 0.3e12, 24),
 }
-CPU = Device("CPU", 1e11, 2e10, 0, layer_s=0)  # of no use before a run has corrected it
+CPU = Device("CPU", 1e11, 2e10, 0, layer_s=0)  # used only if corrected by a stored run
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes at the peak of a generation. working: what one layer of the prefill holds beside its input."""
+    """Bytes at the peak of a generation. working: of one layer of the prefill beside its input."""
 
     weights: int
     kv: int
@@ -81,7 +81,7 @@ class Memory:
 
 
 def parameters_of(config: Any) -> tuple[int, int]:
-    """(parameters of the model, those of its layers' linear maps). Makes the model without memory for it."""
+    """(parameters of the model, parameters of its layers' linear maps), from a model without memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -95,7 +95,7 @@ def _linear(config: Any) -> int:
 
 
 def weight_bytes(spec: ModelSpec, parameters: tuple[int, int]) -> int:
-    """Bytes of the weights as the spec loads them. parameters: as `parameters_of` gives them."""
+    """Bytes of the weights in the spec's dtype or quantisation. parameters: of `parameters_of`."""
     (all_of_them, linear), size = parameters, number_bytes(spec)
     return int((all_of_them - linear) * size + linear * _QUANTISED_BYTES.get(spec.quantise or "", size))
 
@@ -106,14 +106,14 @@ def number_bytes(spec: ModelSpec) -> int:
 
 
 def stored_tokens(method: Method, layers: int, n: int) -> list[int]:
-    """Of n prompt tokens those whose K and V each layer holds for decoding."""
+    """Per layer, the number of n prompt tokens whose K and V it holds for decoding."""
     tokens = method.tokens_per_layer(layers, n)
     forgets = isinstance(method, Prune) and method.forget and not isinstance(method, Lazy)
     return [tokens[-1]] * layers if forgets else tokens
 
 
 def work(config: Any, spec: ModelSpec, method: Method, n: int, new_tokens: int, weights: int) -> Work:
-    """What a method does for n prompt tokens. weights: bytes, all of which each step reads."""
+    """The work of a method on n prompt tokens. weights: bytes; each step reads all of them."""
     layers, shape = config.num_hidden_layers, LayerShape.of(config)
     attended = _attended(config, [held + new_tokens // 2 for held in stored_tokens(method, layers, n)])
     return Work(

@@ -1,4 +1,4 @@
-"""The devices of a timed run: held by one run at a time, and what else the machine did while it was measured."""
+"""Locks on the devices of timed runs, and the machine's load during a measurement."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ POLL_S = 0.5
 
 @contextmanager
 def held(devices: Sequence[torch.device], holder: str) -> Iterator[None]:
-    """Hold these accelerators until the block ends, so that no two runs of this user are timed on one at once.
+    """Hold these accelerators until the block ends, so that two runs of this user are never timed on one at once.
 
-    holder: shown to those who wait. A run that finds a device held waits, and says for whom. A lock is a file in the
-    cache folder, named by the device's own id: it holds between containers and jobs that share that folder. All runs
-    take the devices in one order, so that no two wait for each other. The CPU is not held: runs on cores of their own
-    hardly disturb each other, and `load` tells whether there were enough cores.
+    holder: shown to runs that wait. A lock is a file in the cache folder, named by the device's id, so it also works
+    between containers and jobs that share the folder. All runs take the devices in the same order, so no two wait for
+    each other. The CPU is not held: runs on separate cores hardly disturb each other, and `load` shows whether there
+    were enough cores.
     """
     with ExitStack() as stack:
         for device in sorted((device for device in devices if device.type != "cpu"), key=_device_id):
@@ -54,11 +54,11 @@ def _acquire(file: Path, device: torch.device, holder: str) -> FileLock:
 
 
 def load(*devices: torch.device) -> dict[str, Any]:
-    """What the machine does at this moment.
+    """The machine's load now.
 
-    average: processes that ran or waited to, mean over the last 1, 5 and 15 minutes (`os.getloadavg`). cpu_count: the
-    cores that they share. gpu_processes: how many use the GPU, by nvidia-smi, including this one once its model is
-    loaded (of several GPUs: the busiest); None on CPU or if nvidia-smi does not answer.
+    average: running or waiting processes, mean over the last 1, 5 and 15 minutes (`os.getloadavg`). cpu_count: their
+    cores. gpu_processes: number of processes on the busiest of the GPUs, by nvidia-smi, including this one once its
+    model is loaded; None on CPU or if nvidia-smi does not answer.
     """
     counts = [_gpu_processes(device) for device in devices]
     return {
@@ -74,13 +74,13 @@ def _gpu_processes(device: torch.device) -> int | None:
     query = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader", f"--id=GPU-{_device_id(device)}"]
     try:
         listed = subprocess.run(query, check=True, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S).stdout
-    except (OSError, subprocess.SubprocessError):  # no nvidia-smi (ROCm, a bare container), or one that hangs
+    except (OSError, subprocess.SubprocessError):  # nvidia-smi is absent (ROCm, a bare container) or hangs
         return None
     return len(listed.split())
 
 
 def _device_id(device: torch.device) -> str:
-    """The same for all processes that see the device, whatever number they see it under."""
+    """The device's id: the same in all processes, whatever number it has there."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
     return f"{device.type}-{device.index or 0}"

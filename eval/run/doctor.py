@@ -1,10 +1,10 @@
-"""Whether this machine is ready: a line for each thing that a run may need, and the command that mends it.
+"""Whether this machine is ready: a line for each thing that a run may need, with the command that fixes it.
 
     lazyllm-bench doctor                 # for Llama 2 on LongBench
     lazyllm-bench doctor --model qwen3-8b
 
-Nothing is downloaded, no model is loaded, and torch is not imported. `missing` is what such a run needs and does not
-find; `not needed` is what it can do without. The exit code is 0 if nothing is missing, else 1.
+Nothing is downloaded, no model is loaded, and torch is not imported. `missing`: the run needs it and would not find it.
+`not needed`: the run works without it. The exit code is 0 if nothing is missing, else 1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lazyllm.models.spec import source_of
 
 
 def gigabytes(model: str) -> float:
-    """Of a preset's weights in 16 bits; 0 of other models, whose shapes are not known here."""
+    """Gigabytes of a preset's weights in 16 bits; 0 for other models, whose shapes are unknown here."""
     preset = PRESETS.get(model)
     if preset is None or preset.architecture is None:
         return 0
@@ -49,7 +49,7 @@ def gigabytes(model: str) -> float:
 
 
 def examine(model: str) -> list[Finding]:
-    """Every finding, in order. Raises UserError: no such model."""
+    """Every finding, in order. Raises UserError for an unknown model."""
     source_of(model)
     gpu, reachable, cached, size = find_gpu(), hub_answers(), is_cached(model), gigabytes(model)
     checks: dict[str, Callable[[], Finding]] = {
@@ -70,7 +70,7 @@ def examine(model: str) -> list[Finding]:
 
 
 def _safely(thing: str, check: Callable[[], Finding]) -> Finding:
-    """A broken machine breaks checks in ways that nobody has foreseen: that is a finding too."""
+    """The check's finding; if a broken machine makes the check fail, that is the finding."""
     try:
         return check()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Which share of the evidence, the prompt's tokens that hold the answer, a generation computes in each layer."""
+"""The share of the evidence (the prompt's tokens that hold the answer) that a generation computes in each layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def evidence_positions(prompt: Prompt) -> np.ndarray:
-    """Ascending positions of the tokens that stand for some of the evidence; none if that is not known."""
+    """Ascending positions of the tokens that overlap the evidence; none if it is not known."""
     if prompt.spans is None:
         return np.empty(0, dtype=int)
     starts, stops = prompt.spans.T
@@ -23,7 +23,7 @@ def evidence_positions(prompt: Prompt) -> np.ndarray:
 
 
 def evidence_computed(out: Generation, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """([layers], [layers]) the share of the tokens at `positions` computed in prefill, and revived in decoding."""
+    """([layers], [layers]) the shares of the tokens at `positions` that are computed in prefill, and revived later."""
     first, *later = selections_that_ran(out)
     in_prefill = _in_sets(first, positions, out.computed.shape[1])
     computed = in_prefill.copy()
@@ -33,14 +33,14 @@ def evidence_computed(out: Generation, positions: np.ndarray) -> tuple[np.ndarra
 
 
 def selections_that_ran(out: Generation) -> list[dict[int, list[int]]]:
-    """The selections of the run itself: tokens that a layer chose in an earlier run enter layer 1, whose key is 0."""
+    """The selections with key 0 for tokens that were chosen before the prefill: they enter layer 1."""
     first, *later = out.selected
     is_selected_before = int(out.computed[0, 0]) < out.prompt_tokens
     return [{0: next(iter(first.values()))} if is_selected_before else first, *later]
 
 
 def _in_sets(selected: dict[int, list[int]], positions: np.ndarray, layers: int) -> np.ndarray:
-    """[layers, positions] bool: whether the token is in a step's set for the layer; all are until one selects."""
+    """[layers, positions] bool: whether the token is in a step's set for the layer; all are before the first cut."""
     sets = []
     present = np.ones(len(positions), dtype=bool)
     for layer in range(layers):

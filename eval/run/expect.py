@@ -1,4 +1,4 @@
-"""The runs that a sweep makes, from its arguments, without a model: those without a folder are missing."""
+"""The runs of a sweep, from its arguments, without a model."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from eval.run.plan import identify
 from eval.store.results import label_of, settings_in
 from lazyllm.errors import UserError
 
-# Parts of a run's identity that depend on where and when a job runs, not on what was asked for
+# Parts of a run's identity that depend on the machine and the time, not on the arguments
 _OF_THE_MACHINE = {"device", "threads", "versions", "code", "revision"}
-# Settings of a model that not every machine can do: status need not run on the machine that does them
+# Settings of a model that not every machine supports: `status` may run on another machine
 _PLACED = ("quantise", "device_map")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A run that a sweep makes. name: its model and method, for people.
+    """A run of a sweep. name: its model and method, for people.
 
-    refused: why it cannot begin, as its job would say, with no identity and no examples; None otherwise. A job that is
-    refused before its runs are known has its arguments as its name.
+    refused: why it cannot begin, in its job's words, without identity and examples; None otherwise. A job that is
+    refused before its runs are known is named by its arguments.
     """
 
     name: str
@@ -50,16 +50,16 @@ class Expected:
     refused: str | None
 
     def is_of(self, identity: dict[str, Any]) -> bool:
-        """Whether a run of that identity is this one, on whatever machine it was measured."""
+        """Whether a run of this identity is the expected one, on any machine."""
         ours = {key: value for key, value in self.identity.items() if key not in _OF_THE_MACHINE}
         theirs = {key: value for key, value in identity.items() if key not in _OF_THE_MACHINE}
         return json.loads(json.dumps(ours)) == theirs
 
 
 def expected_runs(arguments: Sequence[str]) -> list[Expected]:
-    """The runs of `python run.py -m ARGUMENTS`, each once, in the sweep's order; an experiment's methods are runs each.
+    """The runs of `python run.py -m ARGUMENTS`, each once, in order; each method of an experiment is a run.
 
-    A job that is refused is listed with the reason. Raises UserError: arguments that make no sweep.
+    A refused job is listed with its reason. Raises UserError for arguments that make no sweep.
     """
     register_schema()
     overrides = [argument for argument in arguments if not argument.startswith(("hydra/", "hydra."))]
@@ -100,7 +100,7 @@ def _expected(config: RunConfig) -> Expected:
     label = label_of(config.method["name"], settings_in(config.method))
     name = f"{model}, {label}, seed {seed}"
     try:
-        # on the CPU, as status need not run on the machine that has the devices
+        # on the CPU, as `status` may run on a machine without the devices
         identified = identify(replace(config, model=replace(config.model, device="cpu", **dict.fromkeys(_PLACED))))
     except UserError as error:
         return Expected(name, model, label, seed, {}, [], f"refused before it began: {error}")

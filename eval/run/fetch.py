@@ -3,8 +3,8 @@
     lazyllm-bench fetch model=llama2,xgen dataset=all          # once, on the login node
     HF_HUB_OFFLINE=1 python run.py -m experiment=table1 ...    # on the nodes, which see the same caches
 
-The arguments are those of `python run.py`, a sweep's too. Fetched are checkpoints, tokenizers, what methods run beside
-the model, and the datasets' rows and templates. What is there already is not fetched again.
+The arguments are those of a run or a sweep. It downloads checkpoints, tokenizers, the methods' other models, and the
+datasets' rows and templates, unless they are in the caches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lazyllm.models.spec import ModelSpec
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `fetch`; prints a line for each thing that is there now. Returns the exit code. Raises UserError."""
+    """The verb `fetch`; prints a line for each thing in the caches. Returns the exit code. Raises UserError."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
 
     register_schema()
     overrides = [
-        one for one in arguments if not one.startswith(("hydra/", "hydra.")) and one not in ("-m", "--multirun")
+        word for word in arguments if not word.startswith(("hydra/", "hydra.")) and word not in ("-m", "--multirun")
     ]
     check_arguments(overrides)
     lines = (line for job in jobs_of(overrides) for line in fetched(to_run_config(compose_config(job))))
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def fetched(config: RunConfig) -> Iterator[str]:
-    """Fetch what one run needs; a line for each thing, once it is there. Raises UserError."""
+    """Download everything that one run needs; yields a line for each thing afterwards. Raises UserError."""
     from eval.benchmarks import SUITES
     from eval.run import speedup_targets
 

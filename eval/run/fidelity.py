@@ -1,6 +1,6 @@
-"""How far a method is from the baseline beside it, on the same prompt: numbers that move before a score does.
+"""The distance of a method from its paired baseline on the same prompt: it changes before a score does.
 
-KL divergences are KL(baseline || method) in nats, computed in float64 from the logits as the model gave them.
+KL divergences are KL(baseline || method) in nats, computed in float64 from the model's logits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def of_generations(baseline: Generation, method: Generation) -> dict[str, Any]:
-    """What two finished generations tell, by the names of `Measurement`'s fields."""
+    """The fields of `Measurement` that compare two finished generations."""
     ours, theirs = method.token_ids, baseline.token_ids
     p, q = _log_probabilities(baseline.first_logits), _log_probabilities(method.first_logits)
     return {
@@ -35,9 +35,9 @@ def of_generations(baseline: Generation, method: Generation) -> dict[str, Any]:
 
 
 def of_forced(baseline: Tensor, method: Tensor, token_ids: Sequence[int]) -> tuple[float, float]:
-    """(mean KL per token, log-likelihood per token less the baseline's) of forced tokens.
+    """(mean KL per token, log-likelihood per token minus the baseline's) of forced tokens.
 
-    baseline, method: [t, v] logits that each of the t tokens was to be chosen by.
+    baseline, method: [t, v] logits before each of the t tokens.
     """
     p, q = _log_probabilities(baseline), _log_probabilities(method)
     chosen = torch.tensor(token_ids)[:, None]
@@ -45,9 +45,9 @@ def of_forced(baseline: Tensor, method: Tensor, token_ids: Sequence[int]) -> tup
 
 
 def forced_logits(model: PreTrainedModel, prompt: Prompt, method: Method, token_ids: Sequence[int]) -> Tensor:
-    """[t, v] the logits by which the method would choose each of t tokens, if its answer had been those before it.
+    """[t, v] the method's logits before each of t tokens, if its answer is forced to be these tokens.
 
-    Each token but the last is run as a decoding step of the method's own. The logits are on the host.
+    Each token but the last is run as a decoding step of the method. The logits are on the host.
     """
     waiting, seen = iter(token_ids), []
 
@@ -60,13 +60,13 @@ def forced_logits(model: PreTrainedModel, prompt: Prompt, method: Method, token_
 
 
 def mean_kl(p: Tensor, q: Tensor) -> float:
-    """KL(p || q) in nats of log-probabilities [..., v], the mean over all but the last axis."""
+    """KL(p || q) in nats of log-probabilities [..., v], mean over all but the last axis."""
     terms = torch.where(p == -torch.inf, 0, p.exp() * (p - q))
-    return max(0.0, float(terms.sum(-1).mean()))  # rounding can take it below
+    return max(0.0, float(terms.sum(-1).mean()))  # rounding can make it negative
 
 
 def edit_similarity(a: Sequence[int], b: Sequence[int]) -> float:
-    """1 less the Levenshtein distance of two lists over the longer one's length; 1 if both are empty."""
+    """1 - Levenshtein distance of two lists / length of the longer one; 1 if both are empty."""
     above = list(range(len(b) + 1))
     for i, token in enumerate(a, start=1):
         row = [i]

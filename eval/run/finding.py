@@ -1,4 +1,4 @@
-"""What `lazyllm-bench doctor` finds out about one thing."""
+"""One finding of `lazyllm-bench doctor`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OK, MISSING, NOT_NEEDED = "ok", "missing", "not needed"
 
 @dataclass(frozen=True)
 class Finding:
-    """A thing, its state (`OK`, `MISSING` or `NOT_NEEDED`), and a sentence: what was found, or the mending command."""
+    """A thing, its state (`OK`, `MISSING` or `NOT_NEEDED`), and a sentence: what was found, or how to fix it."""
 
     thing: str
     state: str

@@ -1,4 +1,4 @@
-"""What a run's first example says of the rest, and what would have fitted if memory has run out."""
+"""Forecasts: the remaining time after a run's first example, and the prompt that fits after running out of memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lazyllm.engine.devices import devices_of
 from lazyllm.methods import Baseline
 from lazyllm.models.spec import ModelSpec
 
-MARGIN = 1.05  # what the counts leave out: norms, masks, gaps between blocks
+MARGIN = 1.05  # for memory that is not counted: norms, masks, gaps between blocks
 
 
 def first_example(record: Record, rest: Sequence[Case]) -> str:
-    """What the first example took, and by its seconds a prompt token what the others will take together."""
+    """The cost of the first example, and the time of the others at its seconds per prompt token."""
     sides = [side for side in (record.method, record.baseline) if side is not None]
     seconds = sum(side.total_s for side in sides)
     peaks = [side.peak_memory_bytes for side in sides if side.peak_memory_bytes is not None]
@@ -38,12 +38,12 @@ def _time(seconds: float) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device, or the host, had no memory left."""
+    """Whether a device or the host ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def what_fits(model: Any, spec: ModelSpec, case: Case, paired: bool) -> str:
-    """The longest prompt that the memory of the model's devices holds, and the settings that need less."""
+    """The longest prompt that fits into the model's devices, and settings that need less memory."""
     methods = [case.method, Baseline()] if paired else [case.method]
     weights = sum(parameter.nbytes for parameter in model.parameters())
     has, tokens = sum(map(_memory_of, devices_of(model))), len(case.prompt.token_ids)
@@ -58,15 +58,15 @@ def what_fits(model: Any, spec: ModelSpec, case: Case, paired: bool) -> str:
         low, high = (middle, high) if fits(middle) else (low, middle)
     least = f"prompts of about {low} tokens would fit ({has / 1e9:.1f} GB): model.max_prompt_tokens={low}"
     if low < 2:
-        least = f"no prompt fits beside {weights / 1e9:.1f} GB of weights in {has / 1e9:.1f} GB"
+        least = f"no prompt fits into {has / 1e9:.1f} GB with {weights / 1e9:.1f} GB of weights"
     elif fits(tokens):
-        least = f"{has / 1e9:.1f} GB should hold it: does another process use the device?"
+        least = f"{has / 1e9:.1f} GB should be enough: check whether another process uses the device"
     others = "model.quantise=int8, model.device_map=auto, or method.aux_device=cpu (lazy)"
-    return f"out of memory at {tokens} prompt tokens; {least}. Less is needed with {others}"
+    return f"out of memory at {tokens} prompt tokens; {least}. Less memory is needed with {others}"
 
 
 def _memory_of(device: torch.device) -> int:
-    """Bytes that the device has, whoever uses them."""
+    """The device's total bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""What the caches hold and what the hub gives: a token, a checkpoint, LongBench; and whether W&B has a key."""
+"""Checks of the caches and the hub: a token, a checkpoint, LongBench; and of W&B's key."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from eval.benchmarks.disk_cache import cache_folder, is_offline, is_reachable
 from eval.run.finding import MISSING, NOT_NEEDED, OK, Finding
 from lazyllm.models.spec import source_of
 
-NETWORK_S = 0.8  # how long the hub may take to answer
+NETWORK_S = 0.8  # seconds to wait for the hub's answer
 
 
 def hub_answers() -> bool:
-    """Whether the hub is to be asked, and answers soon."""
+    """Whether the hub answers in time; False if HF_HUB_OFFLINE is set."""
     return not is_offline() and is_reachable(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), NETWORK_S)
 
 
 def check_hub(reachable: bool, needed: bool) -> Finding:
-    """needed: whether something is not in the caches yet."""
+    """needed: whether something is missing in the caches."""
     if is_offline():
         return Finding("hub", NOT_NEEDED, "HF_HUB_OFFLINE is set: only the caches are read")
     if reachable:
@@ -36,7 +36,7 @@ def check_token(cached: bool) -> Finding:
 
     if get_token() is not None:
         return Finding("token", OK, "the hub's client has one")
-    return Finding("token", NOT_NEEDED if cached else MISSING, "hf auth login (gated models ask for it)")
+    return Finding("token", NOT_NEEDED if cached else MISSING, "hf auth login (gated models need it)")
 
 
 def check_model(name: str, cached: bool, reachable: bool) -> Finding:
@@ -64,7 +64,7 @@ def _access(name: str, source: str) -> Finding:
 
 
 def _in_time(ask: Callable[[], Finding], otherwise: Finding) -> Finding:
-    """What `ask` finds within a few seconds; the hub's own client tries for longer."""
+    """The finding of `ask` if it takes at most a few seconds; the hub's client tries for longer."""
     found: list[Finding] = []
     thread = threading.Thread(target=lambda: found.append(ask()), daemon=True)
     thread.start()
@@ -93,7 +93,7 @@ def check_longbench(model: str) -> Finding:
     configs = [cache_folder() / "longbench" / "config" / name for name in CONFIG_SHA256]
     if isinstance(archive, str) and all(file.is_file() for file in configs):
         return Finding("LongBench", OK, "in the cache")
-    state = NOT_NEEDED if model == "tiny" else MISSING  # which has a suite of its own
+    state = NOT_NEEDED if model == "tiny" else MISSING  # `tiny` has its own suite
     return Finding("LongBench", state, "not in the cache: lazyllm-bench fetch dataset=all, or give data.dir=FOLDER")
 
 

@@ -1,8 +1,7 @@
-"""Around the work of every configured command: Hydra's part, logging, and a quick end after Ctrl-C.
+"""The frame of every configured command: Hydra, logging, and a quick end after Ctrl-C.
 
-Python handles Ctrl-C between two of its own instructions. One operation of a long prefill, weights that are being read,
-or threads that are waited for at the end keep it from that. Records are safe at any moment (`eval.store.folder`), so a
-thread of our own ends the process.
+Python handles Ctrl-C between two of its instructions. An operation of a long prefill, weights being read, or threads
+joined at the end delay that. Records are safe at any moment (`eval.store.folder`), so a thread ends the process.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
     from eval.run.loop import RunResult
 
 SWEEPS = Path("runs")  # `hydra.sweep.dir` of eval/conf/config.yaml
-GRACE_S = 0.5  # for the regular end, which frees the device and notes when the job ended
-INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
-_finished: list[RunResult] = []  # by the jobs of this process: other launchers run theirs elsewhere
+GRACE_S = 0.5  # for the regular end, which frees the device and writes down when the job ended
+INTERRUPTED = 130  # a shell's exit code of a program that Ctrl-C ended
+_finished: list[RunResult] = []  # of this process's jobs; other launchers run theirs in other processes
 MESSAGE = "stopped: every finished example is safe, and the same command goes on from there"
 
 
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     _finished.clear()
     start(run_job, arguments)
     if len(_finished) > 1 and any(argument.startswith("-") for argument in arguments):
-        from eval.run.loop import show_together  # imported by the jobs already
+        from eval.run.loop import show_together  # the jobs have imported it
 
         show_together(_finished)
     return 0
@@ -56,13 +55,13 @@ def run_job(config: DictConfig) -> None:
     with job():
         settings = to_run_config(config)
         logging.info("loading torch and transformers")
-        from eval.run.loop import compare, run  # not at the top: torch is imported once the arguments are right
+        from eval.run.loop import compare, run  # not at the top: imports torch, only after the arguments are checked
 
         _finished.extend(compare(settings) if settings.compare else [run(settings)])
 
 
 def start(work: Callable[[DictConfig], None], arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> None:
-    """Carry out `work` once, or as a sweep through a Hydra launcher if the arguments hold an option such as -m.
+    """Do `work` once, or as a sweep through a Hydra launcher if the arguments hold an option such as -m.
 
     work: a function of a module that other processes can import. Raises UserError.
     """
@@ -73,7 +72,7 @@ def start(work: Callable[[DictConfig], None], arguments: Sequence[str], schema: 
     _end_soon_after_ctrl_c()
     if not any(argument.startswith("-") for argument in arguments):
         return work(compose_config(arguments))
-    # processes of a launcher import this package from where this one does
+    # a launcher's processes import this package from the same place
     paths = [str(CONF.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "HYDRA_FULL_ERROR": "1"}  # raise errors instead of exiting
     sys.argv = ["run.py", *arguments]
@@ -86,23 +85,23 @@ def start(work: Callable[[DictConfig], None], arguments: Sequence[str], schema: 
 
 
 def _check_sweep_folder() -> None:
-    """Raises UserError if the folder that Hydra keeps a sweep's files in cannot be written."""
+    """Raise UserError if Hydra cannot write to its folder for a sweep's files."""
     try:
         SWEEPS.mkdir(exist_ok=True)
         TemporaryFile(dir=SWEEPS).close()
     except OSError as error:
         raise UserError(
-            f"{SWEEPS.absolute()}: a sweep keeps its files there, and it cannot be written ({error.strerror}); start "
-            "it in another folder"
+            f"{SWEEPS.absolute()}: a sweep's folder, which cannot be written ({error.strerror}): start the sweep in "
+            "another folder"
         ) from error
 
 
 @contextmanager
 def job() -> Iterator[None]:
-    """Around a job's work. In a sweep an error is logged first: the other jobs go on, and the sweep ends with it."""
+    """The context of a job. In a sweep an error is logged, the other jobs go on, and the sweep fails at its end."""
     sweep = HydraConfig.get() if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN else None
     if sweep is not None:
-        os.chdir(sweep.runtime.cwd)  # Ray's workers start elsewhere
+        os.chdir(sweep.runtime.cwd)  # Ray's workers start in another folder
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr, force=True
     )
@@ -113,18 +112,18 @@ def job() -> Iterator[None]:
     except Exception as error:
         if sweep is not None:
             logging.error("job failed (%s): %s: %s", " ".join(sweep.overrides.task), type(error).__name__, error)
-            traceback.clear_frames(error.__traceback__)  # Hydra keeps the error, and it would keep the model
+            traceback.clear_frames(error.__traceback__)  # Hydra keeps the error, whose frames hold the model
         raise
     except KeyboardInterrupt:
         end()
 
 
 def end() -> NoReturn:
-    """End this process now with `INTERRUPTED`, saying how to go on. For after Ctrl-C, once all files are closed.
+    """After Ctrl-C, when all files are closed: print `MESSAGE` and end this process with `INTERRUPTED`.
 
-    Nothing else is waited for: torch and its threads keep an interpreter busy for seconds.
+    It does not wait for torch's threads, which would take seconds.
     """
-    with suppress(OSError, ValueError):  # a reader that Ctrl-C has ended too, or a stream that was closed
+    with suppress(OSError, ValueError):  # the reader has ended too, or the stream is closed
         sys.stdout.flush()
     _end()
 
@@ -136,15 +135,15 @@ def _end() -> NoReturn:
 
 
 def _end_soon_after_ctrl_c() -> None:
-    """From now on, end this process at most `GRACE_S` after Ctrl-C. The signal's own handler stays as it is."""
+    """From now on, end this process at most `GRACE_S` after Ctrl-C. The signal's handler stays."""
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)  # asked for by set_wakeup_fd
+    os.set_blocking(writer, False)  # set_wakeup_fd requires it
     signal.set_wakeup_fd(writer)
 
     def watch() -> None:
         while os.read(reader, 1) != bytes([signal.SIGINT]):
             pass
         time.sleep(GRACE_S)
-        _end()  # standard output is left alone: its reader may be what blocks
+        _end()  # without standard output, whose reader may block
 
     threading.Thread(target=watch, name="ctrl-c", daemon=True).start()

@@ -1,4 +1,4 @@
-"""How long a run's prompts and answers are: counted if data and tokenizer are here, else from published means."""
+"""Lengths of a run's prompts and answers: counted if data and tokenizer are cached, else from published means."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eval.run.config import RunConfig, datasets_of, model_spec, prompt_limit
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
 
-# (rows, mean words a row, most tokens of an answer), as LongBench's README and its dataset2maxlen.json give them
+# (rows, mean words a row, greatest tokens of an answer), from LongBench's README and its dataset2maxlen.json
 _LONGBENCH = {
     "narrativeqa": (200, 18409, 128), "qasper": (200, 3619, 128), "multifieldqa_en": (150, 4559, 64),
     "hotpotqa": (200, 9151, 32), "2wikimqa": (200, 4887, 32), "musique": (200, 11214, 32),
@@ -22,14 +22,14 @@ _LONGBENCH = {
     "passage_count": (200, 11141, 32), "passage_retrieval_en": (200, 9289, 32),
     "lcc": (500, 1235, 64), "repobench-p": (500, 4206, 64),
 }  # fmt: skip
-# Llama 2's, over 89 real rows; tokenizers with a larger vocabulary make up to a fifth fewer
+# Llama 2's, over 89 rows of LongBench; larger vocabularies give up to a fifth fewer tokens
 _TOKENS_PER_WORD = {"text": 1.6, "code": 3.5}
 _SPREAD = 0.5  # standard deviation of the logarithm of the lengths in a dataset
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of one dataset: tokens of each prompt, and the most of an answer. guessed: why they were not counted, or None."""
+    """Tokens of a dataset's prompts, and the greatest of an answer. guessed: why they were not counted, or None."""
 
     dataset: Dataset
     prompts: tuple[int, ...]
@@ -39,13 +39,13 @@ class Lengths:
 
 def lengths_of(config: RunConfig) -> tuple[Lengths, ...]:
     """The lengths of a run's datasets. Raises UserError if they can be neither counted nor guessed."""
-    here = replace(config.model, device="cpu", quantise=None, device_map=None)  # as the machine that plans may be
+    here = replace(config.model, device="cpu", quantise=None, device_map=None)  # the machine that plans may be another
     return _lengths_of(_ByContent(replace(config, model=here, method={"name": "baseline"}, compare={}, only=None)))
 
 
 @dataclass(frozen=True)
 class _ByContent:
-    """A config as a key: the jobs of a sweep share their prompts."""
+    """A config as a cache key, so that the jobs of a sweep share their prompts."""
 
     config: RunConfig
 
@@ -72,7 +72,7 @@ def _lengths_of(key: _ByContent) -> tuple[Lengths, ...]:
 
 
 def _guess(config: RunConfig, dataset: Dataset, datasets: tuple[Dataset, ...], why: str) -> Lengths:
-    """Lengths whose logarithms are normal, around the published mean, cut to the model's limit."""
+    """Log-normal lengths around the published mean, cut to the model's limit."""
     positions = load_config(replace(model_spec(config), load_format="dummy")).max_position_embeddings
     limit = config.model.max_prompt_tokens or prompt_limit(positions)
     words, most = _LONGBENCH[dataset.name][1:]

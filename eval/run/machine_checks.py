@@ -1,4 +1,4 @@
-"""What this machine has: Python, torch and its driver, GPU, memory, disk, FlashAttention, a scheduler."""
+"""Checks of this machine: Python, torch and its driver, GPU, memory, disk, FlashAttention, a scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from eval.run.finding import MISSING, NOT_NEEDED, OK, Finding
 
-PROCESS_GB, DATA_GB = 2, 2  # of Python, torch and a run; of LongBench and what runs write
+PROCESS_GB, DATA_GB = 2, 2  # memory of Python, torch and a run; disk for LongBench and runs
 WHEELS = "https://download.pytorch.org/whl"
 # The oldest driver for a wheel's CUDA, by its major version (NVIDIA's release notes)
 DRIVERS = {11: 450, 12: 525, 13: 580}
@@ -31,7 +31,7 @@ class Gpu:
 
 
 def find_gpu() -> Gpu | None:
-    """What nvidia-smi says; None without it or without a GPU."""
+    """The first GPU in nvidia-smi's output; None without nvidia-smi or a GPU."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout.splitlines()
@@ -64,11 +64,11 @@ def check_torch(gpu: Gpu | None) -> Finding:
         return Finding("torch", OK, f"{own}, {f'for CUDA {cuda}' if cuda else 'for the CPU'}")
     again = f"pip install --force-reinstall torch --index-url {WHEELS}"
     if cuda is None:
-        return Finding("torch", MISSING, f"{own} is a CPU wheel beside an {gpu.name}: {again}/{_wheel_for(gpu)}")
+        return Finding("torch", MISSING, f"{own} is a CPU wheel, but there is {gpu.name}: {again}/{_wheel_for(gpu)}")
     least = DRIVERS.get(int(cuda.split(".")[0]), 0)
     if _driver(gpu) < least:
         older = f"{again}/{_wheel_for(gpu)}" if _driver(gpu) >= min(DRIVERS.values()) else "update the driver"
-        return Finding("torch", MISSING, f"CUDA {cuda} needs driver {least}, here is {gpu.driver}: {older}")
+        return Finding("torch", MISSING, f"CUDA {cuda} needs driver {least} or later, found {gpu.driver}: {older}")
     return Finding("torch", OK, f"{own}, for CUDA {cuda}, driver {gpu.driver}")
 
 
@@ -81,9 +81,9 @@ def _wheel_for(gpu: Gpu) -> str:
 
 
 def check_gpu(gpu: Gpu | None, gigabytes: float) -> Finding:
-    """gigabytes: of the model."""
+    """gigabytes: of the model's weights."""
     if gpu is None:
-        return Finding("GPU", NOT_NEEDED, "none of NVIDIA's here: runs use the CPU, which is enough for model=tiny")
+        return Finding("GPU", NOT_NEEDED, "no NVIDIA GPU: runs use the CPU, which is enough for model=tiny")
     has = int(gpu.memory.split()[0]) * 1.049e-3
     if has < gigabytes:
         return Finding("GPU", MISSING, f"{gpu.name}, {has:.0f} GB: less than {gigabytes:.0f}: try model.quantise=int8")
@@ -91,26 +91,26 @@ def check_gpu(gpu: Gpu | None, gigabytes: float) -> Finding:
 
 
 def check_memory(gpu: Gpu | None, gigabytes: float) -> Finding:
-    """gigabytes: of the model, which the host holds if there is no GPU."""
+    """gigabytes: of the model's weights, which are in the host's memory if there is no GPU."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     info = Path("/proc/meminfo")
-    if info.exists():  # what the page cache holds is free too
+    if info.exists():  # counts the page cache as free
         free = int(re.findall(r"MemAvailable: +(\d+)", info.read_text())[0]) / 1e6
     need = PROCESS_GB + (0 if gpu else gigabytes)
     if free < need:
-        return Finding("memory", MISSING, f"{free:.0f} GB free, {need:.0f} are needed: try a smaller model=NAME")
+        return Finding("memory", MISSING, f"{free:.0f} GB free, {need:.0f} GB needed: try a smaller model=NAME")
     return Finding("memory", OK, f"{free:.0f} GB free")
 
 
 def check_disk(gigabytes: float) -> Finding:
-    """gigabytes: of what is not in the cache yet."""
+    """gigabytes: of the files to download."""
     folder = hub_cache()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free / 1e9
     if free < gigabytes + DATA_GB:
-        says = f"{free:.1f} GB free below {existing}, {gigabytes + DATA_GB:.0f} are needed"
+        says = f"{free:.1f} GB free in {existing}, {gigabytes + DATA_GB:.0f} GB needed"
         return Finding("disk", MISSING, f"{says}: export HF_HOME=FOLDER_ON_A_LARGER_DISK")
-    return Finding("disk", OK, f"{free:.0f} GB free below {existing}")
+    return Finding("disk", OK, f"{free:.0f} GB free in {existing}")
 
 
 def hub_cache() -> Path:
@@ -122,7 +122,7 @@ def hub_cache() -> Path:
 def check_flash_attention(gpu: Gpu | None) -> Finding:
     if find_spec("flash_attn"):
         return Finding("FlashAttention", OK, f"{version('flash_attn')}: model.attn_implementation=flash_attention_2")
-    says = "PyTorch's own attention is the default" + ("; pip install flash-attn adds the other" if gpu else "")
+    says = "PyTorch's attention is the default" + ("; pip install flash-attn adds FlashAttention" if gpu else "")
     return Finding("FlashAttention", NOT_NEEDED, says)
 
 
@@ -131,4 +131,4 @@ def check_scheduler() -> Finding:
         return Finding("scheduler", NOT_NEEDED, "no Slurm here: hydra/launcher=joblib runs jobs side by side")
     if find_spec("hydra_plugins") and find_spec("hydra_plugins.hydra_submitit_launcher"):
         return Finding("scheduler", OK, "Slurm: hydra/launcher=submitit_slurm")
-    return Finding("scheduler", MISSING, "Slurm is here, its launcher is not: pip install --editable '.[slurm]'")
+    return Finding("scheduler", MISSING, "Slurm without its launcher: pip install --editable '.[slurm]'")

@@ -1,14 +1,13 @@
-"""What a run or a sweep would cost, before it starts: jobs, tokens, FLOPs, memory, hours.
+"""The cost of a run or a sweep before it starts: jobs, tokens, FLOPs, memory, hours.
 
     lazyllm-bench plan model=llama2 method=lazy dataset=hotpotqa --gpu a100
     lazyllm-bench plan experiment=table1 model=llama2,xgen --gpu h100
-    lazyllm-bench plan experiment=demo             # on this machine: hours, as soon as runs/ holds a run of the model
+    lazyllm-bench plan experiment=demo             # this machine; hours need a stored run of the model in runs/
 
-The arguments are those of `python run.py`, a sweep's too. Nothing is downloaded and no model runs. Prompts are counted
-exactly if the data and the tokenizer are in the caches, else guessed from the mean lengths that LongBench's authors
-published. Answers are as long as they may become, or as they were in stored runs of the model. Seconds follow from the
-device's data sheet at an assumed utilisation, corrected by the model's stored runs on such a device. Decoding is
-counted without revivals.
+The arguments are those of a run or a sweep. Nothing is downloaded and no model runs. Prompts are counted exactly if the
+data and the tokenizer are in the caches, else estimated from LongBench's published mean lengths. Answers have their
+greatest length, or their mean length in stored runs of the model. Seconds follow from the device's data sheet at an
+assumed utilisation, corrected by stored runs of the model on such a device. Decoding is counted without revivals.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _HEADINGS = (
 
 
 def bills(arguments: Sequence[str], gpu: str | None, runs: Path) -> list[Bill]:
-    """A bill for each run that the arguments make. gpu: of `GPUS`, None for this machine. Raises UserError."""
+    """The bill of each run of the arguments. gpu: a key of `GPUS`, None for this machine. Raises UserError."""
     from eval.run.bill import bill
     from eval.run.expect import jobs_of
 
@@ -49,7 +48,7 @@ def bills(arguments: Sequence[str], gpu: str | None, runs: Path) -> list[Bill]:
 
 
 def as_text(bills: Sequence[Bill], gpu: str | None) -> str:
-    """A Markdown table, and below it what was assumed."""
+    """A Markdown table, and the assumptions below it."""
     from eval.paper.table import markdown_lines  # not at the top: it imports pandas
 
     rows = [
@@ -77,16 +76,14 @@ def as_text(bills: Sequence[Bill], gpu: str | None) -> str:
 def _warnings(bills: Sequence[Bill], largest: Bill, gpu: str | None) -> list[str]:
     device = GPUS[gpu] if gpu else CPU
     guessed = dict.fromkeys(why.partition(" (")[0] for bill in bills for why in bill.guessed)
-    lines = [f"prompts are guessed from LongBench's published means: {why}" for why in guessed]
+    lines = [f"prompt lengths are estimates from LongBench's published means: {why}" for why in guessed]
     if any(bill.hours is None for bill in bills):
-        lines.append("hours: not known before a run of the model on this machine (limit=1 is enough), or give --gpu")
+        lines.append("hours are unknown: run the model on this machine first (limit=1 is enough), or give --gpu")
     if gpu:
         rates = f"{device.prefill:.0%} of {device.flops_per_s / 1e12:.0f} TFLOP/s in prefill, {device.decode:.0%} of "
-        rates += f"{device.bytes_per_s / 1e12:.3g} TB/s in decoding, {device.layer_s * 1e3:.1g} ms a layer at least"
+        rates += f"{device.bytes_per_s / 1e12:.3g} TB/s in decoding, at least {device.layer_s * 1e3:.1g} ms a layer"
         corrected = any(bill.corrected_by for bill in bills)
-        lines.append(
-            f"assumed of {device.name}: {rates}; {'corrected by' if corrected else 'there are no'} stored runs"
-        )
+        lines.append(f"assumed rates of {device.name}: {rates}; {'' if corrected else 'not '}corrected by stored runs")
         if sum(largest.gigabytes.values()) > 0.95 * device.gigabytes:
             lines.append(
                 f"does not fit into {device.gigabytes:.0f} GB: try model.quantise=int8, a smaller "
@@ -104,10 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="lazyllm-bench plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", nargs="*", metavar="KEY=VALUE", help="as for lazyllm-bench run")
+    parser.add_argument("run", nargs="*", metavar="KEY=VALUE", help="as of lazyllm-bench run")
     parser.add_argument("--gpu", choices=GPUS, help="default: this machine")
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="stored runs; default: runs")
-    parser.add_argument("-m", action="store_true", help="understood, and without effect: every job is planned")
+    parser.add_argument("-m", action="store_true", help="no effect: all jobs of a sweep are planned anyway")
     options = parser.parse_intermixed_args(arguments)
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's client is imported: planning downloads nothing
     print(as_text(bills(options.run, options.gpu, options.runs), options.gpu))

@@ -1,4 +1,4 @@
-"""Where a number comes from: code, weights, versions, machine."""
+"""Provenance of a number: code, weights, versions, machine."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _SAMPLES, _SAMPLE_BYTES = 256, 2**14  # of a weight file, spread evenly over it
 
 
 def versions() -> dict[str, str]:
-    """Python's version and those of the packages that can change a number."""
+    """The versions of Python and of the packages that can change a number."""
     return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
 
 
 @cache
 def code_sha256(parts: tuple[str, ...] = CODE) -> str:
-    """SHA-256 of sources without comments, docstrings and layout: runs of different code are different runs.
+    """SHA-256 of sources without comments, docstrings and layout.
 
-    parts: folders (with all below them) and files, relative to the folder of the packages.
+    parts: folders with their subfolders, and files, relative to the folder of the packages.
     """
     digest = hashlib.sha256()
     for part in parts:
@@ -54,8 +54,8 @@ def code_sha256(parts: tuple[str, ...] = CODE) -> str:
 def _meaning(node: Any) -> Any:
     """A syntax tree as nested lists, without positions and docstrings.
 
-    Not `ast.dump` or `ast.unparse`, whose texts differ between versions of Python: empty fields, of which new versions
-    add some, are left out.
+    `ast.dump` and `ast.unparse` differ between versions of Python. Here empty fields are left out, as new versions add
+    some.
     """
     if isinstance(node, ast.AST):
         filled = [(name, value) for name, value in ast.iter_fields(node) if value is not None and value != []]
@@ -66,12 +66,12 @@ def _meaning(node: Any) -> Any:
 
 
 def _is_text(node: Any) -> bool:
-    """Whether a statement is a text and nothing else, as a docstring is."""
+    """Whether a statement is only a text, like a docstring."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of everything that decides the token ids of a text."""
+    """SHA-256 of everything that determines the token ids of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(content.encode()).hexdigest()
@@ -80,7 +80,7 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
 def weights_sha256(source: str) -> str | None:
     """SHA-256 of a local checkpoint: its config, and name, size and samples of its weight files. None for a hub id.
 
-    Samples tell two checkpoints apart without reading 13 GB; a hub checkpoint is identified by its commit.
+    Samples distinguish checkpoints without reading 13 GB; a hub checkpoint is identified by its commit.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -129,7 +129,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that was not installed
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
         return "not installed"
 
 

@@ -1,9 +1,8 @@
-"""Parameters given by the speedup that they are to reach: `2.0x`, and `table1` for the paper's own.
+"""Hyperparameters given as a target speedup: `2.0x`, or `table1` for the paper's speedup.
 
-The paper does not publish the parameters behind its Table 1. Ours are solved for: a method's `dial` is set so that the
-*ideal* TTFT speedup (`lazyllm.engine.flops`) on a prompt of reference length is the one that the paper measured for the
-task and the model. `Method.solve` says how; for a parameter that is not solved for, `Method.table1` says what `table1`
-stands for.
+The paper does not publish the parameters behind its Table 1. Ours are solved for (`Method.solve`): a method's `dial` is
+set so that the *ideal* TTFT speedup (`lazyllm.engine.flops`) on a prompt of reference length is the one that the paper
+measured for the task and the model. `Method.table1` holds the values of parameters that are not solved for.
 
 python -m eval.run.speedup_targets    prints all of table1's parameters as CSV:
 eval/paper/published/table1_parameters.csv
@@ -32,7 +31,7 @@ from lazyllm.models.spec import ModelSpec
 if TYPE_CHECKING:
     import pandas as pd
 
-# Prompts' lengths: the paper's mean for Llama 2, LongBench's limit for XGen (most prompts are cut to it)
+# Prompt lengths: the paper's mean for Llama 2, LongBench's limit for XGen (most prompts are truncated to it)
 REFERENCE_TOKENS = {"llama2": 3376, "xgen": 7500}
 
 _EVAL = Path(__file__).parents[1]
@@ -42,7 +41,7 @@ _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
 
 
 class OutOfReachError(UserError):
-    """A method cannot reach the speedup that it is given on this model."""
+    """A method cannot reach its target speedup on this model."""
 
 
 def is_preset(value: Any) -> bool:
@@ -56,7 +55,7 @@ def uses_preset(settings: dict[str, Any]) -> bool:
 
 
 def check(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with a stand-in for a preset, so that the rest can be checked before a model is known.
+    """The settings with a valid value for each preset, so that the rest can be checked without a model.
 
     Raises UserError if the method takes no such preset.
     """
@@ -75,7 +74,7 @@ def check(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def at_depth(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """The settings with a schedule's shares of the depth (`50%`) turned into layers, and `tuned/NAME` into its file's.
+    """The settings with layers for a schedule's shares of the depth (`50%`), and a file's schedule for `tuned/NAME`.
 
     Raises ValueError.
     """
@@ -94,7 +93,7 @@ def resolve(
 
     settings: `name` and hyperparameters. column: the paper's for this model, llama2 or xgen; None takes llama2's.
     length: the prompt length in tokens to solve for; None for the suite's.
-    Raises UserError: the method takes no such preset; OutOfReachError: it cannot be that fast.
+    Raises UserError if the method takes no such preset, OutOfReachError if it cannot reach the speedup.
     """
     if not uses_preset(settings):
         return settings
@@ -127,14 +126,14 @@ def _paper() -> pd.DataFrame:
 
 
 def table1_speedup(task: str, method: str, column: str) -> float:
-    """The TTFT speedup that the paper's Table 1 gives. Raises UserError if the method is not in it."""
+    """The TTFT speedup in the paper's Table 1. Raises UserError if the method is not in it."""
     if (task, method) not in _paper().index:
         raise UserError(f"Table 1 has no speedup of method {method!r}: give a speedup such as 2.0x instead of table1")
     return float(_paper().loc[(task, method), f"{column}_ttft_speedup"])
 
 
 def parameters() -> pd.DataFrame:
-    """What `table1` means on the paper's two models: task, model, method, parameters, ideal and the paper's speedup."""
+    """`table1` on the paper's two models: task, model, method, parameters, ideal speedup and the paper's speedup."""
     import pandas as pd
 
     from lazyllm.models.load import load_config

@@ -1,10 +1,10 @@
-"""The state of every run below a folder: done, missing or failed, and why.
+"""The state of every run in a folder and its subfolders: done, missing or failed, and why.
 
 lazyllm-bench status RUNS [RUNS ...] [--json] [--expect experiment=table1 model=llama2,xgen]
 
-One line a run. With the arguments of a sweep after --expect, its runs that never began are listed too, as missing, and
-those that are refused before they begin say why. Exit code: 0 all done, 1 some failed, 3 some not finished and none
-failed, 2 for folders that cannot be read at all.
+One line a run. With the arguments of a sweep after --expect, runs that have no folder are listed as missing, refused
+ones with their reason. Exit code: 0 if all are done, 1 if some failed, 3 if some are not finished and none failed, 2 if
+folders cannot be read.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _EXIT = {FAILED: 1, UNCLEAR: 3, RUNNING: 3, INCOMPLETE: 3, MISSING: 3, DONE: 0}
 
 @dataclass(frozen=True)
 class Status:
-    """One line. expected: None if it is not known how many examples the run is to have.
+    """One line. expected: the run's number of examples; None if unknown.
 
-    last: when a record was written last, in UTC; None if there is none. why: what is missing or failed.
+    last: time of the last record, in UTC; None if there is none. why: what is missing or failed.
     """
 
     run: str
@@ -56,9 +56,9 @@ class Status:
 
 @dataclass(frozen=True)
 class Job:
-    """The last job that wrote to one of a run's jobs files. part: the shard's part of its file names.
+    """The last job in one of a run's jobs files. part: the shard's part of the file name.
 
-    ended: None for a job that has not noted its end. error: why it ended early.
+    ended: None if the job has not written its end. error: why it ended early.
     """
 
     part: str
@@ -70,20 +70,20 @@ class Job:
 
     @property
     def is_running(self) -> bool:
-        """Whether its process lives on this machine."""
+        """Whether its process runs on this machine."""
         if self.ended is not None or self.host != socket.gethostname():
             return False
         try:
             os.kill(self.process, 0)
         except ProcessLookupError:
             return False
-        except PermissionError:  # another user's
+        except PermissionError:  # another user's process
             pass
         return True
 
 
 def last_jobs(folder: Path) -> list[Job]:
-    """The last job of each jobs file. Raises UserError if a line is invalid; an unfinished last line is left out."""
+    """The last job of each jobs file. Raises UserError if a line is invalid; an unfinished last line is ignored."""
     jobs = []
     for file in files_of(folder, "jobs"):
         begin: dict[str, Any] = {}
@@ -91,8 +91,8 @@ def last_jobs(folder: Path) -> list[Job]:
         for number, _, event in lines_of(file, job_event):
             if isinstance(event, Exception):
                 raise UserError(
-                    f"{file}:{number}: not a job's begin or end ({type(event).__name__}: {event}); let "
-                    f"`lazyllm-bench repair {folder}` take the line out"
+                    f"{file}:{number}: not a job's begin or end ({type(event).__name__}: {event}); "
+                    f"`lazyllm-bench repair {folder}` removes the line"
                 ) from event
             begin, end = (event, {}) if event["event"] == "begin" else (begin, event)
         if begin:
@@ -105,7 +105,7 @@ def last_jobs(folder: Path) -> list[Job]:
 def status(folders: Sequence[Path], expected: Sequence[Expected] = ()) -> list[Status]:
     """Every run in or below the folders, then every expected run that has no folder.
 
-    Raises UserError: no such folder, a collected campaign, or nothing found.
+    Raises UserError if a folder does not exist or is a collected campaign, or if no run is found.
     """
     for folder in folders:
         if not folder.is_dir():
@@ -116,7 +116,7 @@ def status(folders: Sequence[Path], expected: Sequence[Expected] = ()) -> list[S
     if not runs and campaigns:
         campaign = campaigns[0]
         raise UserError(
-            f"{campaign}: a collected campaign, in which nothing runs: {campaign / CAMPAIGN} says what its runs lack. "
+            f"{campaign}: a collected campaign, whose runs have ended: {campaign / CAMPAIGN} lists missing examples. "
             "Give the folder that it was collected from"
         )
     if not runs and not expected:
@@ -129,13 +129,13 @@ def status(folders: Sequence[Path], expected: Sequence[Expected] = ()) -> list[S
             numbers = [number for number, job in enumerate(expected) if job.is_of(stored.identity)]
             begun.update(numbers)
             lines.append(_line(stored, expected[numbers[-1]].examples if numbers else stored.planned))
-        except (ValueError, KeyError, TypeError) as error:  # damaged, which hides no other run
+        except (ValueError, KeyError, TypeError) as error:  # a damaged run; the others are still listed
             lines.append(Status(folder.name, "", "", None, FAILED, 0, None, 0, None, str(error)))
     return lines + [_never_begun(job) for number, job in enumerate(expected) if number not in begun]
 
 
 def _line(stored: StoredRun, planned: list[tuple[str, str]] | None) -> Status:
-    """planned: (dataset, id) of the examples that the run is to have; None if unknown."""
+    """planned: (dataset, id) of all examples of the run; None if unknown."""
     failures, keys = stored.failures, set(stored.keys)
     missing = None if planned is None else [key for key in planned if key not in keys]
     times = [file.stat().st_mtime for file in files_of(stored.folder, "records")]
@@ -169,9 +169,9 @@ def _state(jobs: Sequence[Job], missing: int | None, reasons: list[str], last: s
         if job.ended is None and job.host != here:
             elsewhere.append(f"running or died on {job.host} since {job.began}, last record {last or 'never'}")
         elif job.ended is None:
-            reasons.append(f"job{job.part} began at {job.began} and died without a word (killed, or out of memory)")
+            reasons.append(f"job{job.part} began at {job.began} and died (killed, or out of memory)")
         elif job.error is not None and job.error.startswith(KeyboardInterrupt.__name__):
-            stopped = "stopped; "  # by Ctrl-C, which is no failure
+            stopped = "stopped; "  # by Ctrl-C: not a failure
         elif job.error is not None:
             reasons.append(f"job{job.part} ended at {job.ended}: {job.error}")
     if elsewhere:
@@ -179,7 +179,7 @@ def _state(jobs: Sequence[Job], missing: int | None, reasons: list[str], last: s
     if reasons:
         return FAILED, "; ".join(reasons)
     if missing is None:
-        return INCOMPLETE, f"{stopped}it is not known how many examples the run was to have"
+        return INCOMPLETE, f"{stopped}its number of examples is unknown"
     return INCOMPLETE, f"{stopped}{missing} examples are missing; the same command goes on"
 
 
@@ -190,7 +190,7 @@ def _never_begun(job: Expected) -> Status:
 
 
 def exit_code(lines: Sequence[Status]) -> int:
-    """As this module's docstring says."""
+    """The exit code, as in this module's docstring."""
     codes = {_EXIT[line.state] for line in lines}
     return 1 if 1 in codes else max(codes, default=0)
 
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="lazyllm-bench status", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", default=[Path("runs")], help="default: runs")
-    parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
+    parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     parser.add_argument("--expect", nargs="+", default=[], metavar="KEY=VALUE", help="the arguments of the sweep")
     options = parser.parse_args(arguments)
     expected: Sequence[Expected] = ()

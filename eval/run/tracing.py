@@ -1,4 +1,4 @@
-"""Traces one example: a generation of its own that keeps what records leave out, so that no timing suffers from it."""
+"""The trace of one example, made in a separate generation, so that it disturbs no timing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def trace(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case) -> Trace:
-    """Generate once more, keeping what the records leave out."""
+    """Generate once more, and keep what records leave out."""
     out = generate_case(model, case, case.method)
     found = importance_of_layers(model, case.prompt.token_ids)
     group_starts, computed = compact_counts(out.computed)
@@ -34,10 +34,10 @@ def trace(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case
 
 
 def _texts_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[str]:
-    """A token alone would lose the space before its word, so each is cut out of the text where that can be told."""
+    """Each token's text: its span of the prompt if known, as decoding a single token loses the space before a word."""
     names: Any = tokenizer.convert_ids_to_tokens(list(prompt.token_ids))
     if prompt.spans is None:
-        return [str(tokenizer.decode([one])) for one in prompt.token_ids]
+        return [str(tokenizer.decode([token_id])) for token_id in prompt.token_ids]
     texts, done = [], 0
     for name, (start, stop) in zip(names, prompt.spans.tolist(), strict=True):
         texts.append(prompt.text[done:stop] if stop > start else str(name))
@@ -46,7 +46,7 @@ def _texts_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list
 
 
 def _texts_of_answer(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> list[str]:
-    """What each token adds to the answer; a letter of several tokens is the last one's."""
+    """The text that each token adds to the answer; a letter of several tokens belongs to the last."""
     shown, texts = "", []
     for end in range(1, len(token_ids) + 1):
         whole = str(tokenizer.decode(token_ids[:end]))

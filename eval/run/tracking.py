@@ -1,7 +1,7 @@
-"""Weights & Biases beside a run. No fault of the tracker stops the run.
+"""A run in Weights & Biases. An error of the tracker never stops the run.
 
-The store stays the truth. Everything shown is made from stored records, so a run that was stopped, or measured without
-a tracker, is shown whole when the same command is given again with `tracker=wandb`.
+Everything is made from stored records, so a run that was stopped, or measured without a tracker, is shown in full if
+the same command is given again with `tracker=wandb`.
 
 part of a W&B run   contents
 config              the run's config, identity and provenance; nothing of the environment, the machine or the user
@@ -11,7 +11,7 @@ summary             each row of the run's table as `<dataset, task or all>/<colu
 figures/<name>      the run's pictures
 artifact            type `run`: records.jsonl, run.json, summary.*, traces
 
-Without a key everything is written to <run folder>/wandb, and nothing is asked or sent.
+Without a key everything is written to <run folder>/wandb, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from lazyllm.errors import reason_of
 log = logging.getLogger(__name__)
 
 SHARED_FILES = ("run.json", "records*.jsonl", "summary.*", "traces/*.json")  # of a run folder
-# wandb.Settings: neither the machine, its user nor the command line is recorded, and no system metrics are sampled,
-# which would take time from what is being timed
+# wandb.Settings: machine, user and command line are not recorded; system metrics are not sampled, as that would disturb
+# the timing
 SETTINGS: dict[str, Any] = {
     "host": "", "disable_git": True, "disable_code": True, "save_code": False, "symlink": False,
     "x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True, "x_save_requirements": False,
     "finish_timeout_raises": True,
 }  # fmt: skip
-# Our settings if the user has not set the variable. Timeouts: seconds that an unreachable server may keep a run waiting
+# Settings unless the user has set the variable. Timeouts: seconds that a run waits for an unreachable server
 UNLESS_SET: dict[str, tuple[str, Any]] = {
     "WANDB_CONSOLE": ("console", "off"),
     "WANDB_INIT_TIMEOUT": ("init_timeout", 15.0),
@@ -53,10 +53,10 @@ UNLESS_SET: dict[str, tuple[str, Any]] = {
 
 @contextmanager
 def open_tracker(config: TrackerConfig, run: StoredRun, group: str | None = None, part: str = "") -> Iterator[Tracker]:
-    """The tracker of a run until the block ends. A fault in it is logged as a warning, once; none is raised.
+    """The tracker of a run until the block ends. Its first error is logged as a warning; none is raised.
 
-    run: the folder, what the run is, and the records that it already holds. group: W&B's, if the config names none.
-    part: the shard's; the jobs that share a run are W&B runs of their own.
+    run: its folder, identity and records so far. group: W&B's, if the config names none. part: the shard's; each job of
+    a shared run is its own W&B run.
     """
     setting = run.label
     seed = f", seed {run.seed}" if "seed" in run.identity["method"] else ""
@@ -64,7 +64,7 @@ def open_tracker(config: TrackerConfig, run: StoredRun, group: str | None = None
     with _open(
         config,
         run.folder,
-        id=run.about["fingerprint"] + part,  # a run that goes on is one W&B run
+        id=run.about["fingerprint"] + part,  # so a resumed run is one W&B run
         name=f"{run.model}, {setting}{seed}{part}",
         job_type="run",
         group=config.group or group,
@@ -75,7 +75,7 @@ def open_tracker(config: TrackerConfig, run: StoredRun, group: str | None = None
 
 
 def track_pictures(config: TrackerConfig, folder: Path, label: str, pictures: Sequence[Path]) -> None:
-    """Show pictures of several runs, as a W&B run of their own in the group of that label. Never raises.
+    """Show pictures of several runs, as a separate W&B run in the group of this label. Never raises.
 
     folder: W&B's files go to `folder`/wandb. pictures: only PNG files are shown.
     """
@@ -91,7 +91,7 @@ def _open(config: TrackerConfig, folder: Path, /, **init: Any) -> Iterator[Track
         yield tracker
         return
     place = folder.absolute() / "wandb"
-    environment = {  # what has no setting; without ERROR_REPORTING=false wandb calls home even if it is offline
+    environment = {  # options without a setting; without ERROR_REPORTING=false wandb sends reports even if offline
         "WANDB_CACHE_DIR": str(place / "cache"), "WANDB_DATA_DIR": str(place / "data"),
         "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true",
     }  # fmt: skip
@@ -109,9 +109,9 @@ def _open(config: TrackerConfig, folder: Path, /, **init: Any) -> Iterator[Track
 
 
 def key_is_configured() -> bool:
-    """Whether W&B has a key: in WANDB_API_KEY, or in the netrc file, where `wandb login` writes it.
+    """Whether W&B has a key: in WANDB_API_KEY, or in the netrc file of `wandb login`.
 
-    `wandb.login(prompt=False)` would ask the server about it.
+    `wandb.login(prompt=False)` would contact the server.
     """
     import wandb
 
@@ -124,7 +124,7 @@ def key_is_configured() -> bool:
 
 
 class Tracker:
-    """Shows a run while it goes on; shows nothing before `start`, or after the first call of W&B that fails."""
+    """Shows a run in W&B. It does nothing before `start`, and nothing after the first call of W&B that fails."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -139,12 +139,12 @@ class Tracker:
             self._give_up("starting", error)
 
     def replay(self, records: Sequence[Record]) -> None:
-        """Count what an earlier call measured; show it too, unless the server has it from that call."""
+        """Count the records of an earlier call, and show them unless the server has them already."""
         rows = [self._count(record) for record in records]
         self._attempt("logging", lambda run: [run.log(row) for row in rows if not run.resumed])
 
     def record(self, record: Record) -> None:
-        """Show an example that was measured just now."""
+        """Show a new record."""
         row = self._count(record)
         self._attempt("logging", lambda run: run.log(row))
 
@@ -172,7 +172,7 @@ class Tracker:
         self._run = None
 
     def _attempt(self, what: str, action: Callable[[Any], Any]) -> None:
-        """Do something with the W&B run, unless it has failed before."""
+        """Call `action` with the W&B run, unless a call failed before."""
         try:
             if self._run is not None:
                 action(self._run)
@@ -182,14 +182,14 @@ class Tracker:
     def _give_up(self, what: str, error: Exception) -> None:
         run, self._run = self._run, None
         sync = f", and so does  wandb sync {_place(run)}" if run is not None else ""
-        advice = f"The run goes on without it; when it is done, the same command shows it whole{sync}"
+        advice = f"The run goes on without it; afterwards, the same command shows it in full{sync}"
         log.warning("W&B: %s failed (%s). %s", what, reason_of(error), advice)
         with suppress(Exception):
             if run is not None:
                 run.finish(exit_code=1)
 
     def _count(self, record: Record) -> dict[str, float]:
-        """Means and speedups over the examples so far, with this one; every example counts the same."""
+        """Means and speedups over the examples so far, this one included, all with the same weight."""
         sums, baseline = self._sums, record.baseline
         sums["examples"] += 1
         for part, measured in (("method", record.method), ("baseline", baseline)):
@@ -203,7 +203,7 @@ class Tracker:
         }
         if baseline is None:
             return shown
-        if record.method.kl is not None:  # older records lack it
+        if record.method.kl is not None:  # None in older records
             sums["kl"] += record.method.kl
             shown["running/kl"] = sums["kl"] / number
         return shown | {
@@ -214,8 +214,8 @@ class Tracker:
 
 
 def _start(config: TrackerConfig, folder: Path, init: dict[str, Any]) -> Any:
-    """The W&B run; None if the environment disables W&B. An unreachable server makes it an offline one."""
-    import wandb  # not at the top: only if it is asked for
+    """The W&B run, offline if the server is unreachable; None if the environment disables W&B."""
+    import wandb  # not at the top: only if it is used
 
     set_by_user = wandb.setup().settings.mode  # by WANDB_MODE or `wandb offline`
     mode: Any = config.mode
@@ -224,7 +224,7 @@ def _start(config: TrackerConfig, folder: Path, init: dict[str, Any]) -> Any:
     if mode == "online" and not key_is_configured():
         mode = "offline"
         if config.mode == "online":
-            log.warning("W&B: tracker.mode=online needs a key (WANDB_API_KEY, or `wandb login`): this is offline")
+            log.warning("W&B: tracker.mode=online needs a key (WANDB_API_KEY, or `wandb login`): this run is offline")
     if mode == "disabled":
         log.info("W&B is disabled (WANDB_MODE); nothing is tracked")
         return None
@@ -238,7 +238,7 @@ def _start(config: TrackerConfig, folder: Path, init: dict[str, Any]) -> Any:
         if mode == "offline":
             raise
         log.warning("W&B: not online (%s); this run is offline", reason_of(error))
-        wandb.teardown()  # else the run's id counts as taken
+        wandb.teardown()  # frees the run's id
         run = wandb.init(mode="offline", **init)
     if run.url and not run.offline:
         log.info("W&B: %s", run.url)
@@ -261,7 +261,7 @@ def _log_pictures(run: Any, pictures: Sequence[Path]) -> None:
 
 
 def _table(records: Sequence[Record]) -> Any:
-    """One row an example: the columns of `example_rows`, and the answers. None if no baseline was run beside it."""
+    """One row an example: the columns of `example_rows`, and the answers. A cell is None without a paired baseline."""
     import wandb
 
     frame = example_rows(records).assign(
@@ -284,7 +284,7 @@ def _artifact(name: str, folder: Path) -> Any:
 
 
 def summary_keys(summary: Summary) -> dict[str, float | int]:
-    """Every number of the table: `multi_doc_qa/score`, its interval as `_low` and `_high`; `all/` is the mean."""
+    """{key: number} of the table: `multi_doc_qa/score`, its interval as `_low` and `_high`; `all/` is the mean."""
     keys = {}
     for row in summary.rows:
         name = "all" if row.kind == "all" else row.name

@@ -19,12 +19,12 @@ from lazyllm.errors import UserError
 
 USAGE = """usage: lazyllm-bench rows dataset=NAME out=FOLDER [limit=N] [KEY=VALUE ...]
 
-Writes FOLDER/<dataset>.jsonl for each dataset that is named, in the format of its suite. Keys are those of
-lazyllm-bench run; RULER's rows depend on ruler.length, ruler.seed, model.tokenizer and model.chat."""
+Writes FOLDER/<dataset>.jsonl for each dataset, in the format of its suite. Keys are those of lazyllm-bench run; RULER's
+rows depend on ruler.length, ruler.seed, model.tokenizer and model.chat."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the rows of a command line's datasets; prints a line for each. Returns the exit code. Raises UserError."""
+    """Write the rows of the datasets; prints a line for each. Returns the exit code. Raises UserError."""
     if {"-h", "--help"} & set(arguments):
         print(USAGE)
         return 0
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     check_arguments(arguments)
     config = to_run_config(compose_config(arguments))
     if config.out is None:
-        raise UserError("rows are written to a folder: give out=FOLDER")
+        raise UserError("rows need a folder: give out=FOLDER")
     for dataset in datasets_of(config):
         lines = [json.dumps(row) for row in official_rows(dataset, data_settings(config, dataset))]
         file = Path(config.out) / f"{dataset.name}.jsonl"

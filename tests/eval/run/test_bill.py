@@ -60,7 +60,7 @@ def test_a_plan_is_what_the_run_then_measures(measured: Path) -> None:
 def test_without_a_run_the_hours_on_this_machine_are_unknown(tmp_path: Path) -> None:
     planned = bills(ARGUMENTS, None, tmp_path)
     assert planned[0].hours is None
-    assert "hours: not known before a run of the model on this machine" in as_text(planned, None)
+    assert "hours are unknown: run the model on this machine first" in as_text(planned, None)
     assert planned[0].answer_tokens == 3 * 8  # the most that there may be
 
 
@@ -133,9 +133,9 @@ def test_a_sweeps_jobs_and_what_was_assumed(monkeypatch, tmp_path: Path) -> None
     assert len({one.run for one in planned}) == 16
     text = as_text(planned, "l4")
     assert "16 runs" in text
-    assert "guessed from LongBench's published means: it is not in the hub's cache\n" in text
-    assert "assumed of L4: 50% of 121 TFLOP/s in prefill" in text
-    assert "there are no stored runs" in text
+    assert "estimates from LongBench's published means: it is not in the hub's cache\n" in text
+    assert "assumed rates of L4: 50% of 121 TFLOP/s in prefill" in text
+    assert "not corrected by stored runs" in text
     assert "does not fit into 24 GB: try model.quantise=int8" in text  # Llama 3.1 8B at 39,000 tokens
     assert len(bills([*sweep, "shard=1/2,2/2"], "l4", tmp_path)) == 16
     lengths_module._lengths_of.cache_clear()

@@ -158,7 +158,7 @@ def test_the_method_that_is_meant(overrides: list[str], method: object) -> None:
         (["model.chat_arg={a: 1}"], "unknown key model.chat_arg: did you mean model.chat_args?"),
         (["model.paper=llama3"], "model.paper=llama3: expected null or llama2 or xgen"),
         (["data.on_error=ignore"], "data.on_error=ignore: expected raise or skip"),
-        (["data.dir=nowhere"], "data.dir=nowhere: expected a folder: there is no such folder"),
+        (["data.dir=nowhere"], "data.dir=nowhere: expected an existing folder"),
         (["timing.warmup=-1"], "timing.warmup=-1: expected 0 or more"),
         (["limit=0"], "limit=0: expected 1 or more, or null"),
         (["sample=0"], "sample=0"),

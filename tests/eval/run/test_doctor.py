@@ -56,7 +56,7 @@ def test_a_cpu_wheel_beside_a_gpu(broken, capsys) -> None:
     broken("NVIDIA A100-SXM4-80GB, 550.54.15, 81920 MiB")
     found = lines(capsys)
     assert found["torch"].startswith("missing")
-    assert "is a CPU wheel beside an NVIDIA A100-SXM4-80GB: pip install --force-reinstall torch" in found["torch"]
+    assert "is a CPU wheel, but there is NVIDIA A100-SXM4-80GB: pip install --force-reinstall torch" in found["torch"]
     assert found["torch"].endswith("--index-url https://download.pytorch.org/whl/cu126")
     assert found["GPU"] == "ok          NVIDIA A100-SXM4-80GB, 86 GB"
 
@@ -72,7 +72,7 @@ def test_an_old_driver(broken, capsys) -> None:
 
 def test_no_token_no_cache_and_no_network(broken, capsys) -> None:
     found = lines(capsys)
-    assert found["token"] == "missing     hf auth login (gated models ask for it)"
+    assert found["token"] == "missing     hf auth login (gated models need it)"
     assert found["hub"].startswith("missing     does not answer: on a machine with a network, lazyllm-bench fetch")
     assert "is not in the cache: lazyllm-bench fetch model=llama2" in found["llama2"]
     assert "not in the cache: lazyllm-bench fetch dataset=all" in found["LongBench"]
@@ -82,7 +82,7 @@ def test_no_token_no_cache_and_no_network(broken, capsys) -> None:
 
 def test_no_disk(broken, capsys) -> None:
     broken(free_gb=9.5)
-    assert "9.5 GB free below" in (found := lines(capsys)["disk"])
+    assert "9.5 GB free in" in (found := lines(capsys)["disk"])
     assert found.endswith(", 15 are needed: export HF_HOME=FOLDER_ON_A_LARGER_DISK")
     assert lines(capsys, "qwen3-0.6b")["disk"].startswith("ok")
 

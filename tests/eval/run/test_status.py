@@ -146,7 +146,7 @@ def test_a_living_process_is_running_and_a_killed_one_has_died(tmp_path: Path, p
         process.kill()
     line = one(tmp_path)
     assert line.state == "failed"
-    assert f"job{part} began at {BEGAN} and died without a word" in line.why
+    assert f"job{part} began at {BEGAN} and died" in line.why
 
 
 def test_a_damaged_run_says_so_and_hides_no_other(tmp_path: Path) -> None:

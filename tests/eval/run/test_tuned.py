@@ -60,7 +60,7 @@ def test_a_run_with_it_is_a_run_with_its_schedule(tmp_path: Path) -> None:
         ("schedule: [", "cannot be read as a tuned schedule"),
         ("schedule: {2: 1.5}\nlayers: 8", "lies in"),
         ("just words", "cannot be read as a tuned schedule"),
-        ("schedule: {8: 0.3, 16: 0.5}\nlayers: 32", r"of 32 layers, this one has 8: .*\{25%: 0.3, 50%: 0.5\}"),
+        ("schedule: {8: 0.3, 16: 0.5}\nlayers: 32", r"of 32 layers, but this one has 8: .*\{25%: 0.3, 50%: 0.5\}"),
     ],
 )
 def test_refusals(tmp_path: Path, text: str | None, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Products of a few rows: the same numbers by another library, and only where they pay."""
+"""Products of a few rows: the same numbers by another library, and only if they are faster."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_its_config_is_the_dataclass(installed: Path) -> None:
         ("breaks_at_import", "of the package own-methods 0.1 .* ModuleNotFoundError: .*a_package_that_nobody_has"),
         ("is_no_method", r"own_methods.others:IsNoMethod\) is no method: expected a dataclass derived from"),
         ("lazy", "'lazy' is lazyllm's own, and the package own-methods adds one of the same name"),
-        ("odd_default", "as the default of 'folder': a config holds only numbers"),
+        ("odd_default", "of 'folder': expected a number"),
     ],
 )
 def test_what_cannot_be_used_is_refused_when_it_is_asked_for_and_not_before(

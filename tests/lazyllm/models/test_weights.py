@@ -142,7 +142,7 @@ def test_a_checkpoint_that_is_quantised_loads_as_it_is(saved: str, tmp_path: Pat
     torch.testing.assert_close(one.first_logits, two.first_logits, rtol=1e-5, atol=1e-5)
     with pytest.raises(UserError, match=r"is already quantised \(torchao\): leave out quantise=int8"):
         load_weights(ModelSpec(str(tmp_path / "int8"), device="cpu", quantise="int8"))
-    with pytest.raises(UserError, match=r"is quantised \(torchao\), which random weights would not be"):
+    with pytest.raises(UserError, match=r"is quantised \(torchao\), but random weights are not"):
         load_weights(ModelSpec(str(tmp_path / "int8"), "dummy", device="cpu"))
 
 
