@@ -27,7 +27,7 @@ def held(devices: Sequence[torch.device], holder: str) -> Iterator[None]:
 
     holder: shown to those who wait. A run that finds a device held waits, and says for whom. A lock is a file in the
     cache folder, named by the device's own id: it holds between containers and jobs that share that folder. All runs
-    take the devices in one order, so that no two wait for each other. The CPU is not held: runs on cores of their own
+    take the devices in one order, so that no two wait for each other. A thread may hold a device twice. The CPU is not held: runs on cores of their own
     hardly disturb each other, and `load` tells whether there were enough cores.
     """
     with ExitStack() as stack:
@@ -39,7 +39,7 @@ def held(devices: Sequence[torch.device], holder: str) -> Iterator[None]:
 
 
 def _acquire(file: Path, device: torch.device, holder: str) -> FileLock:
-    lock, note = FileLock(file, poll_interval=POLL_S), file.with_suffix(".holder")
+    lock, note = FileLock(file, poll_interval=POLL_S, is_singleton=True), file.with_suffix(".holder")
     try:
         try:
             lock.acquire(timeout=0)
