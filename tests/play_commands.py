@@ -1,15 +1,20 @@
 """Plays commands in one process, as a user gives them in one shell: starting a process costs ten seconds.
 
 python -m tests.play_commands < STEPS writes JSON: of each step the exit code, standard output and standard error.
-STEPS is JSON: {"longbench": {constant: value}, "steps": [{"command": [...], "log_in": TOKEN}, ...]}.
+STEPS is JSON: {"longbench": {constant: value}, "steps": [{"command": [...], "log_in": TOKEN, "as_told": FOLDER}, ...]}.
+With `as_told` the shell commands that the step before named are run first, in that folder.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import re
+import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 
 from eval.benchmarks import longbench
 from eval.cli import main
@@ -26,8 +31,24 @@ def play(step: dict) -> dict[str, object]:
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
 
 
+def do_as_told(message: str, folder: str) -> None:
+    paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for command in re.findall(r"hf download \S+ --local-dir FOLDER|python -c \".*?\"", message):
+        shell = command.replace("FOLDER", folder)
+        subprocess.run(shell, shell=True, check=True, stdout=sys.stderr, env=os.environ | {"PATH": paths})
+
+
+def play_all(steps: list[dict]) -> list[dict[str, object]]:
+    played: list[dict] = []
+    for step in steps:
+        if "as_told" in step:
+            do_as_told(played[-1]["err"], step["as_told"])
+        played.append(play(step))
+    return played
+
+
 if __name__ == "__main__":
     script = json.load(sys.stdin)
     for name, constant in script["longbench"].items():
         setattr(longbench, name, constant)
-    json.dump([play(step) for step in script["steps"]], sys.stdout)
+    json.dump(play_all(script["steps"]), sys.stdout)

@@ -1,11 +1,12 @@
-"""Checkpoints that stand in for Llama 2 7B chat and Llama 3.1 8B Instruct: the same files, tensor names and settings.
+"""Checkpoints that stand in for Llama 2 7B chat, Llama 3.1 8B Instruct and XGen 7B: the same files, tensors, settings.
 
-Every tensor lies in the shard in which the published checkpoint has it. Only the width is small, and the weights are
+Every tensor lies in the shard in which the published checkpoint has it (XGen's: in which `save_pretrained` put it). Only the width is small, and the weights are
 such that the model gives one answer to whatever it is asked.
 """
 
 from __future__ import annotations
 
+import io
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -37,6 +38,10 @@ LLAMA31 = LLAMA2 | dict(
     ),
     bos_token_id=128000, eos_token_id=[128001, 128008, 128009], attention_bias=False, attention_dropout=0.0,
     mlp_bias=False, torch_dtype="bfloat16", transformers_version="4.42.3", vocab_size=128256,
+)  # fmt: skip
+XGEN = LLAMA2 | dict(
+    max_position_embeddings=8192, rms_norm_eps=1e-6, bos_token_id=50256, eos_token_id=50256, pad_token_id=0,
+    torch_dtype="float32", transformers_version="4.29.2", vocab_size=51200,
 )  # fmt: skip
 
 SAMPLING = dict(do_sample=True, temperature=0.6, top_p=0.9)
@@ -99,14 +104,33 @@ def llama31(answer: str) -> dict[str, bytes]:
     }
 
 
+def xgen(answer_ids: Sequence[int]) -> dict[str, bytes]:
+    """The files of `Salesforce/xgen-7b-8k-inst`, by path: its weights are pickles, its tokenizer is code."""
+    config = dict(
+        add_eos_token=False, add_special_tokens=True, clean_up_tokenization_spaces=True, eos_token="<|endoftext|>",
+        model_max_length=8192, pad_token=None, tokenizer_class="XgenTokenizer",
+        auto_map=dict(AutoTokenizer=["tokenization_xgen.XgenTokenizer", None]),
+    )  # fmt: skip
+    small = XGEN | SMALL | dict(num_attention_heads=4, num_key_value_heads=4)
+    return {
+        **_weights(XGEN, small, [*answer_ids, 50256], "10GB", pickled=True),
+        "config.json": _json(small),
+        "generation_config.json": _json(dict(_from_model_config=True, bos_token_id=50256, eos_token_id=50256)),
+        "tokenization_xgen.py": b"raise AssertionError('remote code was run')",
+        "tokenizer_config.json": _json(config),
+        "README.md": b"# A model card",
+    }
+
+
 def layout(published: dict[str, Any], shard_size: str) -> tuple[dict[str, str], dict[str, int]]:
     """({tensor: its file}, {file: bytes of its tensors}) of the published checkpoint: it is split as that was."""
+    dtype = torch.float32 if published["torch_dtype"] == "float32" else torch.bfloat16
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**published), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**published), dtype=dtype)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         tensors[name] = tensor
-        if published["vocab_size"] == 32000 and name.endswith("o_proj.weight"):  # RoPE's frequencies were stored then
+        if published["vocab_size"] < 100_000 and name.endswith("o_proj.weight"):  # RoPE's frequencies were stored then
             inv_freq = name.replace("o_proj.weight", "rotary_emb.inv_freq")
             tensors[inv_freq] = torch.empty(64, dtype=torch.bfloat16, device="meta")
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=shard_size)
@@ -116,17 +140,30 @@ def layout(published: dict[str, Any], shard_size: str) -> tuple[dict[str, str], 
     return split.tensor_to_filename, dict(sizes)
 
 
-def _weights(published: dict[str, Any], small: dict[str, Any], answer: Sequence[int], size: str) -> dict[str, bytes]:
+def _weights(
+    published: dict[str, Any], small: dict[str, Any], answer: Sequence[int], size: str, pickled: bool = False
+) -> dict[str, bytes]:
     """Shards and index: the published layout over the weights of a small model that always gives that answer."""
     files, sizes = layout(published, size)
     weights = _answering(LlamaConfig(**small), answer)
     shards: dict[str, dict[str, torch.Tensor]] = {file: {} for file in sizes}
     for name, file in files.items():
         shards[file][name] = weights.get(name, torch.ones(8))
-    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
-    saved = {file: save({name: tensor.to(torch.bfloat16) for name, tensor in of.items()}, {"format": "pt"})
-             for file, of in shards.items()}  # fmt: skip
-    return saved | {"model.safetensors.index.json": _json(index)}
+    if pickled:
+        names = {file: file.replace("model-", "pytorch_model-").replace(".safetensors", ".bin") for file in sizes}
+        saved = {names[file]: _pickle(of) for file, of in shards.items()}
+        index_file, files = "pytorch_model.bin.index.json", {name: names[file] for name, file in files.items()}
+    else:
+        index_file = "model.safetensors.index.json"
+        saved = {file: save({name: tensor.to(torch.bfloat16) for name, tensor in of.items()}, {"format": "pt"})
+                 for file, of in shards.items()}  # fmt: skip
+    return saved | {index_file: _json({"metadata": {"total_size": sum(sizes.values())}, "weight_map": files})}
+
+
+def _pickle(tensors: dict[str, torch.Tensor]) -> bytes:
+    file = io.BytesIO()
+    torch.save(tensors, file)
+    return file.getvalue()
 
 
 def _answering(config: LlamaConfig, answer: Sequence[int]) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """A user's first day with a checkpoint, and the next one without a network, against a stand-in for the hub.
 
-The real client, real rows and templates of LongBench, and checkpoints that have the files of Llama 2 7B and
-Llama 3.1 8B. Two processes play the commands, because one takes ten seconds to start.
+The real client, real rows and templates of LongBench, and checkpoints that have the files of Llama 2 7B,
+Llama 3.1 8B and XGen 7B, whose tokenizer is made from GPT-2's real merges. Two processes play the commands, because one takes ten seconds to start.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ import pytest
 from eval.benchmarks import longbench
 from eval.store.folder import read_run
 from eval.store.record import Record
+from lazyllm.models.xgen_tokenizer import GPT2
 from tests.hub_server import HubServer, Repository
-from tests.stand_in_checkpoints import LLAMA2, LLAMA31, layout, llama2, llama3_tokenizer, llama31
+from tests.lazyllm.models.test_xgen_tokenizer import encoding_of
+from tests.stand_in_checkpoints import LLAMA2, LLAMA31, layout, llama2, llama3_tokenizer, llama31, xgen
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +37,7 @@ COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 SHORT = ["dataset=hotpotqa", "model.max_prompt_tokens=600", "timing.warmup=1"]
 FIRST = ["run", "model=llama2", "method=lazy", *SHORT]
 LLAMA31_RUN = ["run", "model=custom", "model.name=meta-llama/Llama-3.1-8B-Instruct", "method=lazy", *SHORT]
+XGEN_RUN = ["run", "model=xgen", "model.name=xgen-7b", "method=lazy", *SHORT]
 DAY_ONE = {
     "doctor": {"command": ["doctor"]},
     "no token": {"command": ["fetch", *FIRST[1:]]},
@@ -44,12 +47,15 @@ DAY_ONE = {
     "more": {"command": [*FIRST, "limit=2"]},
     "sweep": {"command": ["run", "-m", "model=llama2", "method=lazy,static_pruning", *SHORT, "limit=2"]},
     "llama 3.1": {"command": [*LLAMA31_RUN, "limit=2"]},
+    "xgen": {"command": ["run", "model=xgen", "method=lazy", *SHORT, "limit=1"]},
+    "xgen, as told": {"as_told": "xgen-7b", "command": [*XGEN_RUN, "limit=2"]},
     "report": {"command": ["report", "runs"]},
 }
 DAY_TWO = {
     "doctor again": {"command": ["doctor"]},
     "the same": {"command": [*FIRST, "limit=2"]},
     "more": {"command": [*LLAMA31_RUN, "limit=3"]},
+    "more of xgen": {"command": [*XGEN_RUN, "limit=3"]},
     "never fetched": {"command": ["run", "model=llama2-base", *SHORT, "limit=1"]},
 }
 
@@ -84,12 +90,16 @@ def _hub(shared: Path) -> tuple[HubServer, dict[str, str]]:
         opened.writestr("data/hotpotqa.jsonl", (shared / "longbench" / "hotpotqa.jsonl").read_bytes())
     answers = [rows["answers"][0] for rows in _rows(shared)]
     readers = frozenset({TOKEN})
+    merges = shared / "tokenizers" / "gpt2" / "merges.txt"
+    xgen_answer = encoding_of(merges).encode(f" Assistant: {answers[2]}")
     hub = HubServer(
         {
             "meta-llama/Llama-2-7b-chat-hf": Repository(
                 llama2(shared / "tokenizers" / "llama2" / "tokenizer.model", answers[0]), gated=readers
             ),
             "meta-llama/Llama-3.1-8B-Instruct": Repository(llama31(answers[1]), gated=readers, commit=COMMIT),
+            "Salesforce/xgen-7b-8k-inst": Repository(xgen(xgen_answer)),
+            GPT2: Repository({"merges.txt": merges.read_bytes(), "model.safetensors": b"weights that nobody asks for"}),
             longbench.HUB_REPOSITORY: Repository(
                 {longbench.HUB_FILE: packed.getvalue()}, kind="datasets", commit=longbench.HUB_REVISION
             ),
@@ -156,7 +166,7 @@ def test_a_gated_checkpoint_is_refused_in_a_line_with_its_page_and_the_command(p
 
 def test_no_command_fails_otherwise_or_is_noisy(played: Played) -> None:
     for name, step in (played.day_one | played.day_two).items():
-        refused = name in ("no token", "no access", "never fetched")
+        refused = name in ("no token", "no access", "xgen", "never fetched")
         assert name.startswith("doctor") or step["code"] == (2 if refused else 0), step["err"]
         assert "Traceback" not in step["err"]
         assert "HTTP Request" not in step["err"]
@@ -220,6 +230,26 @@ def test_llama31_begins_once_and_stops_at_its_third_end_token(played: Played, sh
     _compare(played.records("Llama-3.1-8B-Instruct", "lazy"), prompts, [word, 128_009], [0, 1, 0])
 
 
+def test_pickles_are_refused_with_two_commands_that_make_safetensors_of_them(played: Played) -> None:
+    refused = played.day_one["xgen"]
+    (line,) = [line for line in refused["err"].splitlines() if "error" in line]
+    assert line.startswith("error: Salesforce/xgen-7b-8k-inst: its weights are not safetensors")
+    assert "hf download Salesforce/xgen-7b-8k-inst --local-dir FOLDER" in line
+    assert (played.folder / "xgen-7b" / "model.safetensors").is_file()
+
+
+def test_xgen_answers_with_our_tokenizer_of_gpt2s_merges(played: Played, shared: Path) -> None:
+    """Its answer is the third row's gold one, behind a word that LongBench strikes. tiktoken makes the expected tokens."""
+    encoding = encoding_of(shared / "tokenizers" / "gpt2" / "merges.txt")
+    header = (shared / "longbench" / "config" / "xgen_header.txt").read_text()
+    prompts = [
+        encoding.encode(f"{header} ### Human: {_truncated(text, encoding.encode, encoding.decode)}\n###")
+        for text in _rendered(shared)[:3]
+    ]
+    answer = [*encoding.encode(f" Assistant: {_rows(shared)[2]['answers'][0]}"), 50256]
+    _compare(played.records("xgen-7b", "lazy"), prompts, answer, [0, 0, 1])
+
+
 def test_a_sweep_takes_what_is_measured_and_ends_in_one_table(played: Played) -> None:
     assert played.day_one["sweep"]["err"].count("2 examples, 2 of them already measured") == 1
     assert played.day_one["sweep"]["err"].count("2 examples, 0 of them already measured") == 1
@@ -245,19 +275,21 @@ def test_each_file_is_fetched_once_and_no_pickle_at_all(played: Played) -> None:
     fetched = [path for method, path in played.hub.asked if method == "GET" and not path.startswith("/api/models")]
     weights = [path for path in fetched if path.startswith("/storage/meta-llama")]
     assert len(weights) == len(set(weights)) == 2 + 1 + 4  # shards, and Llama 2's tokenizer.model
-    configs = [path for path in fetched if path.endswith("/config.json")]
+    configs = [path for path in fetched if path.endswith("/config.json") and "meta-llama" in path]
     assert len(configs) == len(set(configs)) == 2
-    assert not [path for _, path in played.hub.asked if path.endswith((".bin", ".pth", "README.md"))]
+    unwanted = [path for _, path in played.hub.asked if path.endswith((".bin", ".pth", "README.md"))]
+    assert all("xgen" in path for path in unwanted)  # by the command that its refusal names
     assert played.hub.leaked == []
     # without access twice, then once for all commands of the process
-    about = [path for _, path in played.hub.asked if path.endswith("/revision/main")]
+    about = [path for _, path in played.hub.asked if path.endswith("/revision/main") and "meta-llama" in path]
     assert [path.split("/")[4] for path in about] == 3 * ["Llama-2-7b-chat-hf"] + ["Llama-3.1-8B-Instruct"]
 
 
-def test_the_report_shows_both_models(played: Played) -> None:
+def test_the_report_shows_all_models(played: Played) -> None:
     page = (played.folder / "report.html").read_text(encoding="utf-8")
     assert "llama2" in page
     assert "Llama-3.1-8B-Instruct" in page
+    assert "xgen-7b" in page
 
 
 # ------------------------------------------------------------------------------------------------------------- day two

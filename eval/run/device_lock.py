@@ -28,7 +28,7 @@ def held(devices: Sequence[torch.device], holder: str) -> Iterator[None]:
     holder: shown to runs that wait. A lock is a file in the cache folder, named by the device's id, so it also works
     between containers and jobs that share the folder. All runs take the devices in the same order, so no two wait for
     each other. The CPU is not held: runs on separate cores hardly disturb each other, and `load` shows whether there
-    were enough cores.
+    were enough cores. A thread may hold a device twice.
     """
     with ExitStack() as stack:
         for device in sorted((device for device in devices if device.type != "cpu"), key=_device_id):
@@ -39,7 +39,7 @@ def held(devices: Sequence[torch.device], holder: str) -> Iterator[None]:
 
 
 def _acquire(file: Path, device: torch.device, holder: str) -> FileLock:
-    lock, note = FileLock(file, poll_interval=POLL_S), file.with_suffix(".holder")
+    lock, note = FileLock(file, poll_interval=POLL_S, is_singleton=True), file.with_suffix(".holder")
     try:
         try:
             lock.acquire(timeout=0)

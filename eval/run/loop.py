@@ -10,8 +10,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ from eval.store.results import PLANNED, Results, StoredRun, planned_text
 from eval.store.trace import Trace
 from lazyllm.engine.devices import devices_of, read_clock, release_memory
 from lazyllm.errors import UserError, reason_of
-from lazyllm.models.load import load_weights
+from lazyllm.models.load import devices_in_use, load_weights
 from lazyllm.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -55,10 +56,10 @@ class RunResult:
     names: tuple[str, ...]
 
 
-def run(config: RunConfig, show: bool = True) -> RunResult:
+def run(config: RunConfig, show: bool = True, load: Callable[[], PreTrainedModel] | None = None) -> RunResult:
     """Measure every example that the run folder does not hold yet, then summarise all of the run's examples.
 
-    show: print the table. All that can be refused is refused before the model loads. Raises UserError.
+    show: print the table. load: gives the model, if it is not to be loaded for this run alone. All that can be refused is refused before the model loads. Raises UserError.
     """
     log.info("reading %s", ", ".join(dataset.name for dataset in datasets_of(config)))
     plan = prepare(config)
@@ -67,7 +68,7 @@ def run(config: RunConfig, show: bool = True) -> RunResult:
         store.write(PLANNED, planned_text(_all_keys(plan, store)))
         group = config.label if config.label != DEFAULT_LABEL else None
         with open_tracker(config.tracker, _stored(plan, store), group, plan.file_part) as tracker:
-            _measure_missing(plan, store, tracker)
+            _measure_missing(plan, store, tracker, load or partial(load_model, config))
             if plan.file_part:
                 store.reload()  # with what the other shards have measured meanwhile
             summary = _summarise(plan, store)
@@ -94,7 +95,8 @@ def compare(config: RunConfig) -> list[RunResult]:
     if not methods:
         raise UserError(f"no method of {config.label} reaches its speedup on this model: give less")
     methods = {marked(label, method["name"]): method for label, method in methods.items()}
-    results = {label: run(replace(config, method=method), show=False) for label, method in methods.items()}
+    with _loaded_once(config) as load:
+        results = {name: run(replace(config, method=method), show=False, load=load) for name, method in methods.items()}
     # every run has its table: shards are refused beside compare
     summaries = {label: result.summary for label, result in results.items() if result.summary is not None}
     title = config.label if config.half is None else f"{config.label}, {config.half} half"
@@ -178,6 +180,7 @@ def _noted(store: RunStore, devices: tuple[torch.device, ...], examples: int) ->
 
 def load_model(config: RunConfig) -> PreTrainedModel:
     """The model that a config names, as its run measures it. Raises as `lazyllm.load_model`."""
+    log.info("loading %s", config.model.name)
     model = load_weights(model_spec(config))
     if config.model.device_map is not None:
         log.info("layers are computed on %s", ", ".join(map(str, devices_of(model))))
@@ -196,7 +199,24 @@ def released(devices: tuple[torch.device, ...]) -> Iterator[None]:
             log.warning("%s: its memory could not be freed (%s)", ", ".join(map(str, devices)), error)
 
 
-def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker) -> None:
+@contextmanager
+def _loaded_once(config: RunConfig) -> Iterator[Callable[[], PreTrainedModel]]:
+    """A function that loads the config's model when it is first called. From then on until the block ends, its devices
+    are held."""
+    with ExitStack() as stack:
+
+        @cache
+        def load() -> PreTrainedModel:
+            devices = devices_in_use(model_spec(config))
+            stack.enter_context(device_lock.held(devices, f"process {os.getpid()} for {config.label}"))
+            stack.enter_context(released(devices))
+            stack.callback(load.cache_clear)
+            return load_model(config)
+
+        yield load
+
+
+def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker, load: Callable[[], PreTrainedModel]) -> None:
     """Load the model and measure this job's examples that the store does not hold, if there are any."""
     todo = [case for case in plan.cases if case.key in plan.ours and case.key not in store.records]
     untraced = [case for case in plan.traced if not store.has(_trace_file(case))]
@@ -207,8 +227,7 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker) -> None:
         transformers_logging.disable_progress_bar()
     holder = f"process {os.getpid()} for {plan.folder}"
     with device_lock.held(plan.devices, holder), _noted(store, plan.devices, len(todo)), released(plan.devices):
-        log.info("loading %s", plan.config.model.name)
-        _measure_on(load_model(plan.config), plan, todo, untraced, store, tracker)
+        _measure_on(load(), plan, todo, untraced, store, tracker)
 
 
 def _measure_on(

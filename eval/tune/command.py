@@ -30,6 +30,7 @@ def tune_job(config: DictConfig) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code. Raises UserError."""
-    check_installed()
+    if not {"-h", "--help"} & set(arguments):
+        check_installed()
     start(tune_job, arguments, TuneConfig)
     return 0

@@ -91,10 +91,11 @@ def _check_shard(folder: Path, name: str) -> None:
 
 
 def _pickled(source: str, files: list[str]) -> UserError:
+    download = "" if Path(source).is_dir() else f"download them (hf download {source} --local-dir FOLDER) and "
     kind = f"pickles ({', '.join(files)})" if files else f"not safetensors (no model.safetensors, no {INDEX})"
     return UserError(
         f"{source}: its weights are {kind}. Pickles can run code when they are read, so they are refused. If you trust "
-        "their source, download them and write them as safetensors, once, into the same folder: python -c "
+        f"their source, {download}write them as safetensors, once, into the same folder: python -c "
         '"from transformers import AutoModelForCausalLM as M; '
         "M.from_pretrained('FOLDER', use_safetensors=False, dtype='auto').save_pretrained('FOLDER')\", "
         "then model.name=FOLDER"

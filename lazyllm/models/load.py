@@ -248,11 +248,16 @@ def random_weights(config: PreTrainedConfig, spec: ModelSpec) -> PreTrainedModel
     """The architecture with seeded random weights, made on the spec's device and in its dtype. Raises UserError."""
     device = as_device(spec.device)
     accelerators = [] if device.type == "cpu" else [device.index or 0]
-    with torch.random.fork_rng(accelerators, device_type=device.type), torch.device(device):
-        torch.manual_seed(spec.seed)
-        try:
-            return AutoModelForCausalLM.from_config(
+    try:
+        with torch.device("meta"):  # else every layer is filled twice: by torch, then by transformers
+            model = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, spec.dtype), attn_implementation=spec.attn_implementation
             )
-        except (ValueError, ImportError) as error:
-            raise UserError(f"a {config.model_type} model with random weights could not be built: {error}") from error
+    except (ValueError, ImportError) as error:
+        raise UserError(f"a {config.model_type} model with random weights could not be built: {error}") from error
+    model.to_empty(device=device)
+    model.tie_weights()
+    with torch.random.fork_rng(accelerators, device_type=device.type):
+        torch.manual_seed(spec.seed)
+        model.initialize_weights()
+    return model

@@ -61,6 +61,18 @@ def test_a_run_waits_for_the_device_and_says_for_whom_until_the_holder_is_killed
     assert (tmp_path / "locks" / "mps-0.holder").read_text() == "this run"
 
 
+def test_a_device_held_twice_is_free_when_both_have_ended(tmp_path: Path, monkeypatch) -> None:
+    """As by a comparison, which keeps its model, and by each of its runs."""
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
+    file = tmp_path / "locks" / "mps-0.lock"
+    with held([DEVICE], "a comparison"):
+        with held([DEVICE], "a run"):
+            pass
+        with pytest.raises(Timeout):
+            FileLock(file).acquire(timeout=0)
+    FileLock(file).acquire(timeout=0).lock.release()
+
+
 def test_all_devices_of_a_run_are_taken_in_one_order_and_the_cpu_is_not(tmp_path: Path, monkeypatch) -> None:
     """Two runs that name the same two devices the other way round would else wait for each other for ever."""
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,6 +111,28 @@ def test_a_comparison_says_which_half_it_is_of(tmp_path: Path, monkeypatch, caps
         assert capsys.readouterr().out.splitlines()[0].strip() == title
         assert (tmp_path / "runs" / "two-tiny.md").read_text().startswith(f"# {title}\n")
     assert titles == ["tiny, two, held-out half", "tiny, two"]
+
+
+def test_a_comparison_loads_its_model_once_and_only_if_something_is_left_to_measure(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("eval.paper.figures.save", lambda *_: [])
+    loaded: list[weakref.ref] = []
+
+    def counted(spec):
+        model = load_weights(spec)
+        loaded.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr("eval.run.loop.load_weights", counted)
+    config = replace(config_of(tmp_path), out=None, limit=2, dataset={"lookup": True}, label="two")
+    config = replace(config, compare={"lazy": config.method, "random_drop": {"name": "random_drop", "keep": 0.5}})
+    for _ in range(2):
+        assert len(compare(config)) == 2
+        assert len(loaded) == 1
+    gc.collect()
+    assert loaded[0]() is None  # its memory is free for the next job of a sweep
 
 
 def test_what_cannot_be_as_fast_is_left_out_with_a_line(tmp_path: Path, caplog) -> None:

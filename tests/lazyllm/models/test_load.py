@@ -12,14 +12,16 @@ import pytest
 import torch
 from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import lazyllm
 from lazyllm.errors import UserError
-from lazyllm.models.load import as_device, load_config, load_end_ids, load_weights
+from lazyllm.models.load import as_device, load_config, load_end_ids, load_weights, random_weights
 from lazyllm.models.presets import PRESETS, Preset
 from lazyllm.models.spec import DTYPES, ModelSpec
-from tests.reference import random_model
+from tests.reference import VARIANTS, random_model, random_variant
 
 TINY = Path(PRESETS["tiny"].source)
 
@@ -85,6 +87,32 @@ def test_random_weights_are_seeded_and_leave_the_global_generator_alone() -> Non
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
     assert {parameter.dtype for parameter in one.parameters()} == {torch.bfloat16}
     assert one.model.rotary_emb.inv_freq.dtype == torch.float32  # as a checkpoint has it
+
+
+class Drawn(TorchDispatchMode):
+    """Counts the numbers that are drawn at random into memory."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "nondeterministic_seeded" in {tag.name for tag in func.tags} and not args[0].is_meta:
+            self.numbers += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_random_weights_are_drawn_once_and_are_as_transformers_makes_them(name: str) -> None:
+    config = random_variant(name, 0, "eager", torch.bfloat16).config
+    usual = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with Drawn() as drawn:
+        model = random_weights(config, ModelSpec(name, "dummy", "bfloat16", "cpu", attn_implementation="eager"))
+    assert drawn.numbers == sum(
+        layer.weight.numel() for layer in model.modules() if isinstance(layer, (nn.Linear, nn.Embedding))
+    )
+    for kind in ("named_parameters", "named_buffers"):
+        for (key, own), (other_key, other) in zip(getattr(model, kind)(), getattr(usual, kind)(), strict=True):
+            assert (key, own.dtype, own.shape, own.device) == (other_key, other.dtype, other.shape, other.device)
+            assert torch.equal(own, other) or own.std().item() == pytest.approx(other.std().item(), rel=0.2)
 
 
 def test_a_dummy_has_no_tokenizer_unless_named(offline, monkeypatch) -> None:

@@ -68,6 +68,10 @@ def tokenizer(file):
 
 @pytest.fixture(scope="module")
 def oracle(file) -> tiktoken.Encoding:
+    return encoding_of(file)
+
+
+def encoding_of(file: Path) -> tiktoken.Encoding:
     """tiktoken's encoding as the published code describes it: runs among the ranks, control tokens apart."""
 
     def as_bytes(token: str) -> bytes:
