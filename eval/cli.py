@@ -1,4 +1,4 @@
-"""The one door to every command: `lazyllm-bench VERB ...`; `lazyllm-bench VERB --help` says more of each."""
+"""The entry point of every command: `lazyllm-bench VERB ...`; `lazyllm-bench VERB --help` describes it."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from importlib import import_module
 
 from lazyllm.errors import UserError
 
-# Verb -> (module whose `main(arguments)` returns the exit code, what it does)
+# Verb -> (module whose `main(arguments)` returns the exit code, summary)
 VERBS = {
     "run": ("eval.run.job", "measure a method beside its baseline: model=tiny method=lazy dataset=hotpotqa ..."),
-    "plan": ("eval.run.plan_command", "what a run or a sweep would cost: tokens, FLOPs, memory, hours; nothing runs"),
-    "doctor": ("eval.run.doctor", "whether this machine is ready, and the command that mends what is missing"),
+    "plan": ("eval.run.plan_command", "show the cost of a run or a sweep: tokens, FLOPs, memory, hours; nothing runs"),
+    "doctor": ("eval.run.doctor", "check whether this machine is ready, with the command that fixes each problem"),
     "fetch": ("eval.run.fetch", "download what a run needs, for machines without a network: model=... dataset=..."),
-    "rows": ("eval.run.write_rows", "write a dataset's rows in its suite's own format, without a model"),
-    "status": ("eval.run.status", "what of the runs below a folder is done, missing or failed, and why"),
-    "collect": ("eval.store.collect", "put all runs below a folder into one Parquet file"),
-    "repair": ("eval.store.repair", "set damaged files of a run aside and keep the good records"),
-    "score": ("eval.score", "score a folder of answers that LongBench's own pred.py wrote"),
+    "rows": ("eval.run.write_rows", "write a dataset's rows in its suite's format, without a model"),
+    "status": ("eval.run.status", "show which runs in a folder are done, missing or failed, and why"),
+    "collect": ("eval.store.collect", "collect all runs of a folder in one Parquet file"),
+    "repair": ("eval.store.repair", "set a run's damaged files aside and keep the good records"),
+    "score": ("eval.score", "score a folder of answers written by LongBench's pred.py"),
     "paper": ("eval.paper.write", "make every table and figure from stored runs, without a model"),
-    "board": ("eval.report.board", "score all submissions of results/board anew, and write its page"),
+    "board": ("eval.report.board", "score all submissions of results/board again, and write its page"),
     "report": ("eval.report.__main__", "make one HTML page of stored runs"),
     "methods": ("lazyllm.methods.__main__", "list all methods with their hyperparameters and defaults"),
-    "check": ("lazyllm.check.__main__", "run every invariant of methods on one: check my_method keep=0.5"),
-    "tune": ("eval.tune.command", "search a schedule: the best score at a TTFT speedup"),
-    "bench": ("lazyllm.bench.__main__", "time prefill and decode on random weights, against the arithmetic"),
+    "check": ("lazyllm.check.__main__", "run all invariants of methods on one method: check my_method keep=0.5"),
+    "tune": ("eval.tune.command", "search for a schedule: the best score at a TTFT speedup"),
+    "bench": ("lazyllm.bench.__main__", "time prefill and decode on random weights, compared with their FLOPs"),
     "chat": ("lazyllm.integrations.chat", "chat with a model, with TTFT and the share of tokens computed"),
     "lm-eval": ("lazyllm.integrations.lm_eval", "lm-evaluation-harness' command line with the model `lazyllm`"),
 }
@@ -34,7 +34,7 @@ VERBS = {
 
 def usage() -> str:
     lines = [f"  {verb:<9}{what}" for verb, (_, what) in VERBS.items()]
-    return "\n".join(["usage: lazyllm-bench VERB ...", "", *lines, "", "lazyllm-bench VERB --help says more."])
+    return "\n".join(["usage: lazyllm-bench VERB ...", "", *lines, "", "More: lazyllm-bench VERB --help"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's own last flush is silent
+    except BrokenPipeError:  # the reader of a pipe, such as head, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's last flush is silent
         return 1
 
 

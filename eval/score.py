@@ -1,8 +1,8 @@
 """Scores a folder of official LongBench predictions: `lazyllm-bench score FOLDER [--json]`.
 
 FOLDER holds the output of LongBench's `pred.py`: `<dataset>.jsonl`, a line `{"pred", "answers", "all_classes",
-"length"}` per example. Printed are each dataset's and each task's score as LongBench's `eval.py` gives them, and
-rouge-score's ROUGE-L beside for the datasets scored by ROUGE.
+"length"}` per example. It prints the scores of LongBench's `eval.py` for each dataset and task, and also
+rouge-score's ROUGE-L for the datasets scored by ROUGE.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from eval.benchmarks.rows import Fields, check_fields, read_lines
 from eval.benchmarks.suite import Dataset
 from lazyllm.errors import UserError
 
-# LongBench's Chinese datasets: official folders hold them beside the English ones; the paper leaves them out.
+# LongBench's Chinese datasets: official folders hold them too; the paper leaves them out.
 CHINESE_DATASETS = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
 
 
@@ -47,7 +47,7 @@ class DatasetScore:
 class TaskScore:
     """One task's result: the mean of its datasets' scores, rounded to 2 digits.
 
-    missing: the task's datasets that the folder lacks; a score without them compares with nothing published.
+    missing: the task's datasets that the folder lacks; a score without them is not comparable with published ones.
     """
 
     task: str
@@ -68,13 +68,13 @@ class FolderScores:
 
 
 def score_folder(path: str | Path) -> FolderScores:
-    """Scores every `<dataset>.jsonl` of a folder of official `pred.py` output.
+    """Score every `<dataset>.jsonl` of a folder of official `pred.py` output.
 
-    Raises UserError: no such folder, no file to score in it, an unknown dataset, a malformed line, a missing field.
+    Raises UserError for a missing folder, no file to score, an unknown dataset, an invalid line or a missing field.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; expected one with <dataset>.jsonl, as LongBench's pred.py writes")
+        raise UserError(f"{folder}: no such folder; expected one with <dataset>.jsonl files of LongBench's pred.py")
     files = {file.stem: file for file in sorted(folder.glob("*.jsonl")) if not file.name.startswith(".")}
     ignored = tuple(file.name for name, file in files.items() if name in CHINESE_DATASETS)
     unknown = [name for name in files if name not in (*DATASETS, *CHINESE_DATASETS)]
@@ -92,7 +92,7 @@ def _is_strings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-# `length` is not asked for: only LongBench-E's buckets need it.
+# without `length`, which only LongBench-E's buckets need
 _FIELDS: Fields = (
     ("pred", lambda value: isinstance(value, str), "a string"),
     ("answers", _is_strings, "a list of strings"),
@@ -101,7 +101,7 @@ _FIELDS: Fields = (
 
 
 def _read(file: Path, dataset: Dataset) -> list[dict[str, Any]]:
-    """The lines of one prediction file. Raises UserError that names file and line: a line that cannot be scored."""
+    """The lines of one prediction file. Raises UserError that names file and line if a line cannot be scored."""
 
     def check(row: Any) -> dict[str, Any]:
         check_fields(row, _FIELDS)
@@ -116,7 +116,7 @@ def _read(file: Path, dataset: Dataset) -> list[dict[str, Any]]:
             raise UserError(f"{where}: {row}")
         rows.append(row)
     if not rows:
-        raise UserError(f"{file}: no lines; expected one JSON object a line, as LongBench's pred.py writes")
+        raise UserError(f"{file}: no lines; expected one JSON object a line")
     return rows
 
 
@@ -131,7 +131,7 @@ def _score(dataset: Dataset, rows: Sequence[dict[str, Any]]) -> DatasetScore:
 
 
 def _task_scores(datasets: Sequence[DatasetScore]) -> tuple[TaskScore, ...]:
-    """The score of every task that has a dataset here: the mean over those datasets, in the order of tables."""
+    """The score of every task with a dataset in the folder: the mean over these datasets, in the order of tables."""
     scores = {dataset.dataset: dataset.score for dataset in datasets}
     tasks: dict[tuple[str, str], list[str]] = {}
     for dataset in DATASETS.values():
@@ -146,11 +146,11 @@ def _task_scores(datasets: Sequence[DatasetScore]) -> tuple[TaskScore, ...]:
 
 
 def as_text(scores: FolderScores) -> str:
-    """The results as a plain table, for people and for `grep`."""
+    """The results as a plain text table."""
     lines = [f"{'dataset':24}{'task':16}{'metric':16}{'rows':>9}{'score':>8}  rouge-score"]
-    for one in scores.datasets:
-        beside = "" if one.rouge_score is None else f"{one.rouge_score:.2f}"
-        lines.append(f"{one.dataset:24}{one.task:16}{one.metric:16}{one.rows:>9}{one.score:>8.2f}  {beside}")
+    for entry in scores.datasets:
+        beside = "" if entry.rouge_score is None else f"{entry.rouge_score:.2f}"
+        lines.append(f"{entry.dataset:24}{entry.task:16}{entry.metric:16}{entry.rows:>9}{entry.score:>8.2f}  {beside}")
     lines.append(f"\n{'task':24}{'suite':32}{'datasets':>9}{'score':>8}")
     for task in scores.tasks:
         part = f"{len(task.datasets)} of {len(task.datasets) + len(task.missing)}"
@@ -164,7 +164,7 @@ def as_text(scores: FolderScores) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 0, or 2 with one message on stderr if the folder cannot be scored."""
     parser = argparse.ArgumentParser(prog="lazyllm-bench score", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", help="folder of <dataset>.jsonl, as LongBench's pred.py writes")
+    parser.add_argument("folder", help="folder of <dataset>.jsonl files of LongBench's pred.py")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(argv)
     try:

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         results = Results.read(options.runs, options.where, options.newest)
-        from eval.paper.figures import FIGURES  # not at the top: what draws is slow to import
+        from eval.paper.figures import FIGURES  # not at the top: slow to import
         from eval.paper.tables import TABLES
         from eval.report.page import render
 
@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     size = len(page.encode()) / 1e6
-    print(f"{options.out} ({size:.1f} MB): open it in a browser, it needs nothing else")
+    print(f"{options.out} ({size:.1f} MB): open it in a browser; it needs no other file")
     if size > LARGE_MB:
-        print("A browser takes long with it: --records N shows the first N records of each run and dataset only")
+        print("A browser loads it slowly: --records N shows the first N records of each run and dataset only")
     return 0
 
 

@@ -1,9 +1,9 @@
-"""One page of everybody's results: lazyllm-bench board [FOLDER] [--out PAGE]
+"""One page of all submitted results: lazyllm-bench board [FOLDER] [--out PAGE]
 
-FOLDER (results/board) holds a folder for each submission: its runs as `lazyllm-bench run` leaves them or, smaller, as
-`lazyllm-bench collect` puts them together, and a README.md that begins with a title. Every stored answer is scored
-anew. No page is written if a score does not agree, if a planned example has no record, or if a run does not say from
-which commit, versions, machine and rows it comes.
+FOLDER (results/board) holds a folder for each submission: its runs, as written by `lazyllm-bench run` or, smaller, by
+`lazyllm-bench collect`, and a README.md that begins with a title. Every stored answer is scored again. No page is
+written if a score differs, if a planned example has no record, or if a run lacks its commit, versions, machine or the
+hash of its rows.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, load_rows
+from eval.report.overview import has_changes
 from eval.store.folder import fingerprint, write_whole
 from eval.store.groups import tell_apart
 from eval.store.record import Measurement, Record
@@ -28,8 +29,8 @@ from lazyllm.errors import UserError
 if TYPE_CHECKING:
     import pandas as pd
 
-_SHOWN = 10  # reasons to refuse that are named
-_SAME = 1e-9  # scores as near as this agree: versions of Python may add floats in another order
+_SHOWN = 10  # reasons for a refusal that are printed
+_SAME = 1e-9  # tolerance of scores: versions of Python may add floats in another order
 _INTRODUCTION = """\
 # Board
 
@@ -55,15 +56,15 @@ class Submission:
 
     @property
     def problems(self) -> list[str]:
-        """Why it is refused: a line for each run or record that does not hold what it should."""
+        """The reasons to refuse it: a line for each bad run or record."""
         return [problem for run in self.results.runs for problem in (*_lacking(run), *_disagreeing(run))]
 
 
 def read_board(folder: Path) -> list[Submission]:
-    """The submissions in a folder, by name. Raises UserError: there is none, or one that cannot be read."""
+    """The submissions in a folder, by name. Raises UserError if there is none, or if one cannot be read."""
     children = sorted(child for child in folder.glob("*") if child.is_dir())
     if not children:
-        raise UserError(f"{folder}: no submission; expected a folder for each, as `lazyllm-bench collect` writes it")
+        raise UserError(f"{folder}: no submission; expected folders written by `lazyllm-bench collect`")
     return [_submission(child) for child in children]
 
 
@@ -71,13 +72,13 @@ def _submission(folder: Path) -> Submission:
     readme = folder / "README.md"
     first = readme.read_text(encoding="utf-8").partition("\n")[0] if readme.is_file() else ""
     if not first.startswith("# "):
-        raise UserError(f"{readme}: expected a title in its first line (# ...), then what was run, how and where")
+        raise UserError(f"{readme}: expected a title in its first line (# ...), then how and where it was run")
     try:
         runs = tell_apart(stored_runs([folder]))
     except KeyError as error:
         raise UserError(f"{folder}: a run.json lacks {error}; submit it as `lazyllm-bench run` wrote it") from error
     if not any(len(run.examples) for run in runs):
-        raise UserError(f"{folder}: no records; expected runs, best put together by `lazyllm-bench collect`")
+        raise UserError(f"{folder}: no records; expected runs, best collected by `lazyllm-bench collect`")
     return Submission(folder, first[2:].strip(), Results(runs))
 
 
@@ -85,25 +86,25 @@ def _submission(folder: Path) -> Submission:
 
 
 def _lacking(run: StoredRun) -> Iterator[str]:
-    """What a run does not say of where it comes from, and the examples that it lacks."""
+    """A line for each missing fact of a run's provenance, and for missing examples."""
     known, about = run.about.get("provenance") or {}, run.folder / "run.json"
     lacking = [name for name in ("git_commit", "versions", "machine") if not known.get(name)]
     lacking += [f"the data hash of {name}" for name in run.datasets if not run.identity["data"].get(name)]
     if lacking:
         yield f"{about}: lacks {', '.join(lacking)}"
-    if str(known.get("git_commit")).endswith("+changes"):
-        yield f"{about}: the code had changes that no commit holds; commit them, then run again"
+    if known.get("git_commit") and has_changes(run):
+        yield f"{about}: the code had uncommitted changes; commit them, then run again"
     if run.about.get("fingerprint") != fingerprint(run.identity):
-        yield f"{about}: the fingerprint is not the identity's; it was changed by hand"
+        yield f"{about}: the fingerprint differs from the identity's; the file was edited"
     planned = run.planned
     if planned is None:
-        yield f"{run.folder}: lacks examples.json, which says what the run was to measure"
+        yield f"{run.folder}: lacks examples.json, the list of planned examples"
     elif missing := sorted(set(planned) - set(run.keys)):
         yield f"{run.folder}: no record of {len(missing)} planned examples, such as {', row '.join(missing[0])}"
 
 
 def _disagreeing(run: StoredRun) -> Iterator[str]:
-    """The answers whose stored score is not the suite's, or that cannot be scored."""
+    """A line for each answer whose stored score is not the suite's, or that cannot be scored."""
     for record in run.records:
         for side, stored in (("method", record.method), ("baseline", record.baseline)):
             if stored is not None and (problem := _disagrees(run, record, stored)):
@@ -113,10 +114,10 @@ def _disagreeing(run: StoredRun) -> Iterator[str]:
 def _disagrees(run: StoredRun, record: Record, stored: Measurement) -> str | None:
     dataset, classes = DATASETS[record.dataset], None
     try:
-        if dataset.metric == "classification":  # the class names are in no record
+        if dataset.metric == "classification":  # records lack the class names
             sha256, names = _rows_of(dataset.name)
             if not run.identity["data"].get(dataset.name, "").startswith(sha256):
-                raise UserError(f"class names are in the rows of {dataset.name}, and those here are not the run's")
+                raise UserError(f"its class names are in the rows of {dataset.name}, which differ here from the run's")
             classes = names.get(record.id)
         score = SUITES[dataset.suite].score(dataset, stored.text, record.answers, classes)
     except ValueError as error:  # UserError is one
@@ -126,7 +127,7 @@ def _disagrees(run: StoredRun, record: Record, stored: Measurement) -> str | Non
 
 @cache
 def _rows_of(dataset: str) -> tuple[str, dict[str, Sequence[str]]]:
-    """The rows' hash as identities begin with it, and {row: its class names}. Raises UserError as the suite does."""
+    """The rows' hash, and {row: its class names}. Raises UserError as the suite does."""
     loaded = load_rows(DATASETS[dataset])
     return loaded.data_sha256[:16], {example.id: example.all_classes for example in loaded.examples}
 
@@ -135,7 +136,7 @@ def _rows_of(dataset: str) -> tuple[str, dict[str, Sequence[str]]]:
 
 
 def board_page(board: Sequence[Submission], beside: Path) -> str:
-    """The page in Markdown. beside: the folder that its links start from."""
+    """The page in Markdown. beside: the folder that its links are relative to."""
     import pandas as pd
 
     from eval.paper.table import markdown_lines
@@ -167,7 +168,7 @@ def _described(submission: Submission, beside: Path) -> str:
 
 
 def _settings(submission: Submission) -> pd.DataFrame:
-    """Each setting of a submission: its mean over tasks, its method's effective keep rate, the folders of its runs."""
+    """A row for each setting: its mean over tasks, its method's effective keep rate, the folders of its runs."""
     from eval.paper.tables.cells import SECTION, random_models
     from eval.paper.tables.effective_keep import effective_keep
 
@@ -187,7 +188,9 @@ def _cells(row: dict[str, Any], beside: Path) -> dict[str, str]:
     from eval.paper.tables.cells import shown
 
     folder = row["submission"]
-    runs = [] if isinstance(row["folders"], float) else map(Path, row["folders"])  # a paired baseline has no run
+    runs = (
+        [] if isinstance(row["folders"], float) else map(Path, row["folders"])
+    )  # NaN for a paired baseline, which has no run
     links = [_link(f"{folder.name} {run.name.rpartition('-')[2]}", run, beside) for run in runs]
     return {
         "method": row["label"],
@@ -206,19 +209,19 @@ def _link(text: str, folder: Path, beside: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns 0. Raises UserError: no submission, or one is refused."""
+    """The command line; returns 0. Raises UserError if there is no submission, or if one is refused."""
     parser = argparse.ArgumentParser(
         prog="lazyllm-bench board", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, nargs="?", default=Path("results/board"), help="default: %(default)s")
-    parser.add_argument("--out", type=Path, metavar="PAGE", help="where to (default: FOLDER/README.md)")
+    parser.add_argument("--out", type=Path, metavar="PAGE", help="default: FOLDER/README.md")
     options = parser.parse_args(argv)
     board = read_board(options.folder)
     problems = [problem for submission in board for problem in submission.problems]
     for problem in problems[:_SHOWN]:
         print(f"refused: {problem}", file=sys.stderr)
     if problems:
-        raise UserError(f"{options.folder}: no page is written, for {len(problems)} reasons")
+        raise UserError(f"{options.folder}: no page is written, because of {len(problems)} problems")
     out = options.out or options.folder / "README.md"
     write_whole(out, board_page(board, out.parent))
     print(f"{out}: every score of {', '.join(submission.folder.name for submission in board)} agrees")

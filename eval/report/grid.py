@@ -1,4 +1,4 @@
-"""Tables as the page shows them: text as given, and beside it the number that a column is sorted by."""
+"""Tables of the page: each cell has its text, and the number that its column is sorted by."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EMPTY = {"", "-", "–", "—"}
 
 @dataclass(frozen=True)
 class Column:
-    """heading: as shown. numeric: whether the column is sorted by number, and set to the right."""
+    """heading: as shown. numeric: whether the column is sorted by number and aligned to the right."""
 
     heading: str
     numeric: bool
@@ -24,14 +24,14 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """text: as shown. value: what a numeric column is sorted by, None without a number."""
+    """text: as shown. value: its number, by which a numeric column is sorted; None without a number."""
 
     text: str
     value: float | None
 
     @property
     def parts(self) -> tuple[str, str]:
-        """The text in two: a number, and its interval or unit with the space before; ("text", "") without a number."""
+        """(number, the rest: a space, then an interval or unit); (text, "") without a number."""
         if self.value is None:
             return self.text, ""
         end = self.text.find(" ", 1)
@@ -42,8 +42,8 @@ class Cell:
 class Grid:
     """A table on the page.
 
-    name: unique on the page. filtered: a column whose values can be chosen among, or None. without_run: rows that no
-    run gives values for, folded away below the others.
+    name: unique on the page. filtered: a column whose values can be filtered, or None. without_run: rows without
+    values from a run, folded below the others.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Grid:
     without_run: tuple[tuple[Cell, ...], ...] = ()
 
     def choices(self) -> list[str]:
-        """The values of the filtered column, in the order of their first row."""
+        """The values of the filtered column, in order of their first rows."""
         return [] if self.filtered is None else list(dict.fromkeys(row[self.filtered].text for row in self.rows))
 
 
@@ -70,9 +70,9 @@ def grid(
 ) -> Grid:
     """The grid of a table of texts.
 
-    keys: how many columns name the row: those after them are numeric, though a cell may say "no run". Other columns are
-    numeric if every cell begins with a number or is empty. has_run: of each row, whether a run gives its values; None
-    if all do.
+    keys: number of columns that name the row. Later columns are numeric, even with cells such as "no run". Key columns
+    are numeric if every cell begins with a number or is empty. has_run: per row, whether a run gives its values; None
+    if all have one.
     """
     headings = [str(column) for column in cells.columns]
     texts = [[_text(value) for value in cells.iloc[:, index]] for index in range(len(headings))]

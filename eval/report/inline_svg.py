@@ -1,4 +1,4 @@
-"""matplotlib's figures as SVG that can stand inside a page."""
+"""matplotlib's figures as SVG inside a page."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _IDS = re.compile(r'(\bid="|url\(#|href="#)')
 
 
 def inline_svg(figure: Any, name: str) -> Markup:
-    """The figure as an `<svg>` element whose ids begin with `name`, so that figures do not share theirs.
+    """The figure as an `<svg>` element; its ids begin with `name`, so that figures share none.
 
-    Letters are drawn as paths: they look the same on every machine.
+    Letters are drawn as paths, which look the same on every machine.
     """
     written = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": name}):

@@ -1,4 +1,4 @@
-"""What the page is about: runs, where their numbers come from, and what a reader has to know before comparing them."""
+"""The page's overview: runs, the provenance of their numbers, and warnings to read before comparing them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _RESULTS = (
     ("kl", "KL, nats", 5),
     ("ttft_s", "TTFT, s", 4),
 )  # (column of `Results.by_task`, heading, digits shown)
-# named elsewhere on the page, or said again by the provenance
+# facts that are elsewhere on the page
 _SHOWN_ELSEWHERE = {"method", "versions", "seed", "paired"}
 
 
 def facts(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
-    """The first lines of the page: (what, which)."""
+    """The first lines of the page: (name, value)."""
     examples = {(run.model, *key) for run in runs for key in run.keys}
     started = sorted(_moment(run) for run in runs)
     return [
@@ -44,7 +44,7 @@ def facts(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
 
 
 def findings(results: Results) -> list[str]:
-    """A sentence for each model and suite: how fast the fastest setting is that keeps 99 % of its baseline's score."""
+    """A sentence for each model and suite: the fastest setting that keeps 99 % of its baseline's score."""
     whole: Any = results.by_task[results.by_task["level"] == "all"]
     return [
         f"{model}, {suite}: {_finding(rows.to_dict('records'))}"
@@ -55,7 +55,7 @@ def findings(results: Results) -> list[str]:
 def _finding(rows: Sequence[dict[Any, Any]]) -> str:
     faster = [row for row in rows if row["ttft_speedup"] > 1 and not is_diagnostic(row["method"])]
     if not faster:
-        return "no setting was measured that reaches its first token faster than a paired baseline."
+        return "no setting is faster to its first token than its paired baseline."
     keeping = [row for row in faster if row["score"] >= KEPT * row["baseline_score"]]
     found = f"settings faster than the baseline: {len(faster)}; of these {len(keeping)} keep {KEPT:.0%} of its score."
     best = max(keeping, key=lambda row: row["ttft_speedup"]) if keeping else max(faster, key=lambda row: row["score"])
@@ -71,7 +71,7 @@ def _moment(run: StoredRun) -> str:
 
 
 def runs_grid(runs: Sequence[StoredRun]) -> Grid:
-    """One row a run: what, of how much, when, and its identity."""
+    """One row a run: its setting, examples, time and identity."""
     rows = [
         {
             "model": run.model,
@@ -86,12 +86,12 @@ def runs_grid(runs: Sequence[StoredRun]) -> Grid:
         }
         for run in runs
     ]
-    caption = "A fingerprint is a hash of all that can change a number: runs share one only if their records may mix."
+    caption = "A fingerprint is a hash of everything that can change a number: runs that share one can share records."
     return grid("runs", "Runs", caption, pd.DataFrame(rows))
 
 
 def results_grid(results: Results) -> Grid:
-    """One row a setting and task or dataset, the means over tasks first; seeds of a setting are one row."""
+    """One row for each setting and task or dataset, means over tasks first; the seeds of a setting share a row."""
     table: Any = results.by_task.sort_values("level", key=lambda levels: levels != "all", kind="stable")
     several = len(set(table["suite"])) > 1
     rows = [
@@ -106,15 +106,15 @@ def results_grid(results: Results) -> Grid:
         for _, row in table.iterrows()
     ]
     caption = (
-        "Scores 0 to 100; speedups over the paired baseline. In brackets both ends of the 95 % bootstrap interval over "
-        f"examples, if each dataset has more than one. Several seeds of an example count as one. % tokens computed: "
+        "Scores 0 to 100; speedups over the paired baseline. In brackets: the 95 % bootstrap interval over examples, "
+        f"if each dataset has more than one. Several seeds of an example count as one example. % tokens computed: "
         f"{COMPUTED}. KL: of the first token's distribution from the paired baseline's."
     )
     return grid("results", "Results", caption, pd.DataFrame(rows), filtered="task or dataset")
 
 
 def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Grid | None]:
-    """What all runs have in common, as (name, value); and a table of what differs, None if nothing does."""
+    """(name, value) of the facts that all runs share; and a table of the others, None if there are none."""
     facts_of = [
         as_text({key: value for key, value in run.identity.items() if key not in _SHOWN_ELSEWHERE})
         | as_text(run.about["provenance"])
@@ -131,29 +131,34 @@ def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Grid |
 
 
 def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
-    """What a reader has to know before comparing numbers, in plain sentences; names the runs that it concerns.
+    """Warnings to read before comparing numbers, in sentences that name the runs.
 
-    most: how many records of a run and dataset the page shows, None for all.
+    most: number of records that the page shows for each run and dataset, None for all.
     """
     unpaired = [run for run in runs if not run.identity["paired"] and run.method != "baseline"]
-    changed = [run for run in runs if (run.about["provenance"]["git_commit"] or "+changes").endswith("+changes")]
+    changed = [run for run in runs if has_changes(run)]
     cold = [run for run in runs if run.identity["warmup"] == 0]
     textless = [run for run in runs if "" in run.table(["prompt_end"])["prompt_end"].unique().to_pylist()]
     concerned = [
         (unpaired, "measured without a paired baseline: no speedup, and no answer to compare with"),
-        (cold, "timed without warm-up: the first examples' times hold one-off costs"),
-        (changed, "measured with code that no commit holds: it cannot be checked out again"),
-        (textless, "stored before prompt ends and gold answers were kept: the records below lack them"),
+        (cold, "timed without warm-up: the first examples' times include one-off costs"),
+        (changed, "measured with uncommitted code: it cannot be checked out again"),
+        (textless, "stored by an old version: the records below lack prompt ends and gold answers"),
     ]
     found = [f"{text[0].upper()}{text[1:]} ({_names(named)})." for named, text in concerned if named]
     found += _missing(runs)
     if most is not None and any(run.examples["dataset"].value_counts().max() > most for run in runs):
-        found.append(f"Of each run and dataset, only the first {most} records are shown below; tables count all.")
+        found.append(f"Only the first {most} records of each run and dataset are shown below; tables count all.")
     return found
 
 
+def has_changes(run: StoredRun) -> bool:
+    """Whether no commit holds the code that measured the run."""
+    return (run.about["provenance"]["git_commit"] or "+changes").endswith("+changes")
+
+
 def _missing(runs: Sequence[StoredRun]) -> list[str]:
-    """One sentence for the runs that lack the same examples, which another run of their model has."""
+    """A sentence for each group of runs that lack the same examples of another run of their model."""
     found = []
     for model in dict.fromkeys(run.model for run in runs):
         of_model = [run for run in runs if run.model == model]

@@ -1,4 +1,4 @@
-"""The page: what the other files make, in one HTML text that refers to nothing outside itself."""
+"""The page: one HTML text without references to other files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SCRIPTS = ("tables.js", "records.js", "traces.js")
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure on the page. svg: None if no run gives it data. command: what to run for it then."""
+    """A figure on the page. svg: None without data. command: a run that gives the data."""
 
     name: str
     title: str
@@ -46,8 +46,8 @@ def render(
 ) -> str:
     """The page of some runs.
 
-    tables, figures: by name, as `eval.paper.tables.TABLES` and `eval.paper.figures.FIGURES` are. most: how many
-    records of each run and dataset are shown, None for all. Raises ValueError if a trace cannot be read.
+    tables, figures: by name, like `eval.paper.tables.TABLES` and `eval.paper.figures.FIGURES`. most: number of records
+    shown for each run and dataset, None for all. Raises ValueError if a trace cannot be read.
     """
     runs = results.runs
     common, differing = overview.provenance(runs)
@@ -70,7 +70,7 @@ def render(
         traces=embed_traces(runs),
         style=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),
-        # for the content security policy: nothing else on the page may run
+        # for the content security policy: no other script may run
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
 

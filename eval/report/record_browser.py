@@ -1,4 +1,4 @@
-"""Every example's answers, as data that the page's script filters and shows."""
+"""Every example's answers, as data for the page's script."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from eval.store.results import StoredRun
 
 
 class Strings(dict[str, int]):
-    """Texts by number: prompts, gold answers and baselines are the same in many runs, and are embedded once."""
+    """Texts by number, so that prompts, gold answers and baselines of many runs are embedded once."""
 
     def number(self, text: str) -> int:
         return self.setdefault(text, len(self))
 
 
 def embed_records(runs: Sequence[StoredRun], most: int | None = None) -> dict[str, Any]:
-    """What the script reads: runs, strings, and one entry a record with texts as numbers into the strings.
+    """The script's data: runs, strings, and one entry a record, whose texts are indices of strings.
 
-    most: only the first N records of each run and dataset; None for all.
-    Scores are 0 to 100, times in seconds.
+    most: only the first N records of each run and dataset; None for all. Scores are 0 to 100, times in seconds.
     """
     strings = Strings()
     return {
@@ -74,5 +73,5 @@ def _measured(measured: Measurement, strings: Strings) -> dict[str, Any]:
 
 
 def _short(value: float) -> float:
-    """More digits than are ever shown, and far fewer than a float has: the page is passed on."""
+    """Six digits: more than are shown, and fewer than a float has, for a smaller page."""
     return float(f"{value:.6g}")

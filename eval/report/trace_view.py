@@ -1,4 +1,4 @@
-"""Traced examples, as data that the page's script draws over the text: how deep each token got in each step."""
+"""Traced examples, as data for the page's script: the last layer of each token in each step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from eval.store.trace import Trace, read_trace
 
 
 def embed_traces(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
-    """All traces of the runs. Raises ValueError if a file is no trace."""
+    """All traces of the runs. Raises ValueError if a file is not a trace."""
     return [{**embed_run(run), **embed_trace(read_trace(file))} for run in runs for file in run.traces]
 
 
 def embed_trace(trace: Trace) -> dict[str, Any]:
-    """One trace. levels: the last layers that occur, ascending. steps: per step one character a token, prompt and
-    generated, whose code after "0" is an index into levels. revived: per step, positions. anew: whether the step
-    selected for itself.
+    """One trace. levels: the last layers that occur, ascending. steps: per step one character for each prompt and
+    generated token, whose code after "0" is an index into levels. revived: per step, positions. anew: whether the step
+    has its own selection.
     """
     depths = last_layers(trace)
     levels = sorted({int(layer) for depth in depths for layer in np.unique(depth)})
@@ -41,10 +41,10 @@ def embed_trace(trace: Trace) -> dict[str, Any]:
 
 
 def last_layers(trace: Trace) -> list[np.ndarray]:
-    """Of each step, [n + step] the last layer (from 1; 0 for none) in which each token is in the step's set.
+    """Per step, [n + step] the last layer (from 1; 0 for none) in which each token is in the step's set.
 
-    Tokens are the prompt's and those generated ones that have been run. A step without a selection of its own stays
-    with the prefill's, which knows of no generated token.
+    Tokens are the prompt's and the generated ones run so far. A step without its own selection has the prefill's, with
+    all generated tokens.
     """
     n, steps, layers = len(trace.tokens), len(trace.selected), len(trace.importance)
     depths = [in_set[:, : n + step].sum(axis=0) for step, in_set in enumerate(step_sets(trace))]  # the sets are nested
@@ -55,7 +55,7 @@ def last_layers(trace: Trace) -> list[np.ndarray]:
 
 
 def revived(depths: Sequence[np.ndarray]) -> list[list[int]]:
-    """Per step the tokens that it took into layers which no step before had computed them in."""
+    """Per step, the tokens that it computed in layers in which no earlier step had computed them."""
     deepest, found = depths[0], [[]]
     for before, now in pairwise(depths):
         deeper = now[: len(before)] > deepest

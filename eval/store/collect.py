@@ -1,13 +1,13 @@
-"""Run folders into one campaign: lazyllm-bench collect RUNS [RUNS ...] [--out FOLDER]
+"""Collect run folders into one campaign: lazyllm-bench collect RUNS [RUNS ...] [--out FOLDER]
 
-What is written, whole or not at all:
+It writes, completely or not at all:
 
-records.parquet   every record of every run, in columns (`eval.store.record.SCHEMA`); a run's rows lie together
-campaign.json     which rows are whose, the hash of the files that a run's records came from, and the missing examples
-RUN/...           of each run, under its old name: run.json, examples.json, failures, jobs and traces, as they were
+records.parquet   every record of every run, in columns (`eval.store.record.SCHEMA`); a run's rows are contiguous
+campaign.json     each run's range of rows, the hash of its record files, and its missing examples
+RUN/...           each run's run.json, examples.json, failures, jobs and traces, unchanged
 
-Tables, figures and reports read this folder as they read the runs' own, with the same results. Shards
-that hold the same example with different outcomes are refused.
+Tables, figures and reports of a campaign are those of its run folders. Shards that hold the same example with different
+outcomes are refused.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from eval.store.results import (
 )
 from lazyllm.errors import UserError
 
-KEPT = ("run.json", "examples.json", "failures*.jsonl", "jobs*.jsonl", "traces/*.json")  # of a run's folder
-_SHOWN = 3  # missing examples that are named; campaign.json has all
+KEPT = ("run.json", "examples.json", "failures*.jsonl", "jobs*.jsonl", "traces/*.json")  # files of a run's folder
+_SHOWN = 3  # missing examples that are printed; campaign.json has all
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What became of one run. folder: its name in the campaign. files: how many its records came from.
+    """One collected run. folder: its name in the campaign. files: number of its record files.
 
-    missing: None if it is not known what the run was to measure.
+    missing: its missing examples; None if the planned ones are unknown.
     """
 
     folder: str
@@ -60,29 +60,29 @@ class Collected:
 
 
 def collect(folders: Sequence[Path], out: Path, where: Sequence[str] = (), newest: bool = False) -> list[Collected]:
-    """Write the campaign of all runs in or below the folders, also of those without a record.
+    """Write the campaign of all runs in the folders and their subfolders, runs without records included.
 
-    where, newest: as in `eval.store.groups.chosen`. One run's records are in memory at a time. Raises UserError: no
-    run, damage, or a folder `out` that lies below the runs or holds something else.
+    where, newest: as in `eval.store.groups.chosen`. One run's records are in memory at a time. Raises UserError for no
+    run, a damaged run, or a folder `out` that is inside the runs or holds something else.
     """
     runs = tell_apart(chosen(stored_runs(folders), where, newest))
     _check_out(out, folders, runs)
     for run in runs:
         if run.about.get("fingerprint") != fingerprint(run.identity):
-            raise UserError(f"{run.folder / 'run.json'}: the fingerprint is not the identity's: it was changed by hand")
+            raise UserError(f"{run.folder / 'run.json'}: the fingerprint differs from the identity's: it was edited")
     root = Path(os.path.commonpath([run.folder.parent.absolute() for run in runs])) if runs else Path()
     with _whole_folder(out) as partial:
         entries, done = _write_records(runs, root, partial)
         if not any(run.records for run in done):
-            raise UserError(f"no run with records below {', '.join(map(str, folders))}")
+            raise UserError(f"no run with records in {', '.join(map(str, folders))}")
         content = {"schema": CAMPAIGN_VERSION, "runs": entries}
         write_whole(partial / CAMPAIGN, json.dumps(content, indent=1, sort_keys=True) + "\n")
-        as_frame(find_runs([partial]))  # refuses what would stand twice in one cell of a table
+        as_frame(find_runs([partial]))  # raises if two runs would share a table's cell
     return done
 
 
 def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> tuple[list[dict[str, Any]], list[Collected]]:
-    """Every run's records and files; campaign.json's entry of each, and what became of it."""
+    """Write every run's records and files; (campaign.json's entries, the collected runs)."""
     entries: list[dict[str, Any]] = []
     done: list[Collected] = []
     prompts: dict[tuple[str, str, str], str] = {}
@@ -101,7 +101,7 @@ def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> tuple[li
             planned = run.planned
             missing = None if planned is None else [key for key in planned if key not in keys]
             failed = len({failure.key for failure in read_failures(run.folder)} - keys)
-            files = len(files_of(run.folder, "records"))  # none if it was collected before
+            files = len(files_of(run.folder, "records"))  # 0 if the run is in a campaign already
             done.append(Collected(name, len(table), files, missing, failed))
             entry = {"row_groups": [first_group, groups], "records_sha256": run.records_sha256}
             entries.append({"folder": name, "records": len(table), "missing": missing, **entry})
@@ -109,13 +109,13 @@ def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> tuple[li
 
 
 def _check_prompts(run: StoredRun, table: pa.Table, prompts: dict[tuple[str, str, str], str]) -> None:
-    """Refuse an example whose prompt is another one than in a run of the model before. prompts: grows by the run's."""
+    """Refuse an example whose prompt differs from that in an earlier run of the model. prompts: gets the run's."""
     columns = (table[name].to_pylist() for name in ("dataset", "id", "prompt_sha256"))
     for dataset, example, sha256 in zip(*columns, strict=True):
         if prompts.setdefault((run.model, dataset, example), sha256) != sha256:
             raise UserError(
-                f"{run.folder}: {dataset}, row {example} was measured with another prompt than in the runs of "
-                f"{run.model} before it: records of another run lie in this folder, or the data was changed"
+                f"{run.folder}: {dataset}, row {example} has another prompt than in earlier runs of {run.model}: the "
+                "folder holds another run's records, or the data has changed"
             )
 
 
@@ -129,17 +129,17 @@ def _copy_files(folder: Path, out: Path) -> None:
 
 def _check_out(out: Path, folders: Sequence[Path], runs: Sequence[StoredRun]) -> None:
     if out.exists() and not (out / CAMPAIGN).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: is there and is no campaign; give another folder with --out")
+        raise UserError(f"{out}: exists and is not a campaign; give another folder with --out")
     place = out.absolute().resolve()
     if any(place.is_relative_to(folder.resolve()) for folder in folders):
-        raise UserError(f"{out}: lies below the runs, which would then be found twice; give another with --out")
+        raise UserError(f"{out}: is inside the runs, which would then be found twice; give another folder with --out")
     if any(run.folder.resolve().is_relative_to(place) for run in runs):
-        raise UserError(f"{out}: holds the runs that are to be collected; give another folder with --out")
+        raise UserError(f"{out}: holds the runs to collect; give another folder with --out")
 
 
 @contextmanager
 def _whole_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `out` when the block ends well, in the place of an older campaign."""
+    """A temporary folder that replaces `out` if the block ends without an error."""
     partial = out.with_name(f".{out.name}.{uuid4().hex[:8]}.partial")
     try:
         partial.mkdir(parents=True)
@@ -154,7 +154,7 @@ def _whole_folder(out: Path) -> Iterator[Path]:
 
 
 def describe(done: Sequence[Collected], out: Path) -> str:
-    """What was done, for people: a line for each run that lacks something, then the whole."""
+    """A summary for people: a line for each incomplete run, then the totals."""
     lines = []
     for run in done:
         if run.missing:
@@ -163,21 +163,21 @@ def describe(done: Sequence[Collected], out: Path) -> str:
             failed = f", {run.failed} of them failed" if run.failed else ""
             lines.append(f"{run.folder}: {len(run.missing)} examples are missing{failed}: {named}{more}")
         elif not run.records:
-            lines.append(f"{run.folder}: it has no record, and {run.failed} examples failed")
+            lines.append(f"{run.folder}: no records, {run.failed} examples failed")
     unknown = sum(run.missing is None for run in done)
     if unknown:
-        lines.append(f"{unknown} runs do not say what they were to measure, so nobody knows what they lack")
+        lines.append(f"{unknown} runs have no list of planned examples: their missing examples are unknown")
     records, files = sum(run.records for run in done), sum(run.files for run in done)
     return "\n".join([*lines, f"{out}: {records} records of {len(done)} runs, from {files} files"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, or 2 with one message on stderr if there is no campaign."""
+    """The command line; returns the exit code: 0, or 2 with one message on stderr if no campaign is written."""
     parser = argparse.ArgumentParser(
         prog="lazyllm-bench collect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_choice(parser)
-    parser.add_argument("--out", type=Path, help="where to (default: the first of RUNS with -collected added)")
+    parser.add_argument("--out", type=Path, help="default: the first of RUNS with -collected added")
     options = parser.parse_args(argv)
     first = options.runs[0].absolute()
     out = options.out or first.with_name(f"{first.name}-collected")

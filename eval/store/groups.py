@@ -1,4 +1,4 @@
-"""Which stored runs share a table: runs of one model that differ in more than method, data and seed stand apart."""
+"""Which stored runs share a table: runs of a model that agree in everything but method, data and seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lazyllm.errors import UserError
 if TYPE_CHECKING:
     from eval.store.results import StoredRun
 
-# What may differ between the runs of one model that share a table. scorer_weights: older runs' method_weights
+# Facts that may differ between runs that share a table. scorer_weights: the name of method_weights in older runs
 _FREE = {
     "method", "parameters", "data", "seed", "paired", "warmup", "method_weights", "scorer_weights", "method_code",
     "fidelity",
@@ -24,10 +24,11 @@ _SHOWN = 12  # characters of a hash
 
 
 def tell_apart(runs: Sequence[StoredRun]) -> list[StoredRun]:
-    """The runs, with what sets some of them apart in `StoredRun.apart`: ` (dtype=bfloat16)` behind their model's name.
+    """The runs, with the facts in which they differ in `StoredRun.apart`: ` (dtype=bfloat16)` after the model's name.
 
-    Runs of one model agree in everything but method, data and seed, runs of one method in its code, and all in the rows
-    and templates of a dataset. What most runs agree in is not named; of as many, what the newest has.
+    Runs share a table if runs of one model agree in everything but method, data and seed, runs of one method in its
+    code, and all runs in the rows and templates of a dataset. A fact is named unless it has its most common value; of
+    equally common values, that of the newest run.
     """
     facts = [_facts(run) for run in runs]
     values: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
@@ -43,7 +44,7 @@ def tell_apart(runs: Sequence[StoredRun]) -> list[StoredRun]:
 
 
 def _facts(run: StoredRun) -> dict[str, str]:
-    """What a run shares with all runs of its table, as JSON."""
+    """{fact that a run shares with all runs of its table: JSON of its value}."""
     facts = dict(_flat({name: value for name, value in run.identity.items() if name not in _FREE}))
     if run.identity.get("method_code") is not None:
         facts[f"code of {run.method}"] = run.identity["method_code"]
@@ -52,7 +53,7 @@ def _facts(run: StoredRun) -> dict[str, str]:
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and the values that are no mappings, or empty ones."""
+    """(dotted key, value) of all values but non-empty mappings."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")
@@ -61,7 +62,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def as_text(values: dict[str, Any]) -> dict[str, str]:
-    """{"machine.cpu": ...} of nested mappings, values as a command line gives them."""
+    """{"machine.cpu": ...} of nested mappings, values in the command line's syntax."""
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in _flat(values)}
 
 
@@ -78,19 +79,19 @@ def _began(pair: tuple[StoredRun, Any]) -> str:
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say which stored runs a command reads."""
+    """Add the arguments that select the stored runs of a command."""
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", default=[Path("runs")], help="default: runs")
     parser.add_argument(
         "--where", action="append", default=[], metavar="KEY=VALUE",
-        help="only runs with this in their config or identity, e.g. model.dtype=bfloat16; may be given several times",
+        help="only runs with this in their config or identity, e.g. model.dtype=bfloat16; may be repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--newest", action="store_true", help="of each model only the runs that share a table with the newest"
+        "--newest", action="store_true", help="only runs that share a table with the newest run of their model"
     )
 
 
 def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = False) -> list[StoredRun]:
-    """The runs that the arguments of `add_choice` leave. Raises UserError if one is no KEY=VALUE, or none is left."""
+    """The runs that the arguments of `add_choice` select. Raises UserError for a bad condition, or if none is left."""
     left = list(runs)
     for condition in where:
         key, equals, value = condition.partition("=")
@@ -101,7 +102,7 @@ def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = 
         left = [run for run, facts in zip(left, known, strict=True) if facts.get(key) == value]
         if not left:
             values = ", ".join(sorted({facts[key] for facts in known if key in facts}))
-            raise UserError(f"--where {condition}: no run has it; {key} is one of {values}")
+            raise UserError(f"--where {condition}: no such run; {key} is one of {values}")
     if newest:
         latest = {run.model: run for run in sorted(left, key=lambda run: _began((run, None)))}
         left = [run for run in left if _agree(_facts(run), _facts(latest[run.model]))]
@@ -109,9 +110,9 @@ def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = 
 
 
 def _described(run: StoredRun) -> dict[str, str]:
-    """The run's config and identity, as `as_text` writes them."""
+    """`as_text` of the run's config and identity."""
     return {"folder": run.folder.name, **as_text(run.about["config"]), **as_text(run.identity)}
 
 
-def _agree(one: dict[str, str], other: dict[str, str]) -> bool:
-    return all(other.get(name, value) == value for name, value in one.items())
+def _agree(facts: dict[str, str], others: dict[str, str]) -> bool:
+    return all(others.get(name, value) == value for name, value in facts.items())

@@ -1,13 +1,12 @@
 """Repair damaged run folders: `lazyllm-bench repair FOLDER ...`.
 
-A damaged file is kept beside as it was (records.jsonl.damaged-1). Its good lines stay in place, letter for letter:
-- invalid lines are taken out, and so are different records of one example, as nobody can tell which is right. The run's
-  command measures these examples again;
-- of equal lines one stays;
-- run.json is restored from summary.json. Without a summary nobody knows whose the records are, and nothing is changed;
-  if there are no records, run.json is set aside and the run's command begins anew.
-
-A last line cut short by a kill is no damage; the run removes it itself.
+A damaged file is copied first (records.jsonl.damaged-1). Then:
+- invalid lines are removed, and all records of an example that differ, as the right one is unknown; the run's command
+  measures these examples again;
+- of equal lines, one stays;
+- run.json is restored from summary.json. Without a summary, the records' run is unknown, and nothing is changed; if
+  there are no records, run.json is set aside and the run's command starts again.
+All other lines stay unchanged. A last line cut short by a kill is not damage; the run removes it.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from eval.store.folder import NO_LINE, VERSION, about_text, files_of, held_alone
 from eval.store.record import Failure, Record, job_event
 from lazyllm.errors import UserError
 
-_Lines = dict[Path, list[tuple[int, str, Any]]]  # of each file, as `lines_of` gives them
-_Reasons = dict[tuple[Path, int], str]  # {(file, line number): why the line is taken out}
+_Lines = dict[Path, list[tuple[int, str, Any]]]  # of each file, from `lines_of`
+_Reasons = dict[tuple[Path, int], str]  # {(file, line number): why the line is removed}
 
 _PARSE: dict[str, Callable[[str], Any]] = {
     "records": Record.from_json,
@@ -37,13 +36,13 @@ _PARSE: dict[str, Callable[[str], Any]] = {
 
 
 def repair(folder: Path) -> list[str]:
-    """Mend one run folder; returns what was done, for people: a line for each file that was damaged.
+    """Repair one run folder; returns a line for each damaged file.
 
-    Raises UserError: no run folder, another process works in it, written by another version, or nothing says whose
-    its records are. Then nothing was changed.
+    Raises UserError, without changes, for a folder without a run, of a running process, of another version, or with
+    records of an unknown run.
     """
     if not (folder / "run.json").exists() and not files_of(folder, "records"):
-        raise UserError(f"{folder}: no run folder: it holds neither run.json nor records")
+        raise UserError(f"{folder}: not a run folder: it holds neither run.json nor records")
     with held_alone(folder):
         done = _mend_about(folder)
         for name, parse in _PARSE.items():
@@ -59,13 +58,13 @@ def repair(folder: Path) -> list[str]:
 
 
 def _mend_about(folder: Path) -> list[str]:
-    """Put run.json together again if it is damaged. Raises UserError if that cannot be done."""
+    """Restore run.json if it is damaged. Raises UserError if that is impossible."""
     file = folder / "run.json"
     schema = _schema(file)
     if schema is not None and schema != VERSION:
         raise UserError(
-            f"{file}: written with schema {schema}, this version reads {VERSION}; nothing was changed: use the version "
-            "that wrote it"
+            f"{file}: has schema {schema}, but this version reads {VERSION}; nothing was changed: use the version that "
+            "wrote it"
         )
     with suppress(UserError):
         read_about(file)
@@ -73,22 +72,22 @@ def _mend_about(folder: Path) -> list[str]:
     text = _about_from_summary(folder / "summary.json")
     if text is None and files_of(folder, "records"):
         raise UserError(
-            f"{file}: cannot be read, and no summary.json says whose the records are; nothing was changed: put the "
-            "right run.json there (every run of the same command has the same identity in it), or start a new run"
+            f"{file}: cannot be read, and there is no summary.json to restore it from; nothing was changed: copy the "
+            "run.json of another run of the same command, or start a new run"
         )
     if file.is_dir():
-        raise UserError(f"{file}: not a file; nothing was changed: take it away")
+        raise UserError(f"{file}: not a file; nothing was changed: remove it")
     aside = _copy_aside(file) if file.exists() else None
     if text is None:
         file.unlink()
-        return [f"run.json: could not be read; set aside as {aside}. There are no records: the run begins anew"]
+        return [f"run.json: could not be read; set aside as {aside}. There are no records: the run starts again"]
     write_whole(file, text)
-    kept = f"; as it was: {aside}" if aside else ""
-    return [f"run.json: could not be read; put together again from summary.json{kept}"]
+    kept = f"; copy of the old one: {aside}" if aside else ""
+    return [f"run.json: could not be read; restored from summary.json{kept}"]
 
 
 def _schema(file: Path) -> Any:
-    """The schema that run.json names; None if it cannot be read."""
+    """The schema in run.json; None if it cannot be read."""
     try:
         return json.loads(file.read_bytes())["schema"]
     except (OSError, *NO_LINE):
@@ -96,7 +95,7 @@ def _schema(file: Path) -> Any:
 
 
 def _about_from_summary(file: Path) -> str | None:
-    """run.json's text, from the summary that repeats it; None if that cannot be read either."""
+    """run.json's text from the summary, which repeats it; None if the summary cannot be read."""
     try:
         content = json.loads(file.read_bytes())
         identity, config = content["identity"], content["config"]
@@ -128,7 +127,7 @@ def _repeated(lines: _Lines) -> _Reasons:
     for (dataset, row), copies in places.items():
         first_file, first_number, first = copies[0]
         if all(record == first for _, _, record in copies):
-            reason, taken = f"the same as {first_file.name}:{first_number}", copies[1:]
+            reason, taken = f"equal to {first_file.name}:{first_number}", copies[1:]
         else:
             listed = ", ".join(f"{file.name}:{number}" for file, number, _ in copies)
             reason, taken = f"different records of {dataset}, row {row}, in {listed}", copies
@@ -137,17 +136,17 @@ def _repeated(lines: _Lines) -> _Reasons:
 
 
 def _take_out(file: Path, lines: Sequence[tuple[int, str, Any]], reasons: dict[int, str]) -> str:
-    """Take lines out of a file, and keep a copy of the whole file beside it."""
+    """Remove lines from a file, after copying it."""
     kept = [text for number, text, _ in lines if number not in reasons]
     aside = _copy_aside(file)
     write_whole(file, "".join(f"{text}\n" for text in kept))
     listed = "; ".join(f"line {number}: {reason}" for number, reason in sorted(reasons.items())[:5])
     more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
-    return f"{file.name}: {len(reasons)} lines taken out, {len(kept)} kept; as it was: {aside} ({listed}{more})"
+    return f"{file.name}: {len(reasons)} lines removed, {len(kept)} kept; copy of the old one: {aside} ({listed}{more})"
 
 
 def _copy_aside(file: Path) -> str:
-    """Copy a file beside itself; returns the copy's name, which was free. Raises UserError."""
+    """Copy a file to a new name in its folder; returns the name. Raises UserError."""
     names = (file.with_name(f"{file.name}.damaged-{number}") for number in count(1))
     copy = next(name for name in names if not name.exists())
     try:
@@ -156,12 +155,12 @@ def _copy_aside(file: Path) -> str:
             opened.flush()
             os.fsync(opened.fileno())
     except OSError as error:
-        raise UserError(f"{copy}: could not be written ({error}); nothing was changed, make room first") from error
+        raise UserError(f"{copy}: could not be written ({error}); nothing was changed: free space first") from error
     return copy.name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0: every folder is in order now; 1: one could not be mended."""
+    """The command. Returns 0 if every folder is in order now, 1 if a folder could not be repaired."""
     parser = argparse.ArgumentParser(prog="lazyllm-bench repair", description="Repair damaged run folders.")
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run's folder")
     status = 0
@@ -172,9 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             status = 1
             continue
-        print("\n".join(f"{folder / line}" for line in done) if done else f"{folder}: nothing to mend")
+        print("\n".join(f"{folder / line}" for line in done) if done else f"{folder}: nothing to repair")
         if done:
-            print(f"{folder}: the run's command, given again, measures what is missing")
+            print(f"{folder}: the run's command measures the missing examples")
     return status
 
 

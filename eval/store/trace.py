@@ -1,6 +1,6 @@
-"""A trace: what happened inside one example, stored as a file of its own beside the run's records.
+"""A trace: tokens, importance and selections of one example, stored in a separate file of the run.
 
-Figure 2, the picture of the mechanism and the report's view of kept tokens are drawn from it.
+Figure 2, the mechanism's figure and the report's view of kept tokens are drawn from it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 class Trace:
     """One example under one method.
 
-    tokens: [n] the text of each prompt token; together they are the prompt, except that special tokens are named.
-    generated: the text of each generated token; "" for a token that ends inside a letter.
+    tokens: [n] the text of each prompt token; joined they are the prompt, with the names of special tokens.
+    generated: the text of each generated token; "" for a token that ends within a letter.
     importance: [layers][n] Eq. 1 in a prefill without pruning.
-    selected: per step {layer (1-based; 0 for before the model): ascending positions that enter the next layer}, prompt
-        and generated; a method that selects in prefill only has empty steps after the first.
+    selected: per step {layer (1-based; 0 before the first layer): ascending positions that enter the next layer},
+        prompt and generated tokens; empty in later steps if a method selects in prefill only.
     group_starts, computed: as in `eval.store.record.Measurement`.
     """
 
@@ -37,20 +37,20 @@ class Trace:
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
-        """The trace in a file's text. Raises ValueError, TypeError or KeyError if the text holds none."""
+        """The trace in a file's text. Raises ValueError, TypeError or KeyError if it is not a trace."""
         values: dict[str, Any] = json.loads(text)
         values["selected"] = [{int(layer): kept for layer, kept in step.items()} for step in values["selected"]]
         return cls(**values)
 
     @staticmethod
     def file_name(dataset: str, example: str) -> str:
-        """The trace's file name. Ids are mostly hashes and counters, but foreign data may hold any text."""
+        """The trace's file name. An example's id may be any text."""
         safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in example)
         return f"{dataset}-{safe[:80]}.json"
 
 
 def read_trace(file: Path) -> Trace:
-    """Raises ValueError if the file is no trace."""
+    """The trace in a file. Raises ValueError if it is not a trace."""
     try:
         return Trace.from_json(file.read_text(encoding="utf-8"))
     except (TypeError, KeyError) as error:

@@ -5,8 +5,8 @@ lazyllm-bench tune model=tiny dataset=embedded                         the whole
 lazyllm-bench tune -m worker=1,2,3,4 hydra/launcher=joblib ...         four processes on one study
 lazyllm-bench tune --help                                              every setting
 
-The same command goes on with a study that was stopped or killed. The result is in the study's folder (front.md), and
-a run takes it as method.schedule=tuned/FOLDER.
+The same command resumes a study that was stopped or killed. The result is in the study's folder (front.md); a run uses
+it by method.schedule=tuned/FOLDER.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from eval.tune.settings import TuneConfig, check_installed, to_tune_config
 
 
 def tune_job(config: DictConfig) -> None:
-    """One process's part in the search that a composed config describes."""
+    """One process's part in the search of a composed config."""
     with job():
         settings = to_tune_config(config)
-        from eval.tune.search import tune  # not at the top: torch is imported once the arguments are right
+        from eval.tune.search import tune  # not at the top: imports torch, only after the arguments are checked
 
         tune(settings)
 

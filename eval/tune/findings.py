@@ -1,8 +1,8 @@
-"""What a search found: the finalists measured on the held-out half, the front as CSV, table and figure, the schedules.
+"""The results of a search: finalists measured on the held-out half, and the files of a study.
 
-front.csv, .md, .svg, .pdf, .png   every measured schedule on the tuning half; the finalists on the held-out one too
+front.csv, .md, .svg, .pdf, .png   every measured schedule on the tuning half; finalists also on the held-out half
 front.json                         the same with the study's identity, config, counts and provenance
-tuned.yaml, tuned-1.80x.yaml, ...  what `method.schedule=tuned/...` takes: the best one at the target, or the front
+tuned.yaml, tuned-1.80x.yaml, ...  schedules for `method.schedule=tuned/...`: the best at the target, or the front
 final/SCHEDULE/                    the finalists' runs, each example paired with the baseline
 """
 
@@ -43,12 +43,12 @@ _HELD_OUT = ("score", "ttft_speedup", "difference")  # columns of the held-out h
 
 
 def best(tried: Sequence[Tried]) -> Tried:
-    """The best score on the tuning half; of equals the slowest, which is the nearest to the target."""
+    """The best score on the tuning half; of equals the slowest, which is nearest to the target."""
     return max(tried, key=lambda point: (point.scored.score, -point.ideal_speedup))
 
 
 def front(tried: Sequence[Tried]) -> list[Tried]:
-    """The points that no other beats in score or speedup without losing in the other, the slowest first."""
+    """The Pareto front of score and speedup, the slowest first."""
     points: list[Tried] = []
     for point in sorted(tried, key=lambda point: (-point.ideal_speedup, -point.scored.score)):
         if not points or point.scored.score > points[-1].scored.score:
@@ -57,7 +57,7 @@ def front(tried: Sequence[Tried]) -> list[Tried]:
 
 
 def told_apart(points: Sequence[Tried]) -> list[Tried]:
-    """Of a front's points, the slowest first, those whose names differ; of equal ones the best score, the slowest."""
+    """A front's points, the slowest first, without repeated names; of equal names the slowest, with the best score."""
     return list({_name(point): point for point in reversed(points)}.values())[::-1]
 
 
@@ -66,13 +66,13 @@ def _name(point: Tried) -> str:
 
 
 def evenly(points: Sequence[Tried], count: int) -> list[Tried]:
-    """At most `count` of the points, from the first to the last one, evenly spaced."""
+    """At most `count` of the points, evenly spaced from the first to the last one."""
     numbers = np.linspace(0, len(points) - 1, min(count, len(points))).round().astype(int)
     return [points[number] for number in dict.fromkeys(numbers.tolist())]
 
 
 def report(config: TuneConfig, study: Study, beside: Mapping[str, Candidate], num_layers: int) -> None:
-    """Measure the finalists and write all files into the study's folder. beside: the schedules to compare with."""
+    """Measure the finalists and write all files into the study's folder. beside: the `references`."""
     tried = study.tried()
     if config.target_speedup is not None:
         chosen = {"tuned": best(tried).candidate}
@@ -83,10 +83,10 @@ def report(config: TuneConfig, study: Study, beside: Mapping[str, Candidate], nu
     records = {name: _finalist(config, study, candidate) for name, candidate in finalists.items()}
     table = _table(study, tried, finalists, records)
     for name, candidate in chosen.items():
-        shipped = study.folder.name + name.removeprefix("tuned")  # its name once it is copied into eval/conf/tuned
+        shipped = study.folder.name + name.removeprefix("tuned")  # its name if it is copied to eval/conf/tuned
         text = as_yaml(shipped, candidate.schedule, num_layers, _about(config, study, table, name))
         write_whole(study.folder / (FILE if name == "tuned" else f"{name}.yaml"), text)
-    for file in study.folder.glob("tuned-*x.yaml"):  # of an earlier front, before the search was widened
+    for file in study.folder.glob("tuned-*x.yaml"):  # of an earlier front of this study
         if file.stem not in chosen:
             file.unlink()
     title = f"{Path(config.model.name).name}, {_aim(config)}"
@@ -108,7 +108,7 @@ def report(config: TuneConfig, study: Study, beside: Mapping[str, Candidate], nu
 
 
 def _finalist(config: TuneConfig, study: Study, candidate: Candidate) -> list[Record]:
-    """The schedule's records on the held-out half, paired with the baseline; those that are there are not redone.
+    """The schedule's records on the held-out half, paired with the baseline; existing records are reused.
 
     Raises UserError if an example failed.
     """
@@ -117,12 +117,11 @@ def _finalist(config: TuneConfig, study: Study, candidate: Candidate) -> list[Re
     timing = TimingConfig(paired=True, warmup=config.timing.warmup)
     run(as_run(config, method=method, half=HELD_OUT, out=str(folder), timing=timing), show=False)
     measured = StoredRun(folder, *read_run(folder))
-    if measured.failures:  # a schedule without its hardest examples does not compare with the others
+    if measured.failures:  # a schedule without its failed examples cannot be compared
         first = measured.failures[0]
         raise UserError(
             f"{len(measured.failures)} held-out examples failed with schedule {candidate.schedule}, the first: "
-            f"{first.dataset}, row {first.id}: {first.reason}. Nothing is reported without them: the same command "
-            "tries them again"
+            f"{first.dataset}, row {first.id}: {first.reason}. No report without them: give the same command again"
         )
     return list(measured.records)
 
@@ -130,10 +129,9 @@ def _finalist(config: TuneConfig, study: Study, candidate: Candidate) -> list[Re
 def _table(
     study: Study, tried: Sequence[Tried], finalists: Mapping[str, Candidate], records: Mapping[str, Sequence[Record]]
 ) -> pd.DataFrame:
-    """kind ("trial", or a finalist's name), schedule, ideal_speedup (on the prompts tuned on), on_front,
-    tuning_score, tuning_examples; of finalists on the held-out half: held_out_examples, held_out_ideal_speedup,
-    baseline_score, and with `_low` and `_high` score, ttft_speedup, and difference: the score less the paper's, of the
-    same examples."""
+    """kind ("trial", or a finalist's name), schedule, ideal_speedup (on the tuning half), on_front, tuning_score,
+    tuning_examples; of finalists on the held-out half: held_out_examples, held_out_ideal_speedup, baseline_score, and
+    with `_low` and `_high` score, ttft_speedup, and difference: the score minus "paper"'s on the same examples."""
     by_candidate = {point.candidate: point for point in tried}
     on_front = {point.candidate for point in front(tried)}
     rows = [_row(study.ideal, "trial", point.candidate, point, point.candidate in on_front) for point in tried]
@@ -149,20 +147,21 @@ def _table(
             "baseline_score": held_out["baseline_score"].mean,
         }
         compared = difference(records[name], paper) if paper is not None and name != "paper" else (math.nan,) * 3
-        values = [(one.mean, one.low, one.high) for one in (held_out["score"], held_out["ttft_speedup"])] + [compared]
+        measured = (held_out["score"], held_out["ttft_speedup"])
+        values = [*((value.mean, value.low, value.high) for value in measured), compared]
         for column, (mean, low, high) in zip(_HELD_OUT, values, strict=True):
             row |= {column: mean, f"{column}_low": low, f"{column}_high": high}
         rows.append(row)
     return pd.DataFrame(rows)
 
 
-def difference(one: Sequence[Record], other: Sequence[Record]) -> tuple[float, float, float]:
-    """The mean over tasks of one's scores less the other's, 0 to 100, of the examples that both have; low and high.
+def difference(records: Sequence[Record], other: Sequence[Record]) -> tuple[float, float, float]:
+    """(mean, low, high) of the scores of `records` minus those of `other`, 0 to 100, on the examples of both.
 
-    The interval is that of any score (`eval.store.aggregate`): examples are drawn, each with both its scores.
+    Mean over tasks; the interval is a bootstrap over examples (`eval.store.aggregate`), each with both of its scores.
     """
     theirs = {record.key: record.method.score for record in other}
-    frame = example_rows([record for record in one if record.key in theirs]).assign(seed=0)
+    frame = example_rows([record for record in records if record.key in theirs]).assign(seed=0)
     keys = zip(frame["dataset"], frame["id"], strict=True)
     frame["score"] = frame["score"] - [100 * theirs[key] for key in keys]
     row = rows_of(frame)[-1]
@@ -181,7 +180,7 @@ def _row(ideal: Ideal, kind: str, candidate: Candidate, tried: Tried | None, on_
 
 
 def _reference(folder: Path, name: str) -> str:
-    """How `method.schedule` names it."""
+    """Its name in `method.schedule`."""
     return f"tuned/{folder}" if name == "tuned" else f"tuned/{folder / name}.yaml"
 
 
@@ -204,19 +203,19 @@ def _about(config: TuneConfig, study: Study, table: pd.DataFrame, name: str) -> 
 
 
 def _markdown(table: pd.DataFrame, title: str, config: TuneConfig, study: Study) -> str:
-    """The finalists, what the columns mean, and whether the search was worth it."""
+    """A table of the finalists, the meaning of its columns, and each tuned schedule compared with the paper's."""
     finalists: Any = table[table["kind"] != "trial"]
     headings = ["schedule", "", "ideal speedup", "tuning score", "held-out score", "TTFT speedup", "less paper's"]
     lines = markdown_lines(headings, [_cells(row) for _, row in finalists.iterrows()], keys=2)
-    counts, first, tuned_on = study.counts(), finalists.iloc[0], max(one.scored.examples for one in study.tried())
+    counts, first, tuned_on = study.counts(), finalists.iloc[0], max(point.scored.examples for point in study.tried())
     caption = (
         f"{counts.measured} schedules of at most {config.layers} pruning layers were measured on {tuned_on} examples, "
-        f"{counts.refused} more refused by arithmetic. The held-out half has {int(first['held_out_examples'])} other "
-        f"examples ({RULE}). Scores 0 to 100, mean over tasks; the baseline's on the held-out half is "
+        f"{counts.refused} more were refused by their FLOPs. The held-out half has {int(first['held_out_examples'])} "
+        f"other examples ({RULE}). Scores 0 to 100, mean over tasks; the baseline's on the held-out half is "
         f"{first['baseline_score']:.2f}. ±: half of the 95 % bootstrap interval over examples; in the last column both "
-        "schedules have the same examples. Ideal speedups are of the prompts tuned on. paper: after the layers of the "
-        "paper's Figure 4, or earlier ones where these cannot reach the target; uniform: after evenly spaced layers; "
-        "each with one keep ratio."
+        "schedules have the same examples. Ideal speedups are those of the tuning half's prompts. paper: pruning after "
+        "the layers of the paper's Figure 4, or earlier ones if these cannot reach the target; uniform: after evenly "
+        "spaced layers; each with one keep ratio."
     )
     return "\n".join([f"# {title}", "", *lines, "", caption, "", *_verdicts(finalists), ""])
 
@@ -233,16 +232,16 @@ def _cells(row: Any) -> list[str]:
 
 
 def _verdicts(finalists: Any) -> list[str]:
-    """What the held-out half says of each tuned schedule against the paper's, in a sentence."""
+    """A sentence for each tuned schedule: its score on the held-out half compared with the paper's schedule."""
     if "paper" not in set(finalists["kind"]):
-        return ["No schedule of one keep ratio at the paper's depths, or at earlier ones, reaches the target."]
+        return ["No schedule of one keep ratio at the paper's layers, or at earlier ones, reaches the target."]
     lines = []
     paper = finalists[finalists["kind"] == "paper"].iloc[0]
     for _, row in finalists[finalists["kind"].str.startswith("tuned")].iterrows():
         low, high = row["difference_low"], row["difference_high"]
-        said = "better than" if low > 0 else "worse than" if high < 0 else "as well, within the interval, as"
+        verdict = "better than" if low > 0 else "worse than" if high < 0 else "the same within the interval as"
         lines.append(
-            f"- {row['kind']}, {row['ideal_speedup']:.2f} times as fast in FLOPs, scores {said} paper with "
+            f"- {row['kind']}, ideal speedup {row['ideal_speedup']:.2f}, scores {verdict} paper, ideal speedup "
             f"{paper['ideal_speedup']:.2f}: {row['difference']:+.2f} [{low:+.2f}, {high:+.2f}]."
         )
     return lines

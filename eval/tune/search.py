@@ -1,4 +1,4 @@
-"""The search: config in; a study, its front and a schedule to run with out."""
+"""The search: from a config to a study with its front and schedules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from eval.tune.study import Scored, TrialFailed, open_study, search
 from lazyllm.errors import UserError, reason_of
 from lazyllm.models.load import load_config
 
-# The code that decides which candidates are tried and what a score is, beside the code that decides a record
+# Code that can change a study, in addition to the code that can change a record
 CODE = ("eval/tune/space.py", "eval/tune/study.py", "eval/store/aggregate.py")
 
 log = logging.getLogger(__name__)
@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 def tune(config: TuneConfig) -> Path:
     """Search, then report; returns the study's folder.
 
-    If several processes work in one study, the last one to end its trial reports. Raises UserError, before a model
-    loads if that is possible.
+    If several processes work on one study, the one that ends its last trial reports. Raises UserError, before a model
+    loads if possible.
     """
     started = time.monotonic()
-    # trials are compared by their scores, so they are not paired
+    # trials are compared by score only, so they need no paired baseline
     plan = prepare(as_run(config, out=None, half=TUNING, timing=TimingConfig(paired=False, warmup=0)))
     model_config = load_config(model_spec(plan.config))
     space = Space(model_config.num_hidden_layers, config.layers)
@@ -69,20 +69,20 @@ def tune(config: TuneConfig) -> Path:
         with FileLock(folder / "report.lock"):
             counts = study.counts()
             if counts.running:
-                log.info("%s: %d trials run in other processes; the last of them reports", folder, counts.running)
+                log.info("%s: %d trials run in other processes; the last process reports", folder, counts.running)
             elif not counts.measured:
-                log.warning("%s: no schedule was measured yet; the same command goes on", folder)
+                log.warning("%s: no schedule has been measured; the same command resumes the search", folder)
             else:
                 report(config, study, beside, model_config.num_hidden_layers)
     return folder
 
 
 def study_identity(config: TuneConfig, plan: Plan) -> dict[str, Any]:
-    """What must agree for a study to go on: the run's identity, the examples, the objective and the space.
+    """Everything that must agree to resume a study: the run's identity, the examples, the objective and the space.
 
-    The number of trials is not part of it: a search can be widened.
+    The number of trials is not part of it and may be raised.
     """
-    keys = "\n".join(f"{dataset}\0{one}" for dataset, one in sorted(case.key for case in plan.cases))
+    keys = "\n".join(f"{dataset}\0{example}" for dataset, example in sorted(case.key for case in plan.cases))
     method = {key: value for key, value in plan.identity["method"].items() if key != "schedule"}
     run = {key: value for key, value in plan.identity.items() if key not in ("parameters", "paired", "warmup")}
     return run | {
@@ -95,9 +95,9 @@ def study_identity(config: TuneConfig, plan: Plan) -> dict[str, Any]:
 
 
 class _Scorer:
-    """Scores candidates on the tuning half; the model loads with the first example that has not been measured.
+    """Scores candidates on the tuning half; the model loads with the first new example.
 
-    A candidate's records stay in its folder below `trials`, so that a killed trial goes on with the next example.
+    A candidate's records are stored in `trials/NAME`, so a killed trial resumes with the next example.
     """
 
     def __init__(self, plan: Plan, folder: Path) -> None:
@@ -115,7 +115,7 @@ class _Scorer:
         folder.mkdir(parents=True, exist_ok=True)
         store = RunStore(folder)
         todo = [case for case in self._plan.cases if case.key not in store.records]
-        with device_lock.held(self._plan.devices, f"process {os.getpid()} for {folder}"):  # no run is timed meanwhile
+        with device_lock.held(self._plan.devices, f"process {os.getpid()} for {folder}"):  # disturb no timed run
             for case in todo:
                 self._measure(replace(case, method=with_schedule(case.method, candidate.schedule)), store)
         rows = summarise([store.records[case.key] for case in self._plan.cases]).rows
@@ -133,7 +133,7 @@ class _Scorer:
             store.append(bench.measure(case, baseline_first=True))
         except UserError:
             raise
-        except Exception as error:  # out of memory, logits that are not finite: no score, and never a 0
+        except Exception as error:  # out of memory, or logits that are not finite: no score, rather than 0
             free(*self._plan.devices)
             raise TrialFailed(f"{case.dataset.name}, row {case.example.id}: {reason_of(error)}") from error
 
@@ -141,14 +141,14 @@ class _Scorer:
 def _check_reach(config: TuneConfig, space: Space, ideal: Ideal) -> None:
     if space.max_cuts >= space.num_layers:
         raise UserError(
-            f"layers={config.layers}: expected less than the model's {space.num_layers}, as nothing is saved after the "
-            "last one"
+            f"layers={config.layers}: expected less than the model's {space.num_layers}, as pruning after the last one "
+            "saves nothing"
         )
     best = ideal.speedup(space.fastest.schedule)
     if config.target_speedup is not None and config.target_speedup > best:
         raise UserError(
-            f"target_speedup={config.target_speedup}: out of reach. On these prompts the best ideal speedup of a "
-            f"schedule with layers={config.layers} is {best:.2f} ({space.fastest.schedule}); give less, or more layers"
+            f"target_speedup={config.target_speedup}: out of reach. The best ideal speedup of a schedule with "
+            f"layers={config.layers} on these prompts is {best:.2f} ({space.fastest.schedule}): lower it, or raise layers"
         )
 
 

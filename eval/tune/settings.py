@@ -12,7 +12,7 @@ from eval.run.config import RunConfig, to_run_config
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, by_name
 
-_NOT_HERE = ("compare", "only", "shard", "half", "trace")  # keys of a run that a search does not use
+_NOT_HERE = ("compare", "only", "shard", "half", "trace")  # keys of a run that a search refuses
 
 
 @dataclass
@@ -20,11 +20,11 @@ class TuneConfig(RunConfig):
     """A run's settings (`eval.run.config.RunConfig`), and the search's.
 
     target_speedup: the ideal TTFT speedup that a schedule must reach; null searches the whole front of score against
-        speedup. trials: number of schedules to measure; those refused by arithmetic alone do not count. layers: most
-        pruning layers of a schedule. finalists: number of schedules of a front to measure on the held-out half.
-    timeout_s: seconds after which this process begins no other trial; null for no limit.
-    worker: has no effect; a sweep over it (-m worker=1,2,3,4) starts that many processes on one study.
-    `seed` is the search's too. `out` is the study's folder; null makes studies/<name>-<fingerprint>.
+        speedup. trials: number of schedules to measure. layers: greatest number of pruning layers of a schedule.
+    finalists: number of schedules of a front to measure on the held-out half.
+    timeout_s: seconds after which this process begins no further trial; null for no limit.
+    worker: no effect, but a sweep over it (-m worker=1,2,3,4) starts N processes on one study.
+    `seed` is also the search's. `out` is the study's folder; null makes studies/<name>-<fingerprint>.
     """
 
     target_speedup: float | None = None
@@ -42,17 +42,16 @@ def to_tune_config(config: DictConfig) -> TuneConfig:
     default = TuneConfig()
     for key in _NOT_HERE:
         if getattr(plain, key) != getattr(default, key):
-            raise UserError(f"{key}={getattr(plain, key)}: means nothing to a search; leave it out")
+            raise UserError(f"{key}={getattr(plain, key)}: has no meaning in a search; leave it out")
     if not plain.timing.paired:
         raise UserError(
-            "timing.paired=false: means nothing to a search, whose trials are never paired and whose finalists always "
-            "are; leave it out"
+            "timing.paired=false: has no meaning in a search, whose finalists are always paired; leave it out"
         )
     if by_name(plain.method["name"]).dial != "schedule":
         searched = " or ".join(f"method={name}" for name in METHODS if METHODS[name].dial == "schedule")
         raise UserError(f"method={plain.method['name']}: has no schedule to search; give {searched}")
     if plain.method.get("schedule", "paper") != "paper":
-        raise UserError("method.schedule is what is searched: leave it out")
+        raise UserError("method.schedule is what the search finds: leave it out")
     target = plain.target_speedup
     if target is not None and target <= 1:
         raise UserError(f"target_speedup={target}: expected more than 1, or null for the whole front")
@@ -65,7 +64,7 @@ def to_tune_config(config: DictConfig) -> TuneConfig:
 
 
 def as_run(config: TuneConfig, **settings: Any) -> RunConfig:
-    """The run settings among a search's, with `settings` in place of its own."""
+    """The run settings of a search, with `settings` replaced."""
     return replace(RunConfig(**{key.name: getattr(config, key.name) for key in fields(RunConfig)}), **settings)
 
 
@@ -75,13 +74,12 @@ def check_installed() -> None:
         version("optuna")
     except PackageNotFoundError as error:
         raise UserError(
-            "the search needs the package optuna: install it with pip install --editable '.[tune]', in the "
-            "repository's folder"
+            "the search needs the package optuna: run pip install --editable '.[tune]' in the repository's folder"
         ) from error
 
 
 def plain_config(config: TuneConfig) -> dict[str, Any]:
-    """The config as JSON can hold it."""
+    """The config with JSON's types."""
     plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}

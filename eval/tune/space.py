@@ -1,4 +1,4 @@
-"""The schedules that a search may try, and the arithmetic that refuses some of them before a model runs."""
+"""The schedules that a search may try, and their ideal speedups, by which some are refused before a model runs."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from lazyllm.methods.lazy import DEPTHS
 if TYPE_CHECKING:
     from optuna import Trial
 
-_POWERS = 2**12  # how finely a candidate's strength is set
+_POWERS = 2**12  # steps of a candidate's strength
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A drawn schedule. cuts: (layer, per cent kept) in order of layers; it is invalid if a layer stands twice."""
+    """A drawn schedule. cuts: (layer, per cent kept), in order of layers; invalid if a layer is repeated."""
 
     cuts: tuple[tuple[int, int], ...]
 
     @property
     def clashes(self) -> int:
-        """Number of cuts after a layer that has one already."""
+        """Number of cuts after a layer that already has a cut."""
         return len(self.cuts) - len(dict(self.cuts))
 
     @property
     def schedule(self) -> dict[int, float]:
-        """{layer: keep ratio}, as a method takes it."""
+        """{layer: keep ratio}."""
         return {layer: percent / 100 for layer, percent in self.cuts}
 
     @property
     def name(self) -> str:
-        """For files: 2_30-5_50 keeps 30 % after layer 2 and 50 % of those after layer 5."""
+        """A file name: 2_30-5_50 keeps 30 % after layer 2 and 50 % of these after layer 5."""
         return "-".join(f"{layer}_{percent}" for layer, percent in self.cuts)
 
     @property
@@ -52,9 +52,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Space:
-    """One to `max_cuts` pruning layers before the last one of `num_layers`, a keep ratio for each.
+    """Schedules of 1 to `max_cuts` pruning layers, from 1 to `num_layers` - 1, with a keep ratio for each.
 
-    lowest, highest, step: the keep ratios, in per cent.
+    lowest, highest, step: of the keep ratios, in per cent.
     """
 
     num_layers: int
@@ -64,10 +64,7 @@ class Space:
     step: int = 1
 
     def draw(self, trial: Trial) -> Candidate:
-        """A candidate by the trial's sampler, its cuts in order of layers.
-
-        With a target it is drawn as a shape, which `fitted` makes as strong as the target asks.
-        """
+        """A candidate drawn by the trial's sampler. With a target, `fitted` then adjusts its strength."""
         cuts = []
         for number in range(1, trial.suggest_int("cuts", 1, self.max_cuts) + 1):
             layer = trial.suggest_int(f"layer_{number}", 1, self.num_layers - 1)
@@ -75,12 +72,12 @@ class Space:
         return Candidate(tuple(sorted(cuts)))
 
     def fitted(self, candidate: Candidate, ideal: Ideal, target: float) -> Candidate:
-        """The candidate, pruned as little as reaches the target: every keep ratio to one power, then to a whole step.
+        """The candidate with all keep ratios raised to the least power that reaches the target, then rounded to a step.
 
-        No model runs for a schedule that prunes more than the target asks: it is no better. If the candidate's layers
-        cannot reach the target, the result prunes most at these layers.
+        So no model runs for a schedule that prunes more than necessary. If the candidate's layers cannot reach the
+        target, the result prunes most at these layers.
         """
-        weak, strong = 0, _POWERS  # 1 / _POWERS of the greatest power, which takes even the mildest cut to the end
+        weak, strong = 0, _POWERS  # in 1 / _POWERS of the greatest power, which takes `highest` to `lowest`
         while strong - weak > 1:
             middle = (weak + strong) // 2
             reaches = ideal.speedup(self._raised(candidate, middle).schedule) >= target
@@ -95,7 +92,7 @@ class Space:
         )
 
     def holds(self, candidate: Candidate) -> bool:
-        """Whether the candidate can be drawn."""
+        """Whether `draw` can give the candidate."""
         return len(candidate.cuts) <= self.max_cuts and all(keep in self.ratios for _, keep in candidate.cuts)
 
     @property
@@ -105,16 +102,16 @@ class Space:
 
     @property
     def fastest(self) -> Candidate:
-        """The candidate of the fewest FLOPs."""
+        """The candidate with the fewest FLOPs."""
         return Candidate(tuple((layer, self.lowest) for layer in range(1, self.max_cuts + 1)))
 
 
 @dataclass(frozen=True)
 class Ideal:
-    """Ideal TTFT speedups over many prompts, put together as measured ones are (`eval.store.aggregate`).
+    """Ideal TTFT speedups over many prompts, aggregated like measured ones (`eval.store.aggregate`).
 
     lengths: {dataset: {prompt tokens: number of prompts}}. A dataset's speedup is the baseline's summed FLOPs over the
-    schedule's; a task's the mean over its datasets; the whole the mean over tasks. method: takes the schedules.
+    schedule's; a task's is the mean over its datasets; the total is the mean over tasks. method: gets the schedules.
     """
 
     model_config: Any
@@ -130,7 +127,7 @@ class Ideal:
         return cls(model_config, lengths, method)
 
     def speedup(self, schedule: Mapping[int, float]) -> float:
-        """The schedule's ideal speedup; one prompt's is `Method.ideal_speedup`."""
+        """The schedule's ideal speedup; for a single prompt it is `Method.ideal_speedup`."""
         method = with_schedule(self.method, schedule)
         layers = self.model_config.num_hidden_layers
         flops = {
@@ -155,12 +152,11 @@ def with_schedule(method: Method, schedule: Mapping[int, float]) -> Method:
 
 
 def references(space: Space, ideal: Ideal, target: float | None) -> dict[str, Candidate]:
-    """The schedules to compare the tuned one with: those of {"paper": ..., "uniform": ...} that reach the target.
+    """Schedules to compare the tuned one with, {"paper": ..., "uniform": ...}, without those that miss the target.
 
-    paper: after 30, 60 and 90 % of the depth (Figure 4), or the next earlier layers of
-    `lazyllm.methods.lazy.DEPTHS` that reach the target. uniform: after evenly spaced layers, as many as a schedule
-    may have, or the fewest more that reach it. Both keep one ratio: the highest that reaches the target; without a
-    target 70 %, the paper's.
+    paper: pruning after 30, 60 and 90 % of the depth (Figure 4), or after the next earlier layers of
+    `lazyllm.methods.lazy.DEPTHS` that reach the target. uniform: after `max_cuts` evenly spaced layers, or the fewest
+    more that reach it. Each has one keep ratio: the highest that reaches the target; without a target the paper's 70 %.
     """
     depth = space.num_layers
     even = [[depth * number // (cuts + 1) for number in range(1, cuts + 1)] for cuts in range(space.max_cuts, depth)]
@@ -172,7 +168,7 @@ def references(space: Space, ideal: Ideal, target: float | None) -> dict[str, Ca
             for layers in choices
             for percent in (reversed(space.ratios) if target is not None else [70])
         )
-        candidate = next((one for one in equal if target is None or ideal.speedup(one.schedule) >= target), None)
-        if candidate is not None:
+        reaching = (choice for choice in equal if target is None or ideal.speedup(choice.schedule) >= target)
+        if (candidate := next(reaching, None)) is not None:
             found[name] = candidate
     return found

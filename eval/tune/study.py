@@ -1,9 +1,9 @@
-"""A search's study: an Optuna study in a file that several processes share, and that survives a kill.
+"""A search's study: an Optuna study in files that several processes share and that survive a kill.
 
 study.json       the study's identity, config and provenance
 journal.log      Optuna's journal: every trial with its schedule, ideal speedup and score
-trials/NAME/     records.jsonl: one `Record` an example of the tuning half, kept if a trial is killed; .lock: held by
-                 the process that measures the schedule, so that a running trial without a process is done again
+trials/NAME/     records.jsonl: one `Record` for each example of the tuning half; .lock: held by the process that
+                 measures the schedule, so that a trial whose process has died is recognised and repeated
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from lazyllm.errors import UserError, reason_of
 
 log = logging.getLogger(__name__)
 
-IN_VAIN = 100  # after N candidates in a row that need no model the search ends: nothing new is to be expected
+IN_VAIN = 100  # the search ends after N candidates in a row that are refused or known
 _NAME = "schedules"
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A trial's outcome on the tuning half. score: 0 to 100, the mean over tasks. tasks: by task."""
+    """A trial's outcome on the tuning half. score: 0 to 100, mean over tasks. tasks: score by task."""
 
     score: float
     tasks: Mapping[str, float]
@@ -56,7 +56,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of candidates: measured, refused by arithmetic, drawn again, failed or given up, and running now."""
+    """Numbers of candidates: measured, refused by their FLOPs, drawn again, failed, and running now."""
 
     measured: int
     refused: int
@@ -66,7 +66,7 @@ class Counts:
 
 
 class TrialFailed(RuntimeError):  # noqa: N818 - an outcome
-    """A candidate that could not be measured; the message says why."""
+    """A candidate could not be measured."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class Study:
     _locks: dict[int, FileLock] = field(default_factory=dict)  # of the trials that this process measures
 
     def next(self, trials: int) -> tuple[Trial, Candidate] | None:
-        """A candidate to measure, reserved for this process; None if the study has `trials`, or nothing is new.
+        """A candidate to measure, reserved for this process; None if the study has `trials`, or finds no new one.
 
-        Candidates that the constraints refuse, or that were measured before, are told to Optuna at once.
+        Candidates that the constraints refuse, or that are known, are pruned in Optuna at once.
         """
         with lock_of(self.folder):
             self._retire_the_dead()
@@ -97,11 +97,11 @@ class Study:
                     self._locks[drawn[0].number] = lock = lock_of(self._trial_folder(drawn[1]))
                     lock.acquire()
                     return drawn
-        log.info("%d candidates in a row were refused or known: the search ends", IN_VAIN)
+        log.info("%d candidates in a row were refused or known: end of the search", IN_VAIN)
         return None
 
     def tell(self, trial: Trial, candidate: Candidate, scored: Scored) -> None:
-        """Write down a candidate's score."""
+        """Store a candidate's score."""
         trial.set_user_attr("tasks", dict(scored.tasks))
         trial.set_user_attr("examples", scored.examples)
         speedup = self.ideal.speedup(candidate.schedule)
@@ -109,7 +109,7 @@ class Study:
         self._locks.pop(trial.number).release()
 
     def fail(self, trial: Trial, reason: str) -> None:
-        """Write down that a candidate could not be measured."""
+        """Store that a candidate could not be measured."""
         trial.set_user_attr("reason", reason)
         self.optuna.tell(trial, state=TrialState.FAIL)
         if trial.number in self._locks:
@@ -128,7 +128,7 @@ class Study:
         )
 
     def tried(self) -> list[Tried]:
-        """All schedules that were measured, once each, in order."""
+        """All measured schedules, in order."""
         return [
             Tried(
                 _candidate(trial),
@@ -140,10 +140,10 @@ class Study:
         ]
 
     def _draw(self, at_random: bool) -> tuple[Trial, Candidate] | None:
-        """The next candidate, if it is to be measured. at_random: not near good ones, if all of these are known."""
+        """The next candidate; None if it need not be measured. at_random: drawn uniformly, not near good ones."""
         ended = sum(trial.state in _ENDED for trial in self._trials())
-        # a sampler for each trial, seeded by what the study holds: a search that goes on after a kill draws what it
-        # would have drawn, and two processes do not draw the same
+        # a new sampler for each trial, seeded by the study's trials: a resumed search draws as if it had not stopped,
+        # and two processes draw different candidates
         self.optuna.sampler = _sampler(self.seed, ended + self.counts().running, at_random)
         trial = self.optuna.ask()
         candidate = self.space.draw(trial)
@@ -164,23 +164,23 @@ class Study:
                 continue
             if other.state == TrialState.COMPLETE:
                 trial.set_user_attr("repeats", other.number)
-                self.optuna.tell(trial, state=TrialState.PRUNED)  # its score again would draw the sampler to it
+                self.optuna.tell(trial, state=TrialState.PRUNED)  # a repeated score would attract the sampler
                 return None
             if other.state == TrialState.RUNNING:
-                self.fail(trial, f"trial {other.number} measures the same")
+                self.fail(trial, f"trial {other.number} measures the same candidate")
                 return None
         return trial, candidate
 
     def _retire_the_dead(self) -> None:
-        """Fail the running trials whose process is gone, and put their candidates first in the queue."""
+        """Fail the running trials whose process has died, and enqueue their candidates first."""
         for trial in self._trials():
             if trial.state == TrialState.RUNNING and not self._is_measured(trial):
                 self.optuna.tell(trial.number, state=TrialState.FAIL)
                 self.optuna.enqueue_trial({**trial.system_attrs.get("fixed_params", {}), **trial.params})
-                log.info("trial %d was broken off: it is done again", trial.number)
+                log.info("trial %d was killed: it is repeated", trial.number)
 
     def _is_measured(self, trial: FrozenTrial) -> bool:
-        """Whether a living process measures the trial. One that was still being drawn has no candidate."""
+        """Whether a living process measures the trial. A trial that was killed while drawing has no candidate."""
         if "cuts" not in trial.user_attrs:
             return False
         try:
@@ -208,10 +208,10 @@ def open_study(
     seed: int,
     first: Sequence[Candidate],
 ) -> Iterator[Study]:
-    """The study in `folder`, made if it is not there.
+    """The study in `folder`, which is made if it does not exist.
 
-    identity: what must agree for a study to go on. about: config and provenance, for people. first: candidates to try
-    before the sampler draws. Raises UserError: a study of another identity, or a folder that cannot be used.
+    identity: must agree with that of an existing study. about: config and provenance, for people. first: candidates to
+    try before the sampler draws. Raises UserError for a study of another identity, or a folder that cannot be used.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     locks: dict[int, FileLock] = {}
@@ -219,7 +219,7 @@ def open_study(
         with lock_of(folder):
             _check_identity(folder / "study.json", identity, about)
             journal = folder / "journal.log"
-            # the kernel frees this lock if its process is killed; Optuna's own would be waited for half a minute
+            # the kernel frees this lock if its process is killed; Optuna's own lock expires after half a minute
             lock: Any = FileLock(folder / "journal.lock")
             with lock:
                 _cut_half_line(journal)
@@ -233,7 +233,7 @@ def open_study(
                 study.enqueue_trial(candidate.parameters, skip_if_exists=True)
     except OSError as error:
         raise UserError(
-            f"{folder}: the study's folder cannot be written or locked ({error}); give another with out=FOLDER"
+            f"{folder}: the study's folder cannot be written or locked ({error}): give another one with out=FOLDER"
         ) from error
     try:
         yield Study(folder, space, ideal, target, seed, study, locks)
@@ -243,16 +243,16 @@ def open_study(
 
 
 def lock_of(folder: Path) -> FileLock:
-    """The lock of a folder, which is made if it is not there."""
+    """The lock of a folder, which is made if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     return FileLock(folder / ".lock")
 
 
 def search(study: Study, score: Callable[[Candidate], Scored], trials: int, goes_on: Callable[[], bool]) -> None:
-    """Measure candidates until the study has `trials` of them, or `goes_on` says no.
+    """Measure candidates until the study has `trials` of them, or `goes_on` returns False.
 
-    score: raises TrialFailed if a candidate cannot be measured; the search goes on with others. Raises UserError after
-    three of these in this process.
+    score: raises TrialFailed if a candidate cannot be measured; the search then tries others. Raises UserError after
+    three failures in this process.
     """
     failures = 0
     while goes_on() and (drawn := study.next(trials)) is not None:
@@ -277,7 +277,7 @@ def _sampler(seed: int, number: int, at_random: bool) -> BaseSampler:
         return RandomSampler(drawn)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # `group`
-        # group: the number of cuts decides which parameters there are
+        # group: the set of parameters depends on the number of cuts
         return TPESampler(seed=drawn, multivariate=True, group=True)
 
 
@@ -286,11 +286,11 @@ def _candidate(trial: FrozenTrial) -> Candidate:
 
 
 def _check_identity(file: Path, identity: dict[str, Any], about: dict[str, Any]) -> None:
-    """Write the study's identity down, or refuse to go on with another one's."""
+    """Store the study's identity, or refuse a folder with another identity."""
     now = json.loads(json.dumps(identity, default=str))
     if not file.exists():
         if (file.parent / "journal.log").exists():
-            raise UserError(f"{file.parent}: holds a journal but no study.json that says whose; give another out=")
+            raise UserError(f"{file.parent}: holds a journal but no study.json: give another folder with out=")
         content = {"fingerprint": fingerprint(now), "identity": now, **about}
         write_whole(file, json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
         return
@@ -302,7 +302,7 @@ def _check_identity(file: Path, identity: dict[str, Any], about: dict[str, Any])
 
 
 def _cut_half_line(journal: Path) -> None:
-    """Cut off what a kill leaves of a last line: Optuna would write its next line behind it and read neither."""
+    """Remove an incomplete last line, left by a kill: Optuna would append its next line to it and read neither."""
     if journal.exists():
         with journal.open("r+b") as opened:
             opened.truncate(opened.read().rfind(b"\n") + 1)

@@ -47,7 +47,7 @@ COMMANDS = {
     "rows dataset=lookup": (2, "error: rows need a folder: give out=FOLDER"),
     "run data.dir=nowhere": (2, "error: data.dir=nowhere: expected an existing folder"),
     "run model=custom model.name=./nowhere": (2, "error: './nowhere' is no model: no such folder"),
-    "board nowhere": (2, "error: nowhere: no submission; expected a folder for each"),
+    "board nowhere": (2, "error: nowhere: no submission; expected folders"),
     "methods": (0, "    draft=null keep=0.3 lookahead=8 chunk=32 pool=13 sound=false"),
     "check nosuch": (2, "error: unknown method 'nosuch'; known are asl, baseline"),
     "check static_pruning layer=2": (2, "error: method 'static_pruning' needs keep=..."),

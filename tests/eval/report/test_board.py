@@ -97,7 +97,7 @@ def test_a_changed_score_or_answer_is_named_with_both_scores(tmp_path, capsys, s
     ("changes", "said"),
     [
         ({"provenance": PROVENANCE | {"git_commit": None}}, "lacks git_commit"),
-        ({"provenance": PROVENANCE | {"git_commit": "abc+changes"}}, "changes that no commit holds"),
+        ({"provenance": PROVENANCE | {"git_commit": "abc+changes"}}, "uncommitted changes"),
         ({"provenance": {"git_commit": "abc"}}, "lacks versions, machine"),
         ({"data": {}}, "lacks the data hash of hotpotqa"),
         ({"records": [answer(answers=[])]}, "row row-1, method: cannot be scored here: hotpotqa: answers is empty"),
@@ -118,7 +118,7 @@ def test_what_was_taken_out_or_changed_by_hand_is_refused(tmp_path, capsys) -> N
     (run / "run.json").write_text(json.dumps(about))
     said = refused(tmp_path / "board", capsys)
     assert "lacks examples.json" in said
-    assert "the fingerprint is not the identity's" in said
+    assert "the fingerprint differs from the identity's" in said
     (run.parent / "README.md").write_text("no title")
     assert "expected a title in its first line" in refused(tmp_path / "board", capsys)
 

@@ -222,8 +222,8 @@ def test_a_clean_set_of_runs_has_no_warning_and_others_are_named(tmp_path: Path)
     expected = [
         ("without a paired baseline", "(alone)"),
         ("without warm-up", "(alone)"),
-        ("no commit holds", "(dirty)"),
-        ("lack them", "(dirty)"),
+        ("uncommitted code", "(dirty)"),
+        ("the records below lack", "(dirty)"),
         ("lack 2 of the 3 examples", "alone, dirty"),
         ("only the first 2 records", "shown"),
     ]

@@ -166,7 +166,7 @@ def test_mixtures_are_refused(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "edited" / "a", [record(0)])
     about = (folder / "run.json").read_text()
     (folder / "run.json").write_text(about.replace('"seed": 0', '"seed": 1'))
-    with pytest.raises(UserError, match="the fingerprint is not the identity's"):
+    with pytest.raises(UserError, match="the fingerprint differs from the identity's"):
         collect([tmp_path / "edited"], tmp_path / "out")
     (folder / "run.json").write_text(about.replace('"schema": 2', '"schema": 1'))
     with pytest.raises(UserError, match="schema 1"):
@@ -176,11 +176,11 @@ def test_mixtures_are_refused(tmp_path: Path) -> None:
 
 def test_a_place_that_would_lose_something_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "a", [record(0)])
-    with pytest.raises(UserError, match="lies below the runs"):
+    with pytest.raises(UserError, match="is inside the runs"):
         collect([tmp_path / "runs"], tmp_path / "runs" / "out")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")
-    with pytest.raises(UserError, match="is no campaign"):
+    with pytest.raises(UserError, match="is not a campaign"):
         collect([tmp_path / "runs"], tmp_path / "mine")
     with pytest.raises(UserError, match="no run with records"):
         collect([tmp_path / "mine"], tmp_path / "out")
@@ -205,7 +205,7 @@ def test_what_is_missing_and_what_failed_is_named(tmp_path: Path, capsys: pytest
     assert "a: 5 examples are missing, 1 of them failed: hotpotqa, row row-1" in said
     assert "row-3 and 2 more" in said
     out = tmp_path / "runs-collected"
-    assert "begun: it has no record, and 0 examples failed" in said
+    assert "begun: no records, 0 examples failed" in said
     entry, begun = json.loads((out / "campaign.json").read_text())["runs"]
     assert (begun["folder"], begun["records"], begun["missing"]) == ("begun", 0, None)
     assert [tuple(key) for key in entry["missing"]] == keys[1:]

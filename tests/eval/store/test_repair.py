@@ -37,7 +37,7 @@ def content_of(folder: Path) -> dict[str, bytes]:
 def test_a_sound_folder_is_left_alone(folder: Path, capsys) -> None:
     before = content_of(folder)
     assert main([str(folder)]) == 0
-    assert "nothing to mend" in capsys.readouterr().out
+    assert "nothing to repair" in capsys.readouterr().out
     assert content_of(folder) == before
 
 
@@ -50,8 +50,11 @@ def test_garbled_lines_are_taken_out_and_the_file_is_kept_as_it_was(folder: Path
         read_run(folder)
     assert main([str(folder)]) == 0
     shown = capsys.readouterr().out
-    assert "records.jsonl: 1 lines taken out, 2 kept; as it was: records.jsonl.damaged-1 (line 2: JSONDecodeE" in shown
-    assert "failures.jsonl: 1 lines taken out, 1 kept; as it was: failures.jsonl.damaged-1" in shown
+    assert (
+        "records.jsonl: 1 lines removed, 2 kept; copy of the old one: records.jsonl.damaged-1 (line 2: JSONDecodeE"
+        in shown
+    )
+    assert "failures.jsonl: 1 lines removed, 1 kept; copy of the old one: failures.jsonl.damaged-1" in shown
     assert (folder / "records.jsonl").read_bytes() == lines[0] + lines[2]
     assert (folder / "records.jsonl.damaged-1").read_bytes() == damaged
     assert [one.id for one in read_failures(folder)] == ["row-7"]
@@ -80,7 +83,7 @@ def test_what_status_cannot_read_of_the_jobs_is_taken_out(folder: Path, line: st
     assert (damaged.state, "jobs.jsonl:1: not a job's begin or end" in damaged.why) == ("failed", True)
     assert f"lazyllm-bench repair {folder}" in damaged.why
     (done,) = repair(folder)
-    assert done.startswith("jobs.jsonl: 1 lines taken out, 1 kept")
+    assert done.startswith("jobs.jsonl: 1 lines removed, 1 kept")
     assert (folder / "jobs.jsonl").read_text() == before
     assert "not a job's" not in status([folder])[0].why
 
@@ -92,7 +95,7 @@ def test_of_copies_one_stays_and_of_different_records_none(folder: Path) -> None
     (folder / "records-1-of-2.jsonl").write_text("".join(f"{one.to_json()}\n" for one in lines))
     done = repair(folder)
     assert [one.id for one in read_run(folder)[1]] == ["row-0", "row-2", "row-5"]
-    assert done[0].startswith("records.jsonl: 1 lines taken out, 2 kept")
+    assert done[0].startswith("records.jsonl: 1 lines removed, 2 kept")
     assert "line 2: different records of hotpotqa, row row-1, in records.jsonl:2, records-1-of-2.jsonl:3" in done[0]
     assert "line 1: the same as records.jsonl:1" in done[1]
 
@@ -104,7 +107,7 @@ def test_a_description_is_put_together_from_the_summary(folder: Path, content: b
     if content is not None:
         (folder / "run.json").write_bytes(content)
     (done,) = repair(folder)
-    assert "put together again from summary.json" in done
+    assert "restored from summary.json" in done
     assert json.loads((folder / "run.json").read_text()) == before
     assert before["fingerprint"] == fingerprint(IDENTITY)
     if content is not None:
@@ -129,7 +132,7 @@ def test_records_of_nobody_are_left_alone(folder: Path, content: bytes | None, s
 def test_a_damaged_description_of_no_records_is_set_aside(tmp_path: Path, capsys) -> None:
     (tmp_path / "run.json").write_text("{")
     assert main([str(tmp_path)]) == 0
-    assert "the run begins anew" in capsys.readouterr().out
+    assert "the run starts again" in capsys.readouterr().out
     assert (tmp_path / "run.json.damaged-1").read_text() == "{"
     with open_store(tmp_path, IDENTITY, ABOUT):
         pass
@@ -140,8 +143,8 @@ def test_folders_that_cannot_be_mended_are_named_and_the_others_go_on(folder: Pa
     (folder / "empty").mkdir()
     assert main([str(folder / "nosuch"), str(folder / "empty"), str(folder)]) == 1
     shown = capsys.readouterr()
-    assert shown.err.count("no run folder") == 2
-    assert "1 lines taken out, 0 kept" in shown.out
+    assert shown.err.count("not a run folder") == 2
+    assert "1 lines removed, 0 kept" in shown.out
     assert not (folder / "nosuch").exists()
 
 

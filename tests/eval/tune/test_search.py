@@ -99,7 +99,9 @@ def test_the_output(study: Path) -> None:
     text = (study / "front.md").read_text()
     assert "6 other examples" in text
     assert "of each two neighbours" in text
-    assert re.search(r"tuned, .* scores (better than|worse than|as well, within the interval, as) paper with ", text)
+    assert re.search(
+        r"tuned, .* scores (better than|worse than|the same within the interval as) paper, ideal speedup  ", text
+    )
     content = json.loads((study / "front.json").read_text())
     assert content["counts"]["measured"] == 3
     assert content["provenance"]["versions"]["torch"]
@@ -225,13 +227,13 @@ def test_the_difference_is_of_the_same_examples() -> None:
     ("overrides", "message"),
     [
         (["method=baseline"], "method=baseline: has no schedule to search; give method=lazy"),
-        (["method.schedule={2: 0.3}"], "method.schedule is what is searched"),
+        (["method.schedule={2: 0.3}"], "method.schedule is what the search finds"),
         (["target_speedup=1"], "target_speedup=1.0: expected more than 1"),
         (["trials=0"], "trials=0: expected 1 or more"),
         (["timeout_s=0"], "timeout_s=0"),
-        (["half=tuning"], "half=tuning: means nothing to a search"),
-        (["timing.paired=false"], "timing.paired=false: means nothing to a search"),
-        (["shard=1/2"], "shard=1/2: means nothing"),
+        (["half=tuning"], "half=tuning: has no meaning in a search"),
+        (["timing.paired=false"], "timing.paired=false: has no meaning in a search"),
+        (["shard=1/2"], "shard=1/2: has no meaning"),
         (["experiment=demo"], "compare="),
     ],
 )
@@ -243,7 +245,7 @@ def test_refusals(overrides: list[str], message: str) -> None:
 def test_what_only_the_prompts_tell_is_refused_before_a_model_loads(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("eval.tune.search.load_model", None)
     out = f"out={tmp_path / 'study'}"
-    with pytest.raises(UserError, match=r"out of reach. On these prompts the best ideal speedup .* is 7\.7\d "):
+    with pytest.raises(UserError, match=r"out of reach. The best ideal speedup .* is 7\.7\d "):
         tune(config_of(*QUICK, out, "target_speedup=40"))
     with pytest.raises(UserError, match="layers=8: expected less than the model's 8"):
         tune(config_of(*QUICK, out, "layers=8"))
