@@ -148,7 +148,7 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
     found = [f"{text[0].upper()}{text[1:]} ({_names(named)})." for named, text in concerned if named]
     found += _missing(runs)
     if most is not None and any(run.examples["dataset"].value_counts().max() > most for run in runs):
-        found.append(f"Only the first {most} records of each run and dataset are shown below; tables count all.")
+        found.append(f"Of each run and dataset, only the first {most} records are shown below; tables count all.")
     return found
 
 

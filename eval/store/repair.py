@@ -82,7 +82,7 @@ def _mend_about(folder: Path) -> list[str]:
         file.unlink()
         return [f"run.json: could not be read; set aside as {aside}. There are no records: the run starts again"]
     write_whole(file, text)
-    kept = f"; copy of the old one: {aside}" if aside else ""
+    kept = f"; copy: {aside}" if aside else ""
     return [f"run.json: could not be read; restored from summary.json{kept}"]
 
 
@@ -142,7 +142,7 @@ def _take_out(file: Path, lines: Sequence[tuple[int, str, Any]], reasons: dict[i
     write_whole(file, "".join(f"{text}\n" for text in kept))
     listed = "; ".join(f"line {number}: {reason}" for number, reason in sorted(reasons.items())[:5])
     more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
-    return f"{file.name}: {len(reasons)} lines removed, {len(kept)} kept; copy of the old one: {aside} ({listed}{more})"
+    return f"{file.name}: {len(reasons)} lines removed, {len(kept)} kept; copy: {aside} ({listed}{more})"
 
 
 def _copy_aside(file: Path) -> str:

@@ -148,7 +148,7 @@ def _check_reach(config: TuneConfig, space: Space, ideal: Ideal) -> None:
     if config.target_speedup is not None and config.target_speedup > best:
         raise UserError(
             f"target_speedup={config.target_speedup}: out of reach. The best ideal speedup of a schedule with "
-            f"layers={config.layers} on these prompts is {best:.2f} ({space.fastest.schedule}): lower it, or raise layers"
+            f"layers={config.layers} here is {best:.2f} ({space.fastest.schedule}): lower it or raise layers"
         )
 
 

@@ -51,10 +51,10 @@ def test_garbled_lines_are_taken_out_and_the_file_is_kept_as_it_was(folder: Path
     assert main([str(folder)]) == 0
     shown = capsys.readouterr().out
     assert (
-        "records.jsonl: 1 lines removed, 2 kept; copy of the old one: records.jsonl.damaged-1 (line 2: JSONDecodeE"
+        "records.jsonl: 1 lines removed, 2 kept; copy: records.jsonl.damaged-1 (line 2: JSONDecodeE"
         in shown
     )
-    assert "failures.jsonl: 1 lines removed, 1 kept; copy of the old one: failures.jsonl.damaged-1" in shown
+    assert "failures.jsonl: 1 lines removed, 1 kept; copy: failures.jsonl.damaged-1" in shown
     assert (folder / "records.jsonl").read_bytes() == lines[0] + lines[2]
     assert (folder / "records.jsonl.damaged-1").read_bytes() == damaged
     assert [one.id for one in read_failures(folder)] == ["row-7"]

@@ -100,7 +100,7 @@ def test_the_output(study: Path) -> None:
     assert "6 other examples" in text
     assert "of each two neighbours" in text
     assert re.search(
-        r"tuned, .* scores (better than|worse than|the same within the interval as) paper, ideal speedup  ", text
+        r"tuned, .* scores (better than|worse than|the same within the interval as) paper, ideal", text
     )
     content = json.loads((study / "front.json").read_text())
     assert content["counts"]["measured"] == 3
