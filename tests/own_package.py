@@ -67,7 +67,7 @@ class IsNoMethod:
 
 def example() -> str:
     """The source of the docstring's example, as far as its classes go."""
-    parts = [one.source for one in doctest.DocTestParser().get_examples(Prune.__doc__ or "")]
+    parts = [example.source for example in doctest.DocTestParser().get_examples(Prune.__doc__ or "")]
     return "\n".join(parts[: next(number for number, part in enumerate(parts) if "load_model" in part)])
 
 

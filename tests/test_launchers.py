@@ -92,7 +92,7 @@ def check_the_three_good_jobs(folder: Path, done: subprocess.CompletedProcess[st
     assert "after layer 9, but the model has only 8 layers" in done.stderr, output
     assert "job failed (method=static_pruning method.layer=9" in output
     table = as_frame(find_runs([folder / "runs"]))
-    assert sorted(json.loads(one)["layer"] for one in table["settings"].unique()) == [2, 3, 4], output
+    assert sorted(json.loads(settings)["layer"] for settings in table["settings"].unique()) == [2, 3, 4], output
     assert set(table.groupby("run").size()) == {4}  # two examples of each dataset
     for jobs in (folder / "runs").glob("tiny-*/jobs.jsonl"):
         begin, end = (json.loads(line) for line in jobs.read_text().splitlines())
@@ -148,7 +148,7 @@ def test_a_launcher_that_is_not_installed_is_refused_with_what_to_do(launcher: s
     with pytest.raises(UserError, match=rf"={launcher} needs the package {package}: .*--editable '\.\[{extra}\]'"):
         check_launcher(["-m", "seed=0,1", f"hydra/launcher={launcher}"])
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert any(one.startswith(f"{package}==") for one in extras[extra])
+    assert any(requirement.startswith(f"{package}==") for requirement in extras[extra])
 
 
 def test_a_launcher_without_a_sweep_is_refused(monkeypatch) -> None:

@@ -186,7 +186,7 @@ def test_traces_lie_beside_the_records_and_are_made_once(caplog: pytest.LogCaptu
     assert [file.name.split("-")[0] for file in files] == ["lookup", "shots"]
     for file in files:
         trace = read_trace(file)
-        record = next(one for one in records_of() if one.key == (trace.dataset, trace.id))
+        record = next(record for record in records_of() if record.key == (trace.dataset, trace.id))
         assert len(trace.tokens) == record.prompt_tokens
         assert (trace.computed, trace.group_starts) == (record.method.computed, record.method.group_starts)
         assert len(trace.generated) == len(record.method.token_ids)

@@ -59,7 +59,7 @@ def panels_of(file: Path) -> list[dict[str, Any]]:
 def filters_of(file: Path) -> list[dict[tuple[str, str], Any]]:
     """Of each panel grid: {(section, key): value}."""
     sets = [grid["metadata"]["runSets"][0]["filters"]["filters"] for grid in blocks_of(file, "panel-grid")]
-    return [{(one["key"]["section"], one["key"]["name"]): one["value"] for one in filters} for filters in sets]
+    return [{(entry["key"]["section"], entry["key"]["name"]): entry["value"] for entry in filters} for filters in sets]
 
 
 def test_the_spec_of_stored_runs(tmp_path: Path, capsys) -> None:
@@ -83,7 +83,8 @@ def test_the_spec_of_stored_runs(tmp_path: Path, capsys) -> None:
     assert ("code", "static_pruning, keep=0.3, layer=2") not in rows
 
     assert all(
-        one == {("run", "jobType"): "run", ("config", "fingerprint"): [lazy, more, static]} for one in filters_of(out)
+        entry == {("run", "jobType"): "run", ("config", "fingerprint"): [lazy, more, static]}
+        for entry in filters_of(out)
     )
     panels = panels_of(out)
     (scatter,) = [panel["config"] for panel in panels if panel["viewType"] == "Scatter Plot"]
@@ -115,7 +116,7 @@ def test_a_project_without_runs_here_has_every_task(tmp_path: Path) -> None:
     assert spec["project"] == {"name": "mine", "entityName": ""}
     assert blocks_of(Path("spec.json"), "markdown-block") == []
     filters = {("run", "jobType"): "run", ("run", "group"): "table1"}
-    assert all(one == filters for one in filters_of(Path("spec.json")))
+    assert all(entry == filters for entry in filters_of(Path("spec.json")))
     text = json.dumps(panels_of(Path("spec.json")))
     assert all(f'"{task}/score"' in text for task in (*TASKS, "all"))
 

@@ -162,7 +162,7 @@ def test_real_examples_are_all_found() -> None:
             prompt = build_prompt(example, "{context}", llama2(), protected=DATASETS[name].protected)
             assert len(letters_of_examples_answers(name, row["context"])) > 0
             # each example's text stands between its label and its answer, so ranges and examples are as many
-            texts = [one for one in prompt.context if prompt.text[slice(*one)].strip()]
+            texts = [span for span in prompt.context if prompt.text[slice(*span)].strip()]
             assert len(texts) == sum(line.startswith(label) for line in row["context"].split("\n"))
 
 
@@ -201,7 +201,7 @@ TEMPLATE = "Q: {context}|{input}"  # 3 + 10 + 1 + 4 characters
 
 def context_of(template: str = TEMPLATE, row: Example = ROW, tokenizer: Any = None, **settings: Any) -> list[str]:
     prompt = build_prompt(row, template, tokenizer or Characters(), **settings)
-    return [prompt.text[slice(*one)] for one in prompt.context]
+    return [prompt.text[slice(*span)] for span in prompt.context]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_a_character_that_the_cut_goes_through_belongs_to_no_context() -> None:
     broken = 0
     for limit in range(60, 76):
         prompt = build_prompt(row, "Say: {context}{input}", llama2(), limit)
-        found = [prompt.text[slice(*one)] for one in prompt.context]
+        found = [prompt.text[slice(*span)] for span in prompt.context]
         assert "".join(found) == prompt.text[len("Say: ") : -len("\nWho?")].replace("\ufffd", "")
         broken += "\ufffd" in prompt.text
         assert (len(found) == 2) == ("\ufffd" in prompt.text)

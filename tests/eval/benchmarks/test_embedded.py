@@ -181,7 +181,7 @@ def test_evidence_is_the_needles_that_answer(name):
             "complete": [rf"proc {asked} [a-z ]+;"],
         }
         if name == "digest":
-            points = [re.search(rf"{one} (\w+)\.", example.context) for one in ("first", "second", "third")]
+            points = [re.search(rf"{place} (\w+)\.", example.context) for place in ("first", "second", "third")]
             forms["digest"] = [rf"{point[0]}|entry {point[1]} [a-z ]+\." for point in points if point]
         expected = [found.span() for form in forms[name] for found in re.finditer(form, example.context)]
         assert example.evidence == tuple(sorted(expected))

@@ -101,7 +101,7 @@ def test_rows_are_read_as_they_are_written(
         shuffled = rng.sample(sorted(row.items()), len(row))
         lines.append(json.dumps(dict(shuffled), ensure_ascii=ascii_only, separators=separators).encode())
     with folder_with(end.join(lines)) as folder:
-        assert [fields(one) for one in load_rows(QASPER, folder).examples] == [expected(row) for row in rows]
+        assert [fields(example) for example in load_rows(QASPER, folder).examples] == [expected(row) for row in rows]
 
 
 @given(st.binary(max_size=300) | st.lists(JSON.map(json.dumps)).map(lambda lines: "\n".join(lines).encode()))
@@ -138,24 +138,26 @@ def test_a_row_with_any_other_value_is_read_if_it_fits_and_else_named(row: dict[
             assert fields(loaded.examples[1])[anonymous:] == expected({"_id": None, **bad})[anonymous:]
             assert loaded.examples[1].id
         else:
-            assert [one.where for one in loaded.skipped] == [f"{folder / 'qasper.jsonl'}:2"]
+            assert [row.where for row in loaded.skipped] == [f"{folder / 'qasper.jsonl'}:2"]
             with pytest.raises(UserError, match=r"qasper\.jsonl:2: .*on_error=skip"):
                 load_rows(QASPER, folder)
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=8))
 def test_of_rows_with_one_id_the_first_counts(ids: list[str]) -> None:
-    rows = [ROW | {"_id": one, "length": number} for number, one in enumerate(ids)]
-    first = {one: ids.index(one) for one in ids}
+    rows = [ROW | {"_id": row_id, "length": number} for number, row_id in enumerate(ids)]
+    first = {row_id: ids.index(row_id) for row_id in ids}
     with folder_with("\n".join(map(json.dumps, rows)).encode()) as folder:
         loaded = load_rows(QASPER, folder, "skip")
-        assert [(one.id, one.length) for one in loaded.examples] == list(first.items())
-        assert [(int(one.where.rpartition(":")[2]) - 1) for one in loaded.skipped] == [
-            number for number, one in enumerate(ids) if first[one] != number
+        assert [(example.id, example.length) for example in loaded.examples] == list(first.items())
+        assert [(int(row.where.rpartition(":")[2]) - 1) for row in loaded.skipped] == [
+            number for number, row_id in enumerate(ids) if first[row_id] != number
         ]
 
 
-@given(st.sampled_from([PROMPTS, MAX_LENGTHS]), st.binary(max_size=40) | JSON.map(lambda one: json.dumps(one).encode()))
+@given(
+    st.sampled_from([PROMPTS, MAX_LENGTHS]), st.binary(max_size=40) | JSON.map(lambda value: json.dumps(value).encode())
+)
 def test_arbitrary_config_files_are_refused_by_name(name: str, content: bytes) -> None:
     with folder_with(json.dumps(ROW).encode()) as folder:
         (folder / "config" / name).write_bytes(content)

@@ -193,7 +193,7 @@ def test_malformed_rows_are_named_by_file_line_and_field(tmp_path):
             load(tmp_path)
         skipped = load(tmp_path, on_error="skip")
         assert [example.id for example in skipped.examples] == ["id-0"]
-        assert [one.where for one in skipped.skipped] == [f"{tmp_path / 'data.json'}:{line}"]
+        assert [row.where for row in skipped.skipped] == [f"{tmp_path / 'data.json'}:{line}"]
 
 
 def test_what_is_no_json_is_named_by_its_line(tmp_path):

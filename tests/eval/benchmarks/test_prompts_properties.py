@@ -88,7 +88,7 @@ def test_letter_by_letter(
     if limit is not None and truncated:
         letters = letters[: limit // 2 - 1] + letters[len(letters) - limit // 2 :]
     form = CHAT_FORMATS[chat]
-    letters = [(one, False) for one in form.before] + letters + [(one, False) for one in form.after]
+    letters = [(letter, False) for letter in form.before] + letters + [(letter, False) for letter in form.after]
 
     prompt = build_prompt(row_of(context, question), template, Characters(), limit, CHAT_FORMATS[chat])  # type: ignore[arg-type]
     assert prompt.text == "".join(letter for letter, _ in letters)

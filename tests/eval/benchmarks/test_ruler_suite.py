@@ -227,12 +227,16 @@ def test_a_target_speedup_is_solved_for_the_length(folder):
 def test_what_has_no_corpus_is_left_out_of_the_suite_and_refused_by_name(folder):
     arguments = [f"data.dir={folder}", "dataset=ruler"]
     others = set(TASKS) - ESSAYS
-    assert {one.name for one in datasets_of(config_of(*arguments))} == others - QUESTIONS
-    assert {one.name for one in datasets_of(config_of(*arguments, "dataset.vt=false"))} == others - QUESTIONS - {"vt"}
+    assert {dataset.name for dataset in datasets_of(config_of(*arguments))} == others - QUESTIONS
+    assert {
+        dataset.name for dataset in datasets_of(config_of(*arguments, "dataset.vt=false"))
+    } == others - QUESTIONS - {"vt"}
     (folder / "squad.json").write_text(json.dumps(SQUAD))
-    assert {one.name for one in datasets_of(config_of(*arguments))} == others - {"qa_2"}
+    assert {dataset.name for dataset in datasets_of(config_of(*arguments))} == others - {"qa_2"}
     Path("text.txt").write_text("The wolves ran.")
-    assert {one.name for one in datasets_of(config_of(*arguments, "ruler.haystack=text.txt"))} == set(TASKS) - {"qa_2"}
+    assert {dataset.name for dataset in datasets_of(config_of(*arguments, "ruler.haystack=text.txt"))} == set(TASKS) - {
+        "qa_2"
+    }
     for names, message in {
         "niah_single_2": r"niah_single_2: no text to hide needles in; give ruler\.haystack=FILE",
         "qa_2": r"qa_2: hotpotqa/hotpot_qa is neither cached nor to be had: give data\.dir=FOLDER .* with a network",

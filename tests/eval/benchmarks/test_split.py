@@ -23,11 +23,11 @@ IDS = st.lists(st.text(max_size=8), unique=True, max_size=40)
 
 
 def examples_of(ids: list[str]) -> list[Example]:
-    return [Example("lookup", one, "", "", ("answer",), (), 1, "en") for one in ids]
+    return [Example("lookup", row_id, "", "", ("answer",), (), 1, "en") for row_id in ids]
 
 
 def ids_of(dataset: str, examples: list[Example], half: str | None) -> list[str]:
-    return [one.id for one in in_half(dataset, examples, half)]
+    return [example.id for example in in_half(dataset, examples, half)]
 
 
 @given(IDS, st.sampled_from(["lookup", "hops"]))
@@ -37,7 +37,7 @@ def test_each_example_is_in_one_half_and_the_halves_are_of_one_size(ids: list[st
     assert not set(tuning) & set(held_out)
     assert sorted(tuning + held_out) == sorted(ids)
     assert abs(len(tuning) - len(held_out)) <= 1
-    assert tuning == [one for one in ids if one in set(tuning)]  # in the dataset's order
+    assert tuning == [row_id for row_id in ids if row_id in set(tuning)]  # in the dataset's order
     assert ids_of(dataset, examples, None) == ids
 
 
@@ -46,7 +46,7 @@ def test_an_example_stays_in_its_half_whatever_the_limit_is(ids: list[str], limi
     examples = examples_of(ids)
     for half in HALVES:
         assert ids_of("lookup", examples[:limit], half) == [
-            one for one in ids_of("lookup", examples, half) if one in ids[:limit]
+            row_id for row_id in ids_of("lookup", examples, half) if row_id in ids[:limit]
         ]
 
 

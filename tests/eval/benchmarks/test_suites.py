@@ -52,5 +52,5 @@ def test_no_other_room_compares_the_name_of_a_suite() -> None:
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Compare):
-                constants = {one.value for one in ast.walk(node) if isinstance(one, ast.Constant)}
+                constants = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
                 assert not constants & set(SUITES), f"{file}:{node.lineno}"

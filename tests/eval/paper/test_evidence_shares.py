@@ -66,7 +66,7 @@ def test_the_picture() -> None:
     frame = FIGURE.data(Results([*runs(), gentle]))
     assert set(frame["label"]) == {"lazy, schedule=paper", "random_drop, keep=0.5"}  # the setting with most examples
     picture = redrawn(FIGURE, frame)
-    axes = {one.get_title(loc="left"): one for one in picture.axes}
+    axes = {panel.get_title(loc="left"): panel for panel in picture.axes}
     drawn = [line.get_ydata().tolist() for line in axes["single_doc_qa"].lines]
     assert sorted(drawn) == [[25, 25, 25], [100, 75, 50], [100, 100, 0]]
     assert len({str(line.get_linestyle()) for line in axes["single_doc_qa"].lines}) == 2

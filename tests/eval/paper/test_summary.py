@@ -43,12 +43,12 @@ def test_rows_and_their_values() -> None:
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    alone = _rows(summarise([one for one in RECORDS if one.dataset == "hotpotqa"]))
+    alone = _rows(summarise([record for record in RECORDS if record.dataset == "hotpotqa"]))
     assert alone["hotpotqa"] == _rows(summarise(RECORDS))["hotpotqa"]
 
 
 def test_without_a_baseline_there_is_no_speedup() -> None:
-    summary = summarise([replace(one, baseline=None) for one in RECORDS])
+    summary = summarise([replace(record, baseline=None) for record in RECORDS])
     assert all(row.values["ttft_speedup"] is None and row.values["baseline_score"] is None for row in summary.rows)
     assert "No speedup" in summary_table(summary, "a run").to_markdown()
 
@@ -65,8 +65,8 @@ def test_the_same_numbers_in_every_form() -> None:
         assert (line["name"], stored["name"]) == (row.name, row.name)
         assert float(line["score"]) == stored["score"]["mean"] == row["score"].mean
         shown = f"{row['score'].mean:.2f}"
-        assert any(row.name in one and shown in one for one in text.splitlines())
-        assert any(row.name in one and shown in one for one in markdown.splitlines())
+        assert any(row.name in line and shown in line for line in text.splitlines())
+        assert any(row.name in line and shown in line for line in markdown.splitlines())
 
 
 def test_no_record_no_table() -> None:

@@ -43,7 +43,7 @@ def llama2(method: str, records: list[Record], **about: Any) -> StoredRun:
 
 
 def over(names: tuple[str, ...], **method: Any) -> list[Record]:
-    return [example(name, one, **method) for name in names for one in "ab"]
+    return [example(name, row, **method) for name in names for row in "ab"]
 
 
 def line(frame: pd.DataFrame, **key: Any) -> dict[str, Any]:
@@ -175,8 +175,8 @@ def test_memory_by_hand() -> None:
     baseline = {"kv_bytes": 2_000_000, "aux_bytes": 0, "peak_memory_bytes": 10_000_000}
     measured = {"kv_bytes": 1_000_000, "aux_bytes": 500_000, "peak_memory_bytes": 9_000_000}
     records = [
-        *(example("hops", one, baseline=baseline, **measured) for one in "ab"),
-        *(example("lookup", one, baseline=baseline | {"kv_bytes": 4_000_000}, **measured) for one in "ab"),
+        *(example("hops", row, baseline=baseline, **measured) for row in "ab"),
+        *(example("lookup", row, baseline=baseline | {"kv_bytes": 4_000_000}, **measured) for row in "ab"),
     ]
     table = memory(Results([stored(records)]))
     found = line(table.frame, method="lazy")
@@ -192,7 +192,7 @@ def test_memory_by_hand() -> None:
 
 
 def test_memory_without_a_baseline_or_a_peak_says_so() -> None:
-    records = [replace(one, baseline=None) for one in over(("hops",))]
+    records = [replace(record, baseline=None) for record in over(("hops",))]
     cells = line(memory(Results([stored(records)])).cells, method="lazy, schedule=paper")
     assert (cells["both / baseline"], cells["peak / baseline"], cells["peak, MB"]) == ("unpaired",) * 2 + ("not known",)
 
@@ -343,7 +343,9 @@ def test_effective_keep_by_task_and_length() -> None:
         ("all", "all"): 100,
     }  # fmt: skip
     assert line(table.cells, task="single_doc_qa")["1-512 tokens"] == "-"
-    silent = stored([replace(one, baseline=replace(one.baseline, score=0.0)) for one in run.records if one.baseline])
+    silent = stored(
+        [replace(record, baseline=replace(record.baseline, score=0.0)) for record in run.records if record.baseline]
+    )
     assert effective_keep(Results([silent])).frame["keep"].isna().all()  # any share is near a baseline that scores 0
 
 

@@ -50,7 +50,7 @@ def replay(trace: Trace, forgets: bool) -> list[list[list[str]]]:
         present = set(range(n + step))
         if forgets and step > 0:
             present &= set(list(trace.selected[0].values())[-1]) | set(range(n, n + step))
-            stored = [one & present for one in stored]
+            stored = [positions & present for positions in stored]
         of_step = []
         for layer in range(1, len(trace.importance) + 1):
             if layer - 1 in trace.selected[step]:
@@ -80,7 +80,7 @@ def test_states_are_those_of_a_replay_with_sets(name: str, seed: int) -> None:
     rng = random.Random(f"{name} {seed}")
     prompt = rng.choices(range(97), k=rng.choice([1, 2, 7, 23]))
     trace = traced(METHODS[name], prompt, steps=rng.randint(1, 7), seed=seed)
-    found = [[[State(one).name for one in row] for row in step] for step in token_states(trace)]
+    found = [[[State(state).name for state in row] for row in step] for step in token_states(trace)]
     assert found == replay(trace, forgets=name.startswith(("random", "static")))
 
 
@@ -93,8 +93,8 @@ def test_revived_is_what_the_reference_takes_from_its_aux_cache(seed: int) -> No
     states = token_states(traced(Lazy(schedule), prompt, 6, seed))
     for step, revived in enumerate(expected.revived):
         for layer in range(1, LAYERS + 1):
-            passed = [one for one in schedule if one < layer and step > 0]
-            came_back = {position for one in passed for position in revived[one]}
+            passed = [cut for cut in schedule if cut < layer and step > 0]
+            came_back = {position for cut in passed for position in revived[cut]}
             here = came_back & set(expected.selected[step][max(passed)]) if passed else set()
             assert set(np.flatnonzero(states[step, layer - 1] == State.REVIVED)) == here
     assert any(positions for step in expected.revived[1:] for positions in step.values())

@@ -108,9 +108,9 @@ def test_twice_the_same_bytes(runs: Results, tmp_path: Path) -> None:
 def test_the_command_with_the_real_figures(runs: Results, tmp_path: Path, capsys: Any) -> None:
     assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
     assert "from 2 runs" in capsys.readouterr().out
-    for name, one in FIGURES.items():
+    for name, figure in FIGURES.items():
         there = (tmp_path / "out" / "figures" / f"{name}.png").exists()
-        assert there == (not one.data(runs).empty)
+        assert there == (not figure.data(runs).empty)
     assert main([str(tmp_path / "absent"), "--out", str(tmp_path / "out")]) == 2
     assert "no such folder" in capsys.readouterr().err
 

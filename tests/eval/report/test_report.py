@@ -204,7 +204,7 @@ def test_most_is_of_each_run_and_dataset(tmp_path: Path) -> None:
     store(tmp_path / "a", {"name": "lazy"}, records)
     store(tmp_path / "b", {"name": "static_pruning"}, records[:1])
     embedded = embed_records(find_runs([tmp_path]), 2)
-    shown = [(one["run"], one["dataset"], embedded["strings"][one["id"]]) for one in embedded["records"]]
+    shown = [(record["run"], record["dataset"], embedded["strings"][record["id"]]) for record in embedded["records"]]
     assert shown == [
         (0, "hotpotqa", "row-0"), (0, "hotpotqa", "row-1"), (0, "trec", "row-0"), (0, "trec", "row-1"),
         (1, "hotpotqa", "row-0"),
@@ -352,7 +352,7 @@ def test_the_page_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
     assert not any(re.search(r"https?:|url\(|@import|fetch\(|XMLHttp", part) for part in style_and_script)
     references = re.findall(r"\b(?:src|href|action|data|poster|srcset)=[\"']?([^\"'\s>]*)", page)
     escaped = {"x"}  # of the hostile text, which is text
-    assert {one for one in references if not one.startswith(("#", "data:"))} <= escaped
+    assert {reference for reference in references if not reference.startswith(("#", "data:"))} <= escaped
     assert "default-src 'none'" in page
 
 

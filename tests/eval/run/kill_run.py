@@ -134,8 +134,8 @@ def without_times(folder: Path) -> dict[str, str]:
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: clean(one) for key, one in value.items() if not TIMES.match(key)}
-        return [clean(one) for one in value] if isinstance(value, list) else value
+            return {key: clean(item) for key, item in value.items() if not TIMES.match(key)}
+        return [clean(item) for item in value] if isinstance(value, list) else value
 
     table = pd.read_csv(folder / "summary.csv", dtype=str, keep_default_na=False)
     markdown = [line.split("|") for line in (folder / "summary.md").read_text().splitlines()]
@@ -153,8 +153,8 @@ def without_times(folder: Path) -> dict[str, str]:
 def outcomes(folder: Path) -> list[tuple[Any, ...]]:
     """What the run's records say, in their order, but for times."""
     return [
-        (one.key, one.prompt_sha256, one.answers, _outcome(one.method), _outcome(one.baseline))
-        for one in read_run(folder)[1]
+        (record.key, record.prompt_sha256, record.answers, _outcome(record.method), _outcome(record.baseline))
+        for record in read_run(folder)[1]
     ]
 
 
@@ -220,7 +220,7 @@ def kill_run(folder: Path, kills: int, seed: int) -> Counts:
 def main(kills: int = 100, seed: int = 0) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    rows = {name: load_rows(one) for name, one in _datasets().items()}
+    rows = {name: load_rows(dataset) for name, dataset in _datasets().items()}
     # generating the rows would take most of a job's time: they are made once, before the fork
     eval.run.plan._rows = lambda dataset, *_: rows[dataset.name]
     with tempfile.TemporaryDirectory() as folder:

@@ -114,13 +114,13 @@ def test_longbench_is_guessed_where_it_is_not(monkeypatch) -> None:
     offline(monkeypatch)
     register_schema()
     lengths = lengths_of(to_run_config(compose_config(["model=llama2"])))
-    assert {one.dataset for one in lengths} == set(SUITES["longbench"].datasets)
-    prompts = [n for one in lengths for n in one.prompts]
+    assert {each.dataset for each in lengths} == set(SUITES["longbench"].datasets)
+    prompts = [n for each in lengths for n in each.prompts]
     assert len(prompts) == 3750
     assert sum(prompts) / 3750 == pytest.approx(3376, rel=0.02)  # the paper's mean for Llama 2
     assert max(prompts) == 3500
     few = lengths_of(to_run_config(compose_config(["model=llama2", "limit=4", "max_new_tokens=9", "half=tuning"])))
-    assert [(len(one.prompts), one.max_new_tokens) for one in few] == [(2, 9)] * 16
+    assert [(len(each.prompts), each.max_new_tokens) for each in few] == [(2, 9)] * 16
     with pytest.raises(UserError, match="not in the hub's cache"):
         lengths_of(to_run_config(compose_config(["model=tiny"])))
 
@@ -130,7 +130,7 @@ def test_a_sweeps_jobs_and_what_was_assumed(monkeypatch, tmp_path: Path) -> None
     sweep = ["experiment=table1", "model=llama2,llama3.1-8b", "dataset=narrativeqa", "limit=2"]
     planned = bills(sweep, "l4", tmp_path)
     assert len(planned) == 16
-    assert len({one.run for one in planned}) == 16
+    assert len({plan.run for plan in planned}) == 16
     text = as_text(planned, "l4")
     assert "16 runs" in text
     assert "estimates from LongBench's published means: it is not in the hub's cache\n" in text

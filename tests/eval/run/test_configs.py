@@ -64,26 +64,28 @@ def test_a_name_means_the_same_in_the_library_and_in_the_configs() -> None:
     for name, kind in METHODS.items():
         assert isinstance(build_method(config_of(f"method={name}").method), kind)
     assert {file.stem for file in FILES if file.parts[0] == "method"} == set(METHODS)
-    for name in (name for name, one in DATASETS.items() if not SUITES[one.suite].may_lack):  # tests of those suites
-        assert [one.name for one in datasets_of(config_of(f"dataset={name}"))] == [name]
+    for name in (name for name, dataset in DATASETS.items() if not SUITES[dataset.suite].may_lack):
+        assert [dataset.name for dataset in datasets_of(config_of(f"dataset={name}"))] == [name]
     for task in SUITES["longbench"].tasks:
-        names = {one.name for one in datasets_of(config_of("model=llama2", f"dataset={task}"))}
-        assert names == {name for name, one in DATASETS.items() if (one.task, one.suite) == (task, "longbench")}
+        names = {dataset.name for dataset in datasets_of(config_of("model=llama2", f"dataset={task}"))}
+        assert names == {
+            name for name, dataset in DATASETS.items() if (dataset.task, dataset.suite) == (task, "longbench")
+        }
     assert {file.stem for file in FILES if file.parent.as_posix() == "hydra/launcher"} == set(LAUNCHERS)
     for name, suite in {"all": "longbench", "embedded": "embedded"}.items():
-        names = {one.name for one in datasets_of(config_of(f"dataset={name}"))}
-        assert names == {one.name for one in DATASETS.values() if one.suite == suite}
+        names = {dataset.name for dataset in datasets_of(config_of(f"dataset={name}"))}
+        assert names == {dataset.name for dataset in DATASETS.values() if dataset.suite == suite}
 
 
 def test_defaults() -> None:
     config = config_of()
     assert (config.model.name, build_method(config.method)) == ("tiny", Lazy("paper"))
-    assert {one.suite for one in datasets_of(config)} == {"embedded"}
+    assert {dataset.suite for dataset in datasets_of(config)} == {"embedded"}
     assert (config.timing.paired, config.timing.warmup) == (True, 5)
     for name, limit in (("llama2", 3500), ("xgen", 7500)):
         config = config_of(f"model={name}")
         assert (config.model.max_prompt_tokens, config.model.chat) == (limit, name)
-        assert {one.suite for one in datasets_of(config)} == {"longbench"}
+        assert {dataset.suite for dataset in datasets_of(config)} == {"longbench"}
         assert len(datasets_of(config)) == 16
 
 
@@ -105,8 +107,8 @@ def test_the_embedded_suite_is_a_first_look_unless_limit_says_otherwise() -> Non
 
 
 def test_several_datasets_and_one_left_out() -> None:
-    assert [one.name for one in datasets_of(config_of("dataset=[trec,qasper]"))] == ["trec", "qasper"]
-    assert [one.name for one in datasets_of(config_of("model=tiny", "dataset=multi_doc_qa"))] == ["hops"]
+    assert [dataset.name for dataset in datasets_of(config_of("dataset=[trec,qasper]"))] == ["trec", "qasper"]
+    assert [dataset.name for dataset in datasets_of(config_of("model=tiny", "dataset=multi_doc_qa"))] == ["hops"]
     assert len(datasets_of(config_of("dataset=all", "dataset.trec=false"))) == 15
 
 

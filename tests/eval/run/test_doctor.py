@@ -63,7 +63,7 @@ def test_a_cpu_wheel_beside_a_gpu(broken, capsys) -> None:
 
 def test_an_old_driver(broken, capsys) -> None:
     broken("NVIDIA L4, 535.183.01, 23034 MiB", CUDA_13)
-    assert "CUDA 13.0 needs driver 580, here is 535.183.01: pip install" in lines(capsys)["torch"]
+    assert "CUDA 13.0 needs driver 580 or later, found 535.183.01: pip install" in lines(capsys)["torch"]
     broken("Tesla K80, 418.10, 11441 MiB", CUDA_13)
     found = lines(capsys)
     assert found["torch"].endswith("needs driver 580, here is 418.10: update the driver")
@@ -83,7 +83,7 @@ def test_no_token_no_cache_and_no_network(broken, capsys) -> None:
 def test_no_disk(broken, capsys) -> None:
     broken(free_gb=9.5)
     assert "9.5 GB free in" in (found := lines(capsys)["disk"])
-    assert found.endswith(", 15 are needed: export HF_HOME=FOLDER_ON_A_LARGER_DISK")
+    assert found.endswith(", 15 GB needed: export HF_HOME=FOLDER_ON_A_LARGER_DISK")
     assert lines(capsys, "qwen3-0.6b")["disk"].startswith("ok")
 
 

@@ -92,7 +92,9 @@ def test_forced_decoding_is_the_methods_own(name: str, revive: bool) -> None:
     prompt, answer = RNG.integers(0, 97, 23).tolist(), RNG.integers(0, 97, 5).tolist()
     schedule = {1: 0.6, 2: 0.4}
     given = Prompt(torch.tensor(prompt))
-    theirs, ours = (forced_logits(model, given, one, answer) for one in (Baseline(), Lazy(schedule, revive=revive)))
+    theirs, ours = (
+        forced_logits(model, given, method, answer) for method in (Baseline(), Lazy(schedule, revive=revive))
+    )
     expected = reference_fidelity.fidelity_reference(
         model,
         prompt,
@@ -111,7 +113,7 @@ def test_two_generations_against_the_reference() -> None:
         logits = torch.tensor(RNG.normal(0, 2, (2, 5))).float()
         baseline, method = (_generation(*pair) for pair in zip(ids, logits, strict=True))
         found = of_generations(baseline, method)
-        expected = reference_fidelity.compare(*([one.numpy()] for one in logits), [0])
+        expected = reference_fidelity.compare(*([logit.numpy()] for logit in logits), [0])
         assert found["kl"] == pytest.approx(expected.first_kl, abs=1e-12)
         assert found["top1_agrees"] == expected.top1
         assert found["leading_tokens"] == reference_fidelity.leading_agreement(*ids)
@@ -142,7 +144,7 @@ def test_a_token_without_probability_adds_nothing() -> None:
 )
 def test_gold_tokens_go_on_from_the_prompt(prompt: str, gold: str, expected: list[str]) -> None:
     found = gold_token_ids(TOKENIZER, prompt, gold)
-    assert [TOKENIZER.decode([one]) for one in found] == expected
+    assert [TOKENIZER.decode([token_id]) for token_id in found] == expected
 
 
 def test_gold_tokens_of_a_tokenizer_that_puts_a_space_in_front(shared: Path) -> None:

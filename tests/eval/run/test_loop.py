@@ -73,11 +73,11 @@ def test_an_example_that_fails_is_written_down_and_the_others_go_on(tmp_path: Pa
     (said,) = [message for message in caplog.messages if message.startswith("first example: ")]
     assert re.search(r"9\d prompt tokens, 2 new ones, .* s by the baseline, .*; 4 are left, about \d", said)
     assert re.search(r"; out of memory at 9\d prompt tokens; .*Less is needed with model.quant", failures[0]["reason"])
-    assert [(one["dataset"], one["reason"].partition(";")[0]) for one in failures] == [
+    assert [(failure["dataset"], failure["reason"].partition(";")[0]) for failure in failures] == [
         ("lookup", "OutOfMemoryError: CUDA out of memory. Tried 2 GiB"),
         ("shots", "FloatingPointError: logits not finite"),
     ]
-    assert all("generate_or_fail" in one["traceback"] for one in failures)
+    assert all("generate_or_fail" in failure["traceback"] for failure in failures)
     assert "2 of 6 examples failed and are not in the table, the first: lookup" in caplog.text
     assert "2 examples failed and are left out" in (tmp_path / "run" / "summary.md").read_text()
 
@@ -167,7 +167,9 @@ def test_shards_measure_each_example_once_and_the_last_makes_the_table(tmp_path:
     assert lines == records
 
     def outcome(folder: str) -> dict:
-        return {one.key: (one.prompt_sha256, one.method.token_ids) for one in read_run(tmp_path / folder)[1]}
+        return {
+            record.key: (record.prompt_sha256, record.method.token_ids) for record in read_run(tmp_path / folder)[1]
+        }
 
     assert outcome("run") == outcome("whole")
     assert len(lines) == len(outcome("run")) == 6
@@ -218,11 +220,11 @@ def test_logits_that_are_not_finite_fail_their_example_only(tmp_path: Path, monk
     monkeypatch.setattr("eval.run.loop.load_weights", broken)
     result = run(config_of(tmp_path / "run"), show=False)
     failures = read_failures(tmp_path / "run")
-    assert {one.reason for one in failures} == {
+    assert {failure.reason for failure in failures} == {
         "FloatingPointError: the model's logits are not finite (NaN or infinite)"
     }
     records = read_run(tmp_path / "run")[1]
-    assert {one.key for one in records}.isdisjoint(one.key for one in failures)
+    assert {record.key for record in records}.isdisjoint(failure.key for failure in failures)
     assert len(records) + len(failures) == 6
     assert result.summary is not None
     assert result.summary.failed == len(failures) == 2
@@ -290,7 +292,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) 
     assert not (tmp_path / "run" / "summary.json").exists()
     run(config, show=False)
     assert file.read_bytes().startswith(before)
-    assert len({one.key for one in read_run(tmp_path / "run")[1]}) == file.read_bytes().count(b"\n") == 6
+    assert len({record.key for record in read_run(tmp_path / "run")[1]}) == file.read_bytes().count(b"\n") == 6
 
 
 def test_what_ended_a_job_is_told_even_if_it_cannot_be_noted(tmp_path: Path, monkeypatch, caplog) -> None:
@@ -328,7 +330,7 @@ def test_a_damaged_run_is_mended_and_goes_on_with_the_lost_examples_only(tmp_pat
 
 def _about(summary: Path) -> tuple[dict, dict]:
     content = json.loads(summary.read_text())
-    return content["identity"], {key: one for key, one in content.items() if key not in ("rows", "identity")}
+    return content["identity"], {key: value for key, value in content.items() if key not in ("rows", "identity")}
 
 
 def test_a_smaller_limit_leaves_the_table_of_a_wider_run_as_it_is(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def kept(ratio: float, n: int) -> int:
 
 def test_the_parameters_reach_the_papers_speedup_by_hand() -> None:
     table = pd.read_csv(PAPER / "table1.csv").set_index(["task", "method"])
-    for dataset in (one for one in DATASETS.values() if one.suite == "longbench"):
+    for dataset in (dataset for dataset in DATASETS.values() if dataset.suite == "longbench"):
         n = 3376
         speedup = {
             name: table.loc[(dataset.task, name), "llama2_ttft_speedup"]

@@ -226,10 +226,10 @@ def test_one_bad_job_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_an_experiments_methods_are_a_run_each() -> None:
-    labels = [one.setting for one in expected_runs(["experiment=demo", "limit=1", "dataset=lookup"])]
+    labels = [run.setting for run in expected_runs(["experiment=demo", "limit=1", "dataset=lookup"])]
     assert [label.split(",")[0] for label in labels] == ["lazy", "static_pruning", "random_drop", "prompt_compression"]
     swept = expected_runs(["experiment=table1", "limit=1", "dataset=lookup"])  # whose sweep is in the experiment's file
-    assert [one.seed for one in swept if one.setting.startswith("random_drop")] == [0, 1, 2, 3, 4]
+    assert [run.seed for run in swept if run.setting.startswith("random_drop")] == [0, 1, 2, 3, 4]
     assert len(swept) == 8
 
 

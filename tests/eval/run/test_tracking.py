@@ -111,7 +111,11 @@ def tracked(folder: Path, config: TrackerConfig = OFFLINE, pictures: tuple[Path,
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What a user is warned of by us; wandb has a log of its own, which is not shown."""
-    return [one.getMessage() for one in caplog.records if (one.name, one.levelname) == ("eval.run.tracking", "WARNING")]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if (record.name, record.levelname) == ("eval.run.tracking", "WARNING")
+    ]
 
 
 # ------------------------------------------------------------------------------------------------- reading a file back
@@ -160,7 +164,7 @@ class Written:
             match record.WhichOneof("record_type"):
                 case "run":
                     self.run = record.run
-                    self.config |= {one.key: json.loads(one.value_json) for one in record.run.config.update}
+                    self.config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
                 case "history":
                     self.history.append(_nested(record.history.item))
                 case "summary":
@@ -177,7 +181,7 @@ class Written:
     @property
     def running(self) -> list[dict[str, Any]]:
         """History without what W&B adds and the media."""
-        logged = [{key: one for key, one in row.items() if not key.startswith("_")} for row in self.history]
+        logged = [{key: value for key, value in row.items() if not key.startswith("_")} for row in self.history]
         return [row for row in logged if "examples" in row]
 
     def table(self) -> list[dict[str, Any]]:
@@ -186,7 +190,7 @@ class Written:
         return [dict(zip(content["columns"], row, strict=True)) for row in content["data"]]
 
     def artifact(self, kind: str) -> Any:
-        return next(one for one in self.artifacts if one.type == kind)
+        return next(artifact for artifact in self.artifacts if artifact.type == kind)
 
 
 def _nested(items: Any) -> dict[str, Any]:
@@ -264,7 +268,7 @@ def test_every_number_of_the_table_is_in_the_summary_with_its_interval() -> None
 
 
 def test_without_a_paired_baseline_its_columns_are_empty(tmp_path: Path) -> None:
-    alone = [replace(one, baseline=None) for one in (FIRST, SECOND)]
+    alone = [replace(record, baseline=None) for record in (FIRST, SECOND)]
     stored_folder(tmp_path / "run", *alone)
     with open_tracker(OFFLINE, run_of(tmp_path / "run")) as tracker:
         for record in alone:

@@ -128,7 +128,7 @@ def test_figure_7_is_that_of_a_slow_version(campaign: Path, collected: Results) 
 
 
 def shard(folder: Path, part: str, *records: Any) -> None:
-    (folder / f"records{part}.jsonl").write_text("".join(one.to_json() + "\n" for one in records))
+    (folder / f"records{part}.jsonl").write_text("".join(record.to_json() + "\n" for record in records))
 
 
 def test_shards_are_merged_and_what_stands_twice_is_kept_once(tmp_path: Path, caplog: Any) -> None:
@@ -151,7 +151,7 @@ def test_shards_that_disagree_are_refused(tmp_path: Path) -> None:
     ):
         collect([tmp_path / "runs"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    assert [one.name for one in tmp_path.iterdir()] == ["runs"]
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 def test_mixtures_are_refused(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_run_of_which_every_example_failed_is_kept(tmp_path: Path) -> None:
         for key in keys:
             store.fail(Failure(*key, "RuntimeError: no", ""))
     done = collect([tmp_path / "runs"], tmp_path / "once")
-    assert [(one.folder, one.records, one.missing, one.failed) for one in done] == [
+    assert [(run.folder, run.records, run.missing, run.failed) for run in done] == [
         ("a", 2, [], 0),
         ("b", 0, keys, 2),
         ("c", 2, [], 0),

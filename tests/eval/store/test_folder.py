@@ -175,8 +175,8 @@ def test_a_disk_that_is_full_within_a_line_leaves_the_file_as_it_was(tmp_path: P
             assert file.read_bytes() == before
             write()  # there is room again
             assert file.read_bytes() == before + line.encode() + b"\n"
-            for one in tmp_path.glob("*.jsonl"):
-                one.unlink()
+            for path in tmp_path.glob("*.jsonl"):
+                path.unlink()
 
 
 def test_a_disk_that_is_full_from_the_start_leaves_no_half_description(tmp_path: Path) -> None:
@@ -208,9 +208,9 @@ if os.getuid() == 0:  # root may write anywhere
     os.setuid(65534)
 folder = Path(sys.argv[1])
 print(len(read_run(folder)[1]))
-for one in (folder, folder / "new"):
+for place in (folder, folder / "new"):
     try:
-        open_store(one, {}, {}).__enter__()
+        open_store(place, {}, {}).__enter__()
     except UserError as error:
         print(error)
 """
@@ -221,8 +221,8 @@ def test_a_read_only_folder_can_be_read_and_is_refused_to_runs() -> None:
     try:
         with open_store(folder / "run", IDENTITY, {}) as store:
             store.append(record(0))
-        for one in (folder, folder / "run"):
-            one.chmod(0o555)
+        for place in (folder, folder / "run"):
+            place.chmod(0o555)
         done = subprocess.run(
             [sys.executable, "-c", READ_ONLY, str(folder / "run")],
             cwd=ROOT,

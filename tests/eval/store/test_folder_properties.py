@@ -60,7 +60,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 GARBAGE = st.binary(max_size=60).map(lambda data: data.replace(b"\n", b"")) | JSON.map(
-    lambda one: json.dumps(one).encode()
+    lambda value: json.dumps(value).encode()
 )
 
 
@@ -90,9 +90,9 @@ def test_every_failure_comes_back_as_it_was(dataset: str, row: str, reason: str,
 def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Where there is a value inside of a JSON value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in items:
+    for key, item in items:
         yield (*path, key)
-        yield from paths_of(one, (*path, key))
+        yield from paths_of(item, (*path, key))
 
 
 @given(RECORDS, st.data())
@@ -122,7 +122,7 @@ def test_whatever_a_kill_leaves_of_a_last_line_the_lines_before_it_stay(count: i
     """tail: bytes without an end of line, or so many of the next record's."""
     with run_folder() as folder:
         records = [record(number) for number in range(count)]
-        lines = b"".join(f"{one.to_json()}\n".encode() for one in records)
+        lines = b"".join(f"{record.to_json()}\n".encode() for record in records)
         left = record(count).to_json().encode()[:tail] if isinstance(tail, int) else tail.replace(b"\n", b"")
         (folder / "records.jsonl").write_bytes(lines + left)
         assert read_run(folder)[1] == records
@@ -178,7 +178,9 @@ def test_repair_keeps_all_that_can_be_saved_and_the_damaged_files(case: tuple[di
         for name, content in files.items():
             (folder / name).write_bytes(content)
         done = repair(folder)
-        assert {one.key: one for one in read_run(folder)[1]} == {record(number).key: record(number) for number in good}
+        assert {record.key: record for record in read_run(folder)[1]} == {
+            record(number).key: record(number) for number in good
+        }
         for name, content in files.items():
             left, aside = (folder / name).read_bytes(), folder / f"{name}.damaged-1"
             assert aside.exists() == any(line.startswith(f"{name}:") for line in done)
@@ -264,15 +266,15 @@ class Jobs(RuleBasedStateMachine):
     @invariant()
     def readers_see_all_that_was_written_and_nothing_else(self) -> None:
         if hasattr(self, "folder"):
-            assert {one.key: one for one in read_run(self.folder)[1]} == self.records
-            assert {one.key: one for one in read_failures(self.folder)} == self.failed
+            assert {record.key: record for record in read_run(self.folder)[1]} == self.records
+            assert {failure.key: failure for failure in read_failures(self.folder)} == self.failed
 
     @rule(part=st.sampled_from(PARTS))
     def jobs_see_each_others_work_when_they_look_again(self, part: str) -> None:
         store = self.store(part)
         store.reload()
         assert store.records == self.records
-        assert {one.key for one in store.failures} == self.failed.keys() - self.records.keys()
+        assert {failure.key for failure in store.failures} == self.failed.keys() - self.records.keys()
 
 
 TestJobs = Jobs.TestCase

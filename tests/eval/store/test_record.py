@@ -42,8 +42,8 @@ def varied() -> list[Record]:
 
 def lines(*records: Any) -> bytes:
     """Lines as the store has them, and as it does not: of records, of values, or as text."""
-    texts = [one.to_json() if isinstance(one, Record) else one if isinstance(one, str) else json.dumps(one)
-             for one in records]  # fmt: skip
+    texts = [line.to_json() if isinstance(line, Record) else line if isinstance(line, str) else json.dumps(line)
+             for line in records]  # fmt: skip
     return "".join(f"{text}\n" for text in texts).encode()
 
 
@@ -83,8 +83,8 @@ def slow_row(record: Record) -> dict[str, Any]:
 
 def test_every_value_is_the_records_to_the_last_bit() -> None:
     records = varied()
-    for row, one in zip(example_rows(records).to_dict("records"), records, strict=True):
-        for name, value in slow_row(one).items():
+    for row, stored in zip(example_rows(records).to_dict("records"), records, strict=True):
+        for name, value in slow_row(stored).items():
             found: Any = row[name]
             assert found == value or (math.isnan(found) and math.isnan(value)), name
 

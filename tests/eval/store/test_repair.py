@@ -50,16 +50,13 @@ def test_garbled_lines_are_taken_out_and_the_file_is_kept_as_it_was(folder: Path
         read_run(folder)
     assert main([str(folder)]) == 0
     shown = capsys.readouterr().out
-    assert (
-        "records.jsonl: 1 lines removed, 2 kept; copy: records.jsonl.damaged-1 (line 2: JSONDecodeE"
-        in shown
-    )
+    assert "records.jsonl: 1 lines removed, 2 kept; copy: records.jsonl.damaged-1 (line 2: JSONDecodeE" in shown
     assert "failures.jsonl: 1 lines removed, 1 kept; copy: failures.jsonl.damaged-1" in shown
     assert (folder / "records.jsonl").read_bytes() == lines[0] + lines[2]
     assert (folder / "records.jsonl.damaged-1").read_bytes() == damaged
-    assert [one.id for one in read_failures(folder)] == ["row-7"]
+    assert [failure.id for failure in read_failures(folder)] == ["row-7"]
     with open_store(folder, IDENTITY, ABOUT) as store:
-        assert [one.id for one in store.records.values()] == ["row-0", "row-2"]
+        assert [record.id for record in store.records.values()] == ["row-0", "row-2"]
         store.append(record(1))  # the lost one, measured again
     (folder / "records.jsonl").write_bytes(b"\n".join([*lines, b"x", b""]))
     repair(folder)
@@ -71,7 +68,7 @@ def test_a_tail_that_is_json_and_no_record_is_not_kept(folder: Path) -> None:
     lines = (folder / "records.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "records.jsonl").write_bytes(lines[0] + b"x\n" + lines[2] + b"17")
     repair(folder)
-    assert [one.id for one in read_run(folder)[1]] == ["row-0", "row-2"]
+    assert [record.id for record in read_run(folder)[1]] == ["row-0", "row-2"]
     assert repair(folder) == []
 
 
@@ -92,9 +89,9 @@ def test_of_copies_one_stays_and_of_different_records_none(folder: Path) -> None
     with open_store(folder, IDENTITY, ABOUT, "-1-of-2") as store:
         store.append(record(5))
     lines = [record(0), record(5), record(1, text="another")]
-    (folder / "records-1-of-2.jsonl").write_text("".join(f"{one.to_json()}\n" for one in lines))
+    (folder / "records-1-of-2.jsonl").write_text("".join(f"{line.to_json()}\n" for line in lines))
     done = repair(folder)
-    assert [one.id for one in read_run(folder)[1]] == ["row-0", "row-2", "row-5"]
+    assert [record.id for record in read_run(folder)[1]] == ["row-0", "row-2", "row-5"]
     assert done[0].startswith("records.jsonl: 1 lines removed, 2 kept")
     assert "line 2: different records of hotpotqa, row row-1, in records.jsonl:2, records-1-of-2.jsonl:3" in done[0]
     assert "line 1: the same as records.jsonl:1" in done[1]

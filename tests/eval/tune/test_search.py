@@ -75,8 +75,8 @@ def test_what_is_held_out_is_never_touched_by_the_search(study: Path) -> None:
         name: [case.example.id for case in prepare(run).cases if case.dataset.name == name]
         for name in ("lookup", "shots")
     }
-    tuning = {(name, one.id) for name in ids for one in in_half(name, examples_of(ids[name]), "tuning")}
-    everything = {(name, one) for name in ids for one in ids[name]}
+    tuning = {(name, example.id) for name in ids for example in in_half(name, examples_of(ids[name]), "tuning")}
+    everything = {(name, row_id) for name in ids for row_id in ids[name]}
     assert (len(everything), len(tuning)) == (12, 6)
     trials, finals = ids_below(study / "trials"), ids_below(study / "final")
     assert len(trials) == 3
@@ -99,9 +99,7 @@ def test_the_output(study: Path) -> None:
     text = (study / "front.md").read_text()
     assert "6 other examples" in text
     assert "of each two neighbours" in text
-    assert re.search(
-        r"tuned, .* scores (better than|worse than|the same within the interval as) paper, ideal", text
-    )
+    assert re.search(r"tuned, .* scores (better than|worse than|the same within the interval as) paper, ideal", text)
     content = json.loads((study / "front.json").read_text())
     assert content["counts"]["measured"] == 3
     assert content["provenance"]["versions"]["torch"]
@@ -201,7 +199,7 @@ def test_nothing_is_reported_while_held_out_examples_failed(tmp_path: Path, monk
 def test_points_of_one_name_do_not_take_each_others_place() -> None:
     speeds = (1.2, 1.301, 1.304, 1.306, 1.9)
     points = [Tried(Candidate(()), speed, Scored(90 - number, {}, 1)) for number, speed in enumerate(speeds)]
-    assert [one.ideal_speedup for one in told_apart(points)] == [1.2, 1.301, 1.306, 1.9]
+    assert [point.ideal_speedup for point in told_apart(points)] == [1.2, 1.301, 1.306, 1.9]
 
 
 def test_the_difference_is_of_the_same_examples() -> None:
@@ -266,7 +264,9 @@ def test_the_experiment_compares_at_the_same_ideal_speedup() -> None:
     assert experiment.half == "held-out"
     methods = {label: build_method(at_depth(method, 8)) for label, method in experiment.compare.items()}
     for tokens in (512, 1024, 2048):
-        speedups = {label: one.ideal_speedup(load_config(ModelSpec("tiny")), tokens) for label, one in methods.items()}
+        speedups = {
+            label: method.ideal_speedup(load_config(ModelSpec("tiny")), tokens) for label, method in methods.items()
+        }
         for target in ("1.8x", "4.2x"):
             of_target = [speedup for label, speedup in speedups.items() if label.endswith(target)]
             assert len(of_target) == 3

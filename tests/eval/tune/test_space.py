@@ -26,7 +26,7 @@ def test_ideal_speedups_are_put_together_as_measured_ones_are() -> None:
     schedule = {2: 0.5, 6: 0.3}
     counts = {n: [n] * 2 + [n // 2] * 4 + [-(-n // 2 * 3 // 10)] * 2 for n in (100, 200, 40)}
     assert counts[100][-1] == 15
-    whole, pruned = ({n: flops(one(n)) for n in counts} for one in (lambda n: [n] * 8, counts.get))
+    whole, pruned = ({n: flops(layers_of(n)) for n in counts} for layers_of in (lambda n: [n] * 8, counts.get))
     lookup = (2 * whole[100] + whole[200]) / (2 * pruned[100] + pruned[200])
     assert Ideal.of(SHAPE, prompts, Lazy()).speedup(schedule) == pytest.approx((lookup + whole[40] / pruned[40]) / 2)
     one = Ideal.of(SHAPE, [("lookup", 100)], Lazy())
@@ -89,8 +89,8 @@ def test_a_fitted_candidate_prunes_as_little_as_reaches_the_target() -> None:
             assert [layer for layer, _ in found.cuts] == [layer for layer, _ in cuts]
             assert target <= ideal.speedup(found.schedule) < 1.03 * target
             ratios = [keep for _, keep in found.cuts]
-            order = sorted(range(len(cuts)), key=lambda one: cuts[one][1])
-            assert [ratios[one] for one in order] == sorted(ratios)  # the shape is kept
+            order = sorted(range(len(cuts)), key=lambda index: cuts[index][1])
+            assert [ratios[index] for index in order] == sorted(ratios)  # the shape is kept
             assert all(space.lowest <= keep <= space.highest for keep in ratios)
     equal = space.fitted(Candidate(((2, 30), (4, 30), (7, 30))), ideal, 1.8)
     assert equal == references(space, ideal, 1.8)["paper"]

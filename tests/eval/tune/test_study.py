@@ -52,7 +52,7 @@ def always() -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "seed"), [(1.5, 0), (2.0, 1)])
 def test_the_best_under_the_target_is_that_of_an_exhaustive_search(tmp_path: Path, target: float, seed: int) -> None:
-    feasible = [one for one in EVERY if IDEAL.speedup(one.schedule) >= target]
+    feasible = [candidate for candidate in EVERY if IDEAL.speedup(candidate.schedule) >= target]
     assert len(EVERY) == 4 * 4 + 6 * 16
     asked = []
 
@@ -68,32 +68,32 @@ def test_the_best_under_the_target_is_that_of_an_exhaustive_search(tmp_path: Pat
     assert len(asked) == len(set(asked)) == counts.measured <= 24 < len(feasible) / 2
     assert set(asked) <= set(feasible)
     assert counts.refused + counts.repeated > 0
-    assert [one.candidate for one in tried] == asked
+    assert [point.candidate for point in tried] == asked
 
 
 def test_the_whole_front_is_that_of_an_exhaustive_search(tmp_path: Path) -> None:
     space = Space(5, 1, 20, 80, 20)
-    every = [one for one in EVERY if len(one.cuts) == 1]
+    every = [candidate for candidate in EVERY if len(candidate.cuts) == 1]
     with opened(tmp_path, None, space=space) as study:
         search(study, scored, len(every), always)
         tried = study.tried()
-    assert {one.candidate for one in tried} == set(every)
-    points = {one: (quality(one), IDEAL.speedup(one.schedule)) for one in every}
+    assert {point.candidate for point in tried} == set(every)
+    points = {candidate: (quality(candidate), IDEAL.speedup(candidate.schedule)) for candidate in every}
     expected = {
-        one
-        for one, (score, speed) in points.items()
+        candidate
+        for candidate, (score, speed) in points.items()
         if not any(s >= score and v >= speed and (s, v) != (score, speed) for s, v in points.values())
     }
     assert 1 < len(expected) < len(every)
-    assert {one.candidate for one in front(tried)} == expected
+    assert {point.candidate for point in front(tried)} == expected
 
 
 def test_the_front_and_a_choice_of_it() -> None:
     points = [(1.0, 90), (2.0, 95), (3.0, 80), (3.0, 85), (4.0, 85), (5.0, 10)]
     tried = [Tried(Candidate(((n, 50),)), speed, Scored(score, {}, 1)) for n, (speed, score) in enumerate(points)]
-    assert [(one.ideal_speedup, one.scored.score) for one in front(tried)] == [(2.0, 95), (4.0, 85), (5.0, 10)]
+    assert [(point.ideal_speedup, point.scored.score) for point in front(tried)] == [(2.0, 95), (4.0, 85), (5.0, 10)]
     assert best(tried).ideal_speedup == 2.0
-    assert [one.ideal_speedup for one in evenly(front(tried), 2)] == [2.0, 5.0]
+    assert [point.ideal_speedup for point in evenly(front(tried), 2)] == [2.0, 5.0]
     assert evenly(front(tried), 9) == front(tried)
     assert best([*tried, Tried(Candidate(((9, 50),)), 2.5, Scored(95, {}, 1))]).ideal_speedup == 2.0
 
@@ -103,7 +103,7 @@ def test_what_is_given_is_tried_first_and_a_study_goes_on_where_it_stopped(tmp_p
     with opened(tmp_path / "whole", first=first) as study:
         search(study, scored, 12, always)
         whole = study.tried()
-    assert [one.candidate for one in whole[:2]] == [SPACE.fitted(one, IDEAL, 2.0) for one in first]
+    assert [point.candidate for point in whole[:2]] == [SPACE.fitted(candidate, IDEAL, 2.0) for candidate in first]
     for trials in (3, 3, 12):
         with opened(tmp_path / "parts", first=first) as study:
             search(study, scored, trials, always)
@@ -144,7 +144,7 @@ def test_a_candidate_that_fails_has_no_score_and_three_end_the_search(tmp_path: 
     calls: list[Candidate] = []
     with opened(tmp_path / "once") as study:
         search(study, once, 4, always)
-        assert [one.candidate for one in study.tried()] == [calls[0], *calls[2:]]
+        assert [point.candidate for point in study.tried()] == [calls[0], *calls[2:]]
         assert (study.counts().measured, study.counts().failed) == (4, 1)
     ends = "three trials failed, the last one: out of memory"
     with opened(tmp_path / "never") as study, pytest.raises(UserError, match=ends):
@@ -181,10 +181,10 @@ def test_two_processes_share_a_study(tmp_path: Path) -> None:
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
     measured = [log.read_text().splitlines() for log in logs]
     assert all(measured)  # both took part
-    names = [name for one in measured for name in one]
+    names = [name for names_of in measured for name in names_of]
     assert len(names) == len(set(names)) == 12
     with opened(tmp_path / "study") as study:
-        assert {one.candidate.name for one in study.tried()} == set(names)
+        assert {point.candidate.name for point in study.tried()} == set(names)
         assert study.counts().running == 0
 
 
@@ -211,5 +211,5 @@ def test_a_killed_trial_is_done_again_and_the_search_ends_as_if_it_had_not_been(
         search(study, scored, 12, always)
         assert study.tried() == whole
         assert (study.counts().running, study.counts().failed) == (0, 1)
-    assert [one.candidate.name for one in whole][4] == log.read_text().strip()
+    assert [point.candidate.name for point in whole][4] == log.read_text().strip()
     assert all(json.loads(line) for line in (folder / "journal.log").read_text().splitlines())

@@ -104,9 +104,9 @@ def test_no_state_is_left_behind() -> None:
     method = Lazy({1: 0.4, 3: 0.5})
     alone = [lazyllm.generate(random_model("llama", 5, num_layers=4), prompt, method, 6, ()) for prompt in prompts]
     again = [lazyllm.generate(model, prompt, method, 6, ()) for prompt in prompts + prompts]
-    for one, two in zip(alone + alone, again, strict=True):
-        assert (one.token_ids, one.selected) == (two.token_ids, two.selected)
-        assert torch.equal(one.first_logits, two.first_logits)
+    for expected, two in zip(alone + alone, again, strict=True):
+        assert (expected.token_ids, expected.selected) == (two.token_ids, two.selected)
+        assert torch.equal(expected.first_logits, two.first_logits)
 
 
 def _some(rng: random.Random, layers: int) -> list[int]:

@@ -46,10 +46,11 @@ class OnDevice(TorchDispatchMode):
         target = args[1].device if name == "copy_" else (kwargs or {}).get("device")
         if name in ("copy_", "_to_copy") and target not in (None, args[0].device):
             raise AssertionError("a transfer between the host and the device")
-        if name.startswith("index_put") and any(one is not None and one.dtype == torch.bool for one in args[1]):
+        if name.startswith("index_put") and any(index is not None and index.dtype == torch.bool for index in args[1]):
             raise AssertionError("a mask as an index")
         out = func(*args, **(kwargs or {}))
-        self.host += [name for one in tree_leaves((args, kwargs, out)) if torch.is_tensor(one) and one.device != META]
+        leaves = tree_leaves((args, kwargs, out))
+        self.host += [name for leaf in leaves if torch.is_tensor(leaf) and leaf.device != META]
         return out
 
 

@@ -48,7 +48,7 @@ def by_hand(model: Any, look: Look) -> tuple[list[np.ndarray], list[np.ndarray]]
 
 @pytest.mark.parametrize(
     ("architecture", "attention"),
-    [one for one in product(ARCHITECTURES, ("eager", "sdpa", "flash_attention_2")) if is_offered(*one)],
+    [cell for cell in product(ARCHITECTURES, ("eager", "sdpa", "flash_attention_2")) if is_offered(*cell)],
 )
 def test_every_look(architecture: str, attention: str) -> None:
     model = random_variant(architecture, 2, "eager")
@@ -109,6 +109,6 @@ def test_sums_over_queries_do_not_depend_on_the_blocks(window: int | None, size:
         first = 0 if window is None else position - window + 1
         for head in range(4):
             keys = key[0, head // 2, first : position + 1]
-            logits = torch.stack([0.3 * (query[0, head, position] * one).sum() for one in keys])
+            logits = torch.stack([0.3 * (query[0, head, position] * key).sum() for key in keys])
             expected[head, first : position + 1] += (1 + number / 3) * logits.exp() / logits.exp().sum()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

@@ -79,7 +79,9 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "page": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "page"},
     }
     for name, settings in own.items():
-        task = common | settings | {"task": f"own_{name}", "metric_list": [{"metric": one} for one in metrics[name]]}
+        task = (
+            common | settings | {"task": f"own_{name}", "metric_list": [{"metric": metric} for metric in metrics[name]]}
+        )
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
     return folder
 
@@ -103,7 +105,7 @@ def evaluate(model: Any, tasks: Path) -> dict[str, Any]:
 
 
 def instances(kind: str, *arguments: tuple) -> list[Instance]:
-    return [Instance(kind, {}, one, number) for number, one in enumerate(arguments)]
+    return [Instance(kind, {}, argument, number) for number, argument in enumerate(arguments)]
 
 
 def test_keeping_everything_gives_the_results_of_lm_evals_own_model(tasks: Path, hf: HFLM) -> None:
@@ -115,20 +117,20 @@ def test_keeping_everything_gives_the_results_of_lm_evals_own_model(tasks: Path,
             name: pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
             for name, value in metrics.items()
         }
-        for one, other in zip(ours["samples"][task], theirs["samples"][task], strict=True):
+        for sample, other in zip(ours["samples"][task], theirs["samples"][task], strict=True):
             if task == "own_answer":
-                assert one["resps"] == other["resps"]
+                assert sample["resps"] == other["resps"]
             elif task == "own_choice":
                 for (log, greedy), (their_log, their_greedy) in zip(
-                    one["filtered_resps"], other["filtered_resps"], strict=True
+                    sample["filtered_resps"], other["filtered_resps"], strict=True
                 ):
                     assert log == pytest.approx(their_log, abs=2e-3)
                     assert greedy == their_greedy
             else:
-                assert one["filtered_resps"] == pytest.approx(other["filtered_resps"], rel=1e-4)
+                assert sample["filtered_resps"] == pytest.approx(other["filtered_resps"], rel=1e-4)
     # what a wrong model would not give: the embedded task is solved, and its answers end at the stop string
     assert ours["results"]["own_choice"]["acc,none"] == 1
-    assert all(one["resps"][0][0].strip() for one in ours["samples"]["own_answer"])
+    assert all(sample["resps"][0][0].strip() for sample in ours["samples"]["own_answer"])
 
 
 def test_too_long_requests_are_cut_as_lm_eval_cuts_them(hf: HFLM) -> None:
@@ -160,7 +162,9 @@ def forced_log(pruned: PrunedLM, context: list[int], continuation: list[int]) ->
 
 def test_pruned_likelihoods_are_the_oracles(pruned: PrunedLM) -> None:
     continuations = [" window wizard wagon", " olive", " window", " coral cricket"]
-    found = pruned.loglikelihood(instances("loglikelihood", *((CONTEXT, one) for one in continuations)))
+    found = pruned.loglikelihood(
+        instances("loglikelihood", *((CONTEXT, continuation) for continuation in continuations))
+    )
     context = pruned.tok_encode(CONTEXT)
     for text, (log, greedy) in zip(continuations, found, strict=True):
         continuation = pruned.tok_encode(CONTEXT + text)[len(context) :]
@@ -168,8 +172,10 @@ def test_pruned_likelihoods_are_the_oracles(pruned: PrunedLM) -> None:
         assert log == pytest.approx(expected, abs=1e-3)
         assert greedy == expected_greedy
     unpruned = PrunedLM("tiny", **KEEPS_ALL, **CPU)
-    other = unpruned.loglikelihood(instances("loglikelihood", *((CONTEXT, one) for one in continuations)))
-    assert max(abs(one[0] - two[0]) for one, two in zip(found, other, strict=True)) > 1e-2
+    other = unpruned.loglikelihood(
+        instances("loglikelihood", *((CONTEXT, continuation) for continuation in continuations))
+    )
+    assert max(abs(ours[0] - theirs[0]) for ours, theirs in zip(found, other, strict=True)) > 1e-2
 
 
 def test_pruned_answers_are_the_oracles_up_to_the_stop_string(pruned: PrunedLM) -> None:
@@ -201,12 +207,12 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_continuations_share_a_prefill_as_far_as_they_can(pruned: PrunedLM, prefills: list[int]) -> None:
-    request = [(None, [5, 6, 7], one) for one in ([8], [9], [8, 9], [10])] + [(None, [5, 6], [7])]
+    request = [(None, [5, 6, 7], continuation) for continuation in ([8], [9], [8, 9], [10])] + [(None, [5, 6], [7])]
     found = pruned._loglikelihood_tokens(request)
     assert prefills == [3, 2]
     assert found[0] == pruned._loglikelihood_tokens([request[0]])[0]
     prefills.clear()
-    pruned._loglikelihood_tokens([(None, [5, 6, 7], one) for one in ([8, 9], [9, 8], [10])])
+    pruned._loglikelihood_tokens([(None, [5, 6, 7], continuation) for continuation in ([8, 9], [9, 8], [10])])
     assert prefills == [3, 3]
 
 

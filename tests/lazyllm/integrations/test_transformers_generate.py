@@ -119,9 +119,9 @@ def assert_same(out: Any, expected: Any) -> None:
     for name in ("scores", "logits"):
         found, wanted = getattr(out, name), getattr(expected, name)
         assert len(found) == len(wanted)
-        for one, other in zip(found, wanted, strict=True):
-            assert one.dtype == other.dtype == torch.float32
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+        for ours, other in zip(found, wanted, strict=True):
+            assert ours.dtype == other.dtype == torch.float32
+            torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-6)
 
 
 RETURNED = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -216,12 +216,12 @@ def test_a_batch_against_transformers(sampled: bool) -> None:
                 assert logits[row].isnan().all()
     # padding adds nothing to the probability of what was said
     per_token = MODEL.compute_transition_scores(found.sequences, found.scores, normalize_logits=True)
-    short, long = sorted(len(one.token_ids) for one in found.generations)
+    short, long = sorted(len(generation.token_ids) for generation in found.generations)
     assert short < long
-    for row, one in zip(per_token, found.generations, strict=True):
+    for row, generation in zip(per_token, found.generations, strict=True):
         assert row.isfinite().all()
-        assert (row[: len(one.token_ids)] < 0).all()
-        assert (row[len(one.token_ids) :] == 0).all()
+        assert (row[: len(generation.token_ids)] < 0).all()
+        assert (row[len(generation.token_ids) :] == 0).all()
 
 
 def test_prefix_functions_get_the_rows_number_and_its_own_tokens() -> None:

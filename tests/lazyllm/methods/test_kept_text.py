@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def test_kept_chunks_are_read_anew(own: str, other: str, seed: int, tokenizers, 
         folder, draft = drafts(variant, other)
         # as it is loaded: transformers reads the same files otherwise for models of some kinds
         by = tokenizers(own), load_tokenizer(folder)
-        read, read_by_draft = (lambda text, one=one: tokens_of(one, text) for one in by)
+        read, read_by_draft = (partial(tokens_of, tokenizer) for tokenizer in by)
         expected = specprefill_across(model, draft, text, read, read_by_draft, **settings, steps=STEPS)
         method = SpecPrefill(folder, text=True, **settings)
         method.check(model.config)

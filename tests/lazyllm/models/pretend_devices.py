@@ -79,8 +79,8 @@ class Pretending(TorchFunctionMode):
         if func is torch.Tensor.cpu:
             return self._moved(args[0], CPU)
         if func is torch.Tensor.to:
-            asked = [one for one in (*args[1:], *kwargs.values()) if isinstance(one, torch.device)]
-            others = [one for one in args[1:] if not isinstance(one, torch.device)]
+            asked = [arg for arg in (*args[1:], *kwargs.values()) if isinstance(arg, torch.device)]
+            others = [arg for arg in args[1:] if not isinstance(arg, torch.device)]
             kwargs.pop("device", None)
             kwargs.pop("non_blocking", None)
             out = func(args[0], *others, **kwargs) if others or kwargs else args[0]
@@ -108,15 +108,15 @@ class _Below(TorchDispatchMode):
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """The operation on what is held, its result where its arguments are. RuntimeError where these are in two places."""
     name = func.overloadpacket.__name__
-    given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-    places = {place_of(one) for one in given if one.ndim or isinstance(one, Placed)}  # numbers of the host go anywhere
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    places = {place_of(leaf) for leaf in given if leaf.ndim or isinstance(leaf, Placed)}  # numbers are everywhere
     if len(places) > 1 and name not in _COPIES:
         raise RuntimeError(f"{name}: tensors on {' and '.join(sorted(map(str, places)))} met")
     home = place_of(args[0]) if name == "copy_" else next(iter(places), CPU)
     out = func(*tree_map(_held, args), **tree_map(_held, kwargs))
-    if given and any(out is _held(one) for one in given):  # in place
-        return next(one for one in given if _held(one) is out)
-    return tree_map(lambda one: placed(one, home) if isinstance(one, torch.Tensor) else one, out)
+    if given and any(out is _held(leaf) for leaf in given):  # in place
+        return next(leaf for leaf in given if _held(leaf) is out)
+    return tree_map(lambda leaf: placed(leaf, home) if isinstance(leaf, torch.Tensor) else leaf, out)
 
 
 def _held(one: Any) -> Any:

@@ -39,8 +39,8 @@ def stored(
 
 def with_traces(run: StoredRun, folder: Path, *traces: Trace) -> StoredRun:
     (folder / "traces").mkdir(parents=True, exist_ok=True)
-    for one in traces:
-        (folder / "traces" / Trace.file_name(one.dataset, one.id)).write_text(one.to_json())
+    for trace in traces:
+        (folder / "traces" / Trace.file_name(trace.dataset, trace.id)).write_text(trace.to_json())
     return replace(run, folder=folder)
 
 
@@ -71,4 +71,4 @@ def texts(picture: Any) -> list[str]:
     from matplotlib.text import Text
 
     picture.canvas.draw()
-    return [one.get_text() for one in picture.findobj(Text) if one.get_text() and one.get_visible()]
+    return [text.get_text() for text in picture.findobj(Text) if text.get_text() and text.get_visible()]

@@ -26,13 +26,13 @@ def test_tasks_are_small_and_the_mean_has_intervals() -> None:
     axes = picture.axes[0]
     assert [cloud.get_offsets().tolist() for cloud in axes.collections if len(cloud.get_offsets()) and
             type(cloud).__name__ == "PathCollection"] == [[[1, 50]], [[2, 40], [3, 20]]]  # fmt: skip
-    means = [one for one in axes.containers if isinstance(one, ErrorbarContainer)]
-    assert [(one.lines[0].get_xdata().tolist(), one.lines[0].get_ydata().tolist()) for one in means] == [
+    means = [container for container in axes.containers if isinstance(container, ErrorbarContainer)]
+    assert [(mean.lines[0].get_xdata().tolist(), mean.lines[0].get_ydata().tolist()) for mean in means] == [
         ([1], [50]), ([2.5], [30]),
     ]  # fmt: skip
     horizontal = means[1].lines[2][0].get_segments()[0]
     assert horizontal.round(6).tolist() == [[2.3, 30], [2.7, 30]]
-    colours = [one.lines[0].get_color() for one in means]
+    colours = [mean.lines[0].get_color() for mean in means]
     assert colours == [METHODS["baseline"].colour, METHODS["lazy"].colour]  # as in every other picture
     assert {"baseline", "lazy", "tiny, demo", "TTFT speedup over the paired baseline"} <= set(texts(picture))
 
@@ -44,8 +44,9 @@ def test_a_label_looks_as_its_method_does() -> None:
         "gentle": {"name": "lazy"}, "harsh": {"name": "lazy"}, "other": {"name": "static_pruning"},
     }  # fmt: skip
     table = pd.DataFrame([row("mean over tasks", label, 50, 2, 0.1) for label in labels])
-    means = [one for one in plot_comparison(table, "", labels).axes[0].containers if isinstance(one, ErrorbarContainer)]
-    looks = {one.get_label(): (one.lines[0].get_color(), one.lines[0].get_marker()) for one in means}
+    containers = plot_comparison(table, "", labels).axes[0].containers
+    means = [container for container in containers if isinstance(container, ErrorbarContainer)]
+    looks = {mean.get_label(): (mean.lines[0].get_color(), mean.lines[0].get_marker()) for mean in means}
     for label in ("gentle", "other"):
         kind = METHODS[labels[label]["name"]]
         assert looks[label] == (kind.colour, kind.marker)

@@ -76,7 +76,7 @@ def test_the_papers_points_are_those_of_its_table() -> None:
         assert len(table) == 7 * 4
         for task, method in cells:
             if method != "baseline":
-                score, baseline = (float(cells[task, one][f"{model}_score"]) for one in (method, "baseline"))
+                score, baseline = (float(cells[task, side][f"{model}_score"]) for side in (method, "baseline"))
                 assert table.loc[(task, method), "relative_score"] == pytest.approx(100 * score / baseline)
                 speedup = float(cells[task, method][f"{model}_ttft_speedup"])
                 assert table.loc[(task, method), "ttft_speedup"] == speedup

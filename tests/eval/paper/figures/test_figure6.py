@@ -46,7 +46,7 @@ def test_the_picture() -> None:
     frame = FIGURE.data(Results([*RUNS, single(2, 0.5, model="llama2", paper="llama2")]))
     picture = redrawn(FIGURE, frame)
     assert len(picture.axes) == 2
-    axes = next(one for one in picture.axes if one.get_title(loc="left").startswith("tiny"))
+    axes = next(panel for panel in picture.axes if panel.get_title(loc="left").startswith("tiny"))
     curves = [bars.lines[0].get_xydata().tolist() for bars in axes.containers]
     assert curves[0] == [[2, 5], [4, 50]]
     assert curves[1] == [[2, pytest.approx(30)], [4, pytest.approx(70)]]

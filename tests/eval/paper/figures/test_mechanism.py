@@ -84,6 +84,6 @@ def test_any_token_can_be_written() -> None:
 
 def test_states_differ_in_lightness_or_mark() -> None:
     lightness = {state: np.dot(to_rgb(fill), [0.2126, 0.7152, 0.0722]) for state, fill in mechanism._FILL.items()}
-    for one, other in combinations(mechanism._NAMES, 2):
-        marks = (one in mechanism._MARK) != (other in mechanism._MARK)
-        assert marks or abs(lightness[one] - lightness[other]) > 0.2
+    for first, second in combinations(mechanism._NAMES, 2):
+        marks = (first in mechanism._MARK) != (second in mechanism._MARK)
+        assert marks or abs(lightness[first] - lightness[second]) > 0.2

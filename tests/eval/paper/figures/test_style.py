@@ -32,7 +32,7 @@ def test_methods_are_told_apart_without_colour_and_by_the_colour_blind() -> None
     assert len({str(style.line) for style in paper}) == len(paper)
     for matrix in (DEUTERANOPIA, PROTANOPIA):
         seen = [simulated(style.colour, matrix) for style in paper]
-        assert min(np.abs(one - other).max() for one, other in combinations(seen, 2)) > 0.1
+        assert min(np.abs(colour - other).max() for colour, other in combinations(seen, 2)) > 0.1
 
 
 def test_a_method_looks_the_same_whatever_is_beside_it() -> None:

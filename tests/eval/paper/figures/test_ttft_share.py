@@ -72,6 +72,6 @@ def test_the_picture(model: str, paper: str | None) -> None:
 
 
 def test_without_a_baseline_there_is_one_panel() -> None:
-    frame = FIGURE.data(Results([stored([replace(one, baseline=None) for one in RECORDS])]))
+    frame = FIGURE.data(Results([stored([replace(record, baseline=None) for record in RECORDS])]))
     assert set(frame["label"]) == {"lazy, schedule=paper"}
     assert [axes.axison for axes in redrawn(FIGURE, frame).axes] == [True, False]

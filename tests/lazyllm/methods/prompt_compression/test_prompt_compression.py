@@ -71,7 +71,7 @@ def slow_droppable(prompt: lazyllm.Prompt) -> list[int]:
             line_so_far = prompt.text[: place + 1]
             for sign in breaks:
                 line_so_far = line_so_far.rpartition(sign)[2]
-            in_context = any(place in range(*one) for one in prompt.context)
+            in_context = any(place in range(*span) for span in prompt.context)
             is_layout = prompt.text[place] in breaks or line_so_far.isspace()
             goes = goes and in_context and not is_layout
         if goes:
@@ -145,7 +145,7 @@ def slow_information(model, token_ids: list[int]) -> list[float]:
         with torch.inference_mode():
             logits = model(torch.tensor([[BOS, *token_ids[:place]]])).logits[0, -1].tolist()
         highest = max(logits)
-        info.append(math.log(sum(math.exp(one - highest) for one in logits)) + highest - logits[token_id])
+        info.append(math.log(sum(math.exp(logit - highest) for logit in logits)) + highest - logits[token_id])
     return info
 
 

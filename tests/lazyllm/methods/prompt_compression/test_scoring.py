@@ -89,11 +89,11 @@ def test_half_precision_is_compared_in_float32() -> None:
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 100])
 def test_windows_score_every_token_once_with_half_a_window_before_it(length: int, size: int) -> None:
     scored = []
-    for number, one in enumerate(windows(length, size)):
-        assert 0 <= one.start < one.first <= one.stop <= length
-        assert one.stop - one.start <= size
-        assert number == 0 or one.first - one.start == size // 2
-        scored += range(one.first, one.stop)
+    for number, window in enumerate(windows(length, size)):
+        assert 0 <= window.start < window.first <= window.stop <= length
+        assert window.stop - window.start <= size
+        assert number == 0 or window.first - window.start == size // 2
+        scored += range(window.first, window.stop)
     assert scored == list(range(1, length))
 
 
