@@ -1,4 +1,4 @@
-"""`scripts/dev/train_coder.py`: tokenizer, first model, sequences, attention, resuming."""
+"""`scripts/dev/train_coder.py`: tokenizer, first model, sequences, attention."""
 
 from __future__ import annotations
 
@@ -98,27 +98,3 @@ def test_no_held_out_module_is_in_the_text() -> None:
     tests = train_coder.test_files({"http", "io"})
     assert not any(name.startswith(("test/test_http", "test/test_io")) for name in tests)
     assert "test/test_json/test_decode.py" in tests or not tests  # some installations leave the tests out
-
-
-def test_resuming_is_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_coder, "library_files", lambda: TEXTS)
-    monkeypatch.setattr(train_coder, "test_files", lambda modules: {})
-    monkeypatch.setattr(train_coder, "LENGTHS", (512,) * 4)
-
-    def run(work: Path, steps: int) -> train_coder.CoderTrainer:
-        options = ["--log-every", "1", "--tokens-per-step", "512", "--warmup", "2", "--tokens", "2560"]
-        return train_coder.train(train_coder.parse(["--work", str(work), "--steps", str(steps), *options]))
-
-    whole = run(tmp_path / "whole", 4)
-    run(tmp_path / "parts", 2)
-    parts = run(tmp_path / "parts", 4)
-    for a, b in zip(whole.model.state_dict().values(), parts.model.state_dict().values(), strict=True):
-        assert torch.equal(a, b)
-    assert whole.rng.getstate() == parts.rng.getstate()
-    assert (whole.tokens, whole.means) == (parts.tokens, parts.means)
-    assert len((tmp_path / "parts" / "log.csv").read_text().splitlines()) == 5
-    assert not (tmp_path / "parts" / "before_fall.pt").exists()
-    assert run(tmp_path / "parts", 0).done()
-    assert (tmp_path / "parts" / "before_fall.pt").exists()
-    train_coder.save(tmp_path / "parts", tmp_path / "model")
-    assert (tmp_path / "model" / "model.safetensors").stat().st_size < 20e6

@@ -1,4 +1,4 @@
-"""`scripts/dev/train_tiny.py` and what it made: tokenizer, sequences, resuming, the shipped model."""
+"""`scripts/dev/train_tiny.py` and what it made: tokenizer, sequences, the shipped model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,20 +121,3 @@ def test_copy_sequences_repeat_what_came_before():
             if label != train_tiny.IGNORE:
                 pairs = [(ids[j - 1], ids[j]) for j in range(1, i)]
                 assert (ids[i - 1], label) in pairs
-
-
-def run(work: Path, steps: int) -> train_tiny.TinyTrainer:
-    options = ["--log-every", "1", "--save-every", "1", "--tokens-per-step", "256", "--warmup", "2"]
-    return train_tiny.train(train_tiny.parse(["--work", str(work), "--steps", str(steps), *options]))
-
-
-def test_resuming_is_bit_identical(tmp_path):
-    whole = run(tmp_path / "whole", 2)
-    run(tmp_path / "parts", 1)
-    resumed = run(tmp_path / "parts", 2)
-    for a, b in zip(whole.model.state_dict().values(), resumed.model.state_dict().values(), strict=True):
-        assert torch.equal(a, b)
-    assert whole.rng.getstate() == resumed.rng.getstate()
-    rows = [(tmp_path / folder / "log.csv").read_text().splitlines() for folder in ("whole", "parts")]
-    assert [len(lines) for lines in rows] == [3, 3]
-    assert (tmp_path / "parts" / "model" / "model.safetensors").exists()

@@ -1,7 +1,4 @@
-"""Files that are fetched or made once, and whether there is a network to fetch them.
-
-They lie in `$LAZYLLM_BENCH_CACHE`, or `~/.cache/lazyllm-bench`.
-"""
+"""Files that are downloaded or made once, in `$LAZYLLM_BENCH_CACHE` or `~/.cache/lazyllm-bench`."""
 
 from __future__ import annotations
 
@@ -21,15 +18,15 @@ log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """The folder for everything that is fetched or made once."""
+    """The folder of these files."""
     return Path(os.environ.get("LAZYLLM_BENCH_CACHE") or "~/.cache/lazyllm-bench").expanduser()
 
 
 def made_once(file: Path, key: str, make: Callable[[], bytes]) -> bytes:
-    """The result of `make`: read from `file` if an earlier call wrote it under the same key, else made and written.
+    """The result of `make`, from `file` if an earlier call wrote it there with the same key.
 
     The file's first line holds the key and the sha256 of the rest, so an outdated or damaged file is made again.
-    A folder that cannot be written is no error: the next call makes the content again.
+    A folder that cannot be written is not an error: the next call makes the content again.
     """
     try:
         header, _, content = file.read_bytes().partition(b"\n")
@@ -46,7 +43,7 @@ def made_once(file: Path, key: str, make: Callable[[], bytes]) -> bytes:
 
 
 def write_atomically(file: Path, content: bytes) -> None:
-    """Write a file that other processes see whole or not at all. Makes its folder. Raises OSError."""
+    """Write a file that other processes see completely or not at all. Makes its folder. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:
@@ -63,35 +60,31 @@ def _header(key: str, content: bytes) -> bytes:
 
 
 def fetched_once(file: Path, url: str, sha256: str, owner: str, what: str, ways_out: str) -> Path:
-    """`file`, fetched from a web address if it is not there.
+    """`file`, downloaded from a web address if it does not exist.
 
-    owner: whose file it is. what: is not cached yet if the file is not there. ways_out: what a user can do.
-    Raises UserError: neither there nor to be had, or another file than that of the hash.
+    owner, what: the file's owner and name in messages. ways_out: what the user can do.
+    Raises UserError if the file cannot be downloaded, or has another hash.
     """
     if file.is_file():
         if file_sha256(file) != sha256:
-            raise UserError(f"{file}: not {owner}'s own (its sha256 differs); delete it to have it fetched anew")
+            raise UserError(f"{file}: not {owner}'s own (its sha256 differs): delete it, and it is downloaded again")
         return file
     require_network(url, what, ways_out)
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
             content = response.read()
     except OSError as error:
-        raise UserError(f"{url} did not come ({error}). {ways_out}") from error
+        raise UserError(f"{url} could not be downloaded ({error}). {ways_out}") from error
     actual = hashlib.sha256(content).hexdigest()
     if actual != sha256:
-        raise UserError(
-            f"{url}: refused, the content is not {owner}'s (sha256 {actual}, expected {sha256}). {ways_out}"
-        )
+        raise UserError(f"{url}: the content is not {owner}'s (sha256 {actual}, expected {sha256}). {ways_out}")
     write_atomically(file, content)
     return file
 
 
 def require_network(url: str, what: str, ways_out: str) -> None:
-    """Refuse to fetch what is not cached if the network is forbidden or does not answer. Raises UserError."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
+    """Raise UserError if HF_HUB_OFFLINE is set or the server does not answer. what: the file in the message."""
+    if is_offline():
         raise UserError(f"{what} is not cached yet and HF_HUB_OFFLINE is set. {ways_out}")
     if not is_reachable(url):
         raise UserError(f"{what} is not cached yet and {url} does not answer. {ways_out}")
@@ -109,10 +102,10 @@ def is_offline() -> bool:
 
 
 def is_reachable(url: str, timeout_s: float = 3.0) -> bool:
-    """Whether a web server answers within `timeout_s` seconds, if only with an error page.
+    """Whether a web server answers within `timeout_s` seconds, even with an error page.
 
-    Asked before a download: the hub's client tries for 23 seconds to find a host that does not exist. The question runs
-    in a thread of its own because looking up a name has no time limit.
+    For use before a download: the hub's client tries for 23 seconds to find a host that does not exist. The request
+    runs in a thread, as looking up a name has no time limit.
     """
     answered = threading.Event()
 

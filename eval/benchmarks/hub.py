@@ -1,4 +1,4 @@
-"""Datasets of the hub through the package `datasets`, with and without a network."""
+"""Datasets of the hub by the package `datasets`, with and without a network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lazyllm.errors import UserError
 
 
 def is_cached(repository: str) -> bool:
-    """Whether the package `datasets`, which is slow to import, has kept a dataset of the hub."""
+    """Whether a dataset of the hub is in the cache of the package `datasets`, without its slow import."""
     from huggingface_hub import constants
 
     folder = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
@@ -22,7 +22,7 @@ def is_cached(repository: str) -> bool:
 
 @cache
 def hub_is_reachable() -> bool:
-    """Asked once a process: without a network the answer takes seconds."""
+    """Whether the hub answers; False if HF_HUB_OFFLINE is set. Asked once a process, as it may take seconds."""
     from huggingface_hub import constants
 
     return not is_offline() and is_reachable(constants.ENDPOINT)
@@ -31,31 +31,32 @@ def hub_is_reachable() -> bool:
 def load_from_hub(repository: str, configuration: str | None, split: str, other_way: str) -> Any:
     """The rows of a dataset's split, from the cache of `datasets` or from the hub.
 
-    other_way: what else a user can do, after "give". Raises UserError: neither cached nor to be had.
+    other_way: what else the user can do, after "give". Raises UserError if it is in neither.
     """
     from datasets import config, load_dataset
     from datasets.exceptions import DatasetsError
 
     offline = config.HF_HUB_OFFLINE
     try:
-        # Without a network `datasets` tries for half a minute before it looks into its cache.
+        # without a network, `datasets` tries for half a minute before it reads its cache
         config.HF_HUB_OFFLINE = offline or not hub_is_reachable()
         return load_dataset(repository, configuration, split=split)
     except (OSError, ValueError, DatasetsError) as error:
         raise UserError(
-            f"{repository} is neither cached nor to be had ({error}): give {other_way}, or run once with a network"
+            f"{repository} is not cached and cannot be downloaded ({error}): give {other_way}, or run once with a "
+            "network"
         ) from error
     finally:
         config.HF_HUB_OFFLINE = offline
 
 
 def missing_from_hub(repository: str, other_way: str) -> str | None:
-    """Why a dataset cannot be loaded, found out without importing `datasets`; None if it can.
+    """Why a dataset cannot be loaded, without importing `datasets`; None if it can.
 
-    other_way: what else a user can do, after "give".
+    other_way: what else the user can do, after "give".
     """
     if find_spec("datasets") is None:
         return f"the package datasets is missing: install it, or give {other_way}"
     if is_cached(repository) or hub_is_reachable():
         return None
-    return f"{repository} is neither cached nor to be had: give {other_way}, or run once with a network"
+    return f"{repository} is not cached and cannot be downloaded: give {other_way}, or run once with a network"

@@ -156,10 +156,11 @@ def _archive(dataset: Dataset) -> Path:
         try:
             cached = hf_hub_download(HUB_REPOSITORY, HUB_FILE, revision=HUB_REVISION, repo_type="dataset")
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            raise UserError(f"{HUB_REPOSITORY}/{HUB_FILE} did not come ({error}). {_ways_out(dataset)}") from error
+            what = f"{HUB_REPOSITORY}/{HUB_FILE}"
+            raise UserError(f"{what} could not be downloaded ({error}). {_ways_out(dataset)}") from error
     archive = Path(cached)
     if _archive_sha256(archive, archive.stat().st_mtime_ns) != HUB_SHA256:
-        raise UserError(f"{archive}: not LongBench's own (its sha256 differs); delete it to have it fetched anew")
+        raise UserError(f"{archive}: not LongBench's own (its sha256 differs): delete it, and it is downloaded again")
     return archive
 
 

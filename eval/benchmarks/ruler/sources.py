@@ -7,16 +7,13 @@ import bisect
 import hashlib
 import itertools
 import json
-import os
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eval.benchmarks.disk_cache import is_offline, is_reachable
+from eval.benchmarks.disk_cache import fetched_once
 from eval.benchmarks.hub import load_from_hub, missing_from_hub
 from lazyllm.errors import UserError
 
@@ -197,21 +194,18 @@ def read_templates(folder: str | Path) -> Templates:
 
 
 def fetch_templates(folder: str | Path) -> Templates:
-    """The official prompts and settings in a cache folder, fetched first from RULER's repository if they are not there.
+    """The official prompts and settings in a cache folder, downloaded from RULER's repository if they are missing.
 
-    Raises UserError: not there and no network, or a file that is not that of `COMMIT`.
+    Raises UserError if they cannot be downloaded, or if a file is not that of `COMMIT`.
     """
     folder = Path(folder).expanduser()
+    ways_out = (
+        f"Either give data.dir=FOLDER with RULER's {_PROMPTS} and {_SETTINGS}, or run once with a network, which fills "
+        f"{folder}"
+    )
     for name, (path, sha256) in _OFFICIAL.items():
-        file = folder / name
-        if not file.is_file():
-            content = _fetched(f"https://raw.githubusercontent.com/NVIDIA/RULER/{COMMIT}/{path}", folder)
-            _check_sha256(content, sha256, f"{path} of NVIDIA/RULER")
-            folder.mkdir(parents=True, exist_ok=True)
-            partial = folder / f".{name}.{os.getpid()}"
-            partial.write_bytes(content)
-            partial.replace(file)
-        _check_sha256(_content(file), sha256, f"{file}, to be deleted and fetched again")
+        url = f"https://raw.githubusercontent.com/NVIDIA/RULER/{COMMIT}/{path}"
+        fetched_once(folder / name, url, sha256, "RULER", f"RULER's {name}", ways_out)
     return read_templates(folder)
 
 
@@ -488,25 +482,3 @@ def _content(file: Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror})") from error
-
-
-def _fetched(url: str, folder: Path) -> bytes:
-    ways_out = (
-        f"either give data.dir=FOLDER with RULER's {_PROMPTS} and {_SETTINGS}, or run once with a network, which fills "
-        f"{folder}"
-    )
-    if is_offline():
-        raise UserError(f"RULER's prompts are not cached and HF_HUB_OFFLINE is set: {ways_out}")
-    if not is_reachable(url):
-        raise UserError(f"RULER's prompts are not cached and {url} does not answer: {ways_out}")
-    try:
-        with urllib.request.urlopen(url, timeout=30) as response:
-            return response.read(2**20)
-    except (urllib.error.URLError, OSError) as error:
-        raise UserError(f"{url} could not be fetched ({error}): {ways_out}") from error
-
-
-def _check_sha256(content: bytes, expected: str, what: str) -> None:
-    actual = hashlib.sha256(content).hexdigest()
-    if actual != expected:
-        raise UserError(f"{what}: not the file of commit {COMMIT[:7]} (sha256 {actual}, expected {expected})")

@@ -346,6 +346,7 @@ def server(tmp_path, monkeypatch):
     for name, text in CONFIG.items():
         served.files[f"/config/{name}"] = text.encode()
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.url)
     template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -367,7 +368,7 @@ def test_rows_and_templates_are_fetched_once_and_then_read_offline(server, monke
     assert loaded.source.endswith("data.zip:data/qasper.jsonl")
     assert sorted(server.asked) == sorted(server.files)
     monkeypatch.setattr(disk_cache, "is_reachable", lambda *_: pytest.fail("the network was asked for"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert load_rows(QASPER) == loaded
     assert len(server.asked) == len(server.files)
 
@@ -395,7 +396,7 @@ def test_changed_files_in_the_caches_are_refused(server, tmp_path):
 @pytest.mark.parametrize("path", [ZIP_PATH, f"/config/{longbench.PROMPTS}"])
 def test_a_failed_download_is_named_with_the_ways_out(server, path):
     del server.files[path]
-    with pytest.raises(UserError, match=r"did not come .*data\.dir=FOLDER.*run once with a network"):
+    with pytest.raises(UserError, match=r"could not be downloaded .*data\.dir=FOLDER.*run once with a network"):
         load_rows(QASPER)
 
 
@@ -408,7 +409,7 @@ def test_offline_and_not_cached_names_both_ways_out(server, tmp_path, monkeypatc
     assert "must hold qasper.jsonl, config/dataset2prompt.json and config/dataset2maxlen.json" in str(error.value)
     assert str(tmp_path / "cache" / "longbench") in str(error.value)
     assert "\n" not in str(error.value)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=r"HF_HUB_OFFLINE is set.*data\.dir=FOLDER"):
         load_rows(QASPER)
 

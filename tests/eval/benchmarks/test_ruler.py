@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.resources
+import io
 import json
 import re
 import runpy
+import urllib.request
 from pathlib import Path
 
 import pytest
 
-from eval.benchmarks import hub, ruler
+from eval.benchmarks import disk_cache, hub, ruler
 from eval.benchmarks.ruler import TASKS, Sources, fetch_templates, generator, read_templates, score, sources
 from eval.benchmarks.ruler.generator import _Gauge
 from lazyllm.errors import UserError
@@ -423,14 +425,20 @@ def test_a_folder_without_templates_is_refused(tmp_path):
 
 def test_offline_and_not_cached_there_are_two_ways_out(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match=r"either give data\.dir=FOLDER .* or run once with a network"):
+    with pytest.raises(UserError, match=r"Either give data\.dir=FOLDER .* or run once with a network"):
         fetch_templates(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
+def serve(monkeypatch, content):
+    """Downloads give `content` of their address."""
+    monkeypatch.setattr(disk_cache, "require_network", lambda *_: None)
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: io.BytesIO(content(url)))
+
+
 def test_a_fetched_file_that_is_not_the_pinned_one_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "_fetched", lambda url, folder: b"TASKS = {}")
-    with pytest.raises(UserError, match=r"constants\.py of NVIDIA/RULER: not the file of commit c3f5e3b"):
+    serve(monkeypatch, lambda url: b"TASKS = {}")
+    with pytest.raises(UserError, match=r"constants\.py: the content is not RULER's"):
         fetch_templates(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
@@ -439,11 +447,11 @@ def test_a_fetched_file_that_is_not_the_pinned_one_is_refused(tmp_path, monkeypa
 def test_templates_are_fetched_once_and_checked_again(tmp_path, monkeypatch):
     urls = []
 
-    def fetched(url, folder):
+    def fetched(url):
         urls.append(url)
         return (SHARED / "ruler" / "official" / Path(url).name).read_bytes()
 
-    monkeypatch.setattr(sources, "_fetched", fetched)
+    serve(monkeypatch, fetched)
     assert fetch_templates(tmp_path).official
     assert fetch_templates(tmp_path).official
     assert [url.split("/RULER/")[1] for url in urls] == [
@@ -451,7 +459,7 @@ def test_templates_are_fetched_once_and_checked_again(tmp_path, monkeypatch):
         f"{ruler.COMMIT}/scripts/synthetic.yaml",
     ]
     (tmp_path / "synthetic.yaml").write_text("vt: {}")
-    with pytest.raises(UserError, match=r"synthetic\.yaml, to be deleted and fetched again"):
+    with pytest.raises(UserError, match=r"synthetic\.yaml: not RULER's own .* delete it"):
         fetch_templates(tmp_path)
 
 
@@ -500,7 +508,7 @@ def test_malformed_corpora_are_refused(name, content, message, tmp_path, templat
 def test_without_a_network_the_hubs_datasets_are_one_line(templates, monkeypatch):
     hub.hub_is_reachable.cache_clear()
     monkeypatch.setattr(hub, "is_reachable", lambda url: False)
-    with pytest.raises(UserError, match=r"rajpurkar/squad_v2 is neither cached .* data\.dir=FOLDER with RULER's squad"):
+    with pytest.raises(UserError, match=r"rajpurkar/squad_v2 is not cached .* data\.dir=FOLDER with RULER's squad"):
         ruler.rows("qa_1", WordTokenizer(), 4096, 1, templates)
 
 

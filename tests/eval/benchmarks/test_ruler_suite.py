@@ -239,7 +239,7 @@ def test_what_has_no_corpus_is_left_out_of_the_suite_and_refused_by_name(folder)
     }
     for names, message in {
         "niah_single_2": r"niah_single_2: no text to hide needles in; give ruler\.haystack=FILE",
-        "qa_2": r"qa_2: hotpotqa/hotpot_qa is neither cached nor to be had: give data\.dir=FOLDER .* with a network",
+        "qa_2": r"qa_2: hotpotqa/hotpot_qa is not cached and cannot be downloaded: give data\.dir=FOLDER .* network",
         "[ruler,lookup]": "share no table",
     }.items():
         with pytest.raises(UserError, match=message):
