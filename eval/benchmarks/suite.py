@@ -135,6 +135,7 @@ class DataSettings:
     options: the suite's own settings, which the config holds under the suite's name; None if it has none.
     model: names the tokenizer, for a suite whose rows depend on it.
     chat: how prompts are wrapped.
+    turns: the number of questions asked of a row, for a suite that makes rows; None for all that a row has.
     """
 
     dir: Path | None = None
@@ -143,6 +144,7 @@ class DataSettings:
     options: Any = None
     model: ModelSpec | None = None
     chat: ChatFormat = CHAT_FORMATS["none"]
+    turns: int | None = None
 
 
 def _nothing(dataset: Dataset, settings: DataSettings) -> None:

@@ -87,7 +87,7 @@ def provenance(results: Results) -> list[dict[str, Any]]:
             "method": run.identity["method"],
             "parameters": run.identity.get("parameters"),
             "seed": run.seed,
-            "examples": len(run.examples),
+            "examples": len(run.keys),
             "failed": len(run.failures),
             "records_sha256": run.records_sha256,
             "provenance": run.about.get("provenance"),
