@@ -40,6 +40,7 @@ _COMMANDS = {
     "figure7": "python run.py experiment=figure7 model=llama2",
     "mechanism": "python run.py experiment=figure2 model=tiny",
     "needle": "python run.py dataset=needle",
+    "turns": "python run.py experiment=turns",
     "sensitivity": "python run.py -m experiment=figure6 model=tiny",
     "ranking": "python run.py -m experiment=figure5 model=tiny",
     "effective_keep": "python run.py -m experiment=figure5 model=tiny",
