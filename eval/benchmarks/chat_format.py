@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.errors import UserError
@@ -24,13 +25,15 @@ _XGEN_HEADER = (
 
 TODAY = "2024-07-26"  # what templates of Llama 3 write if they cannot read the clock
 THOUGHT_END = "</think>"
+_ANSWER = "<<the answer>>"  # stands for it, to find what a template writes behind one
 
 
 @dataclass(frozen=True)
 class ChatFormat:
     """How a model's prompts are wrapped and its answers cleaned.
 
-    before, after: the texts around the prompt.
+    before, after: the texts around the prompt. again: what stands before a later message instead, behind the answer;
+        {bos} and {eos} are the tokenizer's own tokens.
     from_tokenizer: wrap by the tokenizer's own chat template instead; or_none: if it has one.
     args: arguments of that template. A template that knows `enable_thinking` is told False if nothing else is said.
     system: the text of a system message in front of the prompt.
@@ -42,6 +45,7 @@ class ChatFormat:
 
     before: str = ""
     after: str = ""
+    again: str = ""
     from_tokenizer: bool = False
     or_none: bool = False
     args: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -70,6 +74,25 @@ class ChatFormat:
 
         Raises UserError: there is no template, or it refuses the messages.
         """
+        return self._rendered(tokenizer, text)
+
+    def later(self, tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+        """What follows an answer if the text is the next message: the answer's end, and the message wrapped.
+
+        Raises UserError as `wrapped`, and for a template that shows no earlier answer.
+        """
+        if self.uses_template(tokenizer):
+            behind = self._rendered(tokenizer, "question", _ANSWER, text).partition(_ANSWER)[2]
+            if not behind:
+                raise UserError(
+                    "the tokenizer's chat template leaves earlier answers out: rows with turns cannot use it"
+                )
+            return behind
+        tokens = {"bos": tokenizer.bos_token or "", "eos": tokenizer.eos_token or ""}
+        return f"{self.again.format(**tokens)}{text}{self.after}"
+
+    def _rendered(self, tokenizer: PreTrainedTokenizerBase, *texts: str) -> str:
+        """A conversation in the tokenizer's own chat template: the user's messages and the answers between them."""
         from jinja2 import TemplateError
 
         if not tokenizer.chat_template:
@@ -78,7 +101,8 @@ class ChatFormat:
                 f"use one of {', '.join(name for name in CHAT_FORMATS if name != 'auto')}"
             )
         messages = [{"role": "system", "content": self.system}] if self.system is not None else []
-        messages.append({"role": "user", "content": text})
+        roles = cycle(("user", "assistant"))
+        messages += [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
         today = date.fromisoformat(self.today)
         template = _with_date(tokenizer.get_chat_template(), today)
         args: dict[str, Any] = {"date_string": today.strftime("%d %b %Y")} | self.template_args(tokenizer)
@@ -105,8 +129,10 @@ def _with_date(template: str, today: date) -> str:
 
 CHAT_FORMATS: dict[str, ChatFormat] = {
     "none": ChatFormat(),
-    "llama2": ChatFormat(before="[INST]", after="[/INST]"),
-    "xgen": ChatFormat(before=f"{_XGEN_HEADER} ### Human: ", after="\n###", strip=True, delete="Assistant:"),
+    "llama2": ChatFormat(before="[INST]", after="[/INST]", again="{eos}{bos}[INST]"),
+    "xgen": ChatFormat(
+        before=f"{_XGEN_HEADER} ### Human: ", after="\n###", again="\n### Human: ", strip=True, delete="Assistant:"
+    ),
     "auto": ChatFormat(from_tokenizer=True),
 }
 

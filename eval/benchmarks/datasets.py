@@ -85,5 +85,7 @@ def register_configs() -> None:
             store(group="dataset", name=suite.whole, node=node)
     for suite in SUITES.values():
         if suite.limit is not None:  # set beside the group, so that limit=N still overrides it
-            node = {"dataset": {dataset.name: True for dataset in suite.datasets}, "limit": suite.limit}
+            whole = {suite.whole: True} if suite.may_lack else {}
+            named = {dataset.name: True for dataset in suite.datasets}
+            node = {"dataset": {**whole, **named}, "limit": suite.limit}
             store(group="dataset", name=suite.whole, node=node, package="_global_")

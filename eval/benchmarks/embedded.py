@@ -19,6 +19,10 @@ list of strings each of which is one token of `vocabulary()`; a leading space be
 
 The hash of a row's text says whether it is of the test split (`is_test`), whatever seed drew it. So no training
 sequence of `scripts/dev/train_tiny.py`, which asks the same function, can hold a question of the test split.
+
+With `turns=N` a row asks N questions of its context, each of another needle: its own first, then others in an order
+drawn by the row's seed. They follow each other as in training: the answer, its end token, and the words that stand
+between context and input. These others are of test contexts, but of no split themselves.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ from typing import Any
 from eval.benchmarks.disk_cache import cache_folder, made_once
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import canonical, load_examples
-from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
+from lazyllm.errors import UserError
 
 LENGTHS = (512, 1024, 2048)
 """Prompt lengths in tokens of the tiny tokenizer, in turn over the rows."""
@@ -112,6 +117,9 @@ MAX_NEW_TOKENS: dict[str, int] = {"lookup": 8, "hops": 8, "digest": 20, "shots":
 """The limit of new tokens per dataset: the longest answer, its end token and a little more."""
 
 NAMES = tuple(TEMPLATES)
+
+MAX_TURNS = 8
+"""The most questions of a row: the shortest contexts of most datasets have no more needles to ask for."""
 
 ROWS = 240
 """The number of rows of each dataset, 80 of each prompt length; a run takes the first `limit` of them."""
@@ -393,8 +401,8 @@ def is_test(context: Tokens, question: Question) -> bool:
 _GOLDEN = 0.6180339887498949  # the golden ratio's fraction
 
 
-def _row(name: str, split: str, index: int) -> tuple[dict[str, Any], list[tuple[int, int]]]:
-    """Row `index` of a split, and its evidence (`Example.evidence`); draws again until its hash is of that split."""
+def _row(name: str, split: str, index: int, turns: int = 1) -> tuple[dict[str, Any], list[list[tuple[int, int]]]]:
+    """Row `index` of a split, and the evidence of each turn; draws again until its hash is of that split."""
     length = LENGTHS[index % len(LENGTHS)]
     inputs = {"shots": 4, "retrieve": 3}.get(name, 1)
     level = Level(length - len(head(name)) - len(tail(name)) - inputs, facts=length // 32)
@@ -406,19 +414,31 @@ def _row(name: str, split: str, index: int) -> tuple[dict[str, Any], list[tuple[
         question = questions[int(turn * len(questions))]
         if is_test(context, question) == (split == "test"):
             break
-    # Code is compared letter by letter, so its gold is the exact continuation, the space before it included.
-    gold = "".join(question.answer) if name == "complete" else as_text(question.answer).rstrip(".")
+    others = [other for other in questions if other is not question]
+    later = rng.sample(others, len(others))[: turns - 1]
     row = {
         "input": as_text(question.input),
         "context": as_text(context),
-        "answers": [f"Paragraph {gold}" if name == "retrieve" else gold],
+        "answers": [_gold(name, question)],
         "length": len(as_text(context).split()),
         "dataset": name,
         "language": "en",
         "all_classes": list(CLASSES) if name == "shots" else None,
         "_id": f"{name}-{split}-{length}-{index:04d}",
     }
-    return row, _spans(context, question.evidence)
+    if later:
+        asking = END + TEMPLATES[name].partition("{context}")[2]
+        row["turns"] = [
+            {"input": asking.replace("{input}", as_text(other.input)), "answers": [_gold(name, other)]}
+            for other in later
+        ]
+    return row, [_spans(context, asked.evidence) for asked in (question, *later)]
+
+
+def _gold(name: str, question: Question) -> str:
+    """The gold answer. Code is compared letter by letter: the exact continuation, the space before it included."""
+    gold = "".join(question.answer) if name == "complete" else as_text(question.answer).rstrip(".")
+    return f"Paragraph {gold}" if name == "retrieve" else gold
 
 
 def rows(name: str, split: str = "test", count: int = 12) -> list[dict[str, Any]]:
@@ -446,18 +466,34 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     # The rows follow from this file, from Python's generator of random numbers, and from their number.
     code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     key = f"{code} python{sys.version_info.major}.{sys.version_info.minor} {ROWS}"
-    file = cache_folder() / "embedded" / f"{dataset.name}.jsonl"
-    data = made_once(file, key, lambda: canonical([_row(dataset.name, "test", index) for index in range(ROWS)]))
-    name = dataset.name
+    name, turns = dataset.name, settings.turns or 1
+    file = cache_folder() / "embedded" / f"{name}{f'-{turns}' if turns > 1 else ''}.jsonl"
+    data = made_once(file, key, lambda: canonical([_row(name, "test", index, turns) for index in range(ROWS)]))
     made: list[Any] = json.loads(data)
     lines = b"\n".join(canonical(row) for row, _ in made)
     source = f"embedded suite, {name}"
     loaded = load_examples(dataset, lines, source, TEMPLATES[name], MAX_NEW_TOKENS[name], settings.on_error)
-    examples = [
-        replace(example, evidence=tuple(map(tuple, spans)))
-        for example, (_, spans) in zip(loaded.examples, made, strict=True)
-    ]
+    examples = [_with_evidence(example, spans) for example, (_, spans) in zip(loaded.examples, made, strict=True)]
     return replace(loaded, examples=tuple(examples))
+
+
+def _with_evidence(example: Example, spans: Sequence[Sequence[Sequence[int]]]) -> Example:
+    first, *others = (tuple((start, stop) for start, stop in ranges) for ranges in spans)
+    turns = tuple(replace(turn, evidence=ranges) for turn, ranges in zip(example.turns, others, strict=True))
+    return replace(example, evidence=first, turns=turns)
+
+
+def check(dataset: Dataset, settings: DataSettings) -> None:
+    """Refuse more questions than the shortest contexts hold. Raises UserError."""
+    if (settings.turns or 1) > MAX_TURNS:
+        raise UserError(f"turns={settings.turns}: a row of the embedded suite has up to {MAX_TURNS} questions")
+
+
+def missing(dataset: Dataset, settings: DataSettings) -> str | None:
+    """Why a dataset has no rows of several turns."""
+    if dataset.name == "digest" and (settings.turns or 1) > 1:
+        return "a context has one question only, so there are no rows with later turns"
+    return None
 
 
 _dataset = partial(Dataset, suite="embedded", chat_wrap=False)
@@ -478,5 +514,7 @@ SUITE = Suite(
     score=score_example,
     whole="embedded",
     limit=12,  # enough for a first look
+    check=check,
+    missing=missing,
     reference_tokens=1024,  # the middle one of `LENGTHS`
 )

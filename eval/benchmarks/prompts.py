@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
-from eval.benchmarks.suite import Dataset, Example
+from eval.benchmarks.suite import Dataset, Example, Turn
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,6 +30,25 @@ if TYPE_CHECKING:
     import lazyllm
 
 Ranges = list[tuple[int, int]]  # half-open ranges of characters, ascending and disjoint
+
+
+@dataclass(frozen=True)
+class LaterTurn:
+    """A later message as the model gets it, behind an answer.
+
+    text: wrapped, with the answer prefix. token_ids: of the text; the answer's end may be the first (`behind`).
+    sha256: of the token ids. evidence: ranges of the first prompt's text, as `Prompt.evidence`.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    sha256: str
+    evidence: tuple[tuple[int, int], ...] = ()
+
+    def behind(self, answer: Sequence[int], end_ids: Sequence[int]) -> tuple[int, ...]:
+        """The tokens to run after an answer's: an end token is not written twice."""
+        has_ended = answer[-1] in end_ids and answer[-1] == self.token_ids[0]
+        return self.token_ids[has_ended:]
 
 
 @dataclass(frozen=True)
@@ -47,6 +66,7 @@ class Prompt:
     spans: [n, 2] the range of `text` that each token stands for; None if that is not known: the tokenizer is no fast
         one, or its chat template changes the prompt.
     encode: tokenises another text as this one was.
+    turns: the later messages, in order.
     """
 
     text: str
@@ -58,6 +78,12 @@ class Prompt:
     spans: np.ndarray | None = field(default=None, compare=False, repr=False)
     evidence: tuple[tuple[int, int], ...] = ()
     encode: Callable[[str], list[int]] | None = field(default=None, compare=False, repr=False)
+    turns: tuple[LaterTurn, ...] = ()
+
+    @property
+    def conversation_tokens(self) -> int:
+        """Tokens of all messages, without the answers."""
+        return len(self.token_ids) + sum(len(turn.token_ids) for turn in self.turns)
 
     def as_input(self) -> lazyllm.Prompt:
         """The prompt as `lazyllm.generate` takes it."""
@@ -89,29 +115,30 @@ def build_prompt(
     decode_halves: False decodes the ends of a truncated prompt together, as LongBench v2 does: of an odd limit, the
         second one is a token longer (`Dataset.decode_halves`).
     Raises UserError: a placeholder that is no field of a row, a tokenizer without chat template for "auto", a template
-        that refuses the messages, a limit that leaves no tokens, a prompt without tokens.
+        that refuses the messages, a limit that leaves no tokens, a prompt or a later turn without tokens.
     """
     if max_prompt_tokens is not None and max_prompt_tokens < 2:
         raise UserError(f"max_prompt_tokens must be at least 2 (one for each end) or null, got {max_prompt_tokens}")
     text, contexts = render(template, example)
     context = _without(contexts, text, protected)
-    evidence = [span for start, _ in contexts for span in _moved(list(example.evidence), start)]
+    asked = [example, *example.turns]
+    evidence = [[span for start, _ in contexts for span in _moved(list(one.evidence), start)] for one in asked]
     ids = _tokenize(tokenizer, text)
     before = len(ids)
     truncated = max_prompt_tokens is not None and before > max_prompt_tokens
     if max_prompt_tokens is not None and truncated:
         left, right = _ends(tokenizer, ids, max_prompt_tokens, decode_halves)
-        context, evidence = (_after_cut(ranges, text, left, right) for ranges in (context, evidence))
+        context, *evidence = (_after_cut(ranges, text, left, right) for ranges in (context, *evidence))
         text = left + right
     moved: Ranges | None = context
     # its own template writes the special tokens out, BOS among them if the model wants one: none is added
     special = not (chat_wrap and chat.uses_template(tokenizer))
     if not special:
         inner, text = text, chat.wrapped(tokenizer, text)
-        moved, evidence = (_after_own_template(ranges, inner, text) for ranges in (context, evidence))
+        moved, *evidence = (_after_own_template(ranges, inner, text) for ranges in (context, *evidence))
     elif chat_wrap:
         text = f"{chat.before}{text}{chat.after}"
-        moved, evidence = (_moved(ranges, len(chat.before)) for ranges in (context, evidence))
+        moved, *evidence = (_moved(ranges, len(chat.before)) for ranges in (context, *evidence))
     text += example.answer_prefix
     ids, spans = _tokenize_with_spans(tokenizer, text, special)
     if not ids:
@@ -120,7 +147,24 @@ def build_prompt(
         moved, spans = [], None
     encode = partial(_tokenize, tokenizer, special_tokens=special)
     sha256 = token_ids_sha256(ids)
-    return Prompt(text, tuple(ids), before, truncated, sha256, tuple(moved), spans, tuple(evidence or ()), encode)
+    first, *others = (tuple(ranges or ()) for ranges in evidence)
+    wrap = chat if chat_wrap else CHAT_FORMATS["none"]
+    turns = tuple(
+        _later_turn(turn, tokenizer, wrap, ranges) for turn, ranges in zip(example.turns, others, strict=True)
+    )
+    return Prompt(text, tuple(ids), before, truncated, sha256, tuple(moved), spans, first, encode, turns)
+
+
+def _later_turn(
+    turn: Turn, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, evidence: tuple[tuple[int, int], ...]
+) -> LaterTurn:
+    """The turn's message behind an answer, which writes its own special tokens."""
+    text = chat.later(tokenizer, turn.text) + turn.answer_prefix
+    # some tokenizers put a space in front of a text that does not begin with a special token
+    ids = _behind_letter(tokenizer, text) if text[:1].isspace() else _tokenize(tokenizer, text, special_tokens=False)
+    if not ids:
+        raise UserError(f"a later turn has no tokens (its text is {text!r})")
+    return LaterTurn(text, tuple(ids), token_ids_sha256(ids), evidence)
 
 
 def wrap_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> int:
@@ -241,13 +285,15 @@ def end_token_ids(
 
 
 def gold_token_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, gold: str) -> list[int]:
-    """A gold answer as tokens that continue the prompt's text, behind a space unless one of the two has white space.
-
-    Tokenised behind a letter, as some tokenizers put a space in front of a text.
-    """
+    """A gold answer as tokens that continue the prompt's text, behind a space unless one of the two has white space."""
     space = "" if prompt[-1:].isspace() or gold[:1].isspace() else " "
+    return _behind_letter(tokenizer, f"{space}{gold}")
+
+
+def _behind_letter(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text that continues another: some tokenizers put a space in front of a whole text."""
     letter = _tokenize(tokenizer, "x", special_tokens=False)
-    return _tokenize(tokenizer, f"x{space}{gold}", special_tokens=False)[len(letter) :]
+    return _tokenize(tokenizer, f"x{text}", special_tokens=False)[len(letter) :]
 
 
 def token_ids_sha256(token_ids: Sequence[int]) -> str:

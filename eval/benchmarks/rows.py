@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from eval.benchmarks.metrics import gold_problem
-from eval.benchmarks.suite import Dataset, Example, LoadedDataset, OnError, Skipped
+from eval.benchmarks.suite import Dataset, Example, LoadedDataset, OnError, Skipped, Turn
 from lazyllm.errors import UserError
 
 Fields = tuple[tuple[str, Callable[[Any], bool], str], ...]
@@ -43,6 +43,12 @@ _FIELDS: Fields = (
     ("dataset", is_text, "a string"),
     ("language", is_text, "a string"),
     ("all_classes", lambda value: value is None or is_texts(value), "a list of strings or null"),
+)
+
+
+_TURN_FIELDS: Fields = (
+    ("input", lambda value: is_text(value) and bool(value.strip()), "a string that is not empty"),
+    ("answers", is_texts, "a list of strings"),
 )
 
 
@@ -157,11 +163,37 @@ def parse_example(dataset: Dataset, row: Any) -> Example:
         all_classes=tuple(row["all_classes"] or ()),
         length=row["length"],
         language=row["language"],
+        turns=_parse_turns(dataset, row),
     )
 
 
+def _parse_turns(dataset: Dataset, row: Any) -> tuple[Turn, ...]:
+    """The later questions of a row: `turns`, a list of objects with input, answers and perhaps answer_prefix."""
+    values = row.get("turns", [])
+    if not isinstance(values, list):
+        raise UserError(f"field 'turns' must be a list of objects, got {shortened(values)}")
+    turns = []
+    for number, value in enumerate(values, start=2):
+        try:
+            check_fields(value, _TURN_FIELDS)
+            problem = gold_problem(dataset, value["answers"], row["all_classes"])
+            if problem is None and not is_text(value.get("answer_prefix", "")):
+                problem = f"field 'answer_prefix' must be a string, got {shortened(value['answer_prefix'])}"
+            if problem is not None:
+                raise UserError(problem)
+        except UserError as error:
+            raise UserError(f"turn {number}: {error}") from error
+        turns.append(Turn(value["input"], tuple(value["answers"]), value.get("answer_prefix", "")))
+    return tuple(turns)
+
+
 def official_row(example: Example) -> dict[str, Any]:
-    """An example as a row in LongBench's format, in its order of fields."""
+    """An example as a row in LongBench's format, in its order of fields. `turns`, which is ours, comes last if any."""
+    turns = [
+        {"input": turn.text, "answers": list(turn.answers)}
+        | ({"answer_prefix": turn.answer_prefix} if turn.answer_prefix else {})
+        for turn in example.turns
+    ]
     return {
         "input": example.input,
         "context": example.context,
@@ -171,6 +203,7 @@ def official_row(example: Example) -> dict[str, Any]:
         "language": example.language,
         "all_classes": list(example.all_classes) or None,
         "_id": example.id,
+        **({"turns": turns} if turns else {}),
     }
 
 

@@ -49,6 +49,21 @@ class Dataset:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A later question on an example's context.
+
+    text: the whole text of the message, as it stands behind the answer before it; a chat template wraps it.
+    answers: the gold answers, at least one.
+    answer_prefix, evidence: as in `Example`.
+    """
+
+    text: str
+    answers: tuple[str, ...]
+    answer_prefix: str = ""
+    evidence: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class Example:
     """One row. Field names are LongBench's, except `id` (its `_id`).
 
@@ -60,6 +75,7 @@ class Example:
     answer_prefix: the text behind the chat template that the answer continues; a part of the prompt.
     evidence: the [start, end) ranges of `context`, in characters, that hold the answer; empty if nobody knows.
     groups: the groups of rows that it is in and that scores are shown for, each as "length=8k+".
+    turns: the later questions, in order; the first is `input`.
     """
 
     dataset: str
@@ -74,6 +90,7 @@ class Example:
     answer_prefix: str = ""
     evidence: tuple[tuple[int, int], ...] = ()
     groups: tuple[str, ...] = ()
+    turns: tuple[Turn, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,6 +135,7 @@ class DataSettings:
     options: the suite's own settings, which the config holds under the suite's name; None if it has none.
     model: names the tokenizer, for a suite whose rows depend on it.
     chat: how prompts are wrapped.
+    turns: the number of questions asked of a row, for a suite that makes rows; None for all that a row has.
     """
 
     dir: Path | None = None
@@ -126,6 +144,7 @@ class DataSettings:
     options: Any = None
     model: ModelSpec | None = None
     chat: ChatFormat = CHAT_FORMATS["none"]
+    turns: int | None = None
 
 
 def _nothing(dataset: Dataset, settings: DataSettings) -> None:

@@ -105,7 +105,7 @@ def _lacking(run: StoredRun) -> Iterator[str]:
 
 def _disagreeing(run: StoredRun) -> Iterator[str]:
     """A line for each answer whose stored score is not the suite's, or that cannot be scored."""
-    for record in run.records:
+    for record in (turn for example in run.records for turn in example.by_turn):
         for side, stored in (("method", record.method), ("baseline", record.baseline)):
             if stored is not None and (problem := _disagrees(run, record, stored)):
                 yield f"{run.folder}: {record.dataset}, row {record.id}, {side}: {problem}"

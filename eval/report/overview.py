@@ -11,7 +11,7 @@ from eval.paper.known_methods import is_diagnostic, marked
 from eval.paper.table import COMPUTED
 from eval.report.grid import Grid, grid
 from eval.store.groups import as_text
-from eval.store.results import Results, StoredRun
+from eval.store.results import Results, StoredRun, first_turns
 
 KEPT = 0.99  # of the baseline's score
 
@@ -147,7 +147,7 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
     ]
     found = [f"{text[0].upper()}{text[1:]} ({_names(named)})." for named, text in concerned if named]
     found += _missing(runs)
-    if most is not None and any(run.examples["dataset"].value_counts().max() > most for run in runs):
+    if most is not None and any(first_turns(run.examples)["dataset"].value_counts().max() > most for run in runs):
         found.append(f"Of each run and dataset, only the first {most} records are shown below; tables count all.")
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from eval.store.record import Measurement, Record, to_records
-from eval.store.results import StoredRun
+from eval.store.results import StoredRun, first_turns
 
 
 class Strings(dict[str, int]):
@@ -19,7 +19,7 @@ class Strings(dict[str, int]):
 
 
 def embed_records(runs: Sequence[StoredRun], most: int | None = None) -> dict[str, Any]:
-    """The script's data: runs, strings, and one entry a record, whose texts are indices of strings.
+    """The script's data: runs, strings, and one entry a record's turn, whose texts are indices of strings.
 
     most: only the first N records of each run and dataset; None for all. Scores are 0 to 100, times in seconds.
     """
@@ -27,9 +27,10 @@ def embed_records(runs: Sequence[StoredRun], most: int | None = None) -> dict[st
     return {
         "runs": [embed_run(run) for run in runs],
         "records": [
-            _embed(number, record, strings)
+            _embed(number, turn, f"{record.id}, turn {turn.turn}" if record.later else record.id, strings)
             for number, run in enumerate(runs)
             for record in _first_of_each_dataset(run, most)
+            for turn in record.by_turn
         ],
         "strings": list(strings),
     }
@@ -43,14 +44,15 @@ def embed_run(run: StoredRun) -> dict[str, Any]:
 def _first_of_each_dataset(run: StoredRun, most: int | None) -> list[Record]:
     if most is None:
         return run.records
-    return to_records(run.table().take(np.flatnonzero(run.examples.groupby("dataset").cumcount() < most)))
+    numbers = first_turns(run.examples).groupby("dataset").cumcount()
+    return to_records(run.table().take(np.flatnonzero(numbers < most)))
 
 
-def _embed(run: int, record: Record, strings: Strings) -> dict[str, Any]:
+def _embed(run: int, record: Record, name: str, strings: Strings) -> dict[str, Any]:
     return {
         "run": run,
         "dataset": record.dataset,
-        "id": strings.number(record.id),
+        "id": strings.number(name),
         "tokens": record.prompt_tokens,
         "uncut": record.prompt_tokens_before_truncation,
         "end": strings.number(record.prompt_end),

@@ -51,7 +51,7 @@ OWN_SUITES = {"tiny": "embedded"}  # models trained for one suite: their default
 
 # Config groups whose choice is an argument, and keys whose subkeys the schema leaves open
 _GROUPS = ("model", "method", "dataset", "tracker", "experiment")
-_COUNTS = ("limit", "sample", "max_new_tokens", "threads")
+_COUNTS = ("limit", "sample", "max_new_tokens", "threads", "turns")
 _MAY_BE_0 = ("timing.warmup", "trace", "model.thinking_tokens")
 _OPEN = ("dataset", "compare", "model.device_map", "model.chat_args")
 
@@ -133,6 +133,8 @@ class RunConfig:
     sample: draw N examples at random (by `seed`), after `dataset`, `limit` and `half`.
     half: tuning (the half of the examples that schedules are searched on) or held-out (the other half), after `limit`
         (`eval.benchmarks.split`); null for both.
+    turns: questions asked of each row, in turns of one conversation: N makes rows of N (embedded), or takes the first
+        N of rows that hold more; null for all that a row holds (embedded: one).
     trace: keep traces of the first N examples of each dataset (`eval.store.trace`).
     fidelity: answer: after each example feed the baseline's answer, and the gold one, to the method and to the baseline
         (`eval.run.fidelity`); null: compare the first tokens and the two answers only.
@@ -161,6 +163,7 @@ class RunConfig:
     out: str | None = None
     sample: int | None = None
     half: str | None = None
+    turns: int | None = None
     trace: int = 0
     fidelity: str | None = None
     evidence: bool = True
@@ -430,7 +433,8 @@ def check_datasets(config: RunConfig) -> list[str]:
         SUITES[dataset.suite].check(dataset, data_settings(config, dataset))
     reasons = {dataset.name: reason for dataset in datasets if (reason := _missing(config, dataset)) is not None}
     for name, reason in reasons.items():
-        if not config.dataset.get(SUITES[datasets[0].suite].whole) or len(reasons) == len(datasets):
+        is_whole = not config.dataset or config.dataset.get(SUITES[datasets[0].suite].whole)
+        if not is_whole or len(reasons) == len(datasets):
             raise UserError(f"{name}: {reason}")
     return [
         f"left out: {', '.join(name for name in reasons if reasons[name] == reason)}: {reason}"
@@ -447,6 +451,7 @@ def data_settings(config: RunConfig, dataset: Dataset) -> DataSettings:
         options=getattr(config, dataset.suite, None),
         model=model_spec(config),
         chat=chat_of(config),
+        turns=config.turns,
     )
 
 

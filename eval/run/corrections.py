@@ -10,7 +10,7 @@ from typing import Any
 
 from eval.run.config import build_method
 from eval.run.cost import Device, work
-from eval.store.results import StoredRun, stored_runs
+from eval.store.results import StoredRun, first_turns, stored_runs
 from lazyllm.methods import Baseline
 from lazyllm.models.spec import ModelSpec
 
@@ -70,7 +70,7 @@ def _measured(run: StoredRun) -> Iterable[tuple[str, dict[str, Any]]]:
     sides = [("", run.method)]
     if run.method != "baseline" and run.identity["paired"]:
         sides.append(("baseline_", "baseline"))
-    for _, row in run.examples.iterrows():
+    for _, row in first_turns(run.examples).iterrows():
         for prefix, name in sides:
             yield (
                 name,

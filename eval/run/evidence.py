@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,10 +23,20 @@ def evidence_positions(prompt: Prompt) -> np.ndarray:
     return np.flatnonzero(inside)
 
 
-def evidence_computed(out: Generation, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """([layers], [layers]) the shares of the tokens at `positions` that are computed in prefill, and revived later."""
-    first, *later = selections_that_ran(out)
+def evidence_computed(
+    out: Generation, positions: np.ndarray, earlier: Sequence[Generation] = ()
+) -> tuple[np.ndarray, np.ndarray]:
+    """([layers], [layers]) the shares of the tokens at `positions` that are computed in prefill, and revived later.
+
+    earlier: the answers that this one goes on behind. What they have computed counts as prefill.
+    """
+    # a later turn's first step without a selection computes no token of the first prompt either
+    first, *others = [step for one in (*earlier, out) for step in selections_that_ran(one)]
+    steps_before = len(others) + 1 - len(out.selected)
     in_prefill = _in_sets(first, positions, out.computed.shape[1])
+    for step in filter(None, others[:steps_before]):
+        in_prefill |= _in_sets(step, positions, len(in_prefill))
+    later = others[steps_before:]
     computed = in_prefill.copy()
     for step in filter(None, later):  # a step without a selection computes no prompt token
         computed |= _in_sets(step, positions, len(computed))
@@ -35,7 +46,7 @@ def evidence_computed(out: Generation, positions: np.ndarray) -> tuple[np.ndarra
 def selections_that_ran(out: Generation) -> list[dict[int, list[int]]]:
     """The selections with key 0 for tokens that were chosen before the prefill: they enter layer 1."""
     first, *later = out.selected
-    is_selected_before = int(out.computed[0, 0]) < out.prompt_tokens
+    is_selected_before = bool(first) and int(out.computed[0, 0]) < out.prompt_tokens
     return [{0: next(iter(first.values()))} if is_selected_before else first, *later]
 
 

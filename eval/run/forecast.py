@@ -20,7 +20,7 @@ MARGIN = 1.05  # for memory that is not counted: norms, masks, gaps between bloc
 
 def first_example(record: Record, rest: Sequence[Case]) -> str:
     """The cost of the first example, and the time of the others at its seconds per prompt token."""
-    sides = [side for side in (record.method, record.baseline) if side is not None]
+    sides = [side for turn in record.by_turn for side in (turn.method, turn.baseline) if side is not None]
     seconds = sum(side.total_s for side in sides)
     peaks = [side.peak_memory_bytes for side in sides if side.peak_memory_bytes is not None]
     beside = f", {record.baseline.total_s:.2f} s by the baseline" if record.baseline is not None else ""

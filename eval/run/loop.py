@@ -151,7 +151,8 @@ def _check_prompts(cases: list[Case], store: RunStore) -> None:
     """Raise UserError if the store holds an example with another prompt than the one that is built now."""
     for case in cases:
         record = store.records.get(case.key)
-        if record is not None and record.prompt_sha256 != case.prompt.sha256:
+        built = [case.prompt.sha256, *(turn.sha256 for turn in case.prompt.turns)]
+        if record is not None and [turn.prompt_sha256 for turn in record.by_turn] != built:
             raise UserError(
                 f"{store.folder}: holds {case.dataset.name}, row {case.example.id}, with another prompt than the one "
                 "built now; give another folder with out=FOLDER"

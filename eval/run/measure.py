@@ -1,7 +1,11 @@
-"""Measuring: a method and its baseline on the same prompts, in the same process, in alternation."""
+"""Measuring: a method and its baseline on the same prompts, in the same process, in alternation.
+
+An example of several turns is a session of each, one after the other: both go on behind their own answers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +16,8 @@ from eval.benchmarks.prompts import Prompt, gold_token_ids
 from eval.benchmarks.suite import Dataset, Example
 from eval.run.evidence import evidence_computed, evidence_positions
 from eval.run.fidelity import forced_logits, of_forced, of_generations
-from eval.store.record import PROMPT_END, Measurement, Record, compact_counts
-from lazyllm import Generation, generate
+from eval.store.record import PROMPT_END, LaterTurn, Measurement, Record, compact_counts
+from lazyllm import Generation, generate, start
 from lazyllm.engine.devices import devices_of, read_peak, reset_peak
 from lazyllm.engine.flops import prefill_flops
 from lazyllm.methods import Baseline, Method
@@ -42,24 +46,54 @@ class Case:
 
 
 def generate_case(model: PreTrainedModel, case: Case, method: Method) -> Generation:
-    """The case's answer by the method, as the dataset wants it generated."""
-    return generate(
-        model,
-        case.prompt.as_input(),
-        method,
-        max_new_tokens=case.max_new_tokens,
-        eos_token_ids=case.end_ids,
-        min_new_tokens=1 if case.dataset.newline_ends else 0,
-    )
+    """The case's first answer by the method, as the dataset wants it generated."""
+    return generate(model, case.prompt.as_input(), method, **_answering(case))
+
+
+def converse(model: PreTrainedModel, case: Case, method: Method) -> Iterator[Generation]:
+    """The case's answers, turn by turn. Every turn goes on behind the method's own answers, as a user's would."""
+    with start(model, case.prompt.as_input(), method) as conversation:
+        out = conversation.answer(None, **_answering(case))
+        yield out
+        for turn in case.prompt.turns:
+            out = conversation.answer(turn.behind(out.token_ids, case.end_ids), **_answering(case))
+            yield out
+
+
+def _answering(case: Case) -> dict[str, Any]:
+    """How the dataset wants an answer generated."""
+    return {
+        "max_new_tokens": case.max_new_tokens,
+        "eos_token_ids": case.end_ids,
+        "min_new_tokens": 1 if case.dataset.newline_ends else 0,
+    }
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A generation by a method, and the peak memory in bytes during it."""
+    """A method's answers, turn by turn, and the peak memory in bytes by the end of each."""
 
     method: Method
-    out: Generation
-    peak: int | None
+    outs: list[Generation]
+    peaks: list[int | None]
+
+    def earlier(self, turn: int) -> list[Generation]:
+        """The answers of the turns (from 0) that this one goes on with; none if it runs the whole text."""
+        return self.outs[:turn] if self.method.turns == "continue" else []
+
+    def tokens_computed(self, turn: int) -> float:
+        """Prompt tokens that were run for a turn, mean over layers, scoring included."""
+        out = self.outs[turn]
+        before = sum(earlier.computed[-1].mean() for earlier in self.earlier(turn)[-1:])
+        return float(out.computed[-1].mean() - before + out.scoring_tokens)
+
+    def prefill_flops(self, config: Any, turn: int) -> int:
+        """FLOPs of the prompt tokens that a turn computed up to its first token, and of scoring."""
+        out = self.outs[turn]
+        flops = prefill_flops(config, out.computed[0].tolist())
+        for earlier in self.earlier(turn)[-1:]:
+            return flops - prefill_flops(config, earlier.computed[-1].tolist(), logits=0)
+        return flops + self.method.scoring_flops(config, out.prompt_tokens)
 
 
 @dataclass(frozen=True)
@@ -99,35 +133,52 @@ class Bench:
         else:
             method = self._run(case, case.method)
             baseline = self._run(case, Baseline())
-        beside = self._fidelity(case, baseline.out, method.out) if baseline is not None else {}
+        first, *later = (self._turn(case, turn, method, baseline) for turn in range(len(method.outs)))
         return Record(
             dataset=case.dataset.name,
             id=case.example.id,
-            prompt_sha256=case.prompt.sha256,
-            prompt_tokens=len(case.prompt.token_ids),
             prompt_tokens_before_truncation=case.prompt.tokens_before_truncation,
-            method=replace(self._measurement(case, method), **beside),
-            baseline=None if baseline is None else self._measurement(case, baseline),
-            prompt_end=case.prompt.text[-PROMPT_END:],
-            answers=list(case.example.answers),
             groups=list(case.example.groups),
+            later=[LaterTurn(**turn) for turn in later] or None,
+            **first,
         )
+
+    def _turn(self, case: Case, turn: int, method: _Run, baseline: _Run | None) -> dict[str, Any]:
+        """What `Record` and `LaterTurn` hold of a turn, from 0."""
+        message = (case.prompt, *case.prompt.turns)[turn]
+        asked = (case.example, *case.example.turns)[turn]
+        beside = self._fidelity(case, turn, baseline, method) if baseline is not None else {}
+        return {
+            "prompt_sha256": message.sha256,
+            "prompt_tokens": len(message.token_ids),
+            "method": replace(self._measurement(case, turn, method), **beside),
+            "baseline": None if baseline is None else self._measurement(case, turn, baseline),
+            "prompt_end": message.text[-PROMPT_END:],
+            "answers": list(asked.answers),
+        }
 
     def _run(self, case: Case, method: Method) -> _Run:
         if not method.models():  # a draft or a scorer counts in the memory of its own method only
             park()
         devices = devices_of(self.model)
         reset_peak(*devices)
-        out = generate_case(self.model, case, method)
-        return _Run(method, out, read_peak(*devices))
+        run = _Run(method, [], [])
+        answers = converse if case.prompt.turns else lambda *args: [generate_case(*args)]
+        for out in answers(self.model, case, method):
+            run.outs.append(out)
+            run.peaks.append(read_peak(*devices))
+        return run
 
-    def _fidelity(self, case: Case, baseline: Generation, own: Generation) -> dict[str, Any]:
-        """The fields of `Measurement` that compare a method with its baseline. Both have run, and been timed."""
-        found = of_generations(baseline, own)
-        if not self.forced:
+    def _fidelity(self, case: Case, turn: int, baseline: _Run, own: _Run) -> dict[str, Any]:
+        """The fields of `Measurement` that compare a method with its baseline. Both have run, and been timed.
+
+        Answers are forced in the first turn only: behind it, the two have read different texts.
+        """
+        found = of_generations(baseline.outs[turn], own.outs[turn])
+        if not self.forced or turn:
             return found
         gold = gold_token_ids(self.tokenizer, case.prompt.text, case.example.answers[0])[: case.max_new_tokens]
-        for name, token_ids in (("answer", baseline.token_ids), ("gold", gold)):
+        for name, token_ids in (("answer", baseline.outs[0].token_ids), ("gold", gold)):
             theirs, ours = (
                 forced_logits(self.model, case.prompt.as_input(), method, token_ids)
                 for method in (Baseline(), case.method)
@@ -135,14 +186,14 @@ class Bench:
             found[f"{name}_kl"], found[f"{name}_log_likelihood"] = of_forced(theirs, ours, token_ids)
         return found
 
-    def _measurement(self, case: Case, run: _Run) -> Measurement:
-        out, config = run.out, self.model.config
+    def _measurement(self, case: Case, turn: int, run: _Run) -> Measurement:
+        out = run.outs[turn]
         decoded = self.tokenizer.decode(out.token_ids, skip_special_tokens=True)
         assert isinstance(decoded, str)
         text = post_process(decoded, self.chat, case.dataset.chat_wrap)
-        answers, classes = list(case.example.answers), list(case.example.all_classes)
+        answers = list((case.example, *case.example.turns)[turn].answers)
+        classes = list(case.example.all_classes)
         group_starts, computed = compact_counts(out.computed)
-        flops = prefill_flops(config, out.computed[0].tolist()) + run.method.scoring_flops(config, out.prompt_tokens)
         return Measurement(
             text=text,
             token_ids=out.token_ids,
@@ -158,18 +209,22 @@ class Bench:
             computed=computed,
             kv_bytes=out.kv_bytes,
             aux_bytes=out.aux_bytes,
-            peak_memory_bytes=run.peak,
-            prefill_flops=flops,
-            **(_evidence(case.prompt, out) if self.evidence else {}),
+            peak_memory_bytes=run.peaks[turn],
+            prefill_flops=run.prefill_flops(self.model.config, turn),
+            tokens_computed=run.tokens_computed(turn),
+            revived_tokens=float(out.revived.mean()),
+            tokens_computed_so_far=sum(map(run.tokens_computed, range(turn + 1))),
+            total_s_so_far=sum(done.total_s for done in run.outs[: turn + 1]),
+            **(_evidence(case.prompt, turn, run) if self.evidence else {}),
         )
 
 
-def _evidence(prompt: Prompt, out: Generation) -> dict[str, Any]:
-    """The fields of `Measurement` about evidence; none if the prompt knows of none."""
-    positions = evidence_positions(prompt)
+def _evidence(prompt: Prompt, turn: int, run: _Run) -> dict[str, Any]:
+    """The fields of `Measurement` about the evidence of a turn's question; none if the prompt knows of none."""
+    positions = evidence_positions(replace(prompt, evidence=(prompt, *prompt.turns)[turn].evidence))
     if not len(positions):
         return {}
-    in_prefill, revived = evidence_computed(out, positions)
+    in_prefill, revived = evidence_computed(run.outs[turn], positions, run.earlier(turn))
     return {
         "evidence_tokens": len(positions),
         "evidence_recall": float(in_prefill[-1]),

@@ -285,12 +285,14 @@ def _cases(config: RunConfig, identified: Identified) -> Iterator[Case]:
                 method.check_prompt(prompt.as_input())
             except ValueError as error:
                 raise UserError(f"{dataset.name}, row {example.id}: {error}") from error
-            if (tokens := len(prompt.token_ids)) + max_new_tokens > longest:
+            new_tokens = max_new_tokens * (1 + len(prompt.turns))
+            if (tokens := prompt.conversation_tokens) + new_tokens > longest:
                 around = tokens - min(prompt.tokens_before_truncation, identified.prompt_limit)
-                shorter = f"model.max_prompt_tokens={longest - max_new_tokens - around}"
+                shorter = f"model.max_prompt_tokens={longest - new_tokens - around}"
+                of_turns = f" of {1 + len(prompt.turns)} turns" if prompt.turns else ""
                 raise UserError(
-                    f"{dataset.name}, row {example.id}: {tokens} prompt tokens and up to {max_new_tokens} new ones are "
-                    f"more than the {longest} positions that the model has: "
+                    f"{dataset.name}, row {example.id}: {tokens} prompt tokens{of_turns} and up to {new_tokens} new "
+                    f"ones are more than the {longest} positions that the model has: "
                     f"{f'set {shorter}, or less' if dataset.truncate else SUITES[dataset.suite].shorter}"
                 )
             yield Case(dataset, example, prompt, method, max_new_tokens, end_ids)
@@ -298,8 +300,14 @@ def _cases(config: RunConfig, identified: Identified) -> Iterator[Case]:
 
 def _examples(config: RunConfig, loaded: list[LoadedDataset]) -> dict[str, list[Example]]:
     """What `limit`, `half` and `sample` leave of each dataset, in the dataset's order."""
+    for one in loaded:
+        if (config.turns or 1) > 1 and not any(example.turns for example in one.examples):
+            raise UserError(
+                f"turns={config.turns}: the rows of {one.dataset.name} hold one question each; leave it out"
+            )
+    last = None if config.turns is None else config.turns - 1
     pairs = [
-        (one.dataset.name, example)
+        (one.dataset.name, replace(example, turns=example.turns[:last]))
         for one in loaded
         for example in in_half(one.dataset.name, one.examples[: config.limit], config.half)
     ]
@@ -350,6 +358,7 @@ def _identity(
         "quantise": config.model.quantise,
         "device_map": config.model.device_map,  # times depend on it, and so do what kernels of two kinds of device give
         **({"method_code": code} if code is not None else {}),
+        **({"turns": config.turns} if config.turns is not None else {}),
         **({"half": config.half} if config.half is not None else {}),  # what is tuned on shares no table with the rest
         **({"fidelity": config.fidelity} if config.fidelity is not None and paired else {}),
         **({"method_weights": [_weights_of(spec) for spec in beside]} if beside else {}),

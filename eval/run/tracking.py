@@ -190,11 +190,11 @@ class Tracker:
 
     def _count(self, record: Record) -> dict[str, float]:
         """Means and speedups over the examples so far, this one included, all with the same weight."""
-        sums, baseline = self._sums, record.baseline
+        sums, baseline, turns = self._sums, record.baseline, record.by_turn
         sums["examples"] += 1
-        for part, measured in (("method", record.method), ("baseline", baseline)):
+        for part, measured in ((part, getattr(turn, part)) for turn in turns for part in ("method", "baseline")):
             for name in ("score", "pct_prompt_tokens_computed", "ttft_s", "total_s") if measured else ():
-                sums[f"{part}_{name}"] += getattr(measured, name)
+                sums[f"{part}_{name}"] += getattr(measured, name) / len(turns)
         number = sums["examples"]
         shown = {
             "examples": number,
@@ -204,7 +204,7 @@ class Tracker:
         if baseline is None:
             return shown
         if record.method.kl is not None:  # None in older records
-            sums["kl"] += record.method.kl
+            sums["kl"] += sum(turn.method.kl or 0.0 for turn in turns) / len(turns)
             shown["running/kl"] = sums["kl"] / number
         return shown | {
             "running/baseline_score": 100 * sums["baseline_score"] / number,
@@ -261,13 +261,14 @@ def _log_pictures(run: Any, pictures: Sequence[Path]) -> None:
 
 
 def _table(records: Sequence[Record]) -> Any:
-    """One row an example: the columns of `example_rows`, and the answers. A cell is None without a paired baseline."""
+    """One row a turn: the columns of `example_rows`, and the answers. A cell is None without a paired baseline."""
     import wandb
 
+    turns = [turn for record in records for turn in record.by_turn]
     frame = example_rows(records).assign(
-        gold=[" | ".join(record.answers) for record in records],
-        answer=[record.method.text for record in records],
-        baseline_answer=[record.baseline and record.baseline.text for record in records],
+        gold=[" | ".join(turn.answers) for turn in turns],
+        answer=[turn.method.text for turn in turns],
+        baseline_answer=[turn.baseline and turn.baseline.text for turn in turns],
     )
     frame.insert(5, "ttft_speedup", frame["baseline_ttft_s"] / frame["ttft_s"])
     frame = frame.astype(object).where(frame.notna(), None)

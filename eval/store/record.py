@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from datetime import datetime
 from functools import cache
 from types import NoneType
@@ -66,7 +66,12 @@ class Measurement:
 
     Of examples that know their evidence, the tokens of the prompt that hold the answer; else None:
     evidence_tokens: how many the prompt has. evidence_prefill, evidence_revived: [layers] 0 to 1, the shares of them
-        that are computed in prefill, and later. evidence_recall: the last layer's share in prefill.
+        that are computed in prefill, and later. evidence_recall: the last layer's share in prefill. In a later turn,
+        what earlier turns have computed counts as prefill if the method goes on with it.
+
+    Of a turn (None of older records); tokens are prompt tokens of all turns so far, the mean over layers:
+    tokens_computed: run for this turn, `scoring_tokens` included. revived_tokens: those of them that an earlier step,
+        or turn, had left out of a layer. tokens_computed_so_far, total_s_so_far: the sums over the turns up to this.
     """
 
     text: str
@@ -98,6 +103,10 @@ class Measurement:
     evidence_recall: float | None = field(default=None, metadata=_PERCENT)
     evidence_prefill: list[float] | None = None
     evidence_revived: list[float] | None = None
+    tokens_computed: float | None = None
+    revived_tokens: float | None = None
+    tokens_computed_so_far: float | None = None
+    total_s_so_far: float | None = None
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:
@@ -148,12 +157,30 @@ class Line:
         return json.dumps(asdict(self), ensure_ascii=True, separators=(",", ":"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class LaterTurn:
+    """A later turn of an example, stored in its line. Fields as in `Record`, of the turn's own message."""
+
+    prompt_sha256: str
+    prompt_tokens: int
+    method: Measurement
+    baseline: Measurement | None
+    prompt_end: str
+    answers: list[str]
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Self:
+        return _checked(cls(**values | _sides(values)))
+
+
 @dataclass(frozen=True)
 class Record(Line):
     """One example: its prompt, and what the method and the paired baseline (None if not paired) made of it.
 
     prompt_end: the last `PROMPT_END` characters of the prompt's text. answers: the gold answers. Reports show both
     beside the answer. groups: of the example, as "length=8k+". Older records lack these three.
+    later: the later turns, in order, if the example has any: a line holds all turns of an example, or there is none.
+    turn: which one this is, from 1; a stored record is the first.
     """
 
     prompt_sha256: str
@@ -164,15 +191,33 @@ class Record(Line):
     prompt_end: str = ""
     answers: list[str] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
+    later: list[LaterTurn] | None = None
+    turn: int = 1
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:
-        baseline = values["baseline"]
-        sides = {
-            "method": Measurement.of(values["method"]),
-            "baseline": None if baseline is None else Measurement.of(baseline),
-        }
-        return _checked(cls(**values | sides))
+        later = values.get("later")
+        turns: dict[str, Any] = {"later": None if later is None else [LaterTurn.of(turn) for turn in later]}
+        return _checked(cls(**values | _sides(values) | turns))
+
+    @property
+    def by_turn(self) -> list[Record]:
+        """A record a turn, this one first. The prompt of a later one is its message, which is never truncated."""
+        return [
+            replace(self, later=None),
+            *(
+                replace(self, later=None, turn=number, prompt_tokens_before_truncation=turn.prompt_tokens, **vars(turn))
+                for number, turn in enumerate(self.later or (), start=2)
+            ),
+        ]
+
+
+def _sides(values: dict[str, Any]) -> dict[str, Any]:
+    baseline = values["baseline"]
+    return {
+        "method": Measurement.of(values["method"]),
+        "baseline": None if baseline is None else Measurement.of(baseline),
+    }
 
 
 @dataclass(frozen=True)
@@ -253,6 +298,8 @@ def _schema(kind: type) -> pa.Schema:
         if name == "Measurement":  # of one that is null, Arrow takes every part for null
             parts = [part.with_nullable(optional or part.nullable) for part in _schema(Measurement)]
             columns.append(pa.field(one.name, pa.struct(parts), nullable=optional))
+        elif name == "list[LaterTurn]":
+            columns.append(pa.field(one.name, pa.list_(pa.struct(_schema(LaterTurn))), nullable=optional))
         else:
             columns.append(pa.field(one.name, _TYPES[name][1], nullable=optional))
     return pa.schema(columns)
@@ -275,7 +322,10 @@ def to_records(table: pa.Table) -> list[Record]:
 
 
 def lines_to_table(data: bytes) -> pa.Table:
-    """Whole lines in the columns of `SCHEMA`. Raises ValueError for a line that is invalid, or older than that."""
+    """Whole lines in the columns of `SCHEMA`.
+
+    Raises ValueError for a line that is invalid, older than that, or holds several turns.
+    """
     data.decode()  # Arrow does not look
     if not data:
         return SCHEMA.empty_table()
@@ -283,6 +333,8 @@ def lines_to_table(data: bytes) -> pa.Table:
     table = read_json(pa.BufferReader(data), ReadOptions(block_size=_BLOCK), options)
     if len(table) != data.count(b"\n"):  # Arrow takes two objects on a line, and skips blank lines
         raise ValueError("not one record on each line")
+    if table["later"].null_count < len(table):  # Arrow cannot check what is nested in lists
+        raise ValueError("a line with several turns")
     for name in table["dataset"].unique().to_pylist():
         _check_dataset(name)
     for column in table.flatten().columns:

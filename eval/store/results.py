@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 _SIDES = {"method": "", "baseline": "baseline_"}  # {of a record: the prefix of its columns}
 COLUMNS = [
     "model", "paper_model", "method", "settings", "label", "seed", "run", "folder", "paired",
-    "dataset", "task", "suite", "id", "groups", "prompt_tokens",
+    "dataset", "task", "suite", "id", "groups", "prompt_tokens", "turn",
     *(f"{prefix}{name}" for prefix in _SIDES.values() for name in MEASURED),
 ]  # fmt: skip
 _USUAL = {"revive": True, "prune_generated": False}
-_KEY = ["model", "method", "settings", "seed", "dataset", "id"]
+_KEY = ["model", "method", "settings", "seed", "dataset", "id", "turn"]
 
 PLANNED = "examples.json"  # in a run folder: {dataset: ids of its examples that the run is to measure}
 CAMPAIGN = "campaign.json"  # beside the records that `eval.store.collect` has put into one file
@@ -97,8 +97,9 @@ class StoredRun:
 
     @cached_property
     def examples(self) -> pd.DataFrame:
-        """One row a record: the columns of `as_frame` from `dataset` on. Raises UserError."""
-        return _example_rows(self.table(_READ))
+        """One row an example's turn: the columns of `as_frame` from `dataset` on. Raises UserError."""
+        table = self.table(_READ)
+        return _example_rows(table) if table["later"].null_count == len(table) else example_rows(self.records)
 
     @property
     def datasets(self) -> list[str]:
@@ -147,7 +148,7 @@ class StoredRun:
     @property
     def keys(self) -> list[tuple[str, str]]:
         """(dataset, id) of each record."""
-        return list(zip(self.examples["dataset"], self.examples["id"], strict=True))
+        return list(dict.fromkeys(zip(self.examples["dataset"], self.examples["id"], strict=True)))
 
     @property
     def records_sha256(self) -> dict[str, str]:
@@ -270,7 +271,7 @@ class Results:
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """One row an example of a run, as `as_frame` says. Raises UserError."""
+        """One row a turn of an example of a run, as `as_frame` says. Raises UserError."""
         return as_frame(self.runs)
 
     @cached_property
@@ -290,13 +291,13 @@ class Results:
 
 
 def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
-    """One row an example of a run.
+    """One row a turn of an example of a run.
 
     model, paper_model (missing: the paper has no such model), method, settings (canonical JSON of the hyperparameters),
     label (the same for people), seed, run (the fingerprint), folder, paired, dataset, task, suite, id, groups (of
-    `Example`, a list), prompt_tokens; then `eval.store.record.MEASURED` of the method, and with `baseline_` before it
-    of the paired baseline (NaN if there is none). Scores are 0 to 100; step_s is the mean decoding step (NaN for
-    answers of one token).
+    `Example`, a list), prompt_tokens (of the turn's message), turn (from 1); then `eval.store.record.MEASURED` of the
+    method, and with `baseline_` before it of the paired baseline (NaN if there is none). Scores are 0 to 100; step_s is
+    the mean decoding step (NaN for answers of one token).
 
     If two runs hold the same example with the same setting and seed, the paired one counts; of such, the one
     with more examples (a first look at one dataset gives way to the run of all). Raises UserError if that does not
@@ -343,14 +344,20 @@ def _without_repeated(table: pd.DataFrame) -> pd.DataFrame:
     return table.drop_duplicates(_KEY).sort_index().reset_index(drop=True).drop(columns="size")
 
 
+def first_turns(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a frame whose message is the whole prompt: one an example of a run."""
+    return frame[frame["turn"] == 1]  # type: ignore[return-value]
+
+
 def example_rows(records: Sequence[Record]) -> pd.DataFrame:
-    """One row a record: the columns of `as_frame` from `dataset` on."""
-    return _example_rows(to_table(records).flatten().combine_chunks())
+    """One row a turn of a record: the columns of `as_frame` from `dataset` on."""
+    turns = (turn for record in records for turn in record.by_turn)
+    return _example_rows(to_table(turns).flatten().combine_chunks())
 
 
 # The columns of records that `_example_rows` reads
 _READ = [
-    "dataset", "id", "groups", "prompt_tokens",
+    "dataset", "id", "groups", "prompt_tokens", "turn", "later",
     *(f"{side}.{name}" for side in _SIDES for name in (*SCALES, "decode_step_s", "token_ids", "text")),
 ]  # fmt: skip
 
@@ -364,7 +371,7 @@ def _example_rows(table: pa.Table) -> pd.DataFrame:
     for fact in ("task", "suite"):
         columns[fact] = datasets.map({name: getattr(dataset, fact) for name, dataset in DATASETS.items()})
     columns |= {name: table[name].to_pandas() for name in ("id", "groups")}
-    columns |= {"prompt_tokens": table["prompt_tokens"].to_numpy()}
+    columns |= {name: table[name].to_numpy() for name in ("prompt_tokens", "turn")}
     for side, prefix in _SIDES.items():
         columns |= {f"{prefix}{name}": scale * _numbers(table[f"{side}.{name}"]) for name, scale in SCALES.items()}
         columns[f"{prefix}step_s"] = _mean_of_each(table[f"{side}.decode_step_s"].combine_chunks())

@@ -9,6 +9,7 @@ from eval.paper.figures import (
     figure7,
     mechanism,
     needle_map,
+    over_turns,
     sensitivity,
     ttft_share,
 )
@@ -19,6 +20,7 @@ from eval.paper.figures.style import save
 
 _FILES = (
     field, mechanism, figure2, figure5, figure6, figure7, ttft_share, sensitivity, needle_map, evidence_by_layer,
+    over_turns,
 )  # fmt: skip
 
 FIGURES: dict[str, Figure] = {one.FIGURE.name: one.FIGURE for one in _FILES}

@@ -16,7 +16,7 @@ from eval.paper.figures.figure6 import shade_of
 from eval.paper.figures.style import GREY, LINES, MARKERS, around, grid, legend_beside, new_figure, styled
 from eval.paper.known_methods import BASELINE
 from eval.store.aggregate import RESAMPLES
-from eval.store.results import Results
+from eval.store.results import Results, first_turns
 
 # Of the introduction of the paper: Llama 2 7B on LongBench, its baseline
 PAPER = {"prompt_tokens": 3376, "tokens": 68, "ttft_share": 23.0}
@@ -31,7 +31,7 @@ def data(results: Results) -> pd.DataFrame:
 
     Of each model the LazyLLM setting that `studied` names and the baseline that ran beside it.
     """
-    frame: Any = studied(results).frame
+    frame: Any = first_turns(studied(results).frame)
     if frame.empty:
         return pd.DataFrame()
     methods = [_generations(frame, prefix, label) for prefix, label in (("baseline_", BASELINE), ("", None))]

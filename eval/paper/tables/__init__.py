@@ -8,6 +8,7 @@ from collections.abc import Callable
 from eval.paper.table import Table
 from eval.paper.tables.beside_paper import table1, table2
 from eval.paper.tables.by_group import groups
+from eval.paper.tables.by_turn import turns
 from eval.paper.tables.claims import claims
 from eval.paper.tables.effective_keep import effective_keep
 from eval.paper.tables.evidence_lost import evidence
@@ -24,6 +25,7 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "table1": table1,
     "table2": table2,
     "groups": groups,
+    "turns": turns,
     "memory": memory,
     "ttft_share": ttft_share,
     "sensitivity": sensitivity,

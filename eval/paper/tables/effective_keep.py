@@ -12,14 +12,14 @@ from eval.paper.known_methods import BASELINE
 from eval.paper.table import Table, cell
 from eval.paper.tables.cells import PROMPT_ENDS, SECTION, in_order, model_name, range_names, range_of
 from eval.store.aggregate import drawn_means, on_common_examples
-from eval.store.results import Results
+from eval.store.results import Results, first_turns
 
 WITHIN = 1.0  # per cent of the baseline's score
 
 
 def effective_keep(results: Results, within: float = WITHIN) -> Table:
     """The smallest share of prefill FLOPs at which a method's score is at most `within` % below its own baseline's."""
-    frame: Any = results.frame
+    frame: Any = first_turns(results.frame)
     frame = frame[frame["method"] != BASELINE].dropna(subset=["prefill_flops", "baseline_score"])
     shares = 100 * frame["prefill_flops"] / frame["baseline_prefill_flops"]
     frame = frame.assign(share=shares, length=range_of(frame["prompt_tokens"], PROMPT_ENDS))

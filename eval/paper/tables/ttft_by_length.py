@@ -9,14 +9,14 @@ import pandas as pd
 from eval.paper.table import Table
 from eval.paper.tables.cells import PROMPT_ENDS, SETTING, in_order, model_name, range_names, range_of
 from eval.store.aggregate import with_baselines
-from eval.store.results import Results
+from eval.store.results import Results, first_turns
 
 _ANSWERS = (4, 16, 64, 256)  # upper ends of the ranges of answer lengths, the end token included
 
 
 def ttft_share(results: Results) -> Table:
     """TTFT's share of the generation time for every setting."""
-    frame = with_baselines(results.frame)
+    frame = with_baselines(first_turns(results.frame))
     frame = frame.assign(
         prompt_tokens=range_of(frame["prompt_tokens"], PROMPT_ENDS),
         answer_tokens=range_of(frame["generated_tokens"], _ANSWERS),

@@ -6,12 +6,14 @@ The templates are small ones of our own. Each does what the named models' own do
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from eval.benchmarks.chat_format import CHAT_FORMATS, chat_format, post_process
-from eval.benchmarks.prompts import build_prompt, wrap_tokens
+from eval.benchmarks.prompts import LaterTurn, build_prompt, wrap_tokens
+from eval.benchmarks.suite import Turn
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.models.spec import ModelSpec
@@ -62,6 +64,37 @@ def test_a_prompt_is_the_same_tomorrow(template: str, monkeypatch) -> None:
     assert text_of(template) == today
     assert chat_format("auto").reads_clock(tokenizer_with(template)) == (template in READ_THE_CLOCK)
     assert (text_of(template, today="2025-12-31") != today) == (template in READ_THE_CLOCK)
+
+
+@pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "mistral"])
+def test_a_later_turn_is_what_the_template_writes_behind_the_answer(template: str) -> None:
+    tokenizer, row = (
+        tokenizer_with(template),
+        replace(ROW, turns=(Turn(" Why? ", ("so",), "Because"), Turn("How?", ()))),
+    )
+    prompt = build_prompt(row, "{input}", tokenizer, chat=chat_format("auto"))
+    messages = [{"role": role, "content": said} for role, said in (("user", "Who?"), ("assistant", "Me."))]
+    messages += [{"role": "user", "content": " Why? "}, {"role": "assistant", "content": "So."}]
+    messages += [{"role": "user", "content": "How?"}]
+    asked = {"add_generation_prompt": True, "tokenize": False, "enable_thinking": False}
+    for turn, length, prefix, before in ((0, 3, "Because", "Me."), (1, 5, "", "So.")):
+        whole: Any = tokenizer.apply_chat_template(messages[:length], **asked)
+        text = prompt.turns[turn].text
+        assert text == whole[whole.rindex(before) + len(before) :] + prefix
+        assert list(prompt.turns[turn].token_ids) == tokenizer(text, add_special_tokens=False).input_ids
+
+
+def test_a_template_without_earlier_answers_has_no_later_turns() -> None:
+    with pytest.raises(UserError, match="leaves earlier answers out"):
+        build_prompt(replace(ROW, turns=(Turn("Why?", ()),)), "", tokenizer_with("mistral"), chat=chat_format("auto"))
+
+
+def test_an_end_token_is_not_written_twice() -> None:
+    turn = LaterTurn("", (2, 5, 6), "")
+    assert turn.behind([7, 2], (2,)) == (5, 6)
+    assert turn.behind([7, 3], (2, 3)) == (2, 5, 6)  # the model has ended in another way
+    assert turn.behind([7], (2,)) == (2, 5, 6)  # it was cut off
+    assert LaterTurn("", (7, 5), "").behind([7], (2,)) == (7, 5)  # a word
 
 
 def test_the_pinned_date_is_the_templates_own_fallback() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from eval.benchmarks import SUITES, embedded
 from eval.benchmarks.datasets import DATASETS, load_rows
+from eval.benchmarks.suite import DataSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 FIELDS = {"input", "context", "answers", "length", "dataset", "language", "all_classes", "_id"}
@@ -96,6 +98,34 @@ def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch, c
     monkeypatch.setattr(embedded, "ROWS", 3)
     assert len(load_rows(DATASETS["lookup"]).examples) == 3
     assert "could not be written" in caplog.text
+
+
+@pytest.mark.parametrize("name", [name for name in embedded.NAMES if name != "digest"])
+def test_a_row_asks_of_eight_needles_as_training_does(name, tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(embedded, "ROWS", 6)
+    examples = {turns: embedded.load(DATASETS[name], DataSettings(turns=turns)).examples for turns in (None, 1, 3, 8)}
+    assert examples[None] == examples[1]
+    ids = tokenizer.get_vocab()
+    for row, alone, three, eight in zip(embedded.rows(name, count=6), *(examples[n] for n in (1, 3, 8)), strict=True):
+        assert alone == replace(eight, turns=())
+        assert three.turns == eight.turns[:2]
+        asked = [{**row, "input": eight.input}]
+        for turn in eight.turns:
+            between, last = f"<|end|>{embedded.TEMPLATES[name].split('{context}')[1]}".split("{input}")
+            assert turn.text.startswith(between)
+            assert last == ""
+            asked.append({**row, "input": turn.text.removeprefix(between), "answers": list(turn.answers)})
+            words = re.findall(r" ?\w+|[^ \w]", f" {asked[-1]['input']}")
+            tokens = [token.replace(" ", "\u0120").replace("\n", "\u010a") for token in (*embedded.tail(name), *words)]
+            wanted = [ids[embedded.END], *(ids[token] for token in tokens)]
+            assert tokenizer(turn.text, add_special_tokens=False).input_ids == wanted
+        needles = [needle(one) for one in asked]
+        assert len(set(needles)) == 8
+        assert all(text in row["context"] for text in needles)
+        for turn, text in zip(eight.turns, needles[1:], strict=True):
+            assert any(eight.context[start:stop] in text or text.strip() in eight.context[start:stop]
+                       for start, stop in turn.evidence)  # fmt: skip
 
 
 @EVERY

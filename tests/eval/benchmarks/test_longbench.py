@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ import pytest
 from eval.benchmarks import disk_cache, longbench
 from eval.benchmarks.datasets import DATASETS, load_rows, resolve_datasets
 from eval.benchmarks.longbench import TemplateWarning
-from eval.benchmarks.suite import Example, LoadedDataset, OnError
+from eval.benchmarks.rows import official_row
+from eval.benchmarks.suite import Example, LoadedDataset, OnError, Turn
 from lazyllm.errors import UserError
 from tests.eval import official
 
@@ -37,6 +39,7 @@ ROW = {
     "all_classes": None,
     "_id": "one",
 }
+TURN = {"input": "Why?", "answers": ["a whim"]}
 
 
 def as_line(row: object) -> str:
@@ -108,6 +111,15 @@ def test_a_row_becomes_an_example(folder):
     assert loaded.dataset is QASPER
 
 
+def test_a_row_with_later_turns_becomes_an_example_and_a_row_again(folder):
+    row = ROW | {"turns": [TURN, TURN | {"input": "Where?", "answer_prefix": "On"}]}
+    write_rows(folder, row)
+    [example] = load(folder).examples
+    assert example.turns == (Turn("Why?", ("a whim",)), Turn("Where?", ("a whim",), "On"))
+    assert official_row(example) == row
+    assert official_row(replace(example, turns=())) == ROW
+
+
 def test_lines_end_at_newlines_only_and_blank_ones_hold_nothing(folder):
     first, second = as_line(ROW), as_line(ROW | {"_id": "two"}).replace(", ", ",\r", 1)
     (folder / "qasper.jsonl").write_bytes(f"\n{first}\r\n  \n{second}".encode())
@@ -145,6 +157,12 @@ BAD_ROWS = [
     (json.dumps(ROW | {"_id": "\ud800"}), "field '_id' must be a string"),
     (ROW, "the same _id as in"),
     (json.dumps(ROW | {"_id": "half a pair", "input": "\ud800"}), "field 'input' must be a string"),
+    (ROW | {"turns": {}}, "field 'turns' must be a list of objects, got {}"),
+    (ROW | {"turns": ["Why?"]}, "turn 2: expected a JSON object, got str"),
+    (ROW | {"turns": [TURN, {"input": "Why?"}]}, "turn 3: field 'answers' is missing; expected input, answers"),
+    (ROW | {"turns": [TURN | {"input": " "}]}, "turn 2: field 'input' must be a string that is not empty"),
+    (ROW | {"turns": [TURN | {"answers": []}]}, "turn 2: answers is empty"),
+    (ROW | {"turns": [TURN | {"answer_prefix": 1}]}, "turn 2: field 'answer_prefix' must be a string, got 1"),
     *[({k: v for k, v in ROW.items() if k != field}, f"field '{field}' is missing") for field in ROW if field != "_id"],
 ]
 

@@ -18,7 +18,7 @@ from eval.benchmarks.prompts import (
     end_token_ids,
     token_ids_sha256,
 )
-from eval.benchmarks.suite import Example
+from eval.benchmarks.suite import Example, Turn
 from lazyllm.errors import UserError
 from lazyllm.models.tokenizers import load_tokenizer
 from tests.eval import official
@@ -34,6 +34,7 @@ class Characters:
 
     is_fast = True
     eos_token_id = 2
+    bos_token, eos_token = "\x01", "\x02"
     chat_template: str | None = None
     around = ("\x01<user>", "<model>")
 
@@ -127,6 +128,19 @@ def test_real_prompts_have_their_true_lengths():
     assert round(sum(length > 3500 for length in lengths) / len(lengths), 1) == 0.8  # "4 of 5"
 
 
+@official.needs(LLAMA2)
+def test_later_turns_of_llama2_equal_the_sentencepiece_pipelines():
+    row = replace(ROW, turns=(Turn("Why, you?", ()), Turn("\nAsk: why", (), " Because")))
+    wrapped, bare = (build_prompt(row, "{input}", llama2(), chat=CHAT_FORMATS["llama2"], chat_wrap=is_wrapped)
+                     for is_wrapped in (True, False))  # fmt: skip
+    encode = sentencepiece().encode
+    assert list(wrapped.turns[0].token_ids) == [2, 1, *encode("[INST]Why, you?[/INST]")]
+    assert list(wrapped.turns[1].token_ids) == [2, 1, *encode("[INST]\nAsk: why[/INST] Because")]
+    assert list(bare.turns[0].token_ids) == encode("Why, you?")  # a word that does not stand in the answer's last one
+    assert list(bare.turns[1].token_ids) == encode("A\nAsk: why Because")[len(encode("A")) :]
+    assert wrapped.conversation_tokens == sum(map(len, (wrapped.token_ids, *(t.token_ids for t in wrapped.turns))))
+
+
 # ---------------------------------------------------------------------------------------------------- the order by hand
 
 
@@ -190,6 +204,16 @@ def test_the_hash_tells_prompts_apart():
 def test_xgens_wrap_is_its_published_format():
     header = (official.LONGBENCH / "config" / "xgen_header.txt").read_bytes().decode()
     assert prompt_of("{input}", chat=CHAT_FORMATS["xgen"]).text == header + " ### Human: Who?\n###"
+
+
+def test_a_later_turn_in_xgens_format_and_one_without_tokens():
+    row = replace(ROW, turns=(Turn("Why?", ()),))
+    [turn] = build_prompt(row, "{input}", Characters(), chat=CHAT_FORMATS["xgen"]).turns
+    assert turn.text == "\n### Human: Why?\n###"
+    assert list(turn.token_ids) == [ord(letter) for letter in turn.text]
+    assert turn.sha256 == token_ids_sha256(turn.token_ids)
+    with pytest.raises(UserError, match="a later turn has no tokens"):
+        build_prompt(replace(ROW, turns=(Turn("", ()),)), "{input}", Characters())
 
 
 def test_the_tokenizers_own_chat_template_brings_its_own_special_tokens():

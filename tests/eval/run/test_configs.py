@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -196,14 +197,14 @@ def test_experiments_compare_at_the_same_ideal_speedup(experiment: str, tokens: 
     assert max(speedups) / min(speedups) < 1.05
 
 
-def custom(folder: Path, template: str | None, **config: int) -> tuple[str, ...]:
+def custom(folder: Path, template: str | None, turns: Sequence[dict] = (), **config: int) -> tuple[str, ...]:
     """The arguments for a copy of the tiny model as a stranger."""
     shutil.copytree(PRESETS["tiny"].source, folder, dirs_exist_ok=True)
     for name, changes in {"tokenizer_config.json": {"chat_template": template}, "config.json": config}.items():
         file = folder / name
         file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     row = {"input": "Where?", "context": "the old house was quiet. " * 120, "answers": ["no"], "all_classes": None}
-    row |= {"length": 300, "dataset": "qasper", "language": "en", "_id": "one"}
+    row |= {"length": 300, "dataset": "qasper", "language": "en", "_id": "one", "turns": list(turns)}
     (folder / "config").mkdir(exist_ok=True)
     (folder / "qasper.jsonl").write_text(json.dumps(row))
     (folder / "config" / "dataset2prompt.json").write_text('{"qasper": "{context} {input}"}')
@@ -231,13 +232,26 @@ def test_a_custom_models_limit_and_template_are_found_and_said(tmp_path: Path, c
 
 
 @pytest.mark.filterwarnings("ignore::eval.benchmarks.longbench.TemplateWarning")
-def test_a_prompt_that_the_model_cannot_hold_is_refused_with_the_number_to_set(tmp_path: Path) -> None:
-    arguments = custom(tmp_path, "<u>{{ messages[0]['content'] }}<m>", max_position_embeddings=400)
+@pytest.mark.parametrize("later", [0, 2])
+def test_a_prompt_that_the_model_cannot_hold_is_refused_with_the_number_to_set(tmp_path: Path, later: int) -> None:
+    template = "{% for message in messages %}<u>{{ message['content'] }}<m>{% endfor %}"
+    turns = [{"input": "Why? " * 9, "answers": ["so"]}] * later
+    arguments = custom(tmp_path, template, turns, max_position_embeddings=400)
     with pytest.raises(UserError, match="more than the 400 positions that the model has") as refused:
         prepare(config_of(*arguments, "model.max_prompt_tokens=390"))
     (fits,) = re.findall(r"set model.max_prompt_tokens=(\d+), or less", str(refused.value))
     (case,) = prepare(config_of(*arguments, f"model.max_prompt_tokens={fits}")).cases
-    assert 0 <= 400 - len(case.prompt.token_ids) - case.max_new_tokens < 8
+    tokens = [len(message.token_ids) for message in (case.prompt, *case.prompt.turns)]
+    assert len(tokens) == 1 + later
+    assert 0 <= 400 - sum(tokens) - len(tokens) * case.max_new_tokens < 8
+    if later:
+        assert (
+            prepare(config_of(*arguments, f"model.max_prompt_tokens={fits}", "turns=2")).cases[0].prompt.turns
+            == (case.prompt.turns[:1])
+        )
+    else:
+        with pytest.raises(UserError, match="turns=2: the rows of qasper hold one question each"):
+            prepare(config_of(*arguments, "turns=2"))
 
 
 @pytest.mark.quantised

@@ -16,7 +16,7 @@ import pytest
 
 from eval.store import record as schema
 from eval.store.folder import read_run, read_table
-from eval.store.record import MEASURED, SCHEMA, Record, compact_counts, lines_to_table, to_records, to_table
+from eval.store.record import MEASURED, SCHEMA, LaterTurn, Record, compact_counts, lines_to_table, to_records, to_table
 from eval.store.results import StoredRun, as_frame, example_rows
 from lazyllm.errors import UserError
 from tests.eval.store.made import measurement, record, write_run
@@ -54,6 +54,17 @@ def changed(example: dict[str, Any], side: str = "method", measured: dict[str, A
     return values | example
 
 
+def with_turns() -> Record:
+    later = [
+        LaterTurn(
+            prompt_sha256=f"{number}", prompt_tokens=number, method=measurement(score=0.25 * number), prompt_end="why?",
+            baseline=measurement(ttft_s=0.1) if number % 2 else None, answers=["so"] * number,
+        )
+        for number in (2, 3)
+    ]  # fmt: skip
+    return replace(record(1), later=later)
+
+
 def test_records_come_back_as_they_were(tmp_path: Path) -> None:
     records = varied()
     assert to_records(to_table(records)) == records
@@ -64,6 +75,24 @@ def test_records_come_back_as_they_were(tmp_path: Path) -> None:
     names = ["id", "method.decode_step_s", "baseline.ttft_s"]
     assert stored.table(names).to_pylist() == memory.table(names).to_pylist()
     assert stored.table(names)["method.decode_step_s"].to_pylist()[3] == records[3].method.decode_step_s
+
+
+def test_all_turns_of_an_example_stand_in_one_line(tmp_path: Path) -> None:
+    records = [record(0), with_turns()]
+    write_run(tmp_path, records)
+    assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 2
+    stored = StoredRun(tmp_path, {})
+    assert stored.records == to_records(to_table(records)) == records
+    assert stored.keys == [one.key for one in records]
+    turns = [turn for one in records for turn in one.by_turn]
+    assert [(turn.id, turn.turn, turn.prompt_tokens) for turn in turns] == [
+        ("row-0", 1, 100), ("row-1", 1, 100), ("row-1", 2, 2), ("row-1", 3, 3)
+    ]  # fmt: skip
+    frame = stored.examples
+    assert frame["turn"].tolist() == [turn.turn for turn in turns]
+    for row, turn in zip(frame.to_dict("records"), turns, strict=True):
+        for name, value in slow_row(turn).items():
+            assert row[name] == value or (math.isnan(row[name]) and math.isnan(value)), name
 
 
 def slow_row(record: Record) -> dict[str, Any]:
@@ -136,6 +165,8 @@ def test_an_example_that_stands_twice_counts_as_the_store_says(tmp_path: Path) -
         (changed({"answers": "because"}), "answers is str, not list"),
         (changed({"method": None}), "NoneType"),
         (f"{record(1).to_json()}{record(2).to_json()}", "Extra data"),
+        (changed({"later": [{"prompt_sha256": "a"}]}), "baseline"),
+        (changed({"later": [asdict(with_turns())["later"][0] | {"prompt_tokens": 1.0}]}), "prompt_tokens is float"),
         *(
             (changed({}, side, {name: value}), f"{name} is {type(value).__name__}|{name} is {value}")
             for side in ("method", "baseline")

@@ -79,7 +79,7 @@ def test_intervals_are_distances_and_missing_where_there_is_none() -> None:
 
 
 def test_every_figure_says_what_it_is_and_knows_what_to_do_without_runs() -> None:
-    others = {"field", "mechanism", "ttft_share", "sensitivity", "needle", "evidence"}
+    others = {"field", "mechanism", "ttft_share", "sensitivity", "needle", "evidence", "turns"}
     assert set(FIGURES) == {"figure2", "figure5", "figure6", "figure7", *others}
     for name, figure in FIGURES.items():
         assert figure.name == name

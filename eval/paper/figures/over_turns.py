@@ -1,0 +1,104 @@
+"""Later questions on the same context: what is kept, what is saved, and how long a method stays worth it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure as MplFigure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from eval.paper.figures.figure import Figure
+from eval.paper.figures.style import GREY, LINES, around, grid, legend_beside, new_figure, styled, styles_of
+from eval.paper.tables.by_turn import by_turn
+from eval.paper.tables.cells import forms
+from eval.store.results import Results
+
+_VALUES = ("score", "baseline_score", "kl", "ttft_speedup", "speedup_so_far", "revived_tokens")
+_PANELS = {  # {value: (what its axis says, whether that is logarithmic)}
+    "score": ("score", False),
+    "kl": ("KL to the baseline, nats", False),
+    "ttft_speedup": ("TTFT speedup of the turn", True),
+    "speedup_so_far": ("speedup of all turns so far", True),
+    "revived_tokens": ("revived tokens, mean over layers", False),
+}
+_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 1.5, 2, 3, 5, 10)
+
+
+def data(results: Results) -> pd.DataFrame:
+    """model, suite, method, label, turns (continue or again), turn, examples, and the means over tasks of score,
+    baseline_score, kl, ttft_speedup, speedup_so_far and revived_tokens, with `_low` and `_high`."""
+    frame = by_turn(results)
+    columns = ["model", "suite", "method", "label", "turns", "turn", "examples", *forms(*_VALUES)]
+    return frame.loc[frame["level"] == "all", columns].reset_index(drop=True)
+
+
+@styled
+def plot(frame: Any) -> MplFigure:
+    """A block a model and suite: a row a value, methods that go on at the left, those that begin again at the right."""
+    blocks = list(frame.groupby(["model", "suite"], sort=False))
+    figure = new_figure(9.5, 2.3 * len(_PANELS) * len(blocks))
+    for part, ((model, suite), rows) in zip(
+        figure.subfigures(len(blocks), 1, squeeze=False)[:, 0], blocks, strict=True
+    ):
+        panels = part.subplots(len(_PANELS), 2, sharex=True, sharey="row", squeeze=False)
+        for column, (turns, title) in enumerate({"continue": "goes on", "again": "runs the whole text again"}.items()):
+            of_kind = rows[rows["turns"] == turns]
+            for axes, (value, (label, is_log)) in zip(panels[:, column], _PANELS.items(), strict=True):
+                _draw(axes, of_kind, value, styles_of(rows["method"]))
+                _scale(axes, value, is_log)
+                if column == 0:
+                    axes.set_ylabel(label)
+            panels[0, column].set_title(f"each later turn {title}")
+            panels[-1, column].set_xlabel("question")
+        handles = {
+            label: line for axes in panels[0] for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        legend_beside(panels[0, 1], handles=list(handles.values()), labels=list(handles))
+        part.suptitle(f"{model}, {suite}, mean over tasks", x=0.01, ha="left", fontsize=10, fontweight="bold")
+    return figure
+
+
+def _draw(axes: Any, rows: Any, value: str, styles: Any) -> None:
+    drawn: dict[str, int] = {}
+    for (method, label), curve in rows.groupby(["method", "label"], sort=False):
+        number = drawn[method] = drawn.get(method, -1) + 1  # of several settings of a method, each has its line
+        look = styles[method].drawn | (
+            {"linestyle": LINES[number % len(LINES)], "markerfacecolor": "white"} if number else {}
+        )
+        axes.errorbar(
+            curve["turn"], curve[value], yerr=around(curve, value), label=label.replace(", turns=again", ""),
+            elinewidth=0.7, capsize=1.5, markersize=4, **look,
+        )  # fmt: skip
+    if value == "score" and len(rows):
+        baseline = rows.groupby("turn")["baseline_score"].mean()
+        axes.plot(baseline.index, baseline, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)), label="baseline")
+    elif value.startswith(("ttft_", "speedup")):
+        axes.axhline(1, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)))
+
+
+def _scale(axes: Any, value: str, is_log: bool) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if is_log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(FixedLocator(_TICKS))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:g}"))
+    else:
+        axes.set_ylim(bottom=0, top=104 if value == "score" else None)
+    grid(axes)
+
+
+FIGURE = Figure(
+    name="turns",
+    title="Later questions on the same context",
+    caption=(
+        "Rows with several questions, mean over tasks by question. Left: methods that go on behind what they have "
+        "stored. Right: the same if each turn runs the whole text again and chooses for the new question. KL and "
+        "speedups are beside the baseline's same turn, which goes on over its whole KV cache. Speedup so far: time of "
+        "all turns up to this, whole answers; below the dotted line a method is not worth its prefill any more. "
+        "Bars: 95 % bootstrap intervals over rows."
+    ),
+    data=data,
+    plot=plot,
+)

@@ -1,0 +1,79 @@
+"""What later questions on the same context cost, and what they are answered like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+
+from eval.paper.known_methods import BASELINE
+from eval.paper.table import Table
+from eval.paper.tables.cells import SETTING, forms, in_order, model_name, shown
+from eval.store.aggregate import rows_of
+from eval.store.results import Results
+
+VALUES = (
+    "score", "baseline_score", "kl", "ttft_speedup", "speedup_so_far", "tokens_computed", "tokens_computed_so_far",
+    "revived_tokens", "kv_bytes", "aux_bytes", "total_s_so_far", "baseline_total_s_so_far",
+)  # fmt: skip
+_COLUMNS = [*SETTING, "turns", "turn", "level", "name", "task", "examples", *forms(*VALUES)]
+
+
+def turns(results: Results) -> Table:
+    """Every setting by turn: datasets, tasks and their mean in the frame, the mean shown."""
+    frame = by_turn(results)
+    lines = [_line(row, results) for row in frame[frame["level"] == "all"].to_dict("records")]
+    caption = (
+        "Mean over tasks of rows with several questions, by question. A method goes on behind its own earlier answers, "
+        "and so does the baseline beside it; KL and speedups compare the two in the same turn. TTFT speedup: of this "
+        "turn alone. Speedup so far: all turns up to this, whole answers: below 1, the method has cost more time than "
+        "the baseline by then. Computed, revived: prompt tokens in this turn, mean over layers. turns=again: each turn "
+        "runs the whole text anew. ±: half of the 95 % bootstrap interval over rows. Datasets and tasks are in the CSV."
+    )
+    return Table("turns", "Later questions on the same context, by turn", caption, frame, pd.DataFrame(lines), keys=3)
+
+
+def by_turn(results: Results) -> pd.DataFrame:
+    """A row for each setting, turn, and dataset, task or "all", of settings that were asked several questions.
+
+    speedup_so_far: the baseline's time for all turns up to this over the method's. Other values as in
+    `eval.store.aggregate.by_task`, of the rows that have such a turn. turns: what the method does in later turns.
+    """
+    frame: Any = results.frame
+    frame = frame[(frame["method"] != BASELINE) & frame["baseline_ttft_s"].notna()]
+    rows = [
+        {**dict(zip(SETTING, setting, strict=True)), "turn": turn, **row}
+        for setting, examples in in_order(frame).groupby(SETTING, sort=False)
+        for turn, part in _parts(examples)
+        for row in rows_of(part)
+    ]
+    for row in rows:
+        row["turns"] = json.loads(row["settings"]).get("turns", "continue")
+        row |= {f"speedup_so_far{end}": row[f"generation_speedup{end}"] for end in ("", "_low", "_high")}
+    return pd.DataFrame(rows, columns=_COLUMNS)
+
+
+def _parts(examples: Any) -> Iterator[tuple[int, Any]]:
+    """Each turn and its rows, if there are several turns; their time is that of all turns so far."""
+    if examples["turn"].max() > 1:
+        so_far = {name: examples[f"{name}_so_far"] for name in ("total_s", "baseline_total_s")}
+        yield from examples.assign(**so_far).groupby("turn")
+
+
+def _line(row: dict[Any, Any], results: Results) -> dict[str, str]:
+    return {
+        "model": model_name(row, results),
+        "method": row["label"],
+        "turn": str(row["turn"]),
+        "n": str(row["examples"]),
+        "score": shown(row, "score", 2),
+        "baseline score": shown(row, "baseline_score", 2),
+        "KL, nats": shown(row, "kl", 4),
+        "TTFT speedup": shown(row, "ttft_speedup", 2),
+        "speedup so far": shown(row, "speedup_so_far", 2),
+        "computed": f"{row['tokens_computed']:.1f}",
+        "revived": f"{row['revived_tokens']:.1f}",
+        "KV + Aux, MB": f"{(row['kv_bytes'] + row['aux_bytes']) / 1e6:.2f}",
+    }
