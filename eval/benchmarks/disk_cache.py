@@ -62,14 +62,28 @@ def _header(key: str, content: bytes) -> bytes:
     return f"{key} {hashlib.sha256(content).hexdigest()}".encode()
 
 
-def fetched_once(file: Path, url: str, sha256: str, owner: str, what: str, ways_out: str) -> Path:
+def bytes_sha256(content: bytes) -> str:
+    """SHA-256 of some bytes."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def fetched_once(
+    file: Path,
+    url: str,
+    sha256: str,
+    owner: str,
+    what: str,
+    ways_out: str,
+    digest: Callable[[bytes], str] = bytes_sha256,
+) -> Path:
     """`file`, fetched from a web address if it is not there.
 
-    owner: whose file it is. what: is not cached yet if the file is not there. ways_out: what a user can do.
+    owner: whose file it is. what: is not cached yet if the file is not there. ways_out: what a user can do. digest: the
+    sha256 of a content, or of the part of it that counts.
     Raises UserError: neither there nor to be had, or another file than that of the hash.
     """
     if file.is_file():
-        if file_sha256(file) != sha256:
+        if digest(file.read_bytes()) != sha256:
             raise UserError(f"{file}: not {owner}'s own (its sha256 differs); delete it to have it fetched anew")
         return file
     require_network(url, what, ways_out)
@@ -78,7 +92,7 @@ def fetched_once(file: Path, url: str, sha256: str, owner: str, what: str, ways_
             content = response.read()
     except OSError as error:
         raise UserError(f"{url} did not come ({error}). {ways_out}") from error
-    actual = hashlib.sha256(content).hexdigest()
+    actual = digest(content)
     if actual != sha256:
         raise UserError(
             f"{url}: refused, the content is not {owner}'s (sha256 {actual}, expected {sha256}). {ways_out}"
