@@ -367,4 +367,6 @@ def test_a_run_of_what_the_folder_holds(tmp_path, monkeypatch):
     run(config_of("dataset=scbench", "out=one", *settings))
     records = read_run(Path("one"))[1]
     assert [record.id for record in records] == [f"{task}-{n}" for task in ("scbench_kv", "scbench_mf") for n in (0, 1)]
-    assert all(record.baseline is not None for record in records)
+    for record in records:
+        assert [turn.answers for turn in record.by_turn] == [[str(answer)] for answer in ANSWERS[record.dataset]]
+        assert all(turn.baseline is not None for turn in record.by_turn)
