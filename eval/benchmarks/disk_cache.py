@@ -59,14 +59,28 @@ def _header(key: str, content: bytes) -> bytes:
     return f"{key} {hashlib.sha256(content).hexdigest()}".encode()
 
 
-def fetched_once(file: Path, url: str, sha256: str, owner: str, what: str, ways_out: str) -> Path:
+def bytes_sha256(content: bytes) -> str:
+    """SHA-256 of some bytes."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def fetched_once(
+    file: Path,
+    url: str,
+    sha256: str,
+    owner: str,
+    what: str,
+    ways_out: str,
+    digest: Callable[[bytes], str] = bytes_sha256,
+) -> Path:
     """`file`, downloaded from a web address if it does not exist.
 
-    owner, what: the file's owner and name in messages. ways_out: what the user can do.
+    owner, what: the file's owner and name in messages. ways_out: what the user can do. digest: the sha256 of a content,
+    or of the part of it that counts.
     Raises UserError if the file cannot be downloaded, or has another hash.
     """
     if file.is_file():
-        if file_sha256(file) != sha256:
+        if digest(file.read_bytes()) != sha256:
             raise UserError(f"{file}: not {owner}'s own (its sha256 differs): delete it, and it is downloaded again")
         return file
     require_network(url, what, ways_out)
@@ -75,7 +89,7 @@ def fetched_once(file: Path, url: str, sha256: str, owner: str, what: str, ways_
             content = response.read()
     except OSError as error:
         raise UserError(f"{url} could not be downloaded ({error}). {ways_out}") from error
-    actual = hashlib.sha256(content).hexdigest()
+    actual = digest(content)
     if actual != sha256:
         raise UserError(f"{url}: the content is not {owner}'s (sha256 {actual}, expected {sha256}). {ways_out}")
     write_atomically(file, content)

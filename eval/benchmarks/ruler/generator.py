@@ -3,6 +3,9 @@
 The number of units (sentences, words, documents) of a prompt is found by bisection, and every try of it draws from the
 generators that later rows draw from. So every try is made as officially, but tokenised only if an estimate from its
 characters cannot tell whether it fits (`_Gauge`).
+
+Ours: a context may have several questions (`turns`). Each asks for another needle, or for another chain of assignments,
+of as many as that takes. With one question rows are the official ones.
 """
 
 from __future__ import annotations
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+WITH_TURNS = ("niah_multikey_1", "niah_multikey_2", "niah_multikey_3", "vt")
+"""The tasks whose contexts may have several questions."""
+
 _DEPTHS = [round(100 * step / 39) for step in range(40)]  # percent
 _EXAMPLE_VALUE = "12345"
 _CODE_LETTERS = 6
@@ -47,19 +53,34 @@ _TRIES = 100  # how often a row of the smallest size is drawn again until it fit
 
 
 @dataclass(frozen=True)
+class Later:
+    """A later question on a row's context. Ours.
+
+    input: the task's template behind the context. outputs, answer_prefix: as in `Row`.
+    evidence: as in `Row`, but counted from the context's start.
+    """
+
+    input: str
+    outputs: tuple[str, ...]
+    answer_prefix: str
+    evidence: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class Row:
     """One row, with the official fields.
 
     index: the first gold answer's position in `input`, in characters, for niah; the row's number for other tasks.
     input: the prompt, without the answer prefix and without a chat template.
     outputs: the gold answers.
-    length: tokens of input, answer prefix and answer (`max_new_tokens`).
+    length: tokens of input, answer prefix and answer (`max_new_tokens`), of all turns.
     length_w_model_temp: `length` and the tokens kept free for a chat template.
     answer_prefix: the text behind the chat template that the answer continues; a part of the prompt.
     token_position_answer: tokens of `input` in front of the first gold answer; None except for niah.
     context: Ours: the [start, end) of the context in `input`, in characters: the text that the question is about.
     evidence: Ours: the [start, end) positions in `input`, in characters, of what the answer is found in: needles,
         assignments, every occurrence of a common word, documents.
+    turns: Ours: the later questions.
     """
 
     index: int
@@ -71,9 +92,10 @@ class Row:
     token_position_answer: int | None
     context: tuple[int, int]
     evidence: tuple[tuple[int, int], ...]
+    turns: tuple[Later, ...] = ()
 
     def official(self) -> dict[str, Any]:
-        """The fields of a line of the official `validation.jsonl`, in its order."""
+        """The fields of a line of the official `validation.jsonl`, in its order; ours, `turns`, comes last if any."""
         fields = {
             "index": self.index,
             "input": self.input,
@@ -84,6 +106,9 @@ class Row:
         }
         if self.token_position_answer is not None:
             fields["token_position_answer"] = self.token_position_answer
+        if self.turns:
+            names = ("input", "outputs", "answer_prefix")
+            fields["turns"] = [{name: getattr(turn, name) for name in names} for turn in self.turns]
         return fields
 
 
@@ -96,6 +121,8 @@ def rows(
     seed: int = 42,
     sources: Sources | None = None,
     reserved: int = 0,
+    turns: int = 1,
+    reserved_later: int = 0,
 ) -> Iterator[Row]:
     """The first `count` rows of a task.
 
@@ -104,6 +131,8 @@ def rows(
     length: the most tokens that prompt, chat template and answer may have together.
     sources: files for the tasks that need a corpus.
     reserved: tokens of `length` kept free for a chat template (officially `model_template_token`).
+    turns: questions on each context, in a task of `WITH_TURNS`; they and their answers share `length`.
+    reserved_later: tokens of a chat template around each later question.
 
     Raises UserError: at once if the task is unknown or what it needs is missing; while rows are made if `length` is too
         short for the task.
@@ -111,7 +140,9 @@ def rows(
     if task not in templates.tasks:
         raise UserError(f"unknown RULER task {task!r}: expected one of {', '.join(templates.tasks)}")
     spec = templates.tasks[task]
-    setting = _Setting(spec, _Gauge(tokenizer), seed, length, length - reserved, sources or Sources())
+    kept_free = (turns - 1) * (spec.max_new_tokens + reserved_later)
+    gauge, sources = _Gauge(tokenizer), sources or Sources()
+    setting = _Setting(spec, gauge, seed, length, length - reserved, sources, turns, kept_free)
     sampler = _SAMPLERS[spec.kind](setting)
     sampler.check_count(count)
     return _rows(sampler, count, reserved)
@@ -181,12 +212,25 @@ class _Gauge:
 
 
 class _Setting:
-    """What the samplers of a task share. `length` decides between settings, `budget` is it less the reserved tokens."""
+    """What the samplers of a task share. `length` decides between settings, `budget` is it less the reserved tokens.
 
-    def __init__(self, task: Task, gauge: _Gauge, seed: int, length: int, budget: int, sources: Sources) -> None:
+    kept_free: tokens of the budget for the answers of later turns, and for the chat template around their questions.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        gauge: _Gauge,
+        seed: int,
+        length: int,
+        budget: int,
+        sources: Sources,
+        turns: int,
+        kept_free: int,
+    ) -> None:
         import numpy as np
 
-        self.task, self.gauge, self.seed = task, gauge, seed
+        self.task, self.gauge, self.seed, self.turns, self.kept_free = task, gauge, seed, turns, kept_free
         self.length, self.budget, self.sources = length, budget, sources
         self.random, self.numbers = random.Random(seed), np.random.RandomState(seed)
 
@@ -217,6 +261,7 @@ class _Draft:
     """A prompt that may turn out too long.
 
     context: the [start, end) of the context in `input`, within which `evidence` is looked for.
+    later: the prompts that ask the later questions of the same context.
     """
 
     input: str
@@ -224,10 +269,21 @@ class _Draft:
     outputs: tuple[str, ...]
     context: tuple[int, int]
     evidence: tuple[str, ...]
+    later: tuple[_Draft, ...] = ()
 
     @property
     def text(self) -> str:
-        return self.input + self.answer_prefix
+        """All that is asked, one question behind the other."""
+        return self.input + self.answer_prefix + "".join(other.asking + other.answer_prefix for other in self.later)
+
+    @property
+    def asking(self) -> str:
+        """What stands behind the context."""
+        return self.input[self.context[1] :]
+
+    def as_turn(self) -> Later:
+        spans = tuple((start - self.context[0], stop - self.context[0]) for start, stop in self.spans())
+        return Later(self.asking, self.outputs, self.answer_prefix, spans)
 
     def behind(self, example: str) -> _Draft:
         """The same prompt with a worked example in front."""
@@ -245,13 +301,14 @@ class _Sampler(ABC):
     """Draws a task's prompts of a given size, and finds the size that fits."""
 
     step = 10  # the smallest size tried, and what a size is reduced by if a row does not fit
+    smallest = 1  # the smallest size that can be drawn
 
     def __init__(self, setting: _Setting) -> None:
         self.setting = setting
         self.task = setting.task
         self.random = setting.random
         self.budget = setting.budget
-        self.limit = setting.budget - self.task.max_new_tokens  # tokens of a prompt
+        self.limit = setting.budget - self.task.max_new_tokens - setting.kept_free  # tokens of all that is asked
         self.example_tokens = 0  # tokens of what `finished` puts in front
 
     @abstractmethod
@@ -292,14 +349,15 @@ class _Sampler(ABC):
             tokens = self.setting.gauge.count(draft.text)
             if tokens <= self.limit:
                 return draft, tokens
-            if size > self.step:
+            if size - self.step >= self.smallest:
                 size -= self.step
         raise self.too_short()
 
     def too_short(self) -> UserError:
+        answers = self.setting.turns * self.task.max_new_tokens
         return UserError(
             f"ruler.length={self.setting.length} is too short for {self.task.name}: its smallest prompt, the chat "
-            f"template and {self.task.max_new_tokens} tokens of answer do not fit; give a larger ruler.length"
+            f"template and {answers} tokens of answer do not fit; give a larger ruler.length"
         )
 
     def filled(self, context: str, evidence: Sequence[str], outputs: Sequence[str], **fields: Any) -> _Draft:
@@ -321,7 +379,10 @@ class _Needles(_Sampler):
         self.essay = read_essay(self.task.name, setting.sources) if self.haystack == "essay" else None
         self.key, self.value = settings["type_needle_k"], settings["type_needle_v"]
         self.values, self.queries = settings["num_needle_v"], settings["num_needle_q"]
-        self.keys = max(settings["num_needle_k"], self.queries)
+        self.keys = max(settings["num_needle_k"], self.queries * setting.turns)
+        if self.haystack != "essay":  # needles stand between lines, each at another
+            self.smallest = self.keys * settings["num_needle_v"]
+            self.step = max(self.step, self.smallest)
         self.words = Pairs(*words("adjective", "noun")) if "words" in (self.key, self.value) else []
         self.template, self.answer_prefix, self.kind = self.task.template, self.task.answer_prefix, self.value
         if self.queries * self.values == 1:
@@ -338,13 +399,16 @@ class _Needles(_Sampler):
         shuffled = [needle for group in needles for needle in group]
         self.setting.shuffle(shuffled)
         context = self._in_essay(size, shuffled) if self.essay else self._in_lines(size, shuffled)
-        asked = self.random.sample(range(self.keys), self.queries)
-        names = [keys[index] for index in asked]
-        query = names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"
-        outputs = [value for index in asked for value in values[index]]
-        evidence = [needle for index in asked for needle in needles[index]]
-        fields = {"type_needle_v": self.kind, "query": query}
-        return _filled(self.template, self.answer_prefix, context, evidence, outputs, fields)
+        asked = self.random.sample(range(self.keys), self.queries * self.setting.turns)
+        drafts = []
+        for indices in (asked[start : start + self.queries] for start in range(0, len(asked), self.queries)):
+            names = [keys[index] for index in indices]
+            query = names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"
+            outputs = [value for index in indices for value in values[index]]
+            evidence = [needle for index in indices for needle in needles[index]]
+            fields = {"type_needle_v": self.kind, "query": query}
+            drafts.append(_filled(self.template, self.answer_prefix, context, evidence, outputs, fields))
+        return _in_turns(drafts)
 
     def _in_essay(self, size: int, needles: list[str]) -> str:
         assert self.essay is not None
@@ -382,7 +446,7 @@ class _Chains(_Sampler):
 
     def __init__(self, setting: _Setting) -> None:
         super().__init__(setting)
-        self.chains, self.hops = self.task.settings["num_chains"], self.task.settings["num_hops"]
+        self.chains, self.hops = max(self.task.settings["num_chains"], setting.turns), self.task.settings["num_hops"]
         self.step = 5 if setting.length < _SMALL else 10
         sampler = _ChainsExample(setting)
         draft, _ = sampler.fitted(sampler.size(), 0)
@@ -391,8 +455,13 @@ class _Chains(_Sampler):
 
     def draw(self, size: int, number: int) -> _Draft:
         del number
-        values = [str(self.setting.numbers.randint(10_000, 99_999)) for _ in range(self.chains)]
-        return self.chained(size, self.names(5), values)
+        values = self._values()
+        while self.setting.turns > 1 and len(set(values)) < self.chains:  # two chains would answer one question
+            values = self._values()
+        return self.chained(size, self.names(5), values, self.setting.turns)
+
+    def _values(self) -> list[str]:
+        return [str(self.setting.numbers.randint(10_000, 99_999)) for _ in range(self.chains)]
 
     def names(self, letters: int) -> list[str]:
         """The names of all variables, all different."""
@@ -402,21 +471,24 @@ class _Chains(_Sampler):
             names.append(self._name(letters))
         return list(dict.fromkeys(names))
 
-    def chained(self, size: int, names: list[str], values: list[str]) -> _Draft:
-        """A prompt whose chains begin with `values` and go on over `names`."""
+    def chained(self, size: int, names: list[str], values: list[str], turns: int = 1) -> _Draft:
+        """A prompt whose chains begin with `values` and go on over `names`; the first `turns` of them are asked for."""
         length = self.hops + 1
         if size < length:
             raise self.too_short()
         chains = [names[start : start + length] for start in range(0, len(names), length)]
-        lines, evidence = [NOISE] * size, []
+        lines, evidence = [NOISE] * size, list[list[str]]()
         for chain, value in zip(chains, values, strict=True):
             assignments = [f"VAR {chain[0]} = {value}"]
             assignments += [f"VAR {name} = VAR {previous} " for previous, name in pairwise(chain)]
             places = sorted(self.random.sample(range(len(lines)), length))
             for offset, (place, assignment) in enumerate(zip(places, assignments, strict=True)):
                 lines.insert(place + offset, assignment)
-            evidence = evidence or [assignment.strip() for assignment in assignments]
-        return self.filled("\n".join(lines), evidence, chains[0], query=values[0], num_v=length)
+            evidence.append([assignment.strip() for assignment in assignments])
+        context, asked = "\n".join(lines), islice(zip(evidence, chains, values, strict=True), turns)
+        return _in_turns(
+            [self.filled(context, found, chain, query=value, num_v=length) for found, chain, value in asked]
+        )
 
     def finished(self, draft: _Draft) -> _Draft:
         example = self.example
@@ -604,7 +676,7 @@ def _rows(sampler: _Sampler, count: int, reserved: int) -> Iterator[Row]:
         if isinstance(sampler, _Needles):
             index = draft.input.find(draft.outputs[0])
             position = sampler.setting.gauge.count(draft.input[:index])
-        length = tokens + sampler.task.max_new_tokens
+        length = tokens + sampler.task.max_new_tokens + sampler.setting.kept_free
         yield Row(
             index,
             draft.input,
@@ -615,7 +687,13 @@ def _rows(sampler: _Sampler, count: int, reserved: int) -> Iterator[Row]:
             position,
             draft.context,
             draft.spans(),
+            tuple(other.as_turn() for other in draft.later),
         )
+
+
+def _in_turns(drafts: Sequence[_Draft]) -> _Draft:
+    """The first prompt, with the others as its later questions."""
+    return replace(drafts[0], later=tuple(drafts[1:]))
 
 
 def _singular(template: str) -> str:

@@ -19,7 +19,7 @@ from eval.benchmarks.disk_cache import cache_folder
 from eval.benchmarks.prompts import wrap_tokens
 from eval.benchmarks.rows import canonical
 from eval.benchmarks.ruler import scorers
-from eval.benchmarks.ruler.generator import Row, rows
+from eval.benchmarks.ruler.generator import WITH_TURNS, Row, rows
 from eval.benchmarks.ruler.sources import (
     COMMIT,
     INSTALL,
@@ -32,7 +32,7 @@ from eval.benchmarks.ruler.sources import (
     read_templates,
     words,
 )
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -81,7 +81,9 @@ def check(dataset: Dataset, settings: DataSettings) -> None:
 
 
 def missing(dataset: Dataset, settings: DataSettings) -> str | None:
-    """Why the corpus of a dataset cannot be had; None if it can, or if the dataset needs none."""
+    """Why the corpus of a dataset cannot be had, or its later turns; None if all can."""
+    if _turns(settings) > 1 and dataset.name not in WITH_TURNS:
+        return f"a context has one question only; turns={settings.turns} is for {', '.join(WITH_TURNS)}"
     return missing_corpus(_templates(settings.dir).tasks[dataset.name], _sources(settings))
 
 
@@ -104,10 +106,11 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         "templates": templates.sha256,
         "corpus": corpus_sha256(task, _sources(settings)),
         "first row": made[0].official(),
+        **({"turns": _turns(settings)} if _turns(settings) > 1 else {}),
     }
     return LoadedDataset(
         dataset=dataset,
-        examples=tuple(_example(dataset, options, number, row) for number, row in enumerate(made)),
+        examples=tuple(_example(dataset, settings, number, row) for number, row in enumerate(made)),
         template=TEMPLATE,
         max_new_tokens=task.max_new_tokens,
         data_sha256=hashlib.sha256(canonical(facts)).hexdigest(),
@@ -156,6 +159,10 @@ def _options(settings: DataSettings) -> RulerConfig:
     return settings.options if settings.options is not None else RulerConfig()
 
 
+def _turns(settings: DataSettings) -> int:
+    return settings.turns or 1
+
+
 def _sources(settings: DataSettings) -> Sources:
     haystack = _options(settings).haystack
     return Sources(settings.dir, Path(haystack) if haystack is not None else None)
@@ -177,12 +184,19 @@ def _rows(dataset: Dataset, settings: DataSettings) -> Iterator[Row]:
         options.seed,
         _sources(settings),
         _chat_tokens(settings),
+        _turns(settings),
+        _later_chat_tokens(settings) if _turns(settings) > 1 else 0,
     )
     return islice(made, count)
 
 
 def _chat_tokens(settings: DataSettings) -> int:
     return wrap_tokens(_tokenizer(settings.model), settings.chat)
+
+
+def _later_chat_tokens(settings: DataSettings) -> int:
+    tokenizer = _tokenizer(settings.model)
+    return len(tokenizer.encode(settings.chat.later(tokenizer, ""), add_special_tokens=False))
 
 
 @lru_cache(maxsize=2)  # the datasets of a run share one
@@ -195,8 +209,9 @@ def _tokenizer(model: ModelSpec | None) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _example(dataset: Dataset, options: RulerConfig, number: int, row: Row) -> Example:
-    start, end = row.context
+def _example(dataset: Dataset, settings: DataSettings, number: int, row: Row) -> Example:
+    options, (start, end) = _options(settings), row.context
+    is_wrapped = bool(row.turns) and _chat_tokens(settings) > 0
     return Example(
         dataset=dataset.name,
         id=f"{dataset.name}-{options.length}-{options.seed}-{number:04d}",
@@ -209,4 +224,8 @@ def _example(dataset: Dataset, options: RulerConfig, number: int, row: Row) -> E
         instruction=row.input[:start],
         answer_prefix=row.answer_prefix,
         evidence=tuple((first - start, last - start) for first, last in row.evidence),
+        turns=tuple(
+            Turn(turn.input.lstrip() if is_wrapped else turn.input, turn.outputs, turn.answer_prefix, turn.evidence)
+            for turn in row.turns
+        ),
     )

@@ -14,7 +14,7 @@ import pytest
 
 from eval.benchmarks import disk_cache, hub, ruler
 from eval.benchmarks.ruler import TASKS, Sources, fetch_templates, generator, read_templates, score, sources
-from eval.benchmarks.ruler.generator import _Gauge
+from eval.benchmarks.ruler.generator import WITH_TURNS, _Gauge
 from lazyllm.errors import UserError
 
 SHARED = Path(__file__).resolve().parents[4] / "shared"
@@ -207,6 +207,45 @@ def test_a_row_fits_and_holds_its_answers(task, length, seed, make, templates):
         assert all(any(output in text for text in evidence) for output in row.outputs)
         assert all(any(output in text for output in row.outputs) for text in evidence)
         assert "{" not in prompt
+
+
+def slow_answer(task: str, context: str, query: str) -> tuple[str, ...]:
+    """What a reader finds: the needle's value, or the name that has the value and those that have each other's."""
+    if task != "vt":
+        return tuple(re.findall(rf" for {re.escape(query)} is: (\S+)\.(?!\S)", context))
+    names, found = [], re.findall(rf"VAR (\w+) = {query}\b", context)
+    while found:
+        names += found
+        found = re.findall(rf"VAR (\w+) = VAR {found[0]}\b", context)
+    return tuple(names)
+
+
+@pytest.mark.parametrize("turns", [2, 4, 8])
+@pytest.mark.parametrize("length", [3500, 6000])
+@pytest.mark.parametrize("task", WITH_TURNS)
+def test_each_question_of_a_context_asks_for_another_place(task, length, turns, make, templates):
+    tokenizer = WordTokenizer()
+    for row in make(task, length, turns=turns, reserved=17, reserved_later=11):
+        start, end = row.context
+        context = row.input[start:end]
+        spans = tuple((first - start, last - start) for first, last in row.evidence)
+        first = generator.Later(row.input[end:], row.outputs, row.answer_prefix, spans)
+        queries, places = set(), set()
+        for asked in (first, *row.turns):
+            query = re.findall(r"(?:for|mean) (\S+)\?$", asked.input)[0]
+            assert asked.outputs == slow_answer(task, context, query)
+            evidence = [context[first:last] for first, last in asked.evidence]
+            assert len(evidence) == len(asked.outputs)
+            assert all(any(output in text for text in evidence) for output in asked.outputs)
+            queries.add(query)
+            places.update(asked.evidence)
+        assert len(queries) == turns
+        assert len(places) == turns * len(row.outputs)
+        text = row.input + row.answer_prefix + "".join(turn.input + turn.answer_prefix for turn in row.turns)
+        counted = len(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        assert row.length == counted + turns * templates.tasks[task].max_new_tokens + (turns - 1) * 11
+        assert length * 0.5 < row.length + 17 <= length
+        assert [turn["outputs"] for turn in row.official()["turns"]] == [turn.outputs for turn in row.turns]
 
 
 @pytest.mark.parametrize("tokenizer", [WordTokenizer, BlockTokenizer])

@@ -31,7 +31,7 @@ pytest.importorskip("wonderwords", reason="the package wonderwords ([ruler]) is 
 NEEDS_SHARED = pytest.mark.skipif(not OFFICIAL_ROWS, reason="../shared/ruler is absent")
 ESSAYS = {"niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery"}
 QUESTIONS = {"qa_1", "qa_2"}
-NIAH, FWE = DATASETS["niah_single_1"], DATASETS["fwe"]
+NIAH, KEYS, FWE = DATASETS["niah_single_1"], DATASETS["niah_multikey_2"], DATASETS["fwe"]
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +137,8 @@ def test_the_data_hash_depends_on_every_setting_and_not_on_the_number_of_rows(fo
         )
         == 4
     )
+    asked = [SUITE.load(KEYS, settings_of(folder, turns=turns)).data_sha256 for turns in (None, 1, 2)]
+    assert asked[0] == asked[1] != asked[2]
 
 
 def test_the_corpus_is_part_of_the_data_hash(folder):
@@ -172,6 +174,41 @@ def test_a_chat_template_takes_its_tokens_from_the_length(folder):
     reserved = len(tokenizer("[INST][/INST]")["input_ids"])
     assert plain["length_w_model_temp"] == plain["length"]
     assert wrapped["length_w_model_temp"] == wrapped["length"] + reserved <= 1024
+
+
+@pytest.mark.parametrize("chat", ["none", "llama2"])
+def test_a_conversation_of_several_questions_has_the_length(chat, folder):
+    """All messages and answers, wrapped: at most `ruler.length` tokens and BOS."""
+    from lazyllm.models.load import load_tokenizer_of
+
+    settings = settings_of(folder, RulerConfig(1500), limit=2, turns=3, chat=CHAT_FORMATS[chat])
+    loaded, tokenizer = SUITE.load(KEYS, settings), load_tokenizer_of(ModelSpec("tiny"))
+    assert tokenizer is not None
+    for example, row in zip(loaded.examples, SUITE.rows(KEYS, settings), strict=True):
+        prompt = build_prompt(example, loaded.template, tokenizer, chat=CHAT_FORMATS[chat])
+        assert 1000 < prompt.conversation_tokens + 3 * loaded.max_new_tokens <= 1500 + 1
+        for turn, later, written in zip(example.turns, prompt.turns, row["turns"], strict=True):
+            assert turn.text == (written["input"].lstrip() if chat == "llama2" else written["input"])
+            assert later.text.endswith(turn.text + CHAT_FORMATS[chat].after + written["answer_prefix"])
+            assert turn.answers == written["outputs"]
+            found = [prompt.text[start:end] for start, end in later.evidence]
+            assert found
+            assert all(any(answer in text for answer in turn.answers) for text in found)
+
+
+def test_a_run_asks_the_questions_in_turn_and_only_tasks_that_have_some(folder):
+    arguments = ["dataset=ruler", f"data.dir={folder}", "ruler.length=1024", "turns=2", "limit=1"]
+    assert {dataset.name for dataset in datasets_of(config_of(*arguments))} == {
+        "niah_multikey_2",
+        "niah_multikey_3",
+        "vt",
+    }
+    with pytest.raises(UserError, match="cwe: a context has one question only; turns=2 is for niah_multikey_1, "):
+        config_of(*arguments, "dataset=cwe")
+    run(config_of(*arguments, "dataset=niah_multikey_2", "max_new_tokens=2", "timing.warmup=0", "out=run"))
+    (record,) = read_run(Path("run"))[1]
+    (example,) = SUITE.load(KEYS, settings_of(folder, turns=2)).examples
+    assert [tuple(turn.answers) for turn in record.by_turn] == [example.answers, example.turns[0].answers]
 
 
 # ---------------------------------------------------------------------------------------------------------- prompts

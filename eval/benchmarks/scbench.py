@@ -1,0 +1,310 @@
+"""SCBench (arXiv 2412.10319): several questions on one long context, each asked behind the answer before it.
+
+A folder (`data.dir=FOLDER`) holds the official `<task>.jsonl` and `eval_utils.py`. Without one, rows come through the
+package `datasets` (`microsoft/SCBench`), and the prompts from MInference's repository: the file is that of a commit,
+and of its text only the prompts are read and checked by sha256. Prompts, answer lengths and scores are those of
+`eval_utils.py` (commit a045846) and `compute_scores.py` (9987de6), in the mode of several turns.
+
+Four things differ. Behind a question stands the model's own answer, as with the official `--disable_golden_context`;
+else it is the gold one. mf's later questions in a chat template ask for their own number, not for the last turn's. A
+prompt is cut in the middle before the chat template is put around it, not after. All turns of summary_with_needles have
+800 tokens; officially those that ask for a needle have 15.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from eval.benchmarks.disk_cache import cache_folder, fetched_once
+from eval.benchmarks.hub import load_from_hub, missing_from_hub
+from eval.benchmarks.longbench import TemplateWarning
+from eval.benchmarks.rows import Fields, canonical, check_fields, is_text, is_texts, parsed, read_lines, usable
+from eval.benchmarks.scbench_scores import METRICS
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn
+from lazyllm.errors import UserError
+
+REPOSITORY = "microsoft/SCBench"
+PROMPTS = "eval_utils.py"
+PROMPTS_URL = "https://raw.githubusercontent.com/microsoft/MInference/a045846dcf55e28650b2d6be49a4407f9645a4d7/scbench/eval_utils.py"
+PROMPTS_SHA256 = "069629206c915778f4cfe0175ace7203869557b9bf8e31a565ea54dc6c03c3d3"
+"""Of the prompts of the tasks in `TASKS`, as `prompts_sha256` counts it."""
+
+TEMPLATE = "{instruction}{context}{input}"
+"""A row's official prompt, parted before and behind the context."""
+
+TASKS = {  # task: what it is for, the metric, the most tokens of an answer
+    "scbench_kv": ("string_retrieval", "substring", 150),
+    "scbench_prefix_suffix": ("string_retrieval", "substring", 150),
+    "scbench_vt": ("string_retrieval", "share_of_substrings", 30),
+    "scbench_qa_eng": ("semantic_retrieval", "substring_any_case", 40),
+    "scbench_qa_chn": ("semantic_retrieval", "character_f1", 40),
+    "scbench_choice_eng": ("semantic_retrieval", "choice", 40),
+    "scbench_many_shot": ("global_information", "any_character", 10),
+    "scbench_mf": ("global_information", "number", 5),
+    "scbench_summary": ("global_information", "rouge_lsum", 200),
+    "scbench_summary_with_needles": ("multi_tasking", "rouge_lsum_or_number", 800),
+}
+_LEFT_OUT = {"scbench_repoqa": "semantic_retrieval", "scbench_repoqa_and_kv": "multi_tasking"}
+
+# The names of the prompts in the official file: the first, a later one as plain text, a later one in a chat template
+_NAMES = (
+    "multiturn_templates",
+    "multiturn_follow_up_templates",
+    "multiturn_follow_up_templates_in_chat_tempate",
+)
+_PLACES = {"input", "question", "prefix", "OPTION_A", "OPTION_B", "OPTION_C", "OPTION_D"}
+_GIVE = f"data.dir=FOLDER with SCBench's <task>.jsonl and {PROMPTS}"
+_ASKED = re.compile("The .+ is")  # what mf's questions ask for
+_PARTS = ("scbench_summary", "scbench_passkey")  # the tasks of the turns of summary_with_needles
+
+
+def missing(dataset: Dataset, settings: DataSettings) -> str | None:
+    """Why the rows cannot be had, or not be scored; None if they can."""
+    if dataset.name in _LEFT_OUT:
+        return "its official score needs a parser of six languages (tree-sitter), which this package does not bring"
+    if settings.dir is None:
+        return missing_from_hub(REPOSITORY, _GIVE)
+    file = settings.dir.expanduser() / f"{dataset.name}.jsonl"
+    return None if file.is_file() else f"data.dir={settings.dir} holds no <task>.jsonl for it"
+
+
+def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
+    """The rows of one task, from a folder or through `datasets`.
+
+    Raises UserError: an unusable row (unless skipped), a missing or unusable file, neither cache nor network. Warns
+    (TemplateWarning) if the folder holds other prompts than the official ones.
+    """
+    prompts = _prompts(dataset, settings)
+    rows, source, sha256 = _rows(dataset, settings)
+    outcomes = (
+        (where, row if isinstance(row, UserError) else parsed(row, partial(_example, dataset, prompts, number)))
+        for number, (where, row) in enumerate(rows)
+    )
+    examples, skipped = usable(outcomes, source, settings.on_error, "one JSON object a line, as SCBench has them")
+    max_new_tokens = TASKS[dataset.name][2]
+    return LoadedDataset(
+        dataset=dataset,
+        examples=examples,
+        template=TEMPLATE,
+        max_new_tokens=max_new_tokens,
+        data_sha256=sha256,
+        config_sha256=hashlib.sha256(canonical([*vars(prompts).values(), max_new_tokens])).hexdigest(),
+        source=source,
+        skipped=skipped,
+    )
+
+
+def official_rows(dataset: Dataset, settings: DataSettings) -> Iterable[dict[str, Any]]:
+    """The rows as the official file holds them. Raises UserError as `load` does."""
+    known = {example.id for example in load(dataset, settings).examples[: settings.limit]}
+    rows, _, _ = _rows(dataset, settings)
+    return (row for number, (_, row) in enumerate(rows) if _id(dataset, number) in known)
+
+
+def prompts_sha256(content: bytes) -> str:
+    """The sha256 of the prompts in `eval_utils.py`, of the tasks in `TASKS` only. Raises UserError: it has none."""
+    prompts = _parsed_prompts(content, PROMPTS)
+    return hashlib.sha256(canonical({task: [prompts[name][task] for name in _NAMES] for task in TASKS})).hexdigest()
+
+
+def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Sequence[str] | None = None) -> float:
+    """The official score of one answer, 0 to 1."""
+    return float(METRICS[dataset.metric](answer, answers))
+
+
+SUITE = Suite(
+    name="scbench",
+    version=1,
+    datasets=(
+        *(
+            Dataset(name, task, metric, suite="scbench", decode_halves=False)
+            for name, (task, metric, _) in TASKS.items()
+        ),
+        *(Dataset(name, task, "function_match", suite="scbench") for name, task in _LEFT_OUT.items()),
+    ),
+    load=load,
+    score=score,
+    whole="scbench",
+    missing=missing,
+    rows=official_rows,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------- prompts
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """A task's official prompts. first: with the place {context}. later: of the next messages; prefix: behind them."""
+
+    first: str
+    later: str
+    prefix: str
+
+
+def _prompts(dataset: Dataset, settings: DataSettings) -> _Prompts:
+    """A task's prompts, from the folder or fetched. Raises UserError."""
+    folder = settings.dir.expanduser() if settings.dir is not None else cache_folder() / "scbench"
+    file = folder / PROMPTS
+    if settings.dir is None:
+        ways_out = f"Either give {_GIVE}, or run once with a network, which fills {folder}"
+        fetched_once(file, PROMPTS_URL, PROMPTS_SHA256, "SCBench", "SCBench's prompts", ways_out, prompts_sha256)
+    elif not file.is_file():
+        raise UserError(f"data.dir={settings.dir}: {PROMPTS} is missing; give {_GIVE}")
+    elif prompts_sha256(file.read_bytes()) != PROMPTS_SHA256:
+        message = f"{file}: prompts differ from SCBench's own, so scores do not compare with published ones"
+        warnings.warn(message, TemplateWarning, stacklevel=3)
+    first, plain, in_chat = (_parsed_prompts(file.read_bytes(), str(file))[name][dataset.name] for name in _NAMES)
+    if not _is_wrapped(settings):
+        return _Prompts(first, plain, "")
+    return _Prompts(first, in_chat, "This paper" if dataset.name == "scbench_summary" else "")
+
+
+def _is_wrapped(settings: DataSettings) -> bool:
+    """Whether a chat template stands around a message."""
+    from lazyllm.models.load import load_tokenizer_of
+
+    chat = settings.chat
+    tokenizer = load_tokenizer_of(settings.model) if chat.or_none and settings.model is not None else None
+    if tokenizer is not None:
+        return chat.uses_template(tokenizer)
+    return chat.from_tokenizer or bool(chat.before + chat.after)
+
+
+def _parsed_prompts(content: bytes, source: str) -> dict[str, dict[str, str]]:
+    """The prompts of all tasks by the name of their dictionary in the official file, of which no code is run."""
+    try:
+        assigned = {
+            ast.unparse(statement.targets[0]): statement.value
+            for statement in ast.parse(content).body
+            if isinstance(statement, ast.Assign)
+        }
+        prompts = {name: ast.literal_eval(assigned[name]) for name in _NAMES}
+        for name in _NAMES:
+            for task in TASKS:
+                fields = dict.fromkeys(_PLACES | {"context" if name == _NAMES[0] else "pre_ans"}, "")
+                prompts[name][task].format(**fields)
+        if not all("{context}" in prompts[_NAMES[0]][task] for task in TASKS):
+            raise ValueError("a first prompt without {context}")
+    except (SyntaxError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{source}: holds no prompts of SCBench's ({error}); expected scbench/{PROMPTS}") from error
+    return prompts
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+
+
+def _rows(dataset: Dataset, settings: DataSettings) -> tuple[Iterable[tuple[str, Any]], str, str]:
+    """(where it stands, parsed value or UserError) of each row; the source of all, and their hash. Raises UserError."""
+    if settings.dir is None:
+        rows = [dict(row) for row in load_from_hub(REPOSITORY, dataset.name, "test", _GIVE)]
+        source, sha256 = f"{REPOSITORY}, {dataset.name}", hashlib.sha256(b"\n".join(map(canonical, rows))).hexdigest()
+        return [(f"{source}, row {number}", row) for number, row in enumerate(rows, 1)], source, sha256
+    problem = missing(dataset, settings)
+    if problem is not None:
+        raise UserError(f"{dataset.name}: {problem}")
+    file = settings.dir.expanduser() / f"{dataset.name}.jsonl"
+    data = file.read_bytes()
+    return read_lines(data, str(file), lambda row: row), str(file), hashlib.sha256(data).hexdigest()
+
+
+def _id(dataset: Dataset, number: int) -> str:
+    return f"{dataset.name}-{number}"  # officially a row's number is its id, too
+
+
+def _is_filled(value: Any) -> bool:
+    return is_text(value) and bool(value.strip())
+
+
+def _is_context(value: Any) -> bool:
+    numbers = isinstance(value, list) and bool(value) and all(type(number) is int for number in value)  # mf's
+    return _is_filled(value) or numbers
+
+
+_TEXT = (_is_filled, "a string that is not empty")
+_ANSWERS: dict[str, tuple[Callable[[Any], bool], str]] = {  # by metric, if it is no string
+    "share_of_substrings": (lambda value: is_texts(value) and all(value) and bool(value), "a list of strings"),
+    "number": (lambda value: type(value) in (int, float), "a number"),
+}
+
+
+def _example(dataset: Dataset, prompts: _Prompts, number: int, row: Any) -> Example:
+    """Raises UserError with the reason if the row cannot be used."""
+    name = "input" if isinstance(row, dict) and "input" in row and "context" not in row else "context"
+    turns = ("multi_turns", lambda value: isinstance(value, list) and bool(value), "a list of turns")
+    check_fields(row, ((name, _is_context, "a string that is not empty"), turns))
+    context = str(row[name])
+    asked = [_question(dataset, place, turn) for place, turn in enumerate(row["multi_turns"], 1)]
+    evidence = [_spans(context, golds[0]) if dataset.metric == "substring" else () for _, golds in asked]
+    before, _, behind = prompts.first.partition("{context}")
+    (fields, answers), later = asked[0], zip(asked[1:], evidence[1:], strict=True)
+    return Example(
+        dataset=dataset.name,
+        id=_id(dataset, number),
+        input=behind.format(**fields),
+        context=context,
+        answers=answers,
+        all_classes=(),
+        length=len(context),
+        language="zh" if dataset.name == "scbench_qa_chn" else "en",
+        instruction=before.format(**fields),
+        evidence=evidence[0],
+        turns=tuple(
+            Turn(prompts.later.format(**fields, pre_ans=""), golds, prompts.prefix, spans)
+            for (fields, golds), spans in later
+        ),
+    )
+
+
+def _spans(context: str, gold: str) -> tuple[tuple[int, int], ...]:
+    return tuple(found.span() for found in re.finditer(re.escape(gold), context))
+
+
+def _question(dataset: Dataset, number: int, turn: Any) -> tuple[dict[str, str], tuple[str, ...]]:
+    """What fills a prompt's places in one turn, and its gold answers. Raises UserError."""
+    try:
+        check_fields(turn, (("input", *_TEXT), ("answer", *_ANSWERS.get(dataset.metric, _TEXT))))
+        text, answer = turn["input"], turn["answer"]
+        fields = {"input": text, "question": text}
+        if dataset.metric == "choice":
+            return _options(turn, fields)
+        if dataset.name == "scbench_mf":
+            return _with_prefix(text, fields), (str(answer),)
+        if dataset.metric == "rouge_lsum_or_number":
+            _check_part(turn)
+    except UserError as error:
+        raise UserError(f"turn {number} of field 'multi_turns': {error}") from error
+    return fields, tuple(answer) if isinstance(answer, list) else (answer,)
+
+
+def _options(turn: dict[str, Any], fields: dict[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The answer's text and letter are both gold."""
+    answer = turn["answer"]
+    expected: Fields = (
+        ("options", lambda value: is_texts(value) and len(value) == 4 and answer in value, "4 strings, one the answer"),
+    )
+    check_fields(turn, expected)
+    options = dict(zip("ABCD", turn["options"], strict=True))
+    letter = "ABCD"[turn["options"].index(answer)]
+    return fields | {f"OPTION_{name}": option for name, option in options.items()}, (answer, letter)
+
+
+def _with_prefix(text: str, fields: dict[str, str]) -> dict[str, str]:
+    asked = _ASKED.search(text)
+    if asked is None:
+        raise UserError(f"field 'input' must say what is asked for, as 'The ... is', got {text!r:.60}")
+    return fields | {"prefix": f"What is {asked[0].lower()[:-3]}?"}
+
+
+def _check_part(turn: dict[str, Any]) -> None:
+    expected: Fields = (("task", lambda value: value in _PARTS, f"one of {', '.join(_PARTS)}"),)
+    check_fields(turn, expected)
+    if turn["answer"].isdigit() != (turn["task"] == _PARTS[1]):
+        raise UserError(f"field 'answer' must be a number for {_PARTS[1]} and only for it, got {turn['answer']!r:.60}")

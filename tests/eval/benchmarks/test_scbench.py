@@ -1,0 +1,372 @@
+"""SCBench: prompts and scores against the official code's steps, made folders in the official format, and runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eval import cli
+from eval.benchmarks import disk_cache, hub, scbench
+from eval.benchmarks.chat_format import CHAT_FORMATS
+from eval.benchmarks.datasets import CHOICES, DATASETS
+from eval.benchmarks.longbench import TemplateWarning
+from eval.benchmarks.prompts import build_prompt
+from eval.benchmarks.scbench import SUITE, TASKS, prompts_sha256
+from eval.benchmarks.scbench_scores import _PUNCTUATION
+from eval.benchmarks.suite import DataSettings
+from eval.run.loop import run
+from eval.store.folder import read_run
+from lazyllm.errors import UserError
+from tests.eval.benchmarks.test_longbench import Server
+from tests.eval.benchmarks.test_prompts import Characters
+from tests.eval.run.test_configs import config_of
+
+# The official places in prompts of ours: SCBench's own never enter the repository
+OPTIONS = "A) {OPTION_A} B) {OPTION_B} C) {OPTION_C} D) {OPTION_D}"
+FIRST = dict.fromkeys(TASKS, "Text {{}}:\n{context}\n{input}") | {
+    "scbench_choice_eng": f"Book:\n{{context}}\n{{question}} {OPTIONS} =",
+    "scbench_qa_eng": "Novel:\n{context}\n? {question}\nSay",
+    "scbench_mf": "{prefix}\n{context}\n{input}",
+}
+PLAIN = dict.fromkeys(TASKS, "{pre_ans}\n\nNext {input}") | {
+    "scbench_choice_eng": f"{{pre_ans}}\n\n{{question}} {OPTIONS} ->",
+    "scbench_mf": "{pre_ans}\n\n{prefix}\n{input}",
+}
+CHAT = dict.fromkeys(TASKS, "Chat {input}") | {
+    "scbench_choice_eng": f"{{question}} {OPTIONS} =",
+    "scbench_mf": "{prefix}\n{input}",
+}
+PROMPTS = "import torch\nrows = [1]\n" + "".join(
+    f"{name} = {prompts!r}\n" for name, prompts in zip(scbench._NAMES, (FIRST, PLAIN, CHAT), strict=True)
+)
+ANSWERS: dict[str, list[Any]] = {
+    "scbench_kv": ["a-1", "b-2", "c-3"],
+    "scbench_prefix_suffix": ["abxyz", "cdxyz", "efxyz"],
+    "scbench_vt": [["AAA", "BBB"], ["CCC"], ["DDD", "EEE"]],
+    "scbench_qa_eng": ["Ann", "Bob", "Carl"],
+    "scbench_qa_chn": ["安娜", "鲍勃", "卡尔"],
+    "scbench_choice_eng": ["a fox", "a cow", "a dog"],
+    "scbench_many_shot": ["(B)", "(A)", "(C)"],
+    "scbench_mf": [7, 3, 5],
+    "scbench_summary": ["One went.", "Two went.", "Three went."],
+    "scbench_summary_with_needles": ["One went.", "4711", "Three went."],
+}
+SIGHTS = ["a dog", "a cow", "a fox", "a bee"]
+
+
+def row(task: str, number: int = 0, **changes: Any) -> dict[str, Any]:
+    turns: list[dict[str, Any]] = []
+    for place, answer in enumerate(ANSWERS[task]):
+        turns.append({"input": f"The number {number + place} is", "answer": answer})
+        if task == "scbench_choice_eng":
+            turns[-1]["options"] = SIGHTS
+        if task == "scbench_summary_with_needles":
+            turns[-1]["task"] = "scbench_passkey" if answer == "4711" else "scbench_summary"
+    context: Any = [3, 5, 7] * 40 if task == "scbench_mf" else f"{number} {{a}} a-1 abxyz b-2; a-1 " + "word " * 60
+    return {"id": number, "context": context, "multi_turns": turns} | changes
+
+
+def write(folder: Path, task: str, *rows: Any) -> Path:
+    (folder / "eval_utils.py").write_text(PROMPTS)
+    lines = (line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in rows)
+    (folder / f"{task}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_prompts(monkeypatch):
+    monkeypatch.setattr(scbench, "PROMPTS_SHA256", prompts_sha256(PROMPTS.encode()))
+
+
+def load(folder: Path, task: str, **settings: Any):
+    return SUITE.load(DATASETS[task], DataSettings(dir=folder, **settings))
+
+
+# ---------------------------------------------------------------------------------------------------------- prompts
+
+
+def official_prompts(task: str, values: dict[str, Any], later: dict[str, str]) -> list[str]:
+    """`create_multiturn_prompt`: each turn's template with the fields that it names, no gold answer in front."""
+    prompts = []
+    for place, turn in enumerate(values["multi_turns"]):
+        fields = {"context": values["context"], "input": turn["input"], "question": turn["input"], "pre_ans": ""}
+        fields |= {f"OPTION_{letter}": sight for letter, sight in zip("ABCD", SIGHTS, strict=True)}
+        fields["prefix"] = f"What is {re.findall('The .+ is', turn['input'])[0].lower()[:-3]}?"
+        prompts.append((later if place else FIRST)[task].format(**fields))
+    return prompts
+
+
+@pytest.mark.parametrize("chat", ["none", "llama2"])
+@pytest.mark.parametrize("task", TASKS)
+def test_prompts_are_the_official_ones(task, chat, tmp_path):
+    values = [row(task), row(task, 1)]
+    loaded = load(write(tmp_path, task, *values), task, chat=CHAT_FORMATS[chat])
+    assert loaded.max_new_tokens == TASKS[task][2]
+    tokenizer: Any = Characters()
+    for example, value in zip(loaded.examples, values, strict=True):
+        first, *later = official_prompts(task, value, PLAIN if chat == "none" else CHAT)
+        prompt = build_prompt(example, loaded.template, tokenizer, decode_halves=False)
+        assert prompt.text == first
+        assert [prompt.text[start:end] for start, end in prompt.context] == [str(value["context"])]
+        assert [turn.text for turn in example.turns] == later
+        official_prefix = "This paper" if (task, chat) == ("scbench_summary", "llama2") else ""
+        assert {turn.answer_prefix for turn in example.turns} == {official_prefix}
+        assert example.answer_prefix == ""
+
+
+def test_evidence_is_every_place_of_the_gold_value(tmp_path):
+    (example,) = load(write(tmp_path, "scbench_kv", row("scbench_kv")), "scbench_kv").examples
+    spans = [example.evidence, *(turn.evidence for turn in example.turns)]
+    assert [[example.context[start:end] for start, end in turn] for turn in spans] == [["a-1", "a-1"], ["b-2"], []]
+
+
+def test_a_context_may_be_named_input_as_officially(tmp_path):
+    values = row("scbench_vt")
+    values["input"] = values.pop("context")
+    assert load(write(tmp_path, "scbench_vt", values), "scbench_vt").examples[0].context == values["input"]
+
+
+# ----------------------------------------------------------------------------------------------------------- scores
+
+
+def official_score(task: str, answer: str, gold: Any) -> float:
+    """`get_ground_truth`, then `compute_scores.py`, in words: the gold answer as the row has it."""
+    if task in ("scbench_kv", "scbench_prefix_suffix"):
+        return float(gold in answer)
+    if task == "scbench_vt":
+        return round(len([name for name in gold if name.lower() in answer.lower()]) / len(gold), 2)
+    if task in ("scbench_qa_eng", "scbench_many_shot"):
+        golds = [gold] if task == "scbench_qa_eng" else gold  # a text is gone through letter by letter
+        return float(any(item.upper() in answer.strip().upper() for item in golds))
+    if task == "scbench_qa_chn":
+        return max(slow_f1(answer, letter) for letter in gold)
+    if task == "scbench_mf":
+        number = re.search(r"\d+\.\d+|\d+", answer)
+        return float(number is not None and int(float(number.group())) == gold)
+    if task == "scbench_choice_eng":
+        return float(slow_choice(answer.strip(), [gold, "ABCD"[SIGHTS.index(gold)]]))
+    raise AssertionError(task)
+
+
+def slow_f1(answer: str, gold: str) -> float:
+    predicted, wanted = (
+        [letter for letter in text.lower() if ord(letter) not in _PUNCTUATION and not letter.isspace()]
+        for text in (answer, gold)
+    )
+    same = sum((Counter(predicted) & Counter(wanted)).values())
+    if same == 0:
+        return 0.0
+    precision, recall = same / len(predicted), same / len(wanted)
+    return 2 * precision * recall / (precision + recall)
+
+
+def slow_choice(answer: str, golds: list[str]) -> bool:
+    if answer == "" or answer[0] in "ABCD":
+        return answer != "" and answer[0] in golds
+    if answer in golds:
+        return True
+    for mark in ["\n", '"', "'", ".", ",", "?", "!", "{", "}"]:
+        answer = answer.replace(mark, " ")
+    while "  " in answer:
+        answer = answer.replace("  ", " ")
+    for lead in ["answer is:", "answer:", "answer is", "option is"]:
+        if lead in answer:
+            start = answer.index(lead) + len(lead) + 1
+            return any(answer[start : start + len(gold)] == gold for gold in golds)
+    for word in answer.split():
+        if "ABCD".count(word):
+            return word in golds
+    return False
+
+
+SCORED = [task for task in TASKS if "summary" not in task]
+PIECES = [
+    "A",
+    "B",
+    "C",
+    "D",
+    "AB",
+    "a fox",
+    "a",
+    "answer is",
+    "answer:",
+    "option is",
+    ":",
+    " ",
+    "\n",
+    "{",
+    ".",
+    "(",
+    ")",
+]
+PIECES += ["7", "7.9", "３", "3", "-", "AAA", "bbb", "ccc", "a-1", "ab", "xyz", "ann", "安", "娜", "，", "bob", "e"]
+
+
+@given(st.sampled_from(SCORED), st.lists(st.sampled_from(PIECES), max_size=9), st.integers(0, 2))
+def test_any_answer_is_scored_as_officially(task, pieces, place):
+    answer = "".join(pieces)
+    values = row(task)
+    example = scbench._example(DATASETS[task], scbench._Prompts("{context}", "{input}", ""), 0, values)
+    golds = (example.answers, *(turn.answers for turn in example.turns))[place]
+    expected = official_score(task, answer, values["multi_turns"][place]["answer"])
+    assert SUITE.score(DATASETS[task], answer, golds) == expected
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "golds", "expected"),
+    [
+        ("scbench_choice_eng", "The answer is: B.", ("a cow", "B"), 1),
+        ("scbench_choice_eng", "The answer is:B", ("a cow", "B"), 0),  # one character is left out behind the words
+        ("scbench_choice_eng", "A cow", ("a cow", "B"), 0),
+        ("scbench_mf", "about 7.9", ("7",), 1),
+        ("scbench_mf", "9" * 400, ("7",), 0),
+        ("scbench_many_shot", "I say (A)", ("(B)",), 1),  # both have brackets
+        ("scbench_qa_chn", "安", ("安娜",), 1),
+        ("scbench_qa_chn", "安娜", ("安娜",), 2 / 3),  # two characters, of which one is gold
+        ("scbench_vt", "AAA", ("AAA", "BBB", "CCC"), 0.33),
+        ("scbench_summary", "the cat sat\non a mat", ("the cat sat\non the mat",), 5 / 6),
+        ("scbench_summary", "on a mat\nthe cat sat", ("the cat sat\non the mat",), 5 / 6),  # line by line
+        ("scbench_summary_with_needles", "It is 4711, not 5.", ("4711",), 1),
+        ("scbench_summary_with_needles", "5 or 4711", ("4711",), 0),
+        ("scbench_summary_with_needles", "one went", ("One went.",), 1),
+    ],
+)
+def test_scores_counted_by_hand(task, answer, golds, expected):
+    assert SUITE.score(DATASETS[task], answer, golds) == pytest.approx(expected)
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+
+
+BAD_ROWS = [
+    ("kv", row("scbench_kv", 1, context=" "), "field 'context' must be a string that is not empty"),
+    ("kv", row("scbench_kv", 1, multi_turns=[]), "field 'multi_turns' must be a list of turns, got []"),
+    ("kv", "{'a': 1}", "not valid JSON"),
+    ("kv", "[]", "expected a JSON object, got list"),
+]
+BAD_TURNS = [
+    ("kv", {"answer": 3}, "'answer' must be a string that is not empty, got 3"),
+    ("kv", {"input": None}, "'input' must be a string that is not empty, got None"),
+    ("vt", {"answer": "AAA"}, "'answer' must be a list of strings, got 'AAA'"),
+    ("mf", {"answer": "7"}, "'answer' must be a number, got '7'"),
+    ("mf", {"input": "What?"}, "'input' must say what is asked for, as 'The ... is', got 'What?'"),
+    ("choice_eng", {"answer": "x"}, "'options' must be 4 strings, one the answer"),
+    ("summary_with_needles", {"task": "kv"}, "'task' must be one of scbench_summary, scbench_passkey, got 'kv'"),
+    ("summary_with_needles", {"answer": "x"}, "'answer' must be a number for scbench_passkey and only for it"),
+]
+
+
+def bad_turn(name: str, fields: dict[str, Any], message: str) -> tuple[str, dict[str, Any], str]:
+    values = row(f"scbench_{name}", 1)
+    values["multi_turns"][1] |= fields
+    return name, values, f"turn 2 of field 'multi_turns': field {message}"
+
+
+@pytest.mark.parametrize(("name", "bad", "message"), [*BAD_ROWS, *(bad_turn(*case) for case in BAD_TURNS)])
+def test_malformed_rows_are_named_by_file_line_and_field(name, bad, message, tmp_path):
+    task = f"scbench_{name}"
+    write(tmp_path, task, row(task), bad)
+    with pytest.raises(UserError, match=rf"{task}\.jsonl:2: {re.escape(message)}"):
+        load(tmp_path, task)
+    skipped = load(tmp_path, task, on_error="skip")
+    assert [example.id for example in skipped.examples] == [f"{task}-0"]
+    assert [left.where for left in skipped.skipped] == [f"{tmp_path / task}.jsonl:2"]
+
+
+def test_prompts_that_are_others_or_none_are_told(tmp_path):
+    write(tmp_path, "scbench_kv", row("scbench_kv"))
+    file = tmp_path / "eval_utils.py"
+    file.write_text(PROMPTS.replace("Novel", "Book"))
+    with pytest.warns(TemplateWarning, match="prompts differ from SCBench's own"):
+        load(tmp_path, "scbench_kv")
+    for content in ("x = 1", PROMPTS.replace("{prefix}", "{who}"), PROMPTS.replace("{context}", ""), "def"):
+        file.write_text(content)
+        with pytest.raises(UserError, match=r"holds no prompts of SCBench's .* expected scbench/eval_utils\.py"):
+            load(tmp_path, "scbench_kv")
+    file.unlink()
+    with pytest.raises(UserError, match=r"eval_utils\.py is missing; give data\.dir=FOLDER with SCBench's"):
+        load(tmp_path, "scbench_kv")
+
+
+def test_tasks_that_cannot_be_had_or_scored_are_left_out_of_the_whole_and_refused_by_name(tmp_path):
+    folder = write(tmp_path, "scbench_kv", row("scbench_kv"))
+    why = {dataset.name: SUITE.missing(dataset, DataSettings(dir=folder)) for dataset in CHOICES["scbench"]}
+    assert [name for name, reason in why.items() if reason is None] == ["scbench_kv"]
+    assert len(why) == 12
+    with pytest.raises(UserError, match=r"scbench_repoqa: its official score needs a parser of six languages"):
+        config_of("dataset=scbench_repoqa", f"data.dir={folder}")
+    with pytest.raises(UserError, match=r"scbench_vt: data\.dir=.* holds no <task>\.jsonl for it"):
+        config_of("dataset=scbench_vt", f"data.dir={folder}")
+
+
+def test_without_a_folder_rows_come_from_the_hub_and_prompts_are_fetched_once(tmp_path, monkeypatch):
+    import datasets
+
+    server = Server()
+    server.files["/eval_utils.py"] = PROMPTS.encode()
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(scbench, "PROMPTS_URL", f"{server.url}/eval_utils.py")
+    asked = []
+
+    def load_dataset(repository, configuration, split):
+        asked.append((repository, configuration, split))
+        return datasets.Dataset.from_list([row("scbench_mf"), row("scbench_mf", 1)])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(hub, "hub_is_reachable", lambda: False)
+    made = SUITE.load(DATASETS["scbench_mf"], DataSettings())
+    assert asked == [("microsoft/SCBench", "scbench_mf", "test")]
+    folder = write(tmp_path, "scbench_mf", row("scbench_mf"), row("scbench_mf", 1))
+    assert made.examples == load(folder, "scbench_mf").examples
+    monkeypatch.setattr(disk_cache, "is_reachable", lambda url: pytest.fail("the network was asked for"))
+    assert SUITE.load(DATASETS["scbench_mf"], DataSettings()) == made
+    assert server.asked == ["/eval_utils.py"]
+    server.close()
+    (tmp_path / "cache" / "scbench" / "eval_utils.py").write_text(PROMPTS.replace("Novel", "Book"))
+    with pytest.raises(UserError, match="not SCBench's own"):
+        SUITE.load(DATASETS["scbench_mf"], DataSettings())
+
+
+def test_offline_and_not_cached_there_are_two_ways_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setattr(hub, "hub_is_reachable", lambda: False)
+    out = r"give data\.dir=FOLDER with SCBench's <task>\.jsonl and eval_utils\.py, or run once with a network"
+    with pytest.raises(UserError, match=rf"scbench_kv: microsoft/SCBench is neither cached nor to be had: {out}"):
+        config_of("dataset=scbench_kv")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=rf"prompts is not cached yet and HF_HUB_OFFLINE is set\. Either {out}"):
+        SUITE.load(DATASETS["scbench_kv"], DataSettings())
+
+
+def test_the_command_writes_the_official_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [row("scbench_kv", number) for number in range(3)]
+    folder = write(tmp_path, "scbench_kv", *rows)
+    assert cli.main(["rows", "dataset=scbench_kv", "limit=2", f"data.dir={folder}", "out=made"]) == 0
+    lines = (tmp_path / "made" / "scbench_kv.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == rows[:2]
+
+
+# ------------------------------------------------------------------------------------------------------------- runs
+
+
+def test_a_run_of_what_the_folder_holds(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for task in ("scbench_kv", "scbench_mf"):
+        folder = write(tmp_path, task, row(task), row(task, 1))
+    settings = [f"data.dir={folder}", "model.max_prompt_tokens=101", "max_new_tokens=2", "timing.warmup=0"]
+    run(config_of("dataset=scbench", "out=one", *settings))
+    records = read_run(Path("one"))[1]
+    assert [record.id for record in records] == [f"{task}-{n}" for task in ("scbench_kv", "scbench_mf") for n in (0, 1)]
+    for record in records:
+        assert [turn.answers for turn in record.by_turn] == [[str(answer)] for answer in ANSWERS[record.dataset]]
+        assert all(turn.baseline is not None for turn in record.by_turn)
