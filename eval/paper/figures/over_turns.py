@@ -51,23 +51,27 @@ def plot(frame: Any) -> MplFigure:
                     axes.set_ylabel(label)
             panels[0, column].set_title(f"each later turn {title}")
             panels[-1, column].set_xlabel("question")
-        handles = {
+        lines = {
             label: line for axes in panels[0] for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
-        legend_beside(panels[0, 1], handles=list(handles.values()), labels=list(handles))
+        names = dict.fromkeys([*map(_name, rows["label"]), "baseline"])
+        legend_beside(panels[0, 1], handles=[lines[name] for name in names], labels=list(names))
         part.suptitle(f"{model}, {suite}, mean over tasks", x=0.01, ha="left", fontsize=10, fontweight="bold")
     return figure
 
 
 def _draw(axes: Any, rows: Any, value: str, styles: Any) -> None:
     drawn: dict[str, int] = {}
-    for (method, label), curve in rows.groupby(["method", "label"], sort=False):
-        number = drawn[method] = drawn.get(method, -1) + 1  # of several settings of a method, each has its line
-        look = styles[method].drawn | (
-            {"linestyle": LINES[number % len(LINES)], "markerfacecolor": "white"} if number else {}
-        )
+    curves = {str(label): curve for label, curve in rows.groupby("label", sort=False)}
+    for label in sorted(curves, key=len):  # of a method's settings the plainest one looks as the method does
+        curve = curves[label]
+        method = curve["method"].iloc[0]
+        number = drawn[method] = drawn.get(method, -1) + 1
+        look = styles[method].drawn
+        if number:
+            look |= {"linestyle": LINES[number % len(LINES)], "markerfacecolor": "white"}
         axes.errorbar(
-            curve["turn"], curve[value], yerr=around(curve, value), label=label.replace(", turns=again", ""),
+            curve["turn"], curve[value], yerr=around(curve, value), label=_name(label),
             elinewidth=0.7, capsize=1.5, markersize=4, **look,
         )  # fmt: skip
     if value == "score" and len(rows):
@@ -75,6 +79,11 @@ def _draw(axes: Any, rows: Any, value: str, styles: Any) -> None:
         axes.plot(baseline.index, baseline, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)), label="baseline")
     elif value.startswith(("ttft_", "speedup")):
         axes.axhline(1, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)))
+
+
+def _name(label: str) -> str:
+    """The label without what the column says."""
+    return label.replace(", turns=again", "")
 
 
 def _scale(axes: Any, value: str, is_log: bool) -> None:
