@@ -216,7 +216,7 @@ def test_any_answer_is_scored_as_officially(task, pieces, place):
     example = scbench._example(DATASETS[task], scbench._Prompts("{context}", "{input}", ""), 0, values)
     golds = (example.answers, *(turn.answers for turn in example.turns))[place]
     expected = official_score(task, answer, values["multi_turns"][place]["answer"])
-    assert SUITE.score(DATASETS[task], answer, golds) == expected
+    assert SUITE.score(DATASETS[task], answer, golds, None) == expected
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_any_answer_is_scored_as_officially(task, pieces, place):
     ],
 )
 def test_scores_counted_by_hand(task, answer, golds, expected):
-    assert SUITE.score(DATASETS[task], answer, golds) == pytest.approx(expected)
+    assert SUITE.score(DATASETS[task], answer, golds, None) == pytest.approx(expected)
 
 
 # ------------------------------------------------------------------------------------------------------------- rows
