@@ -1,7 +1,7 @@
 """Checkpoints that stand in for Llama 2 7B chat, Llama 3.1 8B Instruct and XGen 7B: the same files, tensors, settings.
 
-Every tensor lies in the shard in which the published checkpoint has it (XGen's: in which `save_pretrained` put it). Only the width is small, and the weights are
-such that the model gives one answer to whatever it is asked.
+Every tensor lies in the shard in which the published checkpoint has it (XGen's: in which `save_pretrained` puts it).
+Only the width is small, and the weights are such that the model gives one answer to whatever it is asked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A user's first day with a checkpoint, and the next one without a network, against a stand-in for the hub.
 
-The real client, real rows and templates of LongBench, and checkpoints that have the files of Llama 2 7B,
-Llama 3.1 8B and XGen 7B, whose tokenizer is made from GPT-2's real merges. Two processes play the commands, because one takes ten seconds to start.
+The real client, real rows and templates of LongBench, and checkpoints that have the files of Llama 2 7B, Llama 3.1 8B
+and XGen 7B, whose tokenizer is made from GPT-2's real merges. Two processes play the commands, because one takes ten
+seconds to start.
 """
 
 from __future__ import annotations
@@ -239,7 +240,7 @@ def test_pickles_are_refused_with_two_commands_that_make_safetensors_of_them(pla
 
 
 def test_xgen_answers_with_our_tokenizer_of_gpt2s_merges(played: Played, shared: Path) -> None:
-    """Its answer is the third row's gold one, behind a word that LongBench strikes. tiktoken makes the expected tokens."""
+    """Its answer is the third row's gold one, behind a word that LongBench strikes. tiktoken makes the tokens."""
     encoding = encoding_of(shared / "tokenizers" / "gpt2" / "merges.txt")
     header = (shared / "longbench" / "config" / "xgen_header.txt").read_text()
     prompts = [
