@@ -55,7 +55,7 @@ def uses_preset(settings: dict[str, Any]) -> bool:
 
 
 def check(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with a valid value for each preset and tuned schedule, so that the rest can be checked without a model.
+    """The settings with a valid value for each preset and tuned schedule: the rest can be checked without a model.
 
     Raises UserError if the method takes no such preset.
     """
