@@ -343,7 +343,10 @@ def one_line(error: Exception) -> UserError:
         return UserError(f"{group}={name}: {hint}expected one of {', '.join(error.options)}")
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
     lines = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))]
-    return UserError(": ".join(dict.fromkeys(lines[:2])).removeprefix("Error merging override "))
+    message = ": ".join(dict.fromkeys(lines[:2])).removeprefix("Error merging override ")
+    if message.partition("at input '")[2].startswith(("{'", '{"')):
+        message = f"the keys of a mapping take no quotes, as in {{2: 0.5}}: {message}"
+    return UserError(message)
 
 
 # ------------------------------------------------------------------------------------------------------------- checks

@@ -59,7 +59,8 @@ class RunResult:
 def run(config: RunConfig, show: bool = True, load: Callable[[], PreTrainedModel] | None = None) -> RunResult:
     """Measure every example that the run folder does not hold yet, then summarise all of the run's examples.
 
-    show: print the table. load: gives the model, if it is not to be loaded for this run alone. All that can be refused is refused before the model loads. Raises UserError.
+    show: print the table. load: gives the model, if it is not to be loaded for this run alone. All that can be refused
+    is refused before the model loads. Raises UserError.
     """
     log.info("reading %s", ", ".join(dataset.name for dataset in datasets_of(config)))
     plan = prepare(config)

@@ -55,10 +55,12 @@ def uses_preset(settings: dict[str, Any]) -> bool:
 
 
 def check(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with a valid value for each preset, so that the rest can be checked without a model.
+    """The settings with a valid value for each preset and tuned schedule: the rest can be checked without a model.
 
     Raises UserError if the method takes no such preset.
     """
+    if is_tuned(settings.get("schedule")):
+        settings = settings | {"schedule": "none"}
     presets = {key: value for key, value in settings.items() if is_preset(value)}
     if not presets:
         return settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -53,6 +54,7 @@ class Lazy(Prune):
             raise ValueError(f"aux_device={self.aux_device!r}: give None (the model's device) or 'cpu'")
         if self.prune_generated and not self.revive:
             raise ValueError("prune_generated needs a selection in every decoding step: leave out revive=False")
+        Schedule.parse(self.schedule, sys.maxsize)  # refuses what is wrong at any depth, before a model is loaded
 
     def kept(self, num_layers: int, n: int) -> dict[int, int]:
         schedule, kept = Schedule.parse(self.schedule, num_layers), {}

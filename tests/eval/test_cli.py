@@ -39,6 +39,8 @@ COMMANDS = {
     "run model=lama2": (2, "error: model=lama2: did you mean llama2?"),
     "run method=nosuch": (2, "error: method=nosuch: expected one of asl, baseline"),
     "run method=random_drop method.keep=1.5": (2, "error: method 'random_drop': keep lies in (0, 1], got 1.5"),
+    "run method.schedule={2:1.5}": (2, "error: method 'lazy': the keep ratio after layer 2 lies in (0, 1], got 1.5"),
+    'run method.schedule={"2":0.5}': (2, "error: the keys of a mapping take no quotes, as in {2: 0.5}"),
     "run dataset=nosuch": (2, "error: dataset=nosuch"),
     "run dataset=vt ruler.length=0": (2, "error: ruler.length=0: expected a number of tokens of at least 1"),
     "run dataset=vt ruler.seed=-1": (2, "error: ruler.seed=-1: expected 0 to 4294967295"),
