@@ -1,4 +1,4 @@
-"""What is asked and how it is scored. A new suite is a file or folder here, and an entry in `SUITES`."""
+"""Suites of datasets, their prompts and scorers. A new suite is a file or folder here, and an entry in `SUITES`."""
 
 from eval.benchmarks import embedded, longbench, longbench_e, longbench_v2, needle, scbench, stdlib
 from eval.benchmarks.ruler import ruler_suite

@@ -1,4 +1,4 @@
-"""All suites' datasets by name: what a config may ask for, and how rows are loaded."""
+"""All suites' datasets by name, and the loading of their rows."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _TASK = {
     for suite in SUITES.values()
     for task in suite.tasks
 }
-CHOICES: dict[str, tuple[Dataset, ...]] = {**_WHOLE, **_TASK, **{name: (one,) for name, one in DATASETS.items()}}
-"""Every name that a config may give, and its datasets: a suite's, a task's, or a dataset's own name."""
+CHOICES: dict[str, tuple[Dataset, ...]] = {**_WHOLE, **_TASK, **{name: (DATASETS[name],) for name in DATASETS}}
+"""{name in a config: its datasets}: names of suites, tasks and datasets."""
 
 
 def resolve_datasets(names: str | Iterable[str]) -> tuple[Dataset, ...]:
-    """The datasets that one or several names of `CHOICES` stand for, each once, in the order of the names.
+    """The datasets of one or several names of `CHOICES`, each once, in the order of the names.
 
-    Raises UserError: an unknown name (with the closest known ones), or no name at all.
+    Raises UserError for an unknown name (with the closest known ones), or for no name.
     """
     wanted = [names] if isinstance(names, str) else list(names)
     if not wanted:
-        raise UserError(f"no dataset named; give a dataset, a task, {', '.join(map(repr, _WHOLE))}, or a list of those")
+        raise UserError(f"no dataset: give a dataset, a task, {', '.join(map(repr, _WHOLE))}, or a list of these")
     return tuple(dict.fromkeys(dataset for name in wanted for dataset in _resolve(name)))
 
 
@@ -51,8 +51,8 @@ def _resolve(name: Any) -> tuple[Dataset, ...]:
 def load_rows(dataset: Dataset, data_dir: str | Path | None = None, on_error: OnError = "raise") -> LoadedDataset:
     """A dataset's rows, template and answer length.
 
-    data_dir: the folder that holds the suite's files; None if the suite is to fetch or make them.
-    on_error: "raise" at the first row that cannot be used, or "skip" such rows and list them in `skipped`.
+    data_dir: the folder of the suite's files; None downloads or makes them.
+    on_error: "raise" at the first unusable row, or "skip" such rows and list them in `skipped`.
     Raises UserError as the suite's `load` does.
     """
     if on_error not in ("raise", "skip"):
@@ -71,7 +71,7 @@ def official_rows(dataset: Dataset, settings: DataSettings) -> Iterator[Mapping[
 
 
 def register_configs() -> None:
-    """Make every name of `CHOICES` one of Hydra's group `dataset`, and `default`, which names no dataset."""
+    """Register every name of `CHOICES` in Hydra's group `dataset`, and `default` for no dataset."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance().store
@@ -80,11 +80,11 @@ def register_configs() -> None:
         task = {name: True} if name in _TASK else {}
         store(group="dataset", name=name, node={**task, **{dataset.name: True for dataset in datasets}})
     for suite in SUITES.values():
-        if suite.may_lack:  # a dataset that is missing is refused unless the whole suite is named
+        if suite.may_lack:  # missing datasets are allowed only if the whole suite is named
             node = {suite.whole: True, **{dataset.name: True for dataset in suite.datasets}}
             store(group="dataset", name=suite.whole, node=node)
     for suite in SUITES.values():
-        if suite.limit is not None:  # set beside the group, so that limit=N still overrides it
+        if suite.limit is not None:  # outside the group, so that limit=N overrides it
             whole = {suite.whole: True} if suite.may_lack else {}
             named = {dataset.name: True for dataset in suite.datasets}
             node = {"dataset": {**whole, **named}, "limit": suite.limit}

@@ -1,9 +1,9 @@
 """LongBench (arXiv 2308.14508): its 16 English and code datasets.
 
 A folder (`data.dir=FOLDER`) holds `<dataset>.jsonl`, `config/dataset2prompt.json` and `config/dataset2maxlen.json`.
-Without one, rows are read from the archive on the hub, `THUDM/LongBench`, file `data.zip`, and the two config files
-come from LongBench's repository; both are pinned by commit and sha256 and fetched once. How prompts and answers are
-treated is what `pred.py`, `eval.py` and `config/` say (commit 2e00731).
+Without one, rows come from the hub's archive (`THUDM/LongBench`, `data.zip`) and the two config files from LongBench's
+repository; both are pinned by commit and sha256 and downloaded once. Prompts and answers are treated as in `pred.py`,
+`eval.py` and `config/` (commit 2e00731).
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ TASKS = ("single_doc_qa", "multi_doc_qa", "summarization", "few_shot", "syntheti
 
 # "Question: ..." and "Type: ..." in turn, a line each
 _TREC = r"^Question:|^Type:.*"
-# "Passage:", lines of text, "Question:", a line, "Answer:", a line. Only the text may be shortened: a question is what
-# an example asks of its passage, and every word of it counts
+# "Passage:", lines of text, "Question:", a line, "Answer:", a line. Only the text may be shortened, not the question
 _TRIVIAQA = r"^Passage:$|^Question:\n.*\nAnswer:\n.*"
 # "Dialogue: ", lines of talk, "Summary: ", as a rule one line
 _SAMSUM = r"^Dialogue:|^Summary:[\s\S]*?(?=^Dialogue:|\Z)"
@@ -67,14 +66,14 @@ DATASETS = (
 
 
 class TemplateWarning(UserWarning):
-    """Templates or answer lengths that are not LongBench's own: scores do not compare with published ones."""
+    """Templates or answer lengths differ from LongBench's: scores are not comparable with published ones."""
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """One dataset, from a folder or from the archive.
 
-    Raises UserError: an unusable row (unless skipped), a missing or unusable file, neither cache nor network. Warns
-    (TemplateWarning) if the folder holds templates other than LongBench's own.
+    Raises UserError for an unusable row (unless skipped), a missing or unusable file, or files that are neither cached
+    nor downloadable. Warns (TemplateWarning) if the folder's templates are not LongBench's own.
     """
     if settings.dir is not None:
         folder = settings.dir.expanduser()
@@ -112,7 +111,7 @@ SUITE = Suite(
 
 
 def _check_folder(folder: Path, dataset: Dataset) -> None:
-    """Raises UserError if a folder lacks a file; warns if its config files are not LongBench's own."""
+    """Raise UserError if a folder lacks a file; warn if its config files are not LongBench's own."""
     if not folder.is_dir():
         raise UserError(f"data.dir={folder}: no such folder; {_folder_content(dataset)}")
     for name in (f"{dataset.name}.jsonl", f"config/{PROMPTS}", f"config/{MAX_LENGTHS}"):
@@ -146,7 +145,7 @@ def _config_value(file: Path, name: str) -> Any:
 
 
 def _archive(dataset: Dataset) -> Path:
-    """The hub's archive, in the hub's cache; downloaded if it is not there. Raises UserError."""
+    """The hub's archive, in the hub's cache; downloaded if necessary. Raises UserError."""
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -171,7 +170,7 @@ def _archive_sha256(archive: Path, modified: int) -> str:
 
 
 def _fetched_config(name: str, dataset: Dataset) -> Path:
-    """The local copy of one of LongBench's config files, fetched if it is not there. Raises UserError."""
+    """The local copy of one of LongBench's config files; downloaded if necessary. Raises UserError."""
     file = cache_folder() / "longbench" / "config" / name
     return fetched_once(file, CONFIG_URL + name, CONFIG_SHA256[name], "LongBench", dataset.name, _ways_out(dataset))
 

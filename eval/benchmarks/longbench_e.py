@@ -1,7 +1,7 @@
-"""LongBench-E: 13 of LongBench's datasets, drawn anew so that short and long rows are as many; scores by length.
+"""LongBench-E: 13 of LongBench's datasets, with other rows, about as many short as long ones; scores by length.
 
 Rows are the `_e` files of LongBench's archive, or of `data.dir`. Prompts, answer lengths and scorers are LongBench's.
-Lengths are the rows' own, in words; the bounds are those of `eval.py` (commit 2e00731).
+Lengths are the rows' `length`, in words; the bounds are those of `eval.py` (commit 2e00731).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """LongBench v2 (arXiv 2412.15204): 503 multiple-choice questions on texts of 8,000 to 2 million words.
 
-A folder (`data.dir=FOLDER`) holds the official `data.json` and `prompts/0shot.txt`. Without one, rows come through the
+A folder (`data.dir=FOLDER`) holds the official `data.json` and `prompts/0shot.txt`. Without one, rows come from the
 package `datasets` (`THUDM/LongBench-v2`), and the prompt from LongBench's repository, pinned by commit and sha256.
 Prompt, truncation and scoring are those of `pred.py` (commit 2e00731), without chain of thought.
 
-Two things differ. Answers are greedy; officially they are drawn at temperature 0.1. An empty answer scores 0;
-officially it has no row in the results and counts in no score. The table `groups` shows both scores.
+Ours: answers are greedy, officially sampled at temperature 0.1; an empty answer scores 0, officially it is left out of
+the results. The table `groups` shows both scores.
 """
 
 from __future__ import annotations
@@ -59,15 +59,14 @@ _FIELDS: Fields = (
 
 
 def missing(dataset: Dataset, settings: DataSettings) -> str | None:
-    """Why the rows cannot be had; None if they can."""
+    """Why the rows cannot be loaded; None if they can."""
     return None if settings.dir is not None else missing_from_hub(REPOSITORY, _GIVE)
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    """The rows, from a folder or through `datasets`.
+    """The rows, from a folder or from `datasets`.
 
-    Raises UserError: an unusable row (unless skipped), a missing or unusable file, neither cache nor network. Warns
-    (TemplateWarning) if the folder holds another prompt than the official one.
+    Raises UserError as `longbench.load`. Warns (TemplateWarning) if the folder's prompt is not the official one.
     """
     template = _template(settings)
     rows, source, sha256 = _rows(settings)
@@ -89,13 +88,13 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 
 def official_rows(dataset: Dataset, settings: DataSettings) -> Iterable[dict[str, Any]]:
-    """The rows as `data.json` holds them. Raises UserError as `load` does."""
+    """The rows in the format of `data.json`. Raises UserError as `load`."""
     known = {example.id for example in load(dataset, settings).examples[: settings.limit]}
     return (row for _, row in _rows(settings)[0] if isinstance(row, dict) and row.get("_id") in known)
 
 
 def chosen(answer: str) -> str | None:
-    """The letter that an answer gives: official pattern, brackets first; asterisks do not count. None without one."""
+    """The letter of an answer by the official patterns, brackets first, asterisks ignored; None without a letter."""
     for pattern in (r"The correct answer is \(([A-D])\)", r"The correct answer is ([A-D])"):
         found = re.search(pattern, answer.replace("*", ""))
         if found is not None:
@@ -104,7 +103,7 @@ def chosen(answer: str) -> str | None:
 
 
 def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Sequence[str] | None = None) -> float:
-    """1 if an answer gives the right letter, else 0."""
+    """1 for the right letter, else 0."""
     return float(chosen(answer) in answers)
 
 
@@ -123,7 +122,7 @@ SUITE = Suite(
 
 
 def _template(settings: DataSettings) -> str:
-    """The official prompt, from the folder or fetched. Raises UserError."""
+    """The official prompt, from the folder or downloaded. Raises UserError."""
     folder = settings.dir.expanduser() if settings.dir is not None else cache_folder() / "longbench_v2"
     file = folder / PROMPT
     if settings.dir is None:
@@ -132,7 +131,7 @@ def _template(settings: DataSettings) -> str:
     elif not file.is_file():
         raise UserError(f"data.dir={folder}: {PROMPT} is missing; {_CONTENT}")
     elif file_sha256(file) != PROMPT_SHA256:
-        message = f"{file}: differs from LongBench v2's own, so scores do not compare with published ones"
+        message = f"{file}: differs from LongBench v2's own, so scores are not comparable with published ones"
         warnings.warn(message, TemplateWarning, stacklevel=4)
     try:
         template = file.read_bytes().decode()
@@ -145,7 +144,7 @@ def _template(settings: DataSettings) -> str:
 
 
 def _rows(settings: DataSettings) -> tuple[Iterable[tuple[str, Any]], str, str]:
-    """(where it stands, parsed value or UserError) of each row; the source of all, and their hash. Raises UserError."""
+    """(place, parsed value or UserError) of each row; the source of all, and their hash. Raises UserError."""
     if settings.dir is None:
         rows = [dict(row) for row in load_from_hub(REPOSITORY, None, "train", _GIVE)]
         sha256 = hashlib.sha256(b"\n".join(map(canonical, rows))).hexdigest()
@@ -157,11 +156,11 @@ def _rows(settings: DataSettings) -> tuple[Iterable[tuple[str, Any]], str, str]:
     return _values(data, file), str(file), hashlib.sha256(data).hexdigest()
 
 
-_BETWEEN = re.compile(r"[\s,\[\]]*")  # values of an array; lines of JSON are read as well
+_BETWEEN = re.compile(r"[\s,\[\]]*")  # between the values of an array, or lines of JSON
 
 
 def _values(data: bytes, file: Path) -> Iterator[tuple[str, Any]]:
-    """(file:line, value) of each value of a JSON array, one by one: `json.load` would not say where a row stands."""
+    """(file:line, value) of each value of a JSON array; `json.load` would not give the line."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -173,7 +172,7 @@ def _values(data: bytes, file: Path) -> Iterator[tuple[str, Any]]:
         try:
             row, end = decode(text, place)
         except (ValueError, RecursionError) as error:
-            yield where, UserError(f"not valid JSON ({error}); no row behind it can be read")
+            yield where, UserError(f"not valid JSON ({error}); later rows cannot be read")
             return
         yield where, row
         place = _next(text, end)
@@ -181,12 +180,12 @@ def _values(data: bytes, file: Path) -> Iterator[tuple[str, Any]]:
 
 def _next(text: str, place: int) -> int:
     found = _BETWEEN.match(text, place)
-    assert found is not None  # it matches nothing, too
+    assert found is not None  # it also matches ""
     return found.end()
 
 
 def _example(dataset: Dataset, row: Any, template: str) -> Example:
-    """Raises UserError with the reason if the row cannot be used."""
+    """The row's example. Raises UserError with the reason if the row cannot be used."""
     check_fields(row, _FIELDS)
     instruction, _, question = template.partition("$DOC$")
     parts = [instruction, row["context"].strip(), question]

@@ -1,8 +1,8 @@
-"""LongBench's metrics at parity with its own scorer (`metrics.py` and `eval.py`, commit 2e00731), quirks included.
+"""LongBench's metrics, equal to its own scorer (`metrics.py` and `eval.py`, commit 2e00731), quirks included.
 
 Every metric takes one answer and one gold answer and gives 0 to 1; `score_example` takes the best over the golds.
-Google's `rouge-score` is reported beside the official ROUGE-L and never in its place: the package `rouge` 1.0.1, which
-LongBench uses, is summary-level and counts unique words, so that the two differ by several points.
+The official ROUGE-L is that of the package `rouge` 1.0.1: summary-level, over unique words. Google's `rouge-score`
+differs from it by several points and is reported in addition.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GOLD_PARAGRAPH = re.compile(r"Paragraph (\d+)")
 _CODE_COMMENT_MARKS = ("`", "#", "//")
 
 # The package `rouge` walks back through its LCS table by recursion, one call a step. In the official script, Python's
-# limit of 1000 nested calls leaves room for this many steps; a longer walk ends in an error that scores 0.
+# limit of 1000 nested calls allows N steps; a longer walk ends in an error that scores 0.
 _OFFICIAL_STEPS = 990
 
 
@@ -39,7 +39,7 @@ def normalize_answer(text: str) -> str:
 
 
 def f1(prediction: str, gold: str, all_classes: Sequence[str] = ()) -> float:
-    """Token F1 after SQuAD's normalisation; 0 where no token is shared, two empty answers included."""
+    """Token F1 after SQuAD's normalisation; 0 if no token is shared, also for two empty answers."""
     predicted, wanted = normalize_answer(prediction).split(), normalize_answer(gold).split()
     shared = sum((Counter(predicted) & Counter(wanted)).values())
     if shared == 0:
@@ -51,8 +51,8 @@ def f1(prediction: str, gold: str, all_classes: Sequence[str] = ()) -> float:
 def rouge(prediction: str, gold: str, all_classes: Sequence[str] = ()) -> float:
     """ROUGE-L F of the package `rouge` 1.0.1: summary-level, over unique words.
 
-    0 if the package fails, as in the official scorer: on a text without a sentence, and on two sentences that take more
-    than `_OFFICIAL_STEPS` steps to compare.
+    0 if the package fails, as in the official scorer: for a text without a sentence, and for two sentences whose
+    comparison takes more than `_OFFICIAL_STEPS` steps.
     """
     answer, wanted = _sentences(prediction), _sentences(gold)
     if not answer or not wanted:
@@ -70,14 +70,14 @@ def rouge(prediction: str, gold: str, all_classes: Sequence[str] = ()) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """The words of each sentence; a sentence of white space is one empty word, which counts."""
+    """The words of each sentence; a sentence of white space counts as one empty word."""
     return [sentence.split() or [""] for sentence in text.split(".") if sentence]
 
 
 def _common_words(left: list[str], right: list[str]) -> set[str] | None:
     """The words of the longest common subsequence that the package finds; None if its walk is too long.
 
-    From the end of both, the walk takes equal words, and at a tie goes back in `right`.
+    The walk starts at the end of both, takes equal words, and at a tie goes back in `right`.
     """
     if min(len(left), len(right)) > _OFFICIAL_STEPS:  # no walk is shorter than that
         return None
@@ -102,15 +102,15 @@ def _common_words(left: list[str], right: list[str]) -> set[str] | None:
 
 
 def classification(prediction: str, gold: str, all_classes: Sequence[str]) -> float:
-    """One over the number of class names found in the answer, if the gold one is among them; else 0.
+    """1 / number of class names found in the answer, if the gold one is among them; else 0.
 
-    Names that are a proper part of the gold one are taken out of the list *while it is iterated*, so that the name
-    after one taken out is not looked at. The quirk is the official scorer's, and scores depend on it.
+    Names that are a proper part of the gold one are removed from the list *while it is iterated*, so the name after a
+    removed one is skipped. This quirk of the official scorer changes scores.
 
-    Raises ValueError: without class names.
+    Raises ValueError without class names.
     """
     if not all_classes:
-        raise ValueError("classification needs the class names (all_classes), and there are none")
+        raise ValueError("classification needs the class names: give all_classes")
     found = [name for name in all_classes if name in prediction]
     for name in found:
         if name in gold and name != gold:
@@ -119,9 +119,9 @@ def classification(prediction: str, gold: str, all_classes: Sequence[str]) -> fl
 
 
 def retrieval(prediction: str, gold: str, all_classes: Sequence[str] = ()) -> float:
-    """Share of the numbers in the answer that are the gold paragraph's; the gold answer reads `Paragraph <number>`.
+    """Share of the numbers in the answer that equal the gold paragraph's; the gold answer is `Paragraph <number>`.
 
-    Raises ValueError: the gold answer names no paragraph.
+    Raises ValueError if the gold answer names no paragraph.
     """
     match = _GOLD_PARAGRAPH.search(gold)
     if match is None:
@@ -130,7 +130,7 @@ def retrieval(prediction: str, gold: str, all_classes: Sequence[str] = ()) -> fl
 
 
 def count(prediction: str, gold: str, all_classes: Sequence[str] = ()) -> float:
-    """Share of the numbers in the answer that read exactly as the gold one; 0 without any number."""
+    """Share of the numbers in the answer that equal the gold one as text; 0 without a number."""
     numbers = _NUMBER.findall(prediction)
     return numbers.count(gold) / len(numbers) if numbers else 0.0
 
@@ -162,11 +162,11 @@ def score_example(
 ) -> float:
     """The official score, 0 to 1, of one answer: the best over its gold answers.
 
-    dataset: says which metric, and whether only the first line counts.
+    dataset: names the metric, and whether only the first line counts.
     prediction: the model's answer, post-processed as `pred.py` does.
     answers: the gold answers, at least one.
     all_classes: the class names, for the classification metric only.
-    Raises ValueError: gold answers that the metric cannot score (see `gold_problem`).
+    Raises ValueError for gold answers that the metric cannot score (see `gold_problem`).
     """
     problem = gold_problem(dataset, answers, all_classes)
     if problem is not None:
@@ -176,9 +176,9 @@ def score_example(
 
 
 def gold_problem(dataset: Dataset, answers: Sequence[str], all_classes: Sequence[str] | None) -> str | None:
-    """Why a row's gold side cannot be scored by its dataset's metric, or None if it can.
+    """Why the dataset's metric cannot score a row's gold answers; None if it can.
 
-    The official scorer gives 0 or breaks on such rows; a row that can only score 0 is a broken row, not a hard one.
+    The official scorer fails or gives 0 on such rows.
     """
     if not answers:
         return "answers is empty: there is nothing to score against"
@@ -203,11 +203,11 @@ def rouge_score_f(prediction: str, answers: Sequence[str]) -> float:
 def dataset_score(scores: Sequence[float]) -> float:
     """A dataset's score: the mean of its examples' scores (0 to 1) times 100, rounded to 2 digits.
 
-    Raises ValueError: no scores.
+    Raises ValueError without scores.
     """
     if not scores:
         raise ValueError("a dataset's score needs at least one example")
-    # Not sum(): from Python 3.12 on it compensates rounding errors, and the official scorer adds one by one.
+    # not sum(), which compensates rounding errors from Python 3.12 on; the official scorer does not
     total = 0.0
     for score in scores:
         total += score
@@ -215,10 +215,10 @@ def dataset_score(scores: Sequence[float]) -> float:
 
 
 def fuzz_ratio(left: str, right: str) -> int:
-    """`fuzzywuzzy.fuzz.ratio` (0 to 100) as it is without python-Levenshtein, whatever is installed.
+    """`fuzzywuzzy.fuzz.ratio` (0 to 100) without python-Levenshtein, even if that is installed.
 
-    fuzzywuzzy decides at import, for the whole process, which matcher it uses, and python-Levenshtein's gives other
-    numbers; so the few lines around difflib are done here. Equal strings give 100, also two empty ones.
+    fuzzywuzzy would use python-Levenshtein's matcher, which gives other numbers, so difflib is called here. Equal
+    strings give 100, also two empty ones.
     """
     if left == right:
         return 100
@@ -229,7 +229,7 @@ def fuzz_ratio(left: str, right: str) -> int:
 
 @lru_cache(maxsize=1)
 def _google_scorer() -> RougeScorer:
-    # Imported on first use: it brings nltk along, half a second that scoring other datasets need not wait for.
+    # not at the top: it imports nltk, which takes half a second
     from rouge_score.rouge_scorer import RougeScorer
 
     return RougeScorer(["rougeL"], use_stemmer=False)

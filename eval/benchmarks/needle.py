@@ -1,11 +1,11 @@
 """A needle in a haystack: one fact in a long text, asked for at every length and depth.
 
-The test is Greg Kamradt's (github.com/gkamradt/LLMTest_NeedleInAHaystack). The fact is RULER's, a number that no model
-can guess, so that an answer is compared and not judged: it must contain the number, as in RULER. The haystack is
-RULER's noise, or a text of the user's from its beginning, repeated as often as that takes.
+The test is Greg Kamradt's (github.com/gkamradt/LLMTest_NeedleInAHaystack). The fact is a number that no model can
+guess, as in RULER, so an answer needs no judge: it must contain the number. The haystack is RULER's noise, or a text of
+the user, repeated if necessary.
 
-`tiny` reads no English. For it, and only with its own tokenizer, needle and haystack are those of the embedded suite's
-`lookup`: `entry KEY a b c.` among filler, without any other entry.
+`tiny` reads no English. With its tokenizer, needle and haystack are those of the embedded suite's `lookup`:
+`entry KEY a b c.` among filler, without another entry.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ TEMPLATE = "{instruction}{context}{input}"
 VERSION = 1
 
 _SENTENCE_END = re.compile(r"(?<=[.!?]) ")
-_WORDS = 40  # of the longest part of a text that no needle stands in
-_FRONT = "x"  # stands in front of a sentence whose tokens are counted, as a sentence does in a text
+_WORDS = 40  # the greatest number of words between two places for a needle in a user's text
+_FRONT = "x"  # text before a sentence whose tokens are counted, as in a text
 
 
 @dataclass
 class NeedleConfig:
-    """lengths: the most tokens that a prompt, its chat template and its answer have together.
+    """lengths: greatest number of tokens of a prompt, its chat template and its answer together.
 
-    depths: per cent of the haystack that stand in front of the needle. repeats: rows of each length and depth.
+    depths: per cent of the haystack before the needle. repeats: rows for each length and depth.
     seed: of the needles. haystack: a text file, or a folder of .txt and .md files; null for noise.
     """
 
@@ -64,7 +64,7 @@ class NeedleConfig:
 
 @dataclass(frozen=True)
 class _Form:
-    """How needles are written and asked for. Placeholders in all texts: {key} and {value}.
+    """The texts of needles and questions. Placeholders in all texts: {key} and {value}.
 
     filler: the haystack's sentences, without end. draw: a key and a value.
     """
@@ -114,7 +114,7 @@ def _tiny() -> _Form:
 
 
 def check(dataset: Dataset, settings: DataSettings) -> None:
-    """Refuse settings that no rows can be made with. Raises UserError."""
+    """Refuse settings that allow no rows. Raises UserError."""
     options = _options(settings)
     for key, values, least, most in (("lengths", options.lengths, 1, 2**31), ("depths", options.depths, 0, 100)):
         if not values or len(set(values)) < len(values) or min(values) < least or max(values) > most:
@@ -124,13 +124,13 @@ def check(dataset: Dataset, settings: DataSettings) -> None:
     if options.haystack is not None and not Path(options.haystack).expanduser().exists():
         raise UserError(f"needle.haystack={options.haystack}: expected a text file or a folder: there is none")
     if options.haystack is not None and _reads_no_english(settings):
-        raise UserError("needle.haystack: tiny knows only words of its own; leave it null, or give another model")
+        raise UserError("needle.haystack: tiny knows no other words than the embedded suite's; leave it out")
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    """The first rows. `data_sha256` is of all that they follow from, whatever their number.
+    """The first rows. `data_sha256` is that of everything they are made from, whatever their number.
 
-    Raises UserError: an unreadable text, a length that needle, question and answer alone exceed.
+    Raises UserError for an unreadable text, or a length that needle, question and answer alone exceed.
     """
     options = _options(settings)
     examples = tuple(_examples(dataset, settings))
@@ -154,7 +154,7 @@ def rows(dataset: Dataset, settings: DataSettings) -> Iterable[Mapping[str, Any]
 
 
 def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Sequence[str] | None = None) -> float:
-    """1 if an answer contains what the needle says, else 0."""
+    """1 if an answer contains the needle's value, else 0."""
     return string_match_all(answer, answers)
 
 
@@ -205,7 +205,7 @@ def _text_sha256(options: NeedleConfig) -> str | None:
 
 
 def _examples(dataset: Dataset, settings: DataSettings) -> Iterator[Example]:
-    """Every length at every depth, then again with other needles."""
+    """Examples of every length and depth, then again with other needles."""
     options = _options(settings)
     haystack = _Haystack(_tokenizer(settings.model), settings.chat, _form(settings))
     places = product(range(options.repeats), options.lengths, options.depths)
@@ -221,7 +221,7 @@ class _Haystack:
         self._sizes: dict[str, int] = {}
 
     def example(self, dataset: Dataset, seed: int, length: int, depth: int, repeat: int) -> Example:
-        """The longest prompt of whole sentences that fits. Raises UserError: none does."""
+        """The longest prompt of whole sentences that fits. Raises UserError if none fits."""
         identity = f"needle-{length}-{depth}-{seed}-{repeat:02d}"
         rng = random.Random(identity)
         key, value = self.form.draw(rng)
@@ -261,7 +261,7 @@ class _Haystack:
             sentences, ends = sentences[:fitting], ends[: fitting + 1]
 
     def _filled(self, filler: Iterator[str], room: int) -> tuple[list[str], list[int]]:
-        """Sentences that have at most about `room` tokens, and the tokens up to each of them, 0 first."""
+        """Sentences of about `room` tokens together, and the number of tokens before each of them."""
         sentences, total = [], 0
         for sentence in filler:
             total += self._size(sentence)
@@ -288,7 +288,7 @@ def _tokenizer(model: ModelSpec | None) -> PreTrainedTokenizerBase:
 
     tokenizer = load_tokenizer_of(model) if model is not None else None
     if tokenizer is None:
-        raise UserError("needles are hidden by a tokenizer's count: give model.tokenizer=FOLDER_OR_HUB_ID")
+        raise UserError("needles need a tokenizer to count tokens: give model.tokenizer=FOLDER_OR_HUB_ID")
     return tokenizer
 
 

@@ -1,11 +1,11 @@
-"""Divisions of a run's examples: halves, to choose a setting by one and report it on the other; and shards, for jobs.
+"""Divisions of a run's examples: halves, one to choose a setting and one to report it; and shards, for jobs.
 
 Halves: of each two neighbours in a dataset's order, the hash of the first one's id decides which is tuned on; the other
-is held out. So the halves of every dataset are of one size (but for an odd one out), a dataset's own order (lengths in
-turn, sources one after the other) is the same in both, and an example stays in its half whatever `limit` is.
+is held out. So the halves of a dataset have equal size (up to one example) and the same mix of lengths and sources, and
+an example's half does not depend on `limit`.
 
-Shards: a shard is written i/n, the i-th (from 1) of n. All shards of a run have one fingerprint and one folder. Each
-writes files of its own there (`eval.store.folder`), and the last one to end makes the summary of all.
+Shards: a shard is written i/n, the i-th (from 1) of n. All shards of a run share its fingerprint and folder. Each
+writes its own files there (`eval.store.folder`), and the last one to end writes the summary.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ RULE = "of each two neighbours in a dataset's order the hash of the first one's 
 
 
 def in_half(dataset: str, examples: Sequence[Example], half: str | None) -> list[Example]:
-    """The examples that lie in a half ("tuning" or "held-out"), in order; all of them for None.
+    """The examples of a half ("tuning" or "held-out"), in order; all for None.
 
-    dataset: its name. examples: the dataset's, from its first one on.
+    dataset: its name. examples: of the dataset, from the first one on.
     """
     if half is None:
         return list(examples)
@@ -54,12 +54,12 @@ class Shard:
 
     @property
     def file_part(self) -> str:
-        """The end of its files' names, before the suffix."""
+        """The last part of its file names, before the suffix."""
         return f"-{self.number}-of-{self.count}"
 
 
 def parse_shard(text: str) -> Shard:
-    """The shard that is written i/n. Raises UserError."""
+    """The shard written i/n. Raises UserError."""
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(f"shard={text}: expected the i-th of n shards, written i/n with i from 1 to n, e.g. 2/4")
@@ -67,13 +67,13 @@ def parse_shard(text: str) -> Shard:
 
 
 def shard_numbers(tokens: Mapping[tuple[str, str], int], count: int) -> dict[tuple[str, str], int]:
-    """The shard number (from 1) of each example, so that shards hold about as many prompt tokens.
+    """The shard number (from 1) of each example, so that shards hold about the same number of prompt tokens.
 
     tokens: prompt tokens by (dataset, id), in any order. The longest examples are placed first, each into the shard
-    that holds the fewest tokens so far: no shard gets more than 4/3 of what the best split gives its fullest one
+    with the fewest tokens so far: no shard gets more than 4/3 of the largest shard of the best split
     (Graham, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17(2), 1969).
     """
-    filled = [0] * min(count, len(tokens))  # shards beyond that get nothing
+    filled = [0] * min(count, len(tokens))  # further shards are empty
     numbers = {}
     for key in sorted(tokens, key=lambda key: (-tokens[key], key)):
         emptiest = filled.index(min(filled))

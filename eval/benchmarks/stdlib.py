@@ -6,14 +6,13 @@
 | cross_file | chunks of other files, then the file up to a line | names something that only the other files name     |
 |            | (as LongBench's repobench-p)                      |                                                    |
 
-So the prompt's far parts matter: every name of a gold line stands somewhere in its prompt. The files are those of the
-modules that `is_held_out` picks from the standard library of CPython 3.11.7. They are part of this package
-(`stdlib_held_out.json.xz`; copyright Python Software Foundation, PSF License 2), because the library changes with every
-version of Python: so the rows are the same everywhere. `scripts/dev/train_coder.py` asks the same function which
-modules to leave out of training.
+Every name of a gold line occurs in its prompt, so the prompt's far parts matter. The files are those of the modules
+that `is_held_out` picks from the standard library of CPython 3.11.7. They are part of this package
+(`stdlib_held_out.json.xz`; copyright Python Software Foundation, PSF License 2), so that rows do not depend on the
+version of Python. `scripts/dev/train_coder.py` leaves the same modules out of training.
 
-The chunks of other files are chosen as a retriever without the gold line would: those that share most names with the
-lines before the gold one, the best last.
+The chunks of other files are chosen without the gold line: those that share most names with the lines before it, the
+best last.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ ROWS = 240
 """The number of rows of each dataset, 80 of each prompt length; a run takes the first `limit` of them."""
 
 RECENT = 20
-"""The lines before the gold line in which `next_line` allows no earlier mention of one of its names."""
+"""The number of lines before the gold line that must lack one of its names, in `next_line`."""
 
 CHUNK = 20
-"""The lines of a chunk of another file."""
+"""The number of lines of a chunk of another file."""
 
 MAX_NEW_TOKENS = 48
 
@@ -61,18 +60,18 @@ Lines = list[str]
 
 
 def module_of(path: str) -> str:
-    """The module that a file of the library belongs to: http for http/client.py, io for _pyio.py."""
+    """The module of a file of the library: http for http/client.py, io for _pyio.py."""
     name = PurePosixPath(path).parts[0].removesuffix(".py")
     return name.lstrip("_").removeprefix("py") or name
 
 
 def is_held_out(path: str) -> bool:
-    """Whether a file is of a module that is never trained on: one in eight is, by the hash of its name."""
+    """Whether a file's module is never trained on: 1 of 8 modules, by the hash of the name."""
     return hashlib.sha256(module_of(path).encode()).digest()[0] % 8 == 0
 
 
 def related(path: str, text: str, files: Iterable[str]) -> list[str]:
-    """The other files that a file may draw on: those of its package, and those of modules that it imports."""
+    """The files related to a file: those of its package, and those of modules that it imports."""
     imported = {name.split(".")[0] for name in _IMPORT.findall(text)}
     package = PurePosixPath(path).parent
     return [
@@ -95,7 +94,7 @@ def held_out_files() -> dict[str, Lines]:
 
 
 def names(lines: Iterable[str]) -> set[str]:
-    """The names in code, keywords and names of less than three letters aside."""
+    """The names in code, without keywords and names of less than three letters."""
     return set().union(*map(_names, lines))
 
 
@@ -116,7 +115,7 @@ class Target:
         return held_out_files()[self.path][self.number].rstrip("\n")
 
     def before(self, characters: int) -> Lines:
-        """The last whole lines of the file before the target that have at most so many characters."""
+        """The last whole lines before the target with at most N characters."""
         lines = held_out_files()[self.path][: self.number]
         taken = 0
         for i in reversed(range(len(lines))):
@@ -128,10 +127,10 @@ class Target:
 
 @cache
 def _targets() -> list[Target]:
-    """All lines that can be asked for, in a fixed random order: statements of 12 to 80 characters, no comments."""
+    """All possible gold lines, in a fixed random order: statements of 12 to 80 characters, no comments."""
     found = []
     for path, lines in held_out_files().items():
-        in_text = False  # of a string over several lines
+        in_text = False  # inside a string of several lines
         for number, line in enumerate(lines):
             marks = line.count('"""') + line.count("'''")
             usable = not in_text and not marks and not {"#", "`"} & {*line} and "//" not in line
@@ -143,7 +142,7 @@ def _targets() -> list[Target]:
 
 
 def _next_line(target: Target, length: int) -> tuple[str, str] | None:
-    """Context and input of a `next_line` row; None if the target does not ask for something far."""
+    """Context and input of a `next_line` row; None if the target needs nothing far from it."""
     lines = target.before(length)
     wanted = names([target.gold])
     if sum(map(len, lines)) < 0.8 * length or not wanted <= names(lines) or wanted <= names(lines[-RECENT:]):
@@ -153,7 +152,7 @@ def _next_line(target: Target, length: int) -> tuple[str, str] | None:
 
 @cache
 def _chunks(path: str) -> list[tuple[str, set[str]]]:
-    """The chunks of a file as they stand in a prompt, and the names in each."""
+    """The chunks of a file in a prompt's format, and the names in each."""
     lines = held_out_files()[path]
     parts = [lines[i : i + CHUNK] for i in range(0, len(lines), CHUNK)]
     return [(header(path) + "".join(part), names(part)) for part in parts]
@@ -161,7 +160,7 @@ def _chunks(path: str) -> list[tuple[str, set[str]]]:
 
 @cache
 def _related_chunks(path: str) -> list[tuple[str, set[str]]]:
-    """The chunks of all files that a file may draw on."""
+    """The chunks of all files related to a file."""
     files = held_out_files()
     return [chunk for other in related(path, "".join(files[path]), files) for chunk in _chunks(other)]
 
@@ -190,7 +189,7 @@ PROMPTS = {"next_line": _next_line, "cross_file": _cross_file}
 
 
 def _rows(name: str) -> Iterator[dict[str, Any]]:
-    """Rows of every target that suits the length whose turn it is."""
+    """Rows of the targets that suit the next length; lengths take turns."""
     turns = cycle(LENGTHS)
     length = next(turns)
     for target in _targets():
@@ -216,7 +215,7 @@ def rows(name: str, count: int = ROWS) -> list[dict[str, Any]]:
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    """One dataset; its rows follow from the files in the package."""
+    """One dataset; its rows are made from the files in the package."""
     data = b"\n".join(map(canonical, rows(dataset.name)))
     source = f"stdlib suite, {dataset.name}"
     return load_examples(dataset, data, source, TEMPLATES[dataset.name], MAX_NEW_TOKENS, settings.on_error)

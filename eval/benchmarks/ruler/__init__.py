@@ -1,7 +1,7 @@
-"""RULER (Hsieh et al., arXiv 2404.06654): 13 synthetic tasks at any length, made row for row as the official code does.
+"""RULER (Hsieh et al., arXiv 2404.06654): 13 synthetic tasks at any length, whose rows equal the official ones.
 
 `read_templates` or `fetch_templates` gives the official prompts and settings, `rows` makes a task's rows, `score` is
-the official scorer. Source: https://github.com/NVIDIA/RULER at `COMMIT`; nothing of it is stored here.
+the official scorer. Source: https://github.com/NVIDIA/RULER at `COMMIT`; none of it is stored here.
 """
 
 from eval.benchmarks.ruler.generator import Row, rows

@@ -1,4 +1,4 @@
-"""What RULER's rows are made from: the official prompts and settings, lists of words, and the corpora of some tasks."""
+"""The sources of RULER's rows: the official prompts and settings, lists of words, and the corpora of some tasks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _HUB = {  # dataset of a qa task: repository, configuration, file in data.dir
 INSTALL = "install it with: pip install 'lazyllm-bench[ruler]'"
 
 _NEEDLES = ("numbers", "words", "uuids")
-# Settings a task's generator reads, by the task's kind: their type, or the values they may have
+# {kind of task: {setting of its generator: type, or allowed values}}
 _FIELDS: dict[str, dict[str, type | tuple[str, ...]]] = {
     "niah": {
         "type_haystack": ("noise", "needle", "essay"),
@@ -79,7 +79,7 @@ class Task:
 
     kind: the generator: a key of `constants.py`.
     template: the prompt, with `{context}` and other placeholders.
-    answer_prefix: the text behind the prompt, and behind the chat template, that the answer continues.
+    answer_prefix: the text after the prompt and the chat template, which the answer continues.
     max_new_tokens: the limit of an answer's tokens (`tokens_to_generate`).
     settings: the task's `args` in `synthetic.yaml`.
     """
@@ -94,7 +94,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Templates:
-    """All tasks as two official files give them.
+    """All tasks of the two official files.
 
     tasks: by name, in the order of `TASKS`.
     sha256: of the two files.
@@ -108,7 +108,7 @@ class Templates:
 
 @dataclass(frozen=True)
 class Sources:
-    """Files of the user's that some tasks need.
+    """The user's files, which some tasks need.
 
     folder: `data.dir`, which may hold RULER's `squad.json`, `hotpotqa.json`, `PaulGrahamEssays.json` and
         `english_words.json`; None for none of them.
@@ -121,16 +121,16 @@ class Sources:
 
 @dataclass(frozen=True)
 class Essay:
-    """The text that needles are hidden in, as words; `official` if it is read from RULER's `PaulGrahamEssays.json`."""
+    """The text around needles, as words. official: it comes from RULER's `PaulGrahamEssays.json`."""
 
     words: Sequence[str]
     official: bool
 
     def sentences(self, count: int) -> list[str]:
-        """The sentences of the first `count` words; the text begins again as often as that takes.
+        """The sentences of the first `count` words; the text is repeated if necessary.
 
-        The official corpus is split by NLTK's punkt model as officially. Ours: other text is split after ". ", "! "
-        and "? ", which needs no model and decides only near which word a needle stands.
+        The official corpus is split by NLTK's punkt model, as officially. Ours: other text is split after ". ", "! "
+        and "? ", which needs no model; it only determines between which words a needle is.
         """
         text = " ".join(itertools.islice(itertools.cycle(self.words), count)).strip()
         return _punkt(text) if self.official else re.split(r"(?<=[.!?]) ", text)
@@ -140,8 +140,8 @@ class Essay:
 class Question:
     """A question of a qa task.
 
-    documents: indices of the documents that come with it. more: of others of the same article.
-    evidence: of those documents that hold the answer.
+    documents: indices of its documents. more: of other documents of the same article.
+    evidence: of the documents that hold the answer.
     """
 
     text: str
@@ -153,16 +153,16 @@ class Question:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A dataset of a qa task: questions in its order, and its documents, sorted."""
+    """A dataset of a qa task: questions in the dataset's order, and sorted documents."""
 
     questions: Sequence[Question]
     documents: Sequence[str]
 
 
 def read_templates(folder: str | Path) -> Templates:
-    """The prompts and settings in a folder with RULER's `constants.py` and `synthetic.yaml`; no code of it is run.
+    """The prompts and settings in a folder with RULER's `constants.py` and `synthetic.yaml`, without running code.
 
-    Raises UserError: a file is missing, cannot be parsed, or lacks a task or field.
+    Raises UserError if a file is missing, cannot be parsed, or lacks a task or field.
     """
     folder = Path(folder).expanduser()
     content = {name: _content(folder / name) for name in _OFFICIAL}
@@ -210,7 +210,7 @@ def fetch_templates(folder: str | Path) -> Templates:
 
 
 def words(*kinds: Literal["noun", "adjective", "verb"]) -> list[list[str]]:
-    """The lists of the wonderwords package. Raises UserError: the package is not installed."""
+    """The lists of the wonderwords package. Raises UserError if the package is not installed."""
     from importlib.resources import files
 
     try:
@@ -221,7 +221,7 @@ def words(*kinds: Literal["noun", "adjective", "verb"]) -> list[list[str]]:
 
 
 def english_words(sources: Sources) -> list[str]:
-    """The second list of words, for lists longer than wonderwords allows. Raises UserError: it is not in `data.dir`."""
+    """The second list of words, for more words than wonderwords has. Raises UserError if it is not in `data.dir`."""
     file = sources.folder / _ENGLISH if sources.folder else None
     if file is None or not file.is_file():
         raise UserError(
@@ -235,12 +235,12 @@ def english_words(sources: Sources) -> list[str]:
 
 
 class Pairs(Sequence[str]):
-    """All "adjective-noun" pairs, each once, sorted: six million strings, of which only those asked for are made."""
+    """All distinct "adjective-noun" pairs, sorted: six million strings, made only when they are read."""
 
     def __init__(self, adjectives: Iterable[str], nouns: Iterable[str]) -> None:
         self._nouns = sorted(set(nouns))
-        # Pairs of one adjective stand together, unless its beginning is itself an adjective ("well", "well-made").
-        self._blocks: list[tuple[str, ...]] = []  # adjectives whose pairs are sorted among each other
+        # an adjective's pairs are contiguous, unless its beginning is itself an adjective ("well", "well-made")
+        self._blocks: list[tuple[str, ...]] = []  # adjectives whose pairs are sorted together
         for beginning in sorted(f"{adjective}-" for adjective in set(adjectives)):
             if self._blocks and beginning.startswith(self._blocks[-1][0]):
                 self._blocks[-1] += (beginning,)
@@ -268,7 +268,7 @@ class Pairs(Sequence[str]):
 
 
 def read_essay(task: str, sources: Sources) -> Essay:
-    """The text that a task hides its needles in. Raises UserError: none is given, or it cannot be read."""
+    """The text around a task's needles. Raises UserError if none is given, or if it cannot be read."""
     path = _essay_file(sources)
     if path is None:
         raise UserError(f"{task} hides its needles in a text: {_GIVE_ESSAY}")
@@ -281,7 +281,7 @@ def read_essay(task: str, sources: Sources) -> Essay:
 def read_text(path: Path, key: str) -> str:
     """The text of a file, or of all .txt and .md files of a folder, stripped. key: the setting that names the path.
 
-    Raises UserError: it cannot be read, or there is no text.
+    Raises UserError if it cannot be read or is empty.
     """
     files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md")) if path.is_dir() else [path]
     text = " ".join(map(_text, files)).strip()
@@ -291,7 +291,7 @@ def read_text(path: Path, key: str) -> str:
 
 
 def missing_corpus(task: Task, sources: Sources) -> str | None:
-    """Why the text or the dataset that a task needs cannot be had; None if it can, or if the task needs none."""
+    """Why a task's text or dataset cannot be loaded; None if it can, or if the task needs none."""
     if task.settings.get("type_haystack") == "essay":
         return f"no text to hide needles in; {_GIVE_ESSAY}" if _essay_file(sources) is None else None
     if task.kind != "qa":
@@ -303,7 +303,7 @@ def missing_corpus(task: Task, sources: Sources) -> str | None:
 
 
 def corpus_sha256(task: Task, sources: Sources) -> str | None:
-    """Of the text or the dataset that a task's rows are made from; None if it needs none. Raises UserError."""
+    """SHA-256 of a task's text or dataset; None if it needs none. Raises UserError."""
     if task.settings.get("type_haystack") == "essay":
         essay = read_essay(task.name, sources)
         texts = [str(essay.official), *essay.words]
@@ -316,7 +316,7 @@ def corpus_sha256(task: Task, sources: Sources) -> str | None:
 
 
 def _essay_file(sources: Sources) -> Path | None:
-    """The user's text, else RULER's in `data.dir`, if it is there."""
+    """The user's text, else RULER's in `data.dir`, if there is one."""
     official = sources.folder / _ESSAYS if sources.folder else None
     return sources.haystack or (official if official and official.is_file() else None)
 
@@ -324,8 +324,8 @@ def _essay_file(sources: Sources) -> Path | None:
 def read_corpus(dataset: str, sources: Sources) -> Corpus:
     """Questions and documents of SQuAD 2.0 or HotpotQA (distractor), the development sets.
 
-    dataset: "squad" or "hotpotqa". Read from `data.dir` if its file is there, else through the package `datasets`.
-    Raises UserError: the file is malformed, or neither cache nor network has the dataset.
+    dataset: "squad" or "hotpotqa". Read from its file in `data.dir` if there is one, else by the package `datasets`.
+    Raises UserError if the file is malformed, or the dataset neither cached nor downloadable.
     """
     name = _HUB[dataset][2]
     file = sources.folder / name if sources.folder else None
@@ -377,7 +377,7 @@ def _hotpotqa(content: Any) -> Corpus:
 
 
 def _from_hub(dataset: str) -> Any:
-    """A development set as its official JSON file holds it, from rows of the hub's dataset."""
+    """A development set in the format of its official JSON file, from rows of the hub's dataset."""
     repository, configuration, name = _HUB[dataset]
     loaded = load_from_hub(repository, configuration, "validation", _give(name))
     return _squad_file(loaded) if dataset == "squad" else _hotpotqa_file(loaded)
@@ -388,7 +388,7 @@ def _give(name: str) -> str:
 
 
 def _squad_file(loaded: Iterable[Any]) -> dict[str, Any]:
-    """Rows of the hub's dataset, a question each, as articles of paragraphs of questions."""
+    """The hub's rows, a question each, in the official format: articles of paragraphs of questions."""
     articles = []
     for _, article in itertools.groupby(loaded, key=lambda row: row["title"]):
         paragraphs = [
@@ -454,7 +454,7 @@ def _parsed_settings(content: bytes, file: Path) -> Any:
 
 
 def _field(parsed: Any, name: str, expected: type | tuple[str, ...], file: Path, inside: str = "") -> Any:
-    """A field's value. expected: its type, or the values it may have. Raises UserError: it is missing or another."""
+    """A field's value. expected: its type, or allowed values. Raises UserError for a missing or other value."""
     value = parsed.get(name) if isinstance(parsed, dict) else None
     if value in expected if isinstance(expected, tuple) else isinstance(value, expected):
         return value

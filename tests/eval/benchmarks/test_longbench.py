@@ -294,7 +294,7 @@ def test_names_are_resolved():
         ("hotpot", "unknown dataset 'hotpot': did you mean hotpotqa"),
         ("xxxxxxxx", "known are all, "),
         (["qasper", "summarisation"], "did you mean summarization"),
-        ([], "no dataset named"),
+        ([], "no dataset: give"),
         ([["qasper"]], "named by a string"),
     ],
 )
