@@ -247,7 +247,7 @@ def test_what_has_no_corpus_is_left_out_of_the_suite_and_refused_by_name(folder)
 
 
 def test_templates_that_are_not_there_are_refused_with_two_ways_out():
-    with pytest.raises(UserError, match=r"either give data\.dir=FOLDER .* or run once with a network, which fills .*"):
+    with pytest.raises(UserError, match=r"Either give data\.dir=FOLDER .* or run once with a network, which fills .*"):
         config_of("dataset=vt")
 
 
