@@ -45,7 +45,7 @@ class ChatFormat:
 
     before: str = ""
     after: str = ""
-    again: str = ""
+    again: str = field(default="", repr=False)  # needle rows are told apart by the rest
     from_tokenizer: bool = False
     or_none: bool = False
     args: Mapping[str, Any] = field(default_factory=dict, hash=False)

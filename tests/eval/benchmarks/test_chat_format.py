@@ -89,6 +89,14 @@ def test_a_template_without_earlier_answers_has_no_later_turns() -> None:
         build_prompt(replace(ROW, turns=(Turn("Why?", ()),)), "", tokenizer_with("mistral"), chat=chat_format("auto"))
 
 
+def test_what_follows_an_answer_changes_no_hash_of_rows() -> None:
+    """Rows of needles are told apart by the representation, as stored runs have it."""
+    assert repr(CHAT_FORMATS["llama2"]) == (
+        "ChatFormat(before='[INST]', after='[/INST]', from_tokenizer=False, or_none=False, args={}, system=None, "
+        "today='2024-07-26', thinking_tokens=0, strip=False, delete='')"
+    )
+
+
 def test_an_end_token_is_not_written_twice() -> None:
     turn = LaterTurn("", (2, 5, 6), "")
     assert turn.behind([7, 2], (2,)) == (5, 6)

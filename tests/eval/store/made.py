@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from eval.store.folder import open_store
-from eval.store.record import Measurement, Record
+from eval.store.record import LaterTurn, Measurement, Record
 
 LAZY = {"name": "lazy", "schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
 
@@ -24,6 +25,18 @@ def measurement(text: str = "an answer", score: float = 0.5, **changes) -> Measu
 def record(number: int, dataset: str = "hotpotqa", **changes) -> Record:
     method, baseline = measurement(**changes), measurement("base", ttft_s=0.4)
     return Record(dataset, f"row-{number}", "abc", 100, 120, method, baseline, "...\nQuestion: why?", ["because", "so"])
+
+
+def with_turns() -> Record:
+    """A record of three turns."""
+    later = [
+        LaterTurn(
+            prompt_sha256=f"{number}", prompt_tokens=number, method=measurement(score=0.25 * number), prompt_end="why?",
+            baseline=measurement(ttft_s=0.1) if number % 2 else None, answers=["so"] * number,
+        )
+        for number in (2, 3)
+    ]  # fmt: skip
+    return replace(record(1), later=later)
 
 
 PROVENANCE = {"git_commit": "abc", "machine": {"device": "a device"}, "versions": {"torch": "2"}}

@@ -23,7 +23,7 @@ from eval.store.results import PLANNED, Results, find_runs, planned_text, stored
 from lazyllm.errors import UserError
 from scripts.dev.simulate_campaign import write_campaign
 from tests.eval.paper.figures.made import small_trace, with_traces
-from tests.eval.store.made import LAZY, record, write_run
+from tests.eval.store.made import LAZY, record, with_turns, write_run
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +129,17 @@ def test_figure_7_is_that_of_a_slow_version(campaign: Path, collected: Results) 
 
 def shard(folder: Path, part: str, *records: Any) -> None:
     (folder / f"records{part}.jsonl").write_text("".join(record.to_json() + "\n" for record in records))
+
+
+def test_later_turns_are_collected_too(tmp_path: Path) -> None:
+    records = [record(0), with_turns()]
+    write_run(tmp_path / "runs" / "one", records)
+    [raw] = find_runs([tmp_path / "runs"])
+    collect([tmp_path / "runs"], tmp_path / "collected")
+    [run] = find_runs([tmp_path / "collected"])
+    assert run.records == records
+    assert run.examples.equals(raw.examples)
+    assert run.examples["turn"].tolist() == [1, 1, 2, 3]
 
 
 def test_shards_are_merged_and_what_stands_twice_is_kept_once(tmp_path: Path, caplog: Any) -> None:

@@ -16,10 +16,10 @@ import pytest
 
 from eval.store import record as schema
 from eval.store.folder import read_run, read_table
-from eval.store.record import MEASURED, SCHEMA, LaterTurn, Record, compact_counts, lines_to_table, to_records, to_table
+from eval.store.record import MEASURED, SCHEMA, Record, compact_counts, lines_to_table, to_records, to_table
 from eval.store.results import StoredRun, as_frame, example_rows
 from lazyllm.errors import UserError
-from tests.eval.store.made import measurement, record, write_run
+from tests.eval.store.made import measurement, record, with_turns, write_run
 
 
 def varied() -> list[Record]:
@@ -52,17 +52,6 @@ def changed(example: dict[str, Any], side: str = "method", measured: dict[str, A
     values = asdict(record(1))
     values[side] |= measured or {}
     return values | example
-
-
-def with_turns() -> Record:
-    later = [
-        LaterTurn(
-            prompt_sha256=f"{number}", prompt_tokens=number, method=measurement(score=0.25 * number), prompt_end="why?",
-            baseline=measurement(ttft_s=0.1) if number % 2 else None, answers=["so"] * number,
-        )
-        for number in (2, 3)
-    ]  # fmt: skip
-    return replace(record(1), later=later)
 
 
 def test_records_come_back_as_they_were(tmp_path: Path) -> None:
@@ -118,13 +107,13 @@ def test_every_value_is_the_records_to_the_last_bit() -> None:
             assert found == value or (math.isnan(found) and math.isnan(value)), name
 
 
-@pytest.mark.parametrize("name", ["prompt_end", "answers", "groups", "scoring_tokens"])
+@pytest.mark.parametrize("name", ["prompt_end", "answers", "groups", "scoring_tokens", "later", "turn"])
 def test_older_records_are_read_with_defaults(tmp_path: Path, name: str) -> None:
     """Also beside records of this version, and for every reader."""
     values = asdict(record(0))
     for part in (values, values["method"], values["baseline"]):
         part.pop(name, None)
-    default = {"prompt_end": "", "answers": [], "groups": [], "scoring_tokens": 0}[name]
+    default = {"prompt_end": "", "answers": [], "groups": [], "scoring_tokens": 0, "later": None, "turn": 1}[name]
     expected = replace(record(0), **{} if name == "scoring_tokens" else {name: default})
     write_run(tmp_path, [])
     (tmp_path / "records.jsonl").write_bytes(lines(values, record(1)))
