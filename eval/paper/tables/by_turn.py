@@ -18,19 +18,22 @@ VALUES = (
     "score", "baseline_score", "kl", "ttft_speedup", "speedup_so_far", "tokens_computed", "tokens_computed_so_far",
     "revived_tokens", "kv_bytes", "aux_bytes", "total_s_so_far", "baseline_total_s_so_far",
 )  # fmt: skip
+_SHOWN = (1, 2, 4, 8, 16, 32)  # turns; the CSV has all
 _COLUMNS = [*SETTING, "turns", "turn", "level", "name", "task", "examples", *forms(*VALUES)]
 
 
 def turns(results: Results) -> Table:
     """Every setting by turn: datasets, tasks and their mean in the frame, the mean shown."""
     frame = by_turn(results)
-    lines = [_line(row, results) for row in frame[frame["level"] == "all"].to_dict("records")]
+    is_shown = (frame["level"] == "all") & frame["turn"].isin(_SHOWN)
+    lines = [_line(row, results) for row in frame[is_shown].to_dict("records")]
     caption = (
         "Mean over tasks of rows with several questions, by question. A method goes on behind its own earlier answers, "
         "and so does the baseline beside it; KL and speedups compare the two in the same turn. TTFT speedup: of this "
         "turn alone. Speedup so far: all turns up to this, whole answers: below 1, the method has cost more time than "
         "the baseline by then. Computed, revived: prompt tokens in this turn, mean over layers. turns=again: each turn "
-        "runs the whole text anew. ±: half of the 95 % bootstrap interval over rows. Datasets and tasks are in the CSV."
+        "runs the whole text anew. ±: half of the 95 % bootstrap interval over rows. The turns between, datasets and "
+        "tasks are in the CSV."
     )
     return Table("turns", "Later questions on the same context, by turn", caption, frame, pd.DataFrame(lines), keys=3)
 
