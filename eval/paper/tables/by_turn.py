@@ -24,7 +24,7 @@ _COLUMNS = [*SETTING, "turns", "turn", "level", "name", "task", "examples", *for
 
 def turns(results: Results) -> Table:
     """Every setting by turn: datasets, tasks and their mean in the frame, the mean shown."""
-    frame = by_turn(results)
+    frame: Any = by_turn(results)
     is_shown = (frame["level"] == "all") & frame["turn"].isin(_SHOWN)
     lines = [_line(row, results) for row in frame[is_shown].to_dict("records")]
     caption = (
