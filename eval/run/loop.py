@@ -114,9 +114,11 @@ def compare(config: RunConfig) -> list[RunResult]:
         write_whole(Path(f"{stem}.{suffix}"), text)
     screen = console()
     screen.print(table.to_rich())
-    from eval.paper.figures import plot_comparison, save  # not at the top: matplotlib is slow to import
+    pictures: list[Path] = []
+    if config.timing.paired:  # the picture is of speedups
+        from eval.paper.figures import plot_comparison, save  # not at the top: matplotlib is slow to import
 
-    pictures = save(plot_comparison(table.frame, f"{model}, {title}", methods), stem)
+        pictures = save(plot_comparison(table.frame, f"{model}, {title}", methods), stem)
     track_pictures(config.tracker, Path("runs"), config.label, pictures)
     lines = ["Files:", *(f"  {path}" for path in (*(one.folder for one in results.values()), f"{stem}.md", *pictures))]
     if config.model.name == "tiny":

@@ -340,7 +340,7 @@ def test_offline_and_not_cached_there_are_two_ways_out(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setattr(hub, "hub_is_reachable", lambda: False)
     out = r"give data\.dir=FOLDER with SCBench's <task>\.jsonl and eval_utils\.py, or run once with a network"
-    with pytest.raises(UserError, match=rf"scbench_kv: microsoft/SCBench is not cached and cannot be downloaded: {out}"):
+    with pytest.raises(UserError, match=rf"microsoft/SCBench is not cached and cannot be downloaded: {out}"):
         config_of("dataset=scbench_kv")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=rf"prompts is not cached yet and HF_HUB_OFFLINE is set\. Either {out}"):

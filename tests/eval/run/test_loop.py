@@ -113,6 +113,15 @@ def test_a_comparison_says_which_half_it_is_of(tmp_path: Path, monkeypatch, caps
     assert titles == ["tiny, two, held-out half", "tiny, two"]
 
 
+def test_a_comparison_without_baselines_has_a_table_and_no_picture_of_speedups(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = replace(config_of(tmp_path), out=None, limit=2, dataset={"lookup": True}, label="alone")
+    config = replace(config, compare={"lazy": config.method}, timing=TimingConfig(paired=False, warmup=0))
+    compare(config)
+    assert "| lookup | lazy | 2 |" in (tmp_path / "runs" / "alone-tiny.md").read_text()
+    assert not [*(tmp_path / "runs").glob("alone-tiny.*g")]
+
+
 def test_a_comparison_loads_its_model_once_and_only_if_something_is_left_to_measure(
     tmp_path: Path, monkeypatch
 ) -> None:
