@@ -155,7 +155,7 @@ def _prompts(dataset: Dataset, settings: DataSettings) -> _Prompts:
     file = folder / PROMPTS
     if settings.dir is None:
         ways_out = f"Either give {_GIVE}, or run once with a network, which fills {folder}"
-        fetched_once(file, PROMPTS_URL, PROMPTS_SHA256, "SCBench", "SCBench's prompts", ways_out, prompts_sha256)
+        fetched_once(file, PROMPTS_URL, PROMPTS_SHA256, "SCBench", "SCBench's prompt file", ways_out, prompts_sha256)
     elif not file.is_file():
         raise UserError(f"data.dir={settings.dir}: {PROMPTS} is missing; give {_GIVE}")
     elif prompts_sha256(file.read_bytes()) != PROMPTS_SHA256:

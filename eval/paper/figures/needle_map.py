@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from eval.store.aggregate import with_baselines
 from eval.store.results import Results
 
 _IN_A_ROW = 4
+_WIDTH = 30  # characters above a panel
 _AXES = ("length", "depth")
 
 
@@ -41,7 +43,7 @@ def plot(frame: Any) -> MplFigure:
     picture: Any = None
     for place, (setting, cells) in zip(axes.flat, panels, strict=False):
         picture = _draw_map(place, cells.pivot(index="depth", columns="length", values="score"))
-        place.set_title("\n".join([setting[0], *_wrapped(setting[-1])]))
+        place.set_title("\n".join([*wrap(setting[0], _WIDTH), *_wrapped(setting[-1])]))
     for place in axes.flat[len(panels) :]:
         place.set_visible(False)
     for place in axes.flat[max(0, len(panels) - columns) : len(panels)]:  # no panel below
@@ -69,7 +71,7 @@ def _draw_map(axes: Any, cells: Any) -> Any:
 def _wrapped(label: str) -> list[str]:
     """The method, and its settings in a second line."""
     method, _, settings = label.partition(", ")
-    return [method, settings if len(settings) <= 36 else f"{settings[:35]}…"]
+    return [method, settings if len(settings) <= _WIDTH else f"{settings[: _WIDTH - 1]}…"]
 
 
 FIGURE = Figure(

@@ -343,7 +343,7 @@ def test_offline_and_not_cached_there_are_two_ways_out(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=rf"microsoft/SCBench is not cached and cannot be downloaded: {out}"):
         config_of("dataset=scbench_kv")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match=rf"prompts is not cached yet and HF_HUB_OFFLINE is set\. Either {out}"):
+    with pytest.raises(UserError, match=rf"prompt file is not cached yet and HF_HUB_OFFLINE is set\. Either {out}"):
         SUITE.load(DATASETS["scbench_kv"], DataSettings())
 
 
