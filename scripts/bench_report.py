@@ -1,11 +1,11 @@
-"""python -m scripts.bench_report FOLDER: a folder of benchmark results as one page with its table and pictures.
+"""python -m scripts.bench_report FOLDER: a page of benchmark results, with table and pictures.
 
-FOLDER/*.json       what `python -m lazyllm.bench --json` or `python -m lazyllm.bench.measure_all FOLDER` wrote
-FOLDER/README.md    made: the table of targets, what was measured with, the pictures
-FOLDER/speed.png, .svg, .pdf    made: time to the first token by length of the prompt, whole generations by answer
+FOLDER/*.json                   input, from `lazyllm-bench bench --json` or `python -m lazyllm.bench.measure_all FOLDER`
+FOLDER/README.md                the table of targets, settings and versions, the pictures
+FOLDER/speed.png, .svg, .pdf    TTFT by prompt length, whole generations by answer length
 
-Of a folder that `lazyllm-bench bench --field --json FOLDER/NAME.json` filled: the table of all methods, and
-FOLDER/field.png, .svg, .pdf: measured against ideal TTFT speedup. Of one of `--turn`: the table of second turns.
+Results of `bench --field` have instead the table of all methods, and field.png, .svg, .pdf: measured against ideal TTFT
+speedup. Results of `bench --turn` have the table of second turns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lazyllm.methods import METHODS
 
 @styled
 def plot_speed(cases: Sequence[Case]) -> MplFigure:
-    """Left: seconds to the first token by prompt length; right: whole generations by length of the answer."""
+    """Left: seconds to the first token by prompt length; right: whole generations by answer length."""
     figure = new_figure(9.6, 3.8)
     left, right = figure.subplots(1, 2)
     _plot_first_tokens(left, [case for case in cases if case.untimed is not None])
@@ -51,7 +51,7 @@ def _plot_first_tokens(axes: Any, cases: Sequence[Case]) -> None:
     axes.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="seconds to the first token")
     axes.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
     axes.minorticks_off()
-    axes.set_title("One token: as much faster as there is less arithmetic")
+    axes.set_title("One token: time follows FLOPs")
     axes.legend()
     grid(axes)
 
@@ -121,8 +121,8 @@ def page_of_field(reports: Sequence[dict[str, Any]]) -> str:
         [
             "# All methods on random weights, measured against ideal",
             "Made by `python -m scripts.bench_report` from the JSON files beside it, which hold every sample. Each "
-            "method is measured beside the baseline, in turns. The ideal counts FLOPs, scoring and a draft included, "
-            "by the tokens that entered each layer. With one CPU thread, seconds are the process's own CPU time.",
+            "method takes turns with the baseline. The ideal counts FLOPs of the tokens that entered each layer, "
+            "scoring and drafts included. With one CPU thread, seconds are the process's CPU time.",
             table_of_field([case for report in reports for case in cases_of(report)]),
             "![Measured against ideal TTFT speedup](field.png)",
             *(_measured_with(report) for report in reports),
@@ -136,9 +136,9 @@ def page_of_turns(reports: Sequence[dict[str, Any]]) -> str:
         [
             "# The second turn of a session, on random weights",
             "Made by `python -m scripts.bench_report` from the JSON files beside it, which hold every sample. The "
-            "second turn stands behind the prompt and one answered token. Its FLOPs are those of the tokens that it "
-            "computes, revived ones included, each with the tokens that it attends to. Medians over rounds of all "
-            "contenders. With one CPU thread, seconds are the process's own CPU time.",
+            "second turn follows the prompt and one answer token. Its FLOPs are those of the tokens that it computes, "
+            "revived ones included. Medians over rounds of all methods. With one CPU thread, seconds are the process's "
+            "CPU time.",
             table_of_turns([case for report in reports for case in turn_cases_of(report)]),
             *(_measured_with(report) for report in reports),
         ]

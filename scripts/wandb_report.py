@@ -1,11 +1,11 @@
-"""A W&B Report of runs that were tracked with `tracker=wandb`: tables, scores and speedups by task, runs side by side.
+"""A W&B Report of runs tracked with `tracker=wandb`: tables, scores and speedups by task, runs side by side.
 
 python -m scripts.wandb_report runs --out report.json                      the spec as a file, offline
 python -m scripts.wandb_report runs --publish --entity NAME                the report in project lazyllm-bench
-python -m scripts.wandb_report --group table1 --publish --entity NAME      of a project's runs, none of them here
+python -m scripts.wandb_report --group table1 --publish --entity NAME      of a project's runs, without local records
 
-The report's tables are made from the records of the given runs, and its panels show these runs only, found in W&B by
-their fingerprint. Needs the extra wandb-report.
+The report's tables are made from the records of the given runs; its panels show these runs only, found in W&B by
+fingerprint. Needs the extra wandb-report.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from eval.store.record import Record
 
-# Of a run's summary, by task: (column, heading)
+# (column of a run's summary by task, heading)
 COLUMNS = (
     ("score", "score (0 to 100)"),
     ("ttft_speedup", "TTFT speedup"),
@@ -37,14 +37,14 @@ COLUMNS = (
     ("aux_bytes", "Aux Cache (bytes)"),
 )
 RUNNING = (("running/score", "score so far"), ("running/ttft_speedup", "TTFT speedup so far"))
-WIDTH, HEIGHT = 24, 8  # of W&B's grid: a whole line, and a panel's usual height
+WIDTH, HEIGHT = 24, 8  # in W&B's grid: of a whole line, and of a panel
 
 
 def build_report(results: Results, title: str, project: str, entity: str = "", group: str | None = None) -> Report:
-    """The report. Without runs: panels for all tasks, of the project's runs (of one group).
+    """The report. Without runs: panels for all tasks, of the project's runs or of a group.
 
-    entity: empty offline; otherwise W&B is asked for the project. Raises UserError without the extra, or if two runs
-    measured the same.
+    entity: "" offline; otherwise W&B looks the project up. Raises UserError without the extra, or if two runs measured
+    the same.
     """
     try:
         import wandb_workspaces.reports.v2 as library
@@ -86,7 +86,7 @@ def build_report(results: Results, title: str, project: str, entity: str = "", g
     )
     blocks += [
         wr.H1("Run by run"),
-        wr.P("Settings that differ, and how score and speedup settled while examples were measured."),
+        wr.P("Settings that differ, and score and speedup over the measured examples."),
         panels(*curves, wr.RunComparer(diff_only="split", layout=below)),
         wr.H1("Examples"),
         panels(wr.WeavePanelSummaryTable(table_name="per_example", layout=wide)),
@@ -95,16 +95,16 @@ def build_report(results: Results, title: str, project: str, entity: str = "", g
 
 
 def spec(report: Report) -> str:
-    """The report as the JSON that W&B is sent."""
+    """The report as JSON for W&B."""
     return report._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2) + "\n"
 
 
 def publish(report: Report) -> str:
-    """Save the report in its project; its address. Raises UserError if W&B does not take it."""
+    """Save the report in its project; returns its address. Raises UserError if W&B refuses it."""
     try:
         report.save()
-    except Exception as error:  # of many kinds: no network, no such project, no right to write
-        raise UserError(f"W&B did not take the report ({type(error).__name__}: {error})") from error
+    except Exception as error:  # no network, no such project, no permission: many types
+        raise UserError(f"W&B refused the report ({type(error).__name__}: {error})") from error
     return report.url
 
 
@@ -113,7 +113,7 @@ def _name(task: str) -> str:
 
 
 def _filter(results: Results, group: str | None) -> str:
-    """Which of the project's runs the panels show."""
+    """W&B's filter for the runs of the panels."""
     parts = ["Metric('JobType') = 'run'"]
     if results.runs:
         parts.append(f"Config('fingerprint') in {[run.about['fingerprint'] for run in results.runs]}")
@@ -123,7 +123,7 @@ def _filter(results: Results, group: str | None) -> str:
 
 
 def _tasks(results: Results) -> list[str]:
-    """The tasks that the runs have, in the tables' order; all without a run."""
+    """The tasks of the runs, in the tables' order; all tasks without runs."""
     there = {DATASETS[name].task for run in results.runs for name in run.datasets}
     return [task for task in TASKS if task in there or not there]
 
@@ -137,7 +137,7 @@ def _introduction(results: Results, group: str | None) -> str:
     return (
         f"{len(runs)} runs of {_listed(run.model for run in runs)} on {examples} examples; "
         f"device: {_listed(run.identity['device'] for run in runs)}; commit: {commits}. "
-        "Speedups are over the baseline that was run beside each example."
+        "Speedups are over the paired baseline of each example."
     )
 
 
@@ -169,12 +169,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="*", type=Path, help="folders that runs lie in; none: what the project holds")
+    parser.add_argument("runs", nargs="*", type=Path, help="folders of runs; none: all runs of the project")
     parser.add_argument("--out", type=Path, help="write the report's spec to this file, offline")
     parser.add_argument("--publish", action="store_true", help="save the report in W&B; needs a key and --entity")
     parser.add_argument("--project", default=os.environ.get("WANDB_PROJECT", "lazyllm-bench"))
     parser.add_argument("--entity", default=os.environ.get("WANDB_ENTITY"), help="the user or team of the project")
-    parser.add_argument("--group", help="only runs of this group: a comparison's label, or a sweep's")
+    parser.add_argument("--group", help="only runs of this group: the label of a comparison or a sweep")
     parser.add_argument("--title", default="LazyLLM on LongBench")
     options = parser.parse_args(argv)
     if not options.out and not options.publish:

@@ -168,4 +168,4 @@ def test_publish_saves_and_gives_the_address(monkeypatch, capsys) -> None:
 
     monkeypatch.setattr(Report, "save", refuse)
     assert wandb_report.main(["--publish", "--entity", "me"]) == 2
-    assert "W&B did not take the report (ValueError: no such project)" in capsys.readouterr().err
+    assert "W&B refused the report (ValueError: no such project)" in capsys.readouterr().err

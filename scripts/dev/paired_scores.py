@@ -1,5 +1,5 @@
-"""Differences of scores example by example, with 95 % bootstrap intervals: of each method from its own baseline, and of
-each from the one before it.
+"""Score differences over paired examples, with 95 % bootstrap intervals: of each method and its baseline, and of each
+method and the previous one.
 
     python -m scripts.dev.paired_scores runs results/coder/gradual.csv
 """
@@ -28,7 +28,7 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def paired(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """A row for every method against its baseline, in the order of their labels, then each against the one before.
+    """A row for every method against its baseline, in order of labels, then for each method against the previous one.
 
     frame: `Results.frame` of runs on the same examples; scores are 0 to 100.
     """

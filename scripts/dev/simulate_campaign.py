@@ -1,11 +1,11 @@
-"""Run folders of a campaign that was never run: for trying to collect runs and make tables and figures at full size.
+"""Simulated run folders of a campaign, to try collecting, tables and figures at full size.
 
 python -m scripts.dev.simulate_campaign OUT                 2 models, 9 settings, 16 datasets, 5 seeds: 337,500 records
 python -m scripts.dev.simulate_campaign OUT --share 0.1     a tenth of each dataset's examples
 python -m scripts.dev.simulate_campaign OUT --steps 1 64    answers of 1 to 64 tokens
 
-Numbers are drawn from a seed: they have the sizes and the spread of real ones, and mean nothing. Lines and run.json are
-those of `eval.store.folder`; every run is in two shards.
+Numbers are random (seeded), with realistic sizes and spread. Lines and run.json are in the format of
+`eval.store.folder`; every run has two shards.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from eval.store.folder import about_text, fingerprint
 from eval.store.record import Measurement, Record
 from eval.store.results import PLANNED, label_of, planned_text
 
-# LongBench's examples by dataset; 200 if it is not named
+# Examples of LongBench's datasets; 200 for all others
 _SIZES = {"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}
-MODELS = {"llama2": 3500, "xgen": 7500}  # the longest prompt
+MODELS = {"llama2": 3500, "xgen": 7500}  # tokens of the longest prompt
 _EXPERIMENT = Path(__file__).parents[2] / "eval" / "conf" / "experiment" / "table1.yaml"
 _TABLE1 = {method["name"]: method for method in yaml.safe_load(_EXPERIMENT.read_text())["compare"].values()}
 _STUDIED = "lazy"
@@ -43,9 +43,10 @@ _SHARDS = 2
 def write_campaign(
     out: Path, share: float = 1.0, seeds: int = 5, steps: Sequence[int] = (64, 64), settings: int = len(SETTINGS)
 ) -> int:
-    """Write every run's folder below `out`; returns the number of records.
+    """Write every run's folder in `out`; returns the number of records.
 
-    share: of each dataset's examples, at least two. steps: fewest and most generated tokens. settings: how many.
+    share: of each dataset's examples, at least two. steps: least and greatest number of generated tokens. settings:
+    their number.
     """
     sizes = {dataset.name: max(2, round(share * _SIZES.get(dataset.name, 200))) for dataset in longbench.DATASETS}
     runs = [(model, number, seed) for model in MODELS for number in range(settings) for seed in range(seeds)]
@@ -79,7 +80,7 @@ def _write_run(out: Path, model: str, number: int, seed: int, sizes: dict[str, i
     for place, dataset in enumerate(longbench.DATASETS):
         rng = np.random.default_rng([seed, number, place, list(MODELS).index(model)])
         longest = MODELS[model]
-        # a prompt's length is the same in every run
+        # the same lengths in every run
         lengths = np.random.default_rng([longest, place]).lognormal(8.4, 0.6, sizes[dataset.name]).astype(int) + 200
         for example, tokens in enumerate(np.minimum(longest, lengths).tolist()):
             record = _record(rng, settings, dataset, example, tokens, int(rng.integers(steps[0], steps[1] + 1)))
@@ -138,7 +139,7 @@ def _measurement(
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="a folder that is not there yet")
+    parser.add_argument("out", type=Path, help="a new folder")
     parser.add_argument("--share", type=float, default=1.0, help="of each dataset's examples (default: all)")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(

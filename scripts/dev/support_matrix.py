@@ -2,8 +2,8 @@
 
     python -m scripts.dev.support_matrix            # some minutes on one core
 
-The cells and what is checked in each are those of `tests/lazyllm/engine/architecture_matrix.py`; nothing is written
-unless all of them hold.
+`tests/lazyllm/engine/architecture_matrix.py` holds the cells and their checks. The document is written only if all
+cells pass.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SMALL: dict[str, Any] = dict(
     num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
     pad_token_id=None,
 )  # fmt: skip
-# What is refused: model type, what it is built with beside `_SMALL`, and the heart of the message
+# Refused models: model type, settings in addition to `_SMALL`, and a part of the message
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "GPT-2": ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 97}, "is not built like a Llama"),
     "Mamba": ("mamba", {}, "is not built like a Llama"),
@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def refusal_of(name: str) -> str:
-    """The message with which a model of `REFUSED` is refused at start-up; "" if it is not refused."""
+    """The message that refuses a model of `REFUSED` at start-up; "" if it is not refused."""
     kind, own, _ = REFUSED[name]
     config = AutoConfig.for_model(kind, **(({} if kind == "gpt2" else _SMALL) | own))
     with torch.random.fork_rng(devices=[]):
@@ -89,12 +89,12 @@ def document(holds: Mapping[Cell, bool]) -> str:
 Written by `python -m scripts.dev.support_matrix` with torch {torch.__version__.split("+")[0]} and transformers \
 {transformers.__version__} on a CPU: {number} combinations, all of which hold.
 
-What a model is, is found out from the model and not from its name: its own code is run once with its layers left out,
-which shows what enters layer 1, which cos and sin and which mask each layer gets, and what becomes of the logits
-(`lazyllm/engine/architecture.py`); then a prompt and two decoding steps are run through the loop over the layers and
-through `model(...)`, and must give the same logits (`check_same_as_model`). So a decoder that is not in this table but
-is built like one that is (Ministral, OLMo 3, Cohere 2, Mixtral, Nemotron, ...) works too; only those of the table are
-held against an independent reference. FLOPs and ideal speedups are counted for gated MLPs without experts.
+Support does not depend on a model's name. At start-up, its own code is run once without its layers, which shows what
+enters layer 1, which cos, sin and mask each layer gets, and how logits are made (`lazyllm/engine/architecture.py`).
+Then a prompt and two decoding steps run through the loop over layers and through `model(...)`, and must give the same
+logits (`check_same_as_model`). So other decoders of the same structure (Ministral, OLMo 3, Cohere 2, Mixtral,
+Nemotron, ...) work too; only those of the table are checked against an independent reference. FLOPs and ideal speedups
+are counted for gated MLPs without experts.
 
 ## What is checked in each cell
 
@@ -102,24 +102,24 @@ Small random models of 4 layers, a prompt longer than every sliding window, and 
 changes ("Llama 3 RoPE", "YaRN", ... are the `rope_type`s of transformers).
 
 - Every cell: with parameters that keep everything, the tokens are those of `model.generate` and the first logits are
-  those of `model(...)`, bit for bit; with parameters that prune, as many tokens are computed as the method says.
+  those of `model(...)`, bit for bit; with parameters that prune, the number of computed tokens is the declared one.
 - float64 and float32: pruned tokens, selections and the logits of all steps are those of the reference
-  (`tests/reference.py`: dictionaries of tokens, numpy, float64), the logits to 1e-9 and 1e-3; in float32 only where
-  the reference itself has no two importances closer than 1e-5 at the edge of a selection.
-- Columns "flash": **not FlashAttention itself**, which needs a GPU and is not installed where this was run, but a
-  stand-in with its conventions (no masks, windows counted in slots, softcaps), computed by PyTorch.
+  (`tests/reference.py`: dictionaries of tokens, numpy, float64), the logits to 1e-9 and 1e-3; in float32 only if the
+  reference has no two importances closer than 1e-5 at the edge of a selection.
+- Columns "flash": **not FlashAttention itself**, which needs a GPU, but a stand-in by PyTorch with its conventions
+  (no masks, windows counted in slots, softcaps).
 - "n/a": transformers builds no such model (SDPA cannot cap attention logits: Gemma 2 needs
   `model.attn_implementation=eager` or FlashAttention).
 
 ## What to know
 
-- **Sliding windows** count positions: a token attends to those stored tokens that lie in its window in the text,
-  however many of those between them were pruned. Outside the newest token's window the importance of Eq. 1 is 0, and
-  ties go to the lower position: in models that alternate (Gemma 2 and 3), let pruning layers be layers with full
-  attention. K and V of tokens that have left a window are kept.
+- **Sliding windows** count positions: a token attends to the stored tokens whose positions are in its window, even if
+  tokens between them were pruned. Outside the newest token's window the importance of Eq. 1 is 0, and ties go to the
+  lower position: in models with both kinds of layers (Gemma 2 and 3), prune after layers with full attention. K and V
+  of tokens that have left a window are kept.
 - **Dynamic NTK**: a token keeps the frequencies of the step that computed it, as in `model.generate`. Every prompt
-  begins anew. **LongRoPE** (Phi-3): a text that would grow beyond the length at which the frequencies change is refused
-  before it starts; one that is beyond it from the start, or stays within it, is exact.
+  starts with the original frequencies. **LongRoPE** (Phi-3): a text that would cross the length at which the
+  frequencies change is refused before it starts; a text below or above that length throughout is exact.
 - Gemma 3 as `Gemma3ForCausalLM` (text); the models with images are refused.
 
 ## The matrix
@@ -135,7 +135,7 @@ changes ("Llama 3 RoPE", "YaRN", ... are the `rope_type`s of transformers).
 
 
 def main() -> int:
-    """Check every cell; write the document if all of them hold."""
+    """Check every cell; write the document if all pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     torch.set_num_threads(1)

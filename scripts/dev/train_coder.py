@@ -1,16 +1,16 @@
 """Train the deeper Llama of `lazyllm/models/coder` on the CPU: real Python source, and the embedded suite's tasks.
 
-    nice -n 5 python -m scripts.dev.train_coder --work FOLDER --tokens 20_000_000    # goes on from FOLDER's checkpoint
+    nice -n 5 python -m scripts.dev.train_coder --work FOLDER --tokens 20_000_000    # resumes FOLDER's checkpoint
     python -m scripts.dev.train_coder --work FOLDER --save lazyllm/models/coder      # write the checkpoint as a model
     python -m scripts.dev.train_coder --work FOLDER --figure results/coder           # draw the log
-    python -m scripts.dev.train_coder --held-out eval/benchmarks/stdlib_held_out.json.xz   # the suite's files, anew
+    python -m scripts.dev.train_coder --held-out eval/benchmarks/stdlib_held_out.json.xz   # write the suite's files
 
-The model begins as tiny with a third more layers, which add nothing at first, and a larger vocabulary in which every
-token of tiny keeps its id: so it finds and copies from the start, and learns code. The text is the standard library of
-the running Python and its tests, without the modules that `eval.benchmarks.stdlib.is_held_out` picks.
+The model starts as tiny with 4 more layers, whose outputs are 0 at first, and a larger vocabulary in which every token
+of tiny keeps its id: it can find and copy from the start, and learns code. The text is the standard library of the
+running Python and its tests, without the modules that `eval.benchmarks.stdlib.is_held_out` picks.
 
-The rate is constant until the last fifth of `--tokens`, where it falls: with a higher `--tokens`, a second call from
-the checkpoint `before_fall.pt` (copied over `checkpoint.pt`) goes on as if the first had never ended.
+The rate is constant until the last fifth of `--tokens`, in which it falls. To train longer, copy `before_fall.pt` over
+`checkpoint.pt` and call again with more `--tokens`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from lazyllm.models.presets import PRESETS
 from scripts.dev.train_tiny import Stage, copy_sequence, task_sequence
 from scripts.dev.training import IGNORE, SPECIALS, Trainer, add_options, byte_level_bpe, save_model, write_rows
 
-# Folders of the library without code to read: tests, tables of characters, what others installed
+# Folders of the library that are left out: tests, tables of characters, other packages
 NO_CODE = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "ensurepip", "__pycache__"}
-MERGES = 2100  # less those that make a token of tiny
+MERGES = 2100  # including those that make a token of tiny
 BEGIN_ID = SPECIALS.index(embedded.BEGIN)
 PAD_ID = SPECIALS.index(embedded.PAD)
 LENGTHS = (512, 1024, 2048, 4096)
-SHARES = (0.74, 0.18, 0.06, 0.02)  # of the lengths while the rate is constant: short ones cost less a token
-LAST_SHARES = (0.4, 0.3, 0.2, 0.1)  # while it falls
+SHARES = (0.74, 0.18, 0.06, 0.02)  # of the lengths while the rate is constant: short sequences cost less per token
+LAST_SHARES = (0.4, 0.3, 0.2, 0.1)  # while the rate falls
 KINDS = {"file": 0.38, "cross": 0.37, "tasks": 0.2, "copy": 0.05}
-"""Shares of the sequences: windows of files, windows behind chunks of related files, embedded tasks, copying."""
-ANSWER_WEIGHT = 4.0  # of a token of an answer or a copy, in the loss; a token of code has 1
-BLOCK = 128  # queries of the attention that go together
+"""Shares of the sequences: windows of files, windows after chunks of related files, embedded tasks, copying."""
+ANSWER_WEIGHT = 4.0  # loss weight of a token of an answer or a copy; a token of code has 1
+BLOCK = 128  # queries in a block of attention
 NEW_LAYERS = (2, 5, 8, 11)  # of 12; the others are tiny's
 
 
@@ -52,13 +52,13 @@ NEW_LAYERS = (2, 5, 8, 11)  # of 12; the others are tiny's
 
 
 def library_files() -> dict[str, str]:
-    """Every file of the running Python's library that holds code to read, by its path below the library's folder."""
+    """Every file of the running Python's library, without `NO_CODE`, by its path in the library's folder."""
     names = [name for name in _names() if not NO_CODE & {*name.split("/")} and "sysconfigdata" not in name]
     return {name: _read(name) for name in names}
 
 
 def test_files(modules: set[str]) -> dict[str, str]:
-    """The library's tests of other modules than these; files of more than 400,000 characters are tables."""
+    """The library's tests of other modules than these, without tables (files of more than 400,000 characters)."""
     untouched = tuple(f"test/test_{module}" for module in modules)
     names = [name for name in _names() if name.startswith("test/test_") and not name.startswith(untouched)]
     return {name: text for name in names if len(text := _read(name)) < 400_000}
@@ -77,7 +77,7 @@ def _read(name: str) -> str:
 
 
 def build_tokenizer(texts: list[str]) -> Any:
-    """tiny's tokenizer with merges learned on these texts: tiny's tokens keep their ids, its tasks look the same."""
+    """tiny's tokenizer with merges learned on these texts: tiny's tokens keep their ids."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     split = pre_tokenizers.Sequence([
@@ -91,7 +91,7 @@ def build_tokenizer(texts: list[str]) -> Any:
         vocab_size=len(alphabet) + MERGES, initial_alphabet=alphabet, show_progress=False
     )  # fmt: skip
     learned.train_from_iterator(texts, trainer)
-    # Two full stops stand side by side in the tasks, as two tokens
+    # two full stops in a row must stay two tokens, as in the tasks
     merges = [
         (left, right) for left, right in json.loads(learned.to_str())["model"]["merges"] if ".." not in left + right
     ]
@@ -102,7 +102,7 @@ def build_tokenizer(texts: list[str]) -> Any:
 
 
 def block_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any):
-    """Causal attention in blocks of queries: in training on a CPU it takes half of the time of torch's own.
+    """Causal attention in blocks of queries: in training on a CPU, twice as fast as torch's own.
 
     query: [b, h, n, d]; key, value: [b, kv, n, d]. Returns [b, n, h, d].
     """
@@ -145,7 +145,7 @@ def build_model(vocabulary: int, seed: int) -> Any:
     return model
 
 
-# Sequences. ids and labels are lists of one length; labels are IGNORE if no loss is there.
+# Sequences. ids and labels are lists of the same length; labels are IGNORE for tokens without a loss.
 
 
 class Sequences:
@@ -172,7 +172,7 @@ class Sequences:
         return self.rng.choices(self.names, self.weights)[0]
 
     def window(self, name: str, size: int) -> list[int]:
-        """A header with the path, then tokens of the file from the start of a line; at most `size` altogether."""
+        """A header with the path, then tokens of the file from the start of a line; at most `size` tokens together."""
         ids, header = self.files[name], self.headers[name]
         room = max(1, size - len(header))
         start = self.rng.randrange(max(1, len(ids) - room + 1))
@@ -188,7 +188,7 @@ class Sequences:
         return ids, ids
 
     def cross(self, length: int) -> tuple[list[int], list[int]]:
-        """Chunks of related files, each of four the one that shares most with the window behind them."""
+        """Chunks of related files, then a window; each chunk is the best of four by tokens shared with the window."""
         while not self.related[name := self.draw()]:
             pass
         target = self.window(name, self.rng.randint(length // 3, length // 2))
@@ -203,7 +203,7 @@ class Sequences:
 
     @cached_property
     def common(self) -> int:
-        """Ids below this one are bytes and tiny's words: that two texts share them says little."""
+        """Ids below this one are bytes and tiny's words, which most texts share."""
         return len(SPECIALS) + 256 + len(embedded.vocabulary())
 
     def tasks(self, length: int) -> tuple[list[int], list[int]]:
@@ -213,7 +213,7 @@ class Sequences:
         return task_sequence(self.rng, self.rng.choice(embedded.NAMES), stage)[:2]
 
     def copy(self, length: int) -> tuple[list[int], list[int]]:
-        """Random words of tiny and segments of them again; its loss is on what comes again."""
+        """Random words of tiny, then segments of them again; its loss is on these segments."""
         return copy_sequence(self.rng, length)
 
     def batch(self, tokens: int, shares: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,11 +244,11 @@ class CoderTrainer(Trainer):
         self.means = [0.0] * len(KINDS)
 
     def left(self) -> float:
-        """The tokens to come as a share of the last fifth of all: below 1, the rate falls."""
+        """The remaining tokens / a fifth of all: below 1, the rate falls."""
         return (self.args.tokens - self.tokens) / (0.2 * self.args.tokens)
 
     def rate(self) -> float:
-        """Learning rate: warm-up, constant, a fall to 2 %."""
+        """Learning rate: warm-up, constant, then falling to 2 %."""
         return self.args.lr * min(1.0, (self.step + 1) / self.args.warmup, max(0.02, self.left()))
 
     def done(self) -> bool:
@@ -275,7 +275,7 @@ class CoderTrainer(Trainer):
 
 
 def make_trainer(args: argparse.Namespace) -> CoderTrainer:
-    """The trainer, with the tokenizer in `--work`, which is made if there is none."""
+    """The trainer, with the tokenizer in `--work`, which is made if necessary."""
     from tokenizers import Tokenizer
 
     args.work.mkdir(parents=True, exist_ok=True)

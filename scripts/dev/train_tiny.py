@@ -1,13 +1,13 @@
 """Train the tiny Llama of `lazyllm/models/tiny` on the CPU, for the embedded suite (`eval/benchmarks/embedded.py`).
 
-    nice -n 10 python -m scripts.dev.train_tiny                           # train, resuming from a checkpoint in --work
+    nice -n 10 python -m scripts.dev.train_tiny                           # train, or resume the checkpoint in --work
     python -m scripts.dev.train_tiny --evaluate lazyllm/models/tiny       # score a saved model on the test split
     python -m scripts.dev.train_tiny --figure results/tiny                # draw the log
 
-Half of the early sequences are copying (random tokens of the whole vocabulary of which segments come again at varying
-distance), half are contexts of the suite with several questions. Contexts begin short, with few facts over few keys and
-words, and widen when the running accuracy of the answers' first tokens, mean over tasks, passes `ADVANCE`; loss is on
-answers only. The curriculum depends on the seed alone, not on the clock. No question of the test split is ever asked.
+Half of the early sequences are copying (random tokens, of which segments are repeated at varying distance), half are
+contexts of the suite with several questions. Contexts start short, with few facts, keys and words. They grow when the
+running accuracy of the answers' first tokens, mean over tasks, passes `ADVANCE`. The loss is on answers only. The
+curriculum depends on the seed only. No question of the test split is asked.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Stage:
     """One step of the curriculum.
 
     length: tokens of a sequence. facts, keys, values: as in `embedded.Level`. copying: share of copy sequences.
-    tokens: how many the stage lasts; 0: until ADVANCE is passed (and at least `--stage-tokens`).
-    rate: share of the learning rate at its begin. decay: tokens over which the full rate would go to zero; 0: constant.
-    direct: whether digest is in its easier form (`embedded.WARM_UP`).
+    tokens: of the stage; 0: until ADVANCE is passed (and at least `--stage-tokens`).
+    rate: share of the learning rate at its start. decay: tokens in which the full rate would fall to 0; 0: constant.
+    direct: whether digest has its easier form (`embedded.WARM_UP`).
     """
 
     length: int
@@ -73,10 +73,7 @@ STAGES = (
 
 
 def build_tokenizer() -> Any:
-    """The tiny tokenizer: words of the suite are one token each, any other text falls back to its UTF-8 bytes.
-
-    Without merges; the newline is a token of its own.
-    """
+    """The tiny tokenizer: words of the suite and the newline are single tokens, other text is bytes. No merges."""
     from tokenizers import pre_tokenizers
 
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -85,7 +82,7 @@ def build_tokenizer() -> Any:
 
 @cache
 def token_ids() -> dict[str, int]:
-    """The id of every token by its text ("\\n" for the newline, " amber" for a word)."""
+    """{text of a token: id}, "\\n" for the newline, " amber" for a word."""
     vocabulary = build_tokenizer().get_vocab()
     return {token.replace("\u0120", " ").replace("\u010a", "\n"): i for token, i in vocabulary.items()}
 
@@ -121,11 +118,11 @@ def build_model(seed: int) -> Any:
     return LlamaForCausalLM(build_config())
 
 
-# Sequences. ids and labels are lists of one length; labels are IGNORE where no loss is.
+# Sequences. ids and labels are lists of the same length; labels are IGNORE for tokens without a loss.
 
 
 def copy_sequence(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
-    """Random tokens, then segments of what came before, at random distance; loss on each segment but its start."""
+    """Random tokens, then repeated segments at random distance; loss on each segment but its start."""
     size, first = len(token_ids()), 3  # the specials come first
     pool = list(range(first, size)) if rng.random() < 0.75 else rng.sample(range(first, size), 48)
     ids = [token_ids()[embedded.BEGIN], *rng.choices(pool, k=length // 3)]
@@ -136,14 +133,14 @@ def copy_sequence(rng: random.Random, length: int) -> tuple[list[int], list[int]
         segment = ids[start : start + span]
         gap = rng.choices(pool, k=rng.randint(0, 4))
         ids += gap + segment
-        # The first tokens of a segment only say where it is from: one of them in a big pool, two in a small one.
+        # the first tokens only identify the segment: one token in a large pool, two in a small one
         known = 1 if len(pool) > 48 else 2
         labels += [IGNORE] * (len(gap) + known) + segment[known:]
     return ids[:length], labels[:length]
 
 
 def task_sequence(rng: random.Random, name: str, stage: Stage) -> tuple[list[int], list[int], list[int]]:
-    """A context of a task and as many questions as fit, drawn with replacement; loss on the answers.
+    """A context of a task, and questions drawn with replacement until the sequence is full; loss on the answers.
 
     Returns ids, labels, and the positions of each question's first answer token.
     """
@@ -176,7 +173,7 @@ def task_sequence(rng: random.Random, name: str, stage: Stage) -> tuple[list[int
 
 @dataclass
 class Batch:
-    """ids, labels: [batch, length]. family: index into FAMILIES, and first: whether a label is an answer's first."""
+    """ids, labels: [batch, length]. family: index into FAMILIES. first: whether a label is an answer's first token."""
 
     ids: Tensor
     labels: Tensor
@@ -231,13 +228,13 @@ class TinyTrainer(Trainer):
         self.loss = 0.0
 
     def rate(self) -> float:
-        """Learning rate: warm-up, then what the stage says, never below 2 % of the full one."""
+        """Learning rate: warm-up, then the stage's, at least 2 % of the full rate."""
         stage = STAGES[self.stage]
         rate = self.args.lr * min(1.0, (self.step + 1) / self.args.warmup)
         return rate * max(0.02, stage.rate - (self.stage_tokens / stage.decay if stage.decay else 0.0))
 
     def done(self) -> bool:
-        """Whether the last stage has had its tokens."""
+        """Whether the last stage is complete."""
         return self.stage == len(STAGES) - 1 and self.stage_tokens >= STAGES[-1].tokens
 
     def update(self) -> None:
@@ -266,7 +263,7 @@ class TinyTrainer(Trainer):
                 self.accuracy[i] += (chosen.float().mean().item() - self.accuracy[i]) * 0.03
 
     def _advance(self) -> None:
-        """Go to the next stage when this one has had its tokens, or the mean accuracy of the tasks passes the mark."""
+        """Go to the next stage if this one is complete, or if the mean accuracy of the tasks passes `ADVANCE`."""
         stage = STAGES[self.stage]
         if self.stage + 1 == len(STAGES) or self.stage_tokens < (stage.tokens or self.args.stage_tokens):
             return
@@ -301,7 +298,7 @@ def train(args: argparse.Namespace) -> TinyTrainer:
 
 @torch.inference_mode()
 def answer(model: Any, tokenizer: Any, prompts: list[list[int]], limit: int) -> list[str]:
-    """Greedy answers to prompts of one length, the end token and what follows it removed."""
+    """Greedy answers to prompts of the same length, up to the end token."""
     ids = torch.tensor(prompts)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False)
     return tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
@@ -339,7 +336,7 @@ def evaluate(folder: Path, count: int, batch: int = 20) -> list[dict[str, Any]]:
 def draw(log: Path, folder: Path) -> None:
     """The training figure, `training.png` and `training.svg`: loss and first-token accuracy against tokens seen.
 
-    The accuracies are running means that are halved when a stage begins: the dips say that, not that the model forgot.
+    The accuracies are running means that are halved when a stage begins, which causes the dips.
     """
     import matplotlib
     from matplotlib.figure import Figure

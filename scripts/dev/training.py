@@ -1,4 +1,4 @@
-"""What both training scripts share: a step, checkpoints that a second call goes on from, log, tokenizer, saving."""
+"""The common part of both training scripts: a step, checkpoints to resume from, log, tokenizer, saving."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SPECIALS = (embedded.PAD, embedded.BEGIN, embedded.END)
 
 
 class Trainer:
-    """Model, optimisers, random state and counters: everything that a checkpoint holds.
+    """Model, optimisers, random state and counters: the content of a checkpoint.
 
     A subclass adds `update` (one step, which calls `descend`), `done`, `row` (its columns of the log), and the names of
-    its own counters.
+    its counters.
     """
 
     counters: ClassVar[tuple[str, ...]] = ("step", "tokens", "seconds", "log")
@@ -56,14 +56,14 @@ class Trainer:
         raise NotImplementedError
 
     def logits(self, ids: Tensor, labels: Tensor, bf16: bool = True) -> tuple[Tensor, Tensor]:
-        """Logits [wanted, vocabulary] in front of every label that is not IGNORE, and where those are: [b, n - 1]."""
+        """Logits [wanted, vocabulary] before every label that is not IGNORE, and the mask of these: [b, n - 1]."""
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
             hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
             wanted = labels[:, 1:] != IGNORE
             return self.model.lm_head(hidden[:, :-1][wanted]).float(), wanted
 
     def descend(self, loss: Tensor, rate: float, tokens: int) -> None:
-        """The gradient of a loss, clipped to norm 1, and the optimisers' step."""
+        """Make the optimisers' step by the gradient of a loss, clipped to norm 1."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -75,7 +75,7 @@ class Trainer:
         self.tokens += tokens
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint, everything that the next step depends on, whole or not at all."""
+        """Write a checkpoint, completely or not at all."""
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -86,7 +86,7 @@ class Trainer:
         path.with_suffix(".part").replace(path)
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint that `save` wrote."""
+        """Resume a checkpoint that `save` wrote."""
         state = torch.load(path, weights_only=False)
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -101,7 +101,7 @@ class Trainer:
         print(json.dumps(row), f"{self.tokens / self.seconds:.0f} tokens/s", flush=True)
 
     def train(self, args: argparse.Namespace) -> None:
-        """Go on from the checkpoint in `args.work` to the end, or to `args.steps`; log and save on the way."""
+        """Resume the checkpoint in `args.work`, train to the end or to `args.steps`, and log and save meanwhile."""
         checkpoint = args.work / "checkpoint.pt"
         if checkpoint.exists():
             self.load(checkpoint)
@@ -120,7 +120,7 @@ class Trainer:
 
 
 def add_options(parser: argparse.ArgumentParser, name: str, rate: float) -> None:
-    """The options that both scripts have."""
+    """The options of both scripts."""
     add = parser.add_argument
     add("--work", type=Path, default=Path(f"/tmp/train_{name}"), help="folder of checkpoint, log and model")
     add("--seed", type=int, default=0)
@@ -134,9 +134,9 @@ def add_options(parser: argparse.ArgumentParser, name: str, rate: float) -> None
 
 
 def byte_level_bpe(words: Sequence[str], merges: Sequence[tuple[str, str]], split: Any) -> Any:
-    """A lossless byte-level BPE that takes a whole pre-token if it is a word (`ignore_merges`, as in Llama 3).
+    """A lossless byte-level BPE in which a pre-token that is a word is one token (`ignore_merges`, as in Llama 3).
 
-    Ids: specials, 256 bytes, words, results of merges. split: the pre-tokenizer; it ends in a ByteLevel one.
+    Ids: specials, 256 bytes, words, results of merges. split: the pre-tokenizer, ending in a ByteLevel one.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -168,7 +168,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype = to
         model_max_length=model.config.max_position_embeddings,
     )
     fast.save_pretrained(folder)
-    # transformers 5 writes the name of a class of its own; this one is known to every version.
+    # transformers 5 writes the name of a new class; this one exists in every version
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
