@@ -1,4 +1,4 @@
-"""How much of the evidence each layer computes, of right and of wrong answers: what table and picture are made from."""
+"""The share of the evidence that each layer computes, for right and for wrong answers: data of a table and a figure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.results import Results, StoredRun
 
 OUTCOMES = ("right", "wrong")
-FULL_SCORE = 1 - 1e-6  # ROUGE never gets quite to 1
+FULL_SCORE = 1 - 1e-6  # ROUGE does not quite reach 1
 _KEYS = ["model", "suite", "method", "label", "task", "outcome", "layer"]
 _COLUMNS = ["dataset", "id", "method.score", "method.evidence_prefill", "method.evidence_revived"]
 
@@ -20,11 +20,11 @@ def evidence_shares(results: Results) -> pd.DataFrame:
     """model, suite, method, label, task, outcome (right: full score; wrong: less), layer (from 1), examples;
     in_prefill, revived: the shares in per cent of the evidence's tokens that the layer computes in prefill, and later.
 
-    Means over the examples that know their evidence; seeds are pooled. Empty without any.
+    Means over the examples with known evidence; seeds are pooled. Empty without such examples.
     """
     known = [_of_run(run) for run in results.runs]
     shares = pd.concat(known or [pd.DataFrame(columns=[*_KEYS, "seed", "dataset", "id", "in_prefill", "revived"])])
-    shares = shares.drop_duplicates([*_KEYS, "seed", "dataset", "id"])  # an example may stand in two runs
+    shares = shares.drop_duplicates([*_KEYS, "seed", "dataset", "id"])  # two runs may hold the same example
     means: Any = shares.groupby(_KEYS).agg(
         examples=("id", "size"), in_prefill=("in_prefill", "mean"), revived=("revived", "mean")
     )

@@ -1,4 +1,4 @@
-"""What tables and figures know of methods: what each method's own class says of it."""
+"""Facts about methods for tables and figures, from the methods' classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STUDIED = "lazy"  # the paper's own method
 
 @cache
 def kind_of(name: str) -> type[Method] | None:
-    """The method's class; None for a method of a package that is not installed here."""
+    """The method's class; None for a method of a package that is not installed."""
     from lazyllm.methods import by_name  # not at the top: torch is slow to import
 
     try:
@@ -26,17 +26,17 @@ def kind_of(name: str) -> type[Method] | None:
 
 
 def is_diagnostic(name: str) -> bool:
-    """Whether it is no method but a reference, whose price is not in its TTFT."""
+    """Whether it is a diagnostic: a reference, not a method, whose selection is not in its TTFT."""
     kind = kind_of(name)
     return kind is not None and kind.diagnostic
 
 
 def marked(label: str, method: str) -> str:
-    """A setting's label, which says so if it is of a diagnostic."""
+    """A setting's label, marked if it is a diagnostic's."""
     return f"{label} (diagnostic)" if is_diagnostic(method) else label
 
 
 def place_of(name: str) -> tuple[float, str]:
-    """What methods are sorted by in tables and legends: unknown ones come last."""
+    """The sort key of methods in tables and legends: unknown ones come last."""
     kind = kind_of(name)
     return (float("inf"), name) if kind is None else (kind.order, kind.label)

@@ -1,4 +1,4 @@
-"""A table as a value, and its forms: Markdown and a terminal for a reader, CSV at full precision, LaTeX for a paper."""
+"""A table, and its forms: Markdown, terminal, CSV at full precision, LaTeX."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _EMPTY = "No run for this table."
 
 @dataclass(frozen=True)
 class Table:
-    """name: the stem of its files. title, caption: one line, and what a reader needs to know.
+    """name: the stem of its files. title, caption: for people.
 
-    frame: keys and values at full precision, which the CSV holds. cells: the text shown, one column a heading; the
-    first `keys` of them name the row and are aligned to the left. A name in `**` is that of a sum over rows before it.
+    frame: keys and values at full precision, for the CSV. cells: the texts shown, a column for each heading; the first
+    `keys` columns name the row and are aligned to the left. A name in `**` sums up the rows before it.
     """
 
     name: str
@@ -37,18 +37,18 @@ class Table:
     keys: int = 1
 
     def to_markdown(self, heading: str = "#") -> str:
-        """Title, table, caption. heading: how deep the title is."""
+        """Title, table, caption. heading: Markdown's mark of the title's level."""
         body = markdown_lines(list(self.cells.columns), self.cells.to_numpy().tolist(), self.keys)
         return "\n".join(
             [f"{heading} {self.title}", "", *(body if len(self.cells) else [_EMPTY]), "", self.caption, ""]
         )
 
     def to_csv(self) -> str:
-        """Every key and value; an empty field is a value that was not measured."""
+        """All keys and values; an empty field was not measured."""
         return self.frame.to_csv(index=False, lineterminator="\n")
 
     def to_rich(self) -> RichTable:
-        """The table for a terminal: headings in two lines, sums in bold below what they are of."""
+        """The table for a terminal: headings in two lines, sums in bold below their rows."""
         from rich import box
         from rich.table import Table as RichTable
 
@@ -94,7 +94,7 @@ class Table:
         )
 
     def _ends(self) -> list[bool]:
-        """Of each row, whether the next one differs in the keys before the last."""
+        """For each row, whether the next one differs in a key before the last one."""
         groups = self.cells.iloc[:, : self.keys - 1].to_numpy().tolist()
         return [group != following for group, following in zip(groups, [*groups[1:], *groups[-1:]], strict=True)]
 
@@ -108,7 +108,7 @@ def cell(mean: float, low: float | None, high: float | None, digits: int) -> str
 
 
 def markdown_lines(headings: Sequence[str], rows: Sequence[Sequence[str]], keys: int) -> list[str]:
-    """A pipe table; the first `keys` columns to the left, numbers to the right."""
+    """A pipe table; the first `keys` columns are aligned to the left, numbers to the right."""
     rule = "|" + "---|" * keys + "---:|" * (len(headings) - keys)
     lines = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in (headings, *rows)]
     return [lines[0], rule, *lines[1:]]

@@ -1,4 +1,4 @@
-"""Pictures of stored runs: one file a figure, each a table and a drawing of that table (`Figure`)."""
+"""Figures of stored runs: one file a figure, each with its data and its plot (`Figure`)."""
 
 from eval.paper.figures import (
     evidence_by_layer,
@@ -23,6 +23,6 @@ _FILES = (
     over_turns,
 )  # fmt: skip
 
-FIGURES: dict[str, Figure] = {one.FIGURE.name: one.FIGURE for one in _FILES}
+FIGURES: dict[str, Figure] = {file.FIGURE.name: file.FIGURE for file in _FILES}
 
 __all__ = ["FIGURES", "Figure", "plot_comparison", "plot_mechanism", "save"]

@@ -1,4 +1,4 @@
-"""Which runs and which traced example a figure shows if it shows one setting only."""
+"""The runs and the traced example of figures that show one setting only."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from eval.paper.known_methods import STUDIED
 from eval.store.results import Results, StoredRun, is_ablation, label_of
 from eval.store.trace import Trace, read_trace
 
-# Figure 4's schedule, nothing else changed
+# Figure 4's schedule with all other settings at their defaults
 PAPER_SETTING = label_of(STUDIED, {"schedule": "paper", "prune_generated": False, "revive": True})
 
 
 def as_published(results: Results) -> Results:
-    """Without ablations: they are no LazyLLM, so none is drawn as it. Tables have a row for each."""
+    """The results without ablations of LazyLLM; tables have a row for each of these."""
     return results.where(lambda run: not is_ablation(run.settings))
 
 
 def studied(results: Results) -> Results:
-    """Of each model the runs of one LazyLLM setting, no ablation: Figure 4's schedule if it was run, else the one with
-    most examples; of equals the first by its label.
+    """For each model the runs of one LazyLLM setting, not an ablation: Figure 4's schedule if it was run, else that
+    with most examples; of equals the first by label.
     """
     results = as_published(results)
     examples: dict[str, Counter[str]] = {}
@@ -34,10 +34,7 @@ def studied(results: Results) -> Results:
 
 
 def traced_example(results: Results) -> tuple[StoredRun, Trace] | None:
-    """The first trace of a run that has one; None if there is none.
-
-    The paper's models come before others, and Figure 4's schedule before others.
-    """
+    """The first trace of the runs, or None; the paper's models and Figure 4's schedule come first."""
     traced = [run for run in results.runs if run.traces]
     if not traced:
         return None

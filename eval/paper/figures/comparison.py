@@ -17,7 +17,7 @@ def plot_comparison(table: pd.DataFrame, title: str, methods: Mapping[str, Mappi
 
     Small marks are tasks; the large one, with its intervals, is the mean over tasks.
     table: the frame of `eval.paper.summary.compared_table`. methods: {label in the table: the method's name and
-    settings}, for labels that are no names; the first label of a method, an ablation apart, looks as the method does.
+    settings}, for labels that are not names; the first label of a method, but not an ablation, has the method's style.
     Returns a matplotlib figure.
     """
     figure = new_figure(7.2, 4.4)

@@ -1,4 +1,4 @@
-"""How much of the evidence each layer computes in prefill, task by task, of right and of wrong answers."""
+"""The share of the evidence that each layer computes in prefill, by task, for right and for wrong answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLUMNS = 4
 
 
 def data(results: Results) -> pd.DataFrame:
-    """`evidence_shares` of one setting a method: the one with most examples; of equals, with most wrong answers."""
+    """`evidence_shares` of one setting a method: that with most examples; of equals, that with most wrong answers."""
     frame: Any = evidence_shares(results)
     frame = frame[frame["method"] != BASELINE]
     first = frame[frame["layer"] == 1]
@@ -34,7 +34,7 @@ def data(results: Results) -> pd.DataFrame:
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """For each model and suite a cell a task, and one for the legend."""
+    """For each model and suite a panel for each task, and one for the legend."""
     panels = list(frame.groupby(["model", "suite"], sort=False))
     styles = styles_of(frame["method"])
     rows = [-(-(panel["task"].nunique() + 1) // _COLUMNS) for _, panel in panels]
@@ -68,7 +68,7 @@ def _draw_panel(part: Any, cells: Any, panel: Any, styles: dict[str, MethodStyle
     labels = panel.drop_duplicates("method").set_index("method")["label"]
     handles = [Line2D([], [], color=styles[name].colour, marker=styles[name].marker, label=label)
                for name, label in labels.items()]  # fmt: skip
-    handles += [Line2D([], [], color=GREY, linestyle=_LINES[one], label=f"{one} answers") for one in OUTCOMES]
+    handles += [Line2D([], [], color=GREY, linestyle=_LINES[kind], label=f"{kind} answers") for kind in OUTCOMES]
     cells[len(tasks)].legend(handles=handles, loc="center left")
 
 

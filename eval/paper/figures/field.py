@@ -1,4 +1,4 @@
-"""All methods on one clock: score against TTFT speedup, and the speedup against what the arithmetic allows."""
+"""All methods on one clock: score against TTFT speedup, and measured against ideal speedup."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def data(results: Results) -> pd.DataFrame:
     """model, suite, method, label, examples, on_curve, and the means over tasks of relative_score, ttft_speedup and
     ideal_ttft_speedup, with `_low` and `_high`, of every setting but the baseline's.
 
-    on_curve: settings that are given by the ideal speedup to reach (`2x`).
+    on_curve: settings given by a target speedup (`2x`).
     """
     frame = overall(results)
     frame = frame[frame["method"] != BASELINE].dropna(subset=["relative_score", "ttft_speedup"])
@@ -73,7 +73,7 @@ def _draw_ideals(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
             ordered["ideal_ttft_speedup"], ordered["ttft_speedup"], yerr=around(ordered, "ttft_speedup"),
             elinewidth=0.8, capsize=2, **_look(method, styles) | {"linestyle": "none"},
         )  # fmt: skip
-    if rows.empty:  # runs of a time before FLOPs were kept
+    if rows.empty:  # older records lack FLOPs
         axes.set_axis_off()
         return
     axes.axline((1, 1), (2, 2), color=GREY, linewidth=0.8, linestyle=(0, (1, 2)))
@@ -86,7 +86,7 @@ def _draw_ideals(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
 
 
 def _look(method: str, styles: dict[str, MethodStyle]) -> dict[str, Any]:
-    """A diagnostic is hollow: it is no method."""
+    """The style of a method's marks; hollow for a diagnostic."""
     look = styles[method].drawn | {"markersize": 5.5}
     return look | {"markerfacecolor": "white", "linewidth": 1.0} if is_diagnostic(method) else look
 

@@ -1,4 +1,4 @@
-"""What a figure is: data from stored runs, and a picture of that data alone."""
+"""A figure: data from stored runs, and a plot of these data."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from eval.store.results import Results
 
 @dataclass(frozen=True)
 class Figure:
-    """name: the stem of its files. title, caption: for people; the caption says what was averaged and left out.
+    """name: the stem of its files. title, caption: for people; the caption names averages and omissions.
 
-    data: the table behind the picture, as its CSV holds it; empty if no run has what the figure needs.
-    plot: draws that table alone, so that a picture can be made again from its CSV. Not for an empty table.
-    opens_report: whether it says the most about the runs; the first such figure with data stands above all else.
+    data: the table behind the picture, which is also its CSV; empty if no run has the necessary data.
+    plot: draws this table and nothing else, so that a picture can be made from its CSV. Not for an empty table.
+    opens_report: the first such figure with data is at the top of the report.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Figure 2: how much of its attention the last token of one prompt gives to each token, in each layer."""
+"""Figure 2: the attention of a prompt's last token to each token, in each layer."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from eval.paper.figures.style import COLOURS, grid, new_figure, styled
 from eval.store.results import Results
 from eval.store.trace import Trace
 
-COLUMNS = 700  # of the heat map: more cannot be told apart on paper
-_FAINTEST = 0.01  # of an equal share: what is less has the darkest colour
+COLUMNS = 700  # of the heat map: more are not visible on paper
+_FAINTEST = 0.01  # of an equal share: scores below have the darkest colour
 
 
 def importance_frame(trace: Trace) -> pd.DataFrame:
-    """part "map": s[l, i] (Eq. 1) by layer and first token of a column of `width` neighbouring tokens, the largest of
-    them; part "mean": every single token's mean over the layers. Positions count from 0.
+    """part "map": s[l, i] (Eq. 1) by layer and column, the maximum over a column's `width` neighbouring tokens from
+    token i on; part "mean": each token's mean over the layers. Positions count from 0.
     """
     scores = np.array(trace.importance)
     n = scores.shape[1]
     width = -(-n // COLUMNS)
     starts = np.arange(0, n, width)
-    columns = np.maximum.reduceat(scores, starts, axis=1)  # a peak is one token wide: a mean would hide it
+    columns = np.maximum.reduceat(scores, starts, axis=1)  # a mean would hide peaks, which are one token wide
     layer, column = np.indices(columns.shape).reshape(2, -1)
     of_map = {"part": "map", "layer": layer + 1, "position": starts[column], "importance": columns.ravel()}
     of_mean = {"part": "mean", "position": np.arange(n), "importance": scores.mean(axis=0)}
@@ -39,7 +39,7 @@ def importance_frame(trace: Trace) -> pd.DataFrame:
 
 
 def data(results: Results) -> pd.DataFrame:
-    """`importance_frame` of one traced example, with `model` before it. Nothing was pruned for it."""
+    """`importance_frame` of one traced example, with a column `model`. Nothing was pruned for it."""
     example = traced_example(results)
     if example is None:
         return pd.DataFrame()

@@ -1,6 +1,4 @@
-"""Figure 5: what each method keeps of the baseline's score, and how far its first token's distribution is from the
-baseline's, against its TTFT speedup, task by task.
-"""
+"""Figure 5: score relative to the baseline's, and KL of the first token, against TTFT speedup, by task and method."""
 
 from __future__ import annotations
 
@@ -37,10 +35,10 @@ def data(results: Results) -> pd.DataFrame:
     """model, suite, task ("all": their mean), source, paper_model, method, label, settings, seeds, examples, on_curve;
     relative_score (100 * score / the paired baseline's), ttft_speedup and kl, with `_low` and `_high`.
 
-    source: "measured"; "paper, Table 1" for its scores and speedups as published, in each of our tasks, of the column
-    `paper_model`: the model's own, or Llama 2's if the model is not in the paper; "paper, text" for the two claims.
-    on_curve: the method's settings that are given by their speedup (`2.0x`); of a method without such a sweep, those
-        that no other one beats in both score and speedup there.
+    source: "measured"; "paper, Table 1" for its published scores and speedups, of the model `paper_model` (the model
+    itself, or Llama 2 if it is not in the paper); "paper, text" for the two claims.
+    on_curve: the method's settings that are given by a speedup (`2.0x`); of a method without these, the settings that
+        no other one beats in both score and speedup.
     """
     table: Any = as_published(results).by_task
     table = table[(table["level"] != "dataset") & (table["method"] != BASELINE)]
@@ -64,7 +62,7 @@ def data(results: Results) -> pd.DataFrame:
 def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
     """The paper's points in the given tasks; "all": from the means of its scores and of its speedups over the tasks.
 
-    paper_model: llama2 or xgen. Its claims in the text are Llama 2's.
+    paper_model: llama2 or xgen. The claims in the paper's text are for Llama 2.
     """
     table: Any = published("table1").rename(
         columns={f"{paper_model}_score": "score", f"{paper_model}_ttft_speedup": "ttft_speedup"}
@@ -84,7 +82,7 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """Eight cells for each model and suite: six tasks, their mean, the legend; and eight with KL, if it is there."""
+    """Eight panels for each model and suite: six tasks, their mean, the legend; eight more with KL if measured."""
     panels = list(frame.groupby(["model", "suite"], sort=False))
     heights = [column for column in _HEIGHTS if frame[column].notna().any()]
     styles = styles_of(frame["method"])
@@ -96,7 +94,7 @@ def plot(frame: Any) -> MplFigure:
 
 
 def _undominated(settings: Any) -> np.ndarray:
-    """[settings] bool: the best score among those that are at least as fast."""
+    """[settings] bool: whether no setting that is at least as fast has a better score."""
     order = settings.sort_values(["ttft_speedup", "relative_score"], ascending=False)
     best = order["relative_score"].cummax()
     is_new = order["relative_score"].gt(best.shift(fill_value=-np.inf))
@@ -158,7 +156,7 @@ def _draw_task(axes: Any, rows: Any, styles: dict[str, MethodStyle], column: str
 
 
 def _is_own(rows: Any) -> bool:
-    """Whether the paper's points are the model's own: they then name the column that its runs name."""
+    """Whether the paper's points are those of the same model."""
     measured = rows.loc[rows["source"] == MEASURED, "paper_model"]
     return bool(measured.notna().any())
 

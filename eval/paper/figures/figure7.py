@@ -1,4 +1,4 @@
-"""Figure 7: how many of the prompt's tokens are computed, step by step, in each group of layers."""
+"""Figure 7: the share of prompt tokens computed after each step, in each group of layers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from eval.paper.figures.figure import Figure
 from eval.paper.figures.style import COLOURS, GREY, LINES, MARKERS, grid, legend_beside, new_figure, styled
 from eval.store.results import Results, StoredRun
 
-_LINEAR_STEPS = 40  # longer generations get a logarithmic axis: most happens in the first steps
+_LINEAR_STEPS = 40  # longer generations get a logarithmic axis, as most changes are in the first steps
 
 
 def data(results: Results) -> pd.DataFrame:
     """model, label, group (from 1), layers (for people), step (0: prefill), examples, generating, pct_computed.
 
-    pct_computed: 0 to 100, the mean over all `examples` of the distinct prompt tokens computed so far in the group's
-    layers. An example that has ended stays at its last value; `generating` counts those that have not.
+    pct_computed: 0 to 100, distinct prompt tokens computed so far in the group's layers, mean over all `examples`. An
+    example that has ended keeps its last value; `generating` counts the others.
     """
     runs = studied(results).runs
     parts = []
@@ -36,7 +36,7 @@ def data(results: Results) -> pd.DataFrame:
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """A panel a model, one curve a group of layers; below it, how many examples are still generating."""
+    """A panel for each model, a curve for each group of layers; below it, the number of examples still generating."""
     models = list(dict.fromkeys(frame["model"]))
     figure = new_figure(6.4 * len(models), 4.4)
     panels = figure.subplots(2, len(models), squeeze=False, sharex="col", height_ratios=(4, 1))
@@ -50,7 +50,7 @@ def plot(frame: Any) -> MplFigure:
 
 
 def _curves(runs: Sequence[StoredRun]) -> pd.DataFrame:
-    """Two groups of an example that happen to agree are stored as one: the groups shown are those of all examples."""
+    """The curves of all groups that occur: records merge neighbouring groups with equal counts."""
     names = ["prompt_tokens", "method.group_starts", "method.computed"]
     examples = [tuple(row.values()) for run in runs for row in run.table(names).to_pylist()]
     starts = sorted({start for _, own_starts, _ in examples for start in own_starts})
@@ -75,7 +75,7 @@ def _curves(runs: Sequence[StoredRun]) -> pd.DataFrame:
 
 
 def _layer_names(starts: Sequence[int]) -> list[str]:
-    # the records do not say how many layers there are
+    # records lack the number of layers
     names = [
         f"layer {start}" if start == end else f"layers {start}\u2013{end}"
         for start, end in zip(starts, [following - 1 for following in starts[1:]], strict=False)

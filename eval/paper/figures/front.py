@@ -1,4 +1,4 @@
-"""A search's front: score against ideal TTFT speedup, on the examples tuned on and on those held out."""
+"""A search's front: score against ideal TTFT speedup, on the tuning half and on the held-out half."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _TUNED = ("found by search", "o", COLOURS[0])
 
 @styled
 def plot_front(table: pd.DataFrame, title: str) -> MplFigure:
-    """Every schedule that was measured, the front of them, and the finalists on the held-out half with intervals.
+    """All measured schedules, their front, and the finalists on the held-out half with intervals.
 
-    table: as `eval.tune.findings` writes it into front.csv.
+    table: front.csv of `eval.tune.findings`.
     """
     figure = new_figure(7.2, 4.2)
     axes: Any = figure.subplots()

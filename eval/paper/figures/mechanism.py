@@ -1,4 +1,4 @@
-"""The method in one picture: tokens by layers by steps, each cell what became of the token there."""
+"""The mechanism in one picture: the state of each token in each layer and step."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from eval.store.results import Results
 from eval.store.trace import Trace
 
 STEPS = 4  # the prefill and three decoding steps
-WINDOW = 44  # prompt tokens whose text can be read below one another
+WINDOW = 44  # prompt tokens whose texts are legible side by side
 
-# Fills that differ in lightness, and marks, so that no state is told by its hue alone
+# Fills of different lightness, and marks, so that states differ in more than hue
 _FILL = {
     State.COMPUTED: "#08306B",
     State.REVIVED: "#E69F00",
@@ -47,10 +47,10 @@ _NAMES = {
 def mechanism_frame(trace: Trace, steps: int = STEPS, tokens: range | None = None) -> pd.DataFrame:
     """One row a cell of the picture: step, layer, group, position, kind (prompt, generated), text, state, computed.
 
-    steps: how many, from the prefill. tokens: the prompt positions shown; None takes `WINDOW` neighbouring ones, those
+    steps: their number, from the prefill on. tokens: the prompt positions shown; None takes the `WINDOW` neighbours
         with the most revived cells. All tokens generated in these steps are shown.
     state: a name of `eval.paper.token_states.State` in lower case; tokens that are not generated yet have no row.
-    computed: of all `prompt_tokens`, how many are computed in the layer so far.
+    computed: number of `prompt_tokens` computed in the layer so far.
     """
     states = token_states(trace)[:steps]
     n, steps = len(trace.tokens), states.shape[0]
@@ -68,23 +68,23 @@ def mechanism_frame(trace: Trace, steps: int = STEPS, tokens: range | None = Non
             "prompt_tokens": n,
             "step": step,
             "layer": layer + 1,
-            "group": [group_of[one] for one in (layer + 1).tolist()],
+            "group": [group_of[number] for number in (layer + 1).tolist()],
             "position": position,
             "kind": np.where(position < n, "prompt", "generated"),
-            "text": [texts[one] for one in position],
-            "state": [State(one).name.lower() for one in states[step, layer, position]],
+            "text": [texts[place] for place in position],
+            "state": [State(state).name.lower() for state in states[step, layer, position]],
             "computed": counts[step, layer],
         }
     )
 
 
 def plot_mechanism(trace: Trace, steps: int = STEPS, tokens: range | None = None) -> MplFigure:
-    """The picture for one trace; arguments as of `mechanism_frame`."""
+    """The picture of one trace; arguments as of `mechanism_frame`."""
     return plot(mechanism_frame(trace, steps, tokens))
 
 
 def data(results: Results) -> pd.DataFrame:
-    """`mechanism_frame` of the first traced example of a LazyLLM run, with `model` and `label` before it."""
+    """`mechanism_frame` of the first traced example of a LazyLLM run, with columns `model` and `label`."""
     example = traced_example(as_published(results).where(lambda run: run.method == STUDIED))
     if example is None:
         return pd.DataFrame()
@@ -97,13 +97,13 @@ def data(results: Results) -> pd.DataFrame:
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """One panel a step, layer 1 on top; the prompt's window, then the generated tokens."""
+    """A panel for each step, layer 1 on top; the prompt's window, then the generated tokens."""
     steps = sorted(frame["step"].unique())
     layers = int(frame["layer"].max())
     columns = _columns(frame)
     width = max(columns.values()) + 1
     panel = min(max(1.0, 0.115 * layers), 2.0)
-    mark = min(3.0, 0.6 * 72 * panel / layers)  # points, in cells that get lower with many layers
+    mark = min(3.0, 0.6 * 72 * panel / layers)  # points; cells are lower with many layers
     figure = new_figure(min(11.0, 2.6 + 0.165 * width), 1.5 + len(steps) * (panel + 0.3))
     panels = figure.subplots(len(steps), 1, squeeze=False)[:, 0]
     for step, axes in zip(steps, panels, strict=True):
@@ -136,16 +136,16 @@ def _busiest(states: np.ndarray) -> range:
 
 
 def _columns(frame: Any) -> dict[int, int]:
-    """{position: column}, with a gap between the prompt and what was generated."""
+    """{position: column}, with a gap between the prompt and the generated tokens."""
     prompt = sorted(frame.loc[frame["kind"] == "prompt", "position"].unique())
     generated = sorted(frame.loc[frame["kind"] == "generated", "position"].unique())
-    return {int(one): column for column, one in enumerate(prompt)} | {
-        int(one): len(prompt) + 1 + column for column, one in enumerate(generated)
+    return {int(position): column for column, position in enumerate(prompt)} | {
+        int(position): len(prompt) + 1 + column for column, position in enumerate(generated)
     }
 
 
 def _draw_cells(axes: Any, rows: Any, columns: dict[int, int], mark: float) -> None:
-    """One outline a state, however many cells: files stay small."""
+    """A single outline for each state, for small files."""
     for state in _NAMES:
         cells = rows[rows["state"] == state.name.lower()]
         if cells.empty:
@@ -186,7 +186,7 @@ def _panel_title(rows: Any, step: int) -> str:
 def _write_tokens(axes: Any, frame: Any, columns: dict[int, int]) -> None:
     texts = frame.drop_duplicates("position").set_index("position")["text"]
     axes.set_xticks(
-        list(columns.values()), [_shown(texts[one]) for one in columns], rotation=90, fontsize=7, family="monospace",
+        list(columns.values()), [_shown(texts[place]) for place in columns], rotation=90, fontsize=7, family="monospace",
         rotation_mode="anchor", ha="right", va="center", parse_math=False,
     )  # fmt: skip
     prompt = frame.loc[frame["kind"] == "prompt", "position"]
@@ -197,7 +197,7 @@ def _write_tokens(axes: Any, frame: Any, columns: dict[int, int]) -> None:
 
 
 def _shown(text: Any) -> str:
-    """A token's text on one line, at most 12 characters; a space stays one only inside."""
+    """A token's text on one line, at most 12 characters, without outer spaces."""
     text = "" if pd.isna(text) else str(text)
     plain = text.strip(" ").replace("\n", "\u21b5").replace("\t", "\u21e5").replace("\r", "")
     plain = plain if len(plain) <= 12 else f"{plain[:11]}\u2026"

@@ -19,8 +19,8 @@ _AXES = ("length", "depth")
 
 
 def data(results: Results) -> pd.DataFrame:
-    """The settings' mean score of each length and depth: model, suite, method, settings, label, length, depth,
-    examples, score. Of the rows that are in a group of both.
+    """The settings' mean score by length and depth, over rows with both groups: model, suite, method, settings, label,
+    length, depth, examples, score.
     """
     frame = with_baselines(results.frame)
     facts = [dict(group.split("=", 1) for group in groups) for groups in frame["groups"]]
@@ -32,7 +32,7 @@ def data(results: Results) -> pd.DataFrame:
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """A panel a setting, side by side: lengths from left to right, depths from top to bottom."""
+    """A panel for each setting: lengths from left to right, depths from top to bottom."""
     panels = list(frame.groupby(SETTING, sort=False))
     columns = min(_IN_A_ROW, len(panels))
     lines = -(-len(panels) // columns)
@@ -67,7 +67,7 @@ def _draw_map(axes: Any, cells: Any) -> Any:
 
 
 def _wrapped(label: str) -> list[str]:
-    """The method, and its settings on a second line."""
+    """The method, and its settings in a second line."""
     method, _, settings = label.partition(", ")
     return [method, settings if len(settings) <= 36 else f"{settings[:35]}…"]
 

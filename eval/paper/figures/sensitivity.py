@@ -1,4 +1,4 @@
-"""How much score, speed and KL depend on the schedule: every single pruning point that was run, in heat maps."""
+"""Sensitivity of score, speed and KL to the schedule: heat maps over all single pruning points that were run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _PANELS = (
 
 
 def data(results: Results) -> pd.DataFrame:
-    """`single_points` of each model and suite that has several: one cell is no map."""
+    """`single_points` of each model and suite with several of them."""
     points: Any = single_points(results)
     return points[points.duplicated(_MAP, keep=False)].reset_index(drop=True)
 
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """A row a model and suite: score, speedup and, if it is there, KL; layers by kept shares."""
+    """A row for each model and suite: score, speedup and, if measured, KL; layers by kept shares."""
     rows = list(frame.groupby(_MAP, sort=False))
     layers = max(points["layer"].nunique() for _, points in rows)
     panels = [panel for panel in _PANELS if frame[panel[0]].notna().any()]

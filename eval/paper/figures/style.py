@@ -1,7 +1,7 @@
-"""How all pictures look: colours, markers and line styles by method, axes, and files that are the same every time.
+"""The style of all figures: colours, markers and line styles by method, axes, and reproducible files.
 
-Every method has a colour, a marker and a line style of its own, so that curves are told apart in grey and by
-colour-blind readers. Figures are made without pyplot: no screen, no global state.
+Every method has its own colour, marker and line style, so that curves differ in grey and for colour-blind readers.
+Figures are made without pyplot, which needs a screen and global state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from eval.paper.known_methods import BASELINE, STUDIED, kind_of, place_of
 
-# Okabe and Ito's colours, told apart by colour-blind readers too
+# Okabe and Ito's colours, which also differ for colour-blind readers
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = (
@@ -45,7 +45,7 @@ _RC: Any = {
     "lines.linewidth": 1.5,
 }
 _FILES: Any = {
-    "svg.fonttype": "path",  # the same in every browser, whatever fonts it has
+    "svg.fonttype": "path",  # the same in every browser, whatever its fonts
     "svg.hashsalt": "lazyllm-bench",  # the same ids in every file
     "pdf.fonttype": 42,  # text that can be searched
 }
@@ -63,16 +63,16 @@ class MethodStyle:
 
     @property
     def drawn(self) -> dict[str, Any]:
-        """As arguments for matplotlib's `plot`."""
+        """Arguments of matplotlib's `plot`."""
         return {"color": self.colour, "marker": self.marker, "linestyle": self.line}
 
 
-# for methods that have no colour and marker of their own
+# for methods without colour and marker
 _SPARE = [("#6E6E6E", "p"), ("#8B5A2B", "H"), ("#B0A000", "1"), ("#404040", "8")]
 
 
 def styles_of(methods: Iterable[str]) -> dict[str, MethodStyle]:
-    """{method: its style}, in the methods' order: a method always looks as it says itself; others take a spare look.
+    """{method: its style}, in the methods' order: the method's own, or a spare one.
 
     Lines are solid for the baseline and the method under study.
     """
@@ -92,7 +92,7 @@ _Plot = TypeVar("_Plot", bound=Callable[..., MplFigure])
 
 
 def styled(plot: _Plot) -> _Plot:
-    """Let a plotting function draw with this module's fonts and axes, and leave matplotlib's settings as they were."""
+    """Let a plotting function use this module's fonts and axes; matplotlib's settings are restored afterwards."""
 
     @wraps(plot)
     def in_style(*args: Any, **kwargs: Any) -> MplFigure:
@@ -103,29 +103,29 @@ def styled(plot: _Plot) -> _Plot:
 
 
 def new_figure(width: float, height: float, wspace: float = 0.02) -> MplFigure:
-    """An empty figure, sizes in inches, whose parts make room for each other. wspace: the least gap, as a share."""
+    """An empty figure with constrained layout, sizes in inches. wspace: the least gap between its parts, as a share."""
     return MplFigure(figsize=(width, height), layout=ConstrainedLayoutEngine(wspace=wspace))
 
 
 def grid(axes: Any, which: str = "both") -> None:
-    """Faint lines to read values from, behind what is drawn."""
+    """Faint grid lines behind the plot."""
     axes.grid(axis=which, alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
 
 
 def legend_beside(axes: Any, **options: Any) -> None:
-    """A legend to the right of the axes, where it covers no curve. options: of matplotlib's `legend`."""
+    """A legend to the right of the axes. options: of matplotlib's `legend`."""
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), **options)
 
 
 def around(rows: Any, column: str) -> np.ndarray:
-    """[2, rows] intervals as distances from the value, for `errorbar`; NaN where there is none. rows: one or more."""
+    """[2, rows] intervals as distances from the value, for `errorbar`; NaN without an interval. rows: one or more."""
     low, value, high = (np.atleast_1d(rows[f"{column}{end}"]).astype(float) for end in ("_low", "", "_high"))
     return np.maximum(0, [value - low, high - value])
 
 
 def save(figure: Any, stem: Path, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Write the figure as `stem` with each suffix: svg, pdf or png; the same bytes for the same picture.
+    """Write the figure as `stem` with each suffix (svg, pdf or png); equal pictures have equal bytes.
 
     Returns the paths.
     """

@@ -1,6 +1,6 @@
-"""Every method on one clock, what their authors report, LazyLLM's own tables, and what its reviewers asked for.
+"""Tables: all methods on one clock, their authors' claims, LazyLLM's own tables, and additions its reviewers asked for.
 
-Every table is made from stored results alone and joins by key: model, suite, method, settings, task.
+Every table is made from stored results only, and joins by key: model, suite, method, settings, task.
 """
 
 from collections.abc import Callable

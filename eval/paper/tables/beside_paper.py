@@ -1,4 +1,4 @@
-"""The paper's Tables 1 and 2 beside what was measured."""
+"""Measured values beside the paper's Tables 1 and 2."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FORMS = (("", ""), ("", "_low"), ("", "_high"), ("paper_", ""), ("", "_differen
 
 @dataclass(frozen=True)
 class _Value:
-    """A column. name: as in `by_task`. paper: what follows `<model>_` in the paper's CSV; None if not there."""
+    """A column. name: as in `by_task`. paper: its name in the paper's CSV after `<model>_`; None if it has none."""
 
     name: str
     paper: str | None
@@ -90,7 +90,7 @@ def table2(results: Results) -> Table:
 
 
 def is_table1_preset(settings: dict[str, Any]) -> bool:
-    """Whether a run has the parameters that are to reach the speedups of the paper's Table 1."""
+    """Whether a run has the parameters solved for the speedups of the paper's Table 1."""
     return "table1" in settings.values()
 
 
@@ -127,7 +127,7 @@ def _beside_paper(results: Results, name: str, title: str, values: Sequence[_Val
 
 
 def _sections(results: Results) -> Iterable[tuple[str, str | None, str]]:
-    """(model, the paper's column, suite): the paper's models on LongBench, run or not, then what else was run."""
+    """(model, the paper's column, suite): the paper's models on LongBench, run or not, then all other runs."""
     there = {
         (run.model, run.paper_model if SUITES[suite].in_paper else None, suite)
         for run in results.runs
@@ -139,10 +139,10 @@ def _sections(results: Results) -> Iterable[tuple[str, str | None, str]]:
 
 
 class _Facts:
-    """What runs say of themselves.
+    """Facts about the runs.
 
-    parameters: {(model, method, settings, dataset): what a preset stood for there, as JSON}. sizes: {dataset: how many
-    examples it has, if a run has written that down}. dummies: models with random weights.
+    parameters: {(model, method, settings, dataset): JSON of a preset's parameters there}. sizes: {dataset: number of
+    its examples, if a run has stored it}. dummies: models with random weights.
     """
 
     def __init__(self, results: Results, dummies: set[str]) -> None:
@@ -157,7 +157,7 @@ class _Facts:
         self.dummies = dummies
 
     def compared(self, key: dict[str, Any], row: dict[str, Any], values: Sequence[_Value]) -> dict[str, Any]:
-        """One line: what was measured (nothing if `row` is empty) beside the paper's numbers."""
+        """A line of measured values (none if `row` is empty) beside the paper's."""
         line: dict[str, Any] = {"status": "no run", "examples": 0, "datasets": 0, "seeds": 0}
         if row:
             line = {name: row[name] for name in ("settings", "label", "examples", "datasets", "seeds")}
@@ -174,7 +174,8 @@ class _Facts:
 
     def _status(self, key: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
         """Whether all of a task was run, and its parameters."""
-        names = [one.name for one in DATASETS.values() if one.task == key["task"] and one.suite == key["suite"]]
+        place = (key["task"], key["suite"])
+        names = [name for name, dataset in DATASETS.items() if (dataset.task, dataset.suite) == place]
         size = sum(self.sizes.get(name, 0) for name in names)
         status = "measured"
         if row["datasets"] < len(names):
@@ -182,7 +183,7 @@ class _Facts:
         elif key["paper_model"] and row["examples"] < size:
             status = f"of {size}"
         places = [(key["model"], key["method"], row["settings"], name) for name in names]
-        # one task has one target, so all its datasets have the same parameters
+        # a task has one target, so all its datasets have the same parameters
         parameters = next((self.parameters[place] for place in places if place in self.parameters), None)
         return {"status": status, "parameters": parameters}
 

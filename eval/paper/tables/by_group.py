@@ -1,4 +1,4 @@
-"""Scores by the groups of rows that a suite names: by length or difficulty."""
+"""Scores by a suite's groups of rows, such as length or difficulty."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _line(row: dict[Any, Any], results: Results) -> dict[str, str]:
 
 
 def _parts(examples: Any) -> Iterator[tuple[str, Any]]:
-    """("all", every row), then each group and its rows: lengths by their first number, names in their order."""
+    """("all", every row), then (group, its rows): lengths by their first number, names in alphabetical order."""
     yield "all", examples
     parts = examples.explode("groups").groupby("groups")
     for group in sorted(parts.groups, key=_place):

@@ -1,4 +1,4 @@
-"""What several tables share: their sections, their order, and how a value is written."""
+"""The common part of several tables: sections, order, and the format of values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTING = [*SECTION, "method", "settings", "label"]
 
 
 def in_order(frame: Any) -> Any:
-    """Settings in the order of models, suites, methods and labels; diagnostics are marked in these."""
+    """Settings in the order of models, suites, methods and labels, with diagnostics marked in labels."""
     places = {name: place_of(name) for name in frame["method"].unique()}
     order = frame["method"].map({name: number for number, name in enumerate(sorted(places, key=places.__getitem__))})
     labels = list(map(marked, frame["label"], frame["method"]))
@@ -53,9 +53,9 @@ def range_of(lengths: Any, ends: Sequence[int]) -> np.ndarray:
 
 
 def target_of(settings: str) -> float | None:
-    """The ideal TTFT speedup that the settings (JSON) ask for, as in `2.0x`; None if they give no speedup."""
+    """The target speedup in settings (JSON), such as `2.0x`; None without one."""
     found = [_SPEEDUP.fullmatch(value) for value in json.loads(settings).values() if isinstance(value, str)]
-    return next((float(one[1]) for one in found if one), None)
+    return next((float(match[1]) for match in found if match), None)
 
 
 def forms(*names: str) -> list[str]:
@@ -64,7 +64,7 @@ def forms(*names: str) -> list[str]:
 
 
 def shown(row: Mapping[str, Any], name: str, digits: int, scale: float = 1, missing: str = "unpaired") -> str:
-    """A value with its interval. missing: instead of one that was not measured, as a rule for want of a baseline."""
+    """A value with its interval. missing: the text if it was not measured, mostly without a baseline."""
     if np.isnan(row[name]):
         return missing
     return cell(row[name] / scale, row[f"{name}_low"] / scale, row[f"{name}_high"] / scale, digits)
@@ -78,5 +78,5 @@ def model_name(row: Mapping[str, Any], results: Results) -> str:
 
 
 def random_models(results: Results) -> set[str]:
-    """Models that were run with random weights: their times count, their scores do not."""
+    """Models with random weights: their times are meaningful, their scores are not."""
     return {run.model for run in results.runs if run.identity.get("load_format") == "dummy"}

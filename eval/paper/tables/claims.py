@@ -1,4 +1,4 @@
-"""What the authors of the field's methods report, beside the same settings here. LazyLLM's are in `beside_paper`."""
+"""The numbers that the methods' authors report, beside ours of the same settings. LazyLLM's are in `beside_paper`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def claims(results: Results) -> Table:
 
 
 def _name_of(row: Mapping[str, Any]) -> str:
-    """The model as its papers call it, whatever its publisher puts before the name."""
+    """The model's name in papers, without its publisher's prefix."""
     return row["model"].removeprefix("Meta-")
 
 

@@ -1,4 +1,4 @@
-"""Where the evidence was lost: what is left of it in the last layer, and after which layer most of it went."""
+"""Loss of evidence: its share left in the last layer, and the layer after which most of it was dropped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eval.store.results import Results
 
 
 def evidence(results: Results) -> Table:
-    """The evidence that each setting computes, by task, of right and of wrong answers."""
+    """The share of evidence that each setting computes, by task, for right and for wrong answers."""
     frame = in_order(evidence_shares(results))
     lines = []
     for _, group in frame.groupby([*SECTION, "label", "task", "outcome"], sort=False):
@@ -36,7 +36,7 @@ def evidence(results: Results) -> Table:
 
 
 def _largest_loss(shares: list[Any]) -> str:
-    """shares: in per cent, layer by layer; before layer 1 there was all."""
+    """shares: in per cent, for each layer; before layer 1 it is 100."""
     losses = [before - share for before, share in zip([100.0, *shares], shares, strict=False)]
     lost = max(losses)
     return "none" if lost == 0 else f"{-lost:.1f} after layer {losses.index(lost)}"
