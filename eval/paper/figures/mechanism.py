@@ -186,7 +186,7 @@ def _panel_title(rows: Any, step: int) -> str:
 def _write_tokens(axes: Any, frame: Any, columns: dict[int, int]) -> None:
     texts = frame.drop_duplicates("position").set_index("position")["text"]
     axes.set_xticks(
-        list(columns.values()), [_shown(texts[place]) for place in columns], rotation=90, fontsize=7, family="monospace",
+        list(columns.values()), [_shown(texts[key]) for key in columns], rotation=90, fontsize=7, family="monospace",
         rotation_mode="anchor", ha="right", va="center", parse_math=False,
     )  # fmt: skip
     prompt = frame.loc[frame["kind"] == "prompt", "position"]
