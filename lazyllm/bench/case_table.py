@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from lazyllm.bench.cases import Case, Pair
 
@@ -24,8 +25,19 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _spread(values: Sequence[float]) -> str:
-    return "{1:.3f} [{0:.3f}, {2:.3f}]".format(*quartiles(values)) if values else "-"
+def markdown(columns: Mapping[str, Callable[[Any], str]], cases: Sequence[Any]) -> str:
+    """A Markdown table with a row for each case; the first column is aligned to the left."""
+    rows = [list(columns), *([cell(case) for cell in columns.values()] for case in cases)]
+    head, *lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([head, "|---|" + "---:|" * (len(columns) - 1), *lines])
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """The median with quartiles; "-" without values."""
+    if not values:
+        return "-"
+    low, middle, high = (f"{value:.{digits}f}" for value in quartiles(values))
+    return f"{middle} [{low}, {high}]"
 
 
 def _median(values: Sequence[float], unit: str = "") -> str:
@@ -59,7 +71,7 @@ def megabytes(count: int) -> str:
 ROWS: dict[str, Callable[[Case], str]] = {
     "baseline's TTFT": lambda case: _median([pair.baseline.ttft_s for pair in case.pairs], " s"),
     "TTFT": lambda case: _median([pair.other.ttft_s for pair in case.pairs], " s"),
-    "TTFT speedup": lambda case: _spread(case.of_pairs(Pair.ttft_speedup)),
+    "TTFT speedup": lambda case: spread(case.of_pairs(Pair.ttft_speedup)),
     "  ideal": lambda case: f"{case.ideal_ttft_speedup:.3f}",
     "  share of the ideal": lambda case: f"{case.share_of_ideal():.3f}",
     "FLOPs utilisation, baseline": lambda case: _median(
@@ -69,13 +81,13 @@ ROWS: dict[str, Callable[[Case], str]] = {
     "selection, share of TTFT": _selection,
     "baseline's step": lambda case: _median([step for pair in case.pairs for step in pair.baseline.step_s], " s"),
     "step": lambda case: _median([step for pair in case.pairs for step in pair.other.step_s], " s"),
-    "step / baseline's": lambda case: _spread(case.of_pairs(Pair.step_ratio)),
-    "  nothing revived / baseline's": lambda case: _spread(case.of_pairs(Pair.idle_step_ratio)),
-    "  reviving / baseline's": lambda case: _spread(case.of_pairs(Pair.reviving_step_ratio)),
-    "cost of revival / its FLOPs' time": lambda case: _spread(case.revival_costs()),
+    "step / baseline's": lambda case: spread(case.of_pairs(Pair.step_ratio)),
+    "  nothing revived / baseline's": lambda case: spread(case.of_pairs(Pair.idle_step_ratio)),
+    "  reviving / baseline's": lambda case: spread(case.of_pairs(Pair.reviving_step_ratio)),
+    "cost of revival / its FLOPs' time": lambda case: spread(case.revival_costs()),
     "baseline's whole generation": lambda case: _median([pair.baseline.total_s for pair in case.pairs], " s"),
     "whole generation": lambda case: _median([pair.other.total_s for pair in case.pairs], " s"),
-    "whole generation / baseline's": lambda case: _spread(case.of_pairs(Pair.total_ratio)),
+    "whole generation / baseline's": lambda case: spread(case.of_pairs(Pair.total_ratio)),
     "waits: prefill, step": lambda case: (
         f"{case.untimed.prefill_waits}, {case.untimed.step_waits}" if case.untimed else "-"
     ),

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from lazyllm.bench.case_table import megabytes, quartiles
+from lazyllm.bench.case_table import markdown, megabytes, spread
 from lazyllm.bench.cases import Case, Pair
 from lazyllm.methods import METHODS, Baseline, Method, make
 from lazyllm.models.spec import ModelSpec
@@ -62,18 +62,12 @@ def random_draft(config: PreTrainedConfig, spec: ModelSpec) -> Iterator[str]:
 
 def table(cases: Sequence[Case]) -> str:
     """Markdown: a row for each method, setting and prompt length."""
-    lines = ["| " + " | ".join(["method", "prompt", *COLUMNS]) + " |", "|---|" + "---:|" * (len(COLUMNS) + 1)]
-    for case in cases:
-        cells = [case.name, f"{case.tokens:,}", *(cell(case) for cell in COLUMNS.values())]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return markdown(COLUMNS, cases)
 
 
 def _spread(values: Sequence[float]) -> str:
     """The median, with quartiles if there are several values."""
-    if len(values) < 2:
-        return f"{values[0]:.2f}" if values else "-"
-    return "{1:.2f} [{0:.2f}, {2:.2f}]".format(*quartiles(values))
+    return f"{values[0]:.2f}" if len(values) == 1 else spread(values, 2)
 
 
 def _peak(case: Case) -> str:
@@ -82,6 +76,8 @@ def _peak(case: Case) -> str:
 
 
 COLUMNS = {
+    "method": lambda case: case.name,
+    "prompt": lambda case: f"{case.tokens:,}",
     "TTFT, s": lambda case: f"{statistics.median(pair.other.ttft_s for pair in case.pairs):.2f}",
     "TTFT speedup": lambda case: _spread(case.of_pairs(Pair.ttft_speedup)),
     "ideal": lambda case: f"{case.ideal_ttft_speedup:.2f}",

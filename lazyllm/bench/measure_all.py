@@ -62,7 +62,16 @@ ON_AN_ACCELERATOR = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m lazyllm.bench.measure_all",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, help="folder of the JSON files")
+    parser.add_argument("--only", nargs="+", help="measure these parts only")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    options = parser.parse_args(arguments)
     parts = ON_CPU if as_device(options.device).type == "cpu" else ON_AN_ACCELERATOR
     unknown = sorted(set(options.only or ()) - set(parts))
     if unknown:
@@ -78,19 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings = ["--dtype", "bfloat16", "--device", options.device, *threads, "--json", str(partial)]
         bench([*shlex.split(parts[name]), *settings])
         partial.replace(file)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m lazyllm.bench.measure_all",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folder", type=Path, help="folder of the JSON files")
-    parser.add_argument("--only", nargs="+", help="measure these parts only")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, help="CPU threads")
-    return parser
 
 
 if __name__ == "__main__":

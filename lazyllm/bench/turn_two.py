@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lazyllm.bench.case_table import markdown
 from lazyllm.bench.clock import flops_of_rows, keep_ratios, read_clock
 from lazyllm.engine.flops import prefill_flops
 from lazyllm.engine.generation import Generation, start
@@ -138,14 +139,13 @@ def turn_cases_of(report: Mapping[str, Any]) -> list[TurnCase]:
 
 def table(cases: Sequence[TurnCase]) -> str:
     """Markdown: a row for each contender, prompt and turn."""
-    lines = ["| " + " | ".join(["method", "prompt", "turn", *COLUMNS]) + " |", "|---|" + "---:|" * (len(COLUMNS) + 2)]
-    for case in cases:
-        cells = [case.name, f"{case.tokens:,}", f"{case.turn:,}", *(cell(case) for cell in COLUMNS.values())]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return markdown(COLUMNS, cases)
 
 
 COLUMNS: dict[str, Callable[[TurnCase], str]] = {
+    "method": lambda case: case.name,
+    "prompt": lambda case: f"{case.tokens:,}",
+    "turn": lambda case: f"{case.turn:,}",
     "TTFT of the second turn, s": lambda case: f"{statistics.median(sample.turn_s for sample in case.samples):.3f}",
     "/ seconds of its FLOPs at the prefill's rate": lambda case: f"{case.cost():.3f}",
     "/ baseline's": lambda case: f"{case.beside(lambda sample: sample.turn_s):.3f}",
