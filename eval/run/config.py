@@ -47,7 +47,8 @@ TRACKERS = ("none", "wandb")
 TRACKER_MODES = ("auto", "online", "offline", "disabled")
 DEFAULT_LABEL = "comparison"  # of an experiment without a label
 
-OWN_SUITES = {"tiny": "embedded"}  # models trained for one suite: their default, and the suite that task names refer to
+# Of models made for one suite: their default, and where tasks are looked up
+OWN_SUITES = {"tiny": "embedded", "coder": "stdlib"}
 
 # Config groups whose choice is an argument, and keys whose subkeys the schema leaves open
 _GROUPS = ("model", "method", "dataset", "tracker", "experiment")

@@ -169,4 +169,5 @@ PRESETS: dict[str, Preset] = {
         ),
     ),
     "tiny": Preset(str(Path(__file__).parent / "tiny")),
+    "coder": Preset(str(Path(__file__).parent / "coder")),
 }  # fmt: skip

@@ -82,6 +82,8 @@ def test_defaults() -> None:
     config = config_of()
     assert (config.model.name, build_method(config.method)) == ("tiny", Lazy("paper"))
     assert {dataset.suite for dataset in datasets_of(config)} == {"embedded"}
+    assert {dataset.name for dataset in datasets_of(config_of("model=coder"))} == {"next_line", "cross_file"}
+    assert [dataset.name for dataset in datasets_of(config_of("model=coder", "dataset=lookup"))] == ["lookup"]
     assert (config.timing.paired, config.timing.warmup) == (True, 5)
     for name, limit in (("llama2", 3500), ("xgen", 7500)):
         config = config_of(f"model={name}")
@@ -91,7 +93,8 @@ def test_defaults() -> None:
 
 
 def test_presets_are_told_what_longbench_would_tell_them() -> None:
-    chats = {name: config_of(f"model={name}").model for name in PRESETS if name not in ("tiny", "llama2", "xgen")}
+    others = {*PRESETS} - {"tiny", "coder", "llama2", "xgen"}
+    chats = {name: config_of(f"model={name}").model for name in PRESETS if name in others}
     assert {model.chat for name, model in chats.items() if name != "llama2-base"} == {"auto"}
     # LongBench's model2maxlen has 3500 for 4k, 7500 for 8k and 31500 for 32k
     limits = {"olmo2-7b": 3500, "gemma2-9b": 7500, "mistral-7b": 31_500, "qwen3-8b": 40_000, "llama3.1-8b": 130_000}
@@ -142,7 +145,7 @@ def test_the_method_that_is_meant(overrides: list[str], method: object) -> None:
         (["method=random_drop", "method.kep=0.5"], "unknown key kep of method random_drop: did you mean keep?"),
         (["+method.keep=0.5"], "unknown key keep of method lazy"),
         (["dataset=nosuch"], "dataset=nosuch: expected one of 2wikimqa, 2wikimqa_e, all"),
-        (["model=lama2"], "model=lama2: did you mean llama2? expected one of custom"),
+        (["model=lama2"], "model=lama2: did you mean llama2? expected one of coder"),
         (["method=nosuch", "method.x=1"], "method=nosuch: expected one of asl, baseline"),
         (["hydra.launcher.n_jobs=2"], "configures the jobs of a sweep: give -m too"),
         (["method.schedule={2:"], "no viable alternative at input '{2:'"),

@@ -1,0 +1,52 @@
+"""The deeper model in the repository: its size, and that its tokenizer is lossless and speaks tiny's language."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eval.benchmarks import embedded, stdlib
+from lazyllm.models.presets import PRESETS
+from scripts.dev import train_tiny
+
+CODER = Path(PRESETS["coder"].source)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(CODER)
+
+
+def test_the_model_is_deep_and_small() -> None:
+    model = AutoModelForCausalLM.from_pretrained(CODER)
+    assert model.config.num_hidden_layers >= 12
+    assert model.num_parameters() <= 10_000_000
+    assert sum(file.stat().st_size for file in CODER.iterdir()) <= 20_000_000
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text() | st.text(alphabet="ab \n\r\t.;_'{}"))
+def test_the_tokenizer_is_lossless(tokenizer, text: str) -> None:
+    if not any(special in text for special in (embedded.BEGIN, embedded.END, embedded.PAD)):
+        assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+
+
+def test_the_embedded_tasks_have_tinys_tokens(tokenizer) -> None:
+    tiny = train_tiny.build_tokenizer()
+    for name in embedded.NAMES:
+        for row in embedded.rows(name, count=3):
+            text = embedded.TEMPLATES[name].format(**row)
+            assert tokenizer(text).input_ids == tiny.encode(text).ids
+
+
+def test_prompts_of_the_stdlib_suite_have_1000_to_4000_tokens_and_end_in_a_newline(tokenizer) -> None:
+    newline = tokenizer("\n", add_special_tokens=False).input_ids
+    for name, template in stdlib.TEMPLATES.items():
+        prompts = [tokenizer(template.format(**row)).input_ids for row in stdlib.rows(name)]
+        assert all(ids[-1:] == newline for ids in prompts)
+        assert 600 < min(map(len, prompts)) < 1000
+        assert 3000 < max(map(len, prompts)) <= 4096
