@@ -7,7 +7,7 @@ method and the previous one.
 from __future__ import annotations
 
 import sys
-from itertools import pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,14 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def paired(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """A row for every method against its baseline, in order of labels, then for each method against the previous one.
+    """A row for every method against its baseline, in order of labels, then for each against each one before it.
 
     frame: `Results.frame` of runs on the same examples; scores are 0 to 100.
     """
     key = ["dataset", "id"]
     scores = {label: part.set_index(key).sort_index() for label, part in frame.groupby("label")}
     pairs = [(label, "baseline", part.score, part.baseline_score) for label, part in scores.items()]
-    pairs += [(b, a, scores[b].score, scores[a].score) for a, b in pairwise(scores)]
+    pairs += [(b, a, scores[b].score, scores[a].score) for a, b in combinations(scores, 2)]
     rows = []
     for method, against, score, other in pairs:
         low, high = interval((score - other).to_numpy())
