@@ -32,7 +32,7 @@ from eval.store.results import Results, StoredRun, find_runs
 from eval.store.trace import Trace
 from lazyllm.methods import Baseline, Lazy, Method, RandomDrop, StaticPruning
 from tests.conftest import ROOT
-from tests.eval.store.made import measurement, write_run
+from tests.eval.store.made import measurement, record, with_turns, write_run
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1"><!--<script>{{ 7 * 7 }}&amp;'
 MACHINE = {"device": "one core", "cpu": "one core", "cpu_count": 1, "threads": 1, "platform": "Linux", "cuda": None}
@@ -209,6 +209,15 @@ def test_most_is_of_each_run_and_dataset(tmp_path: Path) -> None:
         (0, "hotpotqa", "row-0"), (0, "hotpotqa", "row-1"), (0, "trec", "row-0"), (0, "trec", "row-1"),
         (1, "hotpotqa", "row-0"),
     ]  # fmt: skip
+
+
+def test_every_turn_of_an_example_is_shown(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", [record(0), with_turns(), record(2)])
+    for most, rows in ((None, 3), (2, 2)):  # turns are no examples
+        embedded = embed_records(find_runs([tmp_path]), most)
+        names = ["row-0", "row-1, turn 1", "row-1, turn 2", "row-1, turn 3", "row-2"]
+        assert [embedded["strings"][shown["id"]] for shown in embedded["records"]] == names[: rows + 2]
+        assert [shown["method"]["score"] for shown in embedded["records"]][2:4] == [50, 75]
 
 
 def test_a_clean_set_of_runs_has_no_warning_and_others_are_named(tmp_path: Path) -> None:
