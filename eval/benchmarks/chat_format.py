@@ -1,6 +1,6 @@
-"""How a model's prompts are wrapped and its answers cleaned: LongBench's own formats, or the tokenizer's template.
+"""Chat formats: how a model's prompts are wrapped and its answers cleaned, by LongBench or the tokenizer's template.
 
-Templates of today take arguments and write the date into the prompt. Both are fixed: a prompt is the same tomorrow.
+New templates take arguments and write the date into the prompt. Both are fixed here, so that prompts never change.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from lazyllm.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The header that xgen-7b-8k-inst was tuned with: its published prompt format, byte for byte with both newlines.
+# The header of xgen-7b-8k-inst's published prompt format, byte for byte, with both newlines.
 _XGEN_HEADER = (
     "A chat between a curious human and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the human's questions.\n\n"
 )
 
-TODAY = "2024-07-26"  # what templates of Llama 3 write if they cannot read the clock
+TODAY = "2024-07-26"  # the date in Llama 3's templates if they cannot read the clock
 THOUGHT_END = "</think>"
-_ANSWER = "<<the answer>>"  # stands for it, to find what a template writes behind one
+_ANSWER = "<<the answer>>"  # a placeholder, to find the text of a template after an answer
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a model's prompts are wrapped and its answers cleaned.
+    """The format of a model's prompts, and the cleaning of its answers.
 
-    before, after: the texts around the prompt. again: what stands before a later message instead, behind the answer;
-        {bos} and {eos} are the tokenizer's own tokens.
-    from_tokenizer: wrap by the tokenizer's own chat template instead; or_none: if it has one.
-    args: arguments of that template. A template that knows `enable_thinking` is told False if nothing else is said.
-    system: the text of a system message in front of the prompt.
-    today: the date, YYYY-MM-DD, for templates that write one into the prompt: never the clock's.
-    thinking_tokens: how many more tokens an answer may have. Then the answer is what follows THOUGHT_END.
-    strip: answers lose the white space around them.
-    delete: then every occurrence of this text in the answer is deleted; "" for none.
+    before, after: the texts around the prompt. again: the text before a later message, after the answer; {bos} and
+        {eos} are the tokenizer's tokens.
+    from_tokenizer: use the tokenizer's chat template instead. or_none: if it has none, use no format.
+    args: arguments of the template. `enable_thinking` is False by default in templates that have it.
+    system: the text of a system message before the prompt.
+    today: the date, YYYY-MM-DD, for templates that write one into the prompt.
+    thinking_tokens: extra tokens of an answer, which then is the text after THOUGHT_END.
+    strip: remove white space around answers.
+    delete: then delete every occurrence of this text in answers; "" for none.
     """
 
     before: str = ""
@@ -56,30 +56,30 @@ class ChatFormat:
     delete: str = ""
 
     def uses_template(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether prompts are wrapped by the tokenizer's own chat template."""
+        """Whether prompts have the tokenizer's chat template."""
         return self.from_tokenizer and bool(not self.or_none or tokenizer.chat_template)
 
     def template_args(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """The arguments that the tokenizer's own chat template is given."""
+        """The arguments of the tokenizer's chat template."""
         thinks = "enable_thinking" in tokenizer.get_chat_template()
         return ({"enable_thinking": self.thinking_tokens > 0} if thinks else {}) | dict(self.args)
 
     def reads_clock(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether the tokenizer's own chat template writes a date into the prompt."""
+        """Whether the tokenizer's chat template writes a date into the prompt."""
         other = replace(self, today="2001-02-03")
         return self.uses_template(tokenizer) and self.wrapped(tokenizer, "") != other.wrapped(tokenizer, "")
 
     def wrapped(self, tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-        """The text as a message in the tokenizer's own chat template, up to where the answer begins.
+        """The text as a message in the tokenizer's chat template, up to the beginning of the answer.
 
-        Raises UserError: there is no template, or it refuses the messages.
+        Raises UserError if there is no template, or if it refuses the messages.
         """
         return self._rendered(tokenizer, text)
 
     def later(self, tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-        """What follows an answer if the text is the next message: the answer's end, and the message wrapped.
+        """The text after an answer if `text` is the next message: the answer's end, and the formatted message.
 
-        Raises UserError as `wrapped`, and for a template that shows no earlier answer.
+        Raises UserError as `wrapped`, and for a template that leaves earlier answers out.
         """
         if self.uses_template(tokenizer):
             behind = self._rendered(tokenizer, "question", _ANSWER, text).partition(_ANSWER)[2]
@@ -92,12 +92,12 @@ class ChatFormat:
         return f"{self.again.format(**tokens)}{text}{self.after}"
 
     def _rendered(self, tokenizer: PreTrainedTokenizerBase, *texts: str) -> str:
-        """A conversation in the tokenizer's own chat template: the user's messages and the answers between them."""
+        """A conversation in the tokenizer's chat template: the user's messages with the answers between them."""
         from jinja2 import TemplateError
 
         if not tokenizer.chat_template:
             raise UserError(
-                "chat=auto asks for the tokenizer's own chat template, and it has none; "
+                "chat=auto needs the tokenizer's chat template, but it has none; "
                 f"use one of {', '.join(name for name in CHAT_FORMATS if name != 'auto')}"
             )
         messages = [{"role": "system", "content": self.system}] if self.system is not None else []
@@ -118,12 +118,12 @@ class ChatFormat:
 
 
 def _with_date(template: str, today: date) -> str:
-    """The template with that day as its clock: its `strftime_now` is a macro of ours, as it takes no functions."""
+    """The template with a fixed date: its `strftime_now` is replaced by a macro, as templates take no functions."""
     if "strftime_now" not in template:
         return template
     parts = {part: today.strftime(part) for part in sorted(set(re.findall(r"%-?[aAbBdmyYjHIMSp]", template)))}
     replaced = "".join(f"|replace('{part}', '{text}')" for part, text in parts.items())
-    # the newline goes with the block, and leaves the template at the start of a line
+    # the newline after the block is dropped, so the template still starts at the start of a line
     return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
 
 
@@ -138,17 +138,17 @@ CHAT_FORMATS: dict[str, ChatFormat] = {
 
 
 def chat_format(name: str | None, **settings: Any) -> ChatFormat:
-    """The format of that name; None for the tokenizer's own template, or no wrap if it has none.
+    """The format of a name; None for the tokenizer's template, or no format if it has none.
 
-    settings: other fields. Raises UserError: an unknown name, no date, or settings of
-    a template for a format that has none.
+    settings: other fields. Raises UserError for an unknown name, a bad date, or a template's settings in a format
+    without template.
     """
     if name is not None and name not in CHAT_FORMATS:
         raise UserError(f"unknown chat format {name!r}; known are {', '.join(CHAT_FORMATS)}")
     chat = replace(ChatFormat(from_tokenizer=True, or_none=True) if name is None else CHAT_FORMATS[name], **settings)
     if not chat.from_tokenizer and (chat.args or chat.system):
         key = "chat_args" if chat.args else "system"
-        raise UserError(f"model.{key} is for the tokenizer's own chat template: give model.chat=auto beside it")
+        raise UserError(f"model.{key} is for the tokenizer's chat template: give model.chat=auto too")
     try:
         date.fromisoformat(chat.today)
     except ValueError:
@@ -157,10 +157,10 @@ def chat_format(name: str | None, **settings: Any) -> ChatFormat:
 
 
 def post_process(text: str, chat: ChatFormat, chat_wrap: bool = True) -> str:
-    """A model's answer as `pred.py` writes it: unchanged except for XGen (`ChatFormat.strip` and `.delete`).
+    """A model's answer after `pred.py`'s cleaning: unchanged except for XGen (`ChatFormat.strip` and `.delete`).
 
-    Of a model that is given tokens to think with (in prompts that are wrapped) only what follows the thought counts:
-    nothing, if the thought did not end.
+    With thinking tokens (in prompts with a chat format), only the text after the thought counts: "" if the thought did
+    not end.
     """
     if chat.thinking_tokens and chat_wrap:
         text = text.rpartition(THOUGHT_END)[2].lstrip() if THOUGHT_END in text else ""

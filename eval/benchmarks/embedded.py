@@ -1,8 +1,8 @@
 """The embedded suite: six small datasets, one per LongBench task, generated for the tiny model.
 
-Every row is drawn from a seeded generator and kept in the cache folder. Rows have LongBench's format, so the code that
-runs LongBench runs them. All six ask for the same skill, finding the words behind a key somewhere in a long prompt:
-a model of a million parameters can learn it, and pruning can break it.
+Every row is drawn from a seeded generator and kept in the cache folder. Rows have LongBench's format, so LongBench's
+code runs them. All six need the same skill, finding the words after a key in a long prompt: a model of a million
+parameters can learn it, and pruning can break it.
 
 | name     | task           | needles in the context           | the prompt ends with  | the answer                |
 |----------|----------------|----------------------------------|-----------------------|---------------------------|
@@ -13,16 +13,16 @@ a model of a million parameters can learn it, and pruning can break it.
 | retrieve | synthetic      | `a b c 7.` in paragraph 7        | `Where: a b c`        | `7.`                      |
 | complete | code           | `proc KEY a b c;`                | `call KEY`            | `a b c;`                  |
 
-All other needles of a context are distractors of the same form. Needles stand at every depth. A prompt has exactly
-512, 1024 or 2048 tokens of the tiny tokenizer (`<|begin|>` included), because a context is composed of whole tokens: a
-list of strings each of which is one token of `vocabulary()`; a leading space belongs to its word.
+All other needles of a context are distractors of the same form. Needles occur at every depth. A prompt has exactly 512,
+1024 or 2048 tokens of the tiny tokenizer (`<|begin|>` included), because a context is a list of strings of one token
+each of `vocabulary()`; a leading space belongs to its word.
 
-The hash of a row's text says whether it is of the test split (`is_test`), whatever seed drew it. So no training
-sequence of `scripts/dev/train_tiny.py`, which asks the same function, can hold a question of the test split.
+The hash of a row's text determines whether it is of the test split (`is_test`), independent of the seed. So no training
+sequence of `scripts/dev/train_tiny.py`, which uses the same function, holds a question of the test split.
 
-With `turns=N` a row asks N questions of its context, each of another needle: its own first, then others in an order
-drawn by the row's seed. They follow each other as in training: the answer, its end token, and the words that stand
-between context and input. These others are of test contexts, but of no split themselves.
+With `turns=N` a row asks N questions of its context, each about another needle: its own question first, then others in
+an order drawn by the row's seed. They follow each other as in training: the answer, its end token, and the words
+between context and input. The other questions are about test contexts, but belong to no split.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ VALUES = _words(
     yogurt zebra zenith zephyr zinc
     """
 )
-"""Words that answers are made of."""
+"""The words of answers."""
 
 _DETERMINERS = _words("the a one this that every some another")
 _ADJECTIVES = _words("old small quiet long busy narrow pleasant dusty tall gentle plain early late distant common")
@@ -93,7 +93,7 @@ _CODE = _words("set add load store test jump push pop x y z w")
 
 _AGAIN = (_DETERMINERS, _ADJECTIVES, _NOUNS)
 _PATTERN = (*_AGAIN, _VERBS, _PREPOSITIONS, *_AGAIN, _ADVERBS)
-"""A filler sentence draws a word of each in turn."""
+"""The word lists of a filler sentence, which takes a word of each in turn."""
 
 CLASSES = ("animal", "color", "food", "machine", "number", "person", "sound", "place")
 """The class names of `shots`; none is a part of another."""
@@ -111,7 +111,7 @@ TEMPLATES: dict[str, str] = {
     "retrieve": "Pages:\n{context}\nWhere: {input}",
     "complete": "File:\n{context}\ncall {input}",
 }
-"""The prompts, as LongBench's `dataset2prompt.json` gives them: placeholders {context} and {input}."""
+"""The prompts, in the format of LongBench's `dataset2prompt.json`: placeholders {context} and {input}."""
 
 MAX_NEW_TOKENS: dict[str, int] = {"lookup": 8, "hops": 8, "digest": 20, "shots": 4, "retrieve": 4, "complete": 8}
 """The limit of new tokens per dataset: the longest answer, its end token and a little more."""
@@ -119,7 +119,7 @@ MAX_NEW_TOKENS: dict[str, int] = {"lookup": 8, "hops": 8, "digest": 20, "shots":
 NAMES = tuple(TEMPLATES)
 
 MAX_TURNS = 8
-"""The most questions of a row: the shortest contexts of most datasets have no more needles to ask for."""
+"""The greatest number of questions of a row: the shortest contexts of most datasets have no more needles."""
 
 ROWS = 240
 """The number of rows of each dataset, 80 of each prompt length; a run takes the first `limit` of them."""
@@ -136,7 +136,7 @@ def keys() -> tuple[str, ...]:
 
 @cache
 def vocabulary() -> tuple[str, ...]:
-    """Every string that is one token in the suite's prompts and answers, single bytes (punctuation, newline) aside."""
+    """Every string that is one token in the suite's prompts and answers, but for single bytes."""
     spaced = [*keys(), *VALUES, *CLASSES, *_ORDINALS, *map(str, range(1, PARAGRAPHS + 1)), "entry", "link", "aside"]
     for words in (*_PATTERN, _CODE):
         spaced += words
@@ -157,13 +157,13 @@ def tail(name: str) -> Tokens:
 
 
 def _tokens(text: str) -> Tokens:
-    """Part of a template as tokens; a space at its end belongs to the word that is filled in behind it."""
+    """Part of a template as tokens; a space at its end belongs to the word after it."""
     return re.findall(r" ?\w+|[^ \w]", text)
 
 
 @dataclass(frozen=True)
 class Level:
-    """The difficulty of a context. The suite has one needle in 32 tokens of a prompt; training begins with fewer.
+    """The difficulty of a context. The suite has a needle for each 32 tokens of a prompt; training starts with fewer.
 
     context: tokens of the context. facts: needles in it. keys, values: the numbers of names and words to draw from.
     """
@@ -178,7 +178,7 @@ class Level:
 class Question:
     """A question about a context: the tokens of the input, and of the answer without the end token.
 
-    evidence: the needles that the answer is found in, as they stand in the context.
+    evidence: the needles that hold the answer, as in the context.
     """
 
     input: Tokens
@@ -187,13 +187,13 @@ class Question:
 
 
 def _draw(rng: random.Random, pool: Sequence[str], count: int) -> Tokens:
-    """`count` words of the pool as tokens, all different if the pool is big enough."""
+    """`count` words of the pool as tokens, all different if the pool is large enough."""
     words = rng.sample(pool, count) if count <= len(pool) else rng.choices(pool, k=count)
     return [f" {word}" for word in words]
 
 
 def _draw_values(rng: random.Random, level: Level, sizes: Sequence[int], end: str = ".") -> list[Tokens]:
-    """Answers of these numbers of words, each with `end` behind; no word occurs twice if there are enough."""
+    """Answers of these numbers of words, each followed by `end`; no word occurs twice if there are enough."""
     words = iter(_draw(rng, VALUES[: level.values], sum(sizes)))
     return [[*islice(words, size), end] for size in sizes]
 
@@ -204,7 +204,7 @@ def filler_sentence(rng: random.Random, size: int) -> Tokens:
 
 
 def _sizes(rng: random.Random, total: int, low: int, high: int) -> list[int]:
-    """Sizes of `low` to `high` that sum to `total` exactly; the last one may be smaller."""
+    """Sizes of `low` to `high` whose sum is `total`; the last one may be smaller."""
     sizes: list[int] = []
     while total > 0:
         size = min(total, rng.randint(low, high))
@@ -214,7 +214,7 @@ def _sizes(rng: random.Random, total: int, low: int, high: int) -> list[int]:
 
 
 def _among_filler(rng: random.Random, needles: list[Tokens], total: int) -> Tokens:
-    """`needles` in their order, at random depths among filler sentences, `total` tokens altogether."""
+    """`needles` in order, at random depths among filler sentences, `total` tokens together."""
     filler = [filler_sentence(rng, size) for size in _sizes(rng, total - sum(map(len, needles)), 5, 10)]
     places = set(rng.sample(range(len(needles) + len(filler)), len(needles)))
     waiting, filling = iter(needles), iter(filler)
@@ -236,7 +236,7 @@ def _lookup(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
 
 
 def _defined_before(rng: random.Random, pairs: list[tuple[Tokens, Tokens]]) -> list[Tokens]:
-    """All sentences of `pairs` in random order, but of each pair the first before the second."""
+    """All sentences of `pairs` in random order, the first of each pair before the second."""
     order = [i for i in range(len(pairs)) for _ in range(2)]
     rng.shuffle(order)
     waiting = [iter(pair) for pair in pairs]
@@ -244,7 +244,7 @@ def _defined_before(rng: random.Random, pairs: list[tuple[Tokens, Tokens]]) -> l
 
 
 def _hops(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
-    """Documents in which a link leads from one key to a second, whose entry stands in another place."""
+    """Documents in which a link leads from one key to another, whose entry is elsewhere."""
     chains = max(1, level.facts // 2)
     names = _draw(rng, keys()[: level.keys], 2 * chains)
     values = _draw_values(rng, level, [rng.randint(2, 3) for _ in range(chains)])
@@ -266,9 +266,9 @@ def _hops(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
 
 
 def _digest(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
-    """Three numbered points, each a key that an earlier entry explains: the digest writes them out, in order.
+    """Three numbered points, each a key that an earlier entry explains; the digest writes these entries in order.
 
-    Among asides of the same form, which stay out of the digest, and filler.
+    The context also holds asides of the same form, which are not in the digest, and filler.
     """
     names = _draw(rng, keys()[: level.keys], max(len(_ORDINALS), level.facts // 2))
     values = _draw_values(rng, level, [3] * len(names))
@@ -296,7 +296,7 @@ def _spread(rng: random.Random, total: int, parts: int) -> list[int]:
 
 
 def _shots(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
-    """Labelled examples, three for each key, and new ones to label: the last word decides the class."""
+    """Labelled examples, three for each key, and new ones to label: the last word determines the class."""
     overhead, shown = 5, 3
     count = max(1, min(level.facts // 2, level.context // (shown * (overhead + 2))))
     names = _draw(rng, keys()[: level.keys], count)
@@ -315,7 +315,7 @@ def _shots(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
 
 
 def _retrieve(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
-    """Numbered paragraphs; a sentence of one of them is quoted, its number is asked for."""
+    """Numbered paragraphs; the question quotes a sentence of one of them, the answer is its number."""
     count = max(1, min(level.facts // 2, PARAGRAPHS, level.values))
     ends = _draw(rng, VALUES[: level.values], count)
     numbers = [f" {number}" for number in range(1, count + 1)]
@@ -331,7 +331,7 @@ def _retrieve(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]
 
 
 def _complete(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
-    """A file of procedures; the last line calls one of them, and its arguments are to be written."""
+    """A file of procedures; the last line calls one of them, the answer is its arguments."""
     names = _draw(rng, keys()[: level.keys], max(1, level.facts // 2))
     answers = _draw_values(rng, level, [rng.randint(2, 4) for _ in names], end=";")
     tokens: Tokens = []
@@ -362,11 +362,11 @@ GENERATORS: dict[str, Callable[[random.Random, Level], tuple[Tokens, list[Questi
     "retrieve": _retrieve,
     "complete": _complete,
 }
-"""For each dataset: a context of exactly `level.context` tokens and every question that can be asked of it."""
+"""For each dataset: a context of exactly `level.context` tokens, and all possible questions about it."""
 
 
 def _direct_digest(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
-    """`_digest` with points that hold their words themselves."""
+    """`_digest` with points that hold their words directly."""
     asides = max(0, level.facts // 2 - len(_ORDINALS))
     values = _draw_values(rng, level, [4] * (asides + len(_ORDINALS)))
     marks = [" aside"] * asides
@@ -379,7 +379,7 @@ def _direct_digest(rng: random.Random, level: Level) -> tuple[Tokens, list[Quest
 
 
 WARM_UP = {**GENERATORS, "digest": _direct_digest}
-"""The generators that training begins with: digest is easier, as nothing is looked up twice. Not in the suite."""
+"""The generators at the start of training: digest is easier, without a second look-up. Not in the suite."""
 
 
 def as_text(tokens: Tokens) -> str:
@@ -388,13 +388,13 @@ def as_text(tokens: Tokens) -> str:
 
 
 def _spans(context: Tokens, needles: Sequence[Tokens]) -> list[tuple[int, int]]:
-    """Where the needles stand in the text of the context, ascending; each of them wherever it occurs."""
+    """The ascending ranges of all occurrences of the needles in the text of the context."""
     text, pattern = as_text(context), "|".join(re.escape(as_text(needle)) for needle in needles)
     return [found.span() for found in re.finditer(pattern, text)]
 
 
 def is_test(context: Tokens, question: Question) -> bool:
-    """Whether this question of this context is of the test split: a quarter of all are, by the hash of their text."""
+    """Whether this question about this context is of the test split: a quarter of all, by the hash of their text."""
     return hashlib.sha256((as_text(context) + "\0" + as_text(question.input)).encode()).digest()[0] % 4 == 0
 
 
@@ -402,14 +402,14 @@ _GOLDEN = 0.6180339887498949  # the golden ratio's fraction
 
 
 def _row(name: str, split: str, index: int, turns: int = 1) -> tuple[dict[str, Any], list[list[tuple[int, int]]]]:
-    """Row `index` of a split, and the evidence of each turn; draws again until its hash is of that split."""
+    """Row `index` of a split, and the evidence of each turn; drawn again until its hash is of that split."""
     length = LENGTHS[index % len(LENGTHS)]
     inputs = {"shots": 4, "retrieve": 3}.get(name, 1)
     level = Level(length - len(head(name)) - len(tail(name)) - inputs, facts=length // 32)
     rng = random.Random(f"{name}-{split}-{index}")
     while True:
         context, questions = GENERATORS[name](rng, level)
-        # Needles are asked for in turn, in steps of the golden ratio: few rows cover all depths.
+        # questions step through the needles by the golden ratio, so that few rows cover all depths
         turn = (index // len(LENGTHS) * _GOLDEN + rng.random() * 0.1) % 1
         question = questions[int(turn * len(questions))]
         if is_test(context, question) == (split == "test"):
@@ -436,7 +436,7 @@ def _row(name: str, split: str, index: int, turns: int = 1) -> tuple[dict[str, A
 
 
 def _gold(name: str, question: Question) -> str:
-    """The gold answer. Code is compared letter by letter: the exact continuation, the space before it included."""
+    """The gold answer. For code it is the exact continuation, the space before it included."""
     gold = "".join(question.answer) if name == "complete" else as_text(question.answer).rstrip(".")
     return f"Paragraph {gold}" if name == "retrieve" else gold
 
@@ -444,10 +444,10 @@ def _gold(name: str, question: Question) -> str:
 def rows(name: str, split: str = "test", count: int = 12) -> list[dict[str, Any]]:
     """The first `count` rows of the dataset `name`, in LongBench's format.
 
-    split: "test", or "train" for rows of the kind that training may see.
-    count: the lengths of `LENGTHS` take turns, so a multiple of three has as many of each.
-    The row's `length` is in words as LongBench's is; the prompt's length in tokens is the third part of `_id`:
-    "lookup-test-1024-0007". Raises ValueError: an unknown name or split.
+    split: "test", or "train" for rows that training may see.
+    count: the lengths of `LENGTHS` take turns, so a multiple of three has equal numbers of each.
+    The row's `length` is in words, as in LongBench; the prompt's length in tokens is the third part of `_id`:
+    "lookup-test-1024-0007". Raises ValueError for an unknown name or split.
     """
     if name not in GENERATORS:
         raise ValueError(f"unknown embedded dataset {name!r}: expected one of {', '.join(NAMES)}")
@@ -462,8 +462,8 @@ def token_length(row: dict[str, Any]) -> int:
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    """One dataset, its rows generated once and read from the cache folder afterwards."""
-    # The rows follow from this file, from Python's generator of random numbers, and from their number.
+    """One dataset, generated once and then read from the cache folder."""
+    # the rows depend on this file, on Python's random numbers, and on their number
     code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     key = f"{code} python{sys.version_info.major}.{sys.version_info.minor} {ROWS}"
     name, turns = dataset.name, settings.turns or 1
@@ -490,7 +490,7 @@ def check(dataset: Dataset, settings: DataSettings) -> None:
 
 
 def missing(dataset: Dataset, settings: DataSettings) -> str | None:
-    """Why a dataset has no rows of several turns."""
+    """Why a dataset has no rows of several turns; None if it has."""
     if dataset.name == "digest" and (settings.turns or 1) > 1:
         return "a context has one question only, so there are no rows with later turns"
     return None

@@ -1,12 +1,12 @@
 """Prompts as LongBench's `pred.py` builds them for each model (commit 2e00731).
 
-The order of the steps is the official one: render the template; count its tokens, special ones included; if they exceed
-the limit, keep `int(limit / 2)` tokens of each end, decode the halves without special tokens and join the *texts*; wrap
-the text for chat models, except for exempt datasets; put the row's answer prefix behind it (RULER's alone have one);
-tokenise again. So a truncated prompt's final number of tokens may be a little above or below the limit.
+The steps are in the official order: render the template; count its tokens, special ones included; if they exceed the
+limit, keep `int(limit / 2)` tokens of each end, decode the halves without special tokens and join the *texts*; wrap the
+text for chat models, except for exempt datasets; append the row's answer prefix; tokenise again. So a truncated
+prompt's number of tokens may be a little above or below the limit.
 
-The place of the context is followed through all steps, for methods that shorten it and nothing else (`Prompt.context`),
-and so is that of the evidence in it.
+The places of the context (`Prompt.context`, for methods that shorten it) and of the evidence are tracked through all
+steps.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Ranges = list[tuple[int, int]]  # half-open ranges of characters, ascending and 
 
 @dataclass(frozen=True)
 class LaterTurn:
-    """A later message as the model gets it, behind an answer.
+    """A later message, which follows an answer.
 
-    text: wrapped, with the answer prefix. token_ids: of the text; the answer's end may be the first (`behind`).
+    text: in the chat format, with the answer prefix. token_ids: of the text; the first may be an end token (`behind`).
     sha256: of the token ids. evidence: ranges of the first prompt's text, as `Prompt.evidence`.
     """
 
@@ -46,7 +46,7 @@ class LaterTurn:
     evidence: tuple[tuple[int, int], ...] = ()
 
     def behind(self, answer: Sequence[int], end_ids: Sequence[int]) -> tuple[int, ...]:
-        """The tokens to run after an answer's: an end token is not written twice."""
+        """The tokens to run after an answer, without a second end token."""
         has_ended = answer[-1] in end_ids and answer[-1] == self.token_ids[0]
         return self.token_ids[has_ended:]
 
@@ -56,16 +56,16 @@ class Prompt:
     """One example's prompt, ready for the model.
 
     text: the prompt, truncated and wrapped.
-    token_ids: its tokens as the model gets them, special ones included.
-    tokens_before_truncation: tokens of the rendered template, special ones included, before truncation and wrap.
+    token_ids: its tokens, special ones included.
+    tokens_before_truncation: tokens of the rendered template, special ones included, before truncation and chat format.
     truncated: whether the middle was cut out.
-    sha256: of the token ids: two runs saw the same prompt if these agree.
-    context: ranges of `text` that a method may shorten: the row's context, as far as truncation has left it, without
-        the answers of its examples.
-    evidence: ranges of `text` that the answer is found in, as far as truncation has left them; () if that is not known.
-    spans: [n, 2] the range of `text` that each token stands for; None if that is not known: the tokenizer is no fast
-        one, or its chat template changes the prompt.
-    encode: tokenises another text as this one was.
+    sha256: of the token ids: equal hashes are equal prompts.
+    context: ranges of `text` that a method may shorten: the row's context after truncation, without the answers of its
+        examples.
+    evidence: ranges of `text` that hold the answer, after truncation; () if unknown.
+    spans: [n, 2] the range of `text` that each token stands for; None if unknown: the tokenizer is not a fast one, or
+        its chat template changes the prompt.
+    encode: tokenises another text in the same way.
     turns: the later messages, in order.
     """
 
@@ -86,7 +86,7 @@ class Prompt:
         return len(self.token_ids) + sum(len(turn.token_ids) for turn in self.turns)
 
     def as_input(self) -> lazyllm.Prompt:
-        """The prompt as `lazyllm.generate` takes it."""
+        """The prompt for `lazyllm.generate`."""
         import torch
 
         import lazyllm
@@ -107,22 +107,22 @@ def build_prompt(
 ) -> Prompt:
     """The prompt of one example, in the official order (see the top of this file).
 
-    template: with placeholders that are names of the row's fields, `{context}` and `{input}` as a rule.
+    template: its placeholders are names of the row's fields, usually `{context}` and `{input}`.
     max_prompt_tokens: the limit for middle truncation (Llama 2 chat 3500, XGen 7500); None for none.
-    chat: how the prompt is wrapped.
-    chat_wrap: False for datasets that are exempt from the wrap (`Dataset.chat_wrap`).
+    chat: the format of the prompt.
+    chat_wrap: False for datasets without chat format (`Dataset.chat_wrap`).
     protected: the text in the context that no method may shorten (`Dataset.protected`). It changes no token.
-    decode_halves: False decodes the ends of a truncated prompt together, as LongBench v2 does: of an odd limit, the
+    decode_halves: False decodes the ends of a truncated prompt together, as LongBench v2 does: for an odd limit, the
         second one is a token longer (`Dataset.decode_halves`).
-    Raises UserError: a placeholder that is no field of a row, a tokenizer without chat template for "auto", a template
-        that refuses the messages, a limit that leaves no tokens, a prompt or a later turn without tokens.
+    Raises UserError for a placeholder that is not a field, a tokenizer without chat template for "auto", a template
+        that refuses the messages, a limit that leaves no tokens, or a prompt or later turn without tokens.
     """
     if max_prompt_tokens is not None and max_prompt_tokens < 2:
         raise UserError(f"max_prompt_tokens must be at least 2 (one for each end) or null, got {max_prompt_tokens}")
     text, contexts = render(template, example)
     context = _without(contexts, text, protected)
     asked = [example, *example.turns]
-    evidence = [[span for start, _ in contexts for span in _moved(list(one.evidence), start)] for one in asked]
+    evidence = [[span for start, _ in contexts for span in _moved(list(turn.evidence), start)] for turn in asked]
     ids = _tokenize(tokenizer, text)
     before = len(ids)
     truncated = max_prompt_tokens is not None and before > max_prompt_tokens
@@ -160,7 +160,7 @@ def _later_turn(
 ) -> LaterTurn:
     """The turn's message behind an answer, which writes its own special tokens."""
     text = chat.later(tokenizer, turn.text) + turn.answer_prefix
-    # some tokenizers put a space in front of a text that does not begin with a special token
+    # some tokenizers put a space before a text that does not begin with a special token
     ids = _behind_letter(tokenizer, text) if text[:1].isspace() else _tokenize(tokenizer, text, special_tokens=False)
     if not ids:
         raise UserError(f"a later turn has no tokens (its text is {text!r})")
@@ -168,16 +168,16 @@ def _later_turn(
 
 
 def wrap_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> int:
-    """Tokens of the wrap around a prompt, special ones included; 0 for "none". Raises UserError as `build_prompt`."""
+    """Tokens that the chat format adds, special ones included; 0 for "none". Raises UserError as `build_prompt`."""
     if chat.uses_template(tokenizer):
         return len(_tokenize(tokenizer, chat.wrapped(tokenizer, ""), special_tokens=False))
     return len(_tokenize(tokenizer, chat.before + chat.after)) if chat.before + chat.after else 0
 
 
 def render(template: str, example: Example) -> tuple[str, Ranges]:
-    """The template with the row's fields filled in, and the ranges of the row's context in it.
+    """The template with the row's fields, and the ranges of the row's context in it.
 
-    Raises UserError: a placeholder that is no field, a stray brace.
+    Raises UserError for a placeholder that is not a field, or a stray brace.
     """
     fields = vars(example) | {"answers": list(example.answers), "all_classes": list(example.all_classes) or None}
     fields["_id"] = fields.pop("id")
@@ -192,7 +192,7 @@ def render(template: str, example: Example) -> tuple[str, Ranges]:
             continue
         if name not in fields or spec or conversion:
             raise UserError(
-                f"template of {example.dataset}: placeholder {{{name}}} is no plain field of a row; expected one of "
+                f"template of {example.dataset}: placeholder {{{name}}} is not a plain field of a row; expected one of "
                 f"{', '.join(fields)} (literal braces are written {{{{ and }}}})"
             )
         value = str(fields[name])
@@ -203,7 +203,7 @@ def render(template: str, example: Example) -> tuple[str, Ranges]:
 
 
 def _without(ranges: Ranges, text: str, protected: str) -> Ranges:
-    """The ranges without the matches of the pattern (`Dataset.protected`), which sees each range by itself."""
+    """The ranges without matches of the pattern (`Dataset.protected`), which is applied to each range separately."""
     if not protected:
         return ranges
     left = []
@@ -217,7 +217,7 @@ def _without(ranges: Ranges, text: str, protected: str) -> Ranges:
 
 
 def _ends(tokenizer: PreTrainedTokenizerBase, ids: list[int], limit: int, decode_halves: bool) -> tuple[str, str]:
-    """The texts of the first and the last tokens, `limit` in all."""
+    """The texts of the first and the last tokens, together `limit` tokens."""
     half = limit // 2
     left = _decode(tokenizer, ids[:half])
     if decode_halves:
@@ -230,8 +230,8 @@ def _ends(tokenizer: PreTrainedTokenizerBase, ids: list[int], limit: int, decode
 def _after_cut(ranges: Ranges, text: str, left: str, right: str) -> Ranges:
     """The ranges of `text` in `left + right`, which are its ends, decoded from tokens.
 
-    Only letters that agree count. The decoded ends differ from the text if the cut went through a character of several
-    tokens, or if the tokenizer does not give back its input. Such letters belong to no range: no method touches them.
+    The decoded ends differ from the text if the cut is within a character of several tokens, or if the tokenizer is not
+    lossless. Letters that differ are in no range, so no method shortens them.
     """
     in_left = _clipped(ranges, 0, _same(text, left))
     in_right = _clipped(ranges, len(text) - _same(text[::-1], right[::-1]), len(text))
@@ -242,7 +242,7 @@ def _after_cut(ranges: Ranges, text: str, left: str, right: str) -> Ranges:
 
 
 def _after_own_template(ranges: Ranges, text: str, wrapped: str) -> Ranges | None:
-    """The ranges of `text` in `wrapped`; None unless that holds the text, perhaps stripped, exactly once."""
+    """The ranges of `text` in `wrapped`; None unless it holds the text, or the stripped text, exactly once."""
     inner = text.strip()
     if wrapped.count(inner) != 1:
         return None
@@ -267,10 +267,10 @@ def _clipped(ranges: Ranges, lowest: int, highest: int) -> Ranges:
 def end_token_ids(
     tokenizer: PreTrainedTokenizerBase, model_eos_ids: int | Sequence[int] | None, dataset: Dataset
 ) -> tuple[int, ...]:
-    """The tokens that end an answer: the model's own and, for samsum, the newline token (`Dataset.newline_ends`).
+    """The tokens that end an answer: the model's and, for samsum, the newline token (`Dataset.newline_ends`).
 
-    model_eos_ids: from the model's generation config; if it names none, the tokenizer's end token counts.
-    Raises UserError: the newline is needed and the tokenizer has no token for it.
+    model_eos_ids: from the model's generation config; if empty, the tokenizer's end token is used.
+    Raises UserError if the newline is needed and the tokenizer has no token for it.
     """
     ends = [model_eos_ids] if isinstance(model_eos_ids, int) else list(model_eos_ids or ())
     own: Any = tokenizer.eos_token_id
@@ -285,24 +285,24 @@ def end_token_ids(
 
 
 def gold_token_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, gold: str) -> list[int]:
-    """A gold answer as tokens that continue the prompt's text, behind a space unless one of the two has white space."""
+    """A gold answer as tokens that continue the prompt's text, after a space unless there is white space already."""
     space = "" if prompt[-1:].isspace() or gold[:1].isspace() else " "
     return _behind_letter(tokenizer, f"{space}{gold}")
 
 
 def _behind_letter(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of a text that continues another: some tokenizers put a space in front of a whole text."""
+    """The tokens of a text that continues another one: without the space that some tokenizers put before a text."""
     letter = _tokenize(tokenizer, "x", special_tokens=False)
     return _tokenize(tokenizer, f"x{text}", special_tokens=False)[len(letter) :]
 
 
 def token_ids_sha256(token_ids: Sequence[int]) -> str:
-    """The sha256 of token ids, written in decimal and joined by commas."""
+    """The sha256 of token ids in decimal, joined by commas."""
     return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool = True) -> list[int]:
-    # verbose=False: truncation deals with prompts above the model's length, so no warning.
+    # verbose=False: no warning for long prompts, which are truncated later
     ids: Any = tokenizer(text, truncation=False, add_special_tokens=special_tokens, verbose=False)["input_ids"]
     return ids
 
@@ -310,7 +310,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: boo
 def _tokenize_with_spans(
     tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool = True
 ) -> tuple[list[int], np.ndarray | None]:
-    """Token ids, and the range of the text that each stands for if the tokenizer can tell (`Prompt.spans`)."""
+    """Token ids, and `Prompt.spans`."""
     import numpy as np
 
     if not getattr(tokenizer, "is_fast", False):

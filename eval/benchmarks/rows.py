@@ -1,7 +1,7 @@
 """JSON lines in LongBench's format, checked line by line and field by field.
 
-Rows are read with `json` and not with the package `datasets`, which reads whole files into Arrow tables: it names no
-line and no field of a bad row, and refuses integers beyond 64 bits and halves of surrogate pairs for the whole file.
+Rows are read with `json`, as the package `datasets` reads whole files into Arrow tables: it does not name a bad row's
+line and field, and one integer beyond 64 bits or half a surrogate pair makes it refuse the whole file.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from eval.benchmarks.suite import Dataset, Example, LoadedDataset, OnError, Skip
 from lazyllm.errors import UserError
 
 Fields = tuple[tuple[str, Callable[[Any], bool], str], ...]
-"""(name, whether a value will do, what is expected) of each field that a row must have."""
+"""(name, check of a value, description of allowed values) of each required field."""
 
 Parsed = TypeVar("Parsed")
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
-_SKIP_HINT = "Mend the row, or go on without such rows with data.on_error=skip"
+_SKIP_HINT = "Fix the row, or skip such rows by data.on_error=skip"
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a string without half a surrogate pair: JSON can spell one, no tokenizer or file takes it."""
+    """Whether a value is a string without half a surrogate pair, which JSON allows, but tokenizers and files do not."""
     return isinstance(value, str) and (value.isascii() or not _HALF_PAIR.search(value))
 
 
@@ -55,8 +55,8 @@ _TURN_FIELDS: Fields = (
 def read_lines(data: bytes, source: str, parse: Callable[[Any], Parsed]) -> Iterator[tuple[str, Parsed | UserError]]:
     """(source:line, parsed value or the reason why there is none) of every line that is not blank.
 
-    Lines end at \\n only, and nothing is normalised: rows hold \\r and other characters at which text mode would split.
-    parse: takes a JSON value; raises UserError.
+    Lines end at \\n only and are not normalised: rows hold \\r and other characters that end lines in text mode.
+    parse: from a JSON value; raises UserError.
     """
     for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
@@ -74,12 +74,12 @@ def parsed(row: Any, parse: Callable[[Any], Parsed]) -> Parsed | UserError:
     """A JSON value parsed, or the reason why it cannot be. parse: as in `read_lines`."""
     try:
         return parse(row)
-    except (UserError, RecursionError) as error:  # a value may be nested too deeply to be shown
+    except (UserError, RecursionError) as error:  # nested too deeply to be shown
         return UserError(str(error))
 
 
 def check_fields(row: Any, fields: Fields) -> None:
-    """Raises UserError if a row is no JSON object, lacks a field, or has one of another type."""
+    """Raise UserError unless a row is a JSON object with all fields, each of its type."""
     if not isinstance(row, dict):
         raise UserError(f"expected a JSON object, got {type(row).__name__}")
     for field, accepts, expected in fields:
@@ -94,8 +94,8 @@ def load_examples(
 ) -> LoadedDataset:
     """A dataset from the bytes of its rows.
 
-    source: names the origin of the rows in messages. Raises UserError: a row that cannot be used (unless skipped), a
-    repeated `_id`, no usable row.
+    source: the origin of the rows in messages. Raises UserError for an unusable row (unless skipped), a repeated `_id`,
+    or no usable row.
     """
     outcomes = read_lines(data, source, lambda row: parse_example(dataset, row))
     examples, skipped = usable(outcomes, source, on_error, "one JSON object a line in LongBench's format")
@@ -116,8 +116,8 @@ def usable(
 ) -> tuple[tuple[Example, ...], tuple[Skipped, ...]]:
     """The examples, and the rows that were left out.
 
-    outcomes: (where it stands, example or the reason why there is none) of each row. expected: what `source` should
-    hold. Raises UserError as `load_examples`.
+    outcomes: (place, example or the reason why there is none) of each row. expected: the right content of `source`.
+    Raises UserError as `load_examples`.
     """
     examples: list[Example] = []
     skipped: list[Skipped] = []
@@ -143,9 +143,7 @@ def parse_example(dataset: Dataset, row: Any) -> Example:
     """A row in LongBench's format as an example. Raises UserError with the reason if it cannot be used."""
     check_fields(row, _FIELDS)
     if row["dataset"] not in (dataset.name, dataset.prompt_of or dataset.name):
-        raise UserError(
-            f"field 'dataset' must be {dataset.name!r} as the file's name says, got {shortened(row['dataset'])}"
-        )
+        raise UserError(f"field 'dataset' must be {dataset.name!r}, the file's name, got {shortened(row['dataset'])}")
     problem = gold_problem(dataset, row["answers"], row["all_classes"])
     if problem is not None:
         raise UserError(problem)
@@ -188,7 +186,7 @@ def _parse_turns(dataset: Dataset, row: Any) -> tuple[Turn, ...]:
 
 
 def official_row(example: Example) -> dict[str, Any]:
-    """An example as a row in LongBench's format, in its order of fields. `turns`, which is ours, comes last if any."""
+    """An example as a row in LongBench's format and order of fields; then `turns`, an addition of ours, if any."""
     turns = [
         {"input": turn.text, "answers": list(turn.answers)}
         | ({"answer_prefix": turn.answer_prefix} if turn.answer_prefix else {})
@@ -208,7 +206,7 @@ def official_row(example: Example) -> dict[str, Any]:
 
 
 def shortened(value: Any) -> str:
-    """A value for a message, 60 characters at most."""
+    """A value for a message, at most 60 characters."""
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:60]}... ({type(value).__name__})"
 

@@ -1,7 +1,7 @@
-"""The values that a suite of tasks is made of.
+"""The values of a suite of tasks.
 
-A suite is one file or folder beside this one. It ends in a `Suite`, which `eval.benchmarks.SUITES` lists: no other
-code names a suite. What differs between suites is a field here, never an `if`.
+A suite is a file or folder in this room with a `Suite`, which `eval.benchmarks.SUITES` lists; no other code names a
+suite. Differences between suites are fields here, never an `if`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Dataset:
 
     name: its name in configs, files and tables; unique among all suites.
     task: the task whose score is the mean over its datasets.
-    metric: the name of its score: a key of `eval.benchmarks.metrics.METRICS` if the suite scores by `score_example`.
+    metric: the name of its score, a key of `eval.benchmarks.metrics.METRICS` if the suite scores by `score_example`.
     suite: the name of its suite.
-    prompt_of: the dataset of LongBench whose prompt and answer length it has; "" for its own.
+    prompt_of: the LongBench dataset whose prompt and answer length it uses; "" for its own.
     chat_wrap: whether the prompt is wrapped in the model's chat template.
     truncate: whether a prompt longer than `model.max_prompt_tokens` loses its middle.
     decode_halves: whether the two ends of such a prompt are decoded one by one, as LongBench does, or together.
@@ -52,7 +52,7 @@ class Dataset:
 class Turn:
     """A later question on an example's context.
 
-    text: the whole text of the message, as it stands behind the answer before it; a chat template wraps it.
+    text: the text of the message, which follows the answer before it; the chat format wraps it.
     answers: the gold answers, at least one.
     answer_prefix, evidence: as in `Example`.
     """
@@ -69,12 +69,12 @@ class Example:
 
     id: the row's own, or a hash of the row if it has none; unique in its dataset.
     answers: the gold answers, at least one.
-    all_classes: the class names; empty if the dataset is no classification.
-    length: the row's length as the suite counts it, in words, characters or tokens.
-    instruction: the text in front of the context, if it differs from row to row.
-    answer_prefix: the text behind the chat template that the answer continues; a part of the prompt.
-    evidence: the [start, end) ranges of `context`, in characters, that hold the answer; empty if nobody knows.
-    groups: the groups of rows that it is in and that scores are shown for, each as "length=8k+".
+    all_classes: the class names; empty unless the dataset is a classification.
+    length: the row's length in the suite's unit: words, characters or tokens.
+    instruction: the text before the context, if it differs between rows.
+    answer_prefix: the text after the chat template that the answer continues; a part of the prompt.
+    evidence: the [start, end) ranges of `context`, in characters, that hold the answer; empty if unknown.
+    groups: its groups of rows, for which scores are shown, such as "length=8k+".
     turns: the later questions, in order; the first is `input`.
     """
 
@@ -95,7 +95,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A row that was left out: where it stands (file:line) and why."""
+    """A row that was left out: its place (file:line) and the reason."""
 
     where: str
     reason: str
@@ -103,11 +103,11 @@ class Skipped:
 
 @dataclass(frozen=True)
 class LoadedDataset:
-    """A dataset's rows, and the facts that its prompts and answers need.
+    """A dataset's rows, and the facts for its prompts and answers.
 
     template: the official prompt, with placeholders such as `{context}` and `{input}`.
-    max_new_tokens: the most tokens an answer may have.
-    data_sha256: of the bytes of the rows, one JSON object a line; if only the first are made, of what all follow from.
+    max_new_tokens: greatest number of tokens of an answer.
+    data_sha256: of the rows' bytes, one JSON object a line; if only the first rows are made, of their source.
     config_sha256: of template and max_new_tokens.
     source: the origin of the rows, for people.
     skipped: rows left out, with `on_error="skip"` only.
@@ -127,14 +127,14 @@ class LoadedDataset:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """The settings of a run that say what its rows are.
+    """The settings of a run that determine its rows.
 
-    dir: the folder with the suite's files (`data.dir`); None if the suite is to fetch or make them.
-    on_error: "raise" at the first row that cannot be used, or "skip" such rows and list them in `LoadedDataset`.
-    limit: the number of rows that are used: a suite that makes rows makes no more; None for all.
-    options: the suite's own settings, which the config holds under the suite's name; None if it has none.
-    model: names the tokenizer, for a suite whose rows depend on it.
-    chat: how prompts are wrapped.
+    dir: the folder with the suite's files (`data.dir`); None downloads or makes them.
+    on_error: "raise" at the first unusable row, or "skip" such rows and list them in `LoadedDataset`.
+    limit: the number of rows; a suite that makes rows makes no more; None for all.
+    options: the suite's own settings, in the config under the suite's name; None if it has none.
+    model: names the tokenizer, for suites whose rows depend on it.
+    chat: the format of prompts.
     turns: the number of questions asked of a row, for a suite that makes rows; None for all that a row has.
     """
 
@@ -153,23 +153,23 @@ def _nothing(dataset: Dataset, settings: DataSettings) -> None:
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite of datasets: what is asked, where it comes from and how it is scored.
+    """A suite of datasets, their source and their scorer.
 
     name: its name in records and tables.
-    version: raised by every change of rows, prompts or scores.
+    version: raised with every change of rows, prompts or scores.
     datasets: in the order of tables.
     load: reads one of its datasets. Raises UserError.
     score: the official scorer: (dataset, answer, gold answers, class names) -> 0 to 1.
     whole: the name in configs for all its datasets.
-    tasks: tasks that configs may name for its datasets of that task.
-    limit: the number of examples of each dataset in a run of `whole` that sets no `limit`; None for all.
+    tasks: tasks that a config may name, for its datasets of that task.
+    limit: the number of examples of each dataset in a run of `whole` without a `limit`; None for all.
     in_paper: whether LazyLLM's paper reports this suite.
     reference_tokens: the prompt length for which a target speedup is solved; None for the paper's lengths.
-    check: refuses settings that the dataset cannot be loaded with, before torch is imported. Raises UserError.
-    missing: why a dataset's rows cannot be had, or None: such a dataset is left out of `whole`, and refused if named.
-    rows: the rows in the suite's official format, `settings.limit` at most; None for LongBench's format.
-    length: the tokens of prompt and answer that the settings ask for; None if the rows alone decide.
-    shorter: what to do if a prompt is longer than the model can hold.
+    check: refuses bad settings of a dataset before torch is imported. Raises UserError.
+    missing: why a dataset's rows cannot be loaded, or None. Such a dataset is left out of `whole`; refused if named.
+    rows: the rows in the suite's official format, at most `settings.limit`; None for LongBench's format.
+    length: the tokens of prompt and answer by the settings; None if they depend on the rows only.
+    shorter: advice if a prompt is longer than the model's positions.
     """
 
     name: str

@@ -31,7 +31,7 @@ def evidence_computed(
     earlier: the answers that this one goes on behind. What they have computed counts as prefill.
     """
     # a later turn's first step without a selection computes no token of the first prompt either
-    first, *others = [step for one in (*earlier, out) for step in selections_that_ran(one)]
+    first, *others = [step for answer in (*earlier, out) for step in selections_that_ran(answer)]
     steps_before = len(others) + 1 - len(out.selected)
     in_prefill = _in_sets(first, positions, out.computed.shape[1])
     for step in filter(None, others[:steps_before]):

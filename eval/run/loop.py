@@ -1,4 +1,4 @@
-"""The run: config in, records and a table out."""
+"""The run: from a config to records and a table."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PROGRESS_EVERY_S = 10.0  # between lines of progress if there is no terminal
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run: where its files are, and its table; None while other shards have examples to measure.
+    """A finished run: its folder, and its table; None while other shards have examples to measure.
 
     names: as in `Plan`.
     """
@@ -59,8 +59,8 @@ class RunResult:
 def run(config: RunConfig, show: bool = True, load: Callable[[], PreTrainedModel] | None = None) -> RunResult:
     """Measure every example that the run folder does not hold yet, then summarise all of the run's examples.
 
-    show: print the table. load: gives the model, if it is not to be loaded for this run alone. All that can be refused
-    is refused before the model loads. Raises UserError.
+    show: print the table. load: gives the model, if several runs share it. Raises UserError, before the model loads if
+    possible.
     """
     log.info("reading %s", ", ".join(dataset.name for dataset in datasets_of(config)))
     plan = prepare(config)
@@ -71,7 +71,7 @@ def run(config: RunConfig, show: bool = True, load: Callable[[], PreTrainedModel
         with open_tracker(config.tracker, _stored(plan, store), group, plan.file_part) as tracker:
             _measure_missing(plan, store, tracker, load or partial(load_model, config))
             if plan.file_part:
-                store.reload()  # with what the other shards have measured meanwhile
+                store.reload()  # with the other shards' records so far
             summary = _summarise(plan, store)
             if summary is not None:
                 records = [store.records[key] for key in _all_keys(plan, store) if key in store.records]
@@ -85,20 +85,20 @@ def run(config: RunConfig, show: bool = True, load: Callable[[], PreTrainedModel
 
 
 def compare(config: RunConfig) -> list[RunResult]:
-    """Run each method of `config.compare`, then print one table of them all; `runs/<label>-<model>.*` hold it too.
+    """Run each method of `config.compare`, then print one table of all; `runs/<label>-<model>.*` hold it too.
 
-    With `config.only` that method alone is run, as any other run. A method that cannot reach its target speedup is left
-    out. Raises UserError.
+    With `config.only`, that method runs like any single run. A method that cannot reach its target speedup is left out.
+    Raises UserError.
     """
     methods = within_reach(config)
     if config.only is not None:
         return [run(replace(config, method=method, compare={})) for method in methods.values()]
     if not methods:
-        raise UserError(f"no method of {config.label} reaches its speedup on this model: give less")
+        raise UserError(f"no method of {config.label} reaches its speedup on this model: give a lower one")
     methods = {marked(label, method["name"]): method for label, method in methods.items()}
     with _loaded_once(config) as load:
         results = {name: run(replace(config, method=method), show=False, load=load) for name, method in methods.items()}
-    # every run has its table: shards are refused beside compare
+    # every run has its table, as shards are refused with compare
     summaries = {label: result.summary for label, result in results.items() if result.summary is not None}
     title = config.label if config.half is None else f"{config.label}, {config.half} half"
     model = Path(config.model.name).name
@@ -120,7 +120,8 @@ def compare(config: RunConfig) -> list[RunResult]:
 
         pictures = save(plot_comparison(table.frame, f"{model}, {title}", methods), stem)
     track_pictures(config.tracker, Path("runs"), config.label, pictures)
-    lines = ["Files:", *(f"  {path}" for path in (*(one.folder for one in results.values()), f"{stem}.md", *pictures))]
+    paths = [*(result.folder for result in results.values()), f"{stem}.md", *pictures]
+    lines = ["Files:", *(f"  {path}" for path in paths)]
     if config.model.name == "tiny":
         lines.append("The same on a checkpoint and LongBench, on a GPU:")
         lines.append("  python run.py model=llama2 method=lazy dataset=hotpotqa")
@@ -129,7 +130,7 @@ def compare(config: RunConfig) -> list[RunResult]:
 
 
 def show_together(results: Sequence[RunResult]) -> None:
-    """Print one table of the runs of a sweep, each under the names in which they differ."""
+    """Print one table of a sweep's runs, named by their differences."""
     differ = [len(set(column)) > 1 for column in zip(*(result.names for result in results), strict=True)]
     differ[1] = True  # the setting is always named
     summaries = {
@@ -142,7 +143,7 @@ def show_together(results: Sequence[RunResult]) -> None:
 
 
 def _stored(plan: Plan, store: RunStore) -> StoredRun:
-    """The run as it now lies in its folder, without reading it again."""
+    """The run as stored in its folder, without reading it again."""
     about = {"fingerprint": fingerprint(plan.identity), "identity": plan.identity, **plan.about}
     return StoredRun(plan.folder, about, list(store.records.values()))
 
@@ -151,20 +152,20 @@ def _stored(plan: Plan, store: RunStore) -> StoredRun:
 
 
 def _check_prompts(cases: list[Case], store: RunStore) -> None:
-    """Raise UserError if the store holds an example with another prompt than the one that is built now."""
+    """Raise UserError if the store holds an example with another prompt than the current one."""
     for case in cases:
         record = store.records.get(case.key)
         built = [case.prompt.sha256, *(turn.sha256 for turn in case.prompt.turns)]
         if record is not None and [turn.prompt_sha256 for turn in record.by_turn] != built:
             raise UserError(
-                f"{store.folder}: holds {case.dataset.name}, row {case.example.id}, with another prompt than the one "
-                "built now; give another folder with out=FOLDER"
+                f"{store.folder}: holds {case.dataset.name}, row {case.example.id}, with another prompt than the "
+                "current one; give another folder with out=FOLDER"
             )
 
 
 @contextmanager
 def _noted(store: RunStore, devices: tuple[torch.device, ...], examples: int) -> Iterator[None]:
-    """Note when a job begins and ends to measure, why it ended early, and the machine's load at both times."""
+    """Store when a job begins and ends to measure, why it ended early, and the machine's load at both times."""
 
     def end(error: str | None) -> None:
         store.note({"event": "end", "time": provenance.now(), "error": error, "load": device_lock.load(*devices)})
@@ -176,30 +177,30 @@ def _noted(store: RunStore, devices: tuple[torch.device, ...], examples: int) ->
     except BaseException as caught:
         try:
             end(f"{type(caught).__name__}: {caught}")
-        except UserError as error:  # a full disk, for example: the user must hear what ended the job
+        except UserError as error:  # a full disk, for example: the log still gets the first error
             log.warning("%s", error)
         raise
     end(None)
 
 
 def load_model(config: RunConfig) -> PreTrainedModel:
-    """The model that a config names, as its run measures it. Raises as `lazyllm.load_model`."""
+    """The config's model, ready to be measured. Raises as `lazyllm.load_model`."""
     log.info("loading %s", config.model.name)
     model = load_weights(model_spec(config))
     if config.model.device_map is not None:
-        log.info("layers are computed on %s", ", ".join(map(str, devices_of(model))))
+        log.info("layers run on %s", ", ".join(map(str, devices_of(model))))
     return model
 
 
 @contextmanager
 def released(devices: tuple[torch.device, ...]) -> Iterator[None]:
-    """Free the devices' memory when the block ends and its model is gone, before another run has the devices."""
+    """Free the devices' memory when the block ends, before another run gets the devices."""
     try:
         yield
     finally:
         try:
             release_memory(*devices)
-        except RuntimeError as error:  # what ended the run is raised, not this
+        except RuntimeError as error:  # only logged: the run's own error is raised
             log.warning("%s: its memory could not be freed (%s)", ", ".join(map(str, devices)), error)
 
 
@@ -221,7 +222,7 @@ def _loaded_once(config: RunConfig) -> Iterator[Callable[[], PreTrainedModel]]:
 
 
 def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker, load: Callable[[], PreTrainedModel]) -> None:
-    """Load the model and measure this job's examples that the store does not hold, if there are any."""
+    """Measure this job's examples that the store lacks; the model loads only if there are any."""
     todo = [case for case in plan.cases if case.key in plan.ours and case.key not in store.records]
     untraced = [case for case in plan.traced if not store.has(_trace_file(case))]
     log.info("%s: %d examples, %d of them already measured", plan.folder, len(plan.ours), len(plan.ours) - len(todo))
@@ -262,11 +263,11 @@ def _measure_on(
 
 
 def _measure(bench: Bench, spec: ModelSpec, case: Case, baseline_first: bool) -> Record | Failure:
-    """The example's record, or why there is none: out of memory, logits that are not finite, a fault in a method."""
+    """The example's record, or a failure: out of memory, logits that are not finite, an error in a method."""
     try:
         return bench.measure(case, baseline_first)
     except UserError:
-        raise  # every other example would end the same way
+        raise  # all other examples would fail too
     except Exception as error:
         advice = f"; {what_fits(bench.model, spec, case, bench.paired)}" if is_out_of_memory(error) else ""
         return Failure(*case.key, reason_of(error) + advice, traceback.format_exc())
@@ -280,20 +281,20 @@ def _warm_up(bench: Bench, cases: list[Case], runs: int) -> None:
             return
         except UserError:
             raise
-        except Exception as error:  # the first example may not fit; measuring it notes the failure
+        except Exception as error:  # the first example may not fit into memory; measuring it records the failure
             log.warning("warming up on %s, row %s failed (%s)", *case.key, reason_of(error))
         free(*devices_of(bench.model))
 
 
 def free(*devices: torch.device) -> None:
-    """Free what a failed example has left in memory. Raises UserError if a device itself has failed."""
+    """Free the memory that a failed example left. Raises UserError if a device has failed."""
     try:
         release_memory(*devices)
         read_clock(*devices)  # waits for them
     except RuntimeError as error:
         raise UserError(
-            f"{', '.join(map(str, devices))} does not recover from the last failure ({' '.join(str(error).split())}): "
-            "every other example would end the same. Finished ones are safe; give the same command again"
+            f"{', '.join(map(str, devices))} does not recover from the last failure ({' '.join(str(error).split())}), "
+            "so all other examples would fail. Finished ones are safe: give the same command again"
         ) from error
 
 
@@ -302,10 +303,10 @@ def _trace_file(case: Case) -> str:
 
 
 def _trace_case(bench: Bench, case: Case, store: RunStore) -> None:
-    """Trace an example that was measured. A trace is an addition: the run is whole without it."""
+    """Trace a measured example. The run is complete without the trace."""
     try:
         text = trace(bench.model, bench.tokenizer, case).to_json()
-    except (RuntimeError, FloatingPointError) as error:  # out of memory: it keeps something of every layer
+    except (RuntimeError, FloatingPointError) as error:  # out of memory, for example: a trace holds data of all layers
         log.warning("%s, row %s: no trace (%s)", *case.key, reason_of(error))
         return
     store.write(_trace_file(case), text)
@@ -339,14 +340,14 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
 
 
 def _all_keys(plan: Plan, store: RunStore) -> list[tuple[str, str]]:
-    """(dataset, id) of the examples asked for, then of those that a wider run has left in the folder."""
+    """(dataset, id) of the planned examples, then of others in the folder from a wider run."""
     return list(dict.fromkeys([*(case.key for case in plan.cases), *store.records]))
 
 
 def _summarise(plan: Plan, store: RunStore) -> Summary | None:
-    """The table of all the run's examples, written beside the records; None while other shards have some to measure.
+    """Write and return the table of all the run's examples; None while other shards have examples to measure.
 
-    Raises UserError if every example has failed.
+    Raises UserError if all examples failed.
     """
     keys = _all_keys(plan, store)
     done = [store.records[key] for key in keys if key in store.records]
@@ -354,10 +355,10 @@ def _summarise(plan: Plan, store: RunStore) -> Summary | None:
     if failed:
         first = f"the first: {failed[0].dataset}, row {failed[0].id}: {failed[0].reason}"
         file = store.folder / "failures.jsonl"
-        if len(failed) == len(keys):  # fewer while other shards have not begun
+        if len(failed) == len(keys):  # never while other shards have examples to measure
             raise UserError(
-                f"all {len(failed)} examples failed, {first}. {file} says where; another model.dtype, a smaller "
-                "model.max_prompt_tokens or more memory may help"
+                f"all {len(failed)} examples failed, {first}. {file} has the tracebacks; another model.dtype, a "
+                "smaller model.max_prompt_tokens or more memory may help"
             )
         log.warning(
             f"{len(failed)} of {len(keys)} examples failed and are not in the table, {first}. {file} holds all; the "
@@ -365,7 +366,7 @@ def _summarise(plan: Plan, store: RunStore) -> Summary | None:
         )
     pending = len(keys) - len(done) - len(failed)
     if pending:
-        log.info("%s: %d examples are left to other shards; the last of them makes the table", plan.folder, pending)
+        log.info("%s: other shards have %d examples to measure; the last shard makes the table", plan.folder, pending)
         return None
     summary = summarise(done, failed)
     store.write("summary.json", to_json(summary, plan.about | {"identity": plan.identity}))
@@ -377,7 +378,7 @@ def _summarise(plan: Plan, store: RunStore) -> Summary | None:
 
 
 def _pictures(stored: StoredRun) -> list[Path]:
-    """All figures that one run is enough for, as PNG in its folder."""
+    """All figures that need only one run, as PNG in its folder."""
     from eval.paper.figures import FIGURES, save  # not at the top: matplotlib is slow to import
 
     folder = stored.folder / "figures"
@@ -389,5 +390,5 @@ def _pictures(stored: StoredRun) -> list[Path]:
 
 
 def console() -> Console:
-    """A console for tables: a file or a pipe has no width of its own."""
+    """A console for tables; a file or a pipe gets a fixed width."""
     return Console() if Console().is_terminal else Console(width=120)

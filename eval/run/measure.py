@@ -1,6 +1,6 @@
 """Measuring: a method and its baseline on the same prompts, in the same process, in alternation.
 
-An example of several turns is a session of each, one after the other: both go on behind their own answers.
+An example of several turns is a session of each, one after the other; each continues with its own answers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lazyllm.methods.beside import park
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-WARMUP_TOKENS = 4  # enough to have run prefill, a decoding step that revives, and one that follows it
+WARMUP_TOKENS = 4  # for a prefill, a decoding step that revives, and a step after it
 
 
 @dataclass(frozen=True)
 class Case:
-    """One example, ready to be measured by the method."""
+    """One example with its prompt and method, ready to be measured."""
 
     dataset: Dataset
     example: Example
@@ -46,12 +46,12 @@ class Case:
 
 
 def generate_case(model: PreTrainedModel, case: Case, method: Method) -> Generation:
-    """The case's first answer by the method, as the dataset wants it generated."""
+    """The case's first answer by the method."""
     return generate(model, case.prompt.as_input(), method, **_answering(case))
 
 
 def converse(model: PreTrainedModel, case: Case, method: Method) -> Iterator[Generation]:
-    """The case's answers, turn by turn. Every turn goes on behind the method's own answers, as a user's would."""
+    """The case's answers, turn by turn. Every turn follows the method's own answers, as in a real conversation."""
     with start(model, case.prompt.as_input(), method) as conversation:
         out = conversation.answer(None, **_answering(case))
         yield out
@@ -61,7 +61,7 @@ def converse(model: PreTrainedModel, case: Case, method: Method) -> Iterator[Gen
 
 
 def _answering(case: Case) -> dict[str, Any]:
-    """How the dataset wants an answer generated."""
+    """The dataset's options for generating an answer."""
     return {
         "max_new_tokens": case.max_new_tokens,
         "eos_token_ids": case.end_ids,
@@ -78,11 +78,11 @@ class _Run:
     peaks: list[int | None]
 
     def earlier(self, turn: int) -> list[Generation]:
-        """The answers of the turns (from 0) that this one goes on with; none if it runs the whole text."""
+        """The answers of earlier turns (from 0) that this one continues from; none if it runs the whole text."""
         return self.outs[:turn] if self.method.turns == "continue" else []
 
     def tokens_computed(self, turn: int) -> float:
-        """Prompt tokens that were run for a turn, mean over layers, scoring included."""
+        """Prompt tokens run for a turn, mean over layers, scoring included."""
         out = self.outs[turn]
         before = sum(earlier.computed[-1].mean() for earlier in self.earlier(turn)[-1:])
         return float(out.computed[-1].mean() - before + out.scoring_tokens)
@@ -100,8 +100,8 @@ class _Run:
 class Bench:
     """A model to measure methods on.
 
-    paired: measure the baseline beside each. forced: then also feed the baseline's and the gold answer to both.
-    evidence: note which of the evidence each layer computes.
+    paired: also measure the baseline on each example. forced: then also feed the baseline's and gold answers to both.
+    evidence: record the evidence that each layer computes.
     """
 
     model: PreTrainedModel
@@ -112,7 +112,7 @@ class Bench:
     evidence: bool = True
 
     def warm_up(self, case: Case, runs: int) -> None:
-        """Run the method, and the baseline if paired, `runs` times on one prompt without keeping anything."""
+        """Run the method, and the baseline if paired, `runs` times on one prompt, and drop the results."""
         for _ in range(runs):
             for method in (Baseline(), case.method) if self.paired else (case.method,):
                 generate(
@@ -124,7 +124,7 @@ class Bench:
                 )
 
     def measure(self, case: Case, baseline_first: bool) -> Record:
-        """Both generations of one example; which runs first alternates, so that neither profits from the order."""
+        """The record of one example. The order of the two generations alternates, so that neither profits from it."""
         if not self.paired:
             method, baseline = self._run(case, case.method), None
         elif baseline_first:
@@ -144,7 +144,7 @@ class Bench:
         )
 
     def _turn(self, case: Case, turn: int, method: _Run, baseline: _Run | None) -> dict[str, Any]:
-        """What `Record` and `LaterTurn` hold of a turn, from 0."""
+        """The common fields of `Record` and `LaterTurn` for a turn, from 0."""
         message = (case.prompt, *case.prompt.turns)[turn]
         asked = (case.example, *case.example.turns)[turn]
         beside = self._fidelity(case, turn, baseline, method) if baseline is not None else {}
@@ -158,7 +158,7 @@ class Bench:
         }
 
     def _run(self, case: Case, method: Method) -> _Run:
-        if not method.models():  # a draft or a scorer counts in the memory of its own method only
+        if not method.models():  # a draft or scorer counts only in its own method's memory
             park()
         devices = devices_of(self.model)
         reset_peak(*devices)
@@ -170,9 +170,9 @@ class Bench:
         return run
 
     def _fidelity(self, case: Case, turn: int, baseline: _Run, own: _Run) -> dict[str, Any]:
-        """The fields of `Measurement` that compare a method with its baseline. Both have run, and been timed.
+        """The fields of `Measurement` that compare a method with its baseline, after both were timed.
 
-        Answers are forced in the first turn only: behind it, the two have read different texts.
+        Answers are forced in the first turn only: in later turns, the two have different texts before them.
         """
         found = of_generations(baseline.outs[turn], own.outs[turn])
         if not self.forced or turn:
@@ -220,7 +220,7 @@ class Bench:
 
 
 def _evidence(prompt: Prompt, turn: int, run: _Run) -> dict[str, Any]:
-    """The fields of `Measurement` about the evidence of a turn's question; none if the prompt knows of none."""
+    """The fields of `Measurement` about the evidence of a turn's question; none if it is unknown."""
     positions = evidence_positions(replace(prompt, evidence=(prompt, *prompt.turns)[turn].evidence))
     if not len(positions):
         return {}

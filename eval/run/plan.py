@@ -1,4 +1,4 @@
-"""From a config to what is to be measured: all that can be refused is refused here, before a model loads."""
+"""From a config to a plan of all examples. All checks that need no model are made here."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DEFAULT_THREADS = torch.get_num_threads()  # which a job of a sweep must find again after one that set its own
+DEFAULT_THREADS = torch.get_num_threads()  # restored for a sweep's job after one that set its own number
 
 
 @dataclass(frozen=True)
 class Identified:
     """A run without its prompts.
 
-    identity: what must agree for two records to lie in one folder. parameters: the method's, by dataset. devices: all
-    that the model may compute on. prompt_limit: tokens; longer prompts lose their middle.
+    identity: must agree for two records to share a folder. parameters: the method's, by dataset. devices: all that the
+    model may compute on. prompt_limit: tokens; longer prompts lose their middle.
     """
 
     identity: dict[str, Any]
@@ -80,10 +80,10 @@ class Identified:
 class Plan(Identified):
     """A run, ready to be measured.
 
-    names: for people: the model, the setting, its seed ("" if it draws nothing), the data. cases: all its examples, in
-    order. ours: keys of those that this job measures (`eval.benchmarks.split`). traced: those of them that are to
-    be traced. about: config and provenance. file_part: the shard's part of its file names; "" for a run in one job.
-    skipped: a message about bad rows that were left out; None for none.
+    names: for people: the model, the setting, its seed ("" without random numbers), the data. cases: all examples, in
+    order. ours: keys of the examples that this job measures (`eval.benchmarks.split`). traced: keys of those to trace.
+    about: config and provenance. file_part: the shard's part of its file names; "" for a run in one job.
+    skipped: a message about bad rows that were skipped; None for none.
     """
 
     config: RunConfig
@@ -102,7 +102,7 @@ class Plan(Identified):
 
 
 def prepare(config: RunConfig) -> Plan:
-    """Everything that a run needs except the model's weights. Raises UserError."""
+    """A run's plan, without the model's weights. Raises UserError."""
     identified = identify(config)
     loaded, identity = identified.loaded, identified.identity
     cases = list(_cases(config, identified))
@@ -131,7 +131,7 @@ def prepare(config: RunConfig) -> Plan:
                 "machine": provenance.machine(identified.devices[0]),
                 "started": provenance.now(),
             },
-            # what `limit` and `sample` choose from
+            # `limit` and `sample` choose from these
             "examples": {rows.dataset.name: rows.total or len(rows.examples) for rows in loaded},
         },
         file_part=shard.file_part if shard is not None else "",
@@ -140,7 +140,7 @@ def prepare(config: RunConfig) -> Plan:
 
 
 def identify(config: RunConfig) -> Identified:
-    """What decides which run a config asks for, without its prompts. Raises UserError."""
+    """The run of a config, without its prompts. Raises UserError."""
     check_method(config.method)
     devices = devices_in_use(model_spec(config))
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
@@ -156,12 +156,12 @@ def identify(config: RunConfig) -> Identified:
         log.info(
             "%s: has %d positions, so prompts beyond %d tokens lose their middle; %s",
             *(config.model.name, model_config.max_position_embeddings, limit),
-            "prompts are wrapped in its own chat template"
+            "prompts have its own chat template"
             if chat.uses_template(tokenizer)
-            else "no chat template: prompts are not wrapped",
+            else "it has no chat template: prompts are plain text",
         )
     paired = config.timing.paired and by_name(settings["name"]) is not Baseline
-    parameters = {one.dataset.name: _resolved(config, settings, one.dataset, model_config) for one in loaded}
+    parameters = {data.dataset.name: _resolved(config, settings, data.dataset, model_config) for data in loaded}
     identity = _identity(config, loaded, model_config, tokenizer, end_ids, devices, paired) | {
         **_chat_identity(config, chat, tokenizer),
         "max_prompt_tokens": limit,
@@ -189,23 +189,23 @@ def _rows(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 
 def _check_length(config: RunConfig, model_config: PreTrainedConfig) -> None:
-    """Refuse rows that are made longer than the model can hold, before they are made. Raises UserError."""
+    """Refuse rows longer than the model's positions before they are made. Raises UserError."""
     longest = model_config.max_position_embeddings
     for dataset in datasets_of(config):
         suite = SUITES[dataset.suite]
         length = suite.length(data_settings(config, dataset))
         if length is not None and length > longest:
             raise UserError(
-                f"{dataset.name}: {length} tokens of prompt and answer are more than the {longest} positions that the "
-                f"model has: {suite.shorter}"
+                f"{dataset.name}: {length} tokens of prompt and answer exceed the model's {longest} positions: "
+                f"{suite.shorter}"
             )
 
 
 def within_reach(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """{label: settings} of the methods of `config.compare`, or of `config.only`, that can be as fast as they are to be.
+    """{label: settings} of the methods of `config.compare`, or of `config.only`, that can reach their target speedups.
 
-    The others are left out with a line in the log. Anything else that is wrong with a method is refused here, before
-    the first one runs. Raises UserError.
+    The others are left out, with a line in the log. All other errors in methods' settings are raised here, before the
+    first method runs. Raises UserError.
     """
     model_config = load_config(model_spec(config))
     methods = {}
@@ -223,7 +223,7 @@ def within_reach(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 def _settings(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
-    """The method's settings on this model's depth."""
+    """The method's settings at this model's depth."""
     with _about_the_method():
         return speedup_targets.at_depth(config.method, model_config.num_hidden_layers)
 
@@ -241,7 +241,7 @@ def _resolved(
 
 @contextmanager
 def _about_the_method() -> Iterator[None]:
-    """What a method refuses, which may come from an installed package, as an error of the user's."""
+    """Turn a method's errors, also of an installed package's method, into UserError."""
     try:
         yield
     except UserError:
@@ -254,14 +254,14 @@ def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     tokenizer = load_tokenizer_of(model_spec(config))
     if tokenizer is None:
         raise UserError(
-            "random weights (model.load_format=dummy) download nothing, so the tokenizer must be named: "
+            "random weights (model.load_format=dummy) download nothing, so the tokenizer must be given: "
             "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
         )
     return tokenizer
 
 
 def _cases(config: RunConfig, identified: Identified) -> Iterator[Case]:
-    """Every example of the run with its prompt. What the model cannot hold, or the method not use, is refused here."""
+    """Every example of the run with its prompt. Prompts that the model or the method cannot take are refused here."""
     model_config, tokenizer = identified.model_config, identified.tokenizer
     longest = model_config.max_position_embeddings
     for rows in identified.loaded:
@@ -292,39 +292,39 @@ def _cases(config: RunConfig, identified: Identified) -> Iterator[Case]:
                 of_turns = f" of {1 + len(prompt.turns)} turns" if prompt.turns else ""
                 raise UserError(
                     f"{dataset.name}, row {example.id}: {tokens} prompt tokens{of_turns} and up to {new_tokens} new "
-                    f"ones are more than the {longest} positions that the model has: "
+                    f"ones exceed the model's {longest} positions: "
                     f"{f'set {shorter}, or less' if dataset.truncate else SUITES[dataset.suite].shorter}"
                 )
             yield Case(dataset, example, prompt, method, max_new_tokens, end_ids)
 
 
 def _examples(config: RunConfig, loaded: list[LoadedDataset]) -> dict[str, list[Example]]:
-    """What `limit`, `half` and `sample` leave of each dataset, in the dataset's order."""
-    for one in loaded:
-        if (config.turns or 1) > 1 and not any(example.turns for example in one.examples):
+    """The examples of each dataset after `limit`, `half` and `sample`, in the dataset's order."""
+    for data in loaded:
+        if (config.turns or 1) > 1 and not any(example.turns for example in data.examples):
             raise UserError(
-                f"turns={config.turns}: the rows of {one.dataset.name} hold one question each; leave it out"
+                f"turns={config.turns}: the rows of {data.dataset.name} hold one question each; leave it out"
             )
     last = None if config.turns is None else config.turns - 1
     pairs = [
-        (one.dataset.name, replace(example, turns=example.turns[:last]))
-        for one in loaded
-        for example in in_half(one.dataset.name, one.examples[: config.limit], config.half)
+        (data.dataset.name, replace(example, turns=example.turns[:last]))
+        for data in loaded
+        for example in in_half(data.dataset.name, data.examples[: config.limit], config.half)
     ]
-    empty = [one.dataset.name for one in loaded if one.dataset.name not in {name for name, _ in pairs}]
+    empty = [data.dataset.name for data in loaded if data.dataset.name not in {name for name, _ in pairs}]
     if config.half is not None and empty:
         raise UserError(f"half={config.half} leaves no example of {empty[0]}: give limit=2 or more, or half=null")
     if config.sample is not None and config.sample < len(pairs):
         drawn = np.random.default_rng(config.seed).choice(len(pairs), config.sample, replace=False)
         pairs = [pairs[number] for number in sorted(drawn.tolist())]
-    chosen: dict[str, list[Example]] = {one.dataset.name: [] for one in loaded}
+    chosen: dict[str, list[Example]] = {data.dataset.name: [] for data in loaded}
     for name, example in pairs:
         chosen[name].append(example)
     return chosen
 
 
 def _keys_of(shard: Shard | None, cases: list[Case]) -> set[tuple[str, str]]:
-    """The examples that the shard measures; all of them if there is none."""
+    """The keys of the examples that the shard measures; all without a shard."""
     if shard is None:
         return {case.key for case in cases}
     tokens = {case.key: len(case.prompt.token_ids) for case in cases}
@@ -340,7 +340,7 @@ def _identity(
     devices: tuple[torch.device, ...],
     paired: bool,
 ) -> dict[str, Any]:
-    """What must agree for two records to lie in one folder. `limit` is not part of it: a run can be widened."""
+    """The facts that must agree for two records to share a folder. `limit` is not one of them and may be raised."""
     source = source_of(config.model.name)
     dummy = config.model.load_format == "dummy"
     local = Path(source).is_dir()
@@ -356,13 +356,13 @@ def _identity(
         "dtype": config.model.dtype,
         "attn_implementation": config.model.attn_implementation,
         "quantise": config.model.quantise,
-        "device_map": config.model.device_map,  # times depend on it, and so do what kernels of two kinds of device give
+        "device_map": config.model.device_map,  # times depend on it, and results, as kernels of devices differ
         **({"method_code": code} if code is not None else {}),
         **({"turns": config.turns} if config.turns is not None else {}),
-        **({"half": config.half} if config.half is not None else {}),  # what is tuned on shares no table with the rest
+        **({"half": config.half} if config.half is not None else {}),  # halves share no table
         **({"fidelity": config.fidelity} if config.fidelity is not None and paired else {}),
         **({"method_weights": [_weights_of(spec) for spec in beside]} if beside else {}),
-        "data": {one.dataset.name: _data_of(one) for one in loaded},
+        "data": {data.dataset.name: _data_of(data) for data in loaded},
         "max_new_tokens": config.max_new_tokens,
         "seed": config.seed,
         "paired": paired,
@@ -375,13 +375,13 @@ def _identity(
 
 
 def _data_of(loaded: LoadedDataset) -> str:
-    """What tells a dataset's rows, template and scoring apart."""
+    """A text that changes with a dataset's rows, template or scoring."""
     version = SUITES[loaded.dataset.suite].version
     return f"{loaded.data_sha256[:16]} {loaded.config_sha256[:16]} v{version}"
 
 
 def _chat_identity(config: RunConfig, chat: ChatFormat, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What of the wrap around prompts and of the reading of answers can change a number."""
+    """The facts of the chat format that can change a number."""
     if not chat.uses_template(tokenizer):
         return {"chat": config.model.chat or "none"}
     about = {
@@ -395,19 +395,19 @@ def _chat_identity(config: RunConfig, chat: ChatFormat, tokenizer: PreTrainedTok
 
 
 def _weights_of(spec: ModelSpec) -> str | None:
-    """What tells the weights of a method's other model apart: of a local one their hash, of a hub id its commit."""
+    """The identity of the weights of a method's other model: a local model's hash, a hub model's commit."""
     return provenance.weights_sha256(spec.source) or getattr(load_config(spec), "_commit_hash", None)
 
 
 def _version_of_quantiser(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, str]:
-    """The version of the package that rounds the weights; none if they are not quantised by one of ours."""
+    """{package that quantises the weights: its version}; {} if `lazyllm.models.quantisation` does not quantise them."""
     packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
     package = packages.get(config.model.quantise or quantised_by(model_config) or "")
     return {package: version(package)} if package is not None else {}
 
 
 def _plain(value: Any) -> Any:
-    return {str(key): _plain(one) for key, one in value.items()} if isinstance(value, dict) else value
+    return {str(key): _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _folder_name(config: RunConfig, loaded: list[LoadedDataset], identity: dict[str, Any]) -> str:
@@ -416,12 +416,12 @@ def _folder_name(config: RunConfig, loaded: list[LoadedDataset], identity: dict[
 
 
 def _data_label(config: RunConfig, loaded: list[LoadedDataset]) -> str:
-    """A short name for people: of one dataset, of a whole task, of a whole suite, or how many there are."""
+    """A short name for people: that of a dataset, a task or a suite, or the number of datasets."""
     suite = SUITES[loaded[0].dataset.suite]
-    names = {one.dataset.name for one in loaded}
+    names = {data.dataset.name for data in loaded}
     if len(names) == 1:
         return next(iter(names))
-    tasks = {one.dataset.task for one in loaded}
+    tasks = {data.dataset.task for data in loaded}
     if len(tasks) == 1:
         return next(iter(tasks))
     if len(tasks) == len(suite.all_tasks) or suite.whole in config.dataset:
@@ -430,7 +430,7 @@ def _data_label(config: RunConfig, loaded: list[LoadedDataset]) -> str:
 
 
 def _skipped(loaded: list[LoadedDataset]) -> str | None:
-    skipped = [row for one in loaded for row in one.skipped]
+    skipped = [row for data in loaded for row in data.skipped]
     if not skipped:
         return None
     first = f"{skipped[0].where}: {skipped[0].reason}"

@@ -1,4 +1,4 @@
-"""One example's outcome, and the one schema of it: the lines of a run's folder, its columns and all checks follow.
+"""The record of an example, and its one schema, from which lines, columns and checks follow.
 
 A new measured number is a field of `Measurement` here and a value in `eval.run.measure`. If older records lack it, the
 field has a default, with which they are read. Every field that is a number is a column of the frames, under its own
@@ -23,14 +23,14 @@ from pyarrow.json import ParseOptions, ReadOptions, read_json
 
 from eval.benchmarks.datasets import DATASETS
 
-_BLOCK = 1 << 24  # bytes that Arrow parses at a time, more than a line has
-PROMPT_END = 600  # characters of a prompt that its record keeps, for people to read
+_BLOCK = 1 << 24  # bytes that Arrow parses at a time, more than any line has
+PROMPT_END = 600  # characters at a prompt's end that its record keeps, for people to read
 
-_PERCENT = {"scale": 100}  # of a number that is stored as 0 to 1 and shown as 0 to 100
+_PERCENT = {"scale": 100}  # for numbers stored as 0 to 1 and shown as 0 to 100
 
 _Kind = TypeVar("_Kind")
 
-# By a field's annotation: the types of its JSON values, and its column
+# {annotation of a field: (types of its JSON values, type of its column)}
 _TYPES: dict[str, tuple[tuple[type, ...], pa.DataType]] = {
     "str": ((str,), pa.string()),
     "int": ((int,), pa.int64()),
@@ -46,32 +46,32 @@ _TYPES: dict[str, tuple[tuple[type, ...], pa.DataType]] = {
 class Measurement:
     """One generation, scored.
 
-    text: the answer as it was scored, before the first-line rule of some datasets. token_ids: its tokens.
+    text: the scored answer, before the first-line rule of some datasets. token_ids: its tokens.
     score: the dataset's metric, 0 to 1. rouge_l: rouge-score's ROUGE-L if the metric is ROUGE, else None.
     ttft_s, scoring_s, total_s, decode_step_s: seconds, as in `lazyllm.Generation`.
-    scoring_tokens: prompt tokens that any model computed before the method's own prefill.
+    scoring_tokens: prompt tokens that any model computed before the method's prefill.
     pct_prompt_tokens_computed: 0 to 100, mean over layers, at the end.
     group_starts: first layer (from 1) of each run of layers that computed the same prompt tokens.
     computed: [steps][groups] distinct prompt tokens computed so far.
     kv_bytes, aux_bytes: held at the end. peak_memory_bytes: the device's (the process's on CPU), weights included.
     prefill_flops: of the tokens that each layer computed in prefill, and of scoring (`lazyllm.engine.flops`).
 
-    Beside the paired baseline; None of the baseline itself, and if it was not run:
-    kl: KL(baseline || method) in nats of the first token's distribution. top1_agrees: 1 if both have the same likeliest
-        first token, else 0.
-    leading_tokens: how many tokens the two answers begin with in common. same_answer: 1 if they are equal, else 0.
+    Compared with the paired baseline; None in the baseline's own measurement, and without a baseline:
+    kl: KL(baseline || method) in nats of the first token's distribution. top1_agrees: 1 if both have the same most
+        likely first token, else 0.
+    leading_tokens: number of leading tokens that the two answers share. same_answer: 1 if they are equal, else 0.
     edit_similarity: 0 to 1, of the two lists of tokens (1 - Levenshtein distance / length of the longer one).
-    answer_kl, answer_log_likelihood: with `fidelity=answer`: the baseline's answer was fed to the method. The mean KL
-        per token, and the log-likelihood per token less the baseline's. gold_kl, gold_log_likelihood: of the gold one.
+    answer_kl, answer_log_likelihood: with `fidelity=answer`, of the baseline's answer fed to the method: mean KL per
+        token, and log-likelihood per token minus the baseline's. gold_kl, gold_log_likelihood: of the gold answer.
 
-    Of examples that know their evidence, the tokens of the prompt that hold the answer; else None:
-    evidence_tokens: how many the prompt has. evidence_prefill, evidence_revived: [layers] 0 to 1, the shares of them
-        that are computed in prefill, and later. evidence_recall: the last layer's share in prefill. In a later turn,
-        what earlier turns have computed counts as prefill if the method goes on with it.
+    Evidence: the prompt's tokens that hold the answer; None if unknown:
+    evidence_tokens: their number. evidence_prefill, evidence_revived: [layers] 0 to 1, the shares of them that are
+        computed in prefill, and later. evidence_recall: the last layer's share in prefill. In a later turn, tokens
+        computed by earlier turns count as prefill if the method continues from them.
 
-    Of a turn (None of older records); tokens are prompt tokens of all turns so far, the mean over layers:
-    tokens_computed: run for this turn, `scoring_tokens` included. revived_tokens: those of them that an earlier step,
-        or turn, had left out of a layer. tokens_computed_so_far, total_s_so_far: the sums over the turns up to this.
+    Of a turn (None in older records); tokens are prompt tokens of all turns so far, mean over layers:
+    tokens_computed: run for this turn, `scoring_tokens` included. revived_tokens: of these, tokens that earlier steps
+        or turns had left out of a layer. tokens_computed_so_far, total_s_so_far: sums over the turns up to this one.
     """
 
     text: str
@@ -110,30 +110,30 @@ class Measurement:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:
-        """The measurement of a stored line's values. Raises ValueError or TypeError for invalid ones."""
+        """The measurement from a stored line's values. Raises ValueError or TypeError for invalid ones."""
         return _checked(cls(**values))
 
 
 def _columns(kind: type) -> list[Field[Any]]:
-    return [one for one in fields(kind) if _type(one)[1] in ("int", "float")]
+    return [field for field in fields(kind) if _type(field)[1] in ("int", "float")]
 
 
-def _type(one: Field[Any]) -> tuple[bool, str]:
-    """Whether a field may be None, and its annotation without that."""
-    name = str(one.type)
+def _type(field: Field[Any]) -> tuple[bool, str]:
+    """Whether a field may be None, and its annotation without None."""
+    name = str(field.type)
     return name.endswith(" | None"), name.removesuffix(" | None")
 
 
-# {column of the frames: the factor between it and the record's field}
-SCALES: dict[str, float] = {one.name: one.metadata.get("scale", 1) for one in _columns(Measurement)}
-# The frames' columns of a measurement: its numbers; the mean decoding step, how many tokens were generated, and 100 for
+# {column of the frames: its factor over the record's field}
+SCALES: dict[str, float] = {field.name: field.metadata.get("scale", 1) for field in _columns(Measurement)}
+# The frames' columns of a measurement: its numbers, the mean decoding step, the number of generated tokens, and 100 for
 # an answer that is not empty, else 0
 MEASURED = (*SCALES, "step_s", "generated_tokens", "pct_answered")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the store: something about one example."""
+    """A line of the store about one example."""
 
     dataset: str
     id: str
@@ -159,7 +159,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class LaterTurn:
-    """A later turn of an example, stored in its line. Fields as in `Record`, of the turn's own message."""
+    """A later turn of an example, stored in its line. Fields as in `Record`, for the turn's message."""
 
     prompt_sha256: str
     prompt_tokens: int
@@ -175,12 +175,12 @@ class LaterTurn:
 
 @dataclass(frozen=True)
 class Record(Line):
-    """One example: its prompt, and what the method and the paired baseline (None if not paired) made of it.
+    """One example: its prompt, and the measurements of the method and of the paired baseline (None if not paired).
 
-    prompt_end: the last `PROMPT_END` characters of the prompt's text. answers: the gold answers. Reports show both
-    beside the answer. groups: of the example, as "length=8k+". Older records lack these three.
-    later: the later turns, in order, if the example has any: a line holds all turns of an example, or there is none.
-    turn: which one this is, from 1; a stored record is the first.
+    prompt_end: the last `PROMPT_END` characters of the prompt's text. answers: the gold answers. groups: of the
+    example, such as "length=8k+". Older records lack these three.
+    later: the later turns, in order: a line holds all turns of an example.
+    turn: the number of this turn, from 1; a stored record is the first.
     """
 
     prompt_sha256: str
@@ -202,7 +202,7 @@ class Record(Line):
 
     @property
     def by_turn(self) -> list[Record]:
-        """A record a turn, this one first. The prompt of a later one is its message, which is never truncated."""
+        """A record for each turn, this one first. A later one's prompt is its message, which is never truncated."""
         return [
             replace(self, later=None),
             *(
@@ -222,7 +222,7 @@ def _sides(values: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Failure(Line):
-    """An example that could not be measured. reason: for people, one line. traceback: where it happened."""
+    """An example that could not be measured. reason: one line for people. traceback: of the error."""
 
     reason: str
     traceback: str
@@ -238,7 +238,7 @@ def job_event(line: str) -> dict[str, Any]:
 
 
 def compact_counts(computed: np.ndarray) -> tuple[list[int], list[list[int]]]:
-    """(group_starts, computed) of [steps, layers] counts: neighbouring layers that always agree are one group."""
+    """(group_starts, computed) of [steps, layers] counts: neighbouring layers with equal counts form a group."""
     differs = (computed[:, 1:] != computed[:, :-1]).any(axis=0)
     first = np.concatenate([[0], 1 + np.flatnonzero(differs)])
     return (first + 1).tolist(), computed[:, first].tolist()
@@ -254,21 +254,21 @@ def _values(line: str) -> dict[str, Any]:
     return values
 
 
-def _checked(one: _Kind) -> _Kind:
+def _checked(line: _Kind) -> _Kind:
     """The object, if its values have the types of its fields and are finite. List items are not validated.
 
     Raises TypeError or ValueError.
     """
-    for name, types in _allowed(type(one)):
-        value = getattr(one, name)
-        if type(value) not in types:  # JSON gives plain types, and True is no number
+    for name, types in _allowed(type(line)):
+        value = getattr(line, name)
+        if type(value) not in types:  # JSON gives plain types; True is not a number
             expected = " or ".join(kind.__name__ for kind in types)
             raise TypeError(f"{name} is {type(value).__name__}, not {expected}")
         if type(value) is float and not math.isfinite(value):
             raise ValueError(f"{name} is {value}")
-    if isinstance(one, Line):
-        _check_dataset(one.dataset)
-    return one
+    if isinstance(line, Line):
+        _check_dataset(line.dataset)
+    return line
 
 
 def _check_dataset(name: str) -> None:
@@ -279,7 +279,7 @@ def _check_dataset(name: str) -> None:
 @cache
 def _allowed(kind: type) -> list[tuple[str, tuple[type, ...]]]:
     """(field, the types of its values) of all fields but nested ones, which check themselves."""
-    typed = [(one.name, *_type(one)) for one in fields(kind)]
+    typed = [(field.name, *_type(field)) for field in fields(kind)]
     return [
         (name, (*_TYPES[kind][0], *((NoneType,) if optional else ())))
         for name, optional, kind in typed
@@ -291,21 +291,21 @@ def _allowed(kind: type) -> list[tuple[str, tuple[type, ...]]]:
 
 
 def _schema(kind: type) -> pa.Schema:
-    """The columns of a class, nested as its fields are."""
+    """The columns of a class, nested like its fields."""
     columns = []
-    for one in fields(kind):
-        optional, name = _type(one)
-        if name == "Measurement":  # of one that is null, Arrow takes every part for null
+    for item in fields(kind):
+        optional, name = _type(item)
+        if name == "Measurement":  # Arrow makes every part of a null struct null
             parts = [part.with_nullable(optional or part.nullable) for part in _schema(Measurement)]
-            columns.append(pa.field(one.name, pa.struct(parts), nullable=optional))
+            columns.append(pa.field(item.name, pa.struct(parts), nullable=optional))
         elif name == "list[LaterTurn]":
-            columns.append(pa.field(one.name, pa.list_(pa.struct(_schema(LaterTurn))), nullable=optional))
+            columns.append(pa.field(item.name, pa.list_(pa.struct(_schema(LaterTurn))), nullable=optional))
         else:
-            columns.append(pa.field(one.name, _TYPES[name][1], nullable=optional))
+            columns.append(pa.field(item.name, _TYPES[name][1], nullable=optional))
     return pa.schema(columns)
 
 
-SCHEMA = _schema(Record)  # field by field; what is in both measurements is nested in `method` and `baseline`
+SCHEMA = _schema(Record)  # measurements are nested in `method` and `baseline`
 
 
 def to_table(records: Iterable[Record]) -> pa.Table:
@@ -322,25 +322,25 @@ def to_records(table: pa.Table) -> list[Record]:
 
 
 def lines_to_table(data: bytes) -> pa.Table:
-    """Whole lines in the columns of `SCHEMA`.
+    """Complete lines in the columns of `SCHEMA`.
 
-    Raises ValueError for a line that is invalid, older than that, or holds several turns.
+    Raises ValueError for a line that is invalid, of an older schema, or of several turns.
     """
-    data.decode()  # Arrow does not look
+    data.decode()  # Arrow does not check UTF-8
     if not data:
         return SCHEMA.empty_table()
     options = ParseOptions(explicit_schema=SCHEMA, unexpected_field_behavior="error")
     table = read_json(pa.BufferReader(data), ReadOptions(block_size=_BLOCK), options)
-    if len(table) != data.count(b"\n"):  # Arrow takes two objects on a line, and skips blank lines
+    if len(table) != data.count(b"\n"):  # Arrow accepts two objects on a line, and blank lines
         raise ValueError("not one record on each line")
-    if table["later"].null_count < len(table):  # Arrow cannot check what is nested in lists
+    if table["later"].null_count < len(table):  # Arrow cannot check values nested in lists
         raise ValueError("a line with several turns")
     for name in table["dataset"].unique().to_pylist():
         _check_dataset(name)
     for column in table.flatten().columns:
         if pa.types.is_floating(column.type) and False in pc.call_function("is_finite", [column]).unique().to_pylist():
             raise ValueError("a number is not finite")
-    for one, column in zip(SCHEMA.field("method").type, table.select(["baseline"]).flatten().columns, strict=True):
-        if not one.nullable and column.null_count > table["baseline"].null_count:
-            raise ValueError(f"baseline.{one.name} is null")
+    for part, column in zip(SCHEMA.field("method").type, table.select(["baseline"]).flatten().columns, strict=True):
+        if not part.nullable and column.null_count > table["baseline"].null_count:
+            raise ValueError(f"baseline.{part.name} is null")
     return table.cast(SCHEMA)

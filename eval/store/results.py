@@ -1,8 +1,8 @@
-"""Stored runs as one value: what tables, figures and reports are made from, without a model.
+"""Stored runs as one value, for tables, figures and reports, without a model.
 
-A *setting* is a method with its hyperparameters, whatever the seed; a run is one setting on one model with one seed.
-A column has the name that the value has in a record's line, with a dot before what is nested: `prompt_tokens`,
-`method.ttft_s`, `baseline.computed`.
+A *setting* is a method with its hyperparameters but without its seed; a run is one setting on one model with one seed.
+Columns have the names of a record's fields, with a dot before nested ones: `prompt_tokens`, `method.ttft_s`,
+`baseline.computed`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lazyllm.errors import UserError
 if TYPE_CHECKING:
     import pandas as pd
 
-_SIDES = {"method": "", "baseline": "baseline_"}  # {of a record: the prefix of its columns}
+_SIDES = {"method": "", "baseline": "baseline_"}  # {measurement of a record: prefix of its columns}
 COLUMNS = [
     "model", "paper_model", "method", "settings", "label", "seed", "run", "folder", "paired",
     "dataset", "task", "suite", "id", "groups", "prompt_tokens", "turn",
@@ -38,8 +38,8 @@ COLUMNS = [
 _USUAL = {"revive": True, "prune_generated": False}
 _KEY = ["model", "method", "settings", "seed", "dataset", "id", "turn"]
 
-PLANNED = "examples.json"  # in a run folder: {dataset: ids of its examples that the run is to measure}
-CAMPAIGN = "campaign.json"  # beside the records that `eval.store.collect` has put into one file
+PLANNED = "examples.json"  # in a run folder: {dataset: ids of its planned examples}
+CAMPAIGN = "campaign.json"  # in a collected campaign (`eval.store.collect`)
 CAMPAIGN_VERSION = 1
 CAMPAIGN_RECORDS = "records.parquet"
 
@@ -56,7 +56,7 @@ class Part:
     sha256: dict[str, str]
 
     def table(self, columns: Sequence[str] | None) -> pa.Table:
-        """The records, nested; at least the columns named. Raises UserError."""
+        """The records, nested, with at least these columns. Raises UserError."""
         try:
             with pq.ParquetFile(self.file) as opened:
                 if opened.schema_arrow.equals(SCHEMA):
@@ -68,10 +68,10 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class StoredRun:
-    """A run: run.json's content, and its records, which are read if they are asked for.
+    """A run: run.json's content, and its records, which are read on first use.
 
-    source: where the records are: the lines in the folder (None), a campaign's part, or here in memory.
-    apart: what sets the run apart from most runs of its model that it was read with (`eval.store.groups`).
+    source: of the records: the folder's lines (None), a campaign's part, or a table in memory.
+    apart: the facts in which it differs from most runs of its model (`eval.store.groups`).
     """
 
     folder: Path
@@ -80,7 +80,7 @@ class StoredRun:
     apart: str = ""
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Every record, in order. columns: as in this module's docstring, flat; None: `SCHEMA`'s, nested.
+        """Every record, in order. columns: flat, as in this module's docstring; None for `SCHEMA`'s, nested.
 
         Raises UserError.
         """
@@ -97,13 +97,13 @@ class StoredRun:
 
     @cached_property
     def examples(self) -> pd.DataFrame:
-        """One row an example's turn: the columns of `as_frame` from `dataset` on. Raises UserError."""
+        """A row for each turn of an example: the columns of `as_frame` from `dataset` on. Raises UserError."""
         table = self.table(_READ)
         return _example_rows(table) if table["later"].null_count == len(table) else example_rows(self.records)
 
     @property
     def datasets(self) -> list[str]:
-        """Datasets with records, in their order."""
+        """Datasets with records, in order."""
         return [str(name) for name in self.examples["dataset"].unique()]
 
     @property
@@ -112,12 +112,12 @@ class StoredRun:
 
     @property
     def model(self) -> str:
-        """The model's short name: the preset, or the last part of its folder or hub id; then what sets it apart."""
+        """The model's short name: the preset, or the last part of its folder or hub id; then `apart`."""
         return Path(self.about["config"]["model"]["name"]).name + self.apart
 
     @property
     def paper_model(self) -> str | None:
-        """The column of the paper's tables that this model stands in: llama2, xgen or None."""
+        """The model's column in the paper's tables: llama2, xgen or None."""
         return self.about["config"]["model"]["paper"]
 
     @property
@@ -126,7 +126,7 @@ class StoredRun:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The method's hyperparameters as they were configured, without name and seed."""
+        """The method's hyperparameters in the config, without name and seed."""
         return settings_in(self.identity["method"])
 
     @property
@@ -152,14 +152,14 @@ class StoredRun:
 
     @property
     def records_sha256(self) -> dict[str, str]:
-        """{name: SHA-256} of the files that the records were written to."""
+        """{name: SHA-256} of the record files."""
         if isinstance(self.source, Part):
             return dict(self.source.sha256)
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(self.folder, "records")}
 
     @property
     def planned(self) -> list[tuple[str, str]] | None:
-        """(dataset, id) of the examples that the run's last job was to measure; None for older runs.
+        """(dataset, id) of the planned examples of the run's last job; None for older runs.
 
         Raises UserError.
         """
@@ -174,23 +174,23 @@ class StoredRun:
 
     @property
     def traces(self) -> list[Path]:
-        """Files of `eval.store.trace`, one a traced example."""
+        """Files of `eval.store.trace`, one for each traced example."""
         return sorted((self.folder / "traces").glob("*.json"))
 
 
 def settings_in(method: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a method as a config holds it: without name and seed."""
+    """The hyperparameters in a method's config, without name and seed."""
     return {key: value for key, value in method.items() if key not in ("name", "seed")}
 
 
 def label_of(method: str, settings: dict[str, Any]) -> str:
-    """A setting for people: `lazy, schedule={2: 0.3}`, without what is empty, or usual for LazyLLM in the paper."""
+    """A setting for people: `lazy, schedule={2: 0.3}`, without empty values, and without LazyLLM's usual ones."""
     shown = {key: value for key, value in settings.items() if value is not None and _USUAL.get(key) is not value}
     return ", ".join([method, *(f"{key}={_plain(value)}" for key, value in shown.items())])
 
 
 def is_ablation(settings: Mapping[str, Any]) -> bool:
-    """Whether LazyLLM runs with a part of it changed: without revival, or with generated tokens pruned too."""
+    """Whether LazyLLM runs without revival, or prunes generated tokens too."""
     return any(settings.get(key, usual) != usual for key, usual in _USUAL.items())
 
 
@@ -209,21 +209,21 @@ def planned_text(keys: Iterable[tuple[str, str]]) -> str:
 
 
 def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> list[StoredRun]:
-    """All runs with records in or below the folders, in order of their names, raw or collected (`eval.store.collect`).
+    """All runs with records in the folders and their subfolders, by name, raw or collected (`eval.store.collect`).
 
-    where, newest: as in `eval.store.groups.chosen`. Raises UserError if there is none, or a file is damaged.
+    where, newest: as in `eval.store.groups.chosen`. Raises UserError if there is none, or if a file is damaged.
     """
     runs = [run for run in chosen(stored_runs(folders), where, newest) if len(run.examples)]
     if not runs:
-        raise UserError(f"no run with records below {', '.join(map(str, folders))}")
+        raise UserError(f"no run with records in {', '.join(map(str, folders))}")
     return tell_apart(runs)
 
 
 def stored_runs(folders: Sequence[Path]) -> list[StoredRun]:
-    """All runs in or below the folders, in order of their names, also those without a record. Raises UserError."""
+    """All runs in the folders and their subfolders, by name, also without records. Raises UserError."""
     missing = [str(folder) for folder in folders if not folder.is_dir()]
     if missing:
-        raise UserError(f"{missing[0]}: no such folder; give the folder that the runs lie in, e.g. runs")
+        raise UserError(f"{missing[0]}: no such folder; give the folder of the runs, e.g. runs")
     campaigns = sorted({file.parent for folder in folders for file in folder.rglob(CAMPAIGN)})
     collected = {run.folder: run for folder in campaigns for run in _collected_runs(folder)}
     raw = {file.parent for folder in folders for file in folder.rglob("run.json")} - collected.keys()
@@ -237,7 +237,7 @@ def _collected_runs(campaign: Path) -> list[StoredRun]:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["schema"] != CAMPAIGN_VERSION:
             raise UserError(
-                f"{file}: written with schema {content['schema']}, this version reads {CAMPAIGN_VERSION}; collect again"
+                f"{file}: has schema {content['schema']}, but this version reads {CAMPAIGN_VERSION}; collect again"
             )
         return [
             StoredRun(
@@ -257,7 +257,7 @@ def _collected_runs(campaign: Path) -> list[StoredRun]:
 
 
 class Results:
-    """Stored runs, and the frames that tables and figures are made from, each made once. runs: in their order."""
+    """Stored runs, and their frames for tables and figures, each made once. runs: in order."""
 
     def __init__(self, runs: Sequence[StoredRun]) -> None:
         self.runs = tuple(runs)
@@ -266,23 +266,23 @@ class Results:
 
     @classmethod
     def read(cls, folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> Results:
-        """All runs with records in or below the folders. Raises UserError as `find_runs`."""
+        """All runs with records in the folders and their subfolders. Raises UserError as `find_runs`."""
         return cls(find_runs(folders, where, newest))
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """One row a turn of an example of a run, as `as_frame` says. Raises UserError."""
+        """`as_frame` of the runs. Raises UserError."""
         return as_frame(self.runs)
 
     @cached_property
     def by_task(self) -> pd.DataFrame:
-        """One row a setting and dataset, task or suite, as `eval.store.aggregate.by_task` says. Raises UserError."""
+        """`eval.store.aggregate.by_task` of the frame. Raises UserError."""
         from eval.store.aggregate import by_task  # not at the top: pandas is slow to import
 
         return by_task(self.frame, self._known)
 
     def where(self, keep: Callable[[StoredRun], bool]) -> Results:
-        """The results of some of the runs, all runs of a setting or none. What was computed of a setting is shared."""
+        """The results of some runs: all runs of a setting or none, as computed values of settings are shared."""
         runs = tuple(run for run in self.runs if keep(run))
         if runs not in self._parts:
             part = self._parts[runs] = Results(runs)
@@ -291,17 +291,16 @@ class Results:
 
 
 def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
-    """One row a turn of an example of a run.
+    """A row for each turn of an example of a run.
 
     model, paper_model (missing: the paper has no such model), method, settings (canonical JSON of the hyperparameters),
     label (the same for people), seed, run (the fingerprint), folder, paired, dataset, task, suite, id, groups (of
     `Example`, a list), prompt_tokens (of the turn's message), turn (from 1); then `eval.store.record.MEASURED` of the
-    method, and with `baseline_` before it of the paired baseline (NaN if there is none). Scores are 0 to 100; step_s is
-    the mean decoding step (NaN for answers of one token).
+    method, and with the prefix `baseline_` of the paired baseline (NaN without one). Scores are 0 to 100; step_s is the
+    mean decoding step (NaN for answers of one token).
 
-    If two runs hold the same example with the same setting and seed, the paired one counts; of such, the one
-    with more examples (a first look at one dataset gives way to the run of all). Raises UserError if that does not
-    decide.
+    If two runs hold the same example with the same setting and seed, the paired run counts; of two paired ones that
+    with more examples. Raises UserError if this does not decide.
     """
     import pandas as pd
 
@@ -328,7 +327,7 @@ def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
     fixed |= {"seed": fixed["seed"].astype(int), "paired": fixed["paired"].astype(bool)}
     table: Any = pd.concat([pd.DataFrame(fixed), examples], axis=1)[COLUMNS]
     settings = {(run["model"], run["method"], run["settings"], run["seed"]) for run in described}
-    return table if len(settings) == len(runs) else _without_repeated(table)  # a run holds an example once
+    return table if len(settings) == len(runs) else _without_repeated(table)  # one run holds an example once
 
 
 def _without_repeated(table: pd.DataFrame) -> pd.DataFrame:
@@ -339,18 +338,18 @@ def _without_repeated(table: pd.DataFrame) -> pd.DataFrame:
         row = twice.iloc[0]
         both = sorted(set(twice[(twice[_KEY] == row[_KEY]).all(axis=1)]["folder"]))
         raise UserError(
-            f"{row['dataset']}, row {row['id']}, {row['label']}: measured twice, in {' and '.join(both)}; take one away"
+            f"{row['dataset']}, row {row['id']}, {row['label']}: measured twice, in {' and '.join(both)}; remove one"
         )
     return table.drop_duplicates(_KEY).sort_index().reset_index(drop=True).drop(columns="size")
 
 
 def first_turns(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a frame whose message is the whole prompt: one an example of a run."""
+    """The rows of first turns: one for each example of a run."""
     return frame[frame["turn"] == 1]  # type: ignore[return-value]
 
 
 def example_rows(records: Sequence[Record]) -> pd.DataFrame:
-    """One row a turn of a record: the columns of `as_frame` from `dataset` on."""
+    """A row for each turn of a record: the columns of `as_frame` from `dataset` on."""
     turns = (turn for record in records for turn in record.by_turn)
     return _example_rows(to_table(turns).flatten().combine_chunks())
 
@@ -363,7 +362,7 @@ _READ = [
 
 
 def _example_rows(table: pa.Table) -> pd.DataFrame:
-    """The same of a flat table."""
+    """`example_rows` of a flat table."""
     import pandas as pd
 
     datasets: Any = table["dataset"].to_pandas()
@@ -386,7 +385,7 @@ def _lengths(lists: Any) -> Any:
 
 
 def _numbers(column: pa.ChunkedArray) -> np.ndarray:
-    """[rows]; integers become floats only if one is missing, which is NaN."""
+    """[rows] the numbers; integers become floats only if one is missing (NaN)."""
     if not column.null_count:
         return column.to_numpy().astype(np.int64 if pa.types.is_integer(column.type) else np.float64)
     return pc.fill_null(column.cast(pa.float64()), float("nan")).to_numpy()
@@ -399,6 +398,6 @@ def _mean_of_each(lists: pa.ListArray) -> np.ndarray:
     means = np.full(len(lengths), np.nan)
     for length in np.unique(lengths[lengths > 0]):
         rows = np.flatnonzero(lengths == length)
-        # rows of one array, so that each is summed as it would be alone
+        # lists of equal length as rows of one array, so that each is summed as alone
         means[rows] = values[starts[rows, None] + np.arange(length)].mean(axis=1)
     return means

@@ -36,7 +36,7 @@ def data(results: Results) -> pd.DataFrame:
         return pd.DataFrame()
     methods = [_generations(frame, prefix, label) for prefix, label in (("baseline_", BASELINE), ("", None))]
     both: Any = pd.concat(methods, ignore_index=True)
-    both = both.dropna(subset="ttft_s").assign(ttft_share=lambda one: 100 * one["ttft_s"] / one["total_s"])
+    both = both.dropna(subset="ttft_s").assign(ttft_share=lambda rows: 100 * rows["ttft_s"] / rows["total_s"])
     both["answer"] = [_answer(int(tokens)) for tokens in both["generated_tokens"]]
     both["prompt"] = 2 ** np.log2(both["prompt_tokens"]).round().astype(int)
     rows = []
@@ -64,7 +64,7 @@ def plot(frame: Any) -> MplFigure:
     """A row a model: the baseline on the left, LazyLLM on the right, a curve a range of answer lengths."""
     models = list(dict.fromkeys(frame["model"]))
     figure = new_figure(9.5, 3.7 * len(models))
-    answers = sorted(set(frame["answer"]), key=lambda one: int(one.split("-")[0].rstrip("+")))
+    answers = sorted(set(frame["answer"]), key=lambda answer: int(answer.split("-")[0].rstrip("+")))
     for model, line in zip(
         models, figure.subplots(len(models), 2, squeeze=False, sharex="row", sharey=True), strict=True
     ):

@@ -227,7 +227,7 @@ def test_a_custom_models_limit_and_template_are_found_and_said(tmp_path: Path, c
     assert plan.identity.items() >= {
         "chat": "auto", "chat_args": {"enable_thinking": False}, "today": "2024-07-26", "max_prompt_tokens": 1024
     }.items()  # fmt: skip
-    assert "prompts are wrapped in its own chat template" in caplog.text
+    assert "prompts have its own chat template" in caplog.text
     thinks = prepare(config_of(*custom(tmp_path, template), "model.thinking_tokens=100", "model.today=2025-01-01"))
     assert thinks.cases[0].prompt.text.startswith("2025!")
     assert thinks.cases[0].max_new_tokens == plan.cases[0].max_new_tokens + 100
@@ -240,7 +240,7 @@ def test_a_prompt_that_the_model_cannot_hold_is_refused_with_the_number_to_set(t
     template = "{% for message in messages %}<u>{{ message['content'] }}<m>{% endfor %}"
     turns = [{"input": "Why? " * 9, "answers": ["so"]}] * later
     arguments = custom(tmp_path, template, turns, max_position_embeddings=400)
-    with pytest.raises(UserError, match="more than the 400 positions that the model has") as refused:
+    with pytest.raises(UserError, match="exceed the model's 400 positions") as refused:
         prepare(config_of(*arguments, "model.max_prompt_tokens=390"))
     (fits,) = re.findall(r"set model.max_prompt_tokens=(\d+), or less", str(refused.value))
     (case,) = prepare(config_of(*arguments, f"model.max_prompt_tokens={fits}")).cases
