@@ -1,7 +1,7 @@
 """Score differences over paired examples, with 95 % bootstrap intervals: of each method and its baseline, and of each
-method and the previous one.
+two methods.
 
-    python -m scripts.dev.paired_scores runs results/coder/gradual.csv
+    python -m scripts.dev.paired_scores runs results/coder/gradual_differences.csv
 """
 
 from __future__ import annotations
