@@ -133,7 +133,7 @@ def test_the_paired_measurement_counts(tmp_path: Path) -> None:
 def test_the_same_measured_twice_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "a", [record(0), record(2)])
     write_run(tmp_path / "b", [record(1), record(0)], warmup=9)
-    with pytest.raises(UserError, match=r"row-0, lazy, schedule=.* measured twice, in .*/a and .*/b; take one away"):
+    with pytest.raises(UserError, match=r"row-0, lazy, schedule=.* measured twice, in .*/a and .*/b; remove one"):
         as_frame(find_runs([tmp_path]))
 
 
