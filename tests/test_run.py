@@ -88,6 +88,7 @@ def test_a_broken_off_run_goes_on_and_ends_as_if_it_had_not_been(
         (["model=llama2"], "model.load_format=dummy"),
         (["model=llama2", "model.load_format=dummy"], "model.tokenizer="),
         (["method.schedule={9: 0.5}"], "only 8 layers"),
+        (["model.chat=auto"], "chat=auto needs the tokenizer's chat template"),
         (["method=prompt_compression", "method.scorer=nosuch"], "not one of the presets"),
         (["method=prompt_compression", "method.window=9999"], "sees at most 4096 tokens at once"),
     ],

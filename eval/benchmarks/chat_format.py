@@ -60,8 +60,8 @@ class ChatFormat:
         return self.from_tokenizer and bool(not self.or_none or tokenizer.chat_template)
 
     def template_args(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """The arguments of the tokenizer's chat template."""
-        thinks = "enable_thinking" in tokenizer.get_chat_template()
+        """The arguments of the tokenizer's chat template. Raises UserError if there is no template."""
+        thinks = "enable_thinking" in _template(tokenizer)
         return ({"enable_thinking": self.thinking_tokens > 0} if thinks else {}) | dict(self.args)
 
     def reads_clock(self, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -95,16 +95,11 @@ class ChatFormat:
         """A conversation in the tokenizer's chat template: the user's messages with the answers between them."""
         from jinja2 import TemplateError
 
-        if not tokenizer.chat_template:
-            raise UserError(
-                "chat=auto needs the tokenizer's chat template, but it has none; "
-                f"use one of {', '.join(name for name in CHAT_FORMATS if name != 'auto')}"
-            )
         messages = [{"role": "system", "content": self.system}] if self.system is not None else []
         roles = cycle(("user", "assistant"))
         messages += [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
         today = date.fromisoformat(self.today)
-        template = _with_date(tokenizer.get_chat_template(), today)
+        template = _with_date(_template(tokenizer), today)
         args: dict[str, Any] = {"date_string": today.strftime("%d %b %Y")} | self.template_args(tokenizer)
         try:
             wrapped: Any = tokenizer.apply_chat_template(
@@ -115,6 +110,15 @@ class ChatFormat:
                 f"the tokenizer's chat template refuses the messages ({error}): see model.system"
             ) from error
         return wrapped
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+    if not tokenizer.chat_template:
+        raise UserError(
+            "chat=auto needs the tokenizer's chat template, but it has none; "
+            f"use one of {', '.join(name for name in CHAT_FORMATS if name != 'auto')}"
+        )
+    return tokenizer.get_chat_template()
 
 
 def _with_date(template: str, today: date) -> str:
