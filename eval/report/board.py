@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, load_rows
-from eval.report.overview import has_changes
 from eval.store.folder import fingerprint, write_whole
 from eval.store.groups import tell_apart
 from eval.store.record import Measurement, Record
-from eval.store.results import Results, StoredRun, stored_runs
+from eval.store.results import Results, StoredRun, has_changes, stored_runs
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:

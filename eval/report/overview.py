@@ -11,7 +11,7 @@ from eval.paper.known_methods import is_diagnostic, marked
 from eval.paper.table import COMPUTED
 from eval.report.grid import Grid, grid
 from eval.store.groups import as_text
-from eval.store.results import Results, StoredRun, first_turns
+from eval.store.results import Results, StoredRun, first_turns, has_changes
 
 KEPT = 0.99  # of the baseline's score
 
@@ -150,11 +150,6 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
     if most is not None and any(first_turns(run.examples)["dataset"].value_counts().max() > most for run in runs):
         found.append(f"Of each run and dataset, only the first {most} records are shown below; tables count all.")
     return found
-
-
-def has_changes(run: StoredRun) -> bool:
-    """Whether no commit holds the code that measured the run."""
-    return (run.about["provenance"]["git_commit"] or "+changes").endswith("+changes")
 
 
 def _missing(runs: Sequence[StoredRun]) -> list[str]:

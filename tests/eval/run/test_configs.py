@@ -158,7 +158,7 @@ def test_the_method_that_is_meant(overrides: list[str], method: object) -> None:
         (["model.attn_implementation=flash"], "flash"),
         (["model=custom", "model.name=nosuch"], "not one of the presets"),
         (["model=custom"], "model.name=FOLDER_OR_HUB_ID"),
-        (["model.system=Be brief"], "model.system is for the tokenizer's own chat template: give model.chat=auto"),
+        (["model.system=Be brief"], "model.system is for the tokenizer's chat template: give model.chat=auto too"),
         (["model.today=now"], "model.today=now: expected a date, YYYY-MM-DD"),
         (["model.thinking_tokens=-1"], "model.thinking_tokens=-1: expected 0 or more"),
         (["model.chat_arg={a: 1}"], "unknown key model.chat_arg: did you mean model.chat_args?"),
@@ -220,7 +220,7 @@ def test_a_custom_models_limit_and_template_are_found_and_said(tmp_path: Path, c
     caplog.set_level(logging.INFO)
     bare = prepare(config_of(*custom(tmp_path, None))).identity
     assert (bare["chat"], bare["max_prompt_tokens"]) == ("none", 3500)
-    assert "has 4096 positions, so prompts beyond 3500 tokens lose their middle; no chat template" in caplog.text
+    assert "has 4096 positions, so prompts beyond 3500 tokens lose their middle; it has no chat template" in caplog.text
     template = "{{ strftime_now('%Y') }}{% if enable_thinking %}!{% endif %}{{ messages[0]['content'] }}"
     plan = prepare(config_of(*custom(tmp_path, template, max_position_embeddings=2048)))
     assert plan.cases[0].prompt.text.startswith("2024")

@@ -66,7 +66,7 @@ def test_an_old_driver(broken, capsys) -> None:
     assert "CUDA 13.0 needs driver 580 or later, found 535.183.01: pip install" in lines(capsys)["torch"]
     broken("Tesla K80, 418.10, 11441 MiB", CUDA_13)
     found = lines(capsys)
-    assert found["torch"].endswith("needs driver 580, here is 418.10: update the driver")
+    assert found["torch"].endswith("needs driver 580 or later, found 418.10: update the driver")
     assert found["GPU"] == "missing     Tesla K80, 12 GB: less than 13: try model.quantise=int8"
 
 

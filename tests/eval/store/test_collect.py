@@ -172,7 +172,7 @@ def test_mixtures_are_refused(tmp_path: Path) -> None:
         collect([tmp_path / "cell"], tmp_path / "out")
     write_run(tmp_path / "prompts" / "a", [record(0)])
     write_run(tmp_path / "prompts" / "b", [replace(record(0), prompt_sha256="other")], seed=1)
-    with pytest.raises(UserError, match="with another prompt than in the runs of tiny"):
+    with pytest.raises(UserError, match="another prompt than in earlier runs of tiny"):
         collect([tmp_path / "prompts"], tmp_path / "out")
     folder = write_run(tmp_path / "edited" / "a", [record(0)])
     about = (folder / "run.json").read_text()

@@ -94,7 +94,7 @@ def test_of_copies_one_stays_and_of_different_records_none(folder: Path) -> None
     assert [record.id for record in read_run(folder)[1]] == ["row-0", "row-2", "row-5"]
     assert done[0].startswith("records.jsonl: 1 lines removed, 2 kept")
     assert "line 2: different records of hotpotqa, row row-1, in records.jsonl:2, records-1-of-2.jsonl:3" in done[0]
-    assert "line 1: the same as records.jsonl:1" in done[1]
+    assert "line 1: equal to records.jsonl:1" in done[1]
 
 
 @pytest.mark.parametrize("content", [None, b"", b'{"schema": 2, "ident', b"[]", b"\0" * 99])

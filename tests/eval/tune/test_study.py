@@ -127,7 +127,7 @@ def test_a_study_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read as a study's description"), opened(tmp_path):
         pass
     (tmp_path / "study.json").unlink()
-    with pytest.raises(UserError, match="that says whose"), opened(tmp_path):
+    with pytest.raises(UserError, match=r"holds a journal but no study\.json"), opened(tmp_path):
         pass
 
 

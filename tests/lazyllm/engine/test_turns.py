@@ -243,8 +243,8 @@ def test_bad_turns_leave_the_session_as_it_was() -> None:
         session.answer([1], 3, ())
     assert session.answer(None, 3, ()).token_ids == twin.answer(None, 3, ()).token_ids
     for more, new, message in (
-        (None, 3, "at least one token"),
-        ([], 3, "at least one token"),
+        (None, 3, "give at least one in more_ids"),
+        ([], 3, "give at least one in more_ids"),
         ([97], 3, "the model knows 0 to 96"),
         ([1], 0, "max_new_tokens=0: give 1 or more"),
         ([1], 10**6, "positions"),
