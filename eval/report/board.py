@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, load_rows
-from eval.report.overview import has_changes
 from eval.store.folder import fingerprint, write_whole
 from eval.store.groups import tell_apart
 from eval.store.record import Measurement, Record
@@ -87,6 +86,8 @@ def _submission(folder: Path) -> Submission:
 
 def _lacking(run: StoredRun) -> Iterator[str]:
     """A line for each missing fact of a run's provenance, and for missing examples."""
+    from eval.report.overview import has_changes  # not at the top: it imports pandas
+
     known, about = run.about.get("provenance") or {}, run.folder / "run.json"
     lacking = [name for name in ("git_commit", "versions", "machine") if not known.get(name)]
     lacking += [f"the data hash of {name}" for name in run.datasets if not run.identity["data"].get(name)]

@@ -168,8 +168,8 @@ def test_the_answer_comes_after_the_thought() -> None:
     ("name", "settings", "message"),
     [
         ("vicuna", {}, "unknown chat format 'vicuna'; known are none, llama2, xgen, auto"),
-        ("llama2", {"system": "Be brief."}, "model.system is for the tokenizer's own chat template"),
-        ("none", {"args": {"a": 1}}, "model.chat_args is for the tokenizer's own chat template"),
+        ("llama2", {"system": "Be brief."}, "model.system is for the tokenizer's chat template"),
+        ("none", {"args": {"a": 1}}, "model.chat_args is for the tokenizer's chat template"),
         ("auto", {"today": "tomorrow"}, "model.today=tomorrow: expected a date, YYYY-MM-DD"),
     ],
 )

@@ -158,7 +158,7 @@ def test_the_method_that_is_meant(overrides: list[str], method: object) -> None:
         (["model.attn_implementation=flash"], "flash"),
         (["model=custom", "model.name=nosuch"], "not one of the presets"),
         (["model=custom"], "model.name=FOLDER_OR_HUB_ID"),
-        (["model.system=Be brief"], "model.system is for the tokenizer's own chat template: give model.chat=auto"),
+        (["model.system=Be brief"], "model.system is for the tokenizer's chat template: give model.chat=auto"),
         (["model.today=now"], "model.today=now: expected a date, YYYY-MM-DD"),
         (["model.thinking_tokens=-1"], "model.thinking_tokens=-1: expected 0 or more"),
         (["model.chat_arg={a: 1}"], "unknown key model.chat_arg: did you mean model.chat_args?"),
