@@ -86,7 +86,6 @@ def _submission(folder: Path) -> Submission:
 
 def _lacking(run: StoredRun) -> Iterator[str]:
     """A line for each missing fact of a run's provenance, and for missing examples."""
-    from eval.report.overview import has_changes  # not at the top: it imports pandas
 
     known, about = run.about.get("provenance") or {}, run.folder / "run.json"
     lacking = [name for name in ("git_commit", "versions", "machine") if not known.get(name)]
