@@ -86,7 +86,6 @@ def _submission(folder: Path) -> Submission:
 
 def _lacking(run: StoredRun) -> Iterator[str]:
     """A line for each missing fact of a run's provenance, and for missing examples."""
-
     known, about = run.about.get("provenance") or {}, run.folder / "run.json"
     lacking = [name for name in ("git_commit", "versions", "machine") if not known.get(name)]
     lacking += [f"the data hash of {name}" for name in run.datasets if not run.identity["data"].get(name)]
