@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, load_rows
-from eval.report.overview import has_changes
 from eval.store.folder import fingerprint, write_whole
 from eval.store.groups import tell_apart
 from eval.store.record import Measurement, Record
@@ -92,7 +91,7 @@ def _lacking(run: StoredRun) -> Iterator[str]:
     lacking += [f"the data hash of {name}" for name in run.datasets if not run.identity["data"].get(name)]
     if lacking:
         yield f"{about}: lacks {', '.join(lacking)}"
-    if known.get("git_commit") and has_changes(run):
+    if known.get("git_commit") and run.has_uncommitted_code:
         yield f"{about}: the code had uncommitted changes; commit them, then run again"
     if run.about.get("fingerprint") != fingerprint(run.identity):
         yield f"{about}: the fingerprint differs from the identity's; the file was edited"

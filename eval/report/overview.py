@@ -136,7 +136,7 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
     most: number of records that the page shows for each run and dataset, None for all.
     """
     unpaired = [run for run in runs if not run.identity["paired"] and run.method != "baseline"]
-    changed = [run for run in runs if has_changes(run)]
+    changed = [run for run in runs if run.has_uncommitted_code]
     cold = [run for run in runs if run.identity["warmup"] == 0]
     textless = [run for run in runs if "" in run.table(["prompt_end"])["prompt_end"].unique().to_pylist()]
     concerned = [
@@ -150,11 +150,6 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
     if most is not None and any(first_turns(run.examples)["dataset"].value_counts().max() > most for run in runs):
         found.append(f"Of each run and dataset, only the first {most} records are shown below; tables count all.")
     return found
-
-
-def has_changes(run: StoredRun) -> bool:
-    """Whether no commit holds the code that measured the run."""
-    return (run.about["provenance"]["git_commit"] or "+changes").endswith("+changes")
 
 
 def _missing(runs: Sequence[StoredRun]) -> list[str]:

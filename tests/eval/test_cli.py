@@ -48,7 +48,7 @@ COMMANDS = {
     "run dataset=vtt": (2, "error: dataset=vtt: did you mean vt?"),
     "rows dataset=lookup": (2, "error: rows need a folder: give out=FOLDER"),
     "run data.dir=nowhere": (2, "error: data.dir=nowhere: expected an existing folder"),
-    "run model=custom model.name=./nowhere": (2, "error: './nowhere' is no model: no such folder"),
+    "run model=custom model.name=./nowhere": (2, "error: './nowhere' is not a model: no such folder"),
     "board nowhere": (2, "error: nowhere: no submission; expected folders"),
     "methods": (0, "    draft=null keep=0.3 lookahead=8 chunk=32 pool=13 sound=false"),
     "check nosuch": (2, "error: unknown method 'nosuch'; known are asl, baseline"),

@@ -135,6 +135,6 @@ def test_class_names_come_from_the_runs_own_rows(tmp_path, capsys) -> None:
     submit(tmp_path / "board" / "two", [answer(row.id, text, 0.5, **own)], data={"shots": rows.data_sha256[:16] + " b"})
     assert [problem for submission in read_board(tmp_path / "board") for problem in submission.problems] == []
     submit(tmp_path / "other" / "two", [answer(row.id, text, 0.5, **own)], data={"shots": "aa bb v1"})
-    assert "class names are in the rows of shots, and those here are not the run's" in refused(
+    assert "class names are in the rows of shots, which differ here from the run's" in refused(
         tmp_path / "other", capsys
     )

@@ -75,7 +75,7 @@ def test_runs_are_chosen_by_what_their_config_or_identity_says(tmp_path: Path) -
 
     assert names("dtype=bfloat16") == names("max_new_tokens=null") == names("method.schedule.2=0.5") == ["a"]
     assert names("max_new_tokens=3") == names("method.name=baseline", "dtype=float32") == ["b"]
-    with pytest.raises(UserError, match=r"--where dtype=int8: no run has it; dtype is one of bfloat16, float32"):
+    with pytest.raises(UserError, match=r"--where dtype=int8: no such run; dtype is one of bfloat16, float32"):
         names("dtype=int8")
     for wrong in ("dtypo=int8", "dtype"):
         with pytest.raises(UserError, match=rf"--where {wrong}: expected KEY=VALUE with a key of these runs: .*dtype"):

@@ -89,7 +89,7 @@ def test_its_config_is_the_dataclass(installed: Path) -> None:
     ("name", "message"),
     [
         ("breaks_at_import", "of the package own-methods 0.1 .* ModuleNotFoundError: .*a_package_that_nobody_has"),
-        ("is_no_method", r"own_methods.others:IsNoMethod\) is no method: expected a dataclass derived from"),
+        ("is_no_method", r"own_methods.others:IsNoMethod\) is not a method: expected a dataclass derived from"),
         ("lazy", "'lazy' is lazyllm's own, and the package own-methods adds one of the same name"),
         ("odd_default", "of 'folder': expected a number"),
     ],

@@ -163,7 +163,7 @@ def test_no_access_says_how_to_get_it(monkeypatch, error: type, message: str) ->
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("nosuch", {}, "none of the presets llama2, llama2-base, xgen, llama3.1-8b"),
+        ("nosuch", {}, "not one of the presets llama2, llama2-base, xgen, llama3.1-8b"),
         ("./nosuch", {}, "no such folder"),
         ("a/b/c", {}, "no such folder"),
         ("tiny", {"dtype": "int8"}, "unknown dtype 'int8'"),

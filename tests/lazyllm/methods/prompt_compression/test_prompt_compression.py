@@ -252,7 +252,7 @@ def test_what_the_machine_or_the_model_lacks_is_refused_before_one_loads(monkeyp
     PromptCompression(0.5, "sentence", scorer="tiny", window=4096).check(config)
     with pytest.raises(ValueError, match="at most 4096"):
         PromptCompression(0.5, "sentence", scorer="tiny", window=4097).check(config)
-    with pytest.raises(lazyllm.UserError, match="'nosuch' is no model"):
+    with pytest.raises(lazyllm.UserError, match="'nosuch' is not a model"):
         PromptCompression(0.5, "sentence", scorer="nosuch").check(config)
     monkeypatch.setattr("lazyllm.methods.prompt_compression.segments.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="spaCy, which is not installed"):
