@@ -91,7 +91,7 @@ def _lacking(run: StoredRun) -> Iterator[str]:
     lacking += [f"the data hash of {name}" for name in run.datasets if not run.identity["data"].get(name)]
     if lacking:
         yield f"{about}: lacks {', '.join(lacking)}"
-    if known.get("git_commit") and has_changes(run):
+    if known.get("git_commit") and run.has_uncommitted_code:
         yield f"{about}: the code had uncommitted changes; commit them, then run again"
     if run.about.get("fingerprint") != fingerprint(run.identity):
         yield f"{about}: the fingerprint differs from the identity's; the file was edited"

@@ -136,7 +136,7 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
     most: number of records that the page shows for each run and dataset, None for all.
     """
     unpaired = [run for run in runs if not run.identity["paired"] and run.method != "baseline"]
-    changed = [run for run in runs if has_changes(run)]
+    changed = [run for run in runs if run.has_uncommitted_code]
     cold = [run for run in runs if run.identity["warmup"] == 0]
     textless = [run for run in runs if "" in run.table(["prompt_end"])["prompt_end"].unique().to_pylist()]
     concerned = [

@@ -111,6 +111,11 @@ class StoredRun:
         return self.about["identity"]
 
     @property
+    def has_uncommitted_code(self) -> bool:
+        """Whether no commit holds the code that measured the run."""
+        return (self.about["provenance"]["git_commit"] or "+changes").endswith("+changes")
+
+    @property
     def model(self) -> str:
         """The model's short name: the preset, or the last part of its folder or hub id; then `apart`."""
         return Path(self.about["config"]["model"]["name"]).name + self.apart
