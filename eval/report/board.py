@@ -22,7 +22,7 @@ from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.store.folder import fingerprint, write_whole
 from eval.store.groups import tell_apart
 from eval.store.record import Measurement, Record
-from eval.store.results import Results, StoredRun, has_changes, stored_runs
+from eval.store.results import Results, StoredRun, stored_runs
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:

@@ -348,11 +348,6 @@ def _without_repeated(table: pd.DataFrame) -> pd.DataFrame:
     return table.drop_duplicates(_KEY).sort_index().reset_index(drop=True).drop(columns="size")
 
 
-def has_changes(run: StoredRun) -> bool:
-    """Whether no commit holds the code that measured the run."""
-    return (run.about["provenance"]["git_commit"] or "+changes").endswith("+changes")
-
-
 def first_turns(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of first turns: one for each example of a run."""
     return frame[frame["turn"] == 1]  # type: ignore[return-value]
