@@ -175,6 +175,8 @@ class Study:
         """Fail the running trials whose process has died, and enqueue their candidates first."""
         for trial in self._trials():
             if trial.state == TrialState.RUNNING and not self._is_measured(trial):
+                if self._trials()[trial.number].state != TrialState.RUNNING:
+                    continue  # another process has ended it since
                 self.optuna.tell(trial.number, state=TrialState.FAIL)
                 self.optuna.enqueue_trial({**trial.system_attrs.get("fixed_params", {}), **trial.params})
                 log.info("trial %d was killed: it is repeated", trial.number)

@@ -15,7 +15,7 @@ import pytest
 
 from eval.tune.findings import best, evenly, front
 from eval.tune.space import Candidate, Ideal, Space
-from eval.tune.study import Scored, TrialFailed, Tried, open_study, search
+from eval.tune.study import Counts, Scored, Study, TrialFailed, Tried, open_study, search
 from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
 from tests.eval.tune.test_space import SHAPE
@@ -186,6 +186,20 @@ def test_two_processes_share_a_study(tmp_path: Path) -> None:
     with opened(tmp_path / "study") as study:
         assert {point.candidate.name for point in study.tried()} == set(names)
         assert study.counts().running == 0
+
+
+def test_a_trial_that_ends_while_it_is_looked_for_is_not_taken_for_dead(tmp_path: Path, monkeypatch) -> None:
+    with opened(tmp_path / "study") as ours, opened(tmp_path / "study") as theirs:
+        drawn = theirs.next(1)
+        assert drawn is not None
+
+        def ends(study: Study, trial: object) -> bool:
+            theirs.tell(*drawn, scored(drawn[1]))
+            return False  # as its lock is free now
+
+        monkeypatch.setattr(Study, "_is_measured", ends)
+        assert ours.next(1) is None
+        assert ours.counts() == Counts(measured=1, refused=0, repeated=0, failed=0, running=0)
 
 
 def test_a_killed_trial_is_done_again_and_the_search_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
