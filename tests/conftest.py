@@ -36,3 +36,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """What needs an extra that `make setup` does not install is skipped without it, and says so."""
     if item.get_closest_marker("quantised"):
         pytest.importorskip("torchao", reason="needs the extra [quantised]")
+
+
+@pytest.fixture
+def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty caches, and a hub that does not answer."""
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setattr("eval.benchmarks.hub.hub_is_reachable", lambda: False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from functools import cache
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.disk_cache import is_offline, is_reachable
+from eval.benchmarks.rows import canonical
 from lazyllm.errors import UserError
 
 
@@ -48,6 +50,16 @@ def load_from_hub(repository: str, configuration: str | None, split: str, other_
         ) from error
     finally:
         config.HF_HUB_OFFLINE = offline
+
+
+def rows_from_hub(
+    repository: str, configuration: str | None, split: str, other_way: str
+) -> tuple[list[tuple[str, dict[str, Any]]], str, str]:
+    """(place, row) of each row of a dataset's split; their source, and their hash. Arguments as in `load_from_hub`."""
+    rows = [dict(row) for row in load_from_hub(repository, configuration, split, other_way)]
+    source = repository if configuration is None else f"{repository}, {configuration}"
+    sha256 = hashlib.sha256(b"\n".join(map(canonical, rows))).hexdigest()
+    return [(f"{source}, row {number}", row) for number, row in enumerate(rows, 1)], source, sha256
 
 
 def missing_from_hub(repository: str, other_way: str) -> str | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.disk_cache import cache_folder, fetched_once, file_sha256
-from eval.benchmarks.hub import load_from_hub, missing_from_hub
+from eval.benchmarks.hub import missing_from_hub, rows_from_hub
 from eval.benchmarks.longbench import TemplateWarning
 from eval.benchmarks.rows import Fields, canonical, check_fields, is_text, parsed, usable
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
@@ -146,9 +146,7 @@ def _template(settings: DataSettings) -> str:
 def _rows(settings: DataSettings) -> tuple[Iterable[tuple[str, Any]], str, str]:
     """(place, parsed value or UserError) of each row; the source of all, and their hash. Raises UserError."""
     if settings.dir is None:
-        rows = [dict(row) for row in load_from_hub(REPOSITORY, None, "train", _GIVE)]
-        sha256 = hashlib.sha256(b"\n".join(map(canonical, rows))).hexdigest()
-        return [(f"{REPOSITORY}, row {number}", row) for number, row in enumerate(rows, 1)], REPOSITORY, sha256
+        return rows_from_hub(REPOSITORY, None, "train", _GIVE)
     file = settings.dir.expanduser() / ROWS
     if not file.is_file():
         raise UserError(f"data.dir={settings.dir}: {ROWS} is missing; {_CONTENT}")
@@ -189,10 +187,8 @@ def _example(dataset: Dataset, row: Any, template: str) -> Example:
     check_fields(row, _FIELDS)
     instruction, _, question = template.partition("$DOC$")
     parts = [instruction, row["context"].strip(), question]
-    for (
-        place,
-        field,
-    ) in _PLACES.items():  # one after the other in all of the prompt, as officially: texts may hold "$Q$"
+    # one after the other in all of the prompt, as officially: texts may hold "$Q$"
+    for place, field in _PLACES.items():
         parts = [part.replace(place, row[field].strip()) for part in parts]
     return Example(
         dataset=dataset.name,

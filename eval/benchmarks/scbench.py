@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from eval.benchmarks.disk_cache import cache_folder, fetched_once
-from eval.benchmarks.hub import load_from_hub, missing_from_hub
+from eval.benchmarks.hub import missing_from_hub, rows_from_hub
 from eval.benchmarks.longbench import TemplateWarning
 from eval.benchmarks.rows import Fields, canonical, check_fields, is_text, is_texts, parsed, read_lines, usable
 from eval.benchmarks.scbench_scores import METRICS
@@ -204,9 +204,7 @@ def _parsed_prompts(content: bytes, source: str) -> dict[str, dict[str, str]]:
 def _rows(dataset: Dataset, settings: DataSettings) -> tuple[Iterable[tuple[str, Any]], str, str]:
     """(where it stands, parsed value or UserError) of each row; the source of all, and their hash. Raises UserError."""
     if settings.dir is None:
-        rows = [dict(row) for row in load_from_hub(REPOSITORY, dataset.name, "test", _GIVE)]
-        source, sha256 = f"{REPOSITORY}, {dataset.name}", hashlib.sha256(b"\n".join(map(canonical, rows))).hexdigest()
-        return [(f"{source}, row {number}", row) for number, row in enumerate(rows, 1)], source, sha256
+        return rows_from_hub(REPOSITORY, dataset.name, "test", _GIVE)
     problem = missing(dataset, settings)
     if problem is not None:
         raise UserError(f"{dataset.name}: {problem}")

@@ -103,7 +103,7 @@ def _of_transformers(model: PreTrainedModel, prompt: Tensor, turn: Tensor) -> Tu
     output.logits[0, -1].argmax().cpu()
     turn_s = read_clock(model.device) - prefilled
     n, m, layers = len(prompt), len(turn), model.config.num_hidden_layers
-    flops = flops_of_rows(model.config, range(n, n + m + 1), range(n + m + 1), layers) + _head_flops(model)
+    flops = prefill_flops(model.config, [n + m + 1] * layers) - prefill_flops(model.config, [n] * layers, logits=0)
     return TurnSample(prefilled - began, turn_s, prefill_flops(model.config, [n] * layers), flops, 0.0)
 
 
@@ -115,17 +115,13 @@ def turn_flops(
     cuts: the layers after which a method selects. FLOPs are counted as in `prefill_flops`.
     """
     layers = model.config.num_hidden_layers
-    flops = _head_flops(model)
+    flops = prefill_flops(model.config, [0] * layers)  # of the logits
     for begin, end in zip([0, *cuts], [*cuts, layers], strict=True):
         present = second.selected[0][begin] if begin else range(n + m + 1)
         stored = set(first.selected[0][begin]) if begin else set(range(n))
         rows = [position for position in present if position not in stored]
         flops += flops_of_rows(model.config, rows, present, end - begin)
     return flops
-
-
-def _head_flops(model: PreTrainedModel) -> int:
-    return 2 * model.config.hidden_size * model.config.vocab_size
 
 
 def turn_cases_of(report: Mapping[str, Any]) -> list[TurnCase]:

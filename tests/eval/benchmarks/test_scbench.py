@@ -335,10 +335,7 @@ def test_without_a_folder_rows_come_from_the_hub_and_prompts_are_fetched_once(tm
         SUITE.load(DATASETS["scbench_mf"], DataSettings())
 
 
-def test_offline_and_not_cached_there_are_two_ways_out(tmp_path, monkeypatch):
-    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    monkeypatch.setattr(hub, "hub_is_reachable", lambda: False)
+def test_offline_and_not_cached_there_are_two_ways_out(no_hub, monkeypatch):
     out = r"give data\.dir=FOLDER with SCBench's <task>\.jsonl and eval_utils\.py, or run once with a network"
     with pytest.raises(UserError, match=rf"microsoft/SCBench is not cached and cannot be downloaded: {out}"):
         config_of("dataset=scbench_kv")
