@@ -37,8 +37,8 @@ VOCAB = 97
 TOLERANCE = 1e-9
 
 
-def draw(rng: random.Random, most: int) -> list[int]:
-    return rng.choices(range(VOCAB), k=rng.randint(1, most))
+def draw(rng: random.Random, most: int, least: int = 1) -> list[int]:
+    return rng.choices(range(VOCAB), k=rng.randint(least, most))
 
 
 class Watched:
@@ -80,7 +80,8 @@ def entering(selected: dict[int, list[int]], tokens: range, num_layers: int) -> 
 def four_turns(model: Any, schedule: dict[int, float], rng: random.Random, chunk: int | None = None, **settings: bool):
     """Four answers, compared; the session and the reference go on from there."""
     reference = LazyTurns(model, schedule, **settings)
-    prompt, more = draw(rng, 30), None
+    is_longrope = model.config.rope_parameters.get("rope_type") == "longrope"
+    prompt, more = draw(rng, 30, 17 if is_longrope else 1), None  # a LongRoPE may not change later: at 16 tokens
     before = np.zeros(model.config.num_hidden_layers)
     session = lazyllm.start(model, prompt, Lazy(schedule, **settings), chunk)
     for turn in range(4):
@@ -110,7 +111,7 @@ def test_four_turns_with_random_schedules(architecture: str, seed: int) -> None:
     four_turns(model, schedule, rng, rng.choice([None, None, 1, 4]), **settings)
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if "LongRoPE" not in name])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_four_turns_of_every_kind_of_model(variant: str) -> None:
     attention = "eager" if variant == "gemma2" else "sdpa"
     with casts_in_float64():
@@ -171,7 +172,7 @@ DROPPING = {
 
 
 @pytest.mark.parametrize("name", DROPPING)
-@pytest.mark.parametrize("variant", ["qwen3", "mistral, window", "llama, dynamic NTK"])
+@pytest.mark.parametrize("variant", ["qwen3", "mistral, window", "llama, dynamic NTK", "phi3, LongRoPE and window"])
 def test_a_method_that_drops_for_good_goes_on_behind_what_is_left(variant: str, name: str) -> None:
     rng, row = random.Random(f"{variant} {name}"), DROPPING[name]
     with casts_in_float64():
@@ -234,6 +235,15 @@ def test_a_fork_and_its_session_do_not_see_each_other(method: Method) -> None:
         logits, *held = alone(*turns)
         assert held == list(results[name][1:])
         assert all(np.array_equal(ours, theirs) for ours, theirs in zip(results[name][0], logits, strict=True))
+
+
+def test_a_turn_that_would_change_a_longrope_is_refused() -> None:
+    session = lazyllm.start(random_variant("phi3, LongRoPE and window", 3), range(10), Lazy({1: 0.5}))
+    session.answer(None, 3, ())
+    with pytest.raises(ValueError, match="beyond 16 tokens"):
+        session.answer([7, 8, 9], 3, ())
+    assert session.num_tokens == 13
+    assert len(session.answer([7], 2, ()).token_ids) == 2
 
 
 def test_bad_turns_leave_the_session_as_it_was() -> None:
