@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.run import speedup_targets
-from eval.run.config import (
-    RunConfig,
-    build_method,
-    model_spec,
-)
-from eval.run.cost import CPU, GPUS, Device, Memory, memory, parameters_of, weight_bytes, work
+from eval.run.config import RunConfig, build_method, model_spec
+from eval.run.cost import CPU, GPUS, Device, Memory, Work, memory, parameters_of, turn_work, weight_bytes, work
+from lazyllm.methods import Method
 from lazyllm.models.presets import PRESETS
 from lazyllm.models.spec import ModelSpec, source_of
 
@@ -76,25 +73,37 @@ def side(setup: Setup, settings: dict[str, Any], lengths: Lengths, warm_ups: int
     name, found, device = settings["name"], setup.corrections, setup.device
     method = build_method(settings)
     new = found.answers.get((name, lengths.dataset.name), float(lengths.max_new_tokens))
-    works = [work(setup.config, setup.spec, method, n, round(new), setup.weights) for n in lengths.prompts]
+    works = [part for row in lengths.rows for part in _works(setup, method, row, round(new))]
+    longest = max(sum(row) + (len(row) - 1) * lengths.max_new_tokens for row in lengths.rows)
     ttft, step = (found.of(factors, name) for factors in (found.ttft, found.step))
-    rounds = [(prompt, new - 1) for prompt in works] + [(works[0], WARM_UP_STEPS)] * warm_ups
+    rounds = [(answer, new - 1) for answer in works] + [(works[0], WARM_UP_STEPS)] * warm_ups
     return Side(
-        flops=sum(prompt.prefill_flops + (new - 1) * prompt.step_flops for prompt in works),
-        read=sum(setup.weights + (new - 1) * prompt.step_bytes for prompt in works),
-        seconds=sum(prompt.ttft_s(device) * ttft + steps * prompt.step_s(device) * step for prompt, steps in rounds),
+        flops=sum(answer.prefill_flops + (new - 1) * answer.step_flops for answer in works),
+        read=sum(setup.weights + (new - 1) * answer.step_bytes for answer in works),
+        seconds=sum(answer.ttft_s(device) * ttft + steps * answer.step_s(device) * step for answer, steps in rounds),
         answers=new * len(works),
-        peak=memory(setup.config, setup.spec, method, max(lengths.prompts), lengths.max_new_tokens, setup.weights),
+        peak=memory(setup.config, setup.spec, method, longest, lengths.max_new_tokens, setup.weights),
     )
+
+
+def _works(setup: Setup, method: Method, row: Sequence[int], new_tokens: int) -> Iterator[Work]:
+    """The work of each answer to a row's messages, which have these numbers of tokens."""
+    shapes, n = (setup.config, setup.spec, method), row[0]
+    yield work(*shapes, n, new_tokens, setup.weights)
+    since = new_tokens - 1
+    for message in row[1:]:
+        m = 1 + message  # the last token of the answer before it runs with the message
+        yield turn_work(*shapes, n, since, m, new_tokens, setup.weights)
+        since += m + new_tokens - 1
 
 
 @dataclass(frozen=True)
 class Bill:
     """The cost of one run, its paired baseline included.
 
-    prompt_tokens, answer_tokens: sums over examples. longest: tokens of the longest prompt. gigabytes: of each part of
-    memory at the longest prompt. hours: None if no rate is known. corrected_by: number of stored runs.
-    guessed: reasons why prompts were not counted.
+    prompt_tokens, answer_tokens: sums over examples and their turns. longest: tokens of the longest prompt, all turns
+    included. gigabytes: of each part of memory at the longest prompt and its answers. hours: None if no rate is known.
+    corrected_by: number of stored runs. guessed: reasons why prompts were not counted.
     """
 
     run: str
@@ -124,7 +133,7 @@ def bill(config: RunConfig, gpu: str | None = None, runs: Path = Path("runs")) -
     own = [side(setup, setup.resolved(config, dataset), dataset, count) for dataset, count in each]
     beside = [side(setup, {"name": "baseline"}, dataset, count) for dataset, count in each if paired]
     seconds = sum(part.seconds for part in own + beside) + START_S + setup.weights / LOAD_BYTES_PER_S
-    prompts = [n for dataset in lengths for n in dataset.prompts]
+    prompts = [sum(row) for dataset in lengths for row in dataset.rows]
     label = label_of(config.method["name"], {key: value for key, value in config.method.items() if key != "name"})
     return Bill(
         run=f"{Path(setup.spec.name).name}, {label}",

@@ -10,7 +10,7 @@ from typing import Any
 
 from eval.run.config import build_method
 from eval.run.cost import Device, work
-from eval.store.results import StoredRun, first_turns, stored_runs
+from eval.store.results import StoredRun, stored_runs
 from lazyllm.methods import Baseline
 from lazyllm.models.spec import ModelSpec
 
@@ -50,12 +50,14 @@ def read_corrections(
     generated: dict[tuple[str, str], list[float]] = {}
     for run in runs:
         for name, row in _measured(run):
+            generated.setdefault((name, row["dataset"]), []).append(row["generated"])
+            if row["turn"] > 1:  # rates are those of first turns
+                continue
             method = _method_of(run, row["dataset"]) if name != "baseline" else Baseline()
             assumed = work(config, spec, method, int(row["n"]), int(row["generated"]), weights)
             seconds.setdefault((name, "ttft"), []).append((row["ttft_s"], assumed.ttft_s(device)))
             if row["generated"] > 1:
                 seconds.setdefault((name, "step"), []).append((row["step_s"], assumed.step_s(device)))
-            generated.setdefault((name, row["dataset"]), []).append(row["generated"])
     ratio = {key: sum(a for a, _ in pairs) / sum(b for _, b in pairs) for key, pairs in seconds.items()}
     return Corrections(
         {name: value for (name, kind), value in ratio.items() if kind == "ttft"},
@@ -66,16 +68,17 @@ def read_corrections(
 
 
 def _measured(run: StoredRun) -> Iterable[tuple[str, dict[str, Any]]]:
-    """(method, its measurements) of each record, the paired baselines included."""
+    """(method, its measurements) of each turn, the paired baselines included."""
     sides = [("", run.method)]
     if run.method != "baseline" and run.identity["paired"]:
         sides.append(("baseline_", "baseline"))
-    for _, row in first_turns(run.examples).iterrows():
+    for _, row in run.examples.iterrows():
         for prefix, name in sides:
             yield (
                 name,
                 {
                     "dataset": row["dataset"],
+                    "turn": row["turn"],
                     "n": row["prompt_tokens"],
                     "ttft_s": row[f"{prefix}ttft_s"],
                     "step_s": row[f"{prefix}step_s"],

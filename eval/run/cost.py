@@ -114,10 +114,37 @@ def stored_tokens(method: Method, layers: int, n: int) -> list[int]:
 
 def work(config: Any, spec: ModelSpec, method: Method, n: int, new_tokens: int, weights: int) -> Work:
     """The work of a method on n prompt tokens. weights: bytes; each step reads all of them."""
+    layers = config.num_hidden_layers
+    flops = prefill_flops(config, method.tokens_per_layer(layers, n)) + method.scoring_flops(config, n)
+    return _work(config, spec, flops, stored_tokens(method, layers, n), new_tokens, weights)
+
+
+def turn_work(
+    config: Any, spec: ModelSpec, method: Method, n: int, since: int, m: int, new_tokens: int, weights: int
+) -> Work:
+    """The work of a later turn, which runs m tokens. n: prompt tokens. since: tokens run since the prompt.
+
+    A method that continues runs the m tokens over what it stores. LazyLLM prunes the longer text; revivals are not
+    counted.
+    """
+    if method.turns != "continue":
+        return work(config, spec, method, n + since + m, new_tokens, weights)
+    layers = config.num_hidden_layers
+    if isinstance(method, Lazy):
+        before, after = (method.tokens_per_layer(layers, n + later) for later in (since, since + m))
+    else:
+        kept = stored_tokens(method, layers, n)
+        before, after = ([held + later for held in kept] for later in (since, since + m))
+    flops = prefill_flops(config, after) - prefill_flops(config, before, logits=0)
+    return _work(config, spec, flops, after, new_tokens, weights)
+
+
+def _work(config: Any, spec: ModelSpec, flops: int, stored: Sequence[int], new_tokens: int, weights: int) -> Work:
+    """flops: up to the first token. stored: tokens per layer, before the first step."""
     layers, shape = config.num_hidden_layers, LayerShape.of(config)
-    attended = _attended(config, [held + new_tokens // 2 for held in stored_tokens(method, layers, n)])
+    attended = _attended(config, [held + new_tokens // 2 for held in stored])
     return Work(
-        prefill_flops=prefill_flops(config, method.tokens_per_layer(layers, n)) + method.scoring_flops(config, n),
+        prefill_flops=flops,
         step_flops=layers * shape.linear_flops + attended * shape.pair_flops + 2 * shape.width * config.vocab_size,
         step_bytes=weights + attended * _kv_numbers(shape) * number_bytes(spec),
         layers=layers,

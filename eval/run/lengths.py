@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
 from eval.benchmarks.suite import Dataset
 from eval.run.config import RunConfig, datasets_of, model_spec, prompt_limit
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
+
+if TYPE_CHECKING:
+    from eval.run.measure import Case
 
 # (rows, mean words a row, greatest tokens of an answer), from LongBench's README and its dataset2maxlen.json
 _LONGBENCH = {
@@ -29,10 +34,13 @@ _SPREAD = 0.5  # standard deviation of the logarithm of the lengths in a dataset
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a dataset's prompts, and the greatest of an answer. guessed: why they were not counted, or None."""
+    """Tokens of each row's messages (the first is the prompt), and the greatest of an answer.
+
+    guessed: why they were not counted, or None.
+    """
 
     dataset: Dataset
-    prompts: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
     max_new_tokens: int
     guessed: str | None = None
 
@@ -65,10 +73,11 @@ def _lengths_of(key: _ByContent) -> tuple[Lengths, ...]:
             raise
         return tuple(_guess(key.config, dataset, datasets, str(error)) for dataset in datasets)
     grouped = [list(group) for _, group in groupby(cases, lambda case: case.dataset)]
-    return tuple(
-        Lengths(group[0].dataset, tuple(len(case.prompt.token_ids) for case in group), group[0].max_new_tokens)
-        for group in grouped
-    )
+    return tuple(Lengths(group[0].dataset, _counted(group), group[0].max_new_tokens) for group in grouped)
+
+
+def _counted(cases: Sequence[Case]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(len(message.token_ids) for message in (case.prompt, *case.prompt.turns)) for case in cases)
 
 
 def _guess(config: RunConfig, dataset: Dataset, datasets: tuple[Dataset, ...], why: str) -> Lengths:
@@ -81,7 +90,7 @@ def _guess(config: RunConfig, dataset: Dataset, datasets: tuple[Dataset, ...], w
     rows = round(_rows(config, dataset) * min(1.0, (config.sample or total) / total))
     drawn = [math.exp(center + _SPREAD * NormalDist().inv_cdf((row + 0.5) / rows)) for row in range(rows)]
     answer = min(most, config.max_new_tokens or most) + (config.model.thinking_tokens if dataset.chat_wrap else 0)
-    return Lengths(dataset, tuple(min(limit, round(length)) for length in drawn), answer, why)
+    return Lengths(dataset, tuple((min(limit, round(length)),) for length in drawn), answer, why)
 
 
 def _rows(config: RunConfig, dataset: Dataset) -> int:

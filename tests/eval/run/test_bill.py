@@ -15,13 +15,14 @@ from eval.benchmarks import SUITES
 from eval.run import lengths as lengths_module
 from eval.run.bill import Bill, bill
 from eval.run.config import compose_config, register_schema, to_run_config
-from eval.run.cost import GPUS, memory, parameters_of, stored_tokens, weight_bytes, work
+from eval.run.cost import GPUS, memory, parameters_of, stored_tokens, turn_work, weight_bytes, work
 from eval.run.lengths import lengths_of
 from eval.run.loop import run
 from eval.run.plan_command import as_text, bills
 from eval.store.results import stored_runs
+from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError
-from lazyllm.methods import Baseline, Lazy, StaticPruning
+from lazyllm.methods import Baseline, Lazy, Method, StaticPruning
 from lazyllm.models.load import load_config
 from lazyllm.models.spec import ModelSpec
 
@@ -29,6 +30,15 @@ ARGUMENTS = ["model=tiny", "dataset=lookup", "limit=3", "timing.warmup=0", "meth
 OTHERS = [
     ["model=tiny", "dataset=needle", "needle.lengths=[256,512]", "needle.depths=[50]", "method=fastkv"],
     ["model=tiny", "dataset=complete", "limit=2", "method=static_pruning", "method.layer=2", "method.keep=0.3"],
+    [
+        "model=tiny",
+        "dataset=lookup",
+        "limit=2",
+        "turns=3",
+        "method=static_pruning",
+        "method.layer=2",
+        "method.keep=0.3",
+    ],
 ]
 LLAMA2 = ModelSpec("llama2", "dummy")
 
@@ -54,9 +64,10 @@ def _compare(planned: Bill, folder: Path) -> DataFrame:
     """Assert that counts and bytes of a plan are those of the one run in the folder; returns its examples."""
     (stored,) = stored_runs([folder])
     examples = stored.examples
-    assert planned.examples == len(examples)
-    assert planned.prompt_tokens == examples["prompt_tokens"].sum()
-    assert planned.longest == examples["prompt_tokens"].max()
+    conversations = examples.groupby("id")["prompt_tokens"].sum()
+    assert planned.examples == len(conversations)
+    assert planned.prompt_tokens == conversations.sum()
+    assert planned.longest == conversations.max()
     assert planned.answer_tokens == examples["generated_tokens"].sum()
     assert planned.gigabytes["kv"] * 1e9 == pytest.approx(examples["baseline_kv_bytes"].max(), rel=0.1)
     # all that a process has resident, this one included
@@ -99,6 +110,31 @@ def test_memory_is_what_a_generation_holds() -> None:
     assert weight_bytes(spec, parameters_of(model.config)) == weights
 
 
+@pytest.mark.parametrize("method", [Baseline(), StaticPruning(2, 0.3), StaticPruning(2, 0.3, turns="again")], ids=str)
+def test_the_work_of_a_later_turn_is_that_of_the_tokens_it_runs(method: Method) -> None:
+    spec = ModelSpec("tiny", dtype="float32", device="cpu")
+    model, _ = lazyllm.load_model("tiny", dtype="float32", device="cpu")
+    prompt, more = torch.randint(3, 900, (300,)).tolist(), torch.randint(3, 900, (40,)).tolist()
+    with lazyllm.start(model, prompt, method) as session:
+        session.answer(None, 5, ())
+        held = session.kv_bytes
+        session.answer(more, 1, ())
+        number = 2 * model.config.num_key_value_heads * model.config.head_dim * model.dtype.itemsize
+        layers = model.config.num_hidden_layers
+        now = session.kv_bytes // number
+    planned = turn_work(model.config, spec, method, 300, 4, 41, 1, 0)
+    assert planned.step_bytes == now * number
+    if method.turns == "again":
+        assert planned == work(model.config, spec, method, 345, 1, 0)
+    else:
+        assert now == held // number + 41 * layers
+        shape = LayerShape.of(model.config)
+        # each new token attends to all stored ones, and to those before it
+        pairs = 41 * (held // number) + layers * 41 * 42 // 2
+        logits = 2 * shape.width * model.config.vocab_size
+        assert planned.prefill_flops == layers * 41 * shape.linear_flops + pairs * shape.pair_flops + logits
+
+
 def test_llama_2_by_hand() -> None:
     config = load_config(LLAMA2)
     weights = weight_bytes(LLAMA2, parameters_of(config))
@@ -134,12 +170,12 @@ def test_longbench_is_guessed_where_it_is_not(monkeypatch) -> None:
     register_schema()
     lengths = lengths_of(to_run_config(compose_config(["model=llama2"])))
     assert {each.dataset for each in lengths} == set(SUITES["longbench"].datasets)
-    prompts = [n for each in lengths for n in each.prompts]
+    prompts = [n for each in lengths for (n,) in each.rows]
     assert len(prompts) == 3750
     assert sum(prompts) / 3750 == pytest.approx(3376, rel=0.02)  # the paper's mean for Llama 2
     assert max(prompts) == 3500
     few = lengths_of(to_run_config(compose_config(["model=llama2", "limit=4", "max_new_tokens=9", "half=tuning"])))
-    assert [(len(each.prompts), each.max_new_tokens) for each in few] == [(2, 9)] * 16
+    assert [(len(each.rows), each.max_new_tokens) for each in few] == [(2, 9)] * 16
     with pytest.raises(UserError, match="not in the hub's cache"):
         lengths_of(to_run_config(compose_config(["model=tiny"])))
 
