@@ -143,6 +143,9 @@ def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
             form = functools.partial(_eager_mask, dtype=query.dtype) if is_eager else _bool_mask
         # a pair costs one product per head if products are held in memory, else only its cell of the mask
         held = heads if softcap is not None or (is_eager and not decodes) else share
+        if reach.order is not None:
+            order = moved(reach.order, key.device)
+            key, value = key[:, :, order], value[:, :, order]
         out: Tensor | None = None
         for rows, keys, mask in reach.blocks(form, held * query.dtype.itemsize, query.device):
             part = attend(query[:, :, rows], key[:, :, keys], value[:, :, keys], mask)

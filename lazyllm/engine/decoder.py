@@ -6,7 +6,7 @@ Notation:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ from lazyllm.engine.cpu_linear import products_of
 from lazyllm.engine.declaration import Look
 from lazyllm.engine.devices import device_of, devices_of, home_of, is_spread, moved
 from lazyllm.engine.flops import LayerShape
-from lazyllm.engine.reach import Reach
+from lazyllm.engine.reach import Reach, SortedReach
 
 Rope = tuple[Tensor, ...]  # cos and sin, [1, m, d] each, for every kind of layer that has its own
 
@@ -76,6 +76,7 @@ class Decoder:
         chosen: Tensor | None,
         look: Look,
         length: int,
+        ranks: Sequence[int] | None = None,
     ) -> Tensor:
         """Run the group's layers over hidden [1, m, w]; K and V go into `group`, which must have been extended.
 
@@ -83,6 +84,7 @@ class Decoder:
             with a sliding window attends to those in the window.
         look: the attention scores that `probe` records.
         length: tokens of the whole text; all positions are below it.
+        ranks: as in `Batch`.
         """
         self.tokens_run += positions.shape[0] * len(group.layers) / len(self.layers)
         self.probe.watch(look)
@@ -95,7 +97,8 @@ class Decoder:
                 if window is not None and length <= window:
                     window = None  # all tokens lie in the window
                 if window not in reaches:
-                    reaches[window] = Reach(group, positions, chosen, window)
+                    of_window = (group, positions, chosen, window)
+                    reaches[window] = Reach(*of_window) if ranks is None else SortedReach(*of_window, ranks)
                 self.probe.reach = reaches[window]
                 if self._layer_devices[layer] != device:  # moved once; accelerate would move them for every layer
                     device = self._layer_devices[layer]

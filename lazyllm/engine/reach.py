@@ -7,7 +7,7 @@ Notation:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,13 +29,9 @@ class Reach:
     window: number of positions that a query attends to, its own included; None for all before it.
     """
 
-    def __init__(
-        self,
-        group: GroupCache,
-        positions: Tensor,
-        chosen: Tensor | None,
-        window: int | None,
-    ) -> None:
+    order: Tensor | None = None  # the slots of the keys of `blocks`; None for all, as they are stored
+
+    def __init__(self, group: GroupCache, positions: Tensor, chosen: Tensor | None, window: int | None) -> None:
         self._group = group
         self._positions = positions
         self._chosen = chosen
@@ -73,7 +69,7 @@ class Reach:
             where = rows.start - keys.start if alike else rows.start
             key = (where, rows.stop - rows.start, keys.stop - keys.start, device)
             if self._made[0] != key:
-                seen = self.seen(rows, keys)
+                seen = self._seen_by_block(rows, keys)
                 self._made = key, None if seen is None else moved(form(seen), device)
             yield rows, keys, self._made[1]
 
@@ -101,6 +97,10 @@ class Reach:
             keys = slice(max(keys.start, self._s - self._m + rows.start + 1), keys.stop)
         return self.seen(rows, keys)
 
+    def _seen_by_block(self, rows: slice, keys: slice) -> Tensor | None:
+        """`seen`, for the keys of `blocks`."""
+        return self.seen(rows, keys)
+
     def _in_reach(self, rows: slice) -> slice:
         """The slots that any of the queries may attend to, as far as the host knows."""
         before = self._s - self._m
@@ -108,3 +108,30 @@ class Reach:
             return slice(0, before + rows.stop)
         # slots ascend with positions, so a window of N positions holds at most N tokens
         return slice(max(0, before + rows.start + 1 - self.window), before + rows.stop)
+
+
+class SortedReach(Reach):
+    """A Reach whose blocks have the set's tokens as keys, in the order of their positions, up to the last query.
+
+    Of revived tokens, most attend to a part of the set only; where the tokens are stored says nothing of which part.
+
+    ranks: [m] for each query, the number of the set's tokens up to itself.
+    """
+
+    def __init__(
+        self, group: GroupCache, positions: Tensor, chosen: Tensor | None, window: int | None, ranks: Sequence[int]
+    ) -> None:
+        super().__init__(group, positions, chosen, window)
+        far = torch.iinfo(torch.long).max
+        by_position = group.positions if chosen is None else torch.where(chosen, group.positions, far)
+        self.order = by_position.argsort()[: ranks[-1]]
+        self._key_positions = group.positions[self.order]
+        self._ranks = ranks
+
+    def _seen_by_block(self, rows: slice, keys: slice) -> Tensor | None:
+        query, stored = self._positions[rows, None], self._key_positions[None, keys]
+        seen = stored <= query
+        return seen if self.window is None else seen & (stored > query - self.window)
+
+    def _in_reach(self, rows: slice) -> slice:
+        return slice(0, self._ranks[rows.stop - 1])

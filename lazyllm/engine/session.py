@@ -27,11 +27,15 @@ from lazyllm.engine.decoder import Decoder, Rope, check_lengths
 
 @dataclass(frozen=True)
 class Batch:
-    """The tokens that a group computes in one step: hidden [1, m, w], positions [m] ascending, their cos and sin."""
+    """The tokens that a group computes in one step: hidden [1, m, w], positions [m] ascending, their cos and sin.
+
+    ranks: [m] for each token, the number of tokens in the step's set up to itself; None if the host does not know them.
+    """
 
     hidden: Tensor
     positions: Tensor
     rope: Rope
+    ranks: Sequence[int] | None = None
 
     def __getitem__(self, rows: Tensor | slice) -> Batch:
         """The batch of some of its rows."""
@@ -181,7 +185,7 @@ class Session:
             cache.extend(part.positions, self.length, is_new)
             seen = look if rows.stop == len(batch) else NOTHING
             chosen = self.chosen(cache)
-            args = (part.hidden, part.positions, part.rope, chosen, seen, self.length)
+            args = (part.hidden, part.positions, part.rope, chosen, seen, self.length, part.ranks)
             parts.append(self.decoder.run(cache, *args))
         return Batch(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), batch.positions, batch.rope)
 

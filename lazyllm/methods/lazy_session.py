@@ -7,6 +7,7 @@ Notation:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,10 @@ from lazyllm.methods.sessions import rank, split_prompt
 
 if TYPE_CHECKING:
     from lazyllm.methods.lazy import Lazy
+
+
+# From this number of revived tokens on, a turn sorts the K and V that they attend to; for fewer, sorting costs more
+MANY = 32
 
 
 class LazySession(Session):
@@ -187,9 +192,8 @@ class LazySession(Session):
             newest = batch[-1:]
         if into.length == self.length - 1:
             return newest  # the next group has computed all earlier tokens
-        # the only wait for the device at this boundary
         before = self.length - 1
-        revived = (self._present[:before] & into.absent[:before]).nonzero()[:, 0]
+        revived, ranks = self._absent_of_set(self._present[:before] & into.absent[:before])
         if self._prune_generated and self._generated is not None:
             miscounted = self._generated[revived].sum() - int(self._starts_turn)  # a turn's newest is a prompt token
             self._miscounted[index + 1] = self._miscounted[index + 1] + miscounted
@@ -204,7 +208,20 @@ class LazySession(Session):
             for of_all, of_newest in zip(self._rope, newest.rope, strict=True)
         )
         hidden = torch.cat([aux.take(revived)[None], newest.hidden], dim=1)
-        return Batch(hidden, torch.cat([revived, newest.positions]), rope)
+        return Batch(hidden, torch.cat([revived, newest.positions]), rope, ranks)
+
+    def _absent_of_set(self, is_revived: Tensor) -> tuple[Tensor, Sequence[int] | None]:
+        """The positions where `is_revived`, and `Batch.ranks` if a turn revives many.
+
+        The only wait for the device at this boundary.
+        """
+        if not self._starts_turn:
+            return is_revived.nonzero()[:, 0], None
+        ranks = self._present[: len(is_revived)].cumsum(0) * is_revived  # 0 if not revived
+        known = ranks.numpy(force=True)
+        known = known[known > 0]
+        revived = is_revived.byte().argsort(descending=True, stable=True)[: len(known)]
+        return revived, [*known.tolist(), self._num_present] if len(known) >= MANY else None
 
     def _count(self) -> None:
         super()._count()

@@ -122,9 +122,11 @@ def test_two_generations_against_the_reference() -> None:
     assert edit_similarity([], []) == 1
 
 
+MADE = lazyllm.generate(MODEL, [5, 6], Baseline(), 1, ())
+
+
 def _generation(token_ids: list[int], logits: torch.Tensor) -> lazyllm.Generation:
-    made = lazyllm.generate(MODEL, [5, 6], Baseline(), 1, ())
-    return replace(made, token_ids=token_ids, first_logits=logits)
+    return replace(MADE, token_ids=token_ids, first_logits=logits)
 
 
 def test_a_token_without_probability_adds_nothing() -> None:
