@@ -29,7 +29,7 @@ from tests.hub_server import HubServer, Repository
 from tests.lazyllm.models.test_xgen_tokenizer import encoding_of
 from tests.stand_in_checkpoints import LLAMA2, LLAMA31, layout, llama2, llama3_tokenizer, llama31, xgen
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("first run")]  # one worker plays both days, once
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKEN = "hf_of_a_reader"

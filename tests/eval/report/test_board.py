@@ -51,6 +51,7 @@ def refused(board: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_committed_page_is_that_of_the_committed_records() -> None:
     board = read_board(BOARD)
     assert [problem for submission in board for problem in submission.problems] == []

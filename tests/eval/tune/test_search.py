@@ -29,7 +29,7 @@ from tests.eval.benchmarks.test_split import examples_of
 from tests.eval.run.test_loop import config_of as run_config_of
 from tests.eval.store.made import measurement
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("search")]  # one worker makes what they share
 
 QUICK = (
     "dataset=[lookup,shots]",
