@@ -1,9 +1,9 @@
 """From examples to datasets, tasks and the mean over tasks, with 95 % percentile bootstrap intervals.
 
-Of a dataset: scores, lengths, seconds and bytes are means over its examples; a speedup is the baseline's summed time
-(or FLOPs) over the method's, on the same examples. Of a task: the mean over its datasets, for every column, as
-LongBench does for scores; of everything: the mean over tasks. Examples are drawn within each dataset, the same ones for
-every column, so that an example's own baseline stays with it.
+A dataset's scores, lengths, seconds and bytes are means over its examples; its speedups are the baseline's summed time
+(or FLOPs) divided by the method's, on the same examples. A task's value is the mean over its datasets in every column,
+as LongBench computes scores; the overall value is the mean over tasks. The bootstrap draws examples within each
+dataset, the same ones for every column, so that an example stays paired with its own baseline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from eval.store.record import MEASURED
 
 RESAMPLES = 2000
 
-_BOTH = (*MEASURED, *(f"baseline_{name}" for name in MEASURED))  # of the method, and of its paired baseline
+_BOTH = (*MEASURED, *(f"baseline_{name}" for name in MEASURED))  # the method's, then its paired baseline's
 _SPEEDUPS = {
     "ttft_speedup": "ttft_s", "generation_speedup": "total_s", "step_speedup": "step_s",
     "ideal_ttft_speedup": "prefill_flops",
@@ -38,31 +38,31 @@ COLUMNS = [
 def by_task(frame: pd.DataFrame, known: dict[Any, list[dict[str, Any]]] | None = None) -> pd.DataFrame:
     """One row per setting and dataset, task ("task" rows) and suite ("all" rows, the mean over its tasks).
 
-    frame: as `eval.store.results.as_frame` makes it. known: rows of settings computed before, with the same examples;
-    it grows. Columns: model, paper_model, method, settings, label, suite, level ("dataset", "task" or "all"), name (the
-    dataset's, the task's, "all"), task ("all" if level is), seeds, examples and datasets (how many), score_seed_std
-    (sample standard deviation of the seeds' scores, of those seeds that have every example of the row; NaN for fewer
-    than two), and v, v_low, v_high for each v of `VALUES`: the measured columns of `as_frame` and of the paired
-    baseline, and
+    frame: as `eval.store.results.as_frame` makes it. known: a cache of rows by setting, for calls with the same
+    examples; this call adds its own. Columns: model, paper_model, method, settings, label, suite, level ("dataset",
+    "task" or "all"), name (of the dataset or task, or "all"), task ("all" at that level), seeds, examples and datasets
+    (their numbers), score_seed_std (sample standard deviation of the scores by seed, over the seeds with every example
+    of the row; NaN for fewer than two), and v, v_low, v_high for each v of `VALUES`: the measured columns of `as_frame`
+    and of the paired baseline, and
 
     cache_bytes, baseline_cache_bytes: KV and Aux Cache together.
-    ttft_speedup, generation_speedup, step_speedup: whole answers may differ in length, a mean decoding step does not.
-    ideal_ttft_speedup: what the FLOPs of the prefills allow; NaN for records of a time before these were kept.
+    ttft_speedup, generation_speedup: of whole answers, whose lengths may differ. step_speedup: of mean decoding steps.
+    ideal_ttft_speedup: the ratio of the prefills' FLOPs; NaN for older records, which lack them.
     relative_score: 100 * score / baseline_score of the row.
-    answered_score: 100 * score / pct_answered of the row: the score if empty answers, which score 0, are not counted.
+    answered_score: 100 * score / pct_answered of the row: the score without empty answers, which score 0.
 
-    A dataset's score is rounded as LongBench rounds it. Several seeds of an example count as one example: its mean, and
-    in speedups the sum of the times. A value is NaN if an example lacks it, or if a baseline's score is 0; both ends of
-    an interval are NaN if a dataset has one example only.
+    A dataset's score is rounded as LongBench rounds it. Several seeds of an example count as one example: values are
+    means over seeds, and speedups compare summed times. A value is NaN if an example lacks it, or if a baseline's score
+    is 0; both ends of an interval are NaN if a dataset has only one example.
 
-    Settings `baseline`: runs of that method, and for examples that none of the model's baseline runs holds, the paired
-    baselines of the other methods' runs (all of them, as seeds are). It is compared with itself: speedups of 1.
+    The setting `baseline` holds the runs of that method. Examples without such a run take the paired baselines of the
+    other methods' runs, pooled like seeds. It is compared with itself: its speedups are 1.
     """
     rows, known = [], {} if known is None else known
     key: Any
     for key, group in with_baselines(frame).groupby(["model", "method", "settings", "suite"], sort=False):
         setting = {name: group[name].iloc[0] for name in _SETTING} | {"seeds": group["seed"].nunique()}
-        if key[1] == "baseline":  # its examples depend on which other settings are there
+        if key[1] == "baseline":  # its examples depend on the other settings
             found = rows_of(group)
         else:
             found = known[key] = known.get(key) or rows_of(group)
@@ -71,9 +71,9 @@ def by_task(frame: pd.DataFrame, known: dict[Any, list[dict[str, Any]]] | None =
 
 
 def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows of one setting on one suite, without its name: each task's datasets, then the task; last "all".
+    """The rows of one setting on one suite, without its name: each task's datasets, then the task; "all" comes last.
 
-    Columns and rules as in `by_task`; frame needs dataset, id, seed and the measured columns.
+    Columns and rules are those of `by_task`; frame needs dataset, id, seed and the measured columns.
     """
     codes = frame.groupby(["dataset", "id"], sort=False).ngroup().to_numpy()
     examples = _per_example(frame, codes)
@@ -90,14 +90,11 @@ def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
             task_draws.append(_mean([drawn[name] for name in names]))
             task_seeds.append(_mean_of_common([seeds[name] for name in names]))
             rows.append(_row("task", task, task, [sizes[name] for name in names], task_draws[-1], task_seeds[-1]))
-    return [
-        *rows,
-        _row("all", "all", "all", list(sizes.values()), _mean(task_draws), _mean_of_common(task_seeds)),
-    ]
+    return [*rows, _row("all", "all", "all", list(sizes.values()), _mean(task_draws), _mean_of_common(task_seeds))]
 
 
 def with_baselines(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with a `baseline` setting that has every example some baseline was measured on."""
+    """The frame with a `baseline` setting that holds every example with a measured baseline."""
     theirs = {f"baseline_{name}": name for name in MEASURED}
     is_own = frame["method"] == "baseline"
     own, others = frame[is_own], frame[~is_own]
@@ -112,12 +109,12 @@ def with_baselines(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _per_example(frame: pd.DataFrame, codes: np.ndarray) -> pd.DataFrame:
-    """One row an example, in order of appearance: dataset, means over seeds, and `<time>_sum` for the speedups.
+    """One row per example, in order of appearance: dataset, means over seeds, and `<time>_sum` for the speedups.
 
     codes: [rows] the number of each row's example, from 0 in order of appearance.
     """
     times = np.bincount(codes)
-    # bincount, not pandas: a value that one seed lacks must stay missing
+    # bincount instead of pandas: a value missing in one seed must stay missing
     sums = {name: np.bincount(codes, weights=frame[name].to_numpy(dtype=float)) for name in _BOTH}
     examples = pd.DataFrame({"dataset": frame["dataset"].to_numpy()[np.unique(codes, return_index=True)[1]]})
     means = pd.DataFrame({name: total / times for name, total in sums.items()})
@@ -129,14 +126,14 @@ def _per_example(frame: pd.DataFrame, codes: np.ndarray) -> pd.DataFrame:
 
 
 # ----------------------------------------------------------------------------------------------------------- bootstrap
-# Arrays are [1 + RESAMPLES, columns of VALUES]: the value itself in the first row, then those of the resamples.
+# Arrays are [1 + RESAMPLES, columns of VALUES]: the first row holds the values, the others those of the resamples.
 
 
 @lru_cache(maxsize=32)
 def _weights(dataset: str, n: int) -> np.ndarray:
-    """[1 + RESAMPLES, n] how often each example is taken: once each in the first row, then drawn with replacement.
+    """[1 + RESAMPLES, n] how often each example is drawn: once in the first row, then at random with replacement.
 
-    A seed of its own per dataset, so that a row does not depend on which others are there.
+    Each dataset has its own seed, so that a row does not depend on the other rows.
     """
     picks = np.random.default_rng(list(dataset.encode())).integers(0, n, size=(RESAMPLES, n))
     offsets = n * np.arange(RESAMPLES)[:, None]
@@ -147,7 +144,9 @@ def _weights(dataset: str, n: int) -> np.ndarray:
 def _dataset(name: str, examples: pd.DataFrame) -> np.ndarray:
     columns = list(examples.columns.drop("dataset"))
     weights = _weights(name, len(examples))
-    sums = dict(zip(columns, (weights @ examples[columns].to_numpy()).T, strict=True))  # one product: it is the cost
+    sums = dict(
+        zip(columns, (weights @ examples[columns].to_numpy()).T, strict=True)
+    )  # a single product, as it dominates the cost
     drawn = np.full((len(weights), len(VALUES)), np.nan)
     for column in VALUES:
         if column in sums:
@@ -175,7 +174,7 @@ def _row(
     level: str, name: str, task: str, sizes: Sequence[int], drawn: np.ndarray, seed_scores: dict[int, float]
 ) -> dict[str, Any]:
     low, high = np.full((2, len(VALUES)), np.nan)
-    if min(sizes) > 1:  # one example of a dataset does not tell how much its examples differ
+    if min(sizes) > 1:  # a single example of a dataset has no spread
         low, high = np.percentile(drawn[1:], [2.5, 97.5], axis=0)
     values = {}
     for column, number in _COLUMN.items():
@@ -197,31 +196,40 @@ def _row(
 def on_common_examples(frame: pd.DataFrame, column: str) -> pd.DataFrame:
     """[examples, settings] a column of `as_frame`, by dataset and id, and by label; means over seeds.
 
-    Of the examples that every setting has, with a value.
+    Only examples for which every setting has a value.
     """
     return frame.pivot_table(index=["dataset", "id"], columns="label", values=column, aggfunc="mean").dropna()
 
 
 def drawn_means(values: pd.DataFrame) -> np.ndarray:
-    """[1 + RESAMPLES, settings] means over tasks of the means over datasets: the value itself, then the resamples.
+    """[1 + RESAMPLES, settings] means over tasks of the means over datasets: the value, then those of the resamples.
 
-    values: as `on_common_examples` gives them. All settings, and all columns of the same examples, are resampled
-    together, so that differences are paired.
+    values: from `on_common_examples`. All settings, and all columns of the same examples, are resampled together, so
+    that differences are paired.
     """
     tasks: dict[str, list[np.ndarray]] = {}
     for name, rows in values.groupby(level="dataset", sort=False):
         drawn = _weights(str(name), len(rows)) @ rows.to_numpy() / len(rows)
         if len(rows) == 1:
-            drawn[1:] = np.nan  # one example of a dataset does not tell how much its examples differ
+            drawn[1:] = np.nan  # a single example of a dataset has no spread
         tasks.setdefault(DATASETS[str(name)].task, []).append(drawn)
     return np.mean([np.mean(drawn, axis=0) for drawn in tasks.values()], axis=0)
+
+
+def mean_interval(values: np.ndarray, resamples: int = RESAMPLES) -> tuple[float, float]:
+    """Both ends of the 95 % interval of the mean; NaN for a single value."""
+    if len(values) < 2:
+        return float("nan"), float("nan")
+    drawn = np.random.default_rng(0).choice(values, (resamples, len(values))).mean(axis=1)
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return float(low), float(high)
 
 
 # --------------------------------------------------------------------------------------------------------------- seeds
 
 
 def _seed_scores(frame: pd.DataFrame, codes: np.ndarray, sizes: dict[str, int]) -> dict[str, dict[int, float]]:
-    """{dataset: {seed: official score}} of the seeds that have every example of the dataset; codes: as above."""
+    """{dataset: {seed: official score}}, seeds with every example of the dataset only. codes: as in `_per_example`."""
     seeds: dict[str, dict[int, float]] = {name: {} for name in sizes}
     keys: Any
     values: Any = frame["score"]
@@ -234,5 +242,5 @@ def _seed_scores(frame: pd.DataFrame, codes: np.ndarray, sizes: dict[str, int]) 
 
 
 def _mean_of_common(parts: Sequence[dict[int, float]]) -> dict[int, float]:
-    """{seed: mean over the parts} of the seeds that all parts have."""
+    """{seed: mean over the parts}, for the seeds that all parts have."""
     return {seed: float(np.mean([part[seed] for part in parts])) for seed in parts[0] if all(seed in p for p in parts)}

@@ -1,13 +1,13 @@
 """Collect run folders into one campaign: lazyllm-bench collect RUNS [RUNS ...] [--out FOLDER]
 
-It writes, completely or not at all:
+The campaign is written completely or not at all:
 
 records.parquet   every record of every run, in columns (`eval.store.record.SCHEMA`); a run's rows are contiguous
 campaign.json     each run's range of rows, the hash of its record files, and its missing examples
 RUN/...           each run's run.json, examples.json, failures, jobs and traces, unchanged
 
-Tables, figures and reports of a campaign are those of its run folders. Shards that hold the same example with different
-outcomes are refused.
+Tables, figures and reports of a campaign equal those of its run folders. Shards that hold different records of the same
+example are refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from eval.store.results import (
 )
 from lazyllm.errors import UserError
 
-KEPT = ("run.json", "examples.json", "failures*.jsonl", "jobs*.jsonl", "traces/*.json")  # files of a run's folder
+KEPT = ("run.json", "examples.json", "failures*.jsonl", "jobs*.jsonl", "traces/*.json")  # in a run folder
 _SHOWN = 3  # missing examples that are printed; campaign.json has all
 
 
@@ -60,10 +60,10 @@ class Collected:
 
 
 def collect(folders: Sequence[Path], out: Path, where: Sequence[str] = (), newest: bool = False) -> list[Collected]:
-    """Write the campaign of all runs in the folders and their subfolders, runs without records included.
+    """Write the campaign of all runs in the folders and their subfolders, including runs without records.
 
-    where, newest: as in `eval.store.groups.chosen`. One run's records are in memory at a time. Raises UserError for no
-    run, a damaged run, or a folder `out` that is inside the runs or holds something else.
+    where, newest: as in `eval.store.groups.chosen`. Memory holds one run's records at a time. Raises UserError if there
+    is no run, if a run is damaged, or if `out` is inside the runs or holds something other than a campaign.
     """
     runs = tell_apart(chosen(stored_runs(folders), where, newest))
     _check_out(out, folders, runs)
@@ -82,7 +82,7 @@ def collect(folders: Sequence[Path], out: Path, where: Sequence[str] = (), newes
 
 
 def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> tuple[list[dict[str, Any]], list[Collected]]:
-    """Write every run's records and files; (campaign.json's entries, the collected runs)."""
+    """Write every run's records and files. Returns campaign.json's entries and the collected runs."""
     entries: list[dict[str, Any]] = []
     done: list[Collected] = []
     prompts: dict[tuple[str, str, str], str] = {}
@@ -109,7 +109,7 @@ def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> tuple[li
 
 
 def _check_prompts(run: StoredRun, table: pa.Table, prompts: dict[tuple[str, str, str], str]) -> None:
-    """Refuse an example whose prompt differs from that in an earlier run of the model. prompts: gets the run's."""
+    """Refuse an example whose prompt differs from an earlier run's of the model, and add the run's to `prompts`."""
     columns = (table[name].to_pylist() for name in ("dataset", "id", "prompt_sha256"))
     for dataset, example, sha256 in zip(*columns, strict=True):
         if prompts.setdefault((run.model, dataset, example), sha256) != sha256:
@@ -132,14 +132,14 @@ def _check_out(out: Path, folders: Sequence[Path], runs: Sequence[StoredRun]) ->
         raise UserError(f"{out}: exists and is not a campaign; give another folder with --out")
     place = out.absolute().resolve()
     if any(place.is_relative_to(folder.resolve()) for folder in folders):
-        raise UserError(f"{out}: is inside the runs, which would then be found twice; give another folder with --out")
+        raise UserError(f"{out}: is inside the runs, which would then be counted twice; give another folder with --out")
     if any(run.folder.resolve().is_relative_to(place) for run in runs):
         raise UserError(f"{out}: holds the runs to collect; give another folder with --out")
 
 
 @contextmanager
 def _whole_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder that replaces `out` if the block ends without an error."""
+    """A temporary folder, which replaces `out` if the block ends without an error."""
     partial = out.with_name(f".{out.name}.{uuid4().hex[:8]}.partial")
     try:
         partial.mkdir(parents=True)
@@ -154,7 +154,7 @@ def _whole_folder(out: Path) -> Iterator[Path]:
 
 
 def describe(done: Sequence[Collected], out: Path) -> str:
-    """A summary for people: a line for each incomplete run, then the totals."""
+    """A summary to print: a line for each incomplete run, then the totals."""
     lines = []
     for run in done:
         if run.missing:
@@ -172,12 +172,12 @@ def describe(done: Sequence[Collected], out: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, or 2 with one message on stderr if no campaign is written."""
+    """The command line. Returns the exit code: 0, or 2 with one message on stderr if no campaign was written."""
     parser = argparse.ArgumentParser(
         prog="lazyllm-bench collect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_choice(parser)
-    parser.add_argument("--out", type=Path, help="default: the first of RUNS with -collected added")
+    parser.add_argument("--out", type=Path, help="default: the first of RUNS with -collected appended")
     options = parser.parse_args(argv)
     first = options.runs[0].absolute()
     out = options.out or first.with_name(f"{first.name}-collected")

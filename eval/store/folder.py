@@ -1,14 +1,14 @@
 """A run's folder: records appended one by one, and an identity that keeps different runs apart.
 
-run.json        the run's identity and its fingerprint, its config, and where it ran (`eval.run.provenance`)
-records.jsonl   one `Record` a line, flushed when its example is done
-failures.jsonl  one `Failure` a line, if there are any: these examples are tried again when the run goes on
-jobs.jsonl      when a job began and ended to measure, how, and the load that it saw (`eval.run.device_lock`)
+run.json        the run's identity and fingerprint, its config, and where it ran (`eval.run.provenance`)
+records.jsonl   one `Record` per line, flushed to disk when its example is done
+failures.jsonl  one `Failure` per line, if any; the resumed run tries these examples again
+jobs.jsonl      when each job began and ended, how it ended, and the machine's load (`eval.run.device_lock`)
 summary.*       made from the records at the end (`eval.paper.summary`)
 
-A shard of a run (`eval.benchmarks.split`) writes records-2-of-4.jsonl and so on; a run's records are those of all its
-files. What a kill leaves of a last line is cut off when its job goes on. Any other damage is refused;
-`lazyllm-bench repair` mends it.
+A shard of a run (`eval.benchmarks.split`) writes records-2-of-4.jsonl and so on; the run's records are those of all
+these files. A last line that a kill left incomplete is removed when the job is resumed. Any other damage is refused;
+`lazyllm-bench repair` repairs it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ log = logging.getLogger(__name__)
 
 _Line = TypeVar("_Line", Record, Failure)
 
-VERSION = 2  # of run.json, which calls it its schema
+VERSION = 2  # of run.json's layout, stored there as `schema`
 
 # Exceptions raised by parsing an invalid line
 NO_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 def fingerprint(identity: dict[str, Any]) -> str:
-    """12 hex digits that two runs share only if their records may lie together."""
+    """12 hex digits, equal for two runs only if their records may share a folder."""
     return hashlib.sha256(_canonical(identity).encode()).hexdigest()[:12]
 
 
@@ -50,8 +50,8 @@ def fingerprint(identity: dict[str, Any]) -> str:
 class RunStore:
     """The records of one run. Open it with `open_store`.
 
-    part: the end of the names of the files that are written here: nothing, or a shard's. about: run.json's content.
-    records: by example, all that the run's jobs have measured.
+    part: suffix of the names of the files written here: "" or a shard's, such as `-2-of-4`. about: run.json's content.
+    records: {example: record} of all jobs of the run.
     """
 
     def __init__(self, folder: Path, part: str = "", about: dict[str, Any] | None = None) -> None:
@@ -66,7 +66,7 @@ class RunStore:
         _mend_end(self._jobs_file, job_event)
 
     def reload(self) -> None:
-        """Read again what the run's jobs have measured, this one and those of other shards. Raises UserError."""
+        """Read the records and failures of all jobs of the run again, other shards included. Raises UserError."""
         self.records = {record.key: record for record in read_records(self.folder)}
         self._failures = {failure.key: failure for failure in read_failures(self.folder)}
 
@@ -76,38 +76,38 @@ class RunStore:
         return [failure for key, failure in self._failures.items() if key not in self.records]
 
     def append(self, record: Record) -> None:
-        """Write the record so that it survives a kill of this process, and of the machine as far as the disk obeys.
+        """Write the record to the disk, so that it survives a kill of this process or a power failure.
 
-        Raises UserError if the disk does not take it.
+        Raises UserError if it cannot be written.
         """
         _append_line(self._file, record.to_json())
         self.records[record.key] = record
 
     def fail(self, failure: Failure) -> None:
-        """Write down that an example could not be measured, as safely as a record. Raises UserError."""
+        """Record that an example could not be measured, as safely as a record is. Raises UserError."""
         _append_line(self._failures_file, failure.to_json())
         self._failures[failure.key] = failure
 
     def note(self, event: dict[str, Any]) -> None:
-        """Write down when and how a job begins or ends. Raises UserError."""
+        """Record the begin or end of a job. Raises UserError."""
         _append_line(self._jobs_file, json.dumps(event))
 
     def has(self, name: str) -> bool:
-        """Whether a file lies beside the records."""
+        """Whether the folder has a file of this name."""
         return (self.folder / name).is_file()
 
     def write(self, name: str, text: str) -> None:
-        """Put a file beside the records, whole or not at all. Raises UserError."""
+        """Write a file into the folder, completely or not at all. Raises UserError."""
         write_whole(self.folder / name, text)
 
 
 @contextmanager
 def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any], part: str = "") -> Iterator[RunStore]:
-    """The store in `folder`, made if it is not there, held against other processes until the block ends.
+    """Open the store in `folder` (created if missing) and lock it against other processes until the block ends.
 
     identity: decides whether records belong together. about: config and provenance, for people. part: as in `RunStore`.
-    Jobs of different parts may work in the folder at once, but none beside a job of the whole run.
-    Raises UserError: another process works in the folder, or it holds a run of another identity.
+    Jobs of different shards may work in the folder at the same time; a job of the whole run works alone.
+    Raises UserError if another process works in the folder, or if it holds a run with another identity.
     """
     with _held(folder, part, lambda: _check_identity(folder, identity, about)) as content:
         if not part:
@@ -117,7 +117,7 @@ def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any], pa
 
 @contextmanager
 def held_alone(folder: Path) -> Iterator[None]:
-    """Hold a run folder against all other processes until the block ends. Raises UserError: another works in it."""
+    """Lock a run folder against all other processes until the block ends. Raises UserError if another works in it."""
     with _held(folder, "", lambda: None):
         yield
 
@@ -127,12 +127,12 @@ _Made = TypeVar("_Made")
 
 @contextmanager
 def _held(folder: Path, part: str, begin: Callable[[], _Made]) -> Iterator[_Made]:
-    """Hold a part of a run folder, "" for all of it. begin: called while no other job may begin. Raises UserError."""
+    """Lock a shard of a run folder, "" for all of it. begin: called while no other job can start. Raises UserError."""
     with ExitStack() as held:
         with _locked(folder / ".lock-run.json", timeout=-1):
             held.enter_context(_locked(folder / f".lock{part}"))
             for other in [folder / ".lock"] if part else folder.glob(".lock-*-of-*"):
-                with _locked(other):  # free now, and nobody can take it before this job holds its own
+                with _locked(other):  # raises if it is held; no other job can start until this one holds its lock
                     pass
             made = begin()
         yield made
@@ -140,7 +140,7 @@ def _held(folder: Path, part: str, begin: Callable[[], _Made]) -> Iterator[_Made
 
 @contextmanager
 def _locked(file: Path, timeout: float = 0) -> Iterator[None]:
-    """Hold a lock file in a run folder, made if it is not there. timeout: seconds, -1 for no end. Raises UserError."""
+    """Hold a lock file in a run folder, created if missing. timeout: seconds, -1 for no limit. Raises UserError."""
     lock = FileLock(file, timeout=timeout)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -153,8 +153,8 @@ def _locked(file: Path, timeout: float = 0) -> Iterator[None]:
         lock.acquire()
     except Timeout as error:
         raise UserError(f"{file.parent}: another process is working in this run folder") from error
-    except OSError as error:  # some cluster file systems know no locks
-        log.warning("%s: cannot be locked (%s); see to it that one process works in it", file.parent, error)
+    except OSError as error:  # some cluster file systems do not support locks
+        log.warning("%s: cannot be locked (%s); make sure that only one process works in it", file.parent, error)
     try:
         yield
     finally:
@@ -162,7 +162,7 @@ def _locked(file: Path, timeout: float = 0) -> Iterator[None]:
 
 
 def _append_line(file: Path, line: str) -> None:
-    """Write one line to the disk, or leave the file as it was. Raises UserError."""
+    """Append one line and flush it to the disk, or leave the file unchanged. Raises UserError."""
     before = None
     try:
         with file.open("ab") as opened:
@@ -172,16 +172,16 @@ def _append_line(file: Path, line: str) -> None:
             os.fsync(opened.fileno())
     except OSError as error:
         if before is not None:
-            with suppress(OSError):  # what is left of the line then is cut off when the run goes on
+            with suppress(OSError):  # if this fails too, the incomplete line is removed when the run is resumed
                 os.truncate(file, before)
         raise UserError(
-            f"{file}: the line could not be written ({error}). Those before it are safe: make room, then "
-            "give the same command again"
+            f"{file}: the line could not be written ({error}). Those before it are safe: free some disk space, then "
+            "run the same command again"
         ) from error
 
 
 def _mend_end(file: Path, parse: Callable[[str], Any]) -> None:
-    """End a last line that lacks its end, or remove what a kill left of one, so that the next begins on its own."""
+    """Add a missing newline to a complete last line, or remove a last line that a kill left incomplete."""
     if not file.exists():
         return
     try:
@@ -193,14 +193,12 @@ def _mend_end(file: Path, parse: Callable[[str], Any]) -> None:
             else:
                 opened.write(b"\n")
     except OSError as error:
-        raise UserError(
-            f"{file}: cannot be written ({error}); mend that, or start a new run with out=FOLDER"
-        ) from error
+        raise UserError(f"{file}: cannot be written ({error}); fix that, or start a new run with out=FOLDER") from error
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Put a file in place whole or not at all. Raises UserError if the disk does not take it."""
-    partial = file.with_name(f".{file.name}.{uuid4().hex[:8]}.partial")  # two shards may end at the same time
+    """Write a file completely or not at all. Raises UserError if it cannot be written."""
+    partial = file.with_name(f".{file.name}.{uuid4().hex[:8]}.partial")  # two shards may finish at the same time
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("w", encoding="utf-8", newline="") as opened:
@@ -212,13 +210,13 @@ def write_whole(file: Path, text: str) -> None:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise UserError(
-            f"{file}: could not be written ({error}). What was there before is unchanged: make room (or whatever "
-            "it lacks), then give the same command again"
+            f"{file}: could not be written ({error}). An earlier file of this name is unchanged: fix the cause (such "
+            "as a full disk), then run the same command again"
         ) from error
 
 
 def _remove_partial(folder: Path) -> None:
-    """Remove what a killed process left of files that it was writing (`write_whole`)."""
+    """Remove the incomplete files of `write_whole` that a killed process left behind."""
     for file in folder.glob(".*.partial"):
         with suppress(OSError):
             file.unlink()
@@ -234,7 +232,7 @@ def read_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
 
 def read_table(folder: Path) -> pa.Table:
     """The run's records in the columns of `eval.store.record.SCHEMA`, each example once. Raises UserError."""
-    with suppress(ValueError):  # what is unusual goes the slow way, which says what is wrong, if anything is
+    with suppress(ValueError):  # unusual files take the slow path below, which names the fault if there is one
         tables = [lines_to_table(read_data(file)) for file in files_of(folder, "records")]
         table = pa.concat_tables([SCHEMA.empty_table(), *tables])
         if len(table.group_by(["dataset", "id"]).aggregate([])) == len(table):
@@ -244,13 +242,13 @@ def read_table(folder: Path) -> pa.Table:
         return to_table(records)
     except ValueError as error:
         raise UserError(
-            f"{folder}: a record holds a value that no record has ({error}). Nothing was changed: remove its line to "
-            "have its example redone"
+            f"{folder}: a record holds an impossible value ({error}). Nothing was changed: remove its line, and the "
+            "run measures its example again"
         ) from error
 
 
 def read_records(folder: Path) -> list[Record]:
-    """The run's records, each example once. Raises UserError: an invalid line, two different records of one example."""
+    """The run's records, each example once. Raises UserError for an invalid line, or two different records of a row."""
     records: dict[tuple[str, str], Record] = {}
     places: dict[tuple[str, str], str] = {}
     for file in files_of(folder, "records"):
@@ -260,38 +258,38 @@ def read_records(folder: Path) -> list[Record]:
             if records.setdefault(record.key, record) != record:
                 raise UserError(
                     f"{place}: another record of {record.dataset}, row {record.id}, than {first}. Nothing was "
-                    f"changed: remove the wrong one, or {_to_repair(folder)}"
+                    f"changed: remove the wrong one, or run `lazyllm-bench repair {folder}`, which keeps a copy"
                 )
             if place != first:
-                log.warning("%s: the same line as %s; it counts once", place, first)
+                log.warning("%s: repeats %s; the record counts once", place, first)
     return list(records.values())
 
 
 def read_failures(folder: Path) -> list[Failure]:
-    """The last failure of each example; some may have a record by now. Raises UserError."""
+    """The last failure of each example, even if the example has a record by now. Raises UserError."""
     files = files_of(folder, "failures")
     failures = (failure for file in files for _, failure in _read_lines(file, Failure.from_json))
     return list({failure.key: failure for failure in failures}.values())
 
 
 def files_of(folder: Path, name: str) -> list[Path]:
-    """The files that hold a run's "records", "failures" or "jobs": the whole run's, then each shard's."""
+    """The files of a run's "records", "failures" or "jobs": the whole run's file, then each shard's."""
     whole = folder / f"{name}.jsonl"
     return [*([whole] if whole.exists() else []), *sorted(folder.glob(f"{name}-*-of-*.jsonl"))]
 
 
 def read_data(file: Path) -> bytes:
-    """A file of lines. Raises UserError if it cannot be read."""
+    """The content of a file of lines. Raises UserError if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error}); mend that, or start a new run with out=FOLDER") from error
+        raise UserError(f"{file}: cannot be read ({error}); fix that, or start a new run with out=FOLDER") from error
 
 
 def lines_of(file: Path, parse: Callable[[str], Any]) -> Iterator[tuple[int, str, Any]]:
-    """(number from 1, text, the parsed line or the exception of parsing it) of every line that is not blank.
+    """(number from 1, text, parsed line or the exception of parsing it) for each line that is not blank.
 
-    A last line without its end counts if it is whole: what a kill leaves of one is no JSON. Raises UserError if the
+    A last line without its newline counts if it can be parsed: an incomplete one is not JSON. Raises UserError if the
     file cannot be read.
     """
     *lines, tail = read_data(file).split(b"\n")
@@ -315,28 +313,22 @@ def _read_lines(file: Path, parse: Callable[[str], _Line]) -> Iterator[tuple[int
     for number, _, line in lines_of(file, parse):
         if isinstance(line, Exception):
             raise UserError(
-                f"{file}:{number}: not a record ({type(line).__name__}: {line}). Nothing was changed: remove that line "
-                f"to have its example redone, or {_to_repair(file.parent)}; or start a new run with out=FOLDER"
+                f"{file}:{number}: not a record ({type(line).__name__}: {line}). Nothing was changed: remove the line, "
+                f"or run `lazyllm-bench repair {file.parent}`, which keeps a copy; the run then measures its example "
+                "again. Or start a new run with out=FOLDER"
             ) from line
         yield number, line
-
-
-def _to_repair(folder: Path) -> str:
-    return (
-        f"`lazyllm-bench repair {folder}` sets damaged files aside and keeps the good ones; then the run's "
-        "command measures the lost examples again"
-    )
 
 
 # ------------------------------------------------------------------------------------------------------------ run.json
 
 
 def _check_identity(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
-    """run.json's content, written if there is none yet. Raises UserError: a run of another identity, or of nobody."""
+    """run.json's content, written if missing. Raises UserError for another identity, or records without run.json."""
     file = folder / "run.json"
     if not file.exists():
         if any(folder.glob("records*.jsonl")):
-            raise UserError(f"{folder}: holds records but no run.json that says whose; give another with out=FOLDER")
+            raise UserError(f"{folder}: holds records but no run.json; give another folder with out=FOLDER")
         text = about_text(identity, about)
         write_whole(file, text)
         return json.loads(text)
@@ -346,13 +338,13 @@ def _check_identity(folder: Path, identity: dict[str, Any], about: dict[str, Any
 
 
 def check_same(folder: Path, kind: str, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise UserError, with the differences, if a folder holds a run or study of another identity than now."""
+    """Raise UserError, with the differences, if a folder's run or study has another identity than the current one."""
     differing = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
     if differing:
         changes = "; ".join(f"{key}: {_short(before.get(key))} there, {_short(now.get(key))} now" for key in differing)
         raise UserError(
-            f"{folder}: holds a {kind} that differs ({changes}). Its records do not mix with this one's: give another "
-            "folder with out=FOLDER, or leave out= away to have one made"
+            f"{folder}: holds a {kind} that differs ({changes}). Their records cannot be mixed: give another "
+            "folder with out=FOLDER, or omit out= for a new one"
         )
 
 
@@ -363,7 +355,7 @@ def about_text(identity: dict[str, Any], about: dict[str, Any]) -> str:
 
 
 def read_about(file: Path) -> dict[str, Any]:
-    """The content of a run.json. Raises UserError: none, damaged, or written by another version."""
+    """The content of a run.json. Raises UserError if it is missing, damaged, or written by another version."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         version = content["schema"]
@@ -372,7 +364,7 @@ def read_about(file: Path) -> dict[str, Any]:
     except (OSError, *NO_LINE) as error:
         raise UserError(
             f"{file}: cannot be read as a run's description ({type(error).__name__}: {error}). Nothing was changed: "
-            f"put the right one there, or {_to_repair(file.parent)}; or start a new run with out=FOLDER"
+            f"restore it, or run `lazyllm-bench repair {file.parent}`; or start a new run with out=FOLDER"
         ) from error
     if version != VERSION:
         raise UserError(f"{file}: written with schema {version}, this version reads {VERSION}; give another out=FOLDER")

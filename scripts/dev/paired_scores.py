@@ -1,5 +1,5 @@
-"""Score differences over paired examples, with 95 % bootstrap intervals: of each method and its baseline, and of each
-two methods.
+"""Score differences over paired examples, with 95 % bootstrap intervals: each method against its baseline, and each
+pair of methods.
 
     python -m scripts.dev.paired_scores runs results/coder/gradual_differences.csv
 """
@@ -11,24 +11,17 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
+from eval.store.aggregate import mean_interval
 from eval.store.results import Results
 from scripts.dev.training import write_rows
 
-DRAWS = 10_000
-
-
-def interval(values: np.ndarray) -> tuple[float, float]:
-    """The 95 % percentile bootstrap interval of a mean."""
-    drawn = np.random.default_rng(0).choice(values, (DRAWS, len(values))).mean(1)
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    return float(low), float(high)
+_RESAMPLES = 10_000
 
 
 def paired(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """A row for every method against its baseline, in order of labels, then for each against each one before it.
+    """A row for each method against its baseline, in order of labels, then for each pair of methods.
 
     frame: `Results.frame` of runs on the same examples; scores are 0 to 100.
     """
@@ -38,7 +31,7 @@ def paired(frame: pd.DataFrame) -> list[dict[str, Any]]:
     pairs += [(b, a, scores[b].score, scores[a].score) for a, b in combinations(scores, 2)]
     rows = []
     for method, against, score, other in pairs:
-        low, high = interval((score - other).to_numpy())
+        low, high = mean_interval((score - other).to_numpy(), _RESAMPLES)
         rows.append({
             "method": method, "against": against, "examples": len(score), "score": round(score.mean(), 2),
             "other_score": round(other.mean(), 2), "difference": round((score - other).mean(), 2),

@@ -15,7 +15,7 @@ from eval.paper.figures.figure import Figure
 from eval.paper.figures.figure6 import shade_of
 from eval.paper.figures.style import GREY, LINES, MARKERS, around, grid, legend_beside, new_figure, styled
 from eval.paper.known_methods import BASELINE
-from eval.store.aggregate import RESAMPLES
+from eval.store.aggregate import mean_interval
 from eval.store.results import Results, first_turns
 
 # Of the introduction of the paper: Llama 2 7B on LongBench, its baseline
@@ -41,7 +41,7 @@ def data(results: Results) -> pd.DataFrame:
     both["prompt"] = 2 ** np.log2(both["prompt_tokens"]).round().astype(int)
     rows = []
     for keys, group in both.groupby(["model", "label", "answer", "prompt"], sort=False):
-        low, high = _interval(group["ttft_share"].to_numpy())
+        low, high = mean_interval(group["ttft_share"].to_numpy())
         means = group[["prompt_tokens", "generated_tokens", "ttft_share"]].mean().to_dict()
         ends = {"ttft_share_low": low, "ttft_share_high": high}
         named = dict(zip(("model", "label", "answer", "prompt"), keys, strict=True))
@@ -86,14 +86,6 @@ def _generations(frame: Any, prefix: str, label: str | None) -> pd.DataFrame:
 
 def _answer(tokens: int) -> str:
     return next((f"{low}-{high}" for low, high in _ANSWERS if tokens <= high), f"{_ANSWERS[-1][1] + 1}+")
-
-
-def _interval(values: np.ndarray) -> tuple[float, float]:
-    if len(values) < 2:
-        return float("nan"), float("nan")
-    picks = np.random.default_rng(0).integers(0, len(values), size=(RESAMPLES, len(values)))
-    low, high = np.percentile(values[picks].mean(axis=1), [2.5, 97.5])
-    return float(low), float(high)
 
 
 def _draw_panel(axes: Any, of_model: Any, label: str, answers: Sequence[str]) -> None:

@@ -289,7 +289,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) 
     with (
         full_disk(int(0.7 * size)),
         pytest.raises(
-            UserError, match=r"records\.jsonl: the line could not be written .*make room, then give the same"
+            UserError, match=r"records\.jsonl: the line could not be written .*free some disk space, then run the same"
         ),
     ):
         run(config, show=False)

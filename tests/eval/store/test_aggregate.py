@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from eval.benchmarks.datasets import DATASETS
-from eval.store.aggregate import COLUMNS, RESAMPLES, VALUES, by_task
+from eval.store.aggregate import COLUMNS, RESAMPLES, VALUES, by_task, mean_interval
 from eval.store.record import MEASURED
 from eval.store.results import COLUMNS as FRAME_COLUMNS
 
@@ -241,3 +241,9 @@ def test_as_the_slow_version(seeds: int) -> None:
             assert row[column] == pytest.approx(slow_task(column, [rows[name] for name in names], True)), column
             assert row[f"{column}_low"] == pytest.approx(slow_percentile(drawn, 0.025)), column
             assert row[f"{column}_high"] == pytest.approx(slow_percentile(drawn, 0.975)), column
+
+
+def test_the_interval_of_a_mean_is_about_two_standard_errors() -> None:
+    low, high = mean_interval(np.arange(400) % 2 * 10.0, resamples=10_000)
+    assert (low, high) == pytest.approx((5 - 1.96 * 5 / 20, 5 + 1.96 * 5 / 20), abs=0.05)
+    assert np.isnan(mean_interval(np.ones(1))).all()

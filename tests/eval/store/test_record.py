@@ -178,7 +178,7 @@ def test_an_invalid_line_is_named_by_every_reader(tmp_path: Path, line: Any, rea
 
 def test_a_number_that_no_column_holds_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path, [record(0, token_ids=[2**40])])
-    with pytest.raises(UserError, match="a record holds a value that no record has"):
+    with pytest.raises(UserError, match="a record holds an impossible value"):
         read_table(tmp_path)
 
 
