@@ -1,4 +1,4 @@
-"""The share of the evidence that each layer computes, for right and for wrong answers: data of a table and a figure."""
+"""The share of the evidence that each layer computes, for right and wrong answers: data of a table and a figure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _COLUMNS = ["dataset", "id", "method.score", "method.evidence_prefill", "method.
 
 def evidence_shares(results: Results) -> pd.DataFrame:
     """model, suite, method, label, task, outcome (right: full score; wrong: less), layer (from 1), examples;
-    in_prefill, revived: the shares in per cent of the evidence's tokens that the layer computes in prefill, and later.
+    in_prefill, revived: per cent of the evidence's tokens that the layer computes in prefill, and later.
 
-    Means over the examples with known evidence; seeds are pooled. Empty without such examples.
+    Means over the examples with known evidence; seeds are pooled. Empty if there are no such examples.
     """
     known = [_of_run(run) for run in results.runs]
     shares = pd.concat(known or [pd.DataFrame(columns=[*_KEYS, "seed", "dataset", "id", "in_prefill", "revived"])])
@@ -32,7 +32,7 @@ def evidence_shares(results: Results) -> pd.DataFrame:
 
 
 def _of_run(run: StoredRun) -> pd.DataFrame:
-    """One row an example and layer."""
+    """One row per example and layer."""
     known = [row for row in run.table(_COLUMNS).to_pylist() if row["method.evidence_prefill"] is not None]
     layers = len(known[0]["method.evidence_prefill"]) if known else 0
     datasets = [DATASETS[row["dataset"]] for row in known]

@@ -16,7 +16,7 @@ STUDIED = "lazy"  # the paper's own method
 
 @cache
 def kind_of(name: str) -> type[Method] | None:
-    """The method's class; None for a method of a package that is not installed."""
+    """The method's class; None if its package is not installed."""
     from lazyllm.methods import by_name  # not at the top: torch is slow to import
 
     try:
@@ -26,7 +26,7 @@ def kind_of(name: str) -> type[Method] | None:
 
 
 def is_diagnostic(name: str) -> bool:
-    """Whether it is a diagnostic: a reference, not a method, whose selection is not in its TTFT."""
+    """Whether it is a diagnostic: a reference whose TTFT leaves out the cost of its selection, not a method."""
     kind = kind_of(name)
     return kind is not None and kind.diagnostic
 

@@ -1,6 +1,6 @@
-"""A run's own table, and the comparison of several runs': datasets and tasks, with confidence intervals.
+"""The table of one run and the comparison of several: datasets and tasks, with confidence intervals.
 
-What the numbers mean is said in `eval.store.aggregate`, which computes them.
+`eval.store.aggregate` computes the numbers and defines them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from eval.store.results import example_rows
 
 @dataclass(frozen=True)
 class Value:
-    """A mean with its 95 % interval; low and high are None if one example cannot tell."""
+    """A mean with its 95 % interval; low and high are None if a dataset has only one example."""
 
     mean: float
     low: float | None = None
@@ -32,12 +32,12 @@ class Value:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. kind: "dataset", "task" or "all". Columns that were not measured are None.
+    """One line of the table. kind: "dataset", "task" or "all".
 
-    failed: examples that could not be measured and are in no other column; score_failed_as_zero: the score if they
-    count as 0. values: by column of `eval.store.aggregate.by_task`; of the baseline score, TTFT and length of answers
-    only. generation_speedup compares whole answers, which may differ in length; step_speedup the mean decoding step
-    after the first token, whatever the length.
+    failed: number of examples that could not be measured; no other column counts them. score_failed_as_zero: the score
+    if they count as 0. values: by column of `eval.store.aggregate.by_task`, None if not measured; of the baseline only
+    score, TTFT and length of answers. generation_speedup compares whole answers, which may differ in length;
+    step_speedup compares the mean decoding steps after the first token.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Row:
     values: Mapping[str, Value | None]
 
     def __getitem__(self, column: str) -> Value:
-        """A value that was measured."""
+        """The value of a column that was measured."""
         value = self.values[column]
         assert value is not None, column
         return value
@@ -66,8 +66,8 @@ _VALUES = [
 class Summary:
     """All rows: the datasets of each task followed by the task, then the mean over tasks.
 
-    failed, score_failed_as_zero: of the whole run, datasets without any measured example included.
-    examples, cut: how many were measured, and how many of their prompts lost their middle (`model.max_prompt_tokens`).
+    failed, score_failed_as_zero: of the whole run, including datasets without a measured example.
+    examples, cut: number of measured examples, and of those whose prompt lost its middle (`model.max_prompt_tokens`).
     """
 
     rows: tuple[Row, ...]
@@ -78,7 +78,7 @@ class Summary:
 
 
 def summarise(records: Sequence[Record], failures: Sequence[Failure] = ()) -> Summary:
-    """The table of a run. failures: of examples without a record. Raises ValueError without any record."""
+    """The table of a run. failures: those of examples without a record. Raises ValueError if there is no record."""
     if not records:
         raise ValueError("no record to summarise")
     rows = rows_of(example_rows(records).assign(seed=0))
@@ -93,7 +93,7 @@ def summarise(records: Sequence[Record], failures: Sequence[Failure] = ()) -> Su
 def _with_failures(
     rows: Sequence[dict[str, Any]], failures: Sequence[Failure]
 ) -> tuple[Counter[str], dict[str, float]]:
-    """By the name of a row: how many examples failed, and the score if each of them counts as 0."""
+    """{row: number of failed examples} and {row: the score if each of these counts as 0}."""
     failed = Counter(failure.dataset for failure in failures)
     measured = {row["name"]: row for row in rows if row["level"] == "dataset"}
     zeroed = {
@@ -129,7 +129,7 @@ def _row(row: dict[str, Any], failed: int, zeroed: float) -> Row:
 
 
 def to_json(summary: Summary, about: dict[str, Any]) -> str:
-    """The rows at full precision, with what the run was (`about`)."""
+    """The rows at full precision, after `about`, which describes the run."""
     rows = [
         {key: asdict(value) if isinstance(value, Value) else value for key, value in row_columns(row).items()}
         for row in summary.rows
@@ -138,13 +138,13 @@ def to_json(summary: Summary, about: dict[str, Any]) -> str:
 
 
 def row_columns(row: Row) -> dict[str, Any]:
-    """All columns of a row side by side."""
+    """{column: its value} of a row, `values` included."""
     named = dict(vars(row))
     return named | named.pop("values")
 
 
 def flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns side by side: of a `Value` the mean under the column's name, and `_low` and `_high`."""
+    """The columns with each `Value` split in three: its mean under the column's name, `_low` and `_high`."""
     cells: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, Value):
@@ -166,14 +166,14 @@ _SHOWN = {
     "pct_prompt_tokens_computed": ("% tokens computed", 1, 1),
     "kl": ("KL, nats", 5, 1),
 }
-# Beside the score if examples failed: how many, and the score with them
+# Columns after the score if examples failed
 _WITH_FAILED = {"failed": ("failed", 0, 1), "score_failed_as_zero": ("score, failed as 0", 2, 1)}
-_PLAIN = ("ttft_s", "kl")  # without intervals, so that a table fits a terminal; the CSV has both ends
-_FEWEST = 5  # examples for which an interval is shown: the bootstrap of fewer is too narrow, +-0 if they agree
+_PLAIN = ("ttft_s", "kl")  # shown without intervals, so that the table fits a terminal; the CSV has both ends
+_FEWEST = 5  # least number of examples for an interval: with fewer, the bootstrap is too narrow (±0 if they agree)
 
 
 def summary_table(summary: Summary, title: str) -> Table:
-    """A run's datasets and tasks, tasks below their datasets."""
+    """A run's datasets and tasks; each task follows its datasets."""
     lines = [row_columns(row) for row in summary.rows]
     names = [{"dataset, **task**": row.name if row.kind == "dataset" else f"**{row.name}**"} for row in summary.rows]
     return _table("summary", title, lines, names, {"": summary}, tuple(_SHOWN))
@@ -192,7 +192,7 @@ def compared_table(summaries: Mapping[str, Summary], title: str) -> Table:
         if first["baseline_score"] is not None:
             unit = {"ttft_speedup": Value(1.0), "generation_speedup": Value(1.0)}
             same = {"pct_prompt_tokens_computed": Value(100.0), "kl": Value(0.0)}
-            # how many of its examples failed is not known: only what stands beside a measured example is
+            # its number of failed examples is unknown: it is measured only beside a method's example
             known = {
                 "examples": first["examples"],
                 "score": first["baseline_score"],
@@ -221,7 +221,7 @@ def _table(
     summaries: Mapping[str, Summary],
     columns: Sequence[str],
 ) -> Table:
-    """names: of each line, the cells that name it. summaries: by what precedes a sentence about each."""
+    """names: for each line, the cells that name it. summaries: {prefix of a sentence about it: summary}."""
     if any(summary.failed for summary in summaries.values()):
         columns = [columns[0], *_WITH_FAILED, *columns[1:]]
     shown = {column: (_SHOWN | _WITH_FAILED)[column] for column in columns}
@@ -234,7 +234,7 @@ def _table(
         for of_line, line in zip(names, lines, strict=True)
     ]
     frame = pd.DataFrame([flat(line) for line in lines])
-    frame = frame.astype({"failed": "Int64"})  # a whole number, also beside rows that have none
+    frame = frame.astype({"failed": "Int64"})  # an integer, even if other rows lack it
     caption = _about(next(iter(summaries.values()))) + _cut(summaries) + _failed(summaries)
     return Table(name, title, caption, frame, pd.DataFrame(cells), keys=len(names[0]))
 
@@ -250,18 +250,18 @@ def _cell(value: Value | float | None, digits: int, factor: int, has_interval: b
 
 
 def _cut(summaries: Mapping[str, Summary]) -> str:
-    """A line if prompts were cut; every summary has the same prompts."""
+    """A sentence if prompts were cut; all summaries have the same prompts."""
     summary = next(iter(summaries.values()))
     if not summary.cut:
         return ""
     return (
         f"\n{summary.cut} of {summary.examples} prompts are longer than model.max_prompt_tokens: their middle is cut "
-        "out, as LongBench does it."
+        "out, as in LongBench."
     )
 
 
 def _failed(summaries: Mapping[str, Summary]) -> str:
-    """A line for each summary in which examples failed."""
+    """A sentence for each summary with failed examples."""
     return "".join(
         f"\n{label}{summary.failed} examples failed and are left out; if they count as 0, the score is "
         f"{summary.score_failed_as_zero:.2f}."
@@ -272,10 +272,10 @@ def _failed(summaries: Mapping[str, Summary]) -> str:
 
 def _about(summary: Summary) -> str:
     text = (
-        "Scores 0 to 100. ±: half of the 95 % bootstrap interval over examples; both ends are in summary.csv. Below "
-        f"{_FEWEST} examples n is too small for one.\n"
+        "Scores 0 to 100. ±: half of the 95 % bootstrap interval over examples; both ends are in summary.csv. It is "
+        f"not shown for n below {_FEWEST}.\n"
         f"% tokens computed: {COMPUTED}. KL: of the first token's distribution from the baseline's.\n"
     )
     if all(row.values["ttft_speedup"] is None for row in summary.rows):
         return text + "No speedup: no baseline was run beside the method (it is the baseline, or timing.paired=false)."
-    return text + "Generation speedup is of whole answers, which may differ in length (see summary.csv)."
+    return text + "Generation speedup compares whole answers, which may differ in length (see summary.csv)."

@@ -17,7 +17,7 @@ _LATEX = {
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "Δ": r"$\Delta$", "<": r"\textless{}",
     ">": r"\textgreater{}", "[": "{[}", "|": r"\textbar{}", "\n": " ",
 }  # fmt: skip
-COMPUTED = "tokens that any model runs to score the prompt first count too"  # for captions of "% tokens computed"
+COMPUTED = "tokens run by any model to score the prompt are included"  # for captions of "% tokens computed"
 _EMPTY = "No run for this table."
 
 
@@ -25,8 +25,8 @@ _EMPTY = "No run for this table."
 class Table:
     """name: the stem of its files. title, caption: for people.
 
-    frame: keys and values at full precision, for the CSV. cells: the texts shown, a column for each heading; the first
-    `keys` columns name the row and are aligned to the left. A name in `**` sums up the rows before it.
+    frame: keys and values at full precision, for the CSV. cells: the text shown, one column per heading; the first
+    `keys` columns name the row and are left-aligned. A name in `**` marks a summary of the rows above it.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Table:
     keys: int = 1
 
     def to_markdown(self, heading: str = "#") -> str:
-        """Title, table, caption. heading: Markdown's mark of the title's level."""
+        """Title, table and caption. heading: the Markdown prefix of the title."""
         body = markdown_lines(list(self.cells.columns), self.cells.to_numpy().tolist(), self.keys)
         return "\n".join(
             [f"{heading} {self.title}", "", *(body if len(self.cells) else [_EMPTY]), "", self.caption, ""]
@@ -48,7 +48,7 @@ class Table:
         return self.frame.to_csv(index=False, lineterminator="\n")
 
     def to_rich(self) -> RichTable:
-        """The table for a terminal: headings in two lines, sums in bold below their rows."""
+        """The table for a terminal, with headings in two lines and summaries in bold."""
         from rich import box
         from rich.table import Table as RichTable
 
@@ -68,7 +68,7 @@ class Table:
         return table
 
     def to_latex(self) -> str:
-        """A `longtable` with the rules of booktabs, thin ones between groups of rows; it may be longer than a page."""
+        """A `longtable` (it may span pages) with booktabs rules, and thin rules between groups of rows."""
         headings, rows = list(self.cells.columns), self.cells.to_numpy().tolist()
         lines = []
         for row, ends in zip(rows, self._ends(), strict=True):
@@ -108,7 +108,7 @@ def cell(mean: float, low: float | None, high: float | None, digits: int) -> str
 
 
 def markdown_lines(headings: Sequence[str], rows: Sequence[Sequence[str]], keys: int) -> list[str]:
-    """A pipe table; the first `keys` columns are aligned to the left, numbers to the right."""
+    """A pipe table. The first `keys` columns are left-aligned, the others right-aligned."""
     rule = "|" + "---|" * keys + "---:|" * (len(headings) - keys)
     lines = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in (headings, *rows)]
     return [lines[0], rule, *lines[1:]]

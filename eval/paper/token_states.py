@@ -1,4 +1,4 @@
-"""What became of each token in each layer and step of a traced example: computed, cached, revived, stored or pruned."""
+"""The state of each token in each layer and step of a traced example: computed, cached, revived, stored or pruned."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ class State(IntEnum):
     """A token in one layer in one step."""
 
     FUTURE = 0  # not generated yet
-    PRUNED = 1  # its K and V are not in this layer: never computed here, or (static pruning) thrown away
-    STORED = 2  # its K and V are here, but it is not in this step's set: not attended to
+    PRUNED = 1  # this layer has no K and V of it: never computed, or (static pruning) discarded
+    STORED = 2  # K and V are stored, but the token is not in this step's set: not attended to
     CACHED = 3  # attended to, with K and V computed in an earlier step
     COMPUTED = 4  # computed in this step: the prompt in prefill, the newest token in decoding
-    REVIVED = 5  # a prompt token that decoding computes here, in this step, since it left the Aux Cache here or earlier
+    REVIVED = 5  # a prompt token computed in this decoding step, from the Aux Cache of this or an earlier layer
 
 
 def token_states(trace: Trace) -> np.ndarray:
-    """[steps, layers, n + steps - 1] uint8 of `State`; step 0 is the prefill, generated tokens follow the prompt's n.
+    """[steps, layers, n + steps - 1] uint8 of `State`. Step 0 is the prefill; generated tokens follow the prompt's n.
 
-    The last generated token is never run, so it has no column. What the states say was computed must be what the
-    trace's counters say. Raises ValueError where it is not.
+    The last generated token is never run, so it has no column. Raises ValueError if the states and the trace's counters
+    disagree about the number of computed tokens.
     """
     n, steps = len(trace.tokens), len(trace.computed)
     in_set = step_sets(trace)
@@ -49,7 +49,7 @@ def layer_groups(trace: Trace) -> list[range]:
 
 
 def counts_per_layer(trace: Trace) -> np.ndarray:
-    """[steps, layers] distinct prompt tokens computed so far: the trace's counters, a column a layer."""
+    """[steps, layers] distinct prompt tokens computed so far: the trace's counters, one column per layer."""
     ends = [*trace.group_starts[1:], len(trace.importance) + 1]
     widths = [end - start for start, end in zip(trace.group_starts, ends, strict=True)]
     return np.repeat(np.array(trace.computed), widths, axis=1)
@@ -58,8 +58,8 @@ def counts_per_layer(trace: Trace) -> np.ndarray:
 def step_sets(trace: Trace) -> np.ndarray:
     """[steps, layers, n + steps - 1] bool: whether the token is in the step's set for the layer.
 
-    After a pruning layer that is what it selected; before the first one, every token that is there. A method that
-    selects in prefill only sees, in every later step and layer, what its last selection left.
+    After a pruning layer, the set is its selection; before the first one, all tokens so far. If a method selects in
+    prefill only, all later steps use the tokens that its last selection kept, and the generated ones.
     """
     n, steps, layers = len(trace.tokens), len(trace.selected), len(trace.importance)
     in_set = np.zeros((steps, layers, n + steps - 1), dtype=bool)
@@ -85,5 +85,5 @@ def _check_counts(trace: Trace, found: np.ndarray) -> None:
         raise ValueError(
             f"{trace.dataset}, row {trace.id}: its selections make {found[step, layer]} prompt tokens computed in "
             f"layer {layer + 1} by step {step}, its counters say {counted[step, layer]}: the trace is damaged, or its "
-            "method does not say in `selected` what it does"
+            "method does not report all of its selections in `selected`"
         )

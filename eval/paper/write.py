@@ -1,9 +1,9 @@
 """Every table and figure from stored runs, without a model: lazyllm-bench paper RUNS [RUNS ...] [--out FOLDER]
 
-OUT/README.md     every table and picture with its caption, and what had no run
+OUT/README.md     all tables and figures with captions, and a list of those without runs
 OUT/tables/       each table as .md, .csv (full precision) and .tex
-OUT/figures/      each figure as .svg, .pdf and .png, and the .csv behind it
-OUT/provenance.json   the runs they were made from: fingerprint, commit, versions, machine, hash of the records
+OUT/figures/      each figure as .svg, .pdf and .png, and its data as .csv
+OUT/provenance.json   the runs used: fingerprint, commit, versions, machine, hash of the records
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Save = Callable[[Any, Path, Sequence[str]], list[Path]]
 MakeTable = Callable[[Results], "Table"]
 
-# What to run for what is missing: an experiment of eval/conf/experiment, or any run
+# {table or figure: the command whose runs give its data}
 _COMMANDS = {
     "field": "python run.py -m experiment=field model=tiny",
     "claims": "python run.py model=custom model.name=FOLDER_OR_HUB_ID method=gemfilter",
@@ -53,7 +53,7 @@ _PICTURES = ("svg", "pdf", "png")
 def write_paper(
     results: Results, out: Path, tables: Mapping[str, MakeTable], figures: Mapping[str, Figure], save: Save
 ) -> list[Path]:
-    """Write everything into `out`, made if it is not there. Returns the paths, README.md first.
+    """Write everything into `out`, created if missing. Returns the paths, README.md first.
 
     tables, figures: by name. save: `eval.paper.figures.save`. Raises UserError if a file cannot be written.
     """
@@ -74,12 +74,12 @@ def write_paper(
 
 
 def command_for(name: str) -> str:
-    """The command whose runs give a table or figure its data."""
+    """The command whose runs give the data of a table or figure."""
     return _COMMANDS.get(name, _ANY_RUN)
 
 
 def provenance(results: Results) -> list[dict[str, Any]]:
-    """Of each run, in the order of their folders: what it was, where it ran, and the hash of its records."""
+    """For each run, in the order of folders: its setting, where it ran, and the hash of its records."""
     return [
         {
             "folder": run.folder.name,
@@ -106,7 +106,7 @@ def _write_table(table: Table, stem: Path) -> list[Path]:
 
 
 def _write_figure(figure: Figure, results: Results, stem: Path, save: Save) -> list[Path]:
-    """The figure's files; none if no run has what it needs, and then none of an earlier time either."""
+    """Write the figure's files. If no run has its data, write nothing and remove files of an earlier call."""
     data = figure.data(results)
     table = stem.with_name(f"{stem.name}.csv")
     if data.empty:
@@ -147,7 +147,7 @@ def _table_section(table: Table) -> str:
 def _figure_section(figure: Figure, has_run: bool) -> str:
     command = command_for(figure.name)
     if not has_run:
-        return f"## {figure.title}\n\nNo run for this figure. What gives it: `{command}`\n"
+        return f"## {figure.title}\n\nNo run for this figure. Command: `{command}`\n"
     files = " ".join(f"[{suffix}](figures/{figure.name}.{suffix})" for suffix in (*_PICTURES, "csv"))
     picture = f"![{figure.title}](figures/{figure.name}.png)"
     return f"## {figure.title}\n\n{picture}\n\n{figure.caption}\n\n{files}; `{command}`\n"
@@ -158,8 +158,8 @@ def _index(results: Results, sections: Sequence[str], missing: Sequence[str]) ->
     lines = [
         "# Tables and figures",
         "",
-        f"Made by `make paper` from {len(results.runs)} stored runs with {examples} records, without a model; which "
-        "runs, of which code and on which machines, is in [provenance.json](provenance.json).",
+        f"Made by `make paper` from {len(results.runs)} stored runs with {examples} records, without a model. "
+        "[provenance.json](provenance.json) lists the runs, their code and their machines.",
         "",
     ]
     if missing:
@@ -168,20 +168,20 @@ def _index(results: Results, sections: Sequence[str], missing: Sequence[str]) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, or 2 with one message on stderr."""
+    """The command line. Returns the exit code: 0, or 2 with one message on stderr."""
     parser = argparse.ArgumentParser(
         prog="lazyllm-bench paper", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_choice(parser)
-    parser.add_argument("--out", type=Path, default=Path("runs/paper"), help="where to (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/paper"), help="folder to write (default: %(default)s)")
     parser.add_argument(
         "--within", type=float, default=1.0, metavar="X",
-        help="effective keep rate: the score is at most X %% below the baseline's (default: %(default)s)",
+        help="for the effective keep rate: accept a score up to X %% below the baseline's (default: %(default)s)",
     )  # fmt: skip
     options = parser.parse_args(argv)
     try:
         results = Results.read(options.runs, options.where, options.newest)
-        from eval.paper.figures import FIGURES, save  # not at the top: matplotlib is slow to import, and writes caches
+        from eval.paper.figures import FIGURES, save  # not at the top: importing matplotlib is slow and writes caches
         from eval.paper.tables import TABLES, effective_keep
 
         tables = {**TABLES, "effective_keep": partial(effective_keep, within=options.within)}

@@ -1,4 +1,4 @@
-"""Figures of stored runs: one file a figure, each with its data and its plot (`Figure`)."""
+"""Figures of stored runs: one file per figure, with its data and its plot (`Figure`)."""
 
 from eval.paper.figures import (
     evidence_by_layer,

@@ -1,4 +1,4 @@
-"""The runs and the traced example of figures that show one setting only."""
+"""The choice of runs, or of one traced example, for figures that show a single setting."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PAPER_SETTING = label_of(STUDIED, {"schedule": "paper", "prune_generated": False
 
 
 def as_published(results: Results) -> Results:
-    """The results without ablations of LazyLLM; tables have a row for each of these."""
+    """The results without ablations of LazyLLM, which only tables show."""
     return results.where(lambda run: not is_ablation(run.settings))
 
 
 def studied(results: Results) -> Results:
-    """For each model the runs of one LazyLLM setting, not an ablation: Figure 4's schedule if it was run, else that
-    with most examples; of equals the first by label.
+    """For each model, the runs of one LazyLLM setting: Figure 4's schedule if it was run, else the setting with most
+    examples (the first by label of equal ones). Ablations are left out.
     """
     results = as_published(results)
     examples: dict[str, Counter[str]] = {}

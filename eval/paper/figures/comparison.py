@@ -13,11 +13,11 @@ from eval.store.results import is_ablation
 
 @styled
 def plot_comparison(table: pd.DataFrame, title: str, methods: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
-    """Score against TTFT speedup, one colour a method.
+    """Score against TTFT speedup, one colour per method.
 
     Small marks are tasks; the large one, with its intervals, is the mean over tasks.
     table: the frame of `eval.paper.summary.compared_table`. methods: {label in the table: the method's name and
-    settings}, for labels that are not names; the first label of a method, but not an ablation, has the method's style.
+    settings}, for labels that are not method names; a method's first label that is not an ablation gets its style.
     Returns a matplotlib figure.
     """
     figure = new_figure(7.2, 4.4)

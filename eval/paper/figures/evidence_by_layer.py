@@ -1,4 +1,4 @@
-"""The share of the evidence that each layer computes in prefill, by task, for right and for wrong answers."""
+"""The share of the evidence that each layer computes in prefill, by task, for right and wrong answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from eval.benchmarks.datasets import TASKS
 from eval.paper.evidence_shares import OUTCOMES, evidence_shares
 from eval.paper.figures.figure import Figure
-from eval.paper.figures.style import GREY, MethodStyle, grid, new_figure, styled, styles_of
+from eval.paper.figures.style import GREY, MethodStyle, grid, new_figure, styled, styles_of, titled_parts
 from eval.paper.known_methods import BASELINE
 from eval.store.results import Results
 
@@ -20,7 +20,7 @@ _COLUMNS = 4
 
 
 def data(results: Results) -> pd.DataFrame:
-    """`evidence_shares` of one setting a method: that with most examples; of equals, that with most wrong answers."""
+    """`evidence_shares` of one setting per method: the one with most examples, then with most wrong answers."""
     frame: Any = evidence_shares(results)
     frame = frame[frame["method"] != BASELINE]
     first = frame[frame["layer"] == 1]
@@ -34,14 +34,13 @@ def data(results: Results) -> pd.DataFrame:
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """For each model and suite a panel for each task, and one for the legend."""
+    """For each model and suite, a panel for each task and one for the legend."""
     panels = list(frame.groupby(["model", "suite"], sort=False))
     styles = styles_of(frame["method"])
     rows = [-(-(panel["task"].nunique() + 1) // _COLUMNS) for _, panel in panels]
     figure = new_figure(11, 2.6 * sum(rows))
-    parts = figure.subfigures(len(panels), 1, squeeze=False, height_ratios=rows)[:, 0]
-    for part, ((model, suite), panel), height in zip(parts, panels, rows, strict=True):
-        part.suptitle(f"{model}, {suite}", x=0.01, ha="left", fontsize=10, fontweight="bold")
+    parts = titled_parts(figure, [f"{model}, {suite}" for (model, suite), _ in panels], rows)
+    for part, (_, panel), height in zip(parts, panels, rows, strict=True):
         cells = part.subplots(height, _COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
         _draw_panel(part, cells, panel, styles)
     return figure
@@ -76,10 +75,10 @@ FIGURE = Figure(
     name="evidence",
     title="Evidence computed in prefill, layer by layer, of right and wrong answers",
     caption=(
-        "Of the prompt's tokens that hold the answer, the share that each layer computes in prefill: mean over the "
-        "examples (n) with a right answer (full score), and with a wrong one. One setting a method: the one that was "
-        "run on most examples; of equals, with most wrong answers. The others, and what decoding revives, are in the "
-        "table of the same name."
+        "Share of the evidence (the prompt's tokens that hold the answer) that each layer computes in prefill: mean "
+        "over the examples (n) with a right answer (full score), and with a wrong one. One setting per method: the one "
+        "run on most examples; of equal ones, that with most wrong answers. The table of the same name has the other "
+        "settings, and the share that decoding revives."
     ),
     data=data,
     plot=plot,

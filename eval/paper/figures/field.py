@@ -7,10 +7,19 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from eval.paper.figures.figure import Figure
-from eval.paper.figures.style import GREY, MethodStyle, around, grid, new_figure, styled, styles_of
+from eval.paper.figures.style import (
+    GREY,
+    MethodStyle,
+    around,
+    grid,
+    log_scale,
+    new_figure,
+    styled,
+    styles_of,
+    titled_parts,
+)  # fmt: skip
 from eval.paper.known_methods import BASELINE, is_diagnostic
 from eval.paper.tables.cells import forms, overall, target_of
 from eval.store.results import Results
@@ -20,10 +29,10 @@ _TICKS = (0.1, 0.2, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 10)
 
 
 def data(results: Results) -> pd.DataFrame:
-    """model, suite, method, label, examples, on_curve, and the means over tasks of relative_score, ttft_speedup and
-    ideal_ttft_speedup, with `_low` and `_high`, of every setting but the baseline's.
+    """model, suite, method, label, examples, on_curve (whether a target speedup such as `2x` gives the setting), and
+    the means over tasks of relative_score, ttft_speedup and ideal_ttft_speedup, with `_low` and `_high`.
 
-    on_curve: settings given by a target speedup (`2x`).
+    All settings except the baseline.
     """
     frame = overall(results)
     frame = frame[frame["method"] != BASELINE].dropna(subset=["relative_score", "ttft_speedup"])
@@ -33,17 +42,15 @@ def data(results: Results) -> pd.DataFrame:
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """A row a model and suite: the score on the left, the ideal on the right, the legend beside them."""
+    """One row per model and suite: the score on the left, ideal speedups on the right, then the legend."""
     panels = list(frame.groupby(["model", "suite"], sort=False))
     figure = new_figure(11, 4.4 * len(panels))
-    for part, ((model, suite), rows) in zip(
-        figure.subfigures(len(panels), 1, squeeze=False)[:, 0], panels, strict=True
-    ):
+    parts = titled_parts(figure, [f"{model}, {suite}, mean over tasks" for (model, suite), _ in panels])
+    for part, (_, rows) in zip(parts, panels, strict=True):
         styles = styles_of(rows["method"])
         scores, ideals, legend = part.subplots(1, 3, width_ratios=[3, 2.3, 1.1])
         _draw_scores(scores, rows, styles)
         _draw_ideals(ideals, rows.dropna(subset=["ideal_ttft_speedup"]), styles)
-        part.suptitle(f"{model}, {suite}, mean over tasks", x=0.01, ha="left", fontsize=10, fontweight="bold")
         _write_legend(legend, rows, styles)
     return figure
 
@@ -63,7 +70,8 @@ def _draw_scores(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
     axes.set(xlabel="measured TTFT speedup over the paired baseline", ylabel="score, % of the paired baseline's")
     axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     axes.set_title("What is kept of the score")
-    _scale(axes, "x")
+    log_scale(axes, "x", _TICKS)
+    grid(axes)
 
 
 def _draw_ideals(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
@@ -73,7 +81,7 @@ def _draw_ideals(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
             ordered["ideal_ttft_speedup"], ordered["ttft_speedup"], yerr=around(ordered, "ttft_speedup"),
             elinewidth=0.8, capsize=2, **_look(method, styles) | {"linestyle": "none"},
         )  # fmt: skip
-    if rows.empty:  # older records lack FLOPs
+    if rows.empty:  # records without FLOPs
         axes.set_axis_off()
         return
     axes.axline((1, 1), (2, 2), color=GREY, linewidth=0.8, linestyle=(0, (1, 2)))
@@ -81,23 +89,15 @@ def _draw_ideals(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
     axes.set_title("How much of the ideal is reached (dotted: all)")
     reach = 0.9 * min(1, rows["ttft_speedup"].min()), 1.1 * rows["ideal_ttft_speedup"].max()
     axes.set(xlim=reach, ylim=reach)
-    _scale(axes, "x")
-    _scale(axes, "y")
+    log_scale(axes, "x", _TICKS)
+    log_scale(axes, "y", _TICKS)
+    grid(axes)
 
 
 def _look(method: str, styles: dict[str, MethodStyle]) -> dict[str, Any]:
     """The style of a method's marks; hollow for a diagnostic."""
     look = styles[method].drawn | {"markersize": 5.5}
     return look | {"markerfacecolor": "white", "linewidth": 1.0} if is_diagnostic(method) else look
-
-
-def _scale(axes: Any, which: str) -> None:
-    axes.set(**{f"{which}scale": "log"})
-    axis = getattr(axes, f"{which}axis")
-    axis.set_major_locator(FixedLocator(_TICKS))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    grid(axes)
 
 
 def _write_legend(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
@@ -117,11 +117,11 @@ FIGURE = Figure(
     name="field",
     title="All methods at the same ideal TTFT speedups",
     caption=(
-        "Left: the score that each method keeps against the TTFT speedup that was measured, mean over tasks; a curve "
-        "joins a method's settings that are given by the ideal speedup they are to reach (1.5x, 2x, ...). Right: the "
-        "measured speedup against the one that the FLOPs of the tokens computed allow, scoring included. Hollow: a "
-        "diagnostic, the tokens that the full model's own answer attends to; its price is not in its TTFT, so it is "
-        "no method and has no place in a ranking. Bars: 95 % bootstrap intervals over examples."
+        "Left: the score that each method keeps against its measured TTFT speedup, mean over tasks; a curve joins the "
+        "settings of a method that are given by a target speedup (1.5x, 2x, ...). Right: the measured speedup against "
+        "the ideal one, from the FLOPs of the computed tokens, scoring included. Hollow: a diagnostic, which keeps the "
+        "tokens that the full model's own answer attends to; its TTFT leaves out the cost of that, so it is not a "
+        "method and is not ranked. Bars: 95 % bootstrap intervals over examples."
     ),
     data=data,
     plot=plot,

@@ -15,9 +15,9 @@ from eval.store.results import Results
 class Figure:
     """name: the stem of its files. title, caption: for people; the caption names averages and omissions.
 
-    data: the table behind the picture, which is also its CSV; empty if no run has the necessary data.
-    plot: draws this table and nothing else, so that a picture can be made from its CSV. Not for an empty table.
-    opens_report: the first such figure with data is at the top of the report.
+    data: makes the table behind the picture, which is also its CSV; empty if no run has the necessary data.
+    plot: draws the picture from this table alone, so also from the CSV; never called with an empty table.
+    opens_report: the report opens with the first of these figures that has data.
     """
 
     name: str

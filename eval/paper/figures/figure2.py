@@ -16,13 +16,13 @@ from eval.paper.figures.style import COLOURS, grid, new_figure, styled
 from eval.store.results import Results
 from eval.store.trace import Trace
 
-COLUMNS = 700  # of the heat map: more are not visible on paper
-_FAINTEST = 0.01  # of an equal share: scores below have the darkest colour
+COLUMNS = 700  # of the heat map; more would not be visible in print
+_FAINTEST = 0.01  # as a share of 1/n: scores below it have the darkest colour
 
 
 def importance_frame(trace: Trace) -> pd.DataFrame:
-    """part "map": s[l, i] (Eq. 1) by layer and column, the maximum over a column's `width` neighbouring tokens from
-    token i on; part "mean": each token's mean over the layers. Positions count from 0.
+    """part "map": s[l, i] (Eq. 1) by layer and column; a column is the maximum over `width` neighbouring tokens, from
+    token i on. part "mean": each token's mean over the layers. Positions count from 0.
     """
     scores = np.array(trace.importance)
     n = scores.shape[1]
@@ -39,7 +39,7 @@ def importance_frame(trace: Trace) -> pd.DataFrame:
 
 
 def data(results: Results) -> pd.DataFrame:
-    """`importance_frame` of one traced example, with a column `model`. Nothing was pruned for it."""
+    """`importance_frame` of one traced example, which was not pruned, with a column `model`."""
     example = traced_example(results)
     if example is None:
         return pd.DataFrame()
@@ -51,7 +51,7 @@ def data(results: Results) -> pd.DataFrame:
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """The heat map on the left, the tokens by their mean score on the right."""
+    """The heat map on the left, the distribution of the tokens' mean scores on the right."""
     figure = new_figure(10, 3.4, wspace=0.06)
     left, right = figure.subplots(1, 2, width_ratios=(2.1, 1))
     _draw_map(figure, left, frame)
@@ -108,10 +108,10 @@ FIGURE = Figure(
     name="figure2",
     title="Most prompt tokens matter little to the next one (the paper's Figure 2)",
     caption=(
-        "Importance (Eq. 1) of every token of one prompt, without any pruning. Left: by layer, on a log scale; "
-        "if there are more tokens than columns, a column shows the largest of its tokens. Scores below 1 % of "
-        "an equal share, 1/n, have the darkest colour. Right: the tokens by their mean over the layers; "
-        "the first bar holds all below that, too."
+        "Importance (Eq. 1) of every token of one prompt, without pruning. Left: by layer, on a log scale; "
+        "if there are more tokens than columns, a column shows the largest score of its tokens. Scores below 1 % of "
+        "an equal share (1/n) have the darkest colour. Right: distribution of the tokens' mean scores over the "
+        "layers; the first bar includes all lower scores."
     ),
     data=data,
     plot=plot,

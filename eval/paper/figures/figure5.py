@@ -10,12 +10,21 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from eval.benchmarks.datasets import TASKS
 from eval.paper.figures.choice import as_published
 from eval.paper.figures.figure import Figure
-from eval.paper.figures.style import GREY, MethodStyle, around, grid, new_figure, styled, styles_of
+from eval.paper.figures.style import (
+    GREY,
+    MethodStyle,
+    around,
+    grid,
+    log_scale,
+    new_figure,
+    styled,
+    styles_of,
+    titled_parts,
+)  # fmt: skip
 from eval.paper.known_methods import BASELINE, STUDIED
 from eval.paper.tables.beside_paper import PAPER_MODELS, published
 from eval.paper.tables.cells import forms, target_of
@@ -35,10 +44,10 @@ def data(results: Results) -> pd.DataFrame:
     """model, suite, task ("all": their mean), source, paper_model, method, label, settings, seeds, examples, on_curve;
     relative_score (100 * score / the paired baseline's), ttft_speedup and kl, with `_low` and `_high`.
 
-    source: "measured"; "paper, Table 1" for its published scores and speedups, of the model `paper_model` (the model
-    itself, or Llama 2 if it is not in the paper); "paper, text" for the two claims.
-    on_curve: the method's settings that are given by a speedup (`2.0x`); of a method without these, the settings that
-        no other one beats in both score and speedup.
+    source: "measured"; "paper, Table 1" for the paper's scores and speedups of the model `paper_model` (the model
+        itself, or Llama 2 if it is not in the paper); "paper, text" for its two claims.
+    on_curve: whether a speedup such as `2.0x` gives the setting; for a method without such settings, whether no other
+        setting beats it in both score and speedup.
     """
     table: Any = as_published(results).by_task
     table = table[(table["level"] != "dataset") & (table["method"] != BASELINE)]
@@ -60,7 +69,7 @@ def data(results: Results) -> pd.DataFrame:
 
 
 def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
-    """The paper's points in the given tasks; "all": from the means of its scores and of its speedups over the tasks.
+    """The paper's points in the given tasks. "all" has the means of its scores and of its speedups over the tasks.
 
     paper_model: llama2 or xgen. The claims in the paper's text are for Llama 2.
     """
@@ -82,14 +91,14 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """Eight panels for each model and suite: six tasks, their mean, the legend; eight more with KL if measured."""
+    """Eight panels per model and suite: six tasks, their mean, the legend. Eight more show KL if it was measured."""
     panels = list(frame.groupby(["model", "suite"], sort=False))
     heights = [column for column in _HEIGHTS if frame[column].notna().any()]
     styles = styles_of(frame["method"])
     figure = new_figure(11, 5.3 * len(panels) * len(heights))
-    parts = figure.subfigures(len(panels) * len(heights), 1, squeeze=False)[:, 0]
-    for part, (((model, suite), rows), column) in zip(parts, product(panels, heights), strict=True):
-        _draw_panel(part, rows.dropna(subset=column), styles, f"{model}, {suite}", column)
+    parts = titled_parts(figure, [f"{model}, {suite}" for (model, suite), _ in panels for _ in heights])
+    for part, ((_, rows), column) in zip(parts, product(panels, heights), strict=True):
+        _draw_panel(part, rows.dropna(subset=column), styles, column)
     return figure
 
 
@@ -101,8 +110,7 @@ def _undominated(settings: Any) -> np.ndarray:
     return is_new.reindex(settings.index).to_numpy()
 
 
-def _draw_panel(part: Any, rows: Any, styles: dict[str, MethodStyle], title: str, column: str) -> None:
-    part.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
+def _draw_panel(part: Any, rows: Any, styles: dict[str, MethodStyle], column: str) -> None:
     cells = part.subplots(2, 4, sharex=True, sharey=True).ravel()
     tasks = [task for task in (*TASKS, "all") if task in set(rows["task"])]
     low, high = rows["ttft_speedup"].min() / 1.15, rows["ttft_speedup"].max() * 1.15
@@ -110,15 +118,12 @@ def _draw_panel(part: Any, rows: Any, styles: dict[str, MethodStyle], title: str
     for task, axes in zip(tasks, cells, strict=False):
         _draw_task(axes, rows[rows["task"] == task], styles, column)
         axes.set_title(_TITLES.get(task, task))
-        axes.set_xscale("log")
+        log_scale(axes, "x", (0.1, 0.2, 0.5, 1, 2, 3, 5, 10))
         axes.set(xlim=(low, high))
         if column == "kl":
             axes.set_yscale("log", nonpositive="clip")
         else:
             axes.set(ylim=(-3, top))
-        axes.xaxis.set_major_locator(FixedLocator([0.1, 0.2, 0.5, 1, 2, 3, 5, 10]))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.tick_params(labelbottom=True, labelleft=True)
     for axes in cells[len(tasks) :]:
         axes.set_axis_off()
@@ -156,7 +161,7 @@ def _draw_task(axes: Any, rows: Any, styles: dict[str, MethodStyle], column: str
 
 
 def _is_own(rows: Any) -> bool:
-    """Whether the paper's points are those of the same model."""
+    """Whether the paper's points are of the same model."""
     measured = rows.loc[rows["source"] == MEASURED, "paper_model"]
     return bool(measured.notna().any())
 
@@ -167,7 +172,7 @@ def _write_legend(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
     hollow: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 8}
     handles = [Line2D([], [], label=style.name, markersize=5, **style.drawn) for method, style in styles.items()
                if method in measured]  # fmt: skip
-    if len(published):  # it has no KL
+    if len(published):  # the paper has no KL
         name = _NAMES[published["paper_model"].iloc[0]]
         whose = f"the paper's, {name}" if _is_own(rows) else f"the paper's (of {name},\non LongBench)"
         handles.append(Line2D([], [], label=f"hollow: {whose}", marker="o", color=GREY, **hollow))
@@ -189,14 +194,13 @@ FIGURE = Figure(
     name="figure5",
     title="Score against TTFT speedup, task by task (the paper's Figure 5)",
     caption=(
-        "Every setting of every method but ablations of LazyLLM, on the tasks' own scores relative to the baseline "
-        "that ran beside it; bars are "
-        "95 % bootstrap intervals over examples. Seeds of a setting are pooled. A curve joins the settings that are "
-        "given by their ideal speedup (1.5x, 2.0x, ...), or, if a method has none of these, those that none of its "
-        "others beats in both score and speedup, which flatters methods with many settings. Hollow: the paper's Table "
-        "1 (its mean is made from its means); crosses: the claims in its text on multi-document QA. Below, on a log "
-        "scale: the KL divergence of the first token's distribution from the baseline's, which does not saturate as a "
-        "score does."
+        "Scores of every setting, relative to the paired baseline's, without ablations of LazyLLM; bars are "
+        "95 % bootstrap intervals over examples. Seeds of a setting are pooled. A curve joins a method's settings that "
+        "are given by an ideal speedup (1.5x, 2.0x, ...). If it has none, the curve joins the settings that no other "
+        "one of the method beats in both score and speedup, which flatters methods with many settings. Hollow: the "
+        "paper's Table 1, with the mean of its task means; crosses: the claims in its text on multi-document QA. "
+        "Below, on a log scale: the KL divergence of the first token's distribution from the baseline's, which does "
+        "not saturate like a score."
     ),
     data=data,
     plot=plot,

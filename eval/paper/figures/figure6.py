@@ -21,8 +21,8 @@ _VALUES = ("score", "baseline_score", "relative_score", "ttft_speedup", "kl")
 
 
 def single_points(results: Results) -> pd.DataFrame:
-    """LazyLLM's runs with one pruning layer, nothing else changed, averaged over the tasks: model, suite, layer, keep
-    (0 to 1), examples, and score, baseline_score, relative_score, ttft_speedup, kl, with `_low` and `_high`.
+    """Means over tasks of LazyLLM's runs with one pruning layer and default settings: model, suite, layer, keep (0 to
+    1), examples, and score, baseline_score, relative_score, ttft_speedup, kl, with `_low` and `_high`.
     """
     table: Any = results.by_task
     table = table[(table["level"] == "all") & (table["method"] == STUDIED)]
@@ -35,7 +35,7 @@ def single_points(results: Results) -> pd.DataFrame:
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """A panel a model and suite, a curve a kept share; and one with KL below it, if it is there."""
+    """One panel per model and suite, with one curve per kept share; below it a panel of KL, if it was measured."""
     panels = list(frame.groupby(["model", "suite"], sort=False))
     has_kl = frame["kl"].notna().any()
     figure = new_figure(5.6 * len(panels), 4 + 3.4 * has_kl)
@@ -55,12 +55,12 @@ def _counts(examples: Any) -> str:
 
 
 def shade_of(number: int, total: int) -> str:
-    """Ordered values get shades from dark to light, as far as light can be read on white."""
+    """The shade of an ordered value, from dark to light; the lightest is still legible on white."""
     return to_hex(colormaps["viridis"](0.78 * number / max(1, total - 1)))
 
 
 def _single_point(settings: dict[str, Any]) -> tuple[int | None, float | None]:
-    """(layer, keep), or Nones for other settings."""
+    """(layer, keep), or (None, None) for other settings."""
     schedule = settings["schedule"]
     if is_ablation(settings) or not isinstance(schedule, dict) or len(schedule) != 1:
         return None, None
@@ -70,7 +70,7 @@ def _single_point(settings: dict[str, Any]) -> tuple[int | None, float | None]:
 
 def _draw_scores(axes: Any, rows: Any) -> None:
     drawn = rows[["score", "score_low", "score_high", "baseline_score"]].to_numpy()
-    low, high = np.nanmin(drawn), np.nanmax(drawn)  # there may be no intervals, and no baseline
+    low, high = np.nanmin(drawn), np.nanmax(drawn)  # intervals and baseline may be missing
     margin = 0.06 * max(high - low, 1)
     axes.set(ylim=(low - margin, high + margin))
     baseline = float(np.mean(rows["baseline_score"]))
@@ -99,9 +99,9 @@ FIGURE = Figure(
     title="Score against the layer of a single pruning point (the paper's Figure 6)",
     caption=(
         "LazyLLM with one pruning layer, mean over tasks, with 95 % bootstrap intervals over examples: the score, and "
-        "on a log scale the KL divergence of the first token's distribution from the paired baseline's. The paper's "
-        "claims: the fewer tokens are kept the worse, the later they are pruned the better. It gives no numbers that "
-        "could be overlaid."
+        "on a log scale the KL divergence of the first token's distribution from the paired baseline's. The paper "
+        "claims that scores fall if fewer tokens are kept and rise if pruning is later; it gives no numbers to "
+        "overlay."
     ),
     data=single_points,
     plot=plot,

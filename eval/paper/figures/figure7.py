@@ -15,14 +15,14 @@ from eval.paper.figures.figure import Figure
 from eval.paper.figures.style import COLOURS, GREY, LINES, MARKERS, grid, legend_beside, new_figure, styled
 from eval.store.results import Results, StoredRun
 
-_LINEAR_STEPS = 40  # longer generations get a logarithmic axis, as most changes are in the first steps
+_LINEAR_STEPS = 40  # longer generations get a logarithmic axis, as most changes happen in the first steps
 
 
 def data(results: Results) -> pd.DataFrame:
     """model, label, group (from 1), layers (for people), step (0: prefill), examples, generating, pct_computed.
 
     pct_computed: 0 to 100, distinct prompt tokens computed so far in the group's layers, mean over all `examples`. An
-    example that has ended keeps its last value; `generating` counts the others.
+    example that has ended keeps its last value; `generating` counts those that have not.
     """
     runs = studied(results).runs
     parts = []
@@ -50,7 +50,7 @@ def plot(frame: Any) -> MplFigure:
 
 
 def _curves(runs: Sequence[StoredRun]) -> pd.DataFrame:
-    """The curves of all groups that occur: records merge neighbouring groups with equal counts."""
+    """The curves of all groups that occur in any record; records merge neighbouring groups with equal counts."""
     names = ["prompt_tokens", "method.group_starts", "method.computed"]
     examples = [tuple(row.values()) for run in runs for row in run.table(names).to_pylist()]
     starts = sorted({start for _, own_starts, _ in examples for start in own_starts})
@@ -59,7 +59,7 @@ def _curves(runs: Sequence[StoredRun]) -> pd.DataFrame:
     shares = np.empty((len(starts), len(steps), len(examples)))
     for number, (prompt_tokens, own_starts, computed) in enumerate(examples):
         groups = np.searchsorted(own_starts, starts, side="right") - 1
-        rows = np.array(computed)[np.minimum(steps, len(computed) - 1)]  # an example that has ended stays at its last
+        rows = np.array(computed)[np.minimum(steps, len(computed) - 1)]  # an ended example keeps its last value
         shares[:, :, number] = 100 * rows[:, groups].T / prompt_tokens
     group, step = np.indices(shares.shape[:2]).reshape(2, -1)
     return pd.DataFrame(
@@ -118,9 +118,9 @@ FIGURE = Figure(
     name="figure7",
     title="Prompt tokens computed, step by step, in each group of layers (the paper's Figure 7)",
     caption=(
-        "Distinct prompt tokens computed so far, in % of the prompt, mean over all examples; an example that has "
-        "ended stays at its last value, so that the right end is what the answers needed (Table 2's quantity, "
-        "by group). Below: how many examples are still generating at each step. The paper averages 1000 random "
+        "Distinct prompt tokens computed so far, in % of the prompt, mean over all examples. An example that has "
+        "ended keeps its last value, so the right end shows what whole answers needed (Table 2's quantity, "
+        "by group). Below: the number of examples still generating. The paper averages 1000 random "
         "LongBench examples."
     ),
     data=data,

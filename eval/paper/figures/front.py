@@ -1,4 +1,4 @@
-"""A search's front: score against ideal TTFT speedup, on the tuning half and on the held-out half."""
+"""The front of a search: score against ideal TTFT speedup, on the tuning half and the held-out half."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TUNED = ("found by search", "o", COLOURS[0])
 
 @styled
 def plot_front(table: pd.DataFrame, title: str) -> MplFigure:
-    """All measured schedules, their front, and the finalists on the held-out half with intervals.
+    """All schedules tried, their front, and the finalists on the held-out half with intervals.
 
     table: front.csv of `eval.tune.findings`.
     """

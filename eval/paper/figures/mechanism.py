@@ -21,7 +21,7 @@ from eval.store.results import Results
 from eval.store.trace import Trace
 
 STEPS = 4  # the prefill and three decoding steps
-WINDOW = 44  # prompt tokens whose texts are legible side by side
+WINDOW = 44  # prompt tokens shown; more texts would not be legible side by side
 
 # Fills of different lightness, and marks, so that states differ in more than hue
 _FILL = {
@@ -45,10 +45,10 @@ _NAMES = {
 
 
 def mechanism_frame(trace: Trace, steps: int = STEPS, tokens: range | None = None) -> pd.DataFrame:
-    """One row a cell of the picture: step, layer, group, position, kind (prompt, generated), text, state, computed.
+    """One row per cell of the picture: step, layer, group, position, kind (prompt, generated), text, state, computed.
 
-    steps: their number, from the prefill on. tokens: the prompt positions shown; None takes the `WINDOW` neighbours
-        with the most revived cells. All tokens generated in these steps are shown.
+    steps: number of steps, the prefill included. tokens: prompt positions to show; None for the `WINDOW` neighbouring
+        ones with the most revived cells. All tokens generated in these steps are shown.
     state: a name of `eval.paper.token_states.State` in lower case; tokens that are not generated yet have no row.
     computed: number of `prompt_tokens` computed in the layer so far.
     """
@@ -126,7 +126,7 @@ def plot(frame: Any) -> MplFigure:
 
 
 def _busiest(states: np.ndarray) -> range:
-    """The `WINDOW` neighbouring prompt positions with the most revived cells; the first of equals."""
+    """The first `WINDOW` neighbouring prompt positions with the most revived cells."""
     n = states.shape[2]
     if n <= WINDOW:
         return range(n)
@@ -145,7 +145,7 @@ def _columns(frame: Any) -> dict[int, int]:
 
 
 def _draw_cells(axes: Any, rows: Any, columns: dict[int, int], mark: float) -> None:
-    """A single outline for each state, for small files."""
+    """Draw each state's cells as a single outline, for small files."""
     for state in _NAMES:
         cells = rows[rows["state"] == state.name.lower()]
         if cells.empty:
@@ -163,7 +163,7 @@ def _boxes(x: np.ndarray, y: np.ndarray) -> Outline:
 
 
 def _draw_groups(axes: Any, rows: Any, width: int) -> None:
-    """A line at each pruning layer, the layers' numbers on the left, the counters on the right."""
+    """Draw a line at each pruning layer, layer numbers on the left and counters on the right."""
     ticks, names = [], []
     for number, group in rows.groupby("group"):
         first, last = group["layer"].min(), group["layer"].max()
@@ -215,10 +215,10 @@ FIGURE = Figure(
     name="mechanism",
     title="What LazyLLM does with each token, layer by layer and step by step",
     caption=(
-        "One traced example: a column is a token, a row a layer, a panel a step. Each step chooses anew, after each "
-        "pruning layer (black lines), which tokens go on. A token that is chosen and was not computed there before is "
-        "revived from the Aux Cache; no token is computed twice in a layer. Shown are the prompt tokens where most is "
-        "revived; the numbers on the right count the whole prompt."
+        "One traced example: columns are tokens, rows are layers, panels are steps. In each step, every pruning layer "
+        "(black lines) selects anew which tokens continue. A selected token that was not computed there before is "
+        "revived from the Aux Cache; no token is computed twice in a layer. Shown is the part of the prompt with the "
+        "most revived tokens; the numbers on the right count the whole prompt."
     ),
     data=data,
     plot=plot,

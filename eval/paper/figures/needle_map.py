@@ -1,4 +1,4 @@
-"""Needle in a haystack: the score by length and depth, a heat map for each method."""
+"""Needle in a haystack: score by length and depth, one heat map per setting."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ _AXES = ("length", "depth")
 
 
 def data(results: Results) -> pd.DataFrame:
-    """The settings' mean score by length and depth, over rows with both groups: model, suite, method, settings, label,
-    length, depth, examples, score.
-    """
+    """model, suite, method, settings, label, length, depth, examples, score (mean over rows with both groups)."""
     frame = with_baselines(results.frame)
     facts = [dict(group.split("=", 1) for group in groups) for groups in frame["groups"]]
     frame = frame.assign(**{axis: [fact.get(axis) for fact in facts] for axis in _AXES}).dropna(subset=list(_AXES))
@@ -69,7 +67,7 @@ def _draw_map(axes: Any, cells: Any) -> Any:
 
 
 def _wrapped(label: str) -> list[str]:
-    """The method, and its settings in a second line."""
+    """The method in one line, its settings in a second."""
     method, _, settings = label.partition(", ")
     return [method, settings if len(settings) <= _WIDTH else f"{settings[: _WIDTH - 1]}…"]
 
@@ -78,7 +76,7 @@ FIGURE = Figure(
     name="needle",
     title="Needle in a haystack: score by length and depth",
     caption=(
-        "Each cell: the mean score of the prompts of that length with the needle at that depth, 0 % at the beginning. "
+        "Each cell: mean score of the prompts of that length with the needle at that depth; 0 % is the beginning. "
         "The table of scores by group has intervals for each length and each depth."
     ),
     data=data,

@@ -1,4 +1,4 @@
-"""Later questions on the same context: what is kept, what is saved, and how long a method stays worth it."""
+"""Later questions on the same context: quality, time saved, and the turn from which a method no longer pays off."""
 
 from __future__ import annotations
 
@@ -6,16 +6,27 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure as MplFigure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from eval.paper.figures.figure import Figure
-from eval.paper.figures.style import GREY, LINES, around, grid, legend_beside, new_figure, styled, styles_of
+from eval.paper.figures.style import (
+    GREY,
+    LINES,
+    around,
+    grid,
+    legend_beside,
+    log_scale,
+    new_figure,
+    styled,
+    styles_of,
+    titled_parts,
+)  # fmt: skip
 from eval.paper.tables.by_turn import by_turn
 from eval.paper.tables.cells import forms
 from eval.store.results import Results
 
 _VALUES = ("score", "baseline_score", "kl", "ttft_speedup", "speedup_so_far", "revived_tokens")
-_PANELS = {  # {value: (what its axis says, whether that is logarithmic)}
+_PANELS = {  # {value: (axis label, whether the axis is logarithmic)}
     "score": ("score", False),
     "kl": ("KL to the baseline, nats", False),
     "ttft_speedup": ("TTFT speedup of the turn", True),
@@ -35,12 +46,11 @@ def data(results: Results) -> pd.DataFrame:
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """A block a model and suite: a row a value, methods that go on at the left, those that begin again at the right."""
+    """One block per model and suite, one row per value; left, methods that continue; right, those that start again."""
     blocks = list(frame.groupby(["model", "suite"], sort=False))
     figure = new_figure(9.5, 2.3 * len(_PANELS) * len(blocks))
-    for part, ((model, suite), rows) in zip(
-        figure.subfigures(len(blocks), 1, squeeze=False)[:, 0], blocks, strict=True
-    ):
+    parts = titled_parts(figure, [f"{model}, {suite}, mean over tasks" for (model, suite), _ in blocks])
+    for part, (_, rows) in zip(parts, blocks, strict=True):
         panels = part.subplots(len(_PANELS), 2, sharex=True, sharey="row", squeeze=False)
         for column, (turns, title) in enumerate({"continue": "goes on", "again": "runs the whole text again"}.items()):
             of_kind = rows[rows["turns"] == turns]
@@ -56,14 +66,13 @@ def plot(frame: Any) -> MplFigure:
         }
         names = dict.fromkeys([*map(_name, rows["label"]), "baseline"])
         legend_beside(panels[0, 1], handles=[lines[name] for name in names], labels=list(names))
-        part.suptitle(f"{model}, {suite}, mean over tasks", x=0.01, ha="left", fontsize=10, fontweight="bold")
     return figure
 
 
 def _draw(axes: Any, rows: Any, value: str, styles: Any) -> None:
     drawn: dict[str, int] = {}
     curves = {str(label): curve for label, curve in rows.groupby("label", sort=False)}
-    for label in sorted(curves, key=len):  # of a method's settings the plainest one looks as the method does
+    for label in sorted(curves, key=len):  # a method's simplest setting gets the method's own style
         curve = curves[label]
         method = curve["method"].iloc[0]
         number = drawn[method] = drawn.get(method, -1) + 1
@@ -82,17 +91,14 @@ def _draw(axes: Any, rows: Any, value: str, styles: Any) -> None:
 
 
 def _name(label: str) -> str:
-    """The label without what the column says."""
+    """The label without the setting that the column names."""
     return label.replace(", turns=again", "")
 
 
 def _scale(axes: Any, value: str, is_log: bool) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if is_log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(FixedLocator(_TICKS))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:g}"))
+        log_scale(axes, "y", _TICKS)
     else:
         axes.set_ylim(bottom=0, top=104 if value == "score" else None)
     grid(axes)
@@ -102,10 +108,10 @@ FIGURE = Figure(
     name="turns",
     title="Later questions on the same context",
     caption=(
-        "Rows with several questions, mean over tasks by question. Left: methods that go on behind what they have "
-        "stored. Right: the same if each turn runs the whole text again and chooses for the new question. KL and "
-        "speedups are beside the baseline's same turn, which goes on over its whole KV cache. Speedup so far: time of "
-        "all turns up to this, whole answers; below the dotted line a method is not worth its prefill any more. "
+        "Rows with several questions, mean over tasks by question. Left: each turn continues from what the method has "
+        "stored. Right: each turn runs the whole text again and selects tokens for the new question. KL and speedups "
+        "compare with the baseline's same turn, which continues from its whole KV cache. Speedup so far: of whole "
+        "answers, all turns up to this one; below the dotted line, the method has cost more time than the baseline. "
         "Bars: 95 % bootstrap intervals over rows."
     ),
     data=data,

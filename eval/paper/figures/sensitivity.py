@@ -1,4 +1,4 @@
-"""Sensitivity of score, speed and KL to the schedule: heat maps over all single pruning points that were run."""
+"""Sensitivity of score, speed and KL to the schedule: heat maps of all single pruning points that were run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _PANELS = (
 
 
 def data(results: Results) -> pd.DataFrame:
-    """`single_points` of each model and suite with several of them."""
+    """`single_points` of each model and suite that has several."""
     points: Any = single_points(results)
     return points[points.duplicated(_MAP, keep=False)].reset_index(drop=True)
 
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """A row for each model and suite: score, speedup and, if measured, KL; layers by kept shares."""
+    """One row per model and suite: maps of score, speedup and, if measured, KL, by layer and kept share."""
     rows = list(frame.groupby(_MAP, sort=False))
     layers = max(points["layer"].nunique() for _, points in rows)
     panels = [panel for panel in _PANELS if frame[panel[0]].notna().any()]
@@ -69,9 +69,9 @@ FIGURE = Figure(
     name="sensitivity",
     title="How sensitive score, speed and KL are to the schedule",
     caption=(
-        "LazyLLM with a single pruning layer: what is kept of the score, the TTFT speedup, and the KL divergence of "
-        "the first token's distribution from the paired baseline's, for every layer and kept share that was run, mean "
-        "over tasks. Asked by the paper's reviewers; intervals are in the CSV."
+        "LazyLLM with a single pruning layer: the share of the score that it keeps, the TTFT speedup, and the KL "
+        "divergence of the first token's distribution from the paired baseline's, for every layer and kept share that "
+        "was run, mean over tasks. The paper's reviewers asked for this; intervals are in the CSV."
     ),
     data=data,
     plot=plot,

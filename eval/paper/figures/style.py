@@ -1,7 +1,7 @@
 """The style of all figures: colours, markers and line styles by method, axes, and reproducible files.
 
 Every method has its own colour, marker and line style, so that curves differ in grey and for colour-blind readers.
-Figures are made without pyplot, which needs a screen and global state.
+Figures do not use pyplot, which has global state and may need a screen.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from eval.paper.known_methods import BASELINE, STUDIED, kind_of, place_of
 
-# Okabe and Ito's colours, which also differ for colour-blind readers
+# Okabe and Ito's colours, which colour-blind readers can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = (
@@ -67,14 +68,14 @@ class MethodStyle:
         return {"color": self.colour, "marker": self.marker, "linestyle": self.line}
 
 
-# for methods without colour and marker
+# for methods that declare no colour and marker
 _SPARE = [("#6E6E6E", "p"), ("#8B5A2B", "H"), ("#B0A000", "1"), ("#404040", "8")]
 
 
 def styles_of(methods: Iterable[str]) -> dict[str, MethodStyle]:
-    """{method: its style}, in the methods' order: the method's own, or a spare one.
+    """{method: its own style, or a spare one}, in the methods' order.
 
-    Lines are solid for the baseline and the method under study.
+    Lines are solid for the baseline and the method under study only.
     """
     styles: dict[str, MethodStyle] = {}
     spare = cycle(_SPARE)
@@ -92,7 +93,7 @@ _Plot = TypeVar("_Plot", bound=Callable[..., MplFigure])
 
 
 def styled(plot: _Plot) -> _Plot:
-    """Let a plotting function use this module's fonts and axes; matplotlib's settings are restored afterwards."""
+    """Run a plotting function with this module's fonts and axes, then restore matplotlib's settings."""
 
     @wraps(plot)
     def in_style(*args: Any, **kwargs: Any) -> MplFigure:
@@ -103,8 +104,25 @@ def styled(plot: _Plot) -> _Plot:
 
 
 def new_figure(width: float, height: float, wspace: float = 0.02) -> MplFigure:
-    """An empty figure with constrained layout, sizes in inches. wspace: the least gap between its parts, as a share."""
+    """An empty figure with constrained layout; sizes in inches. wspace: the least gap between parts, as a share."""
     return MplFigure(figsize=(width, height), layout=ConstrainedLayoutEngine(wspace=wspace))
+
+
+def titled_parts(figure: MplFigure, titles: Sequence[str], heights: Sequence[float] | None = None) -> list[Any]:
+    """The figure split into parts from top to bottom, each with its title. heights: relative ones of the parts."""
+    parts = list(figure.subfigures(len(titles), 1, squeeze=False, height_ratios=heights)[:, 0])
+    for part, title in zip(parts, titles, strict=True):
+        part.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
+    return parts
+
+
+def log_scale(axes: Any, which: str, ticks: Sequence[float]) -> None:
+    """Make the "x" or "y" axis logarithmic, with plain numbers at these ticks only."""
+    axes.set(**{f"{which}scale": "log"})
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def grid(axes: Any, which: str = "both") -> None:
@@ -119,13 +137,13 @@ def legend_beside(axes: Any, **options: Any) -> None:
 
 
 def around(rows: Any, column: str) -> np.ndarray:
-    """[2, rows] intervals as distances from the value, for `errorbar`; NaN without an interval. rows: one or more."""
+    """[2, rows] both ends of intervals as distances from the value, for `errorbar`; NaN if there is no interval."""
     low, value, high = (np.atleast_1d(rows[f"{column}{end}"]).astype(float) for end in ("_low", "", "_high"))
     return np.maximum(0, [value - low, high - value])
 
 
 def save(figure: Any, stem: Path, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Write the figure as `stem` with each suffix (svg, pdf or png); equal pictures have equal bytes.
+    """Write the figure as `stem` with each suffix (svg, pdf or png). Equal pictures have equal bytes.
 
     Returns the paths.
     """

@@ -1,4 +1,4 @@
-"""When TTFT matters: its share of the generation time, by the prompt's and the answer's length."""
+"""When TTFT matters: its share of the generation time, by length of prompt and answer."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure as MplFigure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from eval.paper.figures.choice import studied
 from eval.paper.figures.figure import Figure
 from eval.paper.figures.figure6 import shade_of
-from eval.paper.figures.style import GREY, LINES, MARKERS, around, grid, legend_beside, new_figure, styled
+from eval.paper.figures.style import GREY, LINES, MARKERS, around, grid, legend_beside, log_scale, new_figure, styled
 from eval.paper.known_methods import BASELINE
 from eval.store.aggregate import mean_interval
 from eval.store.results import Results, first_turns
 
-# Of the introduction of the paper: Llama 2 7B on LongBench, its baseline
+# The paper's introduction: the baseline, Llama 2 7B, on LongBench
 PAPER = {"prompt_tokens": 3376, "tokens": 68, "ttft_share": 23.0}
 
 _ANSWERS = ((1, 4), (5, 16), (17, 64), (65, 256), (257, 1024))
 
 
 def data(results: Results) -> pd.DataFrame:
-    """model, paper_model, label, answer ("5-16": 5 to 16 generated tokens), prompt (a power of two, the nearest to the
-    examples' prompts), examples; means over these of prompt_tokens, generated_tokens, and ttft_share (0 to 100, of each
-    example's generation time), with ttft_share_low and _high (95 % bootstrap).
+    """model, paper_model, label, answer ("5-16": 5 to 16 generated tokens), prompt (the power of two nearest to the
+    prompts' lengths), examples; their mean prompt_tokens, generated_tokens, and ttft_share (0 to 100, of each example's
+    generation time), with ttft_share_low and _high (95 % bootstrap).
 
-    Of each model the LazyLLM setting that `studied` names and the baseline that ran beside it.
+    For each model, the LazyLLM setting chosen by `studied` and its paired baseline.
     """
     frame: Any = first_turns(studied(results).frame)
     if frame.empty:
@@ -61,7 +60,7 @@ def data(results: Results) -> pd.DataFrame:
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """A row a model: the baseline on the left, LazyLLM on the right, a curve a range of answer lengths."""
+    """One row per model: the baseline on the left, LazyLLM on the right; one curve per range of answer lengths."""
     models = list(dict.fromkeys(frame["model"]))
     figure = new_figure(9.5, 3.7 * len(models))
     answers = sorted(set(frame["answer"]), key=lambda answer: int(answer.split("-")[0].rstrip("+")))
@@ -91,7 +90,7 @@ def _answer(tokens: int) -> str:
 def _draw_panel(axes: Any, of_model: Any, label: str, answers: Sequence[str]) -> None:
     rows = of_model[of_model["label"] == label]
     last = of_model["prompt_tokens"].max()
-    axes.set_xscale("log")
+    log_scale(axes, "x", [2**exponent for exponent in range(4, 18)])
     axes.set(ylim=(0, 103), xlabel="prompt tokens")
     for number, answer in enumerate(answers):
         curve, colour = rows[rows["answer"] == answer], shade_of(number, len(answers))
@@ -103,7 +102,7 @@ def _draw_panel(axes: Any, of_model: Any, label: str, answers: Sequence[str]) ->
             label=f"{answer.replace('-', chr(0x2013))} tokens",
         )  # fmt: skip
     with_paper = _paper_applies(of_model)
-    if with_paper:  # in both panels, so that their axes agree
+    if with_paper:  # in both panels, so that their axes are equal
         last = max(last, PAPER["prompt_tokens"])
     if with_paper and label == "baseline":
         own = (of_model["paper_model"] == "llama2").any()
@@ -113,17 +112,13 @@ def _draw_panel(axes: Any, of_model: Any, label: str, answers: Sequence[str]) ->
         axes.annotate(f"paper, Llama 2 7B:\n{PAPER['tokens']} tokens", (x, y), xytext=(0, -8), ha="right", va="top",
                       textcoords="offset points", fontsize=7.5, color="black" if own else GREY,
                       bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5})  # fmt: skip
-    ticks = 2.0 ** np.arange(4, 18)
-    axes.xaxis.set_major_locator(FixedLocator(ticks))  # pyright: ignore[reportArgumentType]
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
     axes.set_xlim(of_model["prompt_tokens"].min() / 1.15, last * 1.15)
     legend_beside(axes)
     grid(axes)
 
 
 def _paper_applies(of_model: Any) -> bool:
-    """The paper gives the share for Llama 2; beside a model that it does not have, it is there to compare with."""
+    """Whether to show the paper's share: for its model, Llama 2, and for models that are not in the paper."""
     return bool((of_model["paper_model"].isna() | (of_model["paper_model"] == "llama2")).all())
 
 
@@ -131,9 +126,9 @@ FIGURE = Figure(
     name="ttft_share",
     title="When the time to first token matters: its share of the generation time",
     caption=(
-        "Mean over examples of TTFT / generation time, by the prompt's length (the nearest power of two) and the "
-        "number of generated tokens, with 95 % bootstrap intervals; left the baseline, right LazyLLM beside it. "
-        "Hollow: the paper's mean over LongBench with Llama 2 7B on an A100. Asked by the paper's reviewers."
+        "Mean over examples of TTFT / generation time, by the prompt's length (nearest power of two) and the "
+        "number of generated tokens, with 95 % bootstrap intervals; left the baseline, right LazyLLM. "
+        "Hollow: the paper's mean over LongBench with Llama 2 7B on an A100. The paper's reviewers asked for this."
     ),
     data=data,
     plot=plot,

@@ -1,6 +1,6 @@
-"""Tables: all methods on one clock, their authors' claims, LazyLLM's own tables, and additions its reviewers asked for.
+"""Tables: all methods on one clock, their authors' claims, LazyLLM's own tables, and those its reviewers asked for.
 
-Every table is made from stored results only, and joins by key: model, suite, method, settings, task.
+Every table needs stored results only. Rows are joined by key: model, suite, method, settings, task.
 """
 
 from collections.abc import Callable

@@ -25,12 +25,18 @@ _KEYS = [
     "model", "suite", "paper_model", "task", "method", "settings", "label", "parameters", "status", "examples",
     "datasets", "seeds", "score_seed_std",
 ]  # fmt: skip
-_FORMS = (("", ""), ("", "_low"), ("", "_high"), ("paper_", ""), ("", "_difference"))  # the paper's last
+_FORMS = (
+    ("", ""),
+    ("", "_low"),
+    ("", "_high"),
+    ("paper_", ""),
+    ("", "_difference"),
+)  # (prefix, suffix) of a value's columns; the last two need the paper's number
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A column. name: as in `by_task`. paper: its name in the paper's CSV after `<model>_`; None if it has none."""
+    """A column. name: as in `by_task`. paper: its name in the paper's CSV after `<model>_`; None if it is not there."""
 
     name: str
     paper: str | None
@@ -73,7 +79,7 @@ def table1(results: Results) -> Table:
     """Score and TTFT speedup by model, task and method: measured, the paper's, the difference."""
     title = "Table 1: score and TTFT speedup beside the paper's"
     note = (
-        "Scores 0 to 100; of a method with several seeds, the mean over them, whose standard deviation is in the CSV. "
+        "Scores 0 to 100, mean over seeds; their standard deviation is in the CSV. "
         "KL: of the first token's distribution from the paired baseline's; - if it was not measured."
     )
     return _beside_paper(results, "table1", title, _TABLE1, note)
@@ -83,8 +89,8 @@ def table2(results: Results) -> Table:
     """Share of prompt tokens computed and generation speedup of LazyLLM by model and task, beside the paper's."""
     title = "Table 2: prompt tokens computed and generation speedup of LazyLLM, beside the paper's"
     note = (
-        f"% tokens computed: by the end of generation, the mean over layers; {COMPUTED}. Whole answers are compared, "
-        "which may differ in length."
+        f"% tokens computed: by the end of generation, mean over layers; {COMPUTED}. Generation speedup compares whole "
+        "answers, which may differ in length."
     )
     return _beside_paper(results, "table2", title, _TABLE2, note)
 
@@ -115,12 +121,12 @@ def _beside_paper(results: Results, name: str, title: str, values: Sequence[_Val
     ]
     frame = pd.DataFrame(rows, columns=[*_KEYS, *columns])
     failed = sum(len(run.failures) for run in chosen.runs)
-    failures = f" {failed} examples failed and are in no number (failures.jsonl of their runs)." if failed else ""
+    failures = f" {failed} examples failed and are not counted (see failures.jsonl of their runs)." if failed else ""
     caption = (
-        f"{note} Runs with the preset table1 (parameters of ours, solved for the paper's TTFT speedups: it does not "
-        "publish its own), and the baseline. ±: half of the 95 % bootstrap interval over examples; both ends are in "
-        "the CSV. Δ: measured less the paper's, for tasks of which every example was run (no scores of random "
-        f"weights). n: examples; a task that was run in part says so.{failures} unpaired: no baseline was run "
+        f"{note} Runs with the preset table1 and the baseline. The paper does not publish its parameters; ours are "
+        "solved for its TTFT speedups. ±: half of the 95 % bootstrap interval over examples; both ends are in "
+        "the CSV. Δ: measured minus paper, if every example of the task was run (no scores of random weights). "
+        f"n: examples, with a note if only a part was run.{failures} unpaired: no baseline was run "
         "beside the method. -: the paper has no such model."
     )
     return Table(name, title, caption, frame, _cells(frame, values, results), keys=3)
@@ -157,7 +163,7 @@ class _Facts:
         self.dummies = dummies
 
     def compared(self, key: dict[str, Any], row: dict[str, Any], values: Sequence[_Value]) -> dict[str, Any]:
-        """A line of measured values (none if `row` is empty) beside the paper's."""
+        """A line of measured values beside the paper's. row: empty if nothing was measured."""
         line: dict[str, Any] = {"status": "no run", "examples": 0, "datasets": 0, "seeds": 0}
         if row:
             line = {name: row[name] for name in ("settings", "label", "examples", "datasets", "seeds")}
@@ -173,7 +179,7 @@ class _Facts:
         return line
 
     def _status(self, key: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
-        """Whether all of a task was run, and its parameters."""
+        """How much of a task was run, and the parameters used."""
         place = (key["task"], key["suite"])
         names = [name for name, dataset in DATASETS.items() if (dataset.task, dataset.suite) == place]
         size = sum(self.sizes.get(name, 0) for name in names)

@@ -18,7 +18,7 @@ _COLUMNS = [*SETTING, "group", "level", "name", "task", "examples", *forms(*_VAL
 
 
 def groups(results: Results) -> Table:
-    """The scores of every setting by group of rows: datasets, tasks and their mean in the frame, the mean shown."""
+    """Scores of every setting by group of rows. frame: datasets, tasks and their mean; cells: the mean."""
     frame = with_baselines(results.frame)
     frame = in_order(frame[frame["groups"].str.len() > 0])
     rows = [
@@ -30,8 +30,8 @@ def groups(results: Results) -> Table:
     table: Any = pd.DataFrame(rows, columns=_COLUMNS)
     lines = [_line(row, results) for row in table[table["level"] == "all"].to_dict("records")]
     caption = (
-        "Mean over tasks of the rows of each group. answered: answers that are not empty; of these: the score if empty "
-        "answers, which score 0, are left out of the denominator. ±: half of the 95 % bootstrap interval over "
+        "Mean over tasks of the rows of each group. answered: answers that are not empty; score of these: without "
+        "empty answers, which score 0, in the denominator. ±: half of the 95 % bootstrap interval over "
         "examples. Datasets and tasks are in the CSV."
     )
     return Table("groups", "Scores by group of rows", caption, table, pd.DataFrame(lines), keys=3)
@@ -52,7 +52,7 @@ def _line(row: dict[Any, Any], results: Results) -> dict[str, str]:
 
 
 def _parts(examples: Any) -> Iterator[tuple[str, Any]]:
-    """("all", every row), then (group, its rows): lengths by their first number, names in alphabetical order."""
+    """("all", every row), then (group, its rows). Lengths are sorted by their first number, names alphabetically."""
     yield "all", examples
     parts = examples.explode("groups").groupby("groups")
     for group in sorted(parts.groups, key=_place):

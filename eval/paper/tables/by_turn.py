@@ -1,4 +1,4 @@
-"""What later questions on the same context cost, and what they are answered like."""
+"""Cost and quality of later questions on the same context."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _COLUMNS = [*SETTING, "turns", "turn", "level", "name", "task", "examples", *for
 
 
 def turns(results: Results) -> Table:
-    """Every setting by turn: datasets, tasks and their mean in the frame, the mean shown."""
+    """Every setting by turn. frame: datasets, tasks and their mean; cells: the mean."""
     frame: Any = by_turn(results)
     is_shown = (frame["level"] == "all") & frame["turn"].isin(_SHOWN)
     lines = [_line(row, results) for row in frame[is_shown].to_dict("records")]
     caption = (
-        "Mean over tasks of rows with several questions, by question. A method goes on behind its own earlier answers, "
-        "and so does the baseline beside it; KL and speedups compare the two in the same turn. TTFT speedup: of this "
-        "turn alone. Speedup so far: all turns up to this, whole answers: below 1, the method has cost more time than "
-        "the baseline by then. Computed, revived: prompt tokens in this turn, mean over layers. turns=again: each turn "
-        "runs the whole text anew. ±: half of the 95 % bootstrap interval over rows. The turns between, datasets and "
-        "tasks are in the CSV."
+        "Mean over tasks of rows with several questions, by question. Each later turn continues from the method's own "
+        "earlier answers, and the baseline from its own; KL and speedups compare the two in the same turn. TTFT "
+        "speedup: of this turn alone. Speedup so far: of whole answers, all turns up to this one; below 1, the method "
+        "has cost more time than the baseline. Computed, revived: prompt tokens in this turn, mean over layers. "
+        "turns=again: each turn runs the whole text anew. ±: half of the 95 % bootstrap interval over rows. The other "
+        "turns, datasets and tasks are in the CSV."
     )
     return Table("turns", "Later questions on the same context, by turn", caption, frame, pd.DataFrame(lines), keys=3)
 
 
 def by_turn(results: Results) -> pd.DataFrame:
-    """A row for each setting, turn, and dataset, task or "all", of settings that were asked several questions.
+    """A row for each setting, turn, and dataset, task or "all", for settings with several questions.
 
-    speedup_so_far: the baseline's time for all turns up to this over the method's. Other values as in
-    `eval.store.aggregate.by_task`, of the rows that have such a turn. turns: what the method does in later turns.
+    speedup_so_far: the baseline's time for all turns up to this one, divided by the method's. Other values: as in
+    `eval.store.aggregate.by_task`, over rows with such a turn. turns: what the method does in later turns.
     """
     frame: Any = results.frame
     frame = frame[(frame["method"] != BASELINE) & frame["baseline_ttft_s"].notna()]
@@ -59,7 +59,7 @@ def by_turn(results: Results) -> pd.DataFrame:
 
 
 def _parts(examples: Any) -> Iterator[tuple[int, Any]]:
-    """Each turn and its rows, if there are several turns; their time is that of all turns so far."""
+    """Each turn and its rows, if there are several turns. Their times are sums over all turns so far."""
     if examples["turn"].max() > 1:
         so_far = {name: examples[f"{name}_so_far"] for name in ("total_s", "baseline_total_s")}
         yield from examples.assign(**so_far).groupby("turn")

@@ -1,4 +1,4 @@
-"""The common part of several tables: sections, order, and the format of values."""
+"""Helpers that several tables share: sections, order, and the format of values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTING = [*SECTION, "method", "settings", "label"]
 
 
 def in_order(frame: Any) -> Any:
-    """Settings in the order of models, suites, methods and labels, with diagnostics marked in labels."""
+    """Settings sorted by model, suite, method and label; labels mark diagnostics."""
     places = {name: place_of(name) for name in frame["method"].unique()}
     order = frame["method"].map({name: number for number, name in enumerate(sorted(places, key=places.__getitem__))})
     labels = list(map(marked, frame["label"], frame["method"]))
@@ -53,7 +53,7 @@ def range_of(lengths: Any, ends: Sequence[int]) -> np.ndarray:
 
 
 def target_of(settings: str) -> float | None:
-    """The target speedup in settings (JSON), such as `2.0x`; None without one."""
+    """The target speedup in settings (JSON), such as `2.0x`; None if there is none."""
     found = [_SPEEDUP.fullmatch(value) for value in json.loads(settings).values() if isinstance(value, str)]
     return next((float(match[1]) for match in found if match), None)
 
@@ -64,7 +64,7 @@ def forms(*names: str) -> list[str]:
 
 
 def shown(row: Mapping[str, Any], name: str, digits: int, scale: float = 1, missing: str = "unpaired") -> str:
-    """A value with its interval. missing: the text if it was not measured, mostly without a baseline."""
+    """A value with its interval. missing: the text if it was not measured, usually for lack of a baseline."""
     if np.isnan(row[name]):
         return missing
     return cell(row[name] / scale, row[f"{name}_low"] / scale, row[f"{name}_high"] / scale, digits)

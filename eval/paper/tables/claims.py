@@ -1,4 +1,4 @@
-"""The numbers that the methods' authors report, beside ours of the same settings. LazyLLM's are in `beside_paper`."""
+"""Numbers reported by the methods' authors, beside ours with the same settings. `beside_paper` has LazyLLM's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VALUES = ("score", "baseline_score", "ttft_speedup")
 
 
 def claims(results: Results) -> Table:
-    """The published numbers of each model that was run on LongBench, with ours if it was run with these settings."""
+    """Published numbers for each model that was run on LongBench, beside ours if these settings were run."""
     whole: Any = overall(results)
     measured = [row for row in whole.to_dict("records") if SUITES[row["suite"]].in_paper]
     models = {_name_of(row) for row in measured}
@@ -32,22 +32,22 @@ def claims(results: Results) -> Table:
         rows.append(claim | {f"measured_{form}": ours.get(form, np.nan) for form in forms(*_VALUES)})
     frame = pd.DataFrame(rows, columns=[*published.columns, *(f"measured_{form}" for form in forms(*_VALUES))])
     caption = (
-        "Numbers as their authors print them, each from a harness of its own: full is the unpruned model there, which "
-        "differs by 13 points between papers for the same model. Ours: the mean over LongBench's tasks at the same "
-        "settings, beside the paired baseline. why they differ: what the published run did otherwise. -: not published."
+        "Numbers as published, each measured with its authors' own harness. full: the unpruned model there; for the "
+        "same model it differs by 13 points between papers. Ours: the mean over LongBench's tasks with the same "
+        "settings, and the paired baseline. why they differ: what the published run did differently. -: not published."
     )
     return Table("claims", "What their authors report", caption, frame, pd.DataFrame(map(_line, rows)), keys=3)
 
 
 def _name_of(row: Mapping[str, Any]) -> str:
-    """The model's name in papers, without its publisher's prefix."""
+    """The model's name as papers write it, without the publisher's prefix."""
     return row["model"].removeprefix("Meta-")
 
 
 def _is_of(claim: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Whether a measured row is of the claim's model and settings."""
+    """Whether a measured row has the claim's model and settings."""
     settings = json.loads(row["settings"])
-    if settings.get("sound"):  # a variant of ours
+    if settings.get("sound"):  # our own variant
         return False
     same = all(settings.get(key) == value for key, value in json.loads(claim["settings"]).items())
     return same and claim["method"] == row["method"] and _name_of(row) == claim["model"]

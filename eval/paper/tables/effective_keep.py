@@ -1,4 +1,4 @@
-"""Effective keep rate: how few of the prompt's FLOPs a method needs to stay near its own baseline."""
+"""Effective keep rate: the smallest share of prefill FLOPs at which a method's score stays near its baseline's."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def effective_keep(results: Results, within: float = WITHIN) -> Table:
     columns = [*SECTION, "method", "label", "task", "prompt_tokens", "examples", "settings", "setting", *_SHARES]
     table = in_order(pd.DataFrame(rows, columns=columns)).drop(columns="label")
     caption = (
-        f"The least share of the FLOPs of a prefill without pruning, scoring included, in %, at which the score stays "
-        f"within {within:g} % of the paired baseline's: the least over all settings of the method that were run (how "
-        "many is in the CSV, and which one; more settings can only lower it), on the examples that all of them have, "
-        "by prompt tokens. 100: none of them stays that near. ±: half of the 95 % bootstrap interval over examples; "
-        "both ends are in the CSV. -: no such prompt, or a baseline that scores 0."
+        f"The smallest share of an unpruned prefill's FLOPs, scoring included, in %, at which the score stays "
+        f"within {within:g} % of the paired baseline's, by prompt tokens. It is the minimum over all settings of the "
+        "method that were run (the CSV names the best one; more settings can only lower it), on the examples that all "
+        "settings have. 100: no setting stays that near. ±: half of the 95 % bootstrap interval over examples; both "
+        "ends are in the CSV. -: no prompt of this length, or a baseline that scores 0."
     )
     return Table("effective_keep", "Effective keep rate", caption, table, _cells(table, results), keys=3)
 
@@ -47,7 +47,7 @@ _SHARES = ("keep", "keep_low", "keep_high")
 
 
 def _least_share(cut: pd.DataFrame, within: float) -> dict[str, Any]:
-    """One cell: of settings of one method."""
+    """One cell: the least share over the settings of one method."""
     score, baseline, flops = (on_common_examples(cut, name) for name in ("score", "baseline_score", "share"))
     found = {"examples": len(score), "settings": len(score.columns)}
     if not len(score):

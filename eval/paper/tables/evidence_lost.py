@@ -26,9 +26,9 @@ def evidence(results: Results) -> Table:
             | {"largest loss": _largest_loss([row["in_prefill"] for row in rows])}
         )
     caption = (
-        "Of the prompt's tokens that hold the answer, the share that the last layer computes in prefill, and later in "
-        "decoding (revived); mean over the examples that know their evidence, right answers (full score) and wrong "
-        "ones apart. Largest loss: the layer after which the largest part of the evidence is left out of prefill, in "
+        "Share of the evidence (the prompt's tokens that hold the answer) that the last layer computes in prefill, and "
+        "later in decoding (revived): mean over the examples with known evidence, separately for right answers (full "
+        "score) and wrong ones. Largest loss: the layer after which prefill drops the largest part of the evidence, in "
         "points. Every layer is in the CSV."
     )
     title = "Evidence: the tokens that hold the answer, computed in the last layer"

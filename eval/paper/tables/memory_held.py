@@ -37,9 +37,9 @@ def memory(results: Results) -> Table:
             }
         )
     caption = (
-        "Mean over tasks, MB = 10^6 bytes. KV cache and Aux Cache: held at the end of a generation. Ratios: to the "
-        "paired baseline on the same examples. Peak: during a generation, weights included; what is allocated on a "
-        "GPU, what is resident in the process (Python and its libraries too) on a CPU. ±: half of the 95 % bootstrap "
+        "Mean over tasks, MB = 10^6 bytes. KV cache and Aux Cache: at the end of a generation. Ratios: to the "
+        "paired baseline on the same examples. Peak: during a generation, weights included; on a GPU the allocated "
+        "memory, on a CPU the process's resident memory, with Python and its libraries. ±: half of the 95 % bootstrap "
         "interval over examples. unpaired: no baseline was run beside the method."
     )
     title = "Memory: KV cache, Aux Cache and peak by method"

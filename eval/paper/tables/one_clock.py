@@ -1,4 +1,4 @@
-"""Every method in one table: what it keeps of the score, what it saves, and what the arithmetic allows."""
+"""All methods in one table: the score they keep, the time they save, and the speedup that their FLOPs allow."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _VALUES = (
 
 
 def field(results: Results) -> Table:
-    """Score, speed, memory and work of every setting of every method, mean over tasks."""
+    """Score, speed, memory and computed tokens of every setting of every method, mean over tasks."""
     frame = overall(results)
     frame["scoring_share"] = 100 * frame["scoring_s"] / frame["ttft_s"]
     frame["diagnostic"] = frame["method"].map(is_diagnostic)
     frame = frame[[*SETTING, "diagnostic", "examples", "seeds", *forms(*_VALUES), "scoring_share"]]
     caption = (
-        "Mean over tasks; scores 0 to 100. % of baseline: of the score of the baseline that ran beside the method. "
-        "Ideal: the FLOPs of the baseline's prefills over the method's, of the tokens that were computed, scoring "
-        "included; -: records of a time before these were kept. Scoring: share of TTFT that passes before the prefill. "
+        "Mean over tasks; scores 0 to 100. % of baseline: the score relative to the paired baseline's. "
+        "Ideal: the baseline's prefill FLOPs divided by the method's, for the tokens that were computed, scoring "
+        "included; -: older records lack FLOPs. Scoring: share of TTFT spent before the prefill. "
         "Generation speedup: of whole answers, which may differ in length. KV cache: at the end, MB = 10^6 bytes. % "
-        f"computed: prompt tokens, mean over layers; {COMPUTED}. In brackets: of a diagnostic, which is no method; its "
-        "price is not in its TTFT. ±: half of the 95 % bootstrap interval over examples."
+        f"computed: prompt tokens, mean over layers; {COMPUTED}. In brackets: a diagnostic, which is not a method: its "
+        "TTFT leaves out the cost of its selection. ±: half of the 95 % bootstrap interval over examples."
     )
     lines = [_line(row, results) for row in frame.to_dict("records")]
     return Table("field", "Every method on one clock", caption, frame, pd.DataFrame(lines), keys=3)

@@ -1,4 +1,4 @@
-"""Methods ranked at equal ideal speedups, by how far their first token's distribution is from the baseline's."""
+"""Methods ranked at equal ideal speedups, by the KL divergence of their first token from the baseline's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DIFFERENCES = [f"{name}_difference" for name in _VALUES]
 
 
 def ranking(results: Results) -> Table:
-    """KL and score of all methods of one ideal speedup, and how far each is behind the first on the same examples."""
+    """KL and score of all methods by ideal speedup, with each method's difference to the first on the same examples."""
     frame: Any = results.frame
     frame = frame.assign(target=frame["settings"].map(target_of))
     frame = frame[frame["method"] != BASELINE].dropna(subset=["target", "kl"])
@@ -36,18 +36,18 @@ def ranking(results: Results) -> Table:
         for row in table.to_dict("records")
     ]
     caption = (
-        "Settings that are given by their ideal TTFT speedup, ranked by the mean KL divergence of the first token's "
-        "distribution from the paired baseline's, the nearest first; mean over tasks, on the examples that all methods "
-        "of that speedup have; seeds are pooled. ±: half of the 95 % bootstrap interval over examples. Differences: to "
-        "the method ranked first on the same examples, in brackets both ends of their 95 % interval (paired: each "
-        "resample takes the same examples of both)."
+        "Settings given by an ideal TTFT speedup, ranked by the mean KL divergence of the first token's distribution "
+        "from the paired baseline's, smallest first. Means over tasks, on the examples that all methods of that "
+        "speedup have; seeds are pooled. ±: half of the 95 % bootstrap interval over examples. Differences: to the "
+        "method ranked first, on the same examples; in brackets both ends of their 95 % interval (paired: each "
+        "resample draws the same examples for both)."
     )
     title = "Methods ranked at equal ideal speedups"
     return Table("ranking", title, caption, table, pd.DataFrame(lines), keys=4)
 
 
 def _ranked(group: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows of one speedup, the least KL first."""
+    """The rows of one speedup, sorted by KL."""
     names = group.drop_duplicates("label").set_index("label")["method"]
     values = {name: on_common_examples(group, name) for name in _VALUES}
     if not len(values["kl"]):

@@ -17,7 +17,7 @@ _SLOPE = "score_change_per_0.1_keep"
 
 
 def sensitivity(results: Results) -> Table:
-    """Score, KL and TTFT speedup of every schedule, and what the next lower keep ratio costs."""
+    """Score, KL and TTFT speedup of every schedule, and the score lost from the next higher keep ratio."""
     frame = overall(results.where(lambda run: run.method == STUDIED))
     frame = frame[frame["method"] == STUDIED].copy()
     frame["score_change"] = frame["score"] - frame["baseline_score"]
@@ -43,8 +43,8 @@ def sensitivity(results: Results) -> Table:
     ]
     caption = (
         "Every schedule of LazyLLM that was run ({layer: keep ratio}), by speedup; mean over tasks. Points per 0.1 "
-        "keep: by how many points the score moves for each 0.1 less of the prompt behind a single pruning layer, "
-        "against the next gentler ratio that was run after the same layer, or against keeping all (the baseline); - "
+        "keep: change of the score per 0.1 less of the prompt kept after a single pruning layer, relative to the next "
+        "higher ratio that was run after the same layer, or to keeping everything (the baseline); - "
         f"for schedules of several layers. % tokens computed: {COMPUTED}. KL: of the first token's distribution from "
         "the paired baseline's. ±: half of the 95 % bootstrap interval over examples."
     )
@@ -53,7 +53,7 @@ def sensitivity(results: Results) -> Table:
 
 
 def _schedule(settings: str) -> dict[str, Any]:
-    """Which layers prune, which share of the prompt the last layers keep, and the settings beside the schedule."""
+    """The layers that prune, the share of the prompt that the last layers keep, and the other settings."""
     values = json.loads(settings)
     schedule = values.pop("schedule", None)
     others = label_of("", values)
@@ -64,15 +64,15 @@ def _schedule(settings: str) -> dict[str, Any]:
 
 
 def _slopes(frame: pd.DataFrame) -> pd.Series:
-    """Change of score (less the baseline's) per 0.1 of keep, against the next higher keep after the same layer, or 1.
+    """Change of score per 0.1 of keep, relative to the next higher keep (at most 1) after the same layer.
 
-    NaN for schedules of several pruning layers: if several ratios differ, there is no one slope.
+    NaN for schedules of several pruning layers, as several ratios differ. Scores are differences to the baseline's.
     """
     slopes = pd.Series(np.nan, index=frame.index)
     single = frame["layers"].notna() & ~frame["layers"].astype(str).str.contains(" ")
     known: Any = frame[single & (frame["keep"] < 1)]
     for _, group in known.groupby([*SECTION, "layers", "others"]):
-        gentler_keep, gentler_change = 1.0, 0.0  # keeping all is the baseline
+        gentler_keep, gentler_change = 1.0, 0.0  # keeping everything is the baseline
         for index, row in group.sort_values("keep", ascending=False).iterrows():
             slopes[index] = 0.1 * (row["score_change"] - gentler_change) / (gentler_keep - row["keep"])
             gentler_keep, gentler_change = row["keep"], row["score_change"]

@@ -41,8 +41,8 @@ def ttft_share(results: Results) -> Table:
             | {f"answer {name}": share.get(("all", name), "-") for name in answers}
         )
     caption = (
-        "Per cent of the generation time that passes before the first token: summed TTFT over summed generation time, "
-        "of the generations with a prompt, or an answer, of that many tokens (an answer's end token counts). Prompt "
-        "by answer length, and how many generations, are in the CSV. -: none of that length."
+        "Per cent of the generation time before the first token: summed TTFT divided by summed generation time, "
+        "for generations with a prompt or an answer of this many tokens (the end token counts). The CSV has each "
+        "combination of prompt and answer length, and the number of generations. -: no generation of this length."
     )
     return Table("ttft_share", "TTFT's share of the generation time", caption, shares, pd.DataFrame(lines), keys=2)

@@ -3,11 +3,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from eval.paper.figures import FIGURES
-from eval.paper.figures.ttft_share import _answer, _interval
+from eval.paper.figures.ttft_share import _answer
 from eval.store.results import Results
 from tests.eval.paper.figures.made import example, redrawn, stored, texts
 
@@ -43,14 +42,6 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize(("tokens", "name"), [(1, "1-4"), (4, "1-4"), (5, "5-16"), (64, "17-64"), (1025, "1025+")])
 def test_answers_are_put_together_by_length(tokens: int, name: str) -> None:
     assert _answer(tokens) == name
-
-
-def test_intervals_are_those_of_the_mean() -> None:
-    values = np.random.default_rng(0).random(400)
-    low, high = _interval(values)
-    half = 1.96 * values.std() / 20
-    assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.15 * half)
-    assert np.isnan(_interval(values[:1])).all()
 
 
 @pytest.mark.parametrize(("model", "paper"), [("tiny", None), ("llama2", "llama2"), ("xgen", "xgen")])
