@@ -1,11 +1,11 @@
-"""A needle in a haystack: one fact in a long text, asked for at every length and depth.
+"""Needle in a haystack: a question about one fact in a long text, for every length and depth.
 
-The test is Greg Kamradt's (github.com/gkamradt/LLMTest_NeedleInAHaystack). The fact is a number that no model can
-guess, as in RULER, so an answer needs no judge: it must contain the number. The haystack is RULER's noise, or a text of
-the user, repeated if necessary.
+The test is Greg Kamradt's (github.com/gkamradt/LLMTest_NeedleInAHaystack). As in RULER, the fact is a number that no
+model can guess, and an answer is right if it contains the number. The haystack is RULER's noise or the user's text,
+repeated if necessary.
 
-`tiny` reads no English. With its tokenizer, needle and haystack are those of the embedded suite's `lookup`:
-`entry KEY a b c.` among filler, without another entry.
+`tiny` cannot read English. With its tokenizer, needle and haystack are those of the embedded suite's `lookup`:
+`entry KEY a b c.` in filler, without other entries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import ChatFormat
-from eval.benchmarks.prompts import build_prompt
+from eval.benchmarks.prompts import build_prompt, tokenizer_for_rows
 from eval.benchmarks.rows import canonical
 from eval.benchmarks.ruler.generator import NEEDLE, NOISE
 from eval.benchmarks.ruler.scorers import string_match_all
@@ -34,21 +34,19 @@ from lazyllm.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lazyllm.models.spec import ModelSpec
-
 TEMPLATE = "{instruction}{context}{input}"
 VERSION = 1
 
 _SENTENCE_END = re.compile(r"(?<=[.!?]) ")
-_WORDS = 40  # the greatest number of words between two places for a needle in a user's text
-_FRONT = "x"  # text before a sentence whose tokens are counted, as in a text
+_WORDS = 40  # longest part of a user's text, in words; needles stand between parts
+_FRONT = "x"  # precedes a sentence whose tokens are counted, as it follows other text in a prompt
 
 
 @dataclass
 class NeedleConfig:
-    """lengths: greatest number of tokens of a prompt, its chat template and its answer together.
+    """lengths: most tokens of a prompt, its chat template and its answer together.
 
-    depths: per cent of the haystack before the needle. repeats: rows for each length and depth.
+    depths: per cent of the haystack before the needle. repeats: number of rows for each length and depth.
     seed: of the needles. haystack: a text file, or a folder of .txt and .md files; null for noise.
     """
 
@@ -66,7 +64,7 @@ class NeedleConfig:
 class _Form:
     """The texts of needles and questions. Placeholders in all texts: {key} and {value}.
 
-    filler: the haystack's sentences, without end. draw: a key and a value.
+    filler: gives the haystack's sentences, endlessly. draw: gives a key and a value.
     """
 
     instruction: str
@@ -122,15 +120,15 @@ def check(dataset: Dataset, settings: DataSettings) -> None:
     if options.repeats < 1:
         raise UserError(f"needle.repeats={options.repeats}: expected a number of rows of at least 1")
     if options.haystack is not None and not Path(options.haystack).expanduser().exists():
-        raise UserError(f"needle.haystack={options.haystack}: expected a text file or a folder: there is none")
+        raise UserError(f"needle.haystack={options.haystack}: expected a text file or a folder, but it does not exist")
     if options.haystack is not None and _reads_no_english(settings):
-        raise UserError("needle.haystack: tiny knows no other words than the embedded suite's; leave it out")
+        raise UserError("needle.haystack: tiny knows only the words of the embedded suite; omit needle.haystack")
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    """The first rows. `data_sha256` is that of everything they are made from, whatever their number.
+    """The first rows. `data_sha256` covers all that rows are made from, and is independent of their number.
 
-    Raises UserError for an unreadable text, or a length that needle, question and answer alone exceed.
+    Raises UserError for an unreadable text, or a length that is too short for needle, question and answer.
     """
     options = _options(settings)
     examples = tuple(_examples(dataset, settings))
@@ -149,7 +147,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 
 def rows(dataset: Dataset, settings: DataSettings) -> Iterable[Mapping[str, Any]]:
-    """The rows in RULER's format, with length, depth and evidence. Raises UserError as `load`."""
+    """The rows in RULER's format, with length, depth and evidence. Raises UserError like `load`."""
     return map(_row, _examples(dataset, settings))
 
 
@@ -205,16 +203,16 @@ def _text_sha256(options: NeedleConfig) -> str | None:
 
 
 def _examples(dataset: Dataset, settings: DataSettings) -> Iterator[Example]:
-    """Examples of every length and depth, then again with other needles."""
+    """An example for every length and depth; each repeat has other needles."""
     options = _options(settings)
-    haystack = _Haystack(_tokenizer(settings.model), settings.chat, _form(settings))
+    haystack = _Haystack(tokenizer_for_rows(settings.model, "needle"), settings.chat, _form(settings))
     places = product(range(options.repeats), options.lengths, options.depths)
     for repeat, length, depth in islice(places, settings.limit):
         yield haystack.example(dataset, options.seed, length, depth, repeat)
 
 
 class _Haystack:
-    """Makes rows for one tokenizer. Tokens of a sentence are counted once."""
+    """Makes rows for one tokenizer, and counts each sentence's tokens only once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, form: _Form) -> None:
         self.tokenizer, self.chat, self.form = tokenizer, chat, form
@@ -249,7 +247,7 @@ class _Haystack:
         room = limit - self._tokens(made([], 0))
         if room < 0:
             raise UserError(
-                f"needle.lengths: {length} is too short: needle, question and answer alone have {length - room} tokens"
+                f"needle.lengths: {length} is too short: needle, question and answer alone take {length - room} tokens"
             )
         sentences, ends = self._filled(filler, room)
         while True:
@@ -280,16 +278,6 @@ class _Haystack:
 
     def _tokens(self, example: Example) -> int:
         return len(build_prompt(example, TEMPLATE, self.tokenizer, chat=self.chat).token_ids)
-
-
-@lru_cache(maxsize=2)
-def _tokenizer(model: ModelSpec | None) -> PreTrainedTokenizerBase:
-    from lazyllm.models.load import load_tokenizer_of
-
-    tokenizer = load_tokenizer_of(model) if model is not None else None
-    if tokenizer is None:
-        raise UserError("needles need a tokenizer to count tokens: give model.tokenizer=FOLDER_OR_HUB_ID")
-    return tokenizer
 
 
 def _row(example: Example) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import re
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     import lazyllm
+    from lazyllm.models.spec import ModelSpec
 
 Ranges = list[tuple[int, int]]  # half-open ranges of characters, ascending and disjoint
 
@@ -172,6 +173,17 @@ def wrap_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> int:
     if chat.uses_template(tokenizer):
         return len(_tokenize(tokenizer, chat.wrapped(tokenizer, ""), special_tokens=False))
     return len(_tokenize(tokenizer, chat.before + chat.after)) if chat.before + chat.after else 0
+
+
+@lru_cache(maxsize=2)  # the datasets of a run share one
+def tokenizer_for_rows(model: ModelSpec | None, suite: str) -> PreTrainedTokenizerBase:
+    """The run's tokenizer, for a suite whose rows depend on it. Raises UserError if there is none."""
+    from lazyllm.models.load import load_tokenizer_of
+
+    tokenizer = load_tokenizer_of(model) if model is not None else None
+    if tokenizer is None:
+        raise UserError(f"{suite}: rows are made for a tokenizer: give model.tokenizer=FOLDER_OR_HUB_ID")
+    return tokenizer
 
 
 def render(template: str, example: Example) -> tuple[str, Ranges]:

@@ -1,14 +1,15 @@
-"""SCBench (arXiv 2412.10319): several questions on one long context, each asked behind the answer before it.
+"""SCBench (arXiv 2412.10319): several questions on one long context, each asked after the answer to the last.
 
-A folder (`data.dir=FOLDER`) holds the official `<task>.jsonl` and `eval_utils.py`. Without one, rows come through the
-package `datasets` (`microsoft/SCBench`), and the prompts from MInference's repository: the file is that of a commit,
-and of its text only the prompts are read and checked by sha256. Prompts, answer lengths and scores are those of
-`eval_utils.py` (commit a045846) and `compute_scores.py` (9987de6), in the mode of several turns.
+`data.dir=FOLDER` gives a folder with the official `<task>.jsonl` and `eval_utils.py`. Without it, rows come through the
+package `datasets` (`microsoft/SCBench`), and prompts from a commit of MInference's repository; only the prompts of that
+file are read, and checked by sha256. Prompts, answer lengths and scores are those of `eval_utils.py` (commit a045846)
+and `compute_scores.py` (9987de6) in multi-turn mode.
 
-Four things differ. Behind a question stands the model's own answer, as with the official `--disable_golden_context`;
-else it is the gold one. mf's later questions in a chat template ask for their own number, not for the last turn's. A
-prompt is cut in the middle before the chat template is put around it, not after. All turns of summary_with_needles have
-800 tokens; officially those that ask for a needle have 15.
+Ours differs in four points:
+- A question is followed by the model's own answer, as with the official `--disable_golden_context`, not the gold one.
+- In a chat template, each later question of mf asks for its own number, not for the last turn's.
+- A prompt is cut in the middle before the chat template is put around it, not after.
+- All turns of summary_with_needles may have 800 tokens; officially, turns that ask for a needle have 15.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ REPOSITORY = "microsoft/SCBench"
 PROMPTS = "eval_utils.py"
 PROMPTS_URL = "https://raw.githubusercontent.com/microsoft/MInference/a045846dcf55e28650b2d6be49a4407f9645a4d7/scbench/eval_utils.py"
 PROMPTS_SHA256 = "069629206c915778f4cfe0175ace7203869557b9bf8e31a565ea54dc6c03c3d3"
-"""Of the prompts of the tasks in `TASKS`, as `prompts_sha256` counts it."""
+"""`prompts_sha256` of the official file."""
 
 TEMPLATE = "{instruction}{context}{input}"
-"""A row's official prompt, parted before and behind the context."""
+"""A row's official prompt, split before and after the context."""
 
-TASKS = {  # task: what it is for, the metric, the most tokens of an answer
+TASKS = {  # task: (what it tests, the metric, most tokens of an answer)
     "scbench_kv": ("string_retrieval", "substring", 150),
     "scbench_prefix_suffix": ("string_retrieval", "substring", 150),
     "scbench_vt": ("string_retrieval", "share_of_substrings", 30),
@@ -53,7 +54,7 @@ TASKS = {  # task: what it is for, the metric, the most tokens of an answer
 }
 _LEFT_OUT = {"scbench_repoqa": "semantic_retrieval", "scbench_repoqa_and_kv": "multi_tasking"}
 
-# The names of the prompts in the official file: the first, a later one as plain text, a later one in a chat template
+# Names in the official file: the first prompt, a later one as plain text, a later one in a chat template
 _NAMES = (
     "multiturn_templates",
     "multiturn_follow_up_templates",
@@ -66,9 +67,9 @@ _PARTS = ("scbench_summary", "scbench_passkey")  # the tasks of the turns of sum
 
 
 def missing(dataset: Dataset, settings: DataSettings) -> str | None:
-    """Why the rows cannot be had, or not be scored; None if they can."""
+    """Why the rows are not available or cannot be scored; None if they can."""
     if dataset.name in _LEFT_OUT:
-        return "its official score needs a parser of six languages (tree-sitter), which this package does not bring"
+        return "its official score needs a parser of six languages (tree-sitter), which this package does not include"
     if settings.dir is None:
         return missing_from_hub(REPOSITORY, _GIVE)
     file = settings.dir.expanduser() / f"{dataset.name}.jsonl"
@@ -78,8 +79,8 @@ def missing(dataset: Dataset, settings: DataSettings) -> str | None:
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """The rows of one task, from a folder or through `datasets`.
 
-    Raises UserError: an unusable row (unless skipped), a missing or unusable file, neither cache nor network. Warns
-    (TemplateWarning) if the folder holds other prompts than the official ones.
+    Raises UserError for an unusable row (unless skipped), for a missing or unusable file, and without cache and
+    network. Warns (TemplateWarning) if the folder's prompts differ from the official ones.
     """
     prompts = _prompts(dataset, settings)
     rows, source, sha256 = _rows(dataset, settings)
@@ -87,7 +88,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         (where, row if isinstance(row, UserError) else parsed(row, partial(_example, dataset, prompts, number)))
         for number, (where, row) in enumerate(rows)
     )
-    examples, skipped = usable(outcomes, source, settings.on_error, "one JSON object a line, as SCBench has them")
+    examples, skipped = usable(outcomes, source, settings.on_error, "one JSON object per line, as in SCBench")
     max_new_tokens = TASKS[dataset.name][2]
     return LoadedDataset(
         dataset=dataset,
@@ -102,14 +103,14 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 
 def official_rows(dataset: Dataset, settings: DataSettings) -> Iterable[dict[str, Any]]:
-    """The rows as the official file holds them. Raises UserError as `load` does."""
+    """The rows of the official file. Raises UserError like `load`."""
     known = {example.id for example in load(dataset, settings).examples[: settings.limit]}
     rows, _, _ = _rows(dataset, settings)
     return (row for number, (_, row) in enumerate(rows) if _id(dataset, number) in known)
 
 
 def prompts_sha256(content: bytes) -> str:
-    """The sha256 of the prompts in `eval_utils.py`, of the tasks in `TASKS` only. Raises UserError: it has none."""
+    """The sha256 of the prompts in `eval_utils.py` for `TASKS`. Raises UserError if it has none."""
     prompts = _parsed_prompts(content, PROMPTS)
     return hashlib.sha256(canonical({task: [prompts[name][task] for name in _NAMES] for task in TASKS})).hexdigest()
 
@@ -142,7 +143,7 @@ SUITE = Suite(
 
 @dataclass(frozen=True)
 class _Prompts:
-    """A task's official prompts. first: with the place {context}. later: of the next messages; prefix: behind them."""
+    """A task's official prompts. first: with {context} in it. later: of later messages. prefix: the text after them."""
 
     first: str
     later: str
@@ -150,7 +151,7 @@ class _Prompts:
 
 
 def _prompts(dataset: Dataset, settings: DataSettings) -> _Prompts:
-    """A task's prompts, from the folder or fetched. Raises UserError."""
+    """A task's prompts, read from the folder or downloaded. Raises UserError."""
     folder = settings.dir.expanduser() if settings.dir is not None else cache_folder() / "scbench"
     file = folder / PROMPTS
     if settings.dir is None:
@@ -159,7 +160,7 @@ def _prompts(dataset: Dataset, settings: DataSettings) -> _Prompts:
     elif not file.is_file():
         raise UserError(f"data.dir={settings.dir}: {PROMPTS} is missing; give {_GIVE}")
     elif prompts_sha256(file.read_bytes()) != PROMPTS_SHA256:
-        message = f"{file}: prompts differ from SCBench's own, so scores do not compare with published ones"
+        message = f"{file}: prompts differ from SCBench's own, so scores cannot be compared with published ones"
         warnings.warn(message, TemplateWarning, stacklevel=3)
     first, plain, in_chat = (_parsed_prompts(file.read_bytes(), str(file))[name][dataset.name] for name in _NAMES)
     if not _is_wrapped(settings):
@@ -168,7 +169,7 @@ def _prompts(dataset: Dataset, settings: DataSettings) -> _Prompts:
 
 
 def _is_wrapped(settings: DataSettings) -> bool:
-    """Whether a chat template stands around a message."""
+    """Whether messages are put into a chat template."""
     from lazyllm.models.load import load_tokenizer_of
 
     chat = settings.chat
@@ -179,7 +180,7 @@ def _is_wrapped(settings: DataSettings) -> bool:
 
 
 def _parsed_prompts(content: bytes, source: str) -> dict[str, dict[str, str]]:
-    """The prompts of all tasks by the name of their dictionary in the official file, of which no code is run."""
+    """{name of a dictionary in the official file: its prompts by task}; the file's code is not run."""
     try:
         assigned = {
             ast.unparse(statement.targets[0]): statement.value
@@ -202,7 +203,7 @@ def _parsed_prompts(content: bytes, source: str) -> dict[str, dict[str, str]]:
 
 
 def _rows(dataset: Dataset, settings: DataSettings) -> tuple[Iterable[tuple[str, Any]], str, str]:
-    """(where it stands, parsed value or UserError) of each row; the source of all, and their hash. Raises UserError."""
+    """(place, parsed value or UserError) of each row; the source and the hash of all rows. Raises UserError."""
     if settings.dir is None:
         return rows_from_hub(REPOSITORY, dataset.name, "test", _GIVE)
     problem = missing(dataset, settings)
@@ -214,7 +215,7 @@ def _rows(dataset: Dataset, settings: DataSettings) -> tuple[Iterable[tuple[str,
 
 
 def _id(dataset: Dataset, number: int) -> str:
-    return f"{dataset.name}-{number}"  # officially a row's number is its id, too
+    return f"{dataset.name}-{number}"  # as officially
 
 
 def _is_filled(value: Any) -> bool:
@@ -227,14 +228,16 @@ def _is_context(value: Any) -> bool:
 
 
 _TEXT = (_is_filled, "a string that is not empty")
-_ANSWERS: dict[str, tuple[Callable[[Any], bool], str]] = {  # by metric, if it is no string
+_ANSWERS: dict[
+    str, tuple[Callable[[Any], bool], str]
+] = {  # {metric: (check, expected type)}, if the answer is not a string
     "share_of_substrings": (lambda value: is_texts(value) and all(value) and bool(value), "a list of strings"),
     "number": (lambda value: type(value) in (int, float), "a number"),
 }
 
 
 def _example(dataset: Dataset, prompts: _Prompts, number: int, row: Any) -> Example:
-    """Raises UserError with the reason if the row cannot be used."""
+    """The example of a row. Raises UserError, with the reason, if the row cannot be used."""
     name = "input" if isinstance(row, dict) and "input" in row and "context" not in row else "context"
     turns = ("multi_turns", lambda value: isinstance(value, list) and bool(value), "a list of turns")
     check_fields(row, ((name, _is_context, "a string that is not empty"), turns))
@@ -266,7 +269,7 @@ def _spans(context: str, gold: str) -> tuple[tuple[int, int], ...]:
 
 
 def _question(dataset: Dataset, number: int, turn: Any) -> tuple[dict[str, str], tuple[str, ...]]:
-    """What fills a prompt's places in one turn, and its gold answers. Raises UserError."""
+    """The values of a prompt's placeholders in one turn, and its gold answers. Raises UserError."""
     try:
         check_fields(turn, (("input", *_TEXT), ("answer", *_ANSWERS.get(dataset.metric, _TEXT))))
         text, answer = turn["input"], turn["answer"]
@@ -283,7 +286,7 @@ def _question(dataset: Dataset, number: int, turn: Any) -> tuple[dict[str, str],
 
 
 def _options(turn: dict[str, Any], fields: dict[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The answer's text and letter are both gold."""
+    """As `_question`; both the text and the letter of the right option are gold answers."""
     answer = turn["answer"]
     expected: Fields = (
         ("options", lambda value: is_texts(value) and len(value) == 4 and answer in value, "4 strings, one the answer"),
@@ -297,7 +300,7 @@ def _options(turn: dict[str, Any], fields: dict[str, str]) -> tuple[dict[str, st
 def _with_prefix(text: str, fields: dict[str, str]) -> dict[str, str]:
     asked = _ASKED.search(text)
     if asked is None:
-        raise UserError(f"field 'input' must say what is asked for, as 'The ... is', got {text!r:.60}")
+        raise UserError(f"field 'input' must name what it asks for, as 'The ... is', got {text!r:.60}")
     return fields | {"prefix": f"What is {asked[0].lower()[:-3]}?"}
 
 

@@ -1,7 +1,7 @@
 """SCBench's scorers (`compute_scores.py`, commit 9987de6), quirks included, for one answer.
 
-Two of them take a gold answer that is a text for a list of answers, so that any of its characters is one: those of
-many_shot and qa_chn. An answer that shares a letter with the gold one is right in many_shot.
+The scorers of many_shot and qa_chn iterate over a gold answer that is a string as if it were a list of answers, so
+each of its characters counts as an answer. In many_shot, an answer that shares a letter with the gold one is right.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PUNCTUATION = str.maketrans(
 
 
 def _all_substrings(answer: str, answers: Sequence[str]) -> float:
-    """The share of the gold answers that the answer holds, rounded as officially."""
+    """The share of the gold answers that the answer contains, rounded to two digits, as officially."""
     return round(sum(gold.lower() in answer.lower() for gold in answers) / len(answers), 2)
 
 
@@ -37,7 +37,7 @@ def _any_case(answer: str, answers: Sequence[str]) -> bool:
 
 
 def _any_character(answer: str, answers: Sequence[str]) -> bool:
-    """Whether the answer holds any character of the gold one: the official code takes a text for a list of answers."""
+    """Whether the answer contains any character of the gold one, as the official code takes a string for a list."""
     return _any_case(answer, answers[0])
 
 
@@ -51,12 +51,12 @@ def _character_f1(answer: str, answers: Sequence[str]) -> float:
 
 
 def _chinese(text: str) -> str:
-    """A text in lower case without punctuation and white space."""
+    """The text in lower case, without punctuation and white space."""
     return "".join(text.lower().translate(_PUNCTUATION).split())
 
 
 def _choice(answer: str, answers: Sequence[str]) -> bool:
-    """Whether the answer is the gold letter or text, or gives it behind certain words or as its first letter alone."""
+    """Whether the answer is the gold letter or text, or gives it after some phrases or as its first single letter."""
     answer = answer.strip()
     if answer[:1] in ("A", "B", "C", "D"):
         return answer[0] in answers
@@ -71,7 +71,7 @@ def _choice(answer: str, answers: Sequence[str]) -> bool:
 
 
 def _number(answer: str, answers: Sequence[str]) -> bool:
-    """Whether the first number is the gold one, without its fraction if that is a whole number."""
+    """Whether the first number is the gold one; its fraction is dropped if the gold one is an integer."""
     found, gold = re.search(r"\d+\.\d+|\d+", answer), json.loads(answers[0])
     if found is None:
         return False
@@ -83,7 +83,7 @@ def _summary(answer: str, answers: Sequence[str]) -> float:
 
 
 def _summary_or_number(answer: str, answers: Sequence[str]) -> float:
-    """ROUGE-Lsum, or whether the first whole number is the gold one: a needle's answer is a number, no summary is."""
+    """ROUGE-Lsum for a summary; for a needle, whose gold answer is a number, whether the first integer equals it."""
     if not answers[0].isdigit():
         return _summary(answer, answers)
     found = re.search("[0-9]+", answer)
@@ -92,7 +92,7 @@ def _summary_or_number(answer: str, answers: Sequence[str]) -> float:
 
 @lru_cache(maxsize=1)
 def _rouge_scorer() -> RougeScorer:
-    # Imported on first use: it brings nltk along, half a second that scoring other tasks need not wait for.
+    # Imported on first use, as it imports nltk, which takes half a second.
     from rouge_score.rouge_scorer import RougeScorer
 
     return RougeScorer(["rougeLsum"], use_stemmer=False)

@@ -1,18 +1,18 @@
-"""The stdlib suite: the next line of real Python source, in two datasets scored as LongBench scores code.
+"""The stdlib suite: completion of the next line of real Python source, in two datasets scored like LongBench's code.
 
 | name       | the prompt                                        | the gold line                                      |
 |------------|---------------------------------------------------|----------------------------------------------------|
-| next_line  | the file up to a line (as LongBench's lcc)        | names something not named in the 20 lines before   |
-| cross_file | chunks of other files, then the file up to a line | names something that only the other files name     |
+| next_line  | the file up to a line (as LongBench's lcc)        | has a name that the 20 lines before it lack        |
+| cross_file | chunks of other files, then the file up to a line | has a name that only the other files have          |
 |            | (as LongBench's repobench-p)                      |                                                    |
 
-Every name of a gold line occurs in its prompt, so the prompt's far parts matter. The files are those of the modules
-that `is_held_out` picks from the standard library of CPython 3.11.7. They are part of this package
+Every name of a gold line occurs in its prompt, so distant parts of the prompt matter. The files come from the standard
+library of CPython 3.11.7: the modules that `is_held_out` selects. They are part of this package
 (`stdlib_held_out.json.xz`; copyright Python Software Foundation, PSF License 2), so that rows do not depend on the
-version of Python. `scripts/dev/train_coder.py` leaves the same modules out of training.
+installed version of Python. `scripts/dev/train_coder.py` leaves the same modules out of training.
 
-The chunks of other files are chosen without the gold line: those that share most names with the lines before it, the
-best last.
+Chunks of other files are chosen without the gold line: those that share most names with the lines before it, the best
+one last.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from eval.benchmarks.rows import canonical, load_examples
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
 
 LENGTHS = (3_000, 6_000, 9_000)
-"""Prompt lengths in characters, in turn over the rows: about 1,000, 2,000 and 3,000 tokens of the coder's tokenizer."""
+"""Prompt lengths in characters, taken in turn by rows: about 1,000, 2,000 and 3,000 tokens of the coder's tokenizer."""
 
 ROWS = 240
-"""The number of rows of each dataset, 80 of each prompt length; a run takes the first `limit` of them."""
+"""The number of rows of each dataset, 80 per prompt length; a run takes the first `limit` rows."""
 
 RECENT = 20
 """The number of lines before the gold line that must lack one of its names, in `next_line`."""
@@ -66,7 +66,7 @@ def module_of(path: str) -> str:
 
 
 def is_held_out(path: str) -> bool:
-    """Whether a file's module is never trained on: 1 of 8 modules, by the hash of the name."""
+    """Whether a file's module is left out of training: 1 of 8 modules, by the hash of its name."""
     return hashlib.sha256(module_of(path).encode()).digest()[0] % 8 == 0
 
 
@@ -82,7 +82,7 @@ def related(path: str, text: str, files: Iterable[str]) -> list[str]:
 
 
 def header(path: str) -> str:
-    """The line that stands before code of a file."""
+    """The line before code of a file in a prompt."""
     return f"# {path}\n"
 
 
@@ -94,7 +94,7 @@ def held_out_files() -> dict[str, Lines]:
 
 
 def names(lines: Iterable[str]) -> set[str]:
-    """The names in code, without keywords and names of less than three letters."""
+    """The names in code, except keywords and names of fewer than three letters."""
     return set().union(*map(_names, lines))
 
 
@@ -127,7 +127,7 @@ class Target:
 
 @cache
 def _targets() -> list[Target]:
-    """All possible gold lines, in a fixed random order: statements of 12 to 80 characters, no comments."""
+    """All possible gold lines, in a fixed random order: statements of 12 to 80 characters without comments."""
     found = []
     for path, lines in held_out_files().items():
         in_text = False  # inside a string of several lines
@@ -142,7 +142,7 @@ def _targets() -> list[Target]:
 
 
 def _next_line(target: Target, length: int) -> tuple[str, str] | None:
-    """Context and input of a `next_line` row; None if the target needs nothing far from it."""
+    """Context and input of a `next_line` row; None if the target needs no distant line."""
     lines = target.before(length)
     wanted = names([target.gold])
     if sum(map(len, lines)) < 0.8 * length or not wanted <= names(lines) or wanted <= names(lines[-RECENT:]):
@@ -166,7 +166,7 @@ def _related_chunks(path: str) -> list[tuple[str, set[str]]]:
 
 
 def _cross_file(target: Target, length: int) -> tuple[str, str] | None:
-    """Context and input of a `cross_file` row; None if the other files name nothing that the target needs."""
+    """Context and input of a `cross_file` row; None if the target needs no name of the other files."""
     own = target.before(length // 2)
     wanted = names([target.gold]) - names(own)
     if not wanted or sum(map(len, own)) < 0.4 * length:
@@ -189,7 +189,7 @@ PROMPTS = {"next_line": _next_line, "cross_file": _cross_file}
 
 
 def _rows(name: str) -> Iterator[dict[str, Any]]:
-    """Rows of the targets that suit the next length; lengths take turns."""
+    """Rows of the targets that suit the current length; lengths take turns."""
     turns = cycle(LENGTHS)
     length = next(turns)
     for target in _targets():
@@ -215,7 +215,7 @@ def rows(name: str, count: int = ROWS) -> list[dict[str, Any]]:
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    """One dataset; its rows are made from the files in the package."""
+    """One dataset, with rows made from the files in the package."""
     data = b"\n".join(map(canonical, rows(dataset.name)))
     source = f"stdlib suite, {dataset.name}"
     return load_examples(dataset, data, source, TEMPLATES[dataset.name], MAX_NEW_TOKENS, settings.on_error)

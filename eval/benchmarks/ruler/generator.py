@@ -1,11 +1,11 @@
-"""RULER's rows, made as `scripts/data/synthetic/*.py` make them: the same draws in the same order give the same text.
+"""RULER's rows: the same random draws in the same order as in `scripts/data/synthetic/*.py`, so the same text.
 
-The number of units (sentences, words, documents) of a prompt is found by bisection, and every try of it draws from the
-generators that later rows draw from. So every try is made as officially, but tokenised only if an estimate from its
-characters cannot tell whether it fits (`_Gauge`).
+Bisection finds a prompt's number of units (sentences, words, documents). Every try draws from the generators that later
+rows use. So all official tries are made here, but a try is tokenised only if an estimate cannot tell whether it fits
+(`_Gauge`).
 
-Ours: a context may have several questions (`turns`). Each asks for another needle, or for another chain of assignments,
-of as many as that takes. With one question rows are the official ones.
+Ours: a context may have several questions (`turns`). Each asks for another needle, or for another chain of assignments;
+the context gets enough of these. With one question, rows equal the official ones.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _DEPTHS = [round(100 * step / 39) for step in range(40)]  # percent
 _EXAMPLE_VALUE = "12345"
 _CODE_LETTERS = 6
 _WORD = re.compile(r"\s*\S+")
-_IN_FRONT = "x"  # stands in front of a word that is tokenised alone: some tokenizers put a space in front of a text
-_SMALL = 4096  # settings of some tasks are smaller below this length
-_TRIES = 100  # how often a row of the smallest size is drawn again until it fits; officially without end
+_IN_FRONT = "x"  # precedes a word that is tokenised alone, as some tokenizers put a space in front of a text
+_SMALL = 4096  # below this length, some tasks have smaller settings
+_TRIES = 100  # how often a row of the smallest size is drawn again until it fits; officially there is no limit
 
 
 @dataclass(frozen=True)
 class Later:
     """A later question on a row's context. Ours.
 
-    input: the task's template behind the context. outputs, answer_prefix: as in `Row`.
-    evidence: as in `Row`, but counted from the context's start.
+    input: the part of the task's template after the context. outputs, answer_prefix: as in `Row`.
+    evidence: as in `Row`, but relative to the context's start.
     """
 
     input: str
@@ -70,15 +70,15 @@ class Later:
 class Row:
     """One row, with the official fields.
 
-    index: the first gold answer's position in `input`, in characters, for niah; the row's number for other tasks.
+    index: for niah, the first gold answer's position in `input`, in characters; for other tasks, the row's number.
     input: the prompt, without the answer prefix and without a chat template.
     outputs: the gold answers.
-    length: tokens of input, answer prefix and answer (`max_new_tokens`), of all turns.
-    length_w_model_temp: `length` and the tokens kept free for a chat template.
-    answer_prefix: the text behind the chat template that the answer continues; a part of the prompt.
-    token_position_answer: tokens of `input` in front of the first gold answer; None except for niah.
-    context: Ours: the [start, end) of the context in `input`, in characters: the text that the question is about.
-    evidence: Ours: the [start, end) positions in `input`, in characters, of what the answer is found in: needles,
+    length: tokens of input, answer prefix and answer (`max_new_tokens`), for all turns.
+    length_w_model_temp: `length` plus the tokens reserved for a chat template.
+    answer_prefix: the text after the chat template, which the answer continues; a part of the prompt.
+    token_position_answer: number of tokens of `input` before the first gold answer; None except for niah.
+    context: Ours: [start, end) of the context in `input`, in characters: the text that the question is about.
+    evidence: Ours: [start, end) ranges in `input`, in characters, of the text that holds the answer: needles,
         assignments, every occurrence of a common word, documents.
     turns: Ours: the later questions.
     """
@@ -95,7 +95,7 @@ class Row:
     turns: tuple[Later, ...] = ()
 
     def official(self) -> dict[str, Any]:
-        """The fields of a line of the official `validation.jsonl`, in its order; ours, `turns`, comes last if any."""
+        """The fields of a line of the official `validation.jsonl`, in order; our `turns`, if any, comes last."""
         fields = {
             "index": self.index,
             "input": self.input,
@@ -128,14 +128,14 @@ def rows(
 
     task: a name of `TASKS`.
     tokenizer: counts tokens, special tokens not added.
-    length: the most tokens that prompt, chat template and answer may have together.
+    length: most tokens of prompt, chat template and answer together.
     sources: files for the tasks that need a corpus.
-    reserved: tokens of `length` kept free for a chat template (officially `model_template_token`).
-    turns: questions on each context, in a task of `WITH_TURNS`; they and their answers share `length`.
-    reserved_later: tokens of a chat template around each later question.
+    reserved: tokens of `length` reserved for a chat template (officially `model_template_token`).
+    turns: number of questions on each context, for tasks in `WITH_TURNS`; they and their answers share `length`.
+    reserved_later: tokens of the chat template around each later question.
 
-    Raises UserError: at once if the task is unknown or what it needs is missing; while rows are made if `length` is too
-        short for the task.
+    Raises UserError: at once if the task is unknown or lacks a source; during iteration if `length` is too short for
+        the task.
     """
     if task not in templates.tasks:
         raise UserError(f"unknown RULER task {task!r}: expected one of {', '.join(templates.tasks)}")
@@ -149,14 +149,14 @@ def rows(
 
 
 class _MisjudgedError(Exception):
-    """An estimate was further from the count than it should be."""
+    """An estimate was too far from the count."""
 
 
 class _Gauge:
-    """Counts tokens, and says whether a text fits without counting them where an estimate is enough.
+    """Counts tokens, and decides whether a text fits from an estimate if that is safe.
 
-    A text's estimate is the sum of its words' tokens, each word tokenised once, times a ratio: that of the text counted
-    last. It is exact for most tokenizers, which merge nothing over whitespace.
+    The estimate is the sum of the tokens of the text's words (each tokenised only once) times a ratio: count over sum
+    of the text counted last. It is exact for most tokenizers, which do not merge across whitespace.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -164,14 +164,14 @@ class _Gauge:
         self._tokenizer = tokenizer
         self._sizes: dict[str, int] = {}  # tokens of a word with the whitespace in front
         self._alone = self.count(_IN_FRONT)
-        self._ratio, self._counted = 1.0, 0  # of the text counted last
+        self._ratio, self._counted = 1.0, 0  # the ratio and the tokens of the text counted last
         self._estimated: dict[bool, tuple[str, int]] = {}  # the last text that fits and the last that does not
 
     def count(self, text: str) -> int:
         return len(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def calibrate(self, text: str) -> int:
-        """Count a text's tokens, and let the following estimates go by it."""
+        """Count a text's tokens, and base the next estimates on it."""
         self._counted = self.count(text)
         self._ratio = self._counted / max(1, self._sum(text))
         return self._counted
@@ -179,8 +179,8 @@ class _Gauge:
     def fits(self, text: str, limit: int) -> bool:
         """Whether a text has at most `limit` tokens.
 
-        They are counted unless even an error of 16 tokens, and 2 % of the difference to the text counted last, would
-        not matter. Raises _MisjudgedError: the error was half as large as that.
+        Tokens are estimated if the limit is out of reach of an error of 16 tokens plus 2 % of the difference to the
+        text counted last; else they are counted. Raises _MisjudgedError if the error is more than half of that.
         """
         if not self.trusted:
             return self.count(text) <= limit
@@ -196,7 +196,7 @@ class _Gauge:
         return tokens <= limit
 
     def confirm(self) -> None:
-        """Count the two texts that a search ended with. Raises _MisjudgedError: one of the two estimates was wrong."""
+        """Count the two texts that a search ended with. Raises _MisjudgedError if one of the estimates was wrong."""
         for fits, (text, limit) in self._estimated.items():
             if (self.count(text) <= limit) != fits:
                 raise _MisjudgedError
@@ -212,7 +212,7 @@ class _Gauge:
 
 
 class _Setting:
-    """What the samplers of a task share. `length` decides between settings, `budget` is it less the reserved tokens.
+    """What the samplers of a task share. length: selects the settings. budget: length minus the reserved tokens.
 
     kept_free: tokens of the budget for the answers of later turns, and for the chat template around their questions.
     """
@@ -235,14 +235,14 @@ class _Setting:
         self.random, self.numbers = random.Random(seed), np.random.RandomState(seed)
 
     def shuffle(self, items: list[Any]) -> None:
-        """Shuffle by a generator of its own, seeded anew."""
+        """Shuffle with a new generator, seeded as the task's."""
         random.Random(self.seed).shuffle(items)
 
     def found(self, search: Callable[[], int]) -> int:
-        """The size that a search finds: with estimates, or again with every text counted if an estimate was wrong.
+        """The size that a search finds with estimates. If one was wrong, the search is repeated, counting every text.
 
-        The search ends with a size that fits, and the next larger one that does not. If counting confirms those two,
-        no other size can have been misjudged: longer texts have more tokens.
+        The search ends with a size that fits and the next larger one that does not. If counting confirms these two, no
+        other size was misjudged, as longer texts have more tokens.
         """
         state = self.random.getstate(), self.numbers.get_state()
         try:
@@ -258,10 +258,10 @@ class _Setting:
 
 @dataclass(frozen=True)
 class _Draft:
-    """A prompt that may turn out too long.
+    """A prompt that may be too long.
 
-    context: the [start, end) of the context in `input`, within which `evidence` is looked for.
-    later: the prompts that ask the later questions of the same context.
+    context: [start, end) of the context in `input`, in which `evidence` is searched.
+    later: the prompts of the later questions on the same context.
     """
 
     input: str
@@ -273,12 +273,12 @@ class _Draft:
 
     @property
     def text(self) -> str:
-        """All that is asked, one question behind the other."""
+        """The whole prompt, with the later questions appended."""
         return self.input + self.answer_prefix + "".join(other.asking + other.answer_prefix for other in self.later)
 
     @property
     def asking(self) -> str:
-        """What stands behind the context."""
+        """The part after the context."""
         return self.input[self.context[1] :]
 
     def as_turn(self) -> Later:
@@ -291,7 +291,7 @@ class _Draft:
         return replace(self, input=example + self.input, context=(start + len(example), end + len(example)))
 
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Where the evidence stands, between whitespace."""
+        """The [start, end) ranges of the evidence in `input`, each between whitespace."""
         longest_first = sorted(self.evidence, key=len, reverse=True)
         pattern = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, longest_first))})(?!\S)")
         return tuple(found.span() for found in pattern.finditer(self.input, *self.context))
@@ -300,7 +300,7 @@ class _Draft:
 class _Sampler(ABC):
     """Draws a task's prompts of a given size, and finds the size that fits."""
 
-    step = 10  # the smallest size tried, and what a size is reduced by if a row does not fit
+    step = 10  # the smallest size tried, and the decrement if a row does not fit
     smallest = 1  # the smallest size that can be drawn
 
     def __init__(self, setting: _Setting) -> None:
@@ -308,24 +308,24 @@ class _Sampler(ABC):
         self.task = setting.task
         self.random = setting.random
         self.budget = setting.budget
-        self.limit = setting.budget - self.task.max_new_tokens - setting.kept_free  # tokens of all that is asked
-        self.example_tokens = 0  # tokens of what `finished` puts in front
+        self.limit = setting.budget - self.task.max_new_tokens - setting.kept_free  # tokens of all questions
+        self.example_tokens = 0  # tokens that `finished` puts in front
 
     @abstractmethod
     def draw(self, size: int, number: int) -> _Draft:
-        """A prompt of a size, for row `number`; made from new draws every time."""
+        """A prompt of a size, for row `number`; every call makes new draws."""
 
     def finished(self, draft: _Draft) -> _Draft:
-        """The draft as it becomes a row; draws may follow those of `draw`."""
+        """The draft as it becomes a row; it may make further draws."""
         return draft
 
     def upper_bound(self) -> int:
-        """The largest size that may be tried."""
+        """The largest size to try."""
         tokens = self.setting.gauge.calibrate(self.draw(self.step, 0).text)
         return int(self.budget / (tokens / self.step) * 3)
 
-    def check_count(self, count: int) -> None:  # noqa: B027  # most tasks have rows without end
-        """Raises UserError: the task has fewer rows."""
+    def check_count(self, count: int) -> None:  # noqa: B027  # most tasks have unlimited rows
+        """Raises UserError if the task has fewer rows."""
 
     def size(self) -> int:
         """The largest size that fits, by bisection from `step` to `upper_bound`; `step` if none fits."""
@@ -357,7 +357,7 @@ class _Sampler(ABC):
         answers = self.setting.turns * self.task.max_new_tokens
         return UserError(
             f"ruler.length={self.setting.length} is too short for {self.task.name}: its smallest prompt, the chat "
-            f"template and {answers} tokens of answer do not fit; give a larger ruler.length"
+            f"template and {answers} answer tokens do not fit; give a larger ruler.length"
         )
 
     def filled(self, context: str, evidence: Sequence[str], outputs: Sequence[str], **fields: Any) -> _Draft:
@@ -366,7 +366,7 @@ class _Sampler(ABC):
 
 
 class _Needles(_Sampler):
-    """niah: needles among noise, other needles or the sentences of a text."""
+    """niah: needles in noise, in other needles or in the sentences of a text."""
 
     def __init__(self, setting: _Setting) -> None:
         super().__init__(setting)
@@ -380,7 +380,7 @@ class _Needles(_Sampler):
         self.key, self.value = settings["type_needle_k"], settings["type_needle_v"]
         self.values, self.queries = settings["num_needle_v"], settings["num_needle_q"]
         self.keys = max(settings["num_needle_k"], self.queries * setting.turns)
-        if self.haystack != "essay":  # needles stand between lines, each at another
+        if self.haystack != "essay":  # needles are put between lines, each at another place
             self.smallest = self.keys * settings["num_needle_v"]
             self.step = max(self.step, self.smallest)
         self.words = Pairs(*words("adjective", "noun")) if "words" in (self.key, self.value) else []
@@ -442,7 +442,7 @@ class _Needles(_Sampler):
 
 
 class _Chains(_Sampler):
-    """vt: chains of assignments among noise. A worked example, made first, stands in front with its names redrawn."""
+    """vt: chains of assignments in noise, after a worked example, which is made once and gets new names in each row."""
 
     def __init__(self, setting: _Setting) -> None:
         super().__init__(setting)
@@ -456,7 +456,7 @@ class _Chains(_Sampler):
     def draw(self, size: int, number: int) -> _Draft:
         del number
         values = self._values()
-        while self.setting.turns > 1 and len(set(values)) < self.chains:  # two chains would answer one question
+        while self.setting.turns > 1 and len(set(values)) < self.chains:  # else two chains would answer one question
             values = self._values()
         return self.chained(size, self.names(5), values, self.setting.turns)
 
@@ -464,7 +464,7 @@ class _Chains(_Sampler):
         return [str(self.setting.numbers.randint(10_000, 99_999)) for _ in range(self.chains)]
 
     def names(self, letters: int) -> list[str]:
-        """The names of all variables, all different."""
+        """Distinct names for all variables."""
         count = self.chains * (self.hops + 1)
         names = [self._name(letters) for _ in range(count)]
         while len(set(names)) < count:
@@ -472,7 +472,7 @@ class _Chains(_Sampler):
         return list(dict.fromkeys(names))
 
     def chained(self, size: int, names: list[str], values: list[str], turns: int = 1) -> _Draft:
-        """A prompt whose chains begin with `values` and go on over `names`; the first `turns` of them are asked for."""
+        """A prompt with chains that assign `values` along `names`; questions ask for the first `turns` chains."""
         length = self.hops + 1
         if size < length:
             raise self.too_short()
@@ -502,7 +502,7 @@ class _Chains(_Sampler):
 
 
 class _ChainsExample(_Chains):
-    """The worked example of vt: shorter names, a value that is replaced later, at most 500 tokens without an answer."""
+    """The worked example of vt: shorter names, a placeholder value, and at most 500 tokens without the answer."""
 
     def __init__(self, setting: _Setting) -> None:
         _Sampler.__init__(self, setting)
@@ -520,12 +520,12 @@ class _ChainsExample(_Chains):
     def too_short(self) -> UserError:
         return UserError(
             "vt cannot be made with this tokenizer: its worked example may have 500 tokens (chat template included), "
-            "and the shortest one has more; leave vt out"
+            "but the shortest one has more; leave vt out"
         )
 
 
 class _CommonWords(_Sampler):
-    """cwe: a list of words in which ten are repeated more often, behind a worked example with other words."""
+    """cwe: a list of words in which ten are repeated more often, after a worked example with other words."""
 
     def __init__(self, setting: _Setting) -> None:
         super().__init__(setting)
@@ -563,14 +563,14 @@ class _CommonWords(_Sampler):
         self.more_words = self.more_words or english_words(self.setting.sources)
         if size > len(self.more_words):
             raise UserError(
-                f"cwe needs {size} different words at ruler.length={self.setting.length}, and english_words.json has "
+                f"cwe needs {size} different words at ruler.length={self.setting.length}, but english_words.json has "
                 f"{len(self.more_words)}; give a smaller ruler.length"
             )
         return self.more_words
 
 
 class _FrequentWords(_Sampler):
-    """fwe: invented words whose frequency falls with the power `alpha` of their rank; the most frequent is "..."."""
+    """fwe: invented words with frequency rank^-`alpha`; the most frequent word is "..."."""
 
     def __init__(self, setting: _Setting) -> None:
         super().__init__(setting)
@@ -581,7 +581,7 @@ class _FrequentWords(_Sampler):
         self.shares = _zipf_shares(self.vocabulary_size, self.task.settings["alpha"])
 
     def size(self) -> int:
-        """The last size before the prompt reaches the limit, going up in steps."""
+        """The largest size, in steps from the first, at which the prompt is below the limit."""
         vocabulary = self._vocabulary()
         self.setting.gauge.calibrate(self._coded(self.limit // _CODE_LETTERS, vocabulary).text)
         return self.setting.found(lambda: self._climb(vocabulary))
@@ -625,7 +625,7 @@ class _FrequentWords(_Sampler):
 
 
 class _Questions(_Sampler):
-    """qa: a question among the documents that answer it and others."""
+    """qa: a question on documents, of which some hold the answer."""
 
     def __init__(self, setting: _Setting) -> None:
         super().__init__(setting)
@@ -633,7 +633,9 @@ class _Questions(_Sampler):
 
     def check_count(self, count: int) -> None:
         if count > len(self.corpus.questions):
-            raise UserError(f"{self.task.name} has {len(self.corpus.questions)} questions, {count} rows were asked for")
+            raise UserError(
+                f"{self.task.name} has {len(self.corpus.questions)} questions, but {count} rows were requested"
+            )
 
     def draw(self, size: int, number: int) -> _Draft:
         asked, all_documents = self.corpus.questions[number], self.corpus.documents
@@ -692,7 +694,7 @@ def _rows(sampler: _Sampler, count: int, reserved: int) -> Iterator[Row]:
 
 
 def _in_turns(drafts: Sequence[_Draft]) -> _Draft:
-    """The first prompt, with the others as its later questions."""
+    """The first draft, with the others as its later questions."""
     return replace(drafts[0], later=tuple(drafts[1:]))
 
 
@@ -718,7 +720,7 @@ def _filled(
 
 
 def _zipf_shares(size: int, alpha: float) -> tuple[Any, float]:
-    """rank^-alpha for the ranks 1 to `size`, and the sum over all ranks."""
+    """rank^-alpha for the ranks 1 to `size`, and the sum of this over all ranks."""
     import numpy as np
 
     try:

@@ -1,4 +1,4 @@
-"""RULER as a suite: 13 datasets whose rows are made for the run's tokenizer, length and seed.
+"""RULER as a suite of 13 datasets, with rows made for the run's tokenizer, length and seed.
 
 Ours: each dataset is a task of its own, so that the mean over tasks is RULER's average over its 13 tasks.
 """
@@ -9,14 +9,13 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.disk_cache import cache_folder
-from eval.benchmarks.prompts import wrap_tokens
+from eval.benchmarks.prompts import tokenizer_for_rows, wrap_tokens
 from eval.benchmarks.rows import canonical
 from eval.benchmarks.ruler import scorers
 from eval.benchmarks.ruler.generator import WITH_TURNS, Row, rows
@@ -38,25 +37,23 @@ from lazyllm.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lazyllm.models.spec import ModelSpec
-
 log = logging.getLogger(__name__)
 
 ROWS = 500
 """The official number of rows of a task."""
 
 TEMPLATE = "{instruction}{context}{input}"
-"""Of every task: a row holds its whole prompt."""
+"""The template of every task, as a row holds its whole prompt."""
 
 VERSION = 1
 
 
 @dataclass(unsafe_hash=True)  # not frozen: OmegaConf would refuse to change it
 class RulerConfig:
-    """length: the most tokens that a prompt, its chat template and its answer have together. seed: of the rows.
+    """length: most tokens of a prompt, its chat template and its answer together. seed: of the rows.
 
-    haystack: the text that needles are hidden in: a text file, a folder of .txt and .md files, or RULER's
-    PaulGrahamEssays.json; null for that file in data.dir.
+    haystack: the text around the needles: a text file, a folder of .txt and .md files, or RULER's
+    PaulGrahamEssays.json; null for the latter in data.dir.
     """
 
     length: int = 4096
@@ -65,14 +62,14 @@ class RulerConfig:
 
 
 def check(dataset: Dataset, settings: DataSettings) -> None:
-    """Refuse settings that no rows can be made with. Raises UserError."""
+    """Refuse settings that allow no rows. Raises UserError."""
     options = _options(settings)
     if options.length < 1:
         raise UserError(f"ruler.length={options.length}: expected a number of tokens of at least 1")
     if options.seed < 0 or options.seed >= 2**32:
-        raise UserError(f"ruler.seed={options.seed}: expected 0 to 4294967295, which NumPy's generator takes")
+        raise UserError(f"ruler.seed={options.seed}: expected 0 to 4294967295, the seeds of NumPy's generator")
     if options.haystack is not None and not Path(options.haystack).expanduser().exists():
-        raise UserError(f"ruler.haystack={options.haystack}: expected a text file or a folder: there is none")
+        raise UserError(f"ruler.haystack={options.haystack}: expected a text file or a folder, but it does not exist")
     task = _templates(settings.dir).tasks[dataset.name]
     if task.kind == "common_words_extraction" or "words" in task.settings.values():
         words("noun")
@@ -81,16 +78,16 @@ def check(dataset: Dataset, settings: DataSettings) -> None:
 
 
 def missing(dataset: Dataset, settings: DataSettings) -> str | None:
-    """Why the corpus of a dataset cannot be had, or its later turns; None if all can."""
+    """Why a dataset's corpus or its later turns are not available; None if they are."""
     if _turns(settings) > 1 and dataset.name not in WITH_TURNS:
         return f"a context has one question only; turns={settings.turns} is for {', '.join(WITH_TURNS)}"
     return missing_corpus(_templates(settings.dir).tasks[dataset.name], _sources(settings))
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    """The first rows of one dataset. `data_sha256` is of all that they follow from, whatever their number.
+    """The first rows of one dataset. `data_sha256` covers all that rows are made from, independent of their number.
 
-    Raises UserError: what `check` refuses, a missing corpus, a length that is too short for the task.
+    Raises UserError for what `check` refuses, a missing corpus, or a length that is too short for the task.
     """
     templates, options = _templates(settings.dir), _options(settings)
     if not templates.official:
@@ -122,7 +119,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 
 def official_rows(dataset: Dataset, settings: DataSettings) -> Iterable[Mapping[str, Any]]:
-    """The lines of the official `validation.jsonl`. Raises UserError as `load` does."""
+    """The lines of the official `validation.jsonl`. Raises UserError like `load`."""
     return (row.official() for row in _rows(dataset, settings))
 
 
@@ -177,7 +174,7 @@ def _rows(dataset: Dataset, settings: DataSettings) -> Iterator[Row]:
     count = ROWS if settings.limit is None else settings.limit
     made = rows(
         dataset.name,
-        _tokenizer(settings.model),
+        _tokenizer(settings),
         options.length,
         count,
         _templates(settings.dir),
@@ -191,22 +188,16 @@ def _rows(dataset: Dataset, settings: DataSettings) -> Iterator[Row]:
 
 
 def _chat_tokens(settings: DataSettings) -> int:
-    return wrap_tokens(_tokenizer(settings.model), settings.chat)
+    return wrap_tokens(_tokenizer(settings), settings.chat)
 
 
 def _later_chat_tokens(settings: DataSettings) -> int:
-    tokenizer = _tokenizer(settings.model)
+    tokenizer = _tokenizer(settings)
     return len(tokenizer.encode(settings.chat.later(tokenizer, ""), add_special_tokens=False))
 
 
-@lru_cache(maxsize=2)  # the datasets of a run share one
-def _tokenizer(model: ModelSpec | None) -> PreTrainedTokenizerBase:
-    from lazyllm.models.load import load_tokenizer_of
-
-    tokenizer = load_tokenizer_of(model) if model is not None else None
-    if tokenizer is None:
-        raise UserError("RULER's rows are made for a tokenizer: give model.tokenizer=FOLDER_OR_HUB_ID")
-    return tokenizer
+def _tokenizer(settings: DataSettings) -> PreTrainedTokenizerBase:
+    return tokenizer_for_rows(settings.model, "ruler")
 
 
 def _example(dataset: Dataset, settings: DataSettings, number: int, row: Row) -> Example:

@@ -1,4 +1,4 @@
-"""The sources of RULER's rows: the official prompts and settings, lists of words, and the corpora of some tasks."""
+"""The sources of RULER's rows: the official prompts and settings, word lists, and the corpora of some tasks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TASKS = (
 )
 
 _PROMPTS, _SETTINGS = "constants.py", "synthetic.yaml"
-_OFFICIAL = {  # file: its path in the repository, its sha256
+_OFFICIAL = {  # file: (its path in the repository, its sha256)
     _PROMPTS: (
         "scripts/data/synthetic/constants.py",
         "6296e901d495ec6200dc3f68993ea13d8282e3c0dbe1a8c47967f111105d1fde",
@@ -49,7 +49,7 @@ _OFFICIAL = {  # file: its path in the repository, its sha256
 }
 _ESSAYS, _ENGLISH = "PaulGrahamEssays.json", "english_words.json"
 _GIVE_ESSAY = f"give ruler.haystack=FILE or FOLDER of text, or data.dir=FOLDER with RULER's {_ESSAYS}"
-_HUB = {  # dataset of a qa task: repository, configuration, file in data.dir
+_HUB = {  # dataset of a qa task: (repository, configuration, file in data.dir)
     "squad": ("rajpurkar/squad_v2", None, "squad.json"),
     "hotpotqa": ("hotpotqa/hotpot_qa", "distractor", "hotpotqa.json"),
 }
@@ -111,7 +111,7 @@ class Sources:
     """The user's files, which some tasks need.
 
     folder: `data.dir`, which may hold RULER's `squad.json`, `hotpotqa.json`, `PaulGrahamEssays.json` and
-        `english_words.json`; None for none of them.
+        `english_words.json`, or None.
     haystack: a text file, a folder of `.txt` and `.md` files, or RULER's `PaulGrahamEssays.json`.
     """
 
@@ -121,7 +121,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class Essay:
-    """The text around needles, as words. official: it comes from RULER's `PaulGrahamEssays.json`."""
+    """The text around needles, as words. official: whether it comes from RULER's `PaulGrahamEssays.json`."""
 
     words: Sequence[str]
     official: bool
@@ -129,8 +129,8 @@ class Essay:
     def sentences(self, count: int) -> list[str]:
         """The sentences of the first `count` words; the text is repeated if necessary.
 
-        The official corpus is split by NLTK's punkt model, as officially. Ours: other text is split after ". ", "! "
-        and "? ", which needs no model; it only determines between which words a needle is.
+        The official corpus is split by NLTK's punkt model, as in RULER. Ours: other text is split after ". ", "! " and
+        "? ", which needs no model. The sentences only determine where a needle can be.
         """
         text = " ".join(itertools.islice(itertools.cycle(self.words), count)).strip()
         return _punkt(text) if self.official else re.split(r"(?<=[.!?]) ", text)
@@ -140,8 +140,8 @@ class Essay:
 class Question:
     """A question of a qa task.
 
-    documents: indices of its documents. more: of other documents of the same article.
-    evidence: of the documents that hold the answer.
+    documents: indices of its documents. more: indices of other documents of the same article.
+    evidence: indices of the documents that hold the answer.
     """
 
     text: str
@@ -160,7 +160,7 @@ class Corpus:
 
 
 def read_templates(folder: str | Path) -> Templates:
-    """The prompts and settings in a folder with RULER's `constants.py` and `synthetic.yaml`, without running code.
+    """The prompts and settings in a folder with RULER's `constants.py` and `synthetic.yaml`, whose code is not run.
 
     Raises UserError if a file is missing, cannot be parsed, or lacks a task or field.
     """
@@ -194,9 +194,9 @@ def read_templates(folder: str | Path) -> Templates:
 
 
 def fetch_templates(folder: str | Path) -> Templates:
-    """The official prompts and settings in a cache folder, downloaded from RULER's repository if they are missing.
+    """The official prompts and settings in a cache folder, downloaded from RULER's repository if missing.
 
-    Raises UserError if they cannot be downloaded, or if a file is not that of `COMMIT`.
+    Raises UserError if they cannot be downloaded, or if a file differs from that of `COMMIT`.
     """
     folder = Path(folder).expanduser()
     ways_out = (
@@ -216,16 +216,16 @@ def words(*kinds: Literal["noun", "adjective", "verb"]) -> list[list[str]]:
     try:
         folder = files("wonderwords") / "assets"
     except ModuleNotFoundError as error:
-        raise UserError(f"RULER's words are those of the package wonderwords, which is missing; {INSTALL}") from error
+        raise UserError(f"RULER's words come from the package wonderwords, which is missing; {INSTALL}") from error
     return [[line.rstrip() for line in (folder / f"{kind}list.txt").read_text("utf-8").splitlines()] for kind in kinds]
 
 
 def english_words(sources: Sources) -> list[str]:
-    """The second list of words, for more words than wonderwords has. Raises UserError if it is not in `data.dir`."""
+    """The longer word list, for rows that need more words than wonderwords has. Raises UserError if it is missing."""
     file = sources.folder / _ENGLISH if sources.folder else None
     if file is None or not file.is_file():
         raise UserError(
-            f"cwe needs more words at this length than wonderwords has: give data.dir=FOLDER with {_ENGLISH} of "
+            f"cwe needs more words at this length than wonderwords has: give data.dir=FOLDER with {_ENGLISH} from "
             "RULER's repository (scripts/data/synthetic/json, stored with Git LFS), or a smaller ruler.length"
         )
     listed = _json(file)
@@ -235,11 +235,11 @@ def english_words(sources: Sources) -> list[str]:
 
 
 class Pairs(Sequence[str]):
-    """All distinct "adjective-noun" pairs, sorted: six million strings, made only when they are read."""
+    """All distinct "adjective-noun" pairs, sorted: six million strings, each made when it is read."""
 
     def __init__(self, adjectives: Iterable[str], nouns: Iterable[str]) -> None:
         self._nouns = sorted(set(nouns))
-        # an adjective's pairs are contiguous, unless its beginning is itself an adjective ("well", "well-made")
+        # an adjective's pairs are contiguous, unless another adjective begins with it and "-" ("well", "well-made")
         self._blocks: list[tuple[str, ...]] = []  # adjectives whose pairs are sorted together
         for beginning in sorted(f"{adjective}-" for adjective in set(adjectives)):
             if self._blocks and beginning.startswith(self._blocks[-1][0]):
@@ -268,7 +268,7 @@ class Pairs(Sequence[str]):
 
 
 def read_essay(task: str, sources: Sources) -> Essay:
-    """The text around a task's needles. Raises UserError if none is given, or if it cannot be read."""
+    """The text around a task's needles. Raises UserError if it is missing or cannot be read."""
     path = _essay_file(sources)
     if path is None:
         raise UserError(f"{task} hides its needles in a text: {_GIVE_ESSAY}")
@@ -279,7 +279,7 @@ def read_essay(task: str, sources: Sources) -> Essay:
 
 
 def read_text(path: Path, key: str) -> str:
-    """The text of a file, or of all .txt and .md files of a folder, stripped. key: the setting that names the path.
+    """The text of a file, or of all .txt and .md files in a folder, stripped. key: the setting that names the path.
 
     Raises UserError if it cannot be read or is empty.
     """
@@ -291,7 +291,7 @@ def read_text(path: Path, key: str) -> str:
 
 
 def missing_corpus(task: Task, sources: Sources) -> str | None:
-    """Why a task's text or dataset cannot be loaded; None if it can, or if the task needs none."""
+    """Why a task's text or dataset cannot be loaded; None if it can, or if the task does not need any."""
     if task.settings.get("type_haystack") == "essay":
         return f"no text to hide needles in; {_GIVE_ESSAY}" if _essay_file(sources) is None else None
     if task.kind != "qa":
@@ -303,7 +303,7 @@ def missing_corpus(task: Task, sources: Sources) -> str | None:
 
 
 def corpus_sha256(task: Task, sources: Sources) -> str | None:
-    """SHA-256 of a task's text or dataset; None if it needs none. Raises UserError."""
+    """SHA-256 of a task's text or dataset; None if it does not need any. Raises UserError."""
     if task.settings.get("type_haystack") == "essay":
         essay = read_essay(task.name, sources)
         texts = [str(essay.official), *essay.words]
@@ -316,16 +316,16 @@ def corpus_sha256(task: Task, sources: Sources) -> str | None:
 
 
 def _essay_file(sources: Sources) -> Path | None:
-    """The user's text, else RULER's in `data.dir`, if there is one."""
+    """The user's text, else RULER's in `data.dir`, else None."""
     official = sources.folder / _ESSAYS if sources.folder else None
     return sources.haystack or (official if official and official.is_file() else None)
 
 
 def read_corpus(dataset: str, sources: Sources) -> Corpus:
-    """Questions and documents of SQuAD 2.0 or HotpotQA (distractor), the development sets.
+    """Questions and documents of the development set of SQuAD 2.0 or HotpotQA (distractor).
 
-    dataset: "squad" or "hotpotqa". Read from its file in `data.dir` if there is one, else by the package `datasets`.
-    Raises UserError if the file is malformed, or the dataset neither cached nor downloadable.
+    dataset: "squad" or "hotpotqa", read from its file in `data.dir` if it exists, else by the package `datasets`.
+    Raises UserError if the file is malformed, or if the dataset is neither cached nor downloadable.
     """
     name = _HUB[dataset][2]
     file = sources.folder / name if sources.folder else None
@@ -338,7 +338,7 @@ def read_corpus(dataset: str, sources: Sources) -> Corpus:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{source}: not in the official format of {dataset} ({error!r})") from error
     if not corpus.questions:
-        raise UserError(f"{source}: holds no question that has an answer")
+        raise UserError(f"{source}: holds no question with an answer")
     return corpus
 
 
@@ -388,7 +388,7 @@ def _give(name: str) -> str:
 
 
 def _squad_file(loaded: Iterable[Any]) -> dict[str, Any]:
-    """The hub's rows, a question each, in the official format: articles of paragraphs of questions."""
+    """The hub's rows (one per question) in the official format: articles of paragraphs of questions."""
     articles = []
     for _, article in itertools.groupby(loaded, key=lambda row: row["title"]):
         paragraphs = [
@@ -454,7 +454,7 @@ def _parsed_settings(content: bytes, file: Path) -> Any:
 
 
 def _field(parsed: Any, name: str, expected: type | tuple[str, ...], file: Path, inside: str = "") -> Any:
-    """A field's value. expected: its type, or allowed values. Raises UserError for a missing or other value."""
+    """A field's value. expected: its type, or the allowed values. Raises UserError if it is missing or not expected."""
     value = parsed.get(name) if isinstance(parsed, dict) else None
     if value in expected if isinstance(expected, tuple) else isinstance(value, expected):
         return value

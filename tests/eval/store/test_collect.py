@@ -150,7 +150,7 @@ def test_shards_are_merged_and_what_stands_twice_is_kept_once(tmp_path: Path, ca
     assert (done.records, done.files, done.missing) == (3, 2, None)
     (run,) = find_runs([tmp_path / "out"])
     assert run.records == [record(0), record(1), record(2)]
-    assert "records-2-of-2.jsonl:2: the same line as" in caplog.text
+    assert "records-2-of-2.jsonl:2: repeats" in caplog.text
 
 
 def test_shards_that_disagree_are_refused(tmp_path: Path) -> None:
