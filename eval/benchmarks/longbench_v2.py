@@ -31,7 +31,7 @@ PROMPT_URL = f"https://raw.githubusercontent.com/THUDM/LongBench/2e00731f8d0bff2
 PROMPT_SHA256 = "68a162252bc9ff71d5d7abca3d69bb31aac3c35f832d657a2866f2018b8a6950"
 MAX_NEW_TOKENS = 128
 TEMPLATE = "{instruction}{context}{input}"
-"""A row's official prompt, parted before and behind the context."""
+"""A row's official prompt, split before and after the context."""
 
 LENGTHS = {"short": "short (0-32k words)", "medium": "medium (32-128k words)", "long": "long (128k-2M words)"}
 """A row's `length`, and the group of these rows."""

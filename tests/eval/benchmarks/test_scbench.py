@@ -256,7 +256,7 @@ BAD_TURNS = [
     ("kv", {"input": None}, "'input' must be a string that is not empty, got None"),
     ("vt", {"answer": "AAA"}, "'answer' must be a list of strings, got 'AAA'"),
     ("mf", {"answer": "7"}, "'answer' must be a number, got '7'"),
-    ("mf", {"input": "What?"}, "'input' must say what is asked for, as 'The ... is', got 'What?'"),
+    ("mf", {"input": "What?"}, "'input' must name what it asks for, as 'The ... is', got 'What?'"),
     ("choice_eng", {"answer": "x"}, "'options' must be 4 strings, one the answer"),
     ("summary_with_needles", {"task": "kv"}, "'task' must be one of scbench_summary, scbench_passkey, got 'kv'"),
     ("summary_with_needles", {"answer": "x"}, "'answer' must be a number for scbench_passkey and only for it"),
