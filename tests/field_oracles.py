@@ -123,13 +123,13 @@ Ids = Sequence[int]
 Scores = dict[int, float]  # {position: score}
 Pair = tuple[np.ndarray, np.ndarray]  # key and value of a token, [G, d], or of one KV head, [d]
 Attention = dict[int, list[Scores]]  # {position of the query: for each query head, {position of the key: probability}}
-Token = tuple[int, int, int]  # a token's id, and the first character that it stands for and the first behind it
+Token = tuple[int, int, int]  # a token's id, its first character, and the first character after it
 Cache = dict[int, list[dict[int, Pair]]]  # {layer: for each KV head, {position: key and value}}
 
 
 @dataclass
 class FieldOutput:
-    """What every method here returns.
+    """The result of every method here.
 
     Attributes:
         token_ids: the greedily generated tokens, one per step.
@@ -396,7 +396,7 @@ def specprefill_across(
     steps: int = 4,
     eos_token_ids: Collection[int] = (),
 ) -> FieldOutput:
-    """SpecPrefill with a draft that has a tokenizer of its own (36 to 39): ``[...]`` stands for what is left out."""
+    """SpecPrefill with a draft that has another tokenizer (36 to 39): ``[...]`` replaces omitted text."""
     hand, out = HandModel(model), FieldOutput()
     prompt, tokens = read(text), read_by_draft(text)
     places = [place for place, (_, start, stop) in enumerate(tokens) if start < stop]

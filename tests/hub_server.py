@@ -1,8 +1,8 @@
-"""A stand-in for the Hugging Face hub on the loopback, which answers `huggingface_hub`'s client as the hub does.
+"""A stand-in for the Hugging Face hub on the loopback, which answers `huggingface_hub`'s client like the hub.
 
 Model info, file tree, and files with redirects: small ones to the hub's own resolve cache, large ones to a storage host
-that must not see the token. Gated repositories show their list of files to everybody and give a file to those with
-access alone. Left out: Xet storage, which the client uses only if an answer names a Xet hash.
+that must not see the token. Gated repositories show their list of files to everybody, but serve files only to users
+with access. Left out: Xet storage, which the client uses only if an answer names a Xet hash.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     # ------------------------------------------------------------------------------------------------------------ files
 
     def resolve(self, name: str, revision: str, file: str) -> None:
-        """A file's facts, and where it lies."""
+        """A file's metadata and location."""
         repository = self.repository(name)
         if repository is None or not self.may_read(name, repository):
             return None
@@ -138,7 +138,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
 
     def repository(self, name: str, kind: str | None = None) -> Repository | None:
-        """The repository; None if there is none, once that is answered: who is not logged in may just not see it."""
+        """The repository, or None after answering that it is missing (without login: that it may be hidden)."""
         found = self.hub.repositories.get(name)
         if found is None or kind not in (None, found.kind):
             return self.refuse(401 if self.token is None else 404, "RepoNotFound", "Repository not found")

@@ -1,4 +1,4 @@
-"""A package with methods of its own, as somebody else would write one, installed for real.
+"""A package with its own methods, as another author would write it, really installed.
 
 Its `keep_last` is the worked example of `lazyllm.methods.Prune`'s docstring, word for word.
 """
@@ -66,15 +66,15 @@ class IsNoMethod:
 
 
 def example() -> str:
-    """The source of the docstring's example, as far as its classes go."""
+    """The source of the classes in the docstring's example."""
     parts = [example.source for example in doctest.DocTestParser().get_examples(Prune.__doc__ or "")]
     return "\n".join(parts[: next(number for number, part in enumerate(parts) if "load_model" in part)])
 
 
 def install_own_package(folder: Path, version: str = "0.1", helper: str = "") -> Path:
-    """Build the package below `folder` and install it with pip; the folder to put on the module path.
+    """Build the package below `folder` and install it with pip. Returns the folder for the module path.
 
-    helper: the content of a module beside the methods'.
+    helper: the content of a second module, next to the methods'.
     """
     source, target = folder / f"source-{version}", folder / f"installed-{version}"
     package = source / "own_methods"

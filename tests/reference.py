@@ -139,14 +139,14 @@ class HandModel:
         }
         self.head_dim: int = self.weights["model.layers.0.self_attn.o_proj.weight"].shape[1] // self.num_heads
 
-        # how far a token sees back, by layer: itself and `window` - 1 positions before it
+        # a layer's window: a token sees itself and `window` - 1 positions before it
         window = config.sliding_window if hasattr(config, "sliding_window") else None
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * self.num_layers
         if set(kinds) - {"full_attention", "sliding_attention"}:
             raise ValueError(f"the reference knows no layers of types {set(kinds)}")
         self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
 
-        # RoPE by layer; None where a layer has none (SmolLM3 marks the layers that have one with 1)
+        # RoPE by layer; None if a layer has no RoPE (SmolLM3 marks layers with RoPE by 1)
         ropes = config.rope_parameters
         self.ropes = [ropes.get(kind, ropes) for kind in kinds]
         if self.kind == "smollm3":
@@ -167,18 +167,18 @@ class HandModel:
             self.logits_divisor = config.logits_scaling
 
     def sees(self, layer: int, position: int, other: int) -> bool:
-        """Whether a token attends to another one in this layer, where both are there."""
+        """Whether a token attends to another one in this layer, if both are stored."""
         window = self.windows[layer - 1]
         return other <= position and (window is None or position - other < window)
 
     def _linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        """W x + b, without b where the layer has none."""
+        """W x + b, or W x if the layer has no b."""
         y = self.weights[f"{name}.weight"] @ x
         bias = self.weights.get(f"{name}.bias")
         return y if bias is None else y + bias
 
     def _norm(self, name: str, x: np.ndarray) -> np.ndarray:
-        """RMSNorm; Gemma's weights are counted from 1. Where the model has no such norm, nothing happens."""
+        """RMSNorm; Gemma's weights are offsets from 1. If the model has no such norm, x is returned unchanged."""
         if f"{name}.weight" not in self.weights:
             return x
         return _rms_norm(x, self.weights[f"{name}.weight"] + (1.0 if self.is_gemma else 0.0), self.eps)
@@ -289,7 +289,9 @@ class HandModel:
             probabilities.append(_softmax(logits[-1]))
             outputs.append(probabilities[-1] @ np.stack([v for _, v in here]))
         attention = self._linear(f"{prefix}.self_attn.o_proj", np.concatenate(outputs))
-        if self.is_gemma or self.kind == "olmo2":  # the norm of this name comes behind attention, not before the MLP
+        if (
+            self.is_gemma or self.kind == "olmo2"
+        ):  # the norm of this name follows attention, instead of preceding the MLP
             attention, before_mlp = self._norm(f"{prefix}.post_attention_layernorm", attention), "pre_feedforward"
         else:
             before_mlp = "post_attention"
@@ -328,10 +330,10 @@ def keep_count(ratio: float, n: int) -> int:
 
 @dataclass
 class ReferenceOutput:
-    """What :func:`lazy_reference` returns.
+    """The result of :func:`lazy_reference`.
 
     Attributes:
-        token_ids: the generated tokens, the end token (where reached) included; one per step.
+        token_ids: the generated tokens, including the end token if reached; one per step.
         logits: per step, the logits [V] that chose the token.
         selected: per step, {pruning layer: sorted positions of all tokens in the step's set after it, newest included}.
         revived: per step, {pruning layer: sorted positions that left the Aux Cache there and entered the next layer}.
@@ -341,8 +343,8 @@ class ReferenceOutput:
         compute_counts: {(layer, position): how many times the token was computed in the layer}; nothing above 1.
         aux: {pruning layer: positions whose hidden state is held at that boundary at the end}.
         margin: the smallest difference in importance between a kept and a dropped candidate, over all selections, exact
-            ties left out (infinite where no selection had a choice): a selection is decisive if this is well above the
-            rounding errors of whatever is compared.
+            ties left out (infinite if no selection had a choice): a selection is decisive if this is well above the
+            rounding errors of the compared results.
         stored: {layer: {position: key and value}} at the end. Of :func:`static_reference` only.
     """
 
@@ -374,11 +376,11 @@ def lazy_reference(
         model: a Hugging Face model that :class:`HandModel` knows; only its weights are used.
         input_ids: the N prompt tokens, N >= 1.
         schedule: {pruning layer, from 1: keep ratio in (0, 1]}.
-        max_new_tokens: at most so many tokens are generated, >= 1.
+        max_new_tokens: the maximum number of generated tokens, >= 1.
         eos_token_ids: generation stops after one of these.
-        prune_generated: in decoding, the generated tokens but the newest are candidates too, and count.
-        forced: the first so many tokens are these, whatever the logits say (teacher forcing).
-        revive: False for the ablation without section 3.3: decoding stays with the prefill's selections.
+        prune_generated: in decoding, all generated tokens except the newest are candidates too, and count.
+        forced: the first generated tokens, whatever the logits are (teacher forcing).
+        revive: False for the ablation without section 3.3: decoding uses the prefill's selections.
 
     Returns:
         Tokens, logits, selections and counts; see :class:`ReferenceOutput`.
@@ -449,7 +451,7 @@ def lazy_reference(
             if layer == hand.num_layers:
                 continue  # there is no next layer: the selection changes nothing
 
-            # Who was computed up to here and does not go on waits in the Aux Cache; who goes on and was not computed
+            # A token computed so far that is not selected waits in the Aux Cache; a selected one that was not computed
             # beyond comes from this step's hidden states, or else from the Aux Cache (it is revived).
             for p in set(hidden) - selected:
                 assert p not in aux[layer]
@@ -492,7 +494,7 @@ def static_reference(
 ) -> ReferenceOutput:
     """Static token pruning: once, in prefill, after `layer`, by the importance averaged over layers 1 to `layer`.
 
-    What is pruned is gone for all layers. Fills in `token_ids`, `logits`, `stored` and `selected` (of prefill) only.
+    Pruned tokens are removed from all layers. Sets `token_ids`, `logits`, `stored` and `selected` (of prefill) only.
     selected: with layer 0, the prompt's positions that are run at all, the last one among them.
     """
     hand, out = HandModel(model), ReferenceOutput()
@@ -582,7 +584,7 @@ def random_model(
     Every parameter is random, norm weights and biases included. transformers rounds to float32 inside RMSNorm and the
     rotary embedding even in a float64 model, so that its logits are good to 1e-6 only; unless told otherwise these two
     modules are therefore replaced by float64 ones (the layers stay transformers'). Eager attention rounds its softmax
-    as well: use SDPA, or :func:`casts_in_float64`, where 1e-9 is asked for.
+    as well: use SDPA, or :func:`casts_in_float64`, for comparisons to 1e-9.
 
     Args:
         architecture: "llama", "mistral", "qwen2" or "qwen3".
@@ -652,7 +654,7 @@ _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 WINDOW = 7
 
-# One row for each way of being built that the library supports: model type, and what is not `random_model`'s. Lengths
+# One row per kind of decoder that the library supports: model type, and its differences to `random_model`. Lengths
 # at which something changes (windows, RoPEs that depend on the length) are short enough for prompts of a few tokens.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),

@@ -1,4 +1,4 @@
-"""How far a method's answer is from the full model's: an obvious, slow, independent version, for the tests only.
+"""The distance of a method's answer from the full model's: an obvious, slow, independent version, for tests only.
 
 A forced answer is a list of T token ids. It is fed to a model token by token, after the prompt, so that there are T
 sets of logits [V]: the first from the prompt's prefill, each later one from a decoding step. The last token is not run.
@@ -44,7 +44,7 @@ def kl_divergence(baseline: np.ndarray, method: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How a method gives a forced answer, beside its baseline.
+    """A method's forced answer, compared with its baseline's.
 
     Attributes:
         first_kl: KL divergence of the first token's distribution, nats.

@@ -89,8 +89,8 @@ def _check(new_ids: Ids, max_new_tokens: int) -> None:
 class LazyTurns:
     """LazyLLM over several turns. With an empty schedule: the baseline.
 
-    There is no Aux Cache here: every layer remembers the hidden states that it has put out. A token that is selected
-    and was not in the next layer yet enters it from there. The Aux Cache is what this amounts to, by counting.
+    There is no Aux Cache here: every layer remembers all hidden states of its output. A selected token that was not in
+    the next layer yet enters it from there. The size of the Aux Cache follows by counting.
 
     Args:
         model: a Hugging Face model that :class:`HandModel` knows; only its weights are used.
@@ -116,7 +116,7 @@ class LazyTurns:
 
         self.text: list[int] = []
         self.prompt: set[int] = set()  # positions of prompt tokens
-        self.num_run = 0  # the first so many tokens of the text have been in a step
+        self.num_run = 0  # number of the text's first tokens that have been in a step
         self.reach: dict[int, int] = {}
         self.kv: dict[int, dict[int, Pair]] = {layer: {} for layer in self.layers}
         self.after: dict[int, dict[int, np.ndarray]] = {layer: {} for layer in (0, *self.layers)}  # 0: embeddings
@@ -204,7 +204,7 @@ class LazyTurns:
         return importance
 
     def _select(self, boundary: int, active: set[int], importance: Scores, out: TurnOutput) -> set[int]:
-        """The tokens of the step's set that go on."""
+        """The tokens of the step's set that continue."""
         if not self.revive and boundary in self.first_selected:
             return {p for p in active if p in self.first_selected[boundary] or p >= self.first_length}
         newest = max(active)
@@ -248,7 +248,7 @@ def static_first(model: Model, ids: Ids, layer: int, ratio: float, steps: int) -
 
 
 class ContinuedTurns:
-    """Later turns over what a method's first turn left in its cache.
+    """Later turns over the cache that a method's first turn left.
 
     Args:
         model: the model of the first turn.
@@ -260,7 +260,7 @@ class ContinuedTurns:
         self.cache: Cache = copy.deepcopy(first.stored)
         self.pending = first.token_ids[-1]
         self.position = first.decode_from + len(first.token_ids) - 1  # of the pending token
-        self.computed = [max(layer) for layer in zip(*first.passes, strict=True)]  # a second pass reads no other tokens
+        self.computed = [max(layer) for layer in zip(*first.passes, strict=True)]  # a second pass reads the same tokens
 
     def answer(self, new_ids: Ids, steps: int) -> TurnOutput:
         """Append a turn's tokens and generate ``steps`` tokens greedily. Nothing is selected."""
@@ -288,7 +288,7 @@ class ContinuedTurns:
 
 
 def again_turns(run: Callable[[Ids], FieldOutput], turns: Sequence[Ids]) -> list[FieldOutput]:
-    """Every turn as a first one: ``run`` generates from the whole text so far."""
+    """Every turn as a first turn: ``run`` generates from the whole text so far."""
     text: list[int] = []
     outputs = []
     for new_ids in turns:

@@ -1,4 +1,4 @@
-"""Checkpoints that stand in for Llama 2 7B chat, Llama 3.1 8B Instruct and XGen 7B: the same files, tensors, settings.
+"""Stand-ins for checkpoints of Llama 2 7B chat, Llama 3.1 8B Instruct and XGen 7B: the same files, tensors, settings.
 
 Every tensor is in the same shard as in the published checkpoint (XGen's: as `save_pretrained` placed it). Only the
 width is small, and the weights give one answer to every prompt.

@@ -170,7 +170,7 @@ def test_specprefill_by_counting():
     assert selected(40, 0.4) == list(range(8, 24))  # chunks 0 and 4 are worse: zeros around them
     assert selected(40, 0.4, sound=True) == [*range(8), *range(32, 40)]
     assert selected(40, 0.41, sound=True) == [*range(16), *range(32, 40)]
-    # 42 tokens: six chunks, the last of 2 tokens. The last 8 tokens lie in chunks 4 and 5.
+    # 42 tokens: six chunks, the last of 2 tokens. The last 8 tokens are in chunks 4 and 5.
     assert selected(42, 0.3, sound=True) == [*range(8), *range(32, 42)]
     assert selected(42, 1.0) == list(range(42))
 
@@ -358,7 +358,7 @@ def test_fastkv_with_masks(variant: str, pooling: str):
         assert out.caches[index + 1] == [[*top(row, older, 12 - window), *recent] for row in scores]
         if index == 1:
             assert out.selected == {2: [*top(scores.sum(dim=0), older, 20 - window), *recent]}
-    if variant != "mistral, window":  # where the window hides most tokens from all heads
+    if variant != "mistral, window":  # the window hides most tokens from all heads
         assert any(first != second for first, second in out.caches.values())
 
 

@@ -62,7 +62,7 @@ DAY_TWO = {
 
 @dataclass(frozen=True)
 class Played:
-    """What the commands of both days printed, what was asked of the hub, and the folder with their runs."""
+    """The output of both days' commands, the requests to the hub, and the folder with their runs."""
 
     day_one: dict[str, dict[str, Any]]
     day_two: dict[str, dict[str, Any]]
@@ -84,7 +84,7 @@ def played(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Played:
 
 
 def _hub(shared: Path) -> tuple[HubServer, dict[str, str]]:
-    """The hub with both checkpoints and LongBench, and what of LongBench's pinned constants is another there."""
+    """The hub with both checkpoints and LongBench, and the pinned LongBench constants that differ there."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as opened:
         opened.writestr("data/hotpotqa.jsonl", (shared / "longbench" / "hotpotqa.jsonl").read_bytes())

@@ -1,6 +1,6 @@
-"""Sweeps through engines that exist: joblib, a Ray cluster and Slurm, both started here on loopback.
+"""Sweeps through real launchers: joblib, a Ray cluster and Slurm, the last two started here on loopback.
 
-Where Ray or Slurm is not installed, its tests are skipped, saying so; with REQUIRE_LAUNCHERS="ray slurm" they fail.
+If Ray or Slurm is not installed, its tests are skipped with the reason; with REQUIRE_LAUNCHERS="ray slurm" they fail.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ RAY_ENVIRONMENT = {
 
 
 def sweep(folder: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python run.py -m ...` in `folder`, offline, with a home folder of its own."""
+    """Run `python run.py -m ...` in `folder`, offline, with a separate home folder."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
     basic = {
@@ -68,13 +68,13 @@ def sweep(folder: Path, *overrides: str, **environment: str) -> subprocess.Compl
 
 
 def said(folder: Path, done: subprocess.CompletedProcess[str]) -> str:
-    """All that a sweep and its jobs wrote: what is shown where an assertion fails."""
+    """All output of a sweep and its jobs, to show if an assertion fails."""
     logs = sorted((folder / "runs" / ".submitit").glob("*/*_log.*"))
     return "\n".join([done.stdout, done.stderr, *(f"{log.name}:\n{log.read_text()}" for log in logs)])
 
 
 def require(engine: str, here: bool, otherwise: str) -> None:
-    """Skip where an engine is not here; fail where it has to be."""
+    """Skip if a launcher is not installed; fail if it is required."""
     if not here:
         (pytest.fail if engine in os.environ.get("REQUIRE_LAUNCHERS", "").split() else pytest.skip)(otherwise)
 
@@ -198,7 +198,7 @@ def ray_address() -> Iterator[str]:
             time.sleep(0.2)
         yield f"127.0.0.1:{port}"
     finally:
-        head.terminate()  # ends what it started
+        head.terminate()  # ends the processes that it started
         with contextlib.suppress(subprocess.TimeoutExpired):
             head.wait(30)
         for process in ours(str(folder)):

@@ -42,7 +42,7 @@ def test_from_the_command_to_the_table_and_never_two_versions_in_one(tmp_path: P
     assert len(records) == 2
     for record in records:
         n = record.prompt_tokens
-        kept = -(-3 * n // 10)  # ceil(0.3 n) go on after layer 2 of 8
+        kept = -(-3 * n // 10)  # ceil(0.3 n) continue after layer 2 of 8
         assert record.method.pct_prompt_tokens_computed == pytest.approx(100 * (2 * n + 6 * kept) / (8 * n))
         assert record.baseline is not None
     assert "lookup" in done.stdout
@@ -56,7 +56,7 @@ def test_from_the_command_to_the_table_and_never_two_versions_in_one(tmp_path: P
     assert "Traceback" not in mixed.stderr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["identity"] == about["identity"]
 
-    shutil.copytree(tmp_path / "run", tmp_path / "newer")  # beside it, they do not meet in a table either
+    shutil.copytree(tmp_path / "run", tmp_path / "newer")  # in the same folder, they do not share a table either
     about["identity"]["method_code"] = "own-methods 0.2 0123456789abcdef"
     (tmp_path / "newer" / "run.json").write_text(json.dumps(about))
     (there, here) = (run.model for run in find_runs([tmp_path / "run", tmp_path / "newer"]))

@@ -37,7 +37,7 @@ def forward(model: PreTrainedModel, token_ids: list[int]) -> np.ndarray:
 
 
 def greedy_loop(model: PreTrainedModel, prompt: list[int], steps: int) -> tuple[list[int], list[np.ndarray]]:
-    """Plain greedy decoding, the whole text anew at every step."""
+    """Plain greedy decoding, with the whole text run again at every step."""
     text, logits = list(prompt), []
     for _ in range(steps):
         logits.append(forward(model, text)[-1])
@@ -179,7 +179,7 @@ def test_ties_revival_and_aux_cache_by_counting():
     assert out.selected[0] == {1: [0, 1, 2, 3, 4, 5, 9], 3: [0, 1, 2, 3, 9]}
     assert out.revived[0] == {1: [], 3: []}
     # Then 7 of the 10 prompt tokens and the newest, 10: token 6 is revived after layer 1 and waits again after layer 3,
-    # token 4 is revived after layer 3, where it waited since the prefill.
+    # token 4 is revived after layer 3, where it has waited since the prefill.
     assert out.selected[1] == {1: [0, 1, 2, 3, 4, 5, 6, 10], 3: [0, 1, 2, 3, 4, 10]}
     assert out.revived[1] == {1: [6], 3: [4]}
     assert out.selected[2] == {1: [0, 1, 2, 3, 4, 5, 6, 10, 11], 3: [0, 1, 2, 3, 4, 10, 11]}
@@ -308,7 +308,7 @@ def test_equals_the_dense_masked_formulation(architecture: str, schedule: dict[i
 
 
 def assert_bookkeeping(out: ReferenceOutput, num_prompt: int, schedule: dict[int, float]) -> None:
-    """What must hold between the fields of a ReferenceOutput, counted anew from `selected`."""
+    """The relations between the fields of a ReferenceOutput, with counts from `selected`."""
     steps, num_layers = out.computed.shape
     layers = range(1, num_layers + 1)
     seen: dict[int, set[int]] = {layer: set() for layer in layers}  # tokens computed so far

@@ -115,12 +115,12 @@ def test_four_turns_equal_the_dense_masked_formulation(
 
 
 def assert_counts(session: LazyTurns, outputs: list[TurnOutput], schedule: dict[int, float]) -> None:
-    """What is computed, revived and held, counted anew from the selections of all steps."""
+    """Numbers of computed, revived and held tokens, counted from the selections of all steps."""
     layers = range(1, 5)
     seen: dict[int, set[int]] = {layer: set() for layer in layers}
     length, prompt = 0, set()
     for turn, out in zip(TURNS, outputs, strict=True):
-        start = length + (1 if length else 0)  # behind the pending token
+        start = length + (1 if length else 0)  # after the pending token
         prompt |= set(range(start, start + len(turn)))
         length = start + len(turn)
         for step in range(STEPS):

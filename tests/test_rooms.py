@@ -1,4 +1,4 @@
-"""The house: each room imports only what lies below it, no module imports itself in a circle, every name is used once.
+"""Structure: each room imports only rooms below it, there is no import cycle, and every module name is unique.
 
 Read from the code by `ast`, imports inside functions included; imports for type checkers alone are left out.
 """

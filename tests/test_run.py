@@ -147,7 +147,7 @@ def test_the_demo_compares_the_papers_methods(capsys: pytest.CaptureFixture[str]
         }
     assert Path("runs/demo-tiny.md").read_text().count("| lazy |") == 3  # two tasks and their mean
     assert "model=llama2" in lines[-1]
-    assert len(list(Path("runs").glob("tiny-*"))) == 4  # each method has its own run, beside its own baseline
+    assert len(list(Path("runs").glob("tiny-*"))) == 4  # each method has its own run, with its own baseline
 
 
 def test_prompt_compression_scores_in_its_own_time() -> None:

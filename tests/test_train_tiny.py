@@ -1,4 +1,4 @@
-"""`scripts/dev/train_tiny.py` and what it made: tokenizer, sequences, the shipped model."""
+"""`scripts/dev/train_tiny.py` and its results: tokenizer, sequences, the shipped model."""
 
 from __future__ import annotations
 

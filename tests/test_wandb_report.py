@@ -22,7 +22,7 @@ pytest.importorskip("wandb_workspaces", reason="the extra wandb-report is not in
 
 @pytest.fixture(autouse=True)
 def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """No key, and no other machine can be called."""
+    """No key, and no access to other machines."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))

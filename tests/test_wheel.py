@@ -1,4 +1,4 @@
-"""What a new user gets: the wheel, installed by itself, and the README's example run far from the repository."""
+"""A new user's installation: the wheel alone, and the README's example run outside the repository."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pip(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: a build leaves files behind, and an older one's would get into the wheel."""
+    """Built from a copy, as a build leaves files that would get into the next wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)

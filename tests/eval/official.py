@@ -24,13 +24,13 @@ LONGBENCH = SHARED / "longbench"
 
 
 def needs(path: Path) -> pytest.MarkDecorator:
-    """Skips a test where the shared material is absent, saying so."""
+    """Skip a test, with the reason, if the shared material is missing."""
     return pytest.mark.skipif(not path.exists(), reason=f"../shared/{path.relative_to(SHARED)} is absent")
 
 
 @cache
 def shared_rows(folder: str = "") -> dict[str, list[dict[str, Any]]]:
-    """{dataset: rows} of ../shared/longbench or of a folder in it; nothing where it is absent."""
+    """{dataset: rows} of ../shared/longbench or of a folder in it; empty if it is missing."""
     files = sorted((LONGBENCH / folder).glob("*.jsonl"))
     return {file.stem: [json.loads(line) for line in file.read_bytes().split(b"\n") if line] for file in files}
 
@@ -49,7 +49,7 @@ def f1(prediction: str, gold: str) -> float:
 
 def _squad_words(text: str) -> list[str]:
     kept = "".join(character for character in text.lower() if character not in set(string.punctuation))
-    # Articles go where no letter, digit or underscore touches them: between spaces, and also in "a’b".
+    # Articles are removed if no letter, digit or underscore touches them: between spaces, and also in "a’b".
     words, run = [], ""
     for character in [*kept, " "]:
         if character.isalnum() or character == "_":
@@ -67,7 +67,7 @@ def classification(prediction: str, gold: str, all_classes: list[str]) -> float:
     index = 0
     while index < len(found):
         if found[index] != gold and gold.find(found[index]) >= 0:
-            # What goes is the first name equal to this one, which is this one unless names repeat.
+            # The first equal name is removed, which is this one unless names repeat.
             del found[found.index(found[index])]
         index += 1  # also after a removal: one name is skipped
     return 1 / len(found) if gold in found else 0.0

@@ -1,4 +1,4 @@
-"""The door: one screen of verbs, one line for what a user can fix, and nothing heavy before the arguments are right."""
+"""The command line: one screen of verbs, one line per user error, and no heavy import before arguments are valid."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, list]:
-    """{arguments: [exit code, output, heavy modules imported so far]}, all of one process."""
+    """{arguments: [exit code, output, heavy modules imported so far]}, all from one process."""
     commands = json.dumps([command.split() for command in COMMANDS])
     done = subprocess.run(
         [sys.executable, "-c", REFUSED, commands, json.dumps(HEAVY)], cwd=ROOT, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Scoring a folder of official predictions: the numbers, what is printed, and all that can be wrong."""
+"""Scoring a folder of official predictions: numbers, output, and all errors."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_scores_by_hand(tmp_path):
 
 
 def test_the_last_lines_class_names_hold_for_all_lines(tmp_path):
-    """As in the official eval.py, which reads them anew with each line and scores after the last."""
+    """As in the official eval.py, which reads them again with each line and scores after the last."""
     row = {"pred": "City and State", "answers": ["City"], "length": 3}
     write(tmp_path, "trec", row | {"all_classes": ["City", "State"]}, row | {"all_classes": ["City"]})
     assert score_folder(tmp_path).datasets[0].score == 100.0

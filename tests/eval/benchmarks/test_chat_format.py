@@ -1,6 +1,6 @@
-"""Chat templates of today: arguments, system prompts, dates, thoughts; and the cleaning of answers.
+"""Current chat templates: arguments, system prompts, dates, thoughts; and the cleaning of answers.
 
-The templates are small ones of our own. Each does what the named models' own do, in the same way.
+The templates are our own small ones; each works like those of the named models.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def letters_of_examples_answers(name: str, context: str) -> set[int]:
 
 
 def untouchable(name: str, row: dict[str, Any], template: str, prompt: Prompt, limit: int | None) -> set[int]:
-    """Places in the prompt's text that must stay, from the template, the row and where the cut must have gone."""
+    """Ranges of the prompt's text that must be kept, computed from the template, the row and the expected cut."""
     head, tail = (part.format(**row) for part in template.split("{context}"))
     rendered = head + row["context"] + tail
     stays = set(range(len(head))) | set(range(len(head) + len(row["context"]), len(rendered)))
@@ -159,12 +159,12 @@ def test_real_prompts_are_compressed_and_question_and_instruction_are_untouched(
 @official.needs(LLAMA2)
 @official.needs(official.LONGBENCH)
 def test_real_examples_are_all_found() -> None:
-    """As many answers as `Question:`, `Passage:` and `Dialogue:` lines; whole contexts, so none is cut."""
+    """One answer per `Question:`, `Passage:` or `Dialogue:` line; contexts are whole, so no line is cut."""
     for name, label in (("trec", "Question:"), ("triviaqa", "Passage:"), ("samsum", "Dialogue:")):
         for example, row, _ in all_rows(name):
             prompt = build_prompt(example, "{context}", llama2(), protected=DATASETS[name].protected)
             assert len(letters_of_examples_answers(name, row["context"])) > 0
-            # each example's text stands between its label and its answer, so ranges and examples are as many
+            # each example's text is between its label and its answer, so there is one range per example
             texts = [span for span in prompt.context if prompt.text[slice(*span)].strip()]
             assert len(texts) == sum(line.startswith(label) for line in row["context"].split("\n"))
 
@@ -261,7 +261,7 @@ def test_the_tokenizers_own_chat_template() -> None:
     assert context_of(**settings) == ["0123456789"]
     assert context_of("{context} ", replace(ROW, context=" 123 "), **settings) == ["123"]  # the template strips
     assert context_of(**settings, chat_wrap=False) == ["0123456789"]
-    tokenizer.around = ("Q: 0123456789|Who? ", "")  # where it stands twice, it is not known which it is
+    tokenizer.around = ("Q: 0123456789|Who? ", "")  # if it occurs twice, its place is unknown
     prompt = build_prompt(ROW, TEMPLATE, tokenizer, chat=CHAT_FORMATS["auto"])  # type: ignore[arg-type]
     assert prompt.context == ()
     with pytest.raises(ValueError, match="chat template changes the prompt's text"):

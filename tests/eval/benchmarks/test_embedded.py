@@ -41,7 +41,7 @@ def needle(row: dict) -> str:
 
 
 def depth(row: dict) -> float:
-    """Where the needle stands, 0 (begin) to 1 (end of the context)."""
+    """The needle's place, from 0 (beginning) to 1 (end of the context)."""
     return row["context"].index(needle(row)) / len(row["context"])
 
 
@@ -200,7 +200,7 @@ def test_distractors_of_the_needles_form(name, form, least):
 
 @EVERY
 def test_evidence_is_the_needles_that_answer(name):
-    """Found here by their form alone: where the asked key is explained, and the key that the first one leads to."""
+    """The places, found by their form alone, of the asked key's entry and of the key that it leads to."""
     for example in load_rows(DATASETS[name]).examples[:12]:
         asked, answer = example.input.split()[-1], example.answers[0]
         forms = {

@@ -307,7 +307,7 @@ def test_unknown_names_are_refused(names, reason):
 
 
 class Server:
-    """A server on the loopback that stands for the hub and for GitHub; `asked` lists the files that it gave."""
+    """A loopback server in place of the hub and GitHub; `asked` lists the files that it served."""
 
     commit = "0123456789abcdef0123456789abcdef01234567"
 

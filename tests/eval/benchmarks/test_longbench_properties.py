@@ -1,4 +1,4 @@
-"""The loader against arbitrary rows and files: a row is read as it is written, or named with the reason."""
+"""The loader with arbitrary rows and files: a row is read as written, or refused with its place and the reason."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def expected(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def is_usable(row: Any) -> bool:
-    """Whether LongBench's description of a row fits, written down anew."""
+    """Whether a row fits LongBench's description, implemented independently."""
 
     def text(value: Any) -> bool:
         try:
@@ -127,7 +127,7 @@ def test_a_row_with_any_other_value_is_read_if_it_fits_and_else_named(row: dict[
             bad[field] = data.draw(JSON | st.text(st.characters()) | st.lists(st.text(st.characters()), max_size=2))
     good = {**row, "_id": "another " + str(row["_id"])}
     content = "\n".join(map(json.dumps, (good, bad)))  # escapes what UTF-8 cannot hold
-    bad = json.loads(json.dumps(bad))  # where two halves of a surrogate pair have become one character
+    bad = json.loads(json.dumps(bad))  # if two halves of a surrogate pair have become one character
     with folder_with(content.encode()) as folder:
         loaded = load_rows(QASPER, folder, "skip")
         assert fields(loaded.examples[0]) == expected(good)

@@ -128,8 +128,8 @@ def test_halves_that_are_decoded_together_keep_the_space_between_them():
 
 
 def slow_letter(response: str) -> str | None:
-    """The answer pattern in words: without asterisks, the first letter A to D that a pair of brackets or nothing holds
-    behind "The correct answer is "; any with brackets comes before any without.
+    """The answer pattern in words: without asterisks, the first letter A to D, in brackets or without,
+    after "The correct answer is "; a letter in brackets has precedence.
     """
     response = "".join(letter for letter in response if letter != "*")
     lead = "The correct answer is "

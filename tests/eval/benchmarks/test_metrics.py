@@ -120,7 +120,7 @@ def test_rouge_equals_the_package(prediction, gold):
 
     try:
         expected = Rouge(metrics=["rouge-l"]).get_scores([prediction], [gold], avg=True)["rouge-l"]["f"]
-    except ValueError:  # no sentence in one of them
+    except ValueError:  # one text has no sentence
         expected = 0.0
     assert rouge(prediction, gold) == expected
 
@@ -178,7 +178,7 @@ def test_rouge_equals_the_package_itself_on_long_texts():
     ("prediction", "answers", "expected"),
     [
         ("cat sat mat", ["dog", "cat mat"], 4 / 5),  # P 2/3, R 1
-        ("cat cat cat", ["cat"], 1 / 2),  # words are counted as often as they stand there: P 1/3, R 1
+        ("cat cat cat", ["cat"], 1 / 2),  # repeated words count each time: P 1/3, R 1
         ("Cat, sat", ["cat sat"], 1.0),  # rouge-score lowers and drops punctuation
         ("running", ["run"], 0.0),  # no stemming
         ("", ["cat"], 0.0),
@@ -209,7 +209,7 @@ def test_rouge_score_beside_by_hand(prediction, answers, expected):
         ("a b c", "a b c", ["a", "a b c", "b"], 1.0),
         # A name that holds the gold one stays.
         ("Other location", "location", ["location", "Other location"], 1 / 2),
-        # A repeated name: what goes is its first occurrence.
+        # For a repeated name, the first occurrence is removed.
         ("a b", "a b", ["a", "a", "a b"], 1 / 2),
     ],
 )
@@ -248,7 +248,7 @@ def test_classification_without_class_names_is_refused():
         ("Paragraph 12", "Paragraph 12", 1.0),
         ("12, 3 and 12", "Paragraph 12", 2 / 3),
         ("Paragraph 123", "Paragraph 12", 0.0),
-        ("twelve", "Paragraph 12", 0.0),  # numbers in words are none
+        ("twelve", "Paragraph 12", 0.0),  # numbers in words do not count
         ("", "Paragraph 12", 0.0),
         ("012", "Paragraph 12", 0.0),  # as written
         ("1.2", "Paragraph 1", 1 / 2),
@@ -409,7 +409,7 @@ def test_dataset_score_by_hand(scores, expected):
 
 
 def test_dataset_score_adds_one_by_one():
-    """As the official loop: 1e16 + 1 is 1e16 again, where Python 3.12's `sum` would find the ones."""
+    """Like the official loop: 1e16 + 1 stays 1e16, whereas Python 3.12's `sum` would add the ones."""
     assert dataset_score([1e16, 1.0, 1.0, -1e16]) == 0.0
 
 

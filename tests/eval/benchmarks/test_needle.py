@@ -1,4 +1,4 @@
-"""Needles: where they stand, how long prompts are, what is refused, runs on `tiny` and the heat map."""
+"""Needles: their places, lengths of prompts, refused settings, runs on `tiny` and the heat map."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_later_turns_of_llama2_equal_the_sentencepiece_pipelines():
     encode = sentencepiece().encode
     assert list(wrapped.turns[0].token_ids) == [2, 1, *encode("[INST]Why, you?[/INST]")]
     assert list(wrapped.turns[1].token_ids) == [2, 1, *encode("[INST]\nAsk: why[/INST] Because")]
-    assert list(bare.turns[0].token_ids) == encode("Why, you?")  # a word that does not stand in the answer's last one
+    assert list(bare.turns[0].token_ids) == encode("Why, you?")  # a word that is not in the answer's last line
     assert list(bare.turns[1].token_ids) == encode("A\nAsk: why Because")[len(encode("A")) :]
     assert wrapped.conversation_tokens == sum(map(len, (wrapped.token_ids, *(t.token_ids for t in wrapped.turns))))
 

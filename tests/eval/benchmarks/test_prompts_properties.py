@@ -17,7 +17,7 @@ from lazyllm.models.load import load_tokenizer_of
 from lazyllm.models.spec import ModelSpec
 from tests.eval.benchmarks.test_prompts import Characters
 
-# `Characters` takes what is below 3 for special tokens
+# `Characters` treats ids below 3 as special tokens
 TEXT_LETTERS = st.characters(codec="utf-8", min_codepoint=3)
 TEXT = st.text(TEXT_LETTERS)
 SPECIAL = ("<|begin|>", "<|end|>", "<|pad|>")
@@ -73,7 +73,7 @@ def tiny() -> Any:
 def test_letter_by_letter(
     places: list[str | None], literals: list[str], context: str, question: str, limit: int | None, chat: str
 ) -> None:
-    """With a token for each letter: what is cut, wrapped and marked as context can be told for each of them."""
+    """With one token per letter: whether each letter is cut, wrapped or marked as context can be checked."""
     pieces = [place or literals[number % len(literals)] for number, place in enumerate(places)]
     template = "".join(
         piece if place else piece.replace("{", "{{").replace("}", "}}")
@@ -179,7 +179,7 @@ def test_truncation_with_a_real_tokenizer_keeps_both_ends(
 
 @given(st.text(max_size=30))
 def test_a_special_tokens_text_is_that_token_as_the_tokenizer_has_it(text: str) -> None:
-    """As in the official pipeline: rows are text, and the tokenizer decides what in them is special."""
+    """As in the official pipeline: rows are text, and the tokenizer decides which parts are special tokens."""
     assume(not any(special[:2] in text for special in SPECIAL))
     prompt = build_prompt(row_of(f"{text}<|end|>{text}"), "{context}", tiny())
     end = tiny().convert_tokens_to_ids("<|end|>")

@@ -109,7 +109,7 @@ class WordTokenizer:
 
 
 class BlockTokenizer(WordTokenizer):
-    """Letters make tokens whatever stands between them, so that words alone say little."""
+    """Tokens depend on letters across words, so that words alone give poor estimates."""
 
     pattern = re.compile(r"(?s)[^e]{0,4}e{0,2}(?!^)")
 
@@ -210,7 +210,7 @@ def test_a_row_fits_and_holds_its_answers(task, length, seed, make, templates):
 
 
 def slow_answer(task: str, context: str, query: str) -> tuple[str, ...]:
-    """What a reader finds: the needle's value, or the name that has the value and those that have each other's."""
+    """The answers that a reader finds: the needles' values, or all names that are assigned the value."""
     if task != "vt":
         return tuple(re.findall(rf" for {re.escape(query)} is: (\S+)\.(?!\S)", context))
     names, found = [], re.findall(rf"VAR (\w+) = {query}\b", context)
@@ -284,7 +284,7 @@ def test_needles_stand_between_the_sentences_of_the_text(make, folder):
         assert re.search(rf"(^|ran\. |\d\. ){re.escape(needle)}( The| One|$)", text)
         text = text.replace(needle, "")
     words = text.split()
-    assert words == (" ".join(SENTENCES).split() * 9)[: len(words)]  # the text begins again where it ends
+    assert words == (" ".join(SENTENCES).split() * 9)[: len(words)]  # the text is repeated
 
 
 def test_a_folder_of_texts_is_one_text(make, folder, tmp_path):
@@ -390,9 +390,9 @@ SCORED = [
     ("niah_multiquery", "1111111, 2222222", ["1111111", "2222222", "3333333", "4444444"], 0.5),
     ("niah_multivalue", "1111111 1111111", ["1111111", "1111111", "2222222"], 2 / 3),  # a gold twice counts twice
     ("vt", "abcde VWXYZ", ["ABCDE", "vwxyz"], 1),
-    ("vt", "ABC\x00DE", ["ABCDE"], 0),  # a newline stands between the halves
+    ("vt", "ABC\x00DE", ["ABCDE"], 0),  # there is a newline between the halves
     ("vt", "AB\tCD", ["AB\nCD"], 1),  # a tab is a control character too
-    ("vt", "AB\x7fCD", ["AB\nCD"], 0),  # DEL is none of them
+    ("vt", "AB\x7fCD", ["AB\nCD"], 0),  # DEL is not a control character here
     ("cwe", " \x01 apple", [" apple"], 0),  # stripped again after the control characters became newlines
     ("fwe", "İstanbul", ["i\u0307stanbul"], 1),  # lower case of one letter may be two
     ("fwe", "STRASSE", ["straße"], 0),

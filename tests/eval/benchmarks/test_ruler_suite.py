@@ -1,4 +1,4 @@
-"""RULER as a suite: from a command line to rows, prompts and records, and what it refuses."""
+"""RULER as a suite: from a command line to rows, prompts and records, and refused settings."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def test_any_answer_is_scored_as_officially(task, pieces, place):
     ("task", "answer", "golds", "expected"),
     [
         ("scbench_choice_eng", "The answer is: B.", ("a cow", "B"), 1),
-        ("scbench_choice_eng", "The answer is:B", ("a cow", "B"), 0),  # one character is left out behind the words
+        ("scbench_choice_eng", "The answer is:B", ("a cow", "B"), 0),  # one character after the phrase is skipped
         ("scbench_choice_eng", "A cow", ("a cow", "B"), 0),
         ("scbench_mf", "about 7.9", ("7",), 1),
         ("scbench_mf", "9" * 400, ("7",), 0),

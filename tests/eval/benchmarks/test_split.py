@@ -65,7 +65,7 @@ def test_a_run_takes_its_half(tmp_path) -> None:
     assert [len(keys[half]) for half in HALVES] == [4, 4]
     assert set(keys["tuning"]) | set(keys["held-out"]) == set(keys[None])
     with pytest.raises(UserError, match="leaves no example of lookup: give limit=2 or more"):
-        for half in HALVES:  # a single example lies in one of them
+        for half in HALVES:  # a single example is in one half
             prepare(replace(whole, dataset={"lookup": True}, limit=1, half=half))
 
 

@@ -1,4 +1,4 @@
-"""The stdlib suite: rows that are what they say, from files that nothing is trained on."""
+"""The stdlib suite: rows have the promised properties, and come from files that are not trained on."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def test_table_1_has_kl_without_the_papers() -> None:
     runs = [llama2("lazy", over(MULTI_DOC_QA, kl=0.002)), llama2("static_pruning", over(MULTI_DOC_QA))]
     table = table1(Results(runs))
     assert line(table.frame, model="llama2", task="multi_doc_qa", method="lazy")["kl"] == pytest.approx(0.002)
-    methods = ("lazy", "static_pruning", "baseline")  # older records and the baseline itself have none
+    methods = ("lazy", "static_pruning", "baseline")  # older records and the baseline itself have no value
     cells = [line(table.cells, model="llama2", task="multi_doc_qa", method=method)["KL, nats"] for method in methods]
     assert cells == ["0.00200 ±0.00000", "-", "-"]
     assert "paper_kl" not in table.frame
@@ -290,7 +290,7 @@ def test_ranking_by_hand() -> None:
     ]
     static, drop = (line(table.frame, target=1.5, rank=rank) for rank in (2, 3))
     assert (static["kl_low"], static["kl_high"]) == (pytest.approx(0.2), pytest.approx(0.4))
-    # paired: always 0.1 behind, whatever is drawn
+    # paired: always 0.1 worse, whatever is drawn
     assert (static["kl_difference_low"], static["kl_difference_high"]) == (pytest.approx(0.1), pytest.approx(0.1))
     assert (drop["kl_difference_low"], drop["kl_difference_high"]) == (pytest.approx(-0.2), pytest.approx(0.8))
     cells = line(table.cells, method="static_pruning, layer=2")

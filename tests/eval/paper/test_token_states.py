@@ -39,9 +39,9 @@ def traced(method: Method, prompt: list[int], steps: int, seed: int = 0) -> Trac
 
 
 def replay(trace: Trace, forgets: bool) -> list[list[list[str]]]:
-    """The same by hand: per layer the set of positions that are stored, step after step, token after token.
+    """The same by hand: the set of stored positions per layer, step by step and token by token.
 
-    forgets: what the prefill prunes is thrown away, in all layers, and later steps select nothing.
+    forgets: tokens pruned in prefill are discarded in all layers, and later steps select nothing.
     """
     n, steps = len(trace.tokens), len(trace.computed)
     stored: list[set[int]] = [set() for _ in trace.importance]
@@ -101,7 +101,7 @@ def test_revived_is_what_the_reference_takes_from_its_aux_cache(seed: int) -> No
 
 
 def test_states_by_hand() -> None:
-    """Three tokens, two layers, one boundary that keeps one of them and another one in the second step."""
+    """Three tokens, two layers, and one boundary, which keeps one token, and another one in the second step."""
     trace = Trace(
         "lookup", "a", ["A", "B", "C"], ["D", "E", "F"], [[0.2, 0.3, 0.5]] * 2,
         [{1: [2]}, {1: [0, 3]}, {1: [0, 3, 4]}], [1, 2], [[3, 1], [3, 2], [3, 2]],

@@ -1,4 +1,4 @@
-"""The board: what is committed agrees with its records; what does not, or hides where it comes from, is refused."""
+"""The board: committed results agree with their records; results that disagree or lack their origin are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUMBER = re.compile(r"\d+\.\d+")
 
 
 def answer(row: str = "row-1", text: str = "because", score: float = 1.0, **changes: Any) -> Record:
-    """A record of hotpotqa whose gold answer is "because", beside a baseline that says so."""
+    """A record of hotpotqa with the gold answer "because", which the paired baseline gives."""
     values: dict[str, Any] = dict(
         dataset="hotpotqa", answers=["because"], baseline=measurement("because", 1.0, ttft_s=0.4),
         prompt_sha256="abc", prompt_tokens=100, prompt_tokens_before_truncation=120,
@@ -72,7 +72,7 @@ def test_an_honest_submission_gets_its_row_and_collected_the_same(tmp_path) -> N
     lazy = dict(zip(rows[0], next(row for row in rows if row[0].startswith("lazy")), strict=True))
     assert lazy["score"].startswith("83.33 ±")  # (100 + 66.67) / 2
     assert lazy["KL, nats"] == "0.25000 ±0.00000"
-    assert lazy["TTFT speedup"] == "2.00 ±0.00"  # 0.4 s beside 0.2 s
+    assert lazy["TTFT speedup"] == "2.00 ±0.00"  # 0.4 s against 0.2 s
     assert lazy["records"] == "[two abc](../raw/board/two/tiny-lazy-abc)"
     collected = tmp_path / "collected" / "board" / "two"
     collect([tmp_path / "raw" / "board" / "two"], collected)

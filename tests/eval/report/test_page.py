@@ -36,7 +36,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def _found(names: tuple[str, ...]) -> str:
-    """The path of the first of these programs that is here; skips where none is, but fails on a CI machine."""
+    """The path of the first program that is installed. If there is none, skip; on a CI machine, fail."""
     path = next(filter(None, map(shutil.which, names)), None)
     if path is not None:
         return path
@@ -86,7 +86,7 @@ def page(browser: webdriver.Chrome, file: Path) -> Iterator[webdriver.Chrome]:
 
 
 def texts(page: webdriver.Chrome, selector: str) -> list[str]:
-    """In one question to the browser: what the page's script replaces meanwhile does not go stale."""
+    """In a single call to the browser, so that elements cannot be replaced in between."""
     script = "return [...document.querySelectorAll(arguments[0])].map((element) => element.innerText.trim())"
     return [re.sub(r"\n+", "\n", text) for text in page.execute_script(script, selector)]
 
@@ -142,7 +142,13 @@ def test_a_heading_sorts_by_number_with_empty_cells_last(page: webdriver.Chrome)
     name, score = page.find_elements(By.CSS_SELECTOR, "#table-hand th")
     assert names() == ["b", "a", HOSTILE, "d", "e"]
     score.find_element(By.TAG_NAME, "button").click()
-    assert names() == ["a", "e", "b", "d", HOSTILE]  # 9, 9, 10.5, 100, none: not as text, and equals as they stood
+    assert names() == [
+        "a",
+        "e",
+        "b",
+        "d",
+        HOSTILE,
+    ]  # 9, 9, 10.5, 100, missing: sorted as numbers, equal ones in their old order
     assert (score.get_attribute("aria-sort"), name.get_attribute("aria-sort")) == ("ascending", None)
     score.find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
     assert names() == ["d", "b", "a", "e", HOSTILE]
@@ -227,7 +233,7 @@ def test_records_are_filtered_ordered_and_searched(page: webdriver.Chrome) -> No
 def test_the_unpaired_say_so_and_come_last(page: webdriver.Chrome) -> None:
     choose(page, "record-dataset", "hotpotqa")
     choose(page, "record-order", "largest loss against the baseline first")
-    assert shown_ids(page) == ["row-0", "row-2", "row-1", "row-0", "row-1"]  # -25, 0, +50, then none
+    assert shown_ids(page) == ["row-0", "row-2", "row-1", "row-0", "row-1"]  # -25, 0, +50, then missing
     baselines = texts(page, ".record .baseline")
     assert baselines[1:] == [
         "Baseline's answer\nthe same",

@@ -1,4 +1,4 @@
-"""What the report's page is made of, without a browser; `test_report_page.py` opens it in one."""
+"""The content of the report's page, without a browser; `test_page.py` opens it in one."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Kills a run on `tiny` with SIGKILL, again and again, and holds what is left against the same run undisturbed.
+"""Kills a run on `tiny` by SIGKILL many times, and compares the result with the same run without kills.
 
 python -m tests.eval.run.kill_run [KILLS] [SEED]
 
-This process imports everything once and forks; each fork is a job of its own that calls `eval.run.loop.run` and dies by
-SIGKILL: half of them when a random time is over, the others when the kernel has taken a random number of bytes of what
-they write (RLIMIT_FSIZE lets a write through as far as the limit), so that half lines are there for sure. Each is
-started again until the run is done; then the next run begins, until all kills are spent. Prints its counts as JSON.
+This process imports everything once and forks. Each fork is a job that calls `eval.run.loop.run` and dies by SIGKILL:
+half of them after a random time, the others after writing a random number of bytes (RLIMIT_FSIZE cuts a write at the
+limit), which leaves incomplete lines. A job is started again until its run is done; then the next run begins, until the
+number of kills is reached. Prints its counts as JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from eval.store.folder import read_run
 from eval.store.record import Measurement, Record
 
 EXAMPLES = 10  # of each of two datasets
-# names of columns that hold a time, memory of the moment, or what follows from them; and what a run says of itself
+# columns with times, current memory, or values derived from them; and a run's facts about itself
 TIMES = re.compile(
     r"(baseline_)?(ttft|total_s|step_s|scoring_s|peak_memory)|generation_speedup|step_speedup|started|git_commit"
 )
@@ -64,7 +64,7 @@ class Counts:
 
 
 def config_of() -> RunConfig:
-    """A quick run: short prompts, short answers, the baseline beside each."""
+    """A quick run: short prompts, short answers, paired baseline."""
     return RunConfig(
         model=ModelConfig(name="tiny", dtype="float32", device="cpu", max_prompt_tokens=96),
         method={"name": "lazy", "schedule": {2: 0.5}},
@@ -130,7 +130,7 @@ def whole_lines(file: Path) -> list[bytes]:
 
 
 def without_times(folder: Path) -> dict[str, str]:
-    """The run's results as texts, without what is a time or follows from one."""
+    """The run's results as texts, without times and values derived from them."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
@@ -151,7 +151,7 @@ def without_times(folder: Path) -> dict[str, str]:
 
 
 def outcomes(folder: Path) -> list[tuple[Any, ...]]:
-    """What the run's records say, in their order, but for times."""
+    """The run's records, in order, without times."""
     return [
         (record.key, record.prompt_sha256, record.answers, _outcome(record.method), _outcome(record.baseline))
         for record in read_run(folder)[1]
@@ -163,7 +163,7 @@ def _outcome(side: Measurement | None) -> tuple[Any, ...] | None:
 
 
 def kill_run(folder: Path, kills: int, seed: int) -> Counts:
-    """Kill runs below `folder` so many times; raises AssertionError where something is lost, twice there or changed."""
+    """Kill runs below `folder` N times. Raises AssertionError if something is lost, repeated or changed."""
     rng, counts = random.Random(seed), Counts()
     undisturbed = folder / "undisturbed" / "run"
     undisturbed.parent.mkdir()

@@ -78,7 +78,7 @@ def _compare(planned: Bill, folder: Path) -> DataFrame:
 def test_a_plan_is_what_the_run_then_measures(measured: Path) -> None:
     (planned,) = bills(ARGUMENTS, None, measured)
     examples = _compare(planned, measured)
-    # seconds of what has run are those measured; 20 more are assumed for the start of a job
+    # measured seconds count for finished examples; 20 more are assumed for the start of a job
     seconds = (examples["total_s"] + examples["baseline_total_s"]).sum()
     assert planned.hours is not None
     assert planned.hours * 3600 - 20 == pytest.approx(seconds, rel=0.05)

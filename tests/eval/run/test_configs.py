@@ -51,7 +51,7 @@ def test_every_file_opens_with_the_command_that_uses_it_and_composes(file: Path)
     group, name = file.parent.as_posix(), file.stem
     if len(file.parts) == 1:
         config_of()
-    elif group == "tuned":  # no group to choose from, but what a schedule may refer to
+    elif group == "tuned":  # not a group to choose from: files that a schedule may refer to
         assert f"method.schedule=tuned/{name}" in lines[0]
         config_of(f"method.schedule=tuned/{name}")
     else:

@@ -1,4 +1,4 @@
-"""`fetch`: what a run needs is there afterwards, and each thing is named once."""
+"""`fetch`: afterwards a run has all that it needs, and each item is reported once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fidelity: what a run writes down, against `model(...)`, and forced answers against the slow reference."""
+"""Fidelity: a run's records against `model(...)`, and forced answers against the slow reference."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_keeping_everything_is_the_baseline(method: Method) -> None:
 
 
 def test_forced_answers_are_those_of_the_case() -> None:
-    """The baseline's own answer as it was generated, and the gold one behind the prompt."""
+    """The baseline's own answer as generated, and the gold answer after the prompt."""
     method = Lazy({2: 0.1})
     case, found, baseline = measured("digest", method, forced=True)
     gold = gold_token_ids(TOKENIZER, case.prompt.text, case.example.answers[0])[:8]

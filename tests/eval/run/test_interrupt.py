@@ -1,4 +1,4 @@
-"""Ctrl-C while the process is where Python does not hear of it: it ends all the same, and says how to go on."""
+"""Ctrl-C while the process is in code that blocks Python's signals: it still ends, and says how to resume."""
 
 from __future__ import annotations
 

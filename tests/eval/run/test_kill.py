@@ -1,4 +1,4 @@
-"""Killed 20 times, and nothing is lost: `tests.eval.run.kill_run` in a process of its own, which can fork safely.
+"""After 20 kills nothing is lost: `tests.eval.run.kill_run` in a separate process, which can fork safely.
 
 `python -m tests.eval.run.kill_run 100` kills more often.
 """

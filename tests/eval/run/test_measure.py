@@ -1,4 +1,4 @@
-"""What is measured, in which order, and what of it becomes a record; with a stub for the generation."""
+"""Which measurements are made, in which order, and what a record holds; with a stub for the generation."""
 
 from __future__ import annotations
 

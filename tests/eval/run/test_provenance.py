@@ -1,4 +1,4 @@
-"""The hash of the code: changed by a number, not by a comment; and what it covers."""
+"""The hash of the code: a number changes it, a comment does not; and the files that it covers."""
 
 from __future__ import annotations
 

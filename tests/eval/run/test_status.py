@@ -191,7 +191,7 @@ def test_a_sweeps_runs_that_never_began_are_missing_and_refused_ones_say_why(tmp
     about["identity"] = wanted[0].identity | {"device": "another", "threads": None, "code": "of then"}
     (folder / "run.json").write_text(json.dumps(about))
     begun, refused, missing = status([tmp_path], wanted)
-    assert (begun.state, begun.done, begun.expected) == ("incomplete", 0, 4)  # row-0 is none of the sweep's four
+    assert (begun.state, begun.done, begun.expected) == ("incomplete", 0, 4)  # row-0 is not in the sweep's four
     assert (refused.state, exit_code([refused])) == ("failed", 1)
     assert "refused before it began" in refused.why
     assert "only 8 layers" in refused.why
@@ -203,7 +203,7 @@ def test_a_sweep_for_a_gpu_is_known_on_a_machine_without_one(monkeypatch: pytest
     def absent(*_: Any) -> None:
         raise UserError("not on this machine")
 
-    monkeypatch.setattr("lazyllm.models.load.check_quantise", absent)  # as where torchao or the kernels are not
+    monkeypatch.setattr("lazyllm.models.load.check_quantise", absent)  # as if torchao or the kernels were missing
     (gpu,) = expected_runs(["model.device=cuda", "model.quantise=int4", *QUICK])
     assert (gpu.refused, gpu.identity["quantise"], gpu.identity["device_map"]) == (None, "int4", None)
     (placed,) = expected_runs(["model.device=auto", "model.device_map={lm_head:1}", *QUICK])

@@ -54,7 +54,7 @@ def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
 
 
 def test_llamas_tokens_keep_their_spaces(shared: Path) -> None:
-    """The text of each token is what stands in the prompt, spaces and characters of several tokens included."""
+    """The text of each token equals the prompt's, including spaces and characters that span several tokens."""
     from eval.run.tracing import _texts_of_prompt
 
     tokenizer = load_tokenizer_of(ModelSpec("llama2", "dummy", tokenizer=str(shared / "tokenizers" / "llama2")))

@@ -1,4 +1,4 @@
-"""What lies on the disk after an offline W&B run, read back without wandb's own reader."""
+"""Files of an offline W&B run, read without wandb's own reader."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _a_users_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: py
     caplog.set_level(logging.INFO)
     yield
     if "wandb" in sys.modules:
-        sys.modules["wandb"].teardown()  # the next test sets the environment anew
+        sys.modules["wandb"].teardown()  # the next test sets the environment again
 
 
 def measurement(score: float, ttft_s: float, total_s: float, computed: float = 50.0, text: str = "yes") -> Measurement:
@@ -110,7 +110,7 @@ def tracked(folder: Path, config: TrackerConfig = OFFLINE, pictures: tuple[Path,
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What a user is warned of by us; wandb has a log of its own, which is not shown."""
+    """Our warnings to the user; wandb's own log is not shown."""
     return [
         record.getMessage()
         for record in caplog.records
@@ -370,7 +370,7 @@ sys.addaudithook(watch)
 
 
 def isolated(tmp_path: Path, code: str, **environment: str) -> str:
-    """What the code prints in a process of its own, with the helpers of this file as `t`."""
+    """The output of the code in a new process, with the helpers of this file as `t`."""
     head = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests' / 'eval' / 'run')!r}]\n"
     done = subprocess.run(
         [sys.executable, "-c", head + ISOLATED + textwrap.dedent(code)],
@@ -431,7 +431,7 @@ def test_none_and_disabled_do_not_import_wandb(tmp_path: Path) -> None:
         print("wandb" in sys.modules, Path("run").exists())
         """,
     )
-    assert said.startswith("False False\n")  # torchao, if it is there, has warnings to give behind it
+    assert said.startswith("False False\n")  # torchao, if installed, prints warnings after it
 
 
 # ---------------------------------------------------------------------------------------------------------------- mode

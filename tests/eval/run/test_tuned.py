@@ -1,4 +1,4 @@
-"""Tuned schedules: written by a search, taken by a run, refused where they do not fit."""
+"""Tuned schedules: written by a search, used by a run, refused if they do not fit the model."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def test_a_run_that_ends_in_a_turn_is_resumed_with_whole_rows(tmp_path: Path, mo
     assert summary.rows[0].examples == 2
     assert summary.rows[0]["score"].mean == pytest.approx(frame["score"].mean(), abs=0.01)
     assert summary.rows[0]["ttft_speedup"].mean == pytest.approx(frame["baseline_ttft_s"].sum() / frame["ttft_s"].sum())
-    run(replace(config, limit=1), show=False)  # nothing is measured anew
+    run(replace(config, limit=1), show=False)  # nothing is measured again
     assert read_run(tmp_path / "run")[1] == records
 
 

@@ -108,7 +108,7 @@ def test_seeds_count_as_one_example() -> None:
     # seed 2 lacks hotpotqa: the task's are (10 + 50) / 2 and (70 + 50) / 2
     assert row_of(table, "multi_doc_qa")["score_seed_std"] == pytest.approx(math.sqrt(450))
     assert row_of(table, "musique")["score"] == 60
-    assert (row["score_low"], row["score_high"]) == (30, 50)  # two examples: every mean of two lies in between
+    assert (row["score_low"], row["score_high"]) == (30, 50)  # two examples: every mean of two is between them
     lone = by_task(frame(example("hotpotqa", "a"), example("hotpotqa", "b")))
     assert math.isnan(row_of(lone, "hotpotqa")["score_seed_std"])
 
@@ -130,7 +130,7 @@ def test_the_baseline_is_its_own_run_or_the_paired_one() -> None:
     assert (row["ttft_speedup"], row["ttft_speedup_low"], row["relative_score"]) == (1, 1, 100)
     own = unpaired(example("hotpotqa", "a", method="baseline", score=10.0))
     row = row_of(by_task(frame(*paired, again, own)), "hotpotqa", "baseline")
-    assert row["score"] == 35  # of its own 10 and the paired 60
+    assert row["score"] == 35  # from its own run 10, and the paired 60
     assert row_of(by_task(frame(own)), "hotpotqa", "baseline")["score"] == 10
 
 

@@ -58,7 +58,7 @@ def test_every_table_and_figure_is_the_same_from_both(campaign: Path, collected:
     assert raw.frame.drop(columns="folder").equals(collected.frame.drop(columns="folder"))
     for name, make in TABLES.items():
         assert written[f"tables/{name}.csv"].decode() == make(raw).to_csv()
-    absent = {"needle", "evidence", "turns"}  # LongBench has none of these; no other figure was left out
+    absent = {"needle", "evidence", "turns"}  # LongBench has no such rows; no other figure is left out
     for name in FIGURES.keys() - absent:
         assert written[f"figures/{name}.csv"].decode() == FIGURES[name].data(raw).to_csv(index=False)
 
@@ -90,7 +90,7 @@ def test_each_settings_bootstrap_is_made_once(collected: Results, monkeypatch: p
     for part in [*TABLES.values(), *(figure.data for figure in FIGURES.values())]:
         part(results)
     records = len(results.frame) // 2  # of a model
-    # seven settings, and the baselines beside all of them, beside two presets of Table 1, and beside the six of lazy
+    # seven settings, and their baselines: of all, of two presets of Table 1, and of the six lazy ones
     of_a_model = [records // 7] * 7 + [records, 2 * records // 7, 6 * records // 7]
     assert sorted(made) == sorted(of_a_model * 2)
 

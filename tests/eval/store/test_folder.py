@@ -153,7 +153,7 @@ def test_a_damaged_description_is_refused_with_what_to_do(tmp_path: Path, conten
 
 @pytest.mark.parametrize("cut", [0, 1, 60, -2, -1])
 def test_a_disk_that_is_full_within_a_line_leaves_the_file_as_it_was(tmp_path: Path, cut: int) -> None:
-    """Real writes, which the kernel cuts after so many bytes of the line (of its end, where negative)."""
+    """Real writes, which the kernel cuts after N bytes of the line (counted from its end if negative)."""
     failure = Failure("hotpotqa", "row-9", "no memory", "...")
     with open_store(tmp_path, IDENTITY, {}) as store:
         for write, line, name in (

@@ -1,4 +1,4 @@
-"""The store against arbitrary damage: what is whole is never lost, what is not is never taken for a record."""
+"""The store with arbitrary damage: whole lines are never lost, damaged ones are never read as records."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ GARBAGE = st.binary(max_size=60).map(lambda data: data.replace(b"\n", b"")) | JS
 
 @contextmanager
 def run_folder() -> Iterator[Path]:
-    """A folder with a run of no records; fixtures of pytest are not made anew for each input."""
+    """A folder with a run without records; pytest's fixtures are not renewed for each input."""
     with tempfile.TemporaryDirectory() as name:
         with open_store(Path(name), IDENTITY, {}):
             pass
@@ -88,7 +88,7 @@ def test_every_failure_comes_back_as_it_was(dataset: str, row: str, reason: str,
 
 
 def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where there is a value inside of a JSON value."""
+    """The places of the values inside a JSON value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         yield (*path, key)
@@ -119,7 +119,7 @@ def test_a_garbled_value_gives_a_record_of_the_right_types_or_an_error_that_the_
 
 @given(st.integers(0, 4), st.binary(max_size=80) | st.integers(1, 400))
 def test_whatever_a_kill_leaves_of_a_last_line_the_lines_before_it_stay(count: int, tail: bytes | int) -> None:
-    """tail: bytes without an end of line, or so many of the next record's."""
+    """tail: bytes without a newline, or a number of the next record's bytes."""
     with run_folder() as folder:
         records = [record(number) for number in range(count)]
         lines = b"".join(f"{record.to_json()}\n".encode() for record in records)
@@ -192,7 +192,7 @@ def test_repair_keeps_all_that_can_be_saved_and_the_damaged_files(case: tuple[di
 
 
 class Jobs(RuleBasedStateMachine):
-    """Jobs of several shards in one folder, beside each other, killed and started again; held against a plain dict."""
+    """Concurrent jobs of several shards in one folder, killed and restarted, compared with a plain dict."""
 
     PARTS = ("-1-of-3", "-2-of-3", "-3-of-3")
 

@@ -85,7 +85,7 @@ def test_all_turns_of_an_example_stand_in_one_line(tmp_path: Path) -> None:
 
 
 def slow_row(record: Record) -> dict[str, Any]:
-    """What `example_rows` says of a record, one value after the other."""
+    """The row that `example_rows` makes of a record, value by value."""
     row: dict[str, Any] = {"dataset": record.dataset, "id": record.id, "prompt_tokens": record.prompt_tokens}
     for prefix, side in (("", record.method), ("baseline_", record.baseline)):
         values: dict[str, Any] = dict.fromkeys(MEASURED)
@@ -109,7 +109,7 @@ def test_every_value_is_the_records_to_the_last_bit() -> None:
 
 @pytest.mark.parametrize("name", ["prompt_end", "answers", "groups", "scoring_tokens", "later", "turn"])
 def test_older_records_are_read_with_defaults(tmp_path: Path, name: str) -> None:
-    """Also beside records of this version, and for every reader."""
+    """Also mixed with records of this version, and for every reader."""
     values = asdict(record(0))
     for part in (values, values["method"], values["baseline"]):
         part.pop(name, None)

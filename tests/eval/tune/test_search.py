@@ -1,4 +1,4 @@
-"""The command: what it touches, writes and refuses."""
+"""The command: the files it touches and writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_is_held_out_is_never_touched_by_the_search(study: Path) -> None:
     assert {json.loads((study / "final" / name / "run.json").read_text())["config"]["half"] for name in finals} == {
         "held-out"
     }
-    assert 2 <= len(finals) <= 3  # the paper's, a uniform one, and the tuned one where it is another
+    assert 2 <= len(finals) <= 3  # the paper's, a uniform one, and the tuned one if it differs
     assert all(set(keys) == everything - tuning and len(keys) == 6 for keys in finals.values())
 
 

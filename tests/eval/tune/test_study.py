@@ -31,7 +31,7 @@ EVERY = [
 
 
 def quality(candidate: Candidate) -> float:
-    """Worse for what is pruned, much worse for what is pruned early."""
+    """Lower for more pruning, much lower for early pruning."""
     return 100 - sum((100 - keep) ** 1.2 / (3 * layer) for layer, keep in candidate.cuts)
 
 
@@ -64,7 +64,7 @@ def test_the_best_under_the_target_is_that_of_an_exhaustive_search(tmp_path: Pat
         search(study, noted, 24, always)
         tried, counts = study.tried(), study.counts()
     assert best(tried).candidate == max(feasible, key=quality)
-    # no model for a candidate that arithmetic refuses, and none twice
+    # no model runs for a candidate that arithmetic refuses, or twice for the same one
     assert len(asked) == len(set(asked)) == counts.measured <= 24 < len(feasible) / 2
     assert set(asked) <= set(feasible)
     assert counts.refused + counts.repeated > 0

@@ -81,7 +81,7 @@ def test_revived_flops_are_those_of_the_products_that_run() -> None:
 
 def test_attention_of_what_is_revived_is_counted_pair_by_pair() -> None:
     model, shape = random_model("llama", 0, num_layers=3), LayerShape.of(random_model("llama", 0, num_layers=3).config)
-    # prefill goes on with 0, 4, 5; the first step's set holds 0, 2, 3 and itself, the second's 0, 2, 5
+    # prefill continues with 0, 4, 5; the first step's set holds 0, 2, 3 and itself, the second's 0, 2, 5
     selected = [{1: [0, 4, 5]}, {1: [0, 2, 3, 6]}, {1: [0, 2, 5, 6, 7]}]
     # revived: 2, which attends to 0 and 2, and 3, which attends to 0, 2 and 3; in each of two layers
     assert revived_flops(model, Lazy({1: 0.5}), selected, 6) == [2 * (2 * shape.linear_flops + 5 * shape.pair_flops), 0]

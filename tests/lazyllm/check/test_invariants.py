@@ -99,7 +99,7 @@ def test_the_verb_says_what_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 @pytest.mark.parametrize("name", verb.MODELS)
 def test_the_verbs_models_decide_selections(name: str) -> None:
-    """A right method passes on each, and what is kept is no accident: another order selects others."""
+    """A correct method passes every check; its selection is not accidental, as another order selects other tokens."""
     model = verb.random_model(name, "float64")
     invariants.is_the_model(model, invariants.keeping_everything(Halves()), PROMPT)
     there, back = (lazyllm.generate(model, prompt, Halves(0.1), 1, ()) for prompt in (PROMPT, PROMPT[::-1]))

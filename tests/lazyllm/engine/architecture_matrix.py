@@ -65,7 +65,7 @@ def is_offered(architecture: str, attention: str) -> bool:
 
 
 def check(cell: Cell) -> None:
-    """Raise AssertionError where the cell does not do what docs/architectures.md says that it does."""
+    """Raise AssertionError if the cell does not behave as docs/architectures.md says."""
     with _opened(cell) as model:
         keeping, pruning = ROWS[cell.method].keeping, ROWS[cell.method].pruning
         if keeping is not None:
@@ -107,7 +107,7 @@ def logits_of_steps(
 
 @lru_cache(maxsize=4)
 def by_reference(architecture: str, dtype: str, method: str) -> ReferenceOutput:
-    """What the method's pruning parameters give, by the float64 reference."""
+    """The float64 reference's result for the method's pruning parameters."""
     reference = ROWS[method].reference
     assert reference is not None
     return reference(_model(architecture, dtype, "eager"), PROMPT, STEPS)
@@ -123,7 +123,7 @@ def _model(architecture: str, dtype: str, attention: str) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def _opened(cell: Cell) -> Iterator[PreTrainedModel]:
-    """The cell's model, checked as at start-up, computing in float64 throughout where that is its dtype."""
+    """The cell's model, checked as at start-up; if its dtype is float64, it computes in float64 throughout."""
     with contextlib.ExitStack() as stack:
         if cell.dtype == "float64":
             stack.enter_context(casts_in_float64())
@@ -144,7 +144,7 @@ def _by_transformers(architecture: str, dtype: str, attention: str) -> tuple[lis
         tokens = model.generate(
             prompt, max_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True
         )
-        # a second prompt begins anew also where the RoPE has grown with the first one
+        # a second prompt starts afresh, even if the RoPE has grown with the first one
         logits = model(prompt, logits_to_keep=1).logits[0, -1]
     return tokens[0, len(PROMPT) :].tolist(), logits
 

@@ -1,4 +1,4 @@
-"""Every supported way of building a decoder, with every method, dtype and attention; and what is refused."""
+"""Every supported kind of decoder, with every method, dtype and attention; and refused models."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_random_lengths_and_schedules(variant: str, seed: int) -> None:
 
 
 def test_a_window_counts_positions_and_not_what_is_left() -> None:
-    """What lies outside the newest token's window has no importance, however few tokens were left."""
+    """Tokens outside the newest token's window have no importance, however few tokens are left."""
     model = random_variant("mistral, window", 0)
     found = lazyllm.generate(model, list(range(30)), Lazy({2: 0.5, 3: 0.5}), 4, ())
     for step, selected in enumerate(found.selected[1:], start=1):
@@ -108,7 +108,7 @@ def test_lengths_at_which_a_longrope_changes_are_refused() -> None:
     assert len(lazyllm.generate(model, list(range(10)), Lazy({2: 0.5}), 7, ()).token_ids) == 7
     with pytest.raises(ValueError, match="beyond 16 tokens, and 10 prompt tokens with up to 8 new ones would"):
         lazyllm.generate(model, list(range(10)), Lazy({2: 0.5}), 8, ())
-    # what counts is the prompt that the model sees
+    # the prompt that the model sees counts
     assert len(lazyllm.generate(model, list(range(17)), RandomDrop(0.5), 3, ()).token_ids) == 3
 
 

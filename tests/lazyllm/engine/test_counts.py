@@ -1,4 +1,4 @@
-"""What times depend on, counted: operations, FLOPs, waits for the device, bytes, sizes. Times themselves never are."""
+"""Counts that determine times: operations, FLOPs, waits for the device, bytes, sizes. Times are never tested."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_operations_of_a_step_in_which_nothing_is_revived(kv_heads: int) -> None
     assert revived[0] > 0
     assert revived[1:] == [0] * 5
     for step, (ours, theirs) in enumerate(zip(steered[1:], baseline[1:], strict=True)):
-        # behind a revival each group finds out anew which tokens it has not stored
+        # after a revival, each group determines again which tokens it has not stored
         assert ours.work - theirs.work <= (18 if step == 0 else 17) * boundaries
         assert ours.names["scaled_dot_product_attention"] == LAYERS
     # keeping everything makes no boundary
@@ -122,7 +122,7 @@ def test_the_baseline_does_no_more_than_the_model_itself(kv_heads: int) -> None:
     for ours, theirs in ((our_prefill, their_prefill), (our_step, their_step)):
         for name in ("linear", "scaled_dot_product_attention", "mul", "add", "pow", "mean", "silu"):
             assert abs(ours.names[name] - theirs.names[name]) <= (name == "add")
-    assert our_prefill.work <= their_prefill.work + 2  # where the prompt's tokens are stored, written down once
+    assert our_prefill.work <= their_prefill.work + 2  # the slots of the prompt's tokens, written once
     assert our_step.work <= their_step.work
 
 
@@ -147,7 +147,7 @@ def test_a_prompt_that_is_computed_everywhere_costs_no_search_for_what_to_revive
     [
         (Baseline(), 0),
         (Lazy(), 3),
-        (Lazy({2: 0.4, 4: 1.0, 5: 0.9, 10: 0.5}), 2),  # nothing is revived into behind the last layer
+        (Lazy({2: 0.4, 4: 1.0, 5: 0.9, 10: 0.5}), 2),  # nothing is revived after the last layer
         (Lazy({3: 0.5, 6: 0.5}, prune_generated=True), 2),
         (Lazy(revive=False), 0),
         (CLAA(), 0),
@@ -176,7 +176,7 @@ def test_waits(method: Method, boundaries: int) -> None:
     with after:
         many = lazyllm.generate(model, prompt_of(n), method, steps, ())
     assert (len(one.token_ids), len(many.token_ids)) == (1, steps)
-    # beside the boundaries', and the lists made when all is done, each token costs one transfer
+    # besides those at boundaries, and of the lists at the end, each token costs one transfer
     lists = sum(len(step) for step in many.selected[1:])
     more = Counter(after.found) - Counter(before.found)
     assert more["tolist"] - lists == steps - 1

@@ -28,7 +28,7 @@ def assert_same(model, prompt: list[int], schedule: dict[int, float], steps: int
     assert max(expected.compute_counts.values()) == 1
     for step, logits in enumerate(logits_of_steps(model, method, prompt, found.token_ids)):
         assert np.abs(logits - expected.logits[step]).max() < TOLERANCE
-    # what is held, from the reference's dictionaries: float64, 8 bytes an element
+    # bytes held, from the reference's dictionaries: float64, 8 bytes per element
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token_and_layer = 2 * config.num_key_value_heads * head_dim * 8

@@ -97,7 +97,7 @@ def test_only_boundaries_ask_the_device(row: Row, revived: int, attention: str, 
 
 
 def test_what_it_would_find() -> None:
-    """The watch sees what it is there for."""
+    """The watch detects transfers to the host."""
     device = torch.ones(3, device=META)
     with pytest.raises(RuntimeError), OnDevice(0):
         device.sum().item()

@@ -101,7 +101,7 @@ def test_rank_breaks_ties_downwards() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_group_cache_against_lists(seed: int) -> None:
-    """Some of a prompt, then steps with the newest token alone or behind earlier ones: what a list of them says."""
+    """A part of a prompt, then steps with the newest token alone or after earlier ones, compared with a plain list."""
     rng = random.Random(seed)
     prompt_tokens, steps = rng.randint(1, 200), 60
     cache = GroupCache(range(3, 5), capacity=4, max_positions=prompt_tokens + steps, device=CPU)
@@ -152,7 +152,7 @@ def test_aux_cache_against_a_dictionary(seed: int) -> None:
 
 
 def test_hidden_states_go_to_their_home_and_indices_stay() -> None:
-    """As far as it can be seen without an accelerator: "meta" is a second device that every machine has."""
+    """As far as it can be tested without an accelerator: "meta" is a second device that every machine has."""
     cache = AuxCache(max_positions=9, width=2, dtype=torch.float32, device=CPU, home=torch.device("meta"))
     cache.put(torch.tensor([1, 4, 7]), torch.ones(3, 2))
     cache.put(torch.tensor([2]), torch.ones(1, 2))
@@ -208,7 +208,7 @@ def test_flash_attention_gets_its_own_name_and_no_gaps() -> None:
 
 
 def test_importance_survives_what_attention_survives() -> None:
-    """In float16 the unscaled product overflows where the scaled one does not."""
+    """In float16, the unscaled product overflows but the scaled one does not."""
     query = torch.full((1, 1, 1, 128), 25.0, dtype=torch.float16)
     key = torch.stack([torch.full((128,), 25.0), torch.full((128,), 24.9), torch.zeros(128)])[None, None].half()
     importance = attention_scores(query, key, everything_seen, 128**-0.5)

@@ -1,4 +1,4 @@
-"""What a method may ask to see of attention, against the model written out by hand in numpy."""
+"""The parts of attention that a method may ask for, compared with the model written by hand in numpy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOOKS = [
 
 
 def by_hand(model: Any, look: Look) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Of each layer that is looked at the scores, and hidden states [N, D] behind each layer; one token at a time."""
+    """The scores of each observed layer, and the hidden states [N, D] after each layer; one token at a time."""
     hand = HandModel(model)
     hidden = {p: hand.embed(token) for p, token in enumerate(PROMPT)}
     found, states = [], []

@@ -79,7 +79,7 @@ def entering(selected: dict[int, list[int]], tokens: range, num_layers: int) -> 
 
 
 def four_turns(model: Any, schedule: dict[int, float], rng: random.Random, chunk: int | None = None, **settings: bool):
-    """Four answers, compared; the session and the reference go on from there."""
+    """Compare four answers; session and reference can continue afterwards."""
     reference = LazyTurns(model, schedule, **settings)
     is_longrope = model.config.rope_parameters.get("rope_type") == "longrope"
     prompt, more = draw(rng, 30, 17 if is_longrope else 1), None  # a LongRoPE may not change later: at 16 tokens
@@ -144,8 +144,8 @@ def test_keeping_everything_is_the_model_on_the_whole_text(architecture: str, ch
 class Dropping:
     """A method, and its first turn by the slow reference for (model, prompt, steps).
 
-    first: None runs the tokens that the method names as a prompt of their own. Which these are, `tests/lazyllm/methods`
-    holds against references.
+    first: None runs the tokens that the method selects as a separate prompt. `tests/lazyllm/methods` compares these
+    selections with references.
     """
 
     method: Method

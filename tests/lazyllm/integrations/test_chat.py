@@ -1,4 +1,4 @@
-"""`lazyllm-bench chat`: what it prints, where, and how it ends. Answers are held against `lazyllm.generate`."""
+"""`lazyllm-bench chat`: its output, and how it ends. Answers are compared with `lazyllm.generate`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_once(tiny: tuple[Any, Any], tmp_path: Path) -> None:
 
 
 def test_lines_from_standard_input(tiny, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a chat template each line stands for itself; one that is too long is refused, and the next one heard."""
+    """Without a chat template each line is a prompt; a line that is too long is refused, and the next one is read."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{TEXT}\n\n{'lantern ' * 4200}\n{TEXT}\n"))
     main([*SMALL, "--schedule", "none"])
     printed = capsys.readouterr()
@@ -69,7 +69,7 @@ def test_lines_from_standard_input(tiny, monkeypatch, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_turn_runs_only_what_is_new(tiny, ends: bool, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    """Also behind an end token, if the template has one."""
+    """Also after an end token, if the template has one."""
     model, tokenizer = tiny
     end = tokenizer.eos_token if ends else "\n"
     monkeypatch.setattr(tokenizer, "chat_template", BARE.replace("END", repr(end)))
@@ -187,7 +187,7 @@ def test_schedules_and_methods() -> None:
 
 
 def test_the_packages_example(capsys: pytest.CaptureFixture[str]) -> None:
-    """The text that `help(lazyllm)` and the README show runs as it stands, and finds what stands in its prompt."""
+    """The example of `help(lazyllm)` and the README runs unchanged, and finds the answer in its prompt."""
     assert lazyllm.__doc__ is not None
     blocks = lazyllm.__doc__.split("\n\n", 1)[1]
     exec(compile(textwrap.dedent(blocks), "lazyllm.__doc__", "exec"), {})

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: without pruning the numbers of its own `hf`, with pruning those of a slow, obvious oracle."""
+"""lm-evaluation-harness: without pruning its own `hf`'s numbers, with pruning those of a slow, obvious oracle."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_keeping_everything_gives_the_results_of_lm_evals_own_model(tasks: Path,
                     assert greedy == their_greedy
             else:
                 assert sample["filtered_resps"] == pytest.approx(other["filtered_resps"], rel=1e-4)
-    # what a wrong model would not give: the embedded task is solved, and its answers end at the stop string
+    # a wrong model would fail: the embedded task is solved, and its answers end at the stop string
     assert ours["results"]["own_choice"]["acc,none"] == 1
     assert all(sample["resps"][0][0].strip() for sample in ours["samples"]["own_answer"])
 

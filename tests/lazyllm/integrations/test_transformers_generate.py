@@ -1,4 +1,4 @@
-"""`model.generate` with a method inside: where everything is kept, transformers' own `generate` is the oracle."""
+"""`model.generate` with a method inside: if everything is kept, transformers' own `generate` is the oracle."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def theirs(inputs: Any = None, seed: int = 0, **options: Any) -> Any:
     return MODEL.generate(**inputs, **{"max_new_tokens": 8, **options})
 
 
-FREE = theirs()[0, WIDTH:].tolist()  # what greedy decoding says after LONG
+FREE = theirs()[0, WIDTH:].tolist()  # greedy decoding's answer to LONG
 SAMPLED = {"do_sample": True, "temperature": 3.0, "top_k": 0}
 
 # options of `generate`, each of which changes something (the test holds that too) or is named as one that does not
@@ -197,7 +197,7 @@ def test_copies_of_a_prompt_are_sampled_differently(own_seed: int | None) -> Non
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_batch_against_transformers(sampled: bool) -> None:
-    """Where all is kept and rows end at different lengths. Sampled: transformers on each row, after one seed."""
+    """All tokens are kept and rows end at different lengths. Sampled: transformers on each row, with the same seed."""
     options = {"eos_token_id": list(range(80, 97)), **SAMPLED} if sampled else {"eos_token_id": [FREE[2], 96]}
     found = ours(KEEP, BATCH, **options, **RETURNED)
     if not sampled:
@@ -240,7 +240,7 @@ def test_prefix_functions_get_the_rows_number_and_its_own_tokens() -> None:
 
 
 class Recorder(LogitsProcessor):
-    """Takes down what it gets, and whether it is an ordinary tensor."""
+    """Records its input, and whether it is an ordinary tensor."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[int], torch.Tensor]] = []
@@ -301,7 +301,7 @@ def test_a_processor_that_calls_the_model_is_refused() -> None:
 
 
 class Put:
-    """A streamer that keeps what it gets."""
+    """A streamer that records its input."""
 
     def __init__(self) -> None:
         self.got: list[Any] = []
@@ -425,7 +425,7 @@ def test_using_leaves_the_model_as_it_was() -> None:
     with pytest.raises(LookupError), lazyllm.using(model, PRUNE_3):
         model.generate(ids_of(LONG), max_new_tokens=4, logits_processor=LogitsProcessorList([fail]))
     assert state_of(model) == before
-    # what was put there by somebody else is put back
+    # another user's value is restored
     model.generate = own = lambda *args, **kwargs: "mine"  # type: ignore[method-assign]
     with lazyllm.using(model, PRUNE_3):
         assert model.generate is not own
@@ -463,7 +463,7 @@ def test_a_token_costs_one_transfer() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is refused
+# Refused options
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -510,7 +510,7 @@ def test_refused_options_through_generate(name: str) -> None:
 
 def test_options_that_are_in_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     config = GenerationConfig()
-    config.of_the_checkpoint = 3  # what a checkpoint adds, transformers hands round as well
+    config.of_the_checkpoint = 3  # transformers also passes on additions of a checkpoint
     check_options(config)
     monkeypatch.setattr("lazyllm.integrations.transformers_generate.INERT", INERT - {"length_penalty"})
     check_options(GenerationConfig())

@@ -67,7 +67,7 @@ def _static(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> Refere
 
 
 def _dropped(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
-    n = len(prompt)  # the draw is this project's own; what it leaves is a prompt
+    n = len(prompt)  # the random choice is this project's own; the kept tokens are a prompt
     others = np.random.default_rng([3, n]).choice(n - 1, keep_count(0.5, n) - 1, replace=False)
     return _on_the_rest(model, prompt, [*others.tolist(), n - 1], steps)
 
@@ -177,7 +177,7 @@ LISTED = {
     "static_pruning": Row(StaticPruning(2, 0.4), _static, StaticPruning(2, 1.0)),
 }
 ROWS = LISTED | {
-    "lazy, one token": _lazy({1: 0.01, 2: 0.01, 4: 0.01}, asks=2),  # nothing is revived behind the last layer
+    "lazy, one token": _lazy({1: 0.01, 2: 0.01, 4: 0.01}, asks=2),  # nothing is revived after the last layer
     "prompt_compression, one token": Row(PromptCompression(0.01, "token"), scores=True),
     "prompt_compression, windows": Row(PromptCompression(0.7, "token", window=8), scores=True),
     "asl, without SnapKV": Row(ASL(**_ASL, retain=1), decides=True),

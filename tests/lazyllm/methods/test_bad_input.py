@@ -16,7 +16,7 @@ from tests.reference import random_model
 MODEL = random_model("llama", 1, num_layers=4)
 PROMPT = np.random.default_rng(3).integers(1, 97, 21).tolist()
 
-# What has no default, and values that drop something of 21 tokens
+# Values without a default, and values that drop some of 21 tokens
 USUAL: dict[str, dict[str, Any]] = {name: {} for name in METHODS} | {
     "asl": {"first": 1, "layers": 2, "threshold": 2.0, "keep": 4, "window": 3},
     "gemfilter": {"keep": 4},

@@ -1,4 +1,4 @@
-"""SpecPrefill across tokenizers against its slow oracle: real tokenizers read, kept text is read anew."""
+"""SpecPrefill across tokenizers against its slow oracle, with real tokenizers; kept text is tokenised again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAIRS = [("letters", "tiny"), ("tiny", "letters"), ("llama2", "gpt2"), ("gpt2", 
 
 
 def letters() -> PreTrainedTokenizerBase:
-    """A token a byte, and none in front."""
+    """One token per byte, without special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     own = Tokenizer(models.BPE(vocab={byte: number for number, byte in enumerate(alphabet)}, merges=[]))
     own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -114,7 +114,7 @@ def test_kept_chunks_are_read_anew(own: str, other: str, seed: int, tokenizers, 
     model = random_variant(variant, seed, vocab_size=len(tokenizers(own)))
     with casts_in_float64():
         folder, draft = drafts(variant, other)
-        # as it is loaded: transformers reads the same files otherwise for models of some kinds
+        # as the library loads it: for some kinds of models, transformers reads the same files differently
         by = tokenizers(own), load_tokenizer(folder)
         read, read_by_draft = (partial(tokens_of, tokenizer) for tokenizer in by)
         expected = specprefill_across(model, draft, text, read, read_by_draft, **settings, steps=STEPS)

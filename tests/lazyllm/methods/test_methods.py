@@ -1,4 +1,4 @@
-"""What holds for every method, over `method_matrix.py`; and what is particular to the simple ones."""
+"""Properties of every method in `method_matrix.py`, and some of the simple ones only."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_without_revival_decoding_sees_what_prefill_selected() -> None:
     for step, selected in enumerate(out.selected[1:], start=1):
         generated = list(range(21, 21 + step))
         assert selected == {layer: kept + generated for layer, kept in out.selected[0].items()}
-    assert other.computed[-1].sum() > out.computed[-1].sum()  # where the same tokens are selected anew, some return
+    assert other.computed[-1].sum() > out.computed[-1].sum()  # if tokens are selected again, some of the same return
     with pytest.raises(ValueError, match="revive=False"):
         Lazy({1: 0.5}, prune_generated=True, revive=False)
 

@@ -119,7 +119,7 @@ def test_two_packages_with_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_name_is_answered_with_all_that_are_known(installed: Path) -> None:
     with pytest.raises(UserError, match=r"'keep_first'; known are asl, baseline, .*static_pruning.*keep_last"):
         make("keep_first")
-    with pytest.raises(MissingConfigException, match="keep_last"):  # in Hydra's list of what there is
+    with pytest.raises(MissingConfigException, match="keep_last"):  # in Hydra's list of options
         config_of("method=keep_first")
 
 
@@ -138,7 +138,7 @@ def test_the_code_of_a_version_is_told_from_that_of_another(installed: Path) -> 
     assert code_of("draws_lots") == first  # one package
     helper = installed / "own_methods" / "helper.py"
     before = helper.read_text()
-    helper.write_text("SHARE = 0.5\n")  # what a method imports changes what it does
+    helper.write_text("SHARE = 0.5\n")  # a module that a method imports can change its results
     changed = code_of("keep_last")
     helper.write_text(before)
     assert changed != first

@@ -1,4 +1,4 @@
-"""What the tests of this room share: a hub that is offline, and one that a test fills."""
+"""Shared by the tests of models: an offline hub, and a hub that a test fills."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Several devices on a machine that has one: tensors that say where they are, and refuse to meet others elsewhere.
+"""Several devices on a machine with one: tensors that know their device, and refuse operations across devices.
 
-All arithmetic is the CPU's, so that results can be compared bit for bit; only the bookkeeping is of several devices.
-What a real accelerator does beyond that (its kernels, its streams) is not pretended.
+The CPU does all arithmetic, so that results can be compared bit for bit; only the bookkeeping has several devices.
+Kernels and streams of a real accelerator are not simulated.
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ class Pretending(TorchFunctionMode):
 
 
 class _Below(TorchDispatchMode):
-    """Sees operations on plain tensors too, so that one on the host meets none that is not."""
+    """Also checks operations on plain tensors, so that a host tensor cannot be combined with a device's."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """The operation on what is held, its result where its arguments are. RuntimeError where these are in two places."""
+    """Run the operation on the wrapped tensors; its result is on their device. RuntimeError for two devices."""
     name = func.overloadpacket.__name__
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     places = {place_of(leaf) for leaf in given if leaf.ndim or isinstance(leaf, Placed)}  # numbers are everywhere

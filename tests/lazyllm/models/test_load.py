@@ -180,7 +180,7 @@ def test_bad_arguments(name: str, settings: dict, message: str) -> None:
 
 
 class _Bomb:
-    """Leaves a file behind when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

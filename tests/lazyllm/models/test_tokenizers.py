@@ -1,4 +1,4 @@
-"""Tokenizers are what the checkpoints' authors meant: Llama 2's against the sentencepiece library itself."""
+"""Tokenizers equal their authors': Llama 2's is compared with the sentencepiece library itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised weights, and layers on several devices: every method gives what it gives on plain weights on one device."""
+"""Quantised weights and layers on several devices: every method's result equals that of plain weights on one device."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_probe_of_quantised_weights_needs_no_more_tolerance(saved: str, monkey
             found = session.prefill(tokens)
         with torch.inference_mode():
             expected = model(tokens[None]).logits[0, -1]
-        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()  # a thousandth of what the probe allows
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()  # a thousandth of the probe's limit
         # and an architecture that the loop leaves something out of is still found
         monkeypatch.setattr(decoder.Decoder, "embed", lambda self, ids, _: 1.05 * self._inner.embed_tokens(ids[None]))
         monkeypatch.setattr(model.model.norm, "variance_epsilon", 10.0)  # else the first norm would undo the scale
@@ -117,7 +117,7 @@ def test_a_probe_of_quantised_weights_needs_no_more_tolerance(saved: str, monkey
 
 @pytest.mark.quantised
 def test_quantised_weights_keep_their_own_products(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN's products know float32 weights only: others would be read as what they are not."""
+    """oneDNN's products support float32 weights only, and would misread others."""
     model = load_weights(ModelSpec(saved, dtype="float32", device="cpu", quantise="int8"))
     method = Lazy({1: 0.6, 2: 0.6})
     expected = lazyllm.generate(model, prompt_of(), method, STEPS, ())
@@ -138,7 +138,7 @@ def test_a_checkpoint_that_is_quantised_loads_as_it_is(saved: str, tmp_path: Pat
     assert torch.equal(weights[0].scale, weights[1].scale)
     one, two = (lazyllm.generate(model, prompt_of(), Lazy({1: 0.6, 3: 0.5}), STEPS, ()) for model in (once, again))
     assert (one.token_ids, one.selected) == (two.token_ids, two.selected)
-    # not bit for bit: where a file's bytes lie in memory decides how the CPU adds them up
+    # not bit for bit: the memory alignment of a file's bytes determines the CPU's order of summation
     torch.testing.assert_close(one.first_logits, two.first_logits, rtol=1e-5, atol=1e-5)
     with pytest.raises(UserError, match=r"is already quantised \(torchao\): leave out quantise=int8"):
         load_weights(ModelSpec(str(tmp_path / "int8"), device="cpu", quantise="int8"))
@@ -320,7 +320,7 @@ def test_a_spread_model_costs_one_move_a_boundary_between_devices(synchronised: 
         check_same_as_model(model)  # as `load_model` does: else the first generation would
     with Pretending() as pretended:
         lazyllm.generate(model, prompt_of(), lazyllm.methods.Baseline(), STEPS, ())
-    # there: hidden states, positions, cos and sin before layer 3 (not anew before layer 4), the same but cos and sin
+    # there: hidden states, positions, cos and sin before layer 3 (not again before layer 4), the same but cos and sin
     # before the rotary embedding, the last token's before the norm; back: cos and sin, hidden states, logits. And once,
     # before the clock starts: one token's hidden state and position before the rotary embedding, to find the layout
     assert pretended.moves["cuda:0", "cuda:1"] == STEPS * (4 + 2 + 1) + 2

@@ -245,7 +245,7 @@ CONFIG = {
 
 @pytest.fixture
 def checkpoint(merges_file, tmp_path, monkeypatch):
-    """A copy of XGen's folder as far as its tokenizer goes, with merges beside it. Its code must not be run."""
+    """A copy of the tokenizer's files of XGen's folder, with merges. Its code must not be run."""
     monkeypatch.setattr(xgen, "MERGES_SHA256", hashlib.sha256(merges_file.read_bytes()).hexdigest())
     (tmp_path / "tokenization_xgen.py").write_text("raise AssertionError('remote code was run')")
     shutil.copy(merges_file, tmp_path / "merges.txt")

@@ -13,7 +13,7 @@ BASELINE = {"prefill_flops": 600}
 
 
 def runs() -> list:
-    """LazyLLM at two targets, FastKV at a setting of its own, a diagnostic, and an old run without FLOPs."""
+    """LazyLLM at two targets, FastKV at another setting, a diagnostic, and an old run without FLOPs."""
     return [
         stored([example("trec", "a", score=0.9, ttft_s=0.2, prefill_flops=250, baseline=BASELINE)],
                settings={"schedule": "2x", "revive": True}),

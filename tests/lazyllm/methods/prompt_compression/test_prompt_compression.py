@@ -1,4 +1,4 @@
-"""Prompt compression: what may go, what is chosen and what the model then sees, each against the obvious way."""
+"""Prompt compression: removable units, selected units and the resulting prompt, each against an obvious version."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ SENTENCES = [
 
 
 def slow_units(prompt: lazyllm.Prompt, may_go: list[int], unit: str) -> list[int]:
-    """The sentence in which a token's last letter stands (its first one may be the space before)."""
+    """The sentence that contains a token's last letter (the first may be the space before the sentence)."""
     if unit == "token":
         return may_go
     places = [prompt.text.index(sentence) for sentence in SENTENCES]
@@ -185,7 +185,7 @@ def test_the_model_runs_on_the_most_informative_rest(keep: str, unit: str, atten
     kept = out.selected[0][0]
     assert kept == slow_kept(model, prompt, keep, unit)
     c = len(slow_droppable(prompt))
-    assert c == 30  # 7 and 7 and 3, 2 and 3 behind an indentation, 5 and 3
+    assert c == 30  # 7 and 7 and 3, 2 and 3 after an indentation, 5 and 3
     goes = len(prompt) - len(kept)
     assert c - goes == method.kept_of(c) if unit == "token" else c - goes >= method.kept_of(c)
     assert goes > 0

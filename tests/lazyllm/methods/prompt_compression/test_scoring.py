@@ -78,7 +78,7 @@ def test_chunks_change_nothing_and_bound_the_logits(chunk: int, monkeypatch) -> 
 
 
 def test_half_precision_is_compared_in_float32() -> None:
-    """What is scored in bfloat16 is rounded as float32 is."""
+    """Scores computed in bfloat16 are rounded like those in float32."""
     model = random_model("llama", 0, num_layers=2, float64_throughout=False).to(torch.bfloat16)
     info = found(model, [1, 2, 3])
     assert np.array_equal(info, info.astype(np.float32))
@@ -128,7 +128,7 @@ def test_carried_over_by_hand() -> None:
     # one character of three byte tokens, which another tokenizer writes as two
     info = carried_over(np.array([1.0, 2.0, 3.0]), np.array([[0, 1]] * 3), np.array([[0, 1], [0, 1]]))
     assert info.tolist() == [3.0, 3.0]
-    # a token without characters counts for the one it stands before
+    # a token without characters counts for the next one
     info = carried_over(np.array([1.0, 2.0]), np.array([[0, 0], [0, 2]]), np.array([[0, 1], [1, 2]]))
     assert info.tolist() == [2.0, 1.0]
 

@@ -1,4 +1,4 @@
-"""Where sentences, lines and phrases begin, by hand; and what is said where spaCy is missing."""
+"""Beginnings of sentences, lines and phrases, determined by hand; and the error if spaCy is missing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pieces(text: str, starts: list[int]) -> list[str]:
 def test_sentences(sentences: list[str]) -> None:
     text = "".join(sentences)
     found = pieces(text, sentence_starts(text))
-    if text == "One. \nTwo.\n":  # the break behind the white space is a unit of its own, in which nothing may go
+    if text == "One. \nTwo.\n":  # the line break after the white space is a separate unit, which is always kept
         sentences = ["One. ", "\n", "Two.\n"]
     assert found == sentences
 
