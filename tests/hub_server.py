@@ -52,7 +52,7 @@ class HubServer:
 
     @property
     def storage_url(self) -> str:
-        """The same server under another host's name, as large files come from another host than the hub."""
+        """The same server under another host name, as large files do not come from the hub's host."""
         return f"http://localhost:{self.http.server_port}/storage"
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return found
 
     def may_read(self, name: str, repository: Repository) -> bool:
-        """Whether the files are the reader's to see; a refusal is answered."""
+        """Whether the user has access; if not, the refusal is sent."""
         if repository.gated is None or self.token in repository.gated:
             return True
         self.refuse(401 if self.token is None else 403, "GatedRepo", f"Access to model {name} is restricted.")

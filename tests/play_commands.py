@@ -1,8 +1,8 @@
-"""Plays commands in one process, as a user gives them in one shell: starting a process costs ten seconds.
+"""Runs commands in one process, as a user would in one shell, because starting a process takes ten seconds.
 
-python -m tests.play_commands < STEPS writes JSON: of each step the exit code, standard output and standard error.
+python -m tests.play_commands < STEPS writes JSON: exit code, standard output and standard error of each step.
 STEPS is JSON: {"longbench": {constant: value}, "steps": [{"command": [...], "log_in": TOKEN, "as_told": FOLDER}, ...]}.
-With `as_told` the shell commands that the step before named are run first, in that folder.
+With `as_told`, the shell commands printed by the previous step are run first, in that folder.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ XGEN = LLAMA2 | dict(
 
 SAMPLING = dict(do_sample=True, temperature=0.6, top_p=0.9)
 
-# Of the wrap that Llama 3.1's template puts around a message: one turn a header, the date fixed unless it is given
+# Llama 3.1's template for a message, shortened: one header per turn, the date fixed unless given
 LLAMA31_TEMPLATE = """{{- bos_token }}
 {%- set date = date_string if date_string is defined else "26 Jul 2024" %}
 {{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date + "\\n\\n<|eot_id|>" }}
@@ -123,7 +123,7 @@ def xgen(answer_ids: Sequence[int]) -> dict[str, bytes]:
 
 
 def layout(published: dict[str, Any], shard_size: str) -> tuple[dict[str, str], dict[str, int]]:
-    """({tensor: its file}, {file: bytes of its tensors}) of the published checkpoint: it is split as that was."""
+    """({tensor: its file}, {file: bytes of its tensors}) of the published checkpoint, whose split we copy."""
     dtype = torch.float32 if published["torch_dtype"] == "float32" else torch.bfloat16
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**published), dtype=dtype)
@@ -167,10 +167,10 @@ def _pickle(tensors: dict[str, torch.Tensor]) -> bytes:
 
 
 def _answering(config: LlamaConfig, answer: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Weights of a model that answers any prompt with these tokens, each another one, by the last token alone.
+    """Weights of a model that answers any prompt with these distinct tokens, by the last token alone.
 
-    Channel 0 of every embedding asks for the first token of the answer; channel i + 1 of its i-th token, more loudly,
-    for the next. The layers add a little noise.
+    Channel 0 of every embedding raises the answer's first token; channel i + 1 of its i-th token raises the next
+    one, more strongly. The layers add a little noise.
     """
     torch.manual_seed(0)
     weights: dict[str, torch.Tensor] = dict(AutoModelForCausalLM.from_config(config).state_dict())

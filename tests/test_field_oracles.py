@@ -284,7 +284,7 @@ def dense(
     """Prompt and generated tokens in one run without a cache: logits of each step and attention [H, t, t] by layer.
 
     ``entering``: prompt positions that enter each layer. They attend to each other; generated tokens attend to what
-    ``out.caches`` holds for the head. Rows of other tokens hold rubbish that nobody attends to.
+    ``out.caches`` holds for the head. Rows of other tokens have meaningless values, which no token attends to.
     """
     hand, text, n = HandModel(model), [*ids, *out.token_ids[:-1]], len(ids)
     generated, t, group = range(n, len(text)), len(text), hand.num_heads // hand.num_kv_heads

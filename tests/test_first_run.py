@@ -239,7 +239,7 @@ def test_pickles_are_refused_with_two_commands_that_make_safetensors_of_them(pla
 
 
 def test_xgen_answers_with_our_tokenizer_of_gpt2s_merges(played: Played, shared: Path) -> None:
-    """It answers with the third row's gold answer, after a word that LongBench strikes; tiktoken gives the tokens."""
+    """It answers with the third row's gold answer, after a word that LongBench removes; tiktoken gives the tokens."""
     encoding = encoding_of(shared / "tokenizers" / "gpt2" / "merges.txt")
     header = (shared / "longbench" / "config" / "xgen_header.txt").read_text()
     prompts = [
@@ -265,7 +265,7 @@ def test_a_run_goes_on(played: Played) -> None:
 
 
 def test_a_run_after_the_fetch_asks_for_nothing(played: Played) -> None:
-    """Until Llama 3.1, which was not fetched: it comes with its first run."""
+    """Up to Llama 3.1, which was not fetched: its first run downloads it."""
     asked = [path for _, path in played.hub.asked]
     first_of_llama31 = next(number for number, path in enumerate(asked) if "Llama-3.1" in path)
     assert asked[first_of_llama31 - 1] == f"/github/{longbench.MAX_LENGTHS}"
@@ -278,7 +278,7 @@ def test_each_file_is_fetched_once_and_no_pickle_at_all(played: Played) -> None:
     configs = [path for path in fetched if path.endswith("/config.json") and "meta-llama" in path]
     assert len(configs) == len(set(configs)) == 2
     unwanted = [path for _, path in played.hub.asked if path.endswith((".bin", ".pth", "README.md"))]
-    assert all("xgen" in path for path in unwanted)  # by the command that its refusal names
+    assert all("xgen" in path for path in unwanted)  # by the command that the refusal names
     assert played.hub.leaked == []
     # without access twice, then once for all commands of the process
     about = [path for _, path in played.hub.asked if path.endswith("/revision/main") and "meta-llama" in path]

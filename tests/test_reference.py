@@ -207,7 +207,7 @@ def test_first_selection_from_transformers_attentions():
             attentions = model(torch.tensor([prompt]), output_attentions=True).attentions
         for layer, ratio, count in ((1, 0.3, 7), (2, 0.5, 12), (4, 0.04, 1)):
             score = attentions[layer - 1][0, :, -1].mean(dim=0)  # [N]
-            score[-1] = math.inf  # the last prompt token is kept, and counts
+            score[-1] = math.inf  # the last prompt token is kept and counted
             out = lazy_reference(model, prompt, {layer: ratio}, 1)
             assert out.selected == [{layer: sorted(score.topk(count).indices.tolist())}]
             score[-1] = attentions[layer - 1][0, :, -1, -1].mean()
@@ -223,9 +223,9 @@ def dense_masked(
     """LazyLLM without any cache: every step runs the whole text through transformers' layers, with one mask per layer.
 
     Every turn adds its tokens to the text and generates `steps` more. A token attends, in a layer, to the set of the
-    step in which it first entered that layer. Rows of tokens that have not entered yet hold rubbish that nobody attends
-    to. There is no K/V cache, no Aux Cache and no revival here: a token that enters later has its hidden state in the
-    dense run anyway.
+    step in which it first entered that layer. Rows of tokens that have not entered yet have meaningless values, which
+    nobody attends to. There is no K/V cache, no Aux Cache and no revival here: a token that enters later has its hidden
+    state in the dense run anyway.
 
     Returns:
         Tokens, logits [V] and selected positions, one per step of all turns.

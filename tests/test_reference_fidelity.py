@@ -1,4 +1,4 @@
-"""The slow fidelity is right: against numbers worked out by hand, and PyTorch's own divergence on a model's logits."""
+"""The slow fidelity reference is right: against numbers by hand, and PyTorch's own divergence on a model's logits."""
 
 from __future__ import annotations
 

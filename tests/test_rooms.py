@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Room -> the rooms it may import. `eval` may import all of `lazyllm`; the door, `eval.cli`, imports anything.
+# {room: rooms that it may import}. `eval` may import all of `lazyllm`; the command line, `eval.cli`, anything.
 BELOW = {
     "lazyllm.errors": [],
     "lazyllm.engine": ["lazyllm.errors"],
@@ -72,7 +72,7 @@ def test_each_room_imports_only_rooms_below_it() -> None:
     wrong = []
     for module, file in known.items():
         room = room_of(module)
-        if room not in BELOW:  # the door (`eval.cli`) opens every room
+        if room not in BELOW:  # the command line (`eval.cli`) may import every room
             continue
         for imported in imports_of(file, known):
             other = room_of(imported)
@@ -84,7 +84,7 @@ def test_each_room_imports_only_rooms_below_it() -> None:
 
 def test_the_rooms_themselves_lie_on_floors() -> None:
     floors: dict[str, int] = {}
-    for room in BELOW:  # written from the ground up: a room that names a later one would fail here
+    for room in BELOW:  # listed bottom-up: a room that names a later one would fail here
         floors[room] = 1 + max((floors[below] for below in BELOW[room]), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Whole runs: real rows, going on after a break, refusals, experiments."""
+"""Whole runs: real rows, resuming after an interruption, refusals, experiments."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_broken_off_run_goes_on_and_ends_as_if_it_had_not_been(
         summary.unlink()
     file = tmp_path / "run" / "records.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join(lines[:2]) + lines[2][:100])  # as a kill in the middle of a write leaves it
+    file.write_bytes(b"".join(lines[:2]) + lines[2][:100])  # as after a kill in the middle of a write
     run(config_of(*QUICK))
     table = capsys.readouterr().out
     assert "24 examples, 2 of them already measured" in caplog.text

@@ -1,4 +1,4 @@
-"""`scripts/dev/training.py`: a training that stops and resumes is the training that did not stop."""
+"""`scripts/dev/training.py`: a training that stops and resumes equals one that does not stop."""
 
 from __future__ import annotations
 

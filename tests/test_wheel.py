@@ -55,7 +55,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_as_a_new_user(installed: Path, folder: Path, script: str) -> str:
-    """What `script` prints, run in `folder` with the installed wheel and third-party packages, without the repository.
+    """The output of `script`, run in `folder` with the installed wheel and other packages, without the repository.
 
     -I -S: no environment variables, no folder of the script, no .pth files, so no editable install either.
     """

@@ -1,8 +1,7 @@
-"""The official scorer's facts derived a second time, in other ways than `eval.benchmarks.metrics` does, as an oracle
-for it.
+"""An oracle for `eval.benchmarks.metrics`: the official scorer's rules, implemented differently.
 
-Written from LongBench's scoring rules: F1 strikes shared words off a list, and classification keeps its own index, so
-that the skip-one quirk is spelt out. ROUGE-L and `fuzz.ratio` are compared with the packages themselves.
+Written from LongBench's scoring rules: F1 strikes shared words off a list, and classification uses an explicit
+index, which shows how it skips a name. ROUGE-L and `fuzz.ratio` are compared with the packages themselves.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def _squad_words(text: str) -> list[str]:
 
 
 def classification(prediction: str, gold: str, all_classes: list[str]) -> float:
-    """The quirk with an index in hand: after a removal the next name has moved to the place already visited."""
+    """The quirk with an explicit index: after a removal, the next name moves to the place already visited."""
     found = [name for name in all_classes if prediction.find(name) >= 0]
     index = 0
     while index < len(found):
@@ -74,7 +73,7 @@ def classification(prediction: str, gold: str, all_classes: list[str]) -> float:
 
 
 def numbers(prediction: str, gold: str) -> float:
-    """Share of the runs of decimal digits that are written as `gold` is."""
+    """The share of numbers (runs of decimal digits) that equal `gold` as text."""
     runs = [
         "".join(group)
         for is_digit, group in itertools.groupby(prediction, key=lambda character: character.isdecimal())

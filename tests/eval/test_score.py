@@ -21,7 +21,7 @@ GOOD = {"pred": "cat", "answers": ["cat"], "all_classes": None, "length": 3}
 
 
 def write(folder: Path, name: str, *rows: object) -> Path:
-    """A prediction file; rows that are strings are written as they are."""
+    """A prediction file; rows that are strings are written unchanged."""
     file = folder / f"{name}.jsonl"
     file.write_text(
         "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"

@@ -90,7 +90,7 @@ def test_a_template_without_earlier_answers_has_no_later_turns() -> None:
 
 
 def test_what_follows_an_answer_changes_no_hash_of_rows() -> None:
-    """Rows of needles are told apart by the representation, as stored runs have it."""
+    """The hash of needle rows includes the chat format's `repr`, which stored runs contain."""
     assert repr(CHAT_FORMATS["llama2"]) == (
         "ChatFormat(before='[INST]', after='[/INST]', from_tokenizer=False, or_none=False, args={}, system=None, "
         "today='2024-07-26', thinking_tokens=0, strip=False, delete='')"

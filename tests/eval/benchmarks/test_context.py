@@ -1,4 +1,4 @@
-"""What of a prompt may be shortened: on whole real prompts letter by letter, and step by step by hand."""
+"""The part of a prompt that may be shortened: on whole real prompts, letter by letter, and in small cases by hand."""
 
 from __future__ import annotations
 

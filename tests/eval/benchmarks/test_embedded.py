@@ -1,4 +1,4 @@
-"""The embedded suite: seeded, in LongBench's schema, of exact length, needles at all depths, test split apart."""
+"""The embedded suite: seeded rows in LongBench's format, exact length, needles at all depths; separate test split."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_needles_at_all_depths(name):
 
 @EVERY
 def test_the_answer_is_decided_by_the_context(name):
-    """The needle is there once (thrice among examples), whatever distractors look like."""
+    """The needle occurs once (three times if there are examples), whatever the distractors are."""
     for row in embedded.rows(name, count=12):
         assert row["context"].count(needle(row)) == (3 if name == "shots" else 1)
 

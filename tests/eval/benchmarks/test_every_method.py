@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.slow, official.needs(official.LONGBENCH), official.nee
 
 @cache
 def bench() -> Bench:
-    """A Llama of 4 layers, as the matrix of methods wants it, with Llama 2's vocabulary."""
+    """A Llama of 4 layers, as the matrix of methods needs, with Llama 2's vocabulary."""
     import torch
 
     torch.manual_seed(0)
@@ -109,7 +109,7 @@ def test_every_method_that_keeps_everything_gives_the_baselines_records(name: st
 
 
 def official_score(dataset: Dataset, text: str, example: Example) -> Any:
-    """By the oracles of `tests.eval.official`, and RULER's definition: golds contained, in lower case."""
+    """By the oracles of `tests.eval.official`, and by RULER's definition: gold answers contained, in lower case."""
     if dataset.suite == "ruler":
         answer = "".join("\n" if ord(letter) < 32 else letter for letter in text.strip()).strip().lower()
         return sum(gold.lower() in answer for gold in example.answers) / len(example.answers)

@@ -131,7 +131,7 @@ def test_rows_without_id_get_one_from_their_content(folder):
     other = anonymous | {"input": "What?"}
     write_rows(folder, anonymous, other)
     ids = [example.id for example in load(folder).examples]
-    # The same in another order of rows and of fields, and another one for another row.
+    # The hash ignores the order of rows and fields, and depends on every row.
     write_rows(folder, other, dict(reversed(anonymous.items())))
     assert [example.id for example in load(folder).examples] == ids[::-1]
     assert len(set(ids)) == 2
@@ -181,7 +181,7 @@ def test_a_bad_row_is_named_or_skipped(folder, row, reason):
 
 
 def test_rows_nested_to_the_last_level_that_can_be_read_are_named(folder):
-    """At some depth, JSON can just be read and the value no longer shown, a few calls further down."""
+    """At some depth, JSON can still be parsed, but the value cannot be shown a few calls deeper."""
     marked = json.dumps({key: value for key, value in ROW.items() if key != "_id"} | {"input": "@"})
     nested = [marked.replace('"@"', "[" * depth + "]" * depth) for depth in range(1, sys.getrecursionlimit() + 10)]
     write_rows(folder, ROW, *nested)

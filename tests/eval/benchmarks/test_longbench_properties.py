@@ -38,7 +38,7 @@ ROWS = st.fixed_dictionaries(
 
 @contextmanager
 def folder_with(content: bytes) -> Iterator[Path]:
-    """A data folder whose qasper.jsonl holds these bytes; warnings of templates that are not LongBench's are off."""
+    """A data folder whose qasper.jsonl holds these bytes; warnings about templates other than LongBench's are off."""
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
         warnings.simplefilter("ignore", TemplateWarning)
         folder = Path(name)

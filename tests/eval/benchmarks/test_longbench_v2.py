@@ -29,7 +29,7 @@ from tests.eval.benchmarks.test_prompts import Characters
 from tests.eval.run.test_configs import config_of
 
 DATASET = DATASETS["longbench_v2"]
-# The official places in a prompt of ours: LongBench's own never enters the repository
+# Our own prompt with the official placeholders: LongBench's must not enter the repository
 PROMPT = "Read {this}.\n$DOC$\n---\nAsked: $Q$\nA: $C_A$\nB: $C_B$\nC: $C_C$\nD: $C_D$\nSay it."
 
 

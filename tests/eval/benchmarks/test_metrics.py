@@ -1,5 +1,5 @@
-"""Metrics at parity with LongBench's scorer: against its scores on real answers, a second derivation, the packages
-themselves, and values worked out by hand."""
+"""Metrics equal LongBench's scorer: its scores on real answers, a second derivation, the packages, and values worked
+out by hand."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_scores_equal_the_official_scorer_on_real_answers(name):
         ("cat cat dog", "cat", 1 / 2),  # a repeated word counts once: P 1/3, R 1
         ("cat cat", "cat cat cat", 4 / 5),
         ("U.S.A", "usa", 1.0),
-        ("well-known", "well known", 0.0),  # punctuation goes without leaving a space
+        ("well-known", "well known", 0.0),  # punctuation is removed without leaving a space
         ("", "", 0.0),
         ("the", "a", 0.0),  # nothing left of either
         ("\n\n\n", "cat", 0.0),
         ("CAT\u2028sat", "cat sat", 1.0),
         ("Straße", "strasse", 0.0),  # lower case, not case folding
         ("‘cat’", "cat", 0.0),  # only ASCII punctuation goes
-        ("a’cat", "’cat", 1.0),  # the article goes wherever a word boundary is
+        ("a’cat", "’cat", 1.0),  # articles are removed at every word boundary
         ("theatre", "atre", 0.0),
     ],
 )
@@ -146,7 +146,7 @@ if __name__ == "__main__":
 
 
 def test_rouge_fails_at_the_same_length_as_the_official_script(tmp_path):
-    """The package recurses once a step; a stretch too long for Python's stack scores 0."""
+    """The package recurses once per step; a stretch too long for Python's stack scores 0."""
     script = tmp_path / "official_calls.py"
     script.write_text(OFFICIAL_CALLS)
     shown = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
@@ -156,7 +156,7 @@ def test_rouge_fails_at_the_same_length_as_the_official_script(tmp_path):
     assert rouge("cat", "cat" + " dog" * failing) == 0.0
     # With a full stop in the middle there is no such stretch.
     assert rouge("cat", "cat" + " dog" * 500 + "." + " dog" * 500) == expected
-    # The walk ends at the beginning of either text, however long the other one is.
+    # The recursion ends at the beginning of either text, however long the other is.
     assert rouge("dog " * 2000 + "cat", "cat") == expected
     assert rouge("cat " * failing, "cat " * failing) == pytest.approx(1.0, abs=1e-7)
     assert rouge("cat " * (failing + 1), "cat " * (failing + 1)) == 0.0
@@ -199,15 +199,15 @@ def test_rouge_score_beside_by_hand(prediction, answers, expected):
         ("State", "City", ["City", "State"], 0.0),
         ("city", "City", ["City", "State"], 0.0),
         ("", "City", ["City", "State"], 0.0),
-        # Names inside the gold one: the longer answer holds both, and the inner one is taken out.
+        # Names inside the gold one: the longer answer contains both, and the inner one is removed.
         ("Other location", "Other location", ["Other location", "location"], 1.0),
         # Two inner names in a row: the second is skipped and stays.
         ("Other big location", "Other big location", ["big", "location", "Other big location"], 1 / 2),
-        # Three in a row: the first and the third go.
+        # Three in a row: the first and the third are removed.
         ("a b c d", "a b c d", ["a", "b", "c", "a b c d"], 1 / 2),
-        # The gold one between them is the one that is skipped.
+        # The gold one between them is skipped.
         ("a b c", "a b c", ["a", "a b c", "b"], 1.0),
-        # A name that holds the gold one stays.
+        # A name that contains the gold one stays.
         ("Other location", "location", ["location", "Other location"], 1 / 2),
         # For a repeated name, the first occurrence is removed.
         ("a b", "a b", ["a", "a", "a b"], 1 / 2),
@@ -253,7 +253,7 @@ def test_classification_without_class_names_is_refused():
         ("012", "Paragraph 12", 0.0),  # as written
         ("1.2", "Paragraph 1", 1 / 2),
         ("B12x", "Paragraph 12", 1.0),
-        ("١٢ 12", "Paragraph 12", 1 / 2),  # other scripts' digits are numbers, and other ones
+        ("١٢ 12", "Paragraph 12", 1 / 2),  # digits of other scripts are numbers, but different ones
         ("²", "Paragraph 2", 0.0),  # no decimal digit
     ],
 )
@@ -295,7 +295,7 @@ def test_numbers_equal_the_second_derivation(prediction, number):
         ("x = 1", "x = 1", 1.0),
         ("```python\nx = 1\n```", "x = 1", 1.0),  # a markdown fence is passed over
         ("# set x\n// or y\nx = 1", "x = 1", 1.0),
-        ("x = 1  # one\ny = 2", "y = 2", 1.0),  # also a line that only ends in a comment
+        ("x = 1  # one\ny = 2", "y = 2", 1.0),  # even a line that only ends in a comment
         ("\n\n\nx = 1\ny = 2", "x = 1", 1.0),
         ("\n \nx = 1", "x = 1", 0.33),  # a line of white space is a line: " " in "x = 1" is 2 * 1 / 6
         ("```", "x = 1", 0.0),
@@ -318,7 +318,7 @@ def test_code_similarity_equals_the_second_derivation(prediction, gold):
 
 
 def fuzzywuzzy_with_difflib():
-    """A fresh fuzzywuzzy that finds no python-Levenshtein, whether that is installed or not."""
+    """A newly imported fuzzywuzzy without python-Levenshtein, even if that is installed."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in [name for name in sys.modules if name.partition(".")[0] in ("fuzzywuzzy", "Levenshtein")]:

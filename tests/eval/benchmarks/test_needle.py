@@ -49,7 +49,7 @@ def needle_of(example) -> str:
 @pytest.mark.parametrize("model", MODELS, ids=["tiny", "llama2"])
 @pytest.mark.parametrize("chat", ["none", "llama2"])
 def test_every_length_at_every_depth(model, chat):
-    """Counted again from the whole prompt: it fits, and a sentence more would not."""
+    """Counted from the whole prompt: it fits, and one more sentence would not."""
     lengths, depths = [300, 701], [0, 33, 100]
     loaded = SUITE.load(DATASET, settings_of(model, chat, lengths=lengths, depths=depths, repeats=2))
     assert [example.groups for example in loaded.examples] == [

@@ -30,7 +30,7 @@ ROW = Example("qasper", "one", "Who?", "A cat\r\nsat.", ("cat",), (), 3, "en")
 
 
 class Characters:
-    """A tokenizer of one token per character (its code point), BOS 1 in front, that knows which character it is."""
+    """A tokenizer with one token per character (its code point) after BOS (1), with offsets."""
 
     is_fast = True
     eos_token_id = 2
@@ -159,7 +159,7 @@ def test_a_short_prompt_is_rendered_and_wrapped():
     ("limit", "text"),
     [
         (20, "Q: A cat\r\nsat.|Who?"),  # as many tokens as allowed: nothing is cut
-        (19, "Q: A cat" + "sat.|Who?"),  # nine of each end, BOS among the first: "\\r\\n" goes
+        (19, "Q: A cat" + "sat.|Who?"),  # nine of each end, BOS among the first: "\\r\\n" is removed
         (7, "Q:" + "ho?"),  # int(7 / 2) of each end, BOS among the first three
         (2, "" + "?"),
         (None, "Q: A cat\r\nsat.|Who?"),

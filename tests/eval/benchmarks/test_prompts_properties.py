@@ -21,7 +21,7 @@ from tests.eval.benchmarks.test_prompts import Characters
 TEXT_LETTERS = st.characters(codec="utf-8", min_codepoint=3)
 TEXT = st.text(TEXT_LETTERS)
 SPECIAL = ("<|begin|>", "<|end|>", "<|pad|>")
-# with the special tokens' own texts, letters of several tokens, and white space that tokenizers like to eat
+# with texts of special tokens, letters of several tokens, and white space that tokenizers may drop
 BITS = [*SPECIAL, "  \n ", "é", "👩\u200d👧", "\ufffd", "\u2028"]
 REAL_TEXT = st.lists(st.text(max_size=20) | st.sampled_from(BITS)).map("".join)
 REAL_TEMPLATES = st.sampled_from(["{context}", "Read: {context}\nAsk: {input} ", "{input}{context}"])
@@ -47,7 +47,7 @@ def fields_of(row: Example) -> dict[str, Any]:
 
 
 def marked(prompt: Prompt) -> list[bool]:
-    """For each letter of the prompt, whether it is of the context."""
+    """For each letter of the prompt, whether it belongs to the context."""
     marks = [False] * len(prompt.text)
     end = 0
     for start, stop in prompt.context:
@@ -113,7 +113,7 @@ def test_a_template_means_what_it_means_to_python_or_is_refused(template: str, c
     try:
         text = build_prompt(row, template, Characters()).text  # type: ignore[arg-type]
     except UserError:
-        # refused too, though Python takes it: conversions and formats such as {context!r} and {length:3}
+        # also refused, although Python accepts it: conversions and formats such as {context!r} and {length:3}
         assert expected is None or "!" in template or ":" in template
     else:
         assert text == expected
@@ -164,7 +164,7 @@ def test_truncation_with_a_real_tokenizer_keeps_both_ends(
     half = limit // 2
     left, right = (tiny().decode(end, skip_special_tokens=True) for end in (ids[:half], ids[-half:]))
     assert prompt.text == left + right
-    # of the context that is left, each range is an end of it
+    # each range is an end of the remaining context
     kept = [prompt.text[start:stop] for start, stop in prompt.context]
     assert len(kept) <= 2
     if len(kept) == 2:

@@ -1,4 +1,4 @@
-"""RULER's rows against official ones, and what must hold of every row at any length and for any tokenizer."""
+"""RULER's rows against official ones, and properties of every row at any length and for any tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARED = Path(__file__).resolve().parents[4] / "shared"
 OFFICIAL_ROWS = sorted((SHARED / "ruler" / "rows").glob("*/*.jsonl"))
 LONG = 131_072
 
-PROMPTS = {  # in words of our own, with the official placeholders
+PROMPTS = {  # our own words, with the official placeholders
     "niah": (
         128,
         "Some {type_needle_v} are hidden here.\n{context}\nWhat are all the {type_needle_v} for {query}?",
@@ -91,7 +91,7 @@ HOTPOTQA = [
 
 
 class WordTokenizer:
-    """Words, marks and white space are tokens each: nothing is merged over white space."""
+    """Each word, mark and white space is a token: nothing is merged across white space."""
 
     pattern = re.compile(r"[A-Za-z]{1,5}|\d|[^\w\s]|_|\n")
 

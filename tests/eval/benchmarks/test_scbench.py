@@ -28,7 +28,7 @@ from tests.eval.benchmarks.test_longbench import Server
 from tests.eval.benchmarks.test_prompts import Characters
 from tests.eval.run.test_configs import config_of
 
-# The official places in prompts of ours: SCBench's own never enter the repository
+# Our own prompts with the official placeholders: SCBench's must not enter the repository
 OPTIONS = "A) {OPTION_A} B) {OPTION_B} C) {OPTION_C} D) {OPTION_D}"
 FIRST = dict.fromkeys(TASKS, "Text {{}}:\n{context}\n{input}") | {
     "scbench_choice_eng": f"Book:\n{{context}}\n{{question}} {OPTIONS} =",
@@ -137,13 +137,13 @@ def test_a_context_may_be_named_input_as_officially(tmp_path):
 
 
 def official_score(task: str, answer: str, gold: Any) -> float:
-    """`get_ground_truth`, then `compute_scores.py`, in words: the gold answer as the row has it."""
+    """`get_ground_truth` and `compute_scores.py` in words: the row's gold answer."""
     if task in ("scbench_kv", "scbench_prefix_suffix"):
         return float(gold in answer)
     if task == "scbench_vt":
         return round(len([name for name in gold if name.lower() in answer.lower()]) / len(gold), 2)
     if task in ("scbench_qa_eng", "scbench_many_shot"):
-        golds = [gold] if task == "scbench_qa_eng" else gold  # a text is gone through letter by letter
+        golds = [gold] if task == "scbench_qa_eng" else gold  # iterating over a string gives its letters
         return float(any(item.upper() in answer.strip().upper() for item in golds))
     if task == "scbench_qa_chn":
         return max(slow_f1(answer, letter) for letter in gold)

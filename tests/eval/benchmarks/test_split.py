@@ -1,4 +1,4 @@
-"""Halves: of every dataset one to tune on and one held out. Shards: about as many prompt tokens in each."""
+"""Halves: each dataset has one to tune on and one held out. Shards have about the same number of prompt tokens."""
 
 from __future__ import annotations
 

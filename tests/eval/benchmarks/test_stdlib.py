@@ -17,7 +17,7 @@ from eval.benchmarks.metrics import score_example
 
 NAMES = tuple(stdlib.TEMPLATES)
 EVERY = pytest.mark.parametrize("name", NAMES)
-# Of the rows as JSON lines: equal on every Python, or the rows are not the same everywhere
+# Hashes of the rows as JSON lines, which must be equal on every version of Python
 SHA256 = {
     "next_line": "54ca3d75acab042c4aa4f0677c5fceef6b525818acf295548d0eeb51a7126ca8",
     "cross_file": "c766fcb745e819b758dda415341465545cdf2608efb5737db2d79efd8bc5681e",

@@ -1,4 +1,4 @@
-"""The registry of suites: names that configs and tables can rely on, and an import that costs nothing."""
+"""The registry of suites: unique names for configs and tables, and a cheap import."""
 
 from __future__ import annotations
 

@@ -32,14 +32,14 @@ RECORDS = [
 
 
 def test_rows_and_their_values() -> None:
-    """Every value is `eval.store.aggregate`'s, whose tests hold them."""
+    """Every value comes from `eval.store.aggregate`, whose tests check them."""
     rows = _rows(summarise(RECORDS))
     assert list(rows) == ["hotpotqa", "musique", "multi_doc_qa", "trec", "few_shot", "mean over tasks"]
     assert [rows[name].examples for name in rows] == [2, 1, 3, 1, 1, 4]
     assert rows["multi_doc_qa"]["score"].mean == pytest.approx((50 + 33.33) / 2)
     assert rows["mean over tasks"]["ttft_speedup"].mean == 2
     assert rows["hotpotqa"]["score"].low is not None
-    assert rows["mean over tasks"]["score"].low is None  # one example has no interval, nor what contains it
+    assert rows["mean over tasks"]["score"].low is None  # one example has no interval, nor do means that include it
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
@@ -115,7 +115,7 @@ def test_failures_are_counted_and_the_score_shown_with_them_as_zero() -> None:
 
 
 def test_tables_show_the_score_with_and_without_what_failed() -> None:
-    """Side by side in every form; a run in which nothing failed has no such columns."""
+    """Side by side in every form; without failures there are no such columns."""
     summary = summarise(RECORDS, [Failure("hotpotqa", "x", "NaN", ""), Failure("hotpotqa", "y", "NaN", "")])
     markdown = summary_table(summary, "a run").to_markdown()
     assert "| score | failed | score, failed as 0 | baseline score |" in markdown

@@ -68,7 +68,7 @@ def test_latex() -> None:
         ("{2: 0.3}", r"\{2: 0.3\}"),
         ("a\\b~c^d", r"a\textbackslash{}b\textasciitilde{}c\textasciicircum{}d"),
         ("Δ ±1", r"$\Delta$ $\pm$1"),
-        ("[1, 2]", "{[}1, 2]"),  # after a line's end, LaTeX would take it for a length
+        ("[1, 2]", "{[}1, 2]"),  # at the beginning of a line, LaTeX would read it as a length
     ],
 )
 def test_latex_takes_nothing_for_its_own(text: str, escaped: str) -> None:

@@ -283,7 +283,7 @@ def test_ranking_by_hand() -> None:
     table = ranking(Results(runs))
     columns = ["target", "rank", "method", "examples", "kl", "kl_difference", "score", "score_difference"]
     assert table.frame[columns].to_numpy().tolist() == [
-        [1.5, 1, "lazy", 2, pytest.approx(0.2), 0, 100, 0],  # of the two examples that all three have
+        [1.5, 1, "lazy", 2, pytest.approx(0.2), 0, 100, 0],  # on the two examples that all three have
         [1.5, 2, "static_pruning", 2, pytest.approx(0.3), pytest.approx(0.1), 50, -50],
         [1.5, 3, "random_drop", 2, pytest.approx(0.5), pytest.approx(0.3), 50, -50],
         [2.0, 1, "lazy", 2, pytest.approx(0.6), 0, 100, 0],

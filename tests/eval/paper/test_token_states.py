@@ -1,4 +1,4 @@
-"""What became of each token, against a slow replay with sets and against the reference implementation."""
+"""The states of tokens, against a slow replay with sets and against the reference implementation."""
 
 from __future__ import annotations
 

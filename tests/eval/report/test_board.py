@@ -32,7 +32,7 @@ def answer(row: str = "row-1", text: str = "because", score: float = 1.0, **chan
     return Record(id=row, method=measurement(text, score, kl=0.25), **(values | changes))
 
 
-# By hand: of "because of", one of two words is right, and one of one gold word is there: 2 * (1/2 * 1) / (1/2 + 1).
+# By hand: in "because of", one of two words is right, and the one gold word is found: 2 * (1/2 * 1) / (1/2 + 1).
 TWO = [answer(), answer("row-2", "because of", 2 / 3)]
 
 
@@ -58,7 +58,9 @@ def test_the_committed_page_is_that_of_the_committed_records() -> None:
     page, committed = board_page(board, BOARD), (BOARD / "README.md").read_text(encoding="utf-8")
     assert NUMBER.sub("#", page) == NUMBER.sub("#", committed), "make it anew: lazyllm-bench board"
     numbers, expected = ([float(number) for number in NUMBER.findall(text)] for text in (page, committed))
-    assert numbers == pytest.approx(expected, abs=0.011)  # the last digit may depend on how a processor adds
+    assert numbers == pytest.approx(
+        expected, abs=0.011
+    )  # the last digit may depend on the processor's order of summation
     links = re.findall(r"\]\((.*?)\)", page)
     assert links
     assert [link for link in links if not (BOARD / link).is_dir()] == []

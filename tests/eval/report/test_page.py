@@ -1,4 +1,4 @@
-"""The report as its reader has it: opened in headless Chromium, from the disk, and used."""
+"""The report as a reader uses it: opened in headless Chromium from the disk."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def page(browser: webdriver.Chrome, file: Path) -> Iterator[webdriver.Chrome]:
-    """The page, opened afresh. Whatever a test does, nothing is complained of and no stranger's script has run."""
+    """The page, newly opened. After every test, the browser must have logged no error and run no injected script."""
     browser.get(file.as_uri())
     yield browser
     assert browser.get_log("browser") == []
@@ -334,7 +334,7 @@ def test_a_narrow_screen_needs_no_sideways_scrolling(page: webdriver.Chrome) -> 
 
 @pytest.mark.slow
 def test_thousands_of_records_and_tokens_stay_usable(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    """5,000 records and a trace of 4,000 tokens: all are reached, and only a page of records is in the document."""
+    """5,000 records and a trace of 4,000 tokens: all can be reached; the document holds one page of records."""
     records = [
         example(number, text=f"answer {number} " + "word " * 60, end=f"end {number} " + "x" * 590)
         for number in range(5000)

@@ -84,7 +84,7 @@ TRACE = Trace(
     computed=[[6, 4, 2], [6, 5, 3], [6, 6, 4]],
 )
 LAST_LAYERS = [[3, 1, 4, 3, 1, 4], [3, 4, 1, 1, 1, 4, 4], [1, 3, 4, 1, 4, 1, 3, 4]]  # by hand
-REVIVED = [[], [1], [4]]  # by hand: token 2 went through all layers in prefill already
+REVIVED = [[], [1], [4]]  # by hand: token 2 has passed all layers in prefill
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts
@@ -165,7 +165,7 @@ def tiny_and_a_prompt() -> tuple[Any, list[int]]:
     ],
 )  # fmt: skip
 def test_what_is_drawn_is_what_was_computed(tiny_and_a_prompt: tuple[Any, list[int]], method: Method) -> None:
-    """Held against the counters of the engine, which count batches and know nothing of selections."""
+    """Compared with the engine's counters, which count batches independently of selections."""
     model, prompt = tiny_and_a_prompt
     out = lazyllm.generate(model, prompt, method, max_new_tokens=16)
     steps, layers = out.computed.shape
@@ -270,7 +270,7 @@ def test_results_by_hand(tmp_path: Path) -> None:
     assert [row["task or dataset"].text for row in lazy] == ["mean over tasks", "hotpotqa", "multi_doc_qa"]
     for row in lazy:
         assert (row["n"].value, row["score"].value, row["baseline score"].value) == (2, 75, 50)
-        assert row["score"].parts[1] == " (50.00–100.00)"  # of two examples, a draw may be either twice
+        assert row["score"].parts[1] == " (50.00–100.00)"  # a resample of two examples may hold either one twice
         assert row["TTFT speedup"].value == 2  # 0.4 + 0.4 over 0.1 + 0.3
         assert (row["TTFT, s"].value, row["% tokens computed"].value) == (0.2, 75)
 
@@ -339,7 +339,7 @@ FIGURES = {
 
 
 def make_runs(folder: Path) -> list[StoredRun]:
-    """A lazy run with 45 records, a hostile one among them, and a trace; and an unpaired one with 2."""
+    """A lazy run with 45 records, one of them hostile, and a trace; and an unpaired run with 2 records."""
     records = [
         example(0, text="so it is", baseline="so it was then", gold=["it is", "so"], score=0.25, ttft_s=0.16),
         example(1, text=HOSTILE, baseline=f"{HOSTILE} too", end=HOSTILE, gold=[HOSTILE], score=1.0, ttft_s=0.05),
@@ -376,7 +376,7 @@ def test_no_text_can_close_a_script_or_become_markup(tmp_path: Path) -> None:
 
 
 def test_colours_are_told_from_what_they_stand_on() -> None:
-    """WCAG 2's contrast of at least 4.5 for every text colour on every ground it has, in both schemes."""
+    """A contrast of at least 4.5 (WCAG 2) for every text colour on each of its backgrounds, in both schemes."""
     style = (Path(eval.report.__file__).parent / "report.css").read_text(encoding="utf-8")
     schemes = [
         dict(re.findall(r"--([\w-]+): (#\w{6});", block)) for block in re.findall(r":root \{([^}]*)\}", style)[:2]

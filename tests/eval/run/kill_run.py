@@ -47,11 +47,11 @@ HANG_S = 120  # a job that takes longer hangs
 
 @dataclass
 class Counts:
-    """What happened.
+    """Counts of what happened.
 
-    kills: jobs that died by SIGKILL; of those: restarts (each was started again), half_lines (left a record without its
-    end), before_any_record and after_all_records (when it came). examples_redone: examples of which there was a half
-    line, and whose record was there in the end. runs: run folders brought to their end, and equal to the undisturbed.
+    kills: jobs that died by SIGKILL. Of these: restarts (started again), half_lines (left an incomplete record),
+    before_any_record and after_all_records (the time of the kill). examples_redone: examples with an incomplete line
+    whose record was there in the end. runs: finished run folders, equal to the undisturbed one.
     """
 
     kills: int = 0
@@ -78,7 +78,7 @@ def config_of() -> RunConfig:
 
 
 def job(folder: Path, before: Callable[[], None] = lambda: None) -> int:
-    """Fork a job that makes the run in `folder`/run; its pid. before: called in the job first."""
+    """Fork a job that makes the run in `folder`/run, and return its pid. before: called first in the job."""
     pid = os.fork()
     if pid:
         return pid
@@ -93,7 +93,7 @@ def job(folder: Path, before: Callable[[], None] = lambda: None) -> int:
 
 
 def ended_by(pid: int) -> int:
-    """Wait for a job: 0, or the signal that it died by. Raises AssertionError for any other end."""
+    """Wait for a job. Returns 0, or the signal that killed it; raises AssertionError for any other end."""
     watch = threading.Timer(HANG_S, os.kill, (pid, signal.SIGKILL))
     watch.start()
     started = time.monotonic()
@@ -107,7 +107,7 @@ def ended_by(pid: int) -> int:
 
 
 def wait_at_most(pid: int, seconds: float) -> None:
-    """Wait until the job has ended, or the time is over; the job stays to be waited for."""
+    """Wait until the job has ended or the time is over, without reaping the job."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         time.sleep(0.002)
@@ -184,19 +184,19 @@ def kill_run(folder: Path, kills: int, seed: int) -> Counts:
             return job(parent, lambda: die_at_size(size))
         pid = job(parent)
         wait_at_most(pid, rng.uniform(0, whole_s * (0.3 + 0.7 * (1 - len(lines) / len(expected)))))
-        os.kill(pid, signal.SIGKILL)  # a job that has ended by itself is still there until it is waited for
+        os.kill(pid, signal.SIGKILL)  # a job that has ended remains until it is reaped
         return pid
 
     while counts.kills < kills:
         out = folder / str(counts.runs) / "run"
         out.parent.mkdir()
         file = out / "records.jsonl"
-        done, halves = False, set[int]()  # the numbers of the lines that were there by half
+        done, halves = False, set[int]()  # the numbers of incomplete lines
         while not done:
             lines = whole_lines(file)
             signal_number = ended_by(next_job(out.parent, lines))
             done = signal_number == 0
-            whole_s *= 0.8 if done else 1.05  # the machine may be as busy as it likes: most kills come in time
+            whole_s *= 0.8 if done else 1.05  # even on a busy machine, most kills come in time
             now = whole_lines(file)
             assert now[: len(lines)] == lines, f"{file}: a finished example was changed or lost"
             keys = Counter(Record.from_json(line.decode()).key for line in now)

@@ -1,4 +1,4 @@
-"""A plan against what runs then measure, against arithmetic by hand, and against the paper's mean prompt."""
+"""A plan against the measurements of its runs, arithmetic by hand, and the paper's mean prompt."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_other_data_and_methods_are_planned_as_they_are_measured(arguments: list
 
 
 def _compare(planned: Bill, folder: Path) -> DataFrame:
-    """Assert that counts and bytes of a plan are those of the one run in the folder; returns its examples."""
+    """Assert that a plan's counts and bytes equal those of the single run in the folder. Returns its examples."""
     (stored,) = stored_runs([folder])
     examples = stored.examples
     conversations = examples.groupby("id")["prompt_tokens"].sum()
@@ -70,7 +70,7 @@ def _compare(planned: Bill, folder: Path) -> DataFrame:
     assert planned.longest == conversations.max()
     assert planned.answer_tokens == examples["generated_tokens"].sum()
     assert planned.gigabytes["kv"] * 1e9 == pytest.approx(examples["baseline_kv_bytes"].max(), rel=0.1)
-    # all that a process has resident, this one included
+    # all resident memory of a process, this one's included
     assert sum(planned.gigabytes.values()) * 1e9 == pytest.approx(examples["baseline_peak_memory_bytes"].max(), rel=0.1)
     return examples
 
@@ -105,7 +105,7 @@ def test_memory_is_what_a_generation_holds() -> None:
         numbers = 2 * model.config.num_key_value_heads * model.config.head_dim * 4
         assert out.kv_bytes == sum(held) * numbers
         assert planned.aux == pytest.approx(out.aux_bytes, rel=0.1)
-        assert planned.kv >= out.kv_bytes  # a prefill holds what static pruning then forgets
+        assert planned.kv >= out.kv_bytes  # a prefill holds tokens that static pruning later discards
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert weight_bytes(spec, parameters_of(model.config)) == weights
 

@@ -1,4 +1,4 @@
-"""Every shipped config composes, says how to use it, and agrees with the code it names; wrong ones are refused."""
+"""Every shipped config composes, begins with its command, and agrees with the code; wrong ones are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def config_of(*overrides: str):
     return to_run_config(compose_config(overrides))
 
 
-@pytest.mark.filterwarnings(r"ignore:\s*'hydra/launcher:UserWarning")  # as eval.run.config does outside of pytest
+@pytest.mark.filterwarnings(r"ignore:\s*'hydra/launcher:UserWarning")  # as eval.run.config does outside pytest
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_every_file_opens_with_the_command_that_uses_it_and_composes(file: Path) -> None:
     lines = [line for line in (CONF / file).read_text().splitlines() if not line.startswith("# @package")]
@@ -203,7 +203,7 @@ def test_experiments_compare_at_the_same_ideal_speedup(experiment: str, tokens: 
 
 
 def custom(folder: Path, template: str | None, turns: Sequence[dict] = (), **config: int) -> tuple[str, ...]:
-    """The arguments for a copy of the tiny model as a stranger."""
+    """Arguments that load a copy of the tiny model as a custom model."""
     shutil.copytree(PRESETS["tiny"].source, folder, dirs_exist_ok=True)
     for name, changes in {"tokenizer_config.json": {"chat_template": template}, "config.json": config}.items():
         file = folder / name

@@ -17,7 +17,7 @@ from eval.run import device_lock
 from eval.run.device_lock import held, load
 
 ROOT = Path(__file__).resolve().parents[3]
-DEVICE = torch.device("mps")  # locked as any accelerator is, and torch makes the name of one on every machine
+DEVICE = torch.device("mps")  # locked like any accelerator; torch accepts the name on every machine
 
 HOLD = """
 import logging, sys, torch
@@ -62,7 +62,7 @@ def test_a_run_waits_for_the_device_and_says_for_whom_until_the_holder_is_killed
 
 
 def test_a_device_held_twice_is_free_when_both_have_ended(tmp_path: Path, monkeypatch) -> None:
-    """As by a comparison, which keeps its model, and by each of its runs."""
+    """As in a comparison, which holds the lock for its model and again for each run."""
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
     file = tmp_path / "locks" / "mps-0.lock"
     with held([DEVICE], "a comparison"):
@@ -74,7 +74,7 @@ def test_a_device_held_twice_is_free_when_both_have_ended(tmp_path: Path, monkey
 
 
 def test_all_devices_of_a_run_are_taken_in_one_order_and_the_cpu_is_not(tmp_path: Path, monkeypatch) -> None:
-    """Two runs that name the same two devices the other way round would else wait for each other for ever."""
+    """Otherwise two runs that name the same two devices in different order would wait for each other forever."""
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
     uuids = {0: "bbb", 1: "aaa"}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))

@@ -1,4 +1,4 @@
-"""The doctor in broken environments: each fault is named with its command, nothing ends in a traceback."""
+"""The doctor in broken environments: each fault is reported with the command that fixes it, without tracebacks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Spec:
 
 
 def lines(capsys, model: str = "llama2") -> dict[str, str]:
-    """{thing: state and sentence} of the command, which ends with 1."""
+    """{item: state and sentence} of the command, which exits with 1."""
     assert cli.main(["doctor", "--model", model]) == 1
     printed = capsys.readouterr().out.splitlines()
     return {line[:15].strip(): line[15:] for line in printed}

@@ -1,4 +1,4 @@
-"""Which of the evidence is computed, against a count by hand, and against the counters of every kind of method."""
+"""Computed evidence, against counts by hand and the counters of every kind of method."""
 
 from __future__ import annotations
 

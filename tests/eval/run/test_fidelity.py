@@ -87,7 +87,7 @@ def test_forced_answers_are_those_of_the_case() -> None:
 @pytest.mark.parametrize("revive", [True, False])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_forced_decoding_is_the_methods_own(name: str, revive: bool) -> None:
-    """Against the slow reference, in float64: every step selects and revives as it would in its own answer."""
+    """Against the slow reference, in float64: every step selects and revives as in the method's own answer."""
     model = random_model(name, seed=5)
     prompt, answer = RNG.integers(0, 97, 23).tolist(), RNG.integers(0, 97, 5).tolist()
     schedule = {1: 0.6, 2: 0.4}

@@ -1,4 +1,4 @@
-"""What would have fitted: the arithmetic of memory, against a device of a known size."""
+"""The longest prompt that fits: the arithmetic of memory, against a device of a known size."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from eval.store.record import Record
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
-HANG_S = 300  # only against a test that never ends: what blocks below would do so for longer
+HANG_S = 300  # only so that a failing test ends: the code below blocks for longer
 
-# A call into C that no signal ends, as one long operation of a prefill is; half an hour of it
+# A call into C that no signal ends, like one long operation of a prefill; it takes half an hour
 BLOCK = """
 import hashlib, sys
 def block():
@@ -55,7 +55,7 @@ sys.exit(eval.cli.main({arguments!r}))
 """
 )
 SHORT = ["dataset=lookup", "limit=4", "max_new_tokens=2", "timing.warmup=0", "threads=1", "model.max_prompt_tokens=96"]
-# A measurement that Ctrl-C interrupts, without the thread of our own, and with work at the interpreter's end
+# A measurement that Ctrl-C interrupts, without our thread, and with work at the interpreter's exit
 HEARS = """
 import atexit, sys, time
 import eval.cli, eval.run.job, eval.run.measure
@@ -71,7 +71,7 @@ sys.exit(eval.cli.main({arguments!r}))
 
 
 def interrupt(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the code and send it Ctrl-C's signal once it says that it is blocked."""
+    """Run the code, and send it Ctrl-C's signal once it reports that it is blocked."""
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=folder,
@@ -79,7 +79,7 @@ def interrupt(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # a shell has the commands that it starts in the background ignore Ctrl-C, and whatever these start
+        # a shell's background commands, and all that they start, ignore Ctrl-C
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
@@ -107,7 +107,7 @@ def test_what_cannot_be_interrupted_is_ended(tmp_path: Path) -> None:
     ("module", "function", "call", "records"),
     [
         ("eval.run.loop", "load_weights", 1, 0),
-        ("eval.run.measure", "generate", 6, 2),  # two generations an example: method and baseline
+        ("eval.run.measure", "generate", 6, 2),  # two generations per example: method and baseline
     ],
 )
 def test_a_run_ends_while_it_loads_and_within_a_step(

@@ -31,6 +31,6 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been() -> No
     counts = json.loads(done.stdout)
     print(counts)
     assert counts["kills"] == counts["restarts"] == KILLS
-    assert counts["half_lines"] >= 2  # every other kill is in the middle of a write, if not always of a record's
+    assert counts["half_lines"] >= 2  # every other kill is in the middle of a write, though not always a record's
     assert 1 <= counts["examples_redone"] <= counts["half_lines"]
     assert counts["runs"] >= 1

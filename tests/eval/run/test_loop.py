@@ -1,4 +1,4 @@
-"""The run loop in process: what happens when an example cannot be measured."""
+"""The run loop in this process, with examples that cannot be measured."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def config_of(out: Path) -> RunConfig:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, errors: dict[int, Exception]) -> None:
-    """Let the generations of those numbers, in order of their calls, fail."""
+    """Make the generations with these numbers fail, in the order of calls."""
     calls = 0
 
     def generate_or_fail(*arguments, **settings) -> Generation:
@@ -62,7 +62,7 @@ def no_weights(*_: object, **__: object) -> None:
 
 
 def test_an_example_that_fails_is_written_down_and_the_others_go_on(tmp_path: Path, monkeypatch, caplog) -> None:
-    # two generations an example: the method of the first fails, and the baseline (second run) of the fourth
+    # two generations per example: the method fails on the first, and the baseline (second run) on the fourth
     errors = {1: torch.OutOfMemoryError("CUDA out of memory.\nTried 2 GiB"), 7: FloatingPointError("logits not finite")}
     failing(monkeypatch, errors)
     caplog.set_level("INFO")
@@ -212,7 +212,7 @@ def test_a_job_that_breaks_off_says_why(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_logits_that_are_not_finite_fail_their_example_only(tmp_path: Path, monkeypatch) -> None:
-    """A real model whose head gives NaN now and then: no token is chosen from that, and no score made of it."""
+    """A real model whose head sometimes gives NaN: no token is chosen from it, and the example gets no score."""
     calls = 0
 
     def broken(spec):

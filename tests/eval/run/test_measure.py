@@ -36,7 +36,7 @@ def generation(token_id: int) -> Generation:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple]:
-    """Every call of `generate` and of the peak's reset, in order; the method answers token 5, the baseline 6."""
+    """All calls of `generate` and of the peak's reset, in order; the method answers token 5, the baseline 6."""
     seen: list[tuple] = []
 
     def generate(model, prompt, method, **settings):
@@ -134,7 +134,7 @@ def test_rouge_l_is_of_what_is_scored(calls, monkeypatch) -> None:
 
 
 def test_no_other_model_lies_in_memory_while_the_baseline_is_measured(calls: list[tuple], monkeypatch) -> None:
-    """A draft is moved to the host before the baseline runs, and not before its own method."""
+    """A draft is moved to the host before the baseline runs, but not before its own method."""
 
     class Draft:
         def to(self, place: str) -> None:

@@ -1,4 +1,4 @@
-"""Parameters from speedups: solved against the arithmetic, kept apart by task, model and method."""
+"""Parameters solved for speedups, checked by arithmetic; separate for each task, model and method."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DROP = {"name": "random_drop", "keep": "table1", "seed": 3}
 
 
 def flops(counts: list[int]) -> float:
-    """A prefill of Llama 2 7B by hand: 2 FLOPs a weight and token, 4 * width a causal pair, one row of logits."""
+    """A prefill of Llama 2 7B by hand: 2 FLOPs per weight and token, 4 * width per causal pair, one row of logits."""
     weights = 4 * 4096**2 + 3 * 4096 * 11008
     return sum(2 * weights * n + 4 * 4096 * n * (n + 1) / 2 for n in counts) + 2 * 4096 * 32000
 

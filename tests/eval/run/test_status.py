@@ -89,7 +89,7 @@ def test_a_job_that_ended_early_says_why_until_the_run_is_done(tmp_path: Path) -
     job(folder, error="UserError: No space left on device")
     line = one(tmp_path)
     assert (line.state, line.why) == ("failed", f"job ended at {ENDED}: UserError: No space left on device")
-    job(folder)  # it went on, and left something to others
+    job(folder)  # the run continued, and left examples to other shards
     assert one(tmp_path).state == "incomplete"
     make(folder, 3)
     assert one(tmp_path).state == "done"

@@ -1,4 +1,4 @@
-"""Traces: the tokens' texts are the prompt and the answer, and the file comes back as it was."""
+"""Traces: the tokens' texts make up prompt and answer, and the file can be read back unchanged."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ CONFIG = {
 
 @pytest.fixture(autouse=True)
 def _a_users_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator:
-    """No key and nothing set for W&B, an empty home, and the working folder is the test's."""
+    """No key or setting for W&B, an empty home folder, and the test's own working folder."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     (tmp_path / "home").mkdir()
@@ -100,7 +100,7 @@ def stored_folder(folder: Path, *records: Record) -> Path:
 
 
 def tracked(folder: Path, config: TrackerConfig = OFFLINE, pictures: tuple[Path, ...] = ()) -> Path:
-    """Track a run of two examples, the first of which an earlier call had measured; the offline run's folder."""
+    """Track a run of two examples, of which an earlier call has measured the first. Returns the run's folder."""
     stored_folder(folder, FIRST, SECOND)
     with open_tracker(config, run_of(folder, FIRST), "a-sweep") as tracker:
         tracker.record(SECOND)
@@ -150,7 +150,7 @@ class Written:
         import wandb
         from wandb.proto import wandb_internal_pb2 as pb
 
-        wandb.teardown()  # its service ends, and the file is whole
+        wandb.teardown()  # wandb's service ends, which completes the file
         self.folder = folder
         self.config: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}

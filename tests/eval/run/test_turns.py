@@ -61,7 +61,7 @@ def turns_of(method: Method) -> list[Record]:
 
 
 def read(number: int, answers: list[list[int]]) -> list[int]:
-    """The tokens that a turn (from 0) has read, put together by hand: prompt, answers, messages."""
+    """The tokens that a turn (from 0) has read, assembled by hand: prompt, answers, messages."""
     encode, example = plan().tokenizer.encode, plan().cases[0].example
     ids = encode(f"Ledger: {example.context}\nQuestion: entry {example.input}")
     for answer, turn in zip(answers[:number], example.turns, strict=False):
@@ -196,7 +196,7 @@ def test_a_run_that_ends_in_a_turn_is_resumed_with_whole_rows(tmp_path: Path, mo
             run(config, show=False)
     file = tmp_path / "run" / "records.jsonl"
     [line] = file.read_text().splitlines()
-    file.write_text(f"{line}\n{line[: len(line) // 2]}")  # as a kill leaves it in the middle of the second
+    file.write_text(f"{line}\n{line[: len(line) // 2]}")  # as after a kill in the middle of the second
     summary = run(config, show=False).summary
     records = read_run(tmp_path / "run")[1]
     assert [record.key for record in records] == [case.key for case in prepare(config).cases]

@@ -83,7 +83,7 @@ def test_by_hand() -> None:
     assert math.isnan(overall["step_speedup"])  # one answer has one token only
     assert math.isnan(overall["rouge_l"])  # most datasets have none
     assert not math.isnan(row_of(table, "hotpotqa")["score_low"])
-    for name in ("musique", "multi_doc_qa", "all"):  # one example has no interval, nor what contains it
+    for name in ("musique", "multi_doc_qa", "all"):  # one example has no interval, nor do means that include it
         assert math.isnan(row_of(table, name)["score_low"])
 
 
@@ -175,7 +175,7 @@ RATIOS = {
 
 
 def slow_value(column: str, examples: list[list[dict[str, float]]]) -> float:
-    """A dataset's value; examples: of each, the rows of its seeds."""
+    """A dataset's value. examples: the rows of each example's seeds."""
     if column in RATIOS:
         clock = RATIOS[column]
         baseline = sum(row[f"baseline_{clock}"] for seeds in examples for row in seeds)
@@ -226,7 +226,7 @@ def test_as_the_slow_version(seeds: int) -> None:
             )
         )
     )
-    # the same examples as drawn there: the draw is the one thing that is taken over
+    # the same resamples: only the random draws are taken from there
     picks = {
         name: np.random.default_rng(list(name.encode())).integers(0, n, size=(RESAMPLES, n)).tolist()
         for name, n in sizes.items()

@@ -51,7 +51,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_every_table_and_figure_is_the_same_from_both(campaign: Path, collected: Results, tmp_path: Path) -> None:
-    """The command writes those of the collected runs; those of the runs themselves are made of the same frames."""
+    """Tables and figures of the campaign, by the command, equal those made from the frames of the runs themselves."""
     assert write_paper([str(campaign / "collected"), "--out", str(tmp_path)]) == 0
     written = files(tmp_path)
     raw = Results.read([campaign / "runs"])

@@ -217,7 +217,7 @@ for place in (folder, folder / "new"):
 
 
 def test_a_read_only_folder_can_be_read_and_is_refused_to_runs() -> None:
-    folder = Path(tempfile.mkdtemp())  # not pytest's, which nobody else may enter
+    folder = Path(tempfile.mkdtemp())  # not pytest's folder, which other users cannot enter
     try:
         with open_store(folder / "run", IDENTITY, {}) as store:
             store.append(record(0))

@@ -244,7 +244,7 @@ class Jobs(RuleBasedStateMachine):
 
     @rule(part=st.sampled_from(PARTS), share=st.floats(0, 1), name=st.sampled_from(["records", "failures"]))
     def kill(self, part: str, share: float, name: str) -> None:
-        """A kill in the middle of a write: the lock goes, a part of a line stays, and all of it if share is 1."""
+        """A kill in the middle of a write: the lock is released, and a share of the line remains (1: all of it)."""
         self.store(part)
         context, _ = self.open.pop(part)
         context.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""A record as an object, as a line and as a row of columns, all by one schema."""
+"""A record as an object, a line and a row of columns, all by one schema."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def varied() -> list[Record]:
 
 
 def lines(*records: Any) -> bytes:
-    """Lines as the store has them, and as it does not: of records, of values, or as text."""
+    """Valid and invalid lines, from records, values or text."""
     texts = [line.to_json() if isinstance(line, Record) else line if isinstance(line, str) else json.dumps(line)
              for line in records]  # fmt: skip
     return "".join(f"{text}\n" for text in texts).encode()
@@ -196,7 +196,7 @@ def test_compact_counts_lose_nothing() -> None:
 
 
 def test_a_new_number_is_a_column_everywhere(tmp_path: Path) -> None:
-    """In another process, as the classes are changed before anything else is imported: a field is all it takes."""
+    """In another process, as the class is changed before anything else is imported: one new field is enough."""
     source = Path(schema.__file__).read_text(encoding="utf-8")
     assert source.count("    kv_bytes: int\n") == 1
     code = f"""

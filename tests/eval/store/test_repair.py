@@ -1,4 +1,4 @@
-"""Run folders damaged by hand, and what `lazyllm-bench repair` makes of them."""
+"""`lazyllm-bench repair` on run folders damaged by hand."""
 
 from __future__ import annotations
 

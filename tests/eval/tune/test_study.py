@@ -1,4 +1,4 @@
-"""The search against an exhaustive one, and what holds when processes share, leave or lose a study."""
+"""The search against an exhaustive one, and studies that processes share, leave or lose."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_a_killed_trial_is_done_again_and_the_search_ends_as_if_it_had_not_been(
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     with (folder / "journal.log").open("a") as journal:
-        journal.write('{"op_code": 5, "half a li')  # as a kill in the middle of a write leaves it
+        journal.write('{"op_code": 5, "half a li')  # as after a kill in the middle of a write
     with opened(folder) as study:
         assert study.counts().running == 1
         search(study, scored, 12, always)

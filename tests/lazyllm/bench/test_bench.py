@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic by hand, its planned revivals, and its command line end to end. Never how long it took."""
+"""The benchmark's arithmetic by hand, its planned revivals, and its command line end to end. Times are not tested."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_ratios_by_hand() -> None:
     assert PAIR.reviving_step_ratio() == (3 / 2 + 5 / 1) / 2
     assert PAIR.total_ratio() == 14.0 / 15.0
     assert PAIR.step_ratio() == (10 / 3) / (7 / 3)
-    # had they revived nothing, steps of 3 and 5 s would take half of the baseline's median 2 s; 40 FLOPs at 80 in 4 s
+    # without revival, steps of 3 and 5 s would take half of the baseline's median 2 s; 40 FLOPs at 80 in 4 s
     # are 2 s
     assert PAIR.revival_cost(prefill_flops=80) == (3 - 1 + 5 - 1) / 2
     assert PAIR.other.utilisation(prefill_flops=80) == 80 / 4.0 / 50.0

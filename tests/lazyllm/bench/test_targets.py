@@ -110,7 +110,7 @@ def test_a_page_from_files(tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize("parts", [measure_all.ON_CPU, measure_all.ON_AN_ACCELERATOR], ids=["cpu", "accelerator"])
 def test_one_command_measures_all(parts, tmp_path, monkeypatch) -> None:
-    """Every part is a call that the benchmark takes: shapes, schedules and settings are checked, nothing is timed."""
+    """Every part is a valid call of the benchmark: shapes, schedules and settings are checked, nothing is timed."""
     measured = []
 
     def measure(options, model, methods_for, table, device) -> None:

@@ -1,4 +1,4 @@
-"""Methods that each break one rule, found by the rule; and the verb that says so."""
+"""Methods that each break one rule, found by the check of that rule; and the verb that reports it."""
 
 from __future__ import annotations
 

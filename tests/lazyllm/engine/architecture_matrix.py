@@ -1,4 +1,4 @@
-"""Architecture x method x dtype x attention implementation: every cell, and what must hold in it.
+"""Architecture x method x dtype x attention implementation: all cells, and the checks of a cell.
 
 `test_architectures.py` runs the cells; `scripts/dev/support_matrix.py` runs the same and writes docs/architectures.md.
 """
@@ -25,7 +25,7 @@ from lazyllm.methods import Method
 from tests.lazyllm.methods.method_matrix import LISTED, ROWS
 from tests.reference import VARIANTS, ReferenceOutput, casts_in_float64, random_variant
 
-# (dtype, attention implementation); FlashAttention knows half precision only
+# (dtype, attention implementation); FlashAttention supports half precision only
 COLUMNS = [
     *((dtype, attention) for dtype in ("float64", "float32", "bfloat16", "float16") for attention in ("sdpa", "eager")),
     ("bfloat16", "flash_attention_2"),

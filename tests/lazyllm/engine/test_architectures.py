@@ -95,7 +95,9 @@ def test_a_window_counts_positions_and_not_what_is_left() -> None:
     for step, selected in enumerate(found.selected[1:], start=1):
         newest = 29 + step
         inside = [position for position in range(newest - WINDOW + 1, newest + 1) if position < 30]
-        assert set(inside) <= set(selected[2])  # more are kept than the window has: these come first, then the lowest
+        assert set(inside) <= set(
+            selected[2]
+        )  # more tokens are kept than the window has: the window's come first, then the lowest
         outside = [position for position in selected[2] if position < newest - WINDOW + 1]
         assert outside == list(range(len(outside)))
 
@@ -143,7 +145,7 @@ def test_what_cannot_be_right_is_refused_with_the_reason(name: str) -> None:
 
 
 class Mixing(nn.Module):
-    """A causal mean over the last two tokens, as a convolution in a layer would make it."""
+    """A causal mean over the last two tokens, like a convolution in a layer."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         before = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)

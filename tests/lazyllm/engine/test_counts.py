@@ -49,7 +49,7 @@ class Seen(TorchDispatchMode):
     largest: bytes of the largest of these tensors.
     """
 
-    # these return another look at the same numbers: no work on any device
+    # these return views of the same numbers, without work on a device
     VIEWS = frozenset(
         {"alias", "contiguous", "expand", "flatten", "lift_fresh", "promote_types", "reshape"}
         | {"select", "slice", "squeeze", "to", "transpose", "unsqueeze", "view"}
@@ -75,7 +75,7 @@ class Seen(TorchDispatchMode):
 
 
 def steps_of(model: MistralForCausalLM, method: Method, n: int, steps: int) -> tuple[list[Seen], list[int]]:
-    """What each decoding step does, and how many tokens it revives, over all layers."""
+    """The operations of each decoding step, and the number of tokens that it revives, over all layers."""
     seen = []
     with torch.inference_mode(), open_decoder(model) as decoder:
         session = method.start(decoder, Prompt(prompt_of(n)), steps + 1)
@@ -106,7 +106,7 @@ def test_operations_of_a_step_in_which_nothing_is_revived(kv_heads: int) -> None
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 1])
 def test_the_baseline_does_no_more_than_the_model_itself(kv_heads: int) -> None:
-    """Every large operation as often as `model(...)`; of small ones two more in prefill, and no more in a step."""
+    """Each large operation runs as often as in `model(...)`; of small ones two more in prefill, no more in a step."""
     model, prompt = small_llama(kv_heads, dtype=torch.bfloat16), prompt_of(200)
     with torch.inference_mode():
         with Seen() as their_prefill:
@@ -135,7 +135,7 @@ def test_operations_of_a_step_that_revives() -> None:
 
 
 def test_a_prompt_that_is_computed_everywhere_costs_no_search_for_what_to_revive() -> None:
-    """Once a group has computed all prompt tokens, the host knows that there is nothing to ask the device for."""
+    """Once a group has computed all prompt tokens, the host need not ask the device for tokens to revive."""
     seen, revived = steps_of(small_llama(), SteeredLazy({5: 0.9}, drift=1.0, every=1), 30, 12)
     assert sum(revived) == 5 * 3  # 3 of 30 tokens were pruned before 5 layers
     assert seen[0].names["nonzero"] == 1
@@ -185,7 +185,7 @@ def test_waits(method: Method, boundaries: int) -> None:
 
 
 def test_every_flop_of_a_pruned_prefill_is_one_that_was_announced() -> None:
-    """Our counts are those that speedups are held against; PyTorch's own counter knows nothing of them."""
+    """The counts that speedups are compared with, against PyTorch's own counter, which is independent of them."""
     model, n = small_llama(), 300
     schedule = lazyllm.Schedule({2: 0.7, 4: 0.4, 10: 0.5})
     shape = LayerShape.of(model.config)
@@ -198,7 +198,7 @@ def test_every_flop_of_a_pruned_prefill_is_one_that_was_announced() -> None:
         by_name: Counter[str] = Counter()
         for operation, flops in counter.get_flop_counts()["Global"].items():
             by_name["attention" if "attention" in str(operation) else "products"] += flops
-        # attention's kernel leaves out what causality forbids; PyTorch's counter does not know
+        # attention's kernel skips pairs that causality forbids; PyTorch's counter includes them
         pairs = sum(m * (m + 1) // 2 for m in tokens) * shape.pair_flops
         announced = prefill_flops(model.config, tokens)
         assert by_name["products"] == pytest.approx(announced - pairs, rel=0.01)

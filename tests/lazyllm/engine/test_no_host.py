@@ -1,8 +1,8 @@
-"""Nothing in a prefill, a step or a later turn needs a number that is on the device, but for one question a boundary.
+"""No prefill, step or later turn needs a number from the device, except for one question per boundary.
 
-The model and all tensors are on "meta", a device without numbers that every machine has: whoever asks for one, also by
-a call that nobody has thought of counting, fails. What would wait on an accelerator and needs no number here (a mask as
-an index to write at, a transfer) is refused.
+The model and all tensors are on "meta", a device without numbers that every machine has: any request for a number
+fails, even by a call that no test counts. Operations that would wait on an accelerator but need no number here (a mask
+as an index to write at, a transfer) are refused.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ STEPS = 4
 
 
 class OnDevice(TorchDispatchMode):
-    """Answers the one question that a boundary may ask, and takes down every tensor of the host.
+    """Answers the single question that a boundary may ask, and records every tensor on the host.
 
-    revived: how many tokens the answer names. in_turn: the question is a copy to the host, as in a later turn.
-    asked: how often it was asked. host: what else met the host.
+    revived: number of tokens in the answer. in_turn: whether the question is a copy to the host, as in a later turn.
+    asked: number of questions. host: other tensors on the host.
     """
 
     def __init__(self, revived: int, in_turn: bool = False) -> None:
@@ -63,7 +63,7 @@ class OnDevice(TorchDispatchMode):
 
 
 KEEPING = {"keeping, " + name: replace(row, pruning=row.keeping) for name, row in ROWS.items() if row.keeping}
-# what scores chooses on the host, and what decides by the prompt asks
+# methods that score choose on the host; methods that decide by the prompt ask
 CASES = {name: row for name, row in ROWS.items() if not (row.scores or row.decides)} | {
     name: replace(row, asks=0) for name, row in KEEPING.items()
 }

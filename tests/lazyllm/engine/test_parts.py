@@ -1,4 +1,4 @@
-"""Importance, attention to a chosen set, selection and the two caches, each against the obvious way to do it."""
+"""Importance, attention to a selected set, selection and the two caches, each against an obvious version."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_group_cache_forgets_for_good() -> None:
 
 
 def test_flash_attention_gets_its_own_name_and_no_gaps() -> None:
-    """transformers' FlashAttention reads the config's name and takes gaps in positions for packed sequences."""
+    """transformers' FlashAttention reads the config's name, and treats gaps in positions as packed sequences."""
     model = random_model("llama", 3, num_layers=4)
     expected = lazyllm.generate(model, list(range(20)), Lazy({1: 0.5, 2: 0.5}), 5, ())
     seen = []

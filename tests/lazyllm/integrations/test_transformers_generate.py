@@ -66,7 +66,7 @@ def theirs(inputs: Any = None, seed: int = 0, **options: Any) -> Any:
 FREE = theirs()[0, WIDTH:].tolist()  # greedy decoding's answer to LONG
 SAMPLED = {"do_sample": True, "temperature": 3.0, "top_k": 0}
 
-# options of `generate`, each of which changes something (the test holds that too) or is named as one that does not
+# options of `generate`; each must change the output, or is listed as one that does not
 OPTIONS: dict[str, dict[str, Any]] = {
     "temperature": {"do_sample": True, "temperature": 3.0},
     "top_k": {**SAMPLED, "top_k": 5},
@@ -170,7 +170,7 @@ def test_a_row_of_a_batch_is_the_row_alone(name: str) -> None:
 @pytest.mark.parametrize("method", PRUNING.values(), ids=PRUNING.keys())
 @pytest.mark.parametrize("sampled", [False, True])
 def test_batches_and_rows_for_every_method(method: Method, sampled: bool) -> None:
-    """Sampled after one seed: a batch is its rows, one call after the other."""
+    """Sampled with one seed: a batch equals its rows, one call after the other."""
     runs_batches_row_by_row(MODEL, method, LONG, **(SAMPLED if sampled else {}))
 
 
@@ -179,10 +179,10 @@ def test_the_second_row_alone_when_sampled() -> None:
     before = torch.get_rng_state()
     alone = ours(PRUNE, {"input_ids": ids_of(LONG)}, seed=None, own_seed=8, **SAMPLED)
     assert both[1].tolist() == alone[0].tolist()
-    assert torch.equal(before, torch.get_rng_state())  # the global generator has no part in it
+    assert torch.equal(before, torch.get_rng_state())  # the global generator is not used
     other_company = {"input_ids": ids_of(LONG).repeat(2, 1)}
     assert ours(PRUNE, other_company, own_seed=7, **SAMPLED)[1].tolist() == alone[0].tolist()
-    # and a seed of one's own is the seed that transformers would have been given
+    # and an explicit seed equals the same seed given to transformers
     assert torch.equal(ours(KEEP, own_seed=5, **SAMPLED), theirs(seed=5, **SAMPLED))
 
 
@@ -214,7 +214,7 @@ def test_a_batch_against_transformers(sampled: bool) -> None:
             else:
                 assert found.sequences[row, WIDTH + step] == 0
                 assert logits[row].isnan().all()
-    # padding adds nothing to the probability of what was said
+    # padding does not change the answer's probability
     per_token = MODEL.compute_transition_scores(found.sequences, found.scores, normalize_logits=True)
     short, long = sorted(len(generation.token_ids) for generation in found.generations)
     assert short < long
@@ -468,7 +468,7 @@ def test_a_token_costs_one_transfer() -> None:
 
 
 def test_every_option_of_this_release_is_in_one_table() -> None:
-    """A new field of `GenerationConfig` has to be looked at: is it honoured, refused, or of a mode that is refused?"""
+    """A new field of `GenerationConfig` must be classified: honoured, refused, or part of a refused mode."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     assert fields <= HONOURED | REFUSED.keys() | INERT
     assert not HONOURED & REFUSED.keys()

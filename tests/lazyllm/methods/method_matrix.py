@@ -1,4 +1,4 @@
-"""One row a method: what every method's tests run over. A new method adds its row here.
+"""One row per method, for the tests of all methods. A new method adds its row here.
 
 `test_methods.py` and `test_no_host.py` run all rows; `architecture_matrix.py` the listed ones on every architecture.
 """
@@ -41,10 +41,10 @@ Reference = Callable[[PreTrainedModel, Sequence[int], int], ReferenceOutput]
 class Row:
     """A method on a model of 4 layers.
 
-    pruning: with parameters that prune. reference: what these give for (model, prompt, steps), by `tests/reference.py`;
-    `selected` may end early. keeping: with parameters that keep everything. asks: boundaries that may ask the device
-    for what to revive in a step. scores: whether a model runs before the prefill. decides: whether what is computed
-    depends on the prompt, so that the prefill asks the device.
+    pruning: with parameters that prune. reference: their result for (model, prompt, steps), by `tests/reference.py`;
+    `selected` may end early. keeping: with parameters that keep everything. asks: number of boundaries that may ask
+    the device for the tokens to revive. scores: whether a model runs before the prefill. decides: whether the number of
+    computed tokens depends on the prompt, so that the prefill asks the device.
     """
 
     pruning: Method
@@ -109,7 +109,7 @@ def _remembered(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> Re
 
 @dataclass(frozen=True)
 class AskFirst(Select):
-    """Asks the first three layers, and runs the rest of the tokens at their own positions."""
+    """Scores by the first three layers, and runs the kept tokens at their own positions."""
 
     keep: float = 0.5
     label = "ask first"

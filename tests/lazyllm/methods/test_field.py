@@ -124,7 +124,7 @@ def drawn_prompt(rng: random.Random) -> list[int]:
 
 
 def hold(model: PreTrainedModel, method: Method, ids: list[int], expected: FieldOutput) -> lazyllm.Generation:
-    """Raise AssertionError if the method does something else than its oracle. In float64 throughout."""
+    """Raise AssertionError if the method differs from its oracle. In float64 throughout."""
     out = lazyllm.generate(model, ids, method, STEPS, ())
     assert out.selected[0] == expected.selected
     assert out.token_ids == expected.token_ids
@@ -192,7 +192,7 @@ def test_specprefill(variant: str, seed: int, drafts: Path) -> None:
 
 
 def test_a_cut_that_depends_on_the_prompt_is_where_ranks_settle() -> None:
-    """Of the random cases some are cut early, some late and some never."""
+    """Some random cases are cut early, some late and some never."""
     model = random_variant("llama", 0, num_hidden_layers=8)
     rng = random.Random(0)
     cuts = set()

@@ -85,7 +85,7 @@ def prompt_of(tokenizer: PreTrainedTokenizerBase, text: str) -> lazyllm.Prompt:
 
 
 def hold(model: Any, method: SpecPrefill, prompt: lazyllm.Prompt, expected: FieldOutput) -> lazyllm.Generation:
-    """Raise AssertionError if the method does something else than its oracle. In float64 throughout."""
+    """Raise AssertionError if the method differs from its oracle. In float64 throughout."""
     assert expected.margin > 1e-12
     out = lazyllm.generate(model, prompt, method, STEPS, ())
     assert out.selected[0] == expected.selected

@@ -106,7 +106,7 @@ def test_what_cannot_be_used_is_refused_when_it_is_asked_for_and_not_before(
     if name != "odd_default":  # which only a config cannot hold
         with pytest.raises(UserError, match=message):
             make(name)
-    assert isinstance(Lazy(), METHODS["lazy"])  # in Python there is nothing to mistake
+    assert isinstance(Lazy(), METHODS["lazy"])  # in Python the name is unambiguous
 
 
 def test_two_packages_with_one_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Path]:
-    """A hub of folders by hub id, to which the test adds. A repository gives those files only that are asked for."""
+    """A hub of folders by hub id, which the test fills. A repository serves only the requested files."""
     repositories: dict[str, Path] = {}
 
     def snapshot_download(hub_id: str, revision: str | None = None, allow_patterns: list[str] | None = None) -> str:

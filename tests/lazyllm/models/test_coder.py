@@ -1,4 +1,4 @@
-"""The deeper model in the repository: its size, and that its tokenizer is lossless and speaks tiny's language."""
+"""The deeper model in the repository: its size; its tokenizer is lossless and contains tiny's words."""
 
 from __future__ import annotations
 

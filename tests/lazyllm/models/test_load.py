@@ -155,7 +155,7 @@ def test_offline_and_not_cached_is_one_line(offline) -> None:
     ],
 )
 def test_no_access_says_how_to_get_it(monkeypatch, error: type, message: str) -> None:
-    response = Mock(headers={}, request=None, status_code=403)  # as much of one as the hub's errors ask for
+    response = Mock(headers={}, request=None, status_code=403)  # the parts of a response that the hub's errors read
     monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=error("403", response=response)))
     refused("llama2", f"{message}.*model.name=FOLDER")
 

@@ -58,7 +58,7 @@ def test_presets_have_the_published_number_of_parameters(offline, name: str) -> 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_thin_model_of_each_shape_runs_in_the_loop_over_layers(name: str) -> None:
-    """Everything but the sizes is the preset's: RoPE, norms, multipliers, sliding windows, tied embeddings."""
+    """All settings except sizes are the preset's: RoPE, norms, multipliers, sliding windows, tied embeddings."""
     config = load_config(ModelSpec(name, "dummy"))
     layers, head_dim = min(config.num_hidden_layers, 6), LayerShape.of(config).head_dim
     thin = {"hidden_size": 2 * head_dim, "intermediate_size": 64, "vocab_size": 64, "num_hidden_layers": layers}

@@ -65,7 +65,7 @@ def same(one: lazyllm.Generation, other: lazyllm.Generation) -> None:
 def test_int8_weights_in_every_method(saved: str, dtype: str, attention: str) -> None:
     model = load_weights(ModelSpec(saved, dtype=dtype, device="cpu", attn_implementation=attention, quantise="int8"))
     prompt = prompt_of()
-    # the model's own generation is the judge of what keeps everything
+    # the model's own generation is the oracle if everything is kept
     theirs = model.generate(prompt[None], max_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=0)
     for name, method in KEEPING.items():
         out = lazyllm.generate(model, prompt, method, STEPS, ())
@@ -97,7 +97,7 @@ def test_int8_weights_are_rounded_to_the_nearest_of_255(saved: str) -> None:
 
 @pytest.mark.quantised
 def test_a_probe_of_quantised_weights_needs_no_more_tolerance(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways run the same rounded weights on the same rows: they differ by what attention's kernels do, not more."""
+    """Both ways run the same rounded weights on the same rows: they differ only by attention's kernels."""
     for quantise in (None, "int8"):
         model = load_weights(ModelSpec(saved, dtype="float32", device="cpu", quantise=quantise))
         tokens = torch.arange(8)
@@ -107,7 +107,7 @@ def test_a_probe_of_quantised_weights_needs_no_more_tolerance(saved: str, monkey
         with torch.inference_mode():
             expected = model(tokens[None]).logits[0, -1]
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()  # a thousandth of the probe's limit
-        # and an architecture that the loop leaves something out of is still found
+        # and an architecture that the loop does not fully run is still found
         monkeypatch.setattr(decoder.Decoder, "embed", lambda self, ids, _: 1.05 * self._inner.embed_tokens(ids[None]))
         monkeypatch.setattr(model.model.norm, "variance_epsilon", 10.0)  # else the first norm would undo the scale
         with pytest.raises(UserError, match="other logits"):

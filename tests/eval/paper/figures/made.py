@@ -1,4 +1,4 @@
-"""Stored runs made by hand, and what every figure must be able to do."""
+"""Stored runs made by hand, and checks that every figure must pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.eval.store.made import measurement, record
 
 
 def example(dataset: str, name: str, prompt_tokens: int = 100, baseline: dict | None = None, **method: Any) -> Record:
-    """A record by what differs from the usual one; the baseline scores 1 in 0.4 s of 0.8 s unless told otherwise."""
+    """A record with some values changed; by default, the baseline scores 1 with a TTFT of 0.4 s and 0.8 s in total."""
     usual = {"score": 1.0, "ttft_s": 0.4, "total_s": 0.8}
     return replace(
         record(0, dataset), id=name, prompt_tokens=prompt_tokens, method=measurement(**method),
@@ -59,7 +59,7 @@ def png(picture: Any) -> bytes:
 
 
 def redrawn(figure: Figure, frame: pd.DataFrame) -> Any:
-    """The picture made from the table's CSV, which is the one made from the table itself."""
+    """The picture made from the table's CSV, which must equal the one made from the table itself."""
     again = pd.read_csv(io.StringIO(frame.to_csv(index=False)))
     picture = figure.plot(again)
     assert png(picture) == png(figure.plot(frame))
@@ -67,7 +67,7 @@ def redrawn(figure: Figure, frame: pd.DataFrame) -> Any:
 
 
 def texts(picture: Any) -> list[str]:
-    """All that is written in a picture, once it is drawn."""
+    """All texts of a drawn picture."""
     from matplotlib.text import Text
 
     picture.canvas.draw()

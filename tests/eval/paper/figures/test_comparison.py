@@ -38,7 +38,7 @@ def test_tasks_are_small_and_the_mean_has_intervals() -> None:
 
 
 def test_a_label_looks_as_its_method_does() -> None:
-    """The first label of a method; a second one and an ablation look as nothing else."""
+    """The first label of a method has its style; a second label and an ablation have unique styles."""
     labels = {
         "no revival": {"name": "lazy", "revive": False},
         "gentle": {"name": "lazy"}, "harsh": {"name": "lazy"}, "other": {"name": "static_pruning"},

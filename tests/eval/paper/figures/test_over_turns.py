@@ -31,7 +31,7 @@ def asked(dataset: str, name: str, *measured: tuple[float, float, float, float])
 
 
 def runs() -> list[StoredRun]:
-    """Two rows of one task and one of another; the method is worth it for one question only."""
+    """Two rows of one task and one of another; the method pays off for one question only."""
     records = [
         asked("hotpotqa", "a", (1.0, 0.5, 1.0, 2.0), (0.5, 2.0, 4.0, 1.0)),
         asked("hotpotqa", "b", (0.5, 0.5, 1.0, 2.0), (0.0, 2.0, 4.0, 1.0)),

@@ -55,7 +55,7 @@ def test_files_are_the_same_every_time_and_without_a_date(tmp_path: Path) -> Non
 
     first, second = drawn("first"), drawn("second")
     assert first == second
-    assert b"<text" not in first[0]  # drawn as paths: no font is missing anywhere
+    assert b"<text" not in first[0]  # drawn as paths, which need no fonts
     assert b"dc:date" not in first[0]
     assert b"CreationDate" not in first[1]
 

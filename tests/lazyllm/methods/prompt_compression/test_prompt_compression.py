@@ -197,7 +197,7 @@ def test_the_model_runs_on_the_most_informative_rest(keep: str, unit: str, atten
 
 
 def test_the_other_text_line_breaks_and_indentation_stay() -> None:
-    """At the lowest share one sentence is left, and all around it."""
+    """At the lowest share, one sentence of the context is left, and all text around the context."""
     prompt = text_prompt()
     kept = lazyllm.generate(model_of(), prompt, PromptCompression(0.01, "sentence"), 1, ()).selected[0][0]
     left = "".join(prompt.text[slice(*prompt.spans[position])] for position in kept)
@@ -312,7 +312,7 @@ def test_another_model_scores_with_its_own_tokens(unit: str, scorer) -> None:
     stays = {may_go[index] for index in chosen}
     assert [position for position in may_go if position in out.selected[0][0]] == sorted(stays)
     assert out.scoring_s > 0
-    assert out.scoring_tokens == len(own["input_ids"])  # with BOS, without the last one, of which nothing is asked
+    assert out.scoring_tokens == len(own["input_ids"])  # with BOS, without the last token, whose logits are not needed
     assert out.pct_prompt_tokens_computed == pytest.approx(
         100 * (out.computed[0, 0] + out.scoring_tokens) / len(prompt)
     )

@@ -91,7 +91,7 @@ def test_phrases_of_spacys_own_documents() -> None:
 
 
 def test_what_is_missing_for_phrases_is_named() -> None:
-    """For real: whichever of the two is missing here."""
+    """Without a stub: spaCy or its English model, whichever is missing here."""
     if importlib.util.find_spec("spacy") is None:
         expected = r"pip install 'lazyllm-bench\[phrase\]' .* python -m spacy download en_core_web_sm"
     elif importlib.util.find_spec("en_core_web_sm") is None:
