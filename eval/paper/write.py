@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from eval.store.folder import write_whole
 from eval.store.groups import add_choice
 from eval.store.results import Results
-from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
     from eval.paper.figures import Figure
@@ -168,7 +166,7 @@ def _index(results: Results, sections: Sequence[str], missing: Sequence[str]) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code: 0, or 2 with one message on stderr."""
+    """The command line. Returns the exit code 0; raises UserError."""
     parser = argparse.ArgumentParser(
         prog="lazyllm-bench paper", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -179,19 +177,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="for the effective keep rate: accept a score up to X %% below the baseline's (default: %(default)s)",
     )  # fmt: skip
     options = parser.parse_args(argv)
-    try:
-        results = Results.read(options.runs, options.where, options.newest)
-        from eval.paper.figures import FIGURES, save  # not at the top: importing matplotlib is slow and writes caches
-        from eval.paper.tables import TABLES, effective_keep
+    results = Results.read(options.runs, options.where, options.newest)
+    from eval.paper.figures import FIGURES, save  # not at the top: importing matplotlib is slow and writes caches
+    from eval.paper.tables import TABLES, effective_keep
 
-        tables = {**TABLES, "effective_keep": partial(effective_keep, within=options.within)}
-        paths = write_paper(results, options.out, tables, FIGURES, save)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    tables = {**TABLES, "effective_keep": partial(effective_keep, within=options.within)}
+    paths = write_paper(results, options.out, tables, FIGURES, save)
     print(f"{len(paths)} files from {len(results.runs)} runs: {paths[0]}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -172,7 +171,7 @@ def describe(done: Sequence[Collected], out: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code: 0, or 2 with one message on stderr if no campaign was written."""
+    """The command line. Returns the exit code 0; raises UserError if no campaign was written."""
     parser = argparse.ArgumentParser(
         prog="lazyllm-bench collect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -181,14 +180,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     first = options.runs[0].absolute()
     out = options.out or first.with_name(f"{first.name}-collected")
-    try:
-        done = collect(options.runs, out, options.where, options.newest)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(describe(done, out))
+    print(describe(collect(options.runs, out, options.where, options.newest), out))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

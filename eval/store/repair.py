@@ -175,7 +175,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         if done:
             print(f"{folder}: the run's command measures the missing examples")
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

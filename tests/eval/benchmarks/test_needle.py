@@ -157,7 +157,7 @@ def test_an_answer_must_contain_the_gold(answer, gold, expected):
         ("needle.depths=[0,101]", r"needle\.depths=\[0, 101\]: expected a list of different numbers from 0 to 100"),
         ("needle.repeats=0", r"needle\.repeats=0: expected"),
         ("needle.haystack=nowhere.txt", r"needle\.haystack=nowhere\.txt: expected a text file or a folder"),
-        ("needle.haystack=.", r"tiny knows no other words"),
+        ("needle.haystack=.", r"tiny knows only the words of the embedded suite"),
     ],
 )
 def test_settings_that_make_no_rows_are_refused(override, message, tmp_path, monkeypatch):

@@ -367,7 +367,7 @@ def test_lists_longer_than_wonderwords_need_a_second_list(make, tmp_path, monkey
     row = make("cwe", 40_000, sources=Sources(tmp_path))[0]
     assert all(re.fullmatch(r"w\d+x", output) for output in row.outputs)
     (tmp_path / "english_words.json").write_text("{}")
-    with pytest.raises(UserError, match=r"cwe needs 4096 different words .*, and english_words\.json has 0"):
+    with pytest.raises(UserError, match=r"cwe needs 4096 different words .*, but english_words\.json has 0"):
         make("cwe", 40_000, sources=Sources(tmp_path))
 
 
@@ -519,7 +519,7 @@ def test_a_tokenizer_that_the_example_of_vt_is_too_long_for_is_named(make):
         ("niah", {}, "unknown RULER task 'niah': expected one of niah_single_1, "),
         ("niah_single_3", {"sources": Sources()}, r"niah_single_3 hides its needles in a text: give ruler\.haystack="),
         ("niah_single_3", {"sources": Sources(haystack=Path("nowhere"))}, "nowhere: cannot be read"),
-        ("qa_2", {"count": 31}, "qa_2 has 30 questions, 31 rows were asked for"),
+        ("qa_2", {"count": 31}, "qa_2 has 30 questions, but 31 rows were requested"),
     ],
 )
 def test_what_is_missing_is_said_before_any_row(task, options, message, folder, templates):
