@@ -11,7 +11,7 @@ from typing import Any
 
 from eval.benchmarks.disk_cache import is_offline, is_reachable
 from eval.benchmarks.rows import canonical
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, reason_of
 
 
 def is_cached(repository: str) -> bool:
@@ -45,8 +45,8 @@ def load_from_hub(repository: str, configuration: str | None, split: str, other_
         return load_dataset(repository, configuration, split=split)
     except (OSError, ValueError, DatasetsError) as error:
         raise UserError(
-            f"{repository} is not cached and cannot be downloaded ({error}): give {other_way}, or run once with a "
-            "network"
+            f"{repository} is not cached and cannot be downloaded ({reason_of(error)}): give {other_way}, or "
+            "run once with a network"
         ) from error
     finally:
         config.HF_HUB_OFFLINE = offline

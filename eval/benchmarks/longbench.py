@@ -19,7 +19,7 @@ from eval.benchmarks.disk_cache import cache_folder, fetched_once, file_sha256, 
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import load_examples, shortened
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, reason_of
 
 HUB_REPOSITORY, HUB_FILE = "THUDM/LongBench", "data.zip"
 HUB_REVISION = "5e628be450b7e67fb7ae6e201bd6d8f7056f7672"
@@ -156,7 +156,7 @@ def _archive(dataset: Dataset) -> Path:
             cached = hf_hub_download(HUB_REPOSITORY, HUB_FILE, revision=HUB_REVISION, repo_type="dataset")
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             what = f"{HUB_REPOSITORY}/{HUB_FILE}"
-            raise UserError(f"{what} could not be downloaded ({error}). {_ways_out(dataset)}") from error
+            raise UserError(f"{what} could not be downloaded ({reason_of(error)}). {_ways_out(dataset)}") from error
     archive = Path(cached)
     if _archive_sha256(archive, archive.stat().st_mtime_ns) != HUB_SHA256:
         raise UserError(f"{archive}: not LongBench's own (its sha256 differs): delete it, and it is downloaded again")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import http.server
 import io
 import json
 import sys
-import threading
 import warnings
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +21,7 @@ from eval.benchmarks.rows import official_row
 from eval.benchmarks.suite import Example, LoadedDataset, OnError, Turn
 from lazyllm.errors import UserError
 from tests.eval import official
+from tests.hub_server import HubServer, Repository
 
 LONGBENCH_NAMES = [name for name, dataset in DATASETS.items() if dataset.suite == "longbench"]
 QASPER = DATASETS["qasper"]
@@ -306,63 +306,18 @@ def test_unknown_names_are_refused(names, reason):
 # ------------------------------------------------------------------------------------------------------------ fetching
 
 
-class Server:
-    """A loopback server in place of the hub and GitHub; `asked` lists the files that it served."""
-
-    commit = "0123456789abcdef0123456789abcdef01234567"
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.asked: list[str] = []
-        server = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_HEAD(self) -> None:
-                self.answer(head=True)
-
-            def do_GET(self) -> None:
-                self.answer(head=False)
-
-            def answer(self, head: bool) -> None:
-                content = server.files.get(self.path)
-                if content is not None and not head:
-                    server.asked.append(self.path)
-                self.send_response(404 if content is None else 200)
-                if content is not None:
-                    self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-                    self.send_header("X-Repo-Commit", server.commit)
-                self.send_header("Content-Length", str(len(content or b"")))
-                self.end_headers()
-                if not head:
-                    self.wfile.write(content or b"")
-
-            def log_message(self, *_: object) -> None:
-                """Silent."""
-
-        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
-        self.thread.join()
-
-
-ZIP_PATH = f"/datasets/THUDM/LongBench/resolve/{longbench.HUB_REVISION}/data.zip"
+REPOSITORY = "THUDM/LongBench"
+FETCHED = ["data.zip", longbench.PROMPTS]
 
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     """LongBench as the hub and GitHub serve it, with rows of our own, and an empty cache."""
-    served = Server()
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as opened:
         opened.writestr("data/qasper.jsonl", as_line(ROW))
-    served.files[ZIP_PATH] = packed.getvalue()
-    for name, text in CONFIG.items():
-        served.files[f"/config/{name}"] = text.encode()
+    archive = Repository({"data.zip": packed.getvalue()}, "datasets", commit=longbench.HUB_REVISION)
+    served = HubServer({REPOSITORY: archive}, {f"/config/{name}": text.encode() for name, text in CONFIG.items()})
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -370,7 +325,7 @@ def server(tmp_path, monkeypatch):
     template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(longbench, "HUB_SHA256", hashlib.sha256(served.files[ZIP_PATH]).hexdigest())
+    monkeypatch.setattr(longbench, "HUB_SHA256", hashlib.sha256(packed.getvalue()).hexdigest())
     monkeypatch.setattr(longbench, "CONFIG_URL", f"{served.url}/config/")
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in CONFIG.items()}
     monkeypatch.setattr(longbench, "CONFIG_SHA256", hashes)
@@ -384,17 +339,26 @@ def test_rows_and_templates_are_fetched_once_and_then_read_offline(server, monke
     assert loaded.template == json.loads(CONFIG[longbench.PROMPTS])["qasper"]
     assert loaded.data_sha256 == hashlib.sha256(as_line(ROW).encode()).hexdigest()
     assert loaded.source.endswith("data.zip:data/qasper.jsonl")
-    assert sorted(server.asked) == sorted(server.files)
+    files = [f"/storage/{REPOSITORY}/{longbench.HUB_SHA256}", *server.others]
+    assert [server.asked.count(("GET", path)) for path in files] == [1, 1, 1]
+    server.asked.clear()
     monkeypatch.setattr(disk_cache, "is_reachable", lambda *_: pytest.fail("the network was asked for"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert load_rows(QASPER) == loaded
-    assert len(server.asked) == len(server.files)
+    assert not server.asked
 
 
-@pytest.mark.parametrize("path", [ZIP_PATH, f"/config/{longbench.PROMPTS}"])
-def test_other_files_than_the_pinned_ones_are_refused(server, tmp_path, path):
-    server.files[path] += b" "
-    with pytest.raises(UserError, match=rf"{Path(path).name}: .*not LongBench's"):
+def place_of(server: HubServer, name: str) -> tuple[dict[str, bytes], str]:
+    """The files in which a file is served, and its key there."""
+    files: Any = server.repositories[REPOSITORY].files
+    return (files, name) if name in files else (server.others, f"/config/{name}")
+
+
+@pytest.mark.parametrize("name", FETCHED)
+def test_other_files_than_the_pinned_ones_are_refused(server, tmp_path, name):
+    files, path = place_of(server, name)
+    files[path] += b" "
+    with pytest.raises(UserError, match=rf"{name}: .*not LongBench's"):
         load_rows(QASPER)
     assert not (tmp_path / "cache" / "longbench" / "config" / longbench.PROMPTS).exists()
 
@@ -411,11 +375,15 @@ def test_changed_files_in_the_caches_are_refused(server, tmp_path):
     load_rows(QASPER)
 
 
-@pytest.mark.parametrize("path", [ZIP_PATH, f"/config/{longbench.PROMPTS}"])
-def test_a_failed_download_is_named_with_the_ways_out(server, path):
-    del server.files[path]
-    with pytest.raises(UserError, match=r"could not be downloaded .*data\.dir=FOLDER.*run once with a network"):
+@pytest.mark.parametrize("name", FETCHED)
+def test_a_failed_download_is_named_with_the_ways_out(server, name):
+    files, path = place_of(server, name)
+    del files[path]
+    with pytest.raises(
+        UserError, match=r"could not be downloaded .*data\.dir=FOLDER.*run once with a network"
+    ) as error:
         load_rows(QASPER)
+    assert "\n" not in str(error.value)
 
 
 def test_offline_and_not_cached_names_both_ways_out(server, tmp_path, monkeypatch):

@@ -14,8 +14,9 @@ from eval.benchmarks.metrics import dataset_score
 from eval.paper.tables import TABLES
 from eval.store.results import Results, StoredRun
 from lazyllm.errors import UserError
-from tests.eval.benchmarks.test_longbench import ROW, ZIP_PATH, Server, as_line, folder, server  # noqa: F401
+from tests.eval.benchmarks.test_longbench import ROW, as_line, folder, place_of, server  # noqa: F401
 from tests.eval.store.made import record
+from tests.hub_server import HubServer
 
 NAMES = [dataset.name for dataset in longbench_e.SUITE.datasets]
 # LongBench's README: LongBench-E has these 13
@@ -58,7 +59,7 @@ def test_a_malformed_row_is_named_by_file_line_and_field(folder):  # noqa: F811
         load_rows(DATASETS["hotpotqa_e"], folder)
 
 
-def test_rows_come_from_the_same_archive(server: Server, monkeypatch):  # noqa: F811
+def test_rows_come_from_the_same_archive(server: HubServer, monkeypatch):  # noqa: F811
     import hashlib
     import io
     import zipfile
@@ -66,12 +67,13 @@ def test_rows_come_from_the_same_archive(server: Server, monkeypatch):  # noqa: 
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as opened:
         opened.writestr("data/qasper_e.jsonl", as_line(ROW))
-    server.files[ZIP_PATH] = packed.getvalue()
+    files, path = place_of(server, "data.zip")
+    files[path] = packed.getvalue()
     monkeypatch.setattr(longbench, "HUB_SHA256", hashlib.sha256(packed.getvalue()).hexdigest())
     assert load_rows(DATASETS["qasper_e"]).source.endswith("data.zip:data/qasper_e.jsonl")
 
 
-def test_offline_and_not_cached_names_both_ways_out(server: Server):  # noqa: F811
+def test_offline_and_not_cached_names_both_ways_out(server: HubServer):  # noqa: F811
     server.close()
     with pytest.raises(UserError, match=r"qasper_e is not cached .*data\.dir=FOLDER.* Or run once with a network"):
         load_rows(DATASETS["qasper_e"])

@@ -169,7 +169,7 @@ def test_settings_that_make_no_rows_are_refused(override, message, tmp_path, mon
 def test_lengths_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        UserError, match=r"needle\.lengths: 20 is too short: needle, question and answer alone have \d+"
+        UserError, match=r"needle\.lengths: 20 is too short: needle, question and answer alone take \d+ tokens"
     ):
         prepare(config_of("dataset=needle", "needle.lengths=[20]"))
     with pytest.raises(UserError, match=r"exceed the model's 4096 positions: give smaller needle\.lengths"):

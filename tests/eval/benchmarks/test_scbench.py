@@ -24,9 +24,9 @@ from eval.benchmarks.suite import DataSettings
 from eval.run.loop import run
 from eval.store.folder import read_run
 from lazyllm.errors import UserError
-from tests.eval.benchmarks.test_longbench import Server
 from tests.eval.benchmarks.test_prompts import Characters
 from tests.eval.run.test_configs import config_of
+from tests.hub_server import HubServer
 
 # Our own prompts with the official placeholders: SCBench's must not enter the repository
 OPTIONS = "A) {OPTION_A} B) {OPTION_B} C) {OPTION_C} D) {OPTION_D}"
@@ -309,8 +309,7 @@ def test_tasks_that_cannot_be_had_or_scored_are_left_out_of_the_whole_and_refuse
 def test_without_a_folder_rows_come_from_the_hub_and_prompts_are_fetched_once(tmp_path, monkeypatch):
     import datasets
 
-    server = Server()
-    server.files["/eval_utils.py"] = PROMPTS.encode()
+    server = HubServer({}, {"/eval_utils.py": PROMPTS.encode()})
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(scbench, "PROMPTS_URL", f"{server.url}/eval_utils.py")
@@ -328,7 +327,7 @@ def test_without_a_folder_rows_come_from_the_hub_and_prompts_are_fetched_once(tm
     assert made.examples == load(folder, "scbench_mf").examples
     monkeypatch.setattr(disk_cache, "is_reachable", lambda url: pytest.fail("the network was asked for"))
     assert SUITE.load(DATASETS["scbench_mf"], DataSettings()) == made
-    assert server.asked == ["/eval_utils.py"]
+    assert server.asked.count(("GET", "/eval_utils.py")) == 1
     server.close()
     (tmp_path / "cache" / "scbench" / "eval_utils.py").write_text(PROMPTS.replace("Novel", "Book"))
     with pytest.raises(UserError, match="not SCBench's own"):
