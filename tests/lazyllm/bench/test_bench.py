@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from itertools import product
 
@@ -11,13 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
 import lazyllm
+from lazyllm.bench import turn_two
 from lazyllm.bench.__main__ import main, method_of
 from lazyllm.bench.case_table import quartiles
 from lazyllm.bench.cases import Pair, Run, cases_of
 from lazyllm.bench.clock import Waits, in_turns, revived_flops
 from lazyllm.bench.shapes import SHAPES, build, config_of
 from lazyllm.bench.steered import SteeredLazy
-from lazyllm.bench.turn_two import TurnSample, turn_cases_of, turn_flops
+from lazyllm.bench.turn_two import AttentionClock, TurnSample, attention_flops, turn_cases_of, turn_flops
 from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
@@ -104,7 +106,23 @@ def test_flops_of_a_second_turn_are_those_of_the_products_that_run() -> None:
         new = [position for position in present if position not in stored]
         pairs += layers * sum(other <= position for position in new for other in present)
     assert second.revived.sum() > 0
-    assert turn_flops(model, [2, 3], first, second, 24, 9) == products + pairs * shape.pair_flops
+    attention = pairs * shape.pair_flops
+    assert turn_flops(model, [2, 3], first, second, 24, 9) == (products + attention, attention)
+
+
+def test_attention_has_its_own_clock_and_its_own_rate(monkeypatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(turn_two, "read_clock", lambda device: float(next(ticks)))
+    model = random_model("llama", 3, num_layers=5)
+    with open_decoder(model) as decoder, AttentionClock(model.device) as clock:
+        Baseline().start(decoder, Prompt(torch.arange(9)), 1).prefill(torch.arange(9))
+    assert clock.seconds == 5  # a tick for each layer's call
+    shape = LayerShape.of(model.config)
+    assert attention_flops(model.config, [9, 9, 3, 3, 3]) == (2 * 45 + 3 * 6) * shape.pair_flops
+    # the turn's attention takes 1 s at the prefill's rate, all else 0.5 s
+    sample = TurnSample(3.0, 1.0, 3.0, 10, 2, 4, 2, revived=0.0)
+    assert sample.cost() == 3.0 / (4 / (10 / 3.0))
+    assert sample.cost_by_kind() == 2
 
 
 def test_second_turns_on_the_command_line(tmp_path, capsys) -> None:
@@ -118,10 +136,10 @@ def test_second_turns_on_the_command_line(tmp_path, capsys) -> None:
         whole, prompt = (prefill_flops(config, [n] * 4) for n in (20 + 1 + case.turn, 20))
         head = 2 * 64 * 50
         assert [sample.turn_flops for sample in case.samples] == [whole - prompt + head] * 2
+        pairs = (21 + case.turn) * (22 + case.turn) // 2 - 20 * 21 // 2
+        assert [sample.turn_attention_flops for sample in case.samples] == [4 * pairs * 4 * 64] * 2
         assert [sample.revived for sample in case.samples] == [0, 0]
         assert case.beside(lambda sample: sample.turn_flops) == 1
-    sample = TurnSample(prefill_s=2.0, turn_s=3.0, prefill_flops=10, turn_flops=5, revived=0.0)
-    assert sample.cost() == 3.0 / (5 / (10 / 2.0))
     bench_report.main([str(tmp_path)])
     assert "| keep1 | 20 | 5 |" in (tmp_path / "README.md").read_text()
     assert "| transformers | 20 | 3 |" in capsys.readouterr().out
