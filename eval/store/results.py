@@ -343,7 +343,8 @@ def _without_repeated(table: pd.DataFrame) -> pd.DataFrame:
         row = twice.iloc[0]
         both = sorted(set(twice[(twice[_KEY] == row[_KEY]).all(axis=1)]["folder"]))
         raise UserError(
-            f"{row['dataset']}, row {row['id']}, {row['label']}: measured twice, in {' and '.join(both)}; remove one"
+            f"{row['dataset']}, row {row['id']}, {row['label']}: measured twice, in {' and '.join(both)}; remove one, "
+            "or choose by a setting in which they differ: --where KEY=VALUE"
         )
     return table.drop_duplicates(_KEY).sort_index().reset_index(drop=True).drop(columns="size")
 
