@@ -8,22 +8,29 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.paper.known_methods import BASELINE
+from eval.paper.known_methods import BASELINE, is_diagnostic, marked
 from eval.paper.table import Table, cell
 from eval.paper.tables.cells import SECTION, forms, model_name, target_of
 from eval.store.aggregate import drawn_means, on_common_examples
 from eval.store.results import Results
 
+LEAST = 0.9  # of its target: a setting whose prefills' measured ideal speedup is lower is not ranked
 _VALUES = {"kl": 5, "score": 2}  # digits shown
 _KEYS = [*SECTION, "target", "rank", "method", "label", "examples"]
 _DIFFERENCES = [f"{name}_difference" for name in _VALUES]
 
 
 def ranking(results: Results) -> Table:
-    """KL and score of all methods by ideal speedup, with each method's difference to the first on the same examples."""
+    """KL and score of all methods by ideal speedup, with each method's difference to the first on the same examples.
+
+    Diagnostics are not ranked, nor settings whose prefills did not reach the speedup: the caption names them.
+    """
     frame: Any = results.frame
     frame = frame.assign(target=frame["settings"].map(target_of))
     frame = frame[frame["method"] != BASELINE].dropna(subset=["target", "kl"])
+    reasons = _unranked(results)
+    left_out = frame.set_index([*SECTION, "label"]).index.map(reasons.get)
+    frame, others = frame[left_out.isna()], list(dict.fromkeys(left_out.dropna()))
     rows: list[dict[str, Any]] = []
     for (model, suite, target), group in frame.groupby([*SECTION, "target"], sort=True):
         rows += [{"model": model, "suite": suite, "target": target} | row for row in _ranked(group)]
@@ -41,9 +48,23 @@ def ranking(results: Results) -> Table:
         "speedup have; seeds are pooled. ±: half of the 95 % bootstrap interval over examples. Differences: to the "
         "method ranked first, on the same examples; in brackets both ends of their 95 % interval (paired: each "
         "resample draws the same examples for both)."
-    )
+    ) + (f" Not ranked: {'; '.join(others)}." if others else "")
     title = "Methods ranked at equal ideal speedups"
     return Table("ranking", title, caption, table, pd.DataFrame(lines), keys=4)
+
+
+def _unranked(results: Results) -> dict[tuple[str, str, str], str]:
+    """{(model, suite, label): the setting and why it has no rank} of those that have none."""
+    reasons = {}
+    frame: Any = results.by_task
+    for row in frame[frame["level"] == "all"].to_dict("records"):
+        target, ideal = target_of(row["settings"]), row["ideal_ttft_speedup"]
+        key, name = (row["model"], row["suite"], row["label"]), marked(row["label"], row["method"])
+        if is_diagnostic(row["method"]):
+            reasons[key] = name
+        elif target is not None and ideal < LEAST * target:  # not of records that lack it: NaN
+            reasons[key] = f"{name}, whose prefills had an ideal speedup of {ideal:.2f}"
+    return reasons
 
 
 def _ranked(group: pd.DataFrame) -> list[dict[str, Any]]:

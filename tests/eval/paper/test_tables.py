@@ -298,6 +298,27 @@ def test_ranking_by_hand() -> None:
     assert table.cells["KL - first's"].tolist()[0] == "-"
 
 
+def test_what_did_not_reach_the_speedup_and_diagnostics_have_no_rank() -> None:
+    def run(method: str, kls: list[float], ideal: float) -> StoredRun:
+        flops = [
+            example("hops", str(row), kl=kl, prefill_flops=1000, baseline={"prefill_flops": round(1000 * ideal)})
+            for row, kl in enumerate(kls)
+        ]
+        return stored(flops, method, {"keep": "2x"})
+
+    runs = [
+        run("fastkv", [0.3, 0.5], 1.85),
+        run("random_drop", [0.9], 2.3),
+        run("asl", [0.0], 1.0),  # it never cut: nothing was saved, and nothing lost
+        run("oracle", [0.1], 2.0),
+    ]
+    table = ranking(Results(runs))
+    assert table.frame[["rank", "method", "examples"]].to_numpy().tolist() == [[1, "fastkv", 1], [2, "random_drop", 1]]
+    caption = " Not ranked: asl, keep=2x, whose prefills had an ideal speedup of 1.00; oracle, keep=2x (diagnostic)."
+    assert table.caption.endswith(caption)
+    assert "Not ranked" not in ranking(Results(runs[:2])).caption
+
+
 def with_flops(label: float, scores: dict[str, float], tokens: int = 500, dataset: str = "hops") -> StoredRun:
     records = [
         example(dataset, name, tokens, {"prefill_flops": 1000}, score=score, prefill_flops=round(1000 * label))
