@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.run import speedup_targets
 from eval.run.config import RunConfig, build_method, model_spec
 from eval.run.cost import CPU, GPUS, Device, Memory, Work, memory, parameters_of, turn_work, weight_bytes, work
 from lazyllm.methods import Method
@@ -52,9 +51,10 @@ class Setup:
         return cls(spec, shape, weights, name, device, read_corrections(runs, same, name, device, shape, spec, weights))
 
     def resolved(self, config: RunConfig, lengths: Lengths) -> dict[str, Any]:
-        """The settings of the run's method on one dataset, targets replaced by numbers."""
-        settings = speedup_targets.at_depth(config.method, self.config.num_hidden_layers)
-        return speedup_targets.resolve(settings, lengths.dataset, self.config, config.model.paper)
+        """The settings of the run's method on one dataset, targets replaced by numbers. Raises UserError."""
+        from eval.run.plan import resolved, settings_at_depth  # not at the top: it imports torch
+
+        return resolved(config, settings_at_depth(config, self.config), lengths.dataset, self.config)
 
 
 @dataclass(frozen=True)

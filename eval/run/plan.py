@@ -145,7 +145,7 @@ def identify(config: RunConfig) -> Identified:
     devices = devices_in_use(model_spec(config))
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
     model_config = check_loading(model_spec(config))
-    settings = _settings(config, model_config)
+    settings = settings_at_depth(config, model_config)
     tokenizer = _tokenizer(config)
     chat = chat_of(config)
     limit = config.model.max_prompt_tokens or prompt_limit(model_config.max_position_embeddings)
@@ -161,7 +161,7 @@ def identify(config: RunConfig) -> Identified:
             else "it has no chat template: prompts are plain text",
         )
     paired = config.timing.paired and by_name(settings["name"]) is not Baseline
-    parameters = {data.dataset.name: _resolved(config, settings, data.dataset, model_config) for data in loaded}
+    parameters = {data.dataset.name: resolved(config, settings, data.dataset, model_config) for data in loaded}
     identity = _identity(config, loaded, model_config, tokenizer, end_ids, devices, paired) | {
         **_chat_identity(config, chat, tokenizer),
         "max_prompt_tokens": limit,
@@ -211,10 +211,10 @@ def within_reach(config: RunConfig) -> dict[str, dict[str, Any]]:
     methods = {}
     for label in config.compare if config.only is None else [config.only]:
         method = config.compare[label]
-        settings = _settings(replace(config, method=method), model_config)
+        settings = settings_at_depth(replace(config, method=method), model_config)
         try:
             for dataset in datasets_of(config):
-                _resolved(config, settings, dataset, model_config)
+                resolved(config, settings, dataset, model_config)
         except OutOfReachError as error:
             log.warning("left out: %s: %s", label, error)
         else:
@@ -222,16 +222,16 @@ def within_reach(config: RunConfig) -> dict[str, dict[str, Any]]:
     return methods
 
 
-def _settings(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
-    """The method's settings at this model's depth."""
+def settings_at_depth(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
+    """The method's settings at this model's depth. Raises UserError."""
     with _about_the_method():
         return speedup_targets.at_depth(config.method, model_config.num_hidden_layers)
 
 
-def _resolved(
+def resolved(
     config: RunConfig, settings: dict[str, Any], dataset: Dataset, model_config: PreTrainedConfig
 ) -> dict[str, Any]:
-    """The method's settings for one dataset, without targets, checked against the model's depth."""
+    """The method's settings for one dataset, without targets, checked against the model's depth. Raises UserError."""
     with _about_the_method():
         length = SUITES[dataset.suite].length(data_settings(config, dataset))
         resolved = speedup_targets.resolve(settings, dataset, model_config, config.model.paper, length)

@@ -13,11 +13,12 @@ from pandas import DataFrame
 import lazyllm
 from eval.benchmarks import SUITES
 from eval.run import lengths as lengths_module
-from eval.run.bill import Bill, bill
+from eval.run.bill import Bill, Setup, bill
 from eval.run.config import compose_config, register_schema, to_run_config
 from eval.run.cost import GPUS, memory, parameters_of, stored_tokens, turn_work, weight_bytes, work
 from eval.run.lengths import lengths_of
 from eval.run.loop import run
+from eval.run.plan import prepare
 from eval.run.plan_command import as_text, bills
 from eval.store.results import stored_runs
 from lazyllm.engine.flops import LayerShape
@@ -85,6 +86,23 @@ def test_a_plan_is_what_the_run_then_measures(measured: Path) -> None:
     longer = bills([*ARGUMENTS, "limit=6"], None, measured)[0].hours
     assert longer is not None
     assert longer > planned.hours
+
+
+@pytest.mark.parametrize("data", [["dataset=lookup"], ["dataset=needle", "needle.lengths=[512]"]], ids=str)
+def test_a_target_is_solved_for_the_length_that_the_run_solves_it_for(data: list[str], tmp_path: Path) -> None:
+    register_schema()
+    config = to_run_config(compose_config(["model=tiny", "limit=1", "method=random_drop", "method.keep=2x", *data]))
+    setup, (lengths,) = Setup.of(config, "h100", tmp_path), lengths_of(config)
+    assert setup.resolved(config, lengths) == prepare(config).parameters[lengths.dataset.name]
+
+
+def test_a_plan_refuses_what_the_run_refuses(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="prunes after layer 99, but the model has only 8 layers"):
+        bills(
+            ["model=tiny", "dataset=lookup", "method=static_pruning", "method.layer=99", "method.keep=0.5"],
+            None,
+            tmp_path,
+        )
 
 
 def test_without_a_run_the_hours_on_this_machine_are_unknown(tmp_path: Path) -> None:
