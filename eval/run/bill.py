@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.run.config import RunConfig, build_method, model_spec
 from eval.run.cost import CPU, GPUS, Device, Memory, Work, memory, parameters_of, turn_work, weight_bytes, work
 from lazyllm.methods import Method
-from lazyllm.models.presets import PRESETS
 from lazyllm.models.spec import ModelSpec, source_of
 
 if TYPE_CHECKING:
@@ -38,11 +37,10 @@ class Setup:
     def of(cls, config: RunConfig, gpu: str | None, runs: Path) -> Setup:
         """gpu: a key of `GPUS`; None for this machine. runs: the folder of stored runs. Raises UserError."""
         from eval.run.corrections import read_corrections
-        from lazyllm.models.load import as_device, device_name, load_config
+        from lazyllm.models.load import as_device, device_name, shape_of
 
         spec = model_spec(config)
-        preset, source = PRESETS.get(spec.name), source_of(spec.name)
-        shape = load_config(replace(spec, load_format="dummy") if preset and preset.architecture else spec)
+        shape, source = shape_of(spec), source_of(spec.name)
         name = GPUS[gpu].name if gpu else device_name(as_device(spec.device))
         device = GPUS[gpu] if gpu else next((known for known in GPUS.values() if known.name in name), CPU)
         same = {key: getattr(spec, key) for key in ("load_format", "dtype", "attn_implementation", "quantise")}
@@ -153,8 +151,12 @@ def bill(config: RunConfig, gpu: str | None = None, runs: Path = Path("runs")) -
 
 
 def _gigabytes(peaks: Sequence[Memory], on_cpu: bool) -> dict[str, float]:
-    """Parts of the greatest peak. On a CPU the process is a part: Python, torch and this command."""
-    parts = asdict(max(peaks, key=lambda peak: peak.total)) | ({"process": _resident_bytes()} if on_cpu else {})
+    """Parts of the greatest peak. On a CPU the process is a part (Python, torch and this command), and other models are
+    never moved away.
+    """
+    parts = asdict(max(peaks, key=lambda peak: peak.total))
+    if on_cpu:
+        parts |= {"beside": max(peak.beside for peak in peaks), "process": _resident_bytes()}
     return {part: size / 1e9 for part, size in parts.items() if size}
 
 

@@ -7,7 +7,8 @@ Decoding is counted without revivals, whose number depends on the prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
@@ -68,16 +69,20 @@ class Work:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes at the peak of a generation. working: of one layer of the prefill beside its input."""
+    """Bytes at the peak of a generation. working: of one layer of the prefill beside its input.
+
+    beside: weights of the other models that the method runs, and their K and V of the prompt.
+    """
 
     weights: int
+    beside: int
     kv: int
     aux: int
     working: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.aux + self.working
+        return self.weights + self.beside + self.kv + self.aux + self.working
 
 
 def parameters_of(config: Any) -> tuple[int, int]:
@@ -160,6 +165,21 @@ def _kv_numbers(shape: LayerShape) -> int:
     return 2 * shape.kv_heads * shape.head_dim
 
 
+def _beside(spec: ModelSpec, n: int) -> int:
+    """Bytes of another model and of its K and V of n tokens."""
+    config, parameters = _shape_beside(spec)
+    tokens = n * config.num_hidden_layers
+    return weight_bytes(spec, parameters) + tokens * _kv_numbers(LayerShape.of(config)) * number_bytes(spec)
+
+
+@cache
+def _shape_beside(spec: ModelSpec) -> tuple[Any, tuple[int, int]]:
+    from lazyllm.models.load import shape_of
+
+    config = shape_of(spec)
+    return config, parameters_of(config)
+
+
 def memory(config: Any, spec: ModelSpec, method: Method, n: int, new_tokens: int, weights: int) -> Memory:
     """The peak of a generation of n prompt tokens and up to `new_tokens` new ones. weights: bytes."""
     shape, size, layers = LayerShape.of(config), number_bytes(spec), config.num_hidden_layers
@@ -170,6 +190,7 @@ def memory(config: Any, spec: ModelSpec, method: Method, n: int, new_tokens: int
         one_layer = max(one_layer, 2 * shape.heads * tokens[0] ** 2)
     return Memory(
         weights=weights,
+        beside=sum(_beside(replace(other, dtype=spec.dtype), n) for other in method.models()),
         kv=(sum(tokens) + layers * new_tokens) * _kv_numbers(shape) * size,
         aux=pruned * shape.width * size,
         working=one_layer * size,

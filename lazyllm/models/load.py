@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,13 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
     return config
 
 
+def shape_of(spec: ModelSpec) -> PreTrainedConfig:
+    """The model's shape: the published one of a preset, which needs no files, else `load_config`. Raises UserError."""
+    preset = PRESETS.get(spec.name)
+    is_shipped = preset is not None and preset.architecture is not None
+    return load_config(replace(spec, load_format="dummy") if is_shipped else spec)
+
+
 def load_end_ids(spec: ModelSpec) -> tuple[int, ...]:
     """The tokens that end an answer, as `model.generate` knows them: the generation config's, else the config's.
 
@@ -190,7 +198,7 @@ def _folder(spec: ModelSpec, files: Iterable[str]) -> Path:
     """The spec's folder, or a folder with these files of its hub repository. Raises UserError."""
     if Path(spec.source).is_dir():
         return Path(spec.source)
-    instead = "Give a folder with the checkpoint: model.name=FOLDER"
+    instead = "Give a folder with the checkpoint in its place (of the model itself: model.name=FOLDER)"
     if spec.name in PRESETS:
         instead += ", or time random weights with model.load_format=dummy"
     return hub_folder(spec.source, files, spec.revision, instead)

@@ -136,9 +136,9 @@ class PromptCompression(Select):
         return stays.nonzero()[0]
 
     def _scorer_config(self, config: Any) -> Any:
-        from lazyllm.models.load import load_config
+        from lazyllm.models.load import shape_of
 
-        return next((load_config(spec) for spec in self.models()), config)
+        return next((shape_of(spec) for spec in self.models()), config)
 
     def _units(self, prompt: Prompt, may_go: np.ndarray) -> np.ndarray:
         """[c] the unit of each droppable token, numbered in order."""

@@ -214,6 +214,27 @@ def test_a_sweeps_jobs_and_what_was_assumed(monkeypatch, tmp_path: Path) -> None
     lengths_module._lengths_of.cache_clear()
 
 
+def test_a_draft_is_in_the_memory_and_needs_no_checkpoint(monkeypatch, tmp_path: Path) -> None:
+    offline(monkeypatch)
+    run = ["model=llama3.1-8b", "method=specprefill", "dataset=hotpotqa", "limit=2"]
+    (own,), (drafted,) = (bills([*run, *more], "h100", tmp_path) for more in ((), ("method.draft=llama3.2-1b",)))
+    assert "beside" not in own.gigabytes
+    # its 1,235,814,400 weights, and K and V: 2 vectors of 8 heads of 64 in each of 16 layers for each prompt token
+    bytes_held = 2 * 1_235_814_400 + 2 * 2 * 8 * 64 * 16 * drafted.longest
+    assert drafted.gigabytes["beside"] == pytest.approx(bytes_held / 1e9)
+    assert drafted.gigabytes["weights"] == own.gigabytes["weights"]
+    # 1.2 of 8.0 billion weights read the prompt instead of all
+    assert drafted.petaflops < 0.6 * own.petaflops
+    assert "GB (weights 16.1, beside " in as_text([drafted], "h100")
+    lengths_module._lengths_of.cache_clear()
+
+
+def test_a_draft_on_the_host_stays_there_while_the_baseline_runs(tmp_path: Path) -> None:
+    arguments = ["model=tiny", "dataset=lookup", "limit=1", "method=specprefill", "method.draft=tiny"]
+    (planned,) = bills(arguments, None, tmp_path)
+    assert planned.gigabytes["beside"] > planned.gigabytes["weights"] > 0.005
+
+
 def test_a_pruned_runs_bill_is_below_its_baselines() -> None:
     register_schema()
     one = bill(to_run_config(compose_config(ARGUMENTS)), "h100")
