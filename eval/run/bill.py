@@ -119,10 +119,17 @@ class Bill:
     guessed: tuple[str, ...]
 
 
+def name_of(config: RunConfig, method: dict[str, Any]) -> str:
+    """A run's model and method, for people."""
+    from eval.store.results import label_of
+
+    settings = {key: value for key, value in method.items() if key != "name"}
+    return f"{Path(config.model.name).name}, {label_of(method['name'], settings)}"
+
+
 def bill(config: RunConfig, gpu: str | None = None, runs: Path = Path("runs")) -> Bill:
     """The cost of one run on a GPU of `GPUS`, or on this machine. Raises UserError."""
     from eval.run.lengths import lengths_of
-    from eval.store.results import label_of
 
     setup, lengths = Setup.of(config, gpu, runs), lengths_of(config)
     paired = config.timing.paired and config.method["name"] != "baseline"
@@ -132,9 +139,8 @@ def bill(config: RunConfig, gpu: str | None = None, runs: Path = Path("runs")) -
     beside = [side(setup, {"name": "baseline"}, dataset, count) for dataset, count in each if paired]
     seconds = sum(part.seconds for part in own + beside) + START_S + setup.weights / LOAD_BYTES_PER_S
     prompts = [sum(row) for dataset in lengths for row in dataset.rows]
-    label = label_of(config.method["name"], {key: value for key, value in config.method.items() if key != "name"})
     return Bill(
-        run=f"{Path(setup.spec.name).name}, {label}",
+        run=name_of(config, config.method),
         examples=len(prompts),
         prompt_tokens=sum(prompts),
         longest=max(prompts),

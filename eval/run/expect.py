@@ -24,6 +24,7 @@ from eval.run.config import (
     to_run_config,
 )
 from eval.run.plan import identify
+from eval.run.speedup_targets import OutOfReachError
 from eval.store.results import label_of, settings_in
 from lazyllm.errors import UserError
 
@@ -38,7 +39,8 @@ class Expected:
     """A run of a sweep. name: its model and method, for people.
 
     refused: why it cannot begin, in its job's words, without identity and examples; None otherwise. A job that is
-    refused before its runs are known is named by its arguments.
+    refused before its runs are known is named by its arguments. out_of_reach: the reason is that the method cannot
+    reach its target speedup: a job leaves it out.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Expected:
     identity: dict[str, Any]
     examples: list[tuple[str, str]]
     refused: str | None
+    out_of_reach: bool = False
 
     def is_of(self, identity: dict[str, Any]) -> bool:
         """Whether a run of this identity is the expected one, on any machine."""
@@ -102,6 +105,8 @@ def _expected(config: RunConfig) -> Expected:
     try:
         # on the CPU, as `status` may run on a machine without the devices
         identified = identify(replace(config, model=replace(config.model, device="cpu", **dict.fromkeys(_PLACED))))
+    except OutOfReachError as error:
+        return Expected(name, model, label, seed, {}, [], str(error), out_of_reach=True)
     except UserError as error:
         return Expected(name, model, label, seed, {}, [], f"refused before it began: {error}")
     identity = identified.identity | {key: getattr(config.model, key) for key in _PLACED}

@@ -13,6 +13,7 @@ assumed utilisation, corrected by stored runs of the model on such a device. Dec
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,9 +22,13 @@ from typing import TYPE_CHECKING
 
 from eval.run.config import check_arguments, compose_config, methods_of, register_schema, to_run_config
 from eval.run.cost import CPU, GPUS
+from eval.run.speedup_targets import OutOfReachError
+from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
     from eval.run.bill import Bill
+
+log = logging.getLogger(__name__)
 
 _HEADINGS = (
     "run", "examples", "prompt tokens", "longest", "answer tokens", "PFLOP", "of baseline", "TB read", "of baseline",
@@ -32,19 +37,27 @@ _HEADINGS = (
 
 
 def bills(arguments: Sequence[str], gpu: str | None, runs: Path) -> list[Bill]:
-    """The bill of each run of the arguments. gpu: a key of `GPUS`, None for this machine. Raises UserError."""
-    from eval.run.bill import bill
+    """The bill of each run of the arguments. gpu: a key of `GPUS`, None for this machine. Raises UserError.
+
+    Runs that cannot reach their target speedup are left out, with a line in the log.
+    """
+    from eval.run.bill import bill, name_of
     from eval.run.expect import jobs_of
 
     register_schema()
     overrides = [argument for argument in arguments if not argument.startswith(("hydra/", "hydra.", "shard="))]
     check_arguments(overrides)
     configs = [to_run_config(compose_config(job)) for job in jobs_of(overrides)]
-    return [
-        bill(replace(config, method=method, compare={}, only=None), gpu, runs)
-        for config in configs
-        for method in methods_of(config)
-    ]
+    bills = []
+    for config in configs:
+        for method in methods_of(config):
+            try:
+                bills.append(bill(replace(config, method=method, compare={}, only=None), gpu, runs))
+            except OutOfReachError as error:
+                log.warning("left out: %s: %s", name_of(config, method), error)
+    if not bills:
+        raise UserError("no run reaches its speedup on this model: give a lower one")
+    return bills
 
 
 def as_text(bills: Sequence[Bill], gpu: str | None) -> str:

@@ -3,8 +3,8 @@
 lazyllm-bench status RUNS [RUNS ...] [--json] [--expect experiment=table1 model=llama2,xgen]
 
 One line a run. With the arguments of a sweep after --expect, runs that have no folder are listed as missing, refused
-ones with their reason. Exit code: 0 if all are done, 1 if some failed, 3 if some are not finished and none failed, 2 if
-folders cannot be read.
+ones with their reason, and those that cannot reach their target speedup, which jobs skip. Exit code: 0 if all others
+are done, 1 if some failed, 3 if some are not finished and none failed, 2 if folders cannot be read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from eval.run.expect import Expected
 
 DONE, RUNNING, UNCLEAR, FAILED, INCOMPLETE, MISSING = "done", "running", "unclear", "failed", "incomplete", "missing"
-_EXIT = {FAILED: 1, UNCLEAR: 3, RUNNING: 3, INCOMPLETE: 3, MISSING: 3, DONE: 0}
+OUT_OF_REACH = "cannot reach"
+_EXIT = {FAILED: 1, UNCLEAR: 3, RUNNING: 3, INCOMPLETE: 3, MISSING: 3, DONE: 0, OUT_OF_REACH: 0}
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,8 @@ def _state(jobs: Sequence[Job], missing: int | None, reasons: list[str], last: s
 
 
 def _never_begun(job: Expected) -> Status:
-    state, why = (MISSING, "never begun") if job.refused is None else (FAILED, job.refused)
+    refusal = OUT_OF_REACH if job.out_of_reach else FAILED
+    state, why = (MISSING, "never begun") if job.refused is None else (refusal, job.refused)
     expected = len(job.examples) if job.refused is None else None
     return Status(job.name, job.model, job.setting, job.seed, state, 0, expected, 0, None, why)
 

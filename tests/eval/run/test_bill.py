@@ -235,6 +235,18 @@ def test_a_draft_on_the_host_stays_there_while_the_baseline_runs(tmp_path: Path)
     assert planned.gigabytes["beside"] > planned.gigabytes["weights"] > 0.005
 
 
+def test_methods_out_of_reach_are_left_out_with_a_line(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    field = ["experiment=field", "model=tiny", "dataset=lookup", "limit=1", "speedup=2x"]
+    planned = [plan.run.split(", ")[1] for plan in bills(field, "h100", tmp_path)]
+    assert planned == ["random_drop", "static_pruning", "lazy", "gemfilter", "asl", "oracle"]
+    left_out = [record.message for record in caplog.records]
+    assert len(left_out) == 4
+    assert left_out[0].startswith("left out: tiny, fastkv, keep=2x")
+    assert "method 'fastkv' cannot reach an ideal TTFT speedup of 2.0 on 8 layers" in left_out[0]
+    with pytest.raises(UserError, match="no run reaches its speedup on this model: give a lower one"):
+        bills([*field, "only=fastkv"], "h100", tmp_path)
+
+
 def test_a_pruned_runs_bill_is_below_its_baselines() -> None:
     register_schema()
     one = bill(to_run_config(compose_config(ARGUMENTS)), "h100")

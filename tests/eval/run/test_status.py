@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,19 @@ def test_an_experiments_methods_are_a_run_each() -> None:
     swept = expected_runs(["experiment=table1", "limit=1", "dataset=lookup"])  # whose sweep is in the experiment's file
     assert [run.seed for run in swept if run.setting.startswith("random_drop")] == [0, 1, 2, 3, 4]
     assert len(swept) == 8
+
+
+def test_a_target_out_of_reach_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["experiment=field", "speedup=2x", "only=lazy,fastkv", "limit=1", "dataset=lookup"]
+    lazy, fastkv = expected_runs(arguments)
+    assert (lazy.refused, lazy.out_of_reach, fastkv.out_of_reach) == (None, False, True)
+    write_run(tmp_path / "lazy", [replace(record(0, "lookup"), id=lazy.examples[0][1])])
+    about = json.loads((tmp_path / "lazy" / "run.json").read_text())
+    (tmp_path / "lazy" / "run.json").write_text(json.dumps(about | {"identity": lazy.identity}))
+    assert main([str(tmp_path), "--expect", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "2 runs: 1 done, 1 cannot reach" in printed
+    assert "method 'fastkv' cannot reach an ideal TTFT speedup of 2.0" in " ".join(printed.split())
 
 
 def test_what_is_expected_is_what_a_job_makes_and_a_second_job_loads_no_model(
