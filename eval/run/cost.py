@@ -13,8 +13,6 @@ from typing import Any
 
 from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
 from lazyllm.methods import Method
-from lazyllm.methods.bases import Prune
-from lazyllm.methods.lazy import Lazy
 from lazyllm.models.spec import ModelSpec
 
 _BYTES = {"float64": 8, "float32": 4}  # of a number; 2 in all other dtypes
@@ -110,18 +108,11 @@ def number_bytes(spec: ModelSpec) -> int:
     return _BYTES.get(spec.dtype, 2)
 
 
-def stored_tokens(method: Method, layers: int, n: int) -> list[int]:
-    """Per layer, the number of n prompt tokens whose K and V it holds for decoding."""
-    tokens = method.tokens_per_layer(layers, n)
-    forgets = isinstance(method, Prune) and method.forget and not isinstance(method, Lazy)
-    return [tokens[-1]] * layers if forgets else tokens
-
-
 def work(config: Any, spec: ModelSpec, method: Method, n: int, new_tokens: int, weights: int) -> Work:
     """The work of a method on n prompt tokens. weights: bytes; each step reads all of them."""
     layers = config.num_hidden_layers
     flops = prefill_flops(config, method.tokens_per_layer(layers, n)) + method.scoring_flops(config, n)
-    return _work(config, spec, flops, stored_tokens(method, layers, n), new_tokens, weights)
+    return _work(config, spec, flops, method.stored_per_layer(layers, n), new_tokens, weights)
 
 
 def turn_work(
@@ -129,17 +120,12 @@ def turn_work(
 ) -> Work:
     """The work of a later turn, which runs m tokens. n: prompt tokens. since: tokens run since the prompt.
 
-    A method that continues runs the m tokens over what it stores. LazyLLM prunes the longer text; revivals are not
-    counted.
+    A method that continues runs the m tokens over what it stores.
     """
     if method.turns != "continue":
         return work(config, spec, method, n + since + m, new_tokens, weights)
     layers = config.num_hidden_layers
-    if isinstance(method, Lazy):
-        before, after = (method.tokens_per_layer(layers, n + later) for later in (since, since + m))
-    else:
-        kept = stored_tokens(method, layers, n)
-        before, after = ([held + later for held in kept] for later in (since, since + m))
+    before, after = (method.stored_per_layer(layers, n, later) for later in (since, since + m))
     flops = prefill_flops(config, after) - prefill_flops(config, before, logits=0)
     return _work(config, spec, flops, after, new_tokens, weights)
 
@@ -184,7 +170,6 @@ def memory(config: Any, spec: ModelSpec, method: Method, n: int, new_tokens: int
     """The peak of a generation of n prompt tokens and up to `new_tokens` new ones. weights: bytes."""
     shape, size, layers = LayerShape.of(config), number_bytes(spec), config.num_hidden_layers
     tokens = method.tokens_per_layer(layers, n)
-    pruned = tokens[0] - tokens[-1] if isinstance(method, Lazy) and method.revive else 0
     one_layer = tokens[0] * (3 * shape.width + 3 * shape.mlp_width)
     if spec.attn_implementation == "eager":
         one_layer = max(one_layer, 2 * shape.heads * tokens[0] ** 2)
@@ -192,6 +177,6 @@ def memory(config: Any, spec: ModelSpec, method: Method, n: int, new_tokens: int
         weights=weights,
         beside=sum(_beside(replace(other, dtype=spec.dtype), n) for other in method.models()),
         kv=(sum(tokens) + layers * new_tokens) * _kv_numbers(shape) * size,
-        aux=pruned * shape.width * size,
+        aux=method.hidden_stored(layers, n) * shape.width * size,
         working=one_layer * size,
     )

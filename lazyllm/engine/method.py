@@ -63,6 +63,17 @@ class Method(ABC):
         """How many of n prompt tokens enter each layer in prefill, layer 1 first. Raises ValueError as `groups`."""
         return [group.prompt_tokens for group in self.groups(num_layers, n) for _ in group.layers]
 
+    def stored_per_layer(self, num_layers: int, n: int, later: int = 0) -> list[int]:
+        """How many of n prompt tokens, and of `later` tokens run since, each layer's K and V hold for decoding.
+
+        By default all tokens that entered the layer in prefill, and all later ones. Raises ValueError as `groups`.
+        """
+        return [tokens + later for tokens in self.tokens_per_layer(num_layers, n)]
+
+    def hidden_stored(self, num_layers: int, n: int) -> int:
+        """How many of n prompt tokens' hidden states are held, one each, beside K and V (the Aux Cache)."""
+        return 0
+
     def models(self) -> tuple[ModelSpec, ...]:
         """The other models that the method runs.
 

@@ -91,6 +91,9 @@ class ASL(Layerwise):
             groups.append(Group(range(layer - 1, layer), m, look))
         return groups
 
+    def stored_per_layer(self, num_layers: int, n: int, later: int = 0) -> list[int]:
+        return [min(m, self._stored(n)) + later for m in self.tokens_per_layer(num_layers, n)]
+
     def cutter(self, num_layers: int, kv_heads: int, n: int) -> Cut:
         from lazyllm.methods.sessions import best_and_window, rank, sum_over_first, window_scores
 

@@ -127,6 +127,10 @@ class Prune(Dropping):
             start, n = end, kept.get(end, n)
         return groups
 
+    def stored_per_layer(self, num_layers: int, n: int, later: int = 0) -> list[int]:
+        stored = super().stored_per_layer(num_layers, n, later)
+        return [stored[-1]] * num_layers if self.forget else stored
+
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         from lazyllm.methods.sessions import PruneSession
 

@@ -52,6 +52,11 @@ class CLAA(HalfwayCut):
             groups.append(Group(range(layer - 1, layer), n, self.look(layer, wanted)))
         return [*groups, Group(range(cut, num_layers), late)] if cut < num_layers else groups
 
+    def stored_per_layer(self, num_layers: int, n: int, later: int = 0) -> list[int]:
+        first = num_layers if self.retain == 1 else self.layers  # these store all that entered them
+        tokens = enumerate(self.tokens_per_layer(num_layers, n), start=1)
+        return [(m if layer <= first else self.kept(n)) + later for layer, m in tokens]
+
     def cutter(self, num_layers: int, kv_heads: int, n: int) -> Cut:
         import torch
 

@@ -103,6 +103,10 @@ class FastKV(HalfwayCut):
             groups.append(Group(range(layer - 1, layer), m, self.look(layer, drops)))
         return groups
 
+    def stored_per_layer(self, num_layers: int, n: int, later: int = 0) -> list[int]:
+        tokens, cut = self.tokens_per_layer(num_layers, n), self.cut_after(num_layers)
+        return [self.stored(m, layer > cut) + later for layer, m in enumerate(tokens, start=1)]
+
     def cutter(self, num_layers: int, kv_heads: int, n: int) -> Cut:
         from lazyllm.methods.sessions import best_and_window, sum_over_first, window_scores
 

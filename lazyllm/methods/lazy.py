@@ -66,6 +66,14 @@ class Lazy(Prune):
     def groups(self, num_layers: int, n: int) -> list[Group]:
         return [replace(group, look_in_steps=self.revive) for group in super().groups(num_layers, n)]
 
+    def stored_per_layer(self, num_layers: int, n: int, later: int = 0) -> list[int]:
+        """A later turn prunes the longer text. Without revivals, whose number depends on the prompt."""
+        return self.tokens_per_layer(num_layers, n + later)
+
+    def hidden_stored(self, num_layers: int, n: int) -> int:
+        tokens = self.tokens_per_layer(num_layers, n)
+        return tokens[0] - tokens[-1] if self.revive else 0
+
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         from lazyllm.methods.lazy_session import LazySession
 

@@ -15,7 +15,7 @@ from eval.benchmarks import SUITES
 from eval.run import lengths as lengths_module
 from eval.run.bill import Bill, Setup, bill
 from eval.run.config import compose_config, register_schema, to_run_config
-from eval.run.cost import GPUS, memory, parameters_of, stored_tokens, turn_work, weight_bytes, work
+from eval.run.cost import GPUS, memory, parameters_of, turn_work, weight_bytes, work
 from eval.run.lengths import lengths_of
 from eval.run.loop import run
 from eval.run.plan import prepare
@@ -23,9 +23,10 @@ from eval.run.plan_command import as_text, bills
 from eval.store.results import stored_runs
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError
-from lazyllm.methods import Baseline, Lazy, Method, StaticPruning
-from lazyllm.models.load import load_config
+from lazyllm.methods import Baseline, FastKV, Method, StaticPruning
+from lazyllm.models.load import load_config, load_weights
 from lazyllm.models.spec import ModelSpec
+from tests.lazyllm.methods.method_matrix import ROWS
 
 ARGUMENTS = ["model=tiny", "dataset=lookup", "limit=3", "timing.warmup=0", "method.schedule={2: 0.3}"]
 OTHERS = [
@@ -112,23 +113,31 @@ def test_without_a_run_the_hours_on_this_machine_are_unknown(tmp_path: Path) -> 
     assert planned[0].answer_tokens == 3 * 8  # the most that there may be
 
 
-def test_memory_is_what_a_generation_holds() -> None:
-    spec = ModelSpec("tiny", dtype="float32", device="cpu")
-    model, _ = lazyllm.load_model("tiny", dtype="float32", device="cpu")
-    prompt = torch.randint(3, 900, (1500,)).tolist()
-    for method in (Baseline(), Lazy({2: 0.3}), StaticPruning(2, 0.3)):
-        out = lazyllm.generate(model, prompt, method, 1, ())
-        planned = memory(model.config, spec, method, 1500, 1, 0)
-        held = stored_tokens(method, 8, 1500)
-        numbers = 2 * model.config.num_key_value_heads * model.config.head_dim * 4
-        assert out.kv_bytes == sum(held) * numbers
-        assert planned.aux == pytest.approx(out.aux_bytes, rel=0.1)
-        assert planned.kv >= out.kv_bytes  # a prefill holds tokens that static pruning later discards
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    assert weight_bytes(spec, parameters_of(model.config)) == weights
+TINY = ModelSpec("tiny", dtype="float32", device="cpu")
 
 
-@pytest.mark.parametrize("method", [Baseline(), StaticPruning(2, 0.3), StaticPruning(2, 0.3, turns="again")], ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_memory_is_what_a_generation_holds(name: str) -> None:
+    model, method, n = load_weights(TINY), ROWS[name].pruning, 600
+    prompt = torch.randint(3, 900, (n,), generator=torch.Generator().manual_seed(0)).tolist()
+    out = lazyllm.generate(model, prompt, method, 1, ())
+    planned = memory(model.config, TINY, method, n, 1, 0)
+    numbers = 2 * model.config.num_key_value_heads * model.config.head_dim * 4
+    assert out.kv_bytes == sum(method.stored_per_layer(8, n)) * numbers
+    assert planned.aux == pytest.approx(out.aux_bytes, rel=0.1)
+    assert planned.kv >= out.kv_bytes  # a prefill holds tokens that static pruning later discards
+
+
+def test_weights_are_those_of_the_model() -> None:
+    model = load_weights(TINY)
+    assert weight_bytes(TINY, parameters_of(model.config)) == sum(weight.nbytes for weight in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "method",
+    [Baseline(), StaticPruning(2, 0.3), StaticPruning(2, 0.3, turns="again"), FastKV(3, 0.4, 0.2)],
+    ids=str,
+)
 def test_the_work_of_a_later_turn_is_that_of_the_tokens_it_runs(method: Method) -> None:
     spec = ModelSpec("tiny", dtype="float32", device="cpu")
     model, _ = lazyllm.load_model("tiny", dtype="float32", device="cpu")
