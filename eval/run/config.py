@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -145,6 +146,7 @@ class RunConfig:
     only: run only the method of `compare` with this label; a sweep (-m) makes a job of each.
     speedup: the ideal TTFT speedup, such as `2x`, at which `experiment=field` compares methods.
     draft: SpecPrefill's draft model in `experiment=field` (folder, hub id or preset).
+        Of both: a method refers to them as `${speedup}` and `${draft}`; without such a method they are refused.
     label: the comparison's name.
     shard: i/n, the i-th (from 1) of n jobs that share the run's examples (`eval.benchmarks.split`); null: one job.
     """
@@ -342,6 +344,9 @@ def one_line(error: Exception) -> UserError:
         near = difflib.get_close_matches(name, error.options, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         return UserError(f"{group}={name}: {hint}expected one of {', '.join(error.options)}")
+    added = re.search(r"To append to your config use \+(.+)", str(error))
+    if added:
+        return UserError(f"{added[1]}: expected +{added[1]}, as it adds to the settings")
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
     lines = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))]
     message = ": ".join(dict.fromkeys(lines[:2])).removeprefix("Error merging override ")
@@ -394,7 +399,24 @@ def to_run_config(config: DictConfig) -> RunConfig:
         check_method(settings)
     for line in check_datasets(plain):
         log.warning(line)
+    _check_effect(config, plain)
     return plain
+
+
+def _check_effect(config: DictConfig, plain: RunConfig) -> None:
+    """Refuse settings that are known but would change nothing in this run. Raises UserError."""
+    methods = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["method", "compare"]))  # interpolations unresolved
+    for key in ("speedup", "draft"):
+        value, reference = getattr(plain, key), f"${{{key}}}"
+        expected = f"experiment=field with it, or a method with {reference}: none here has it"
+        _require(value is None or reference in methods, key, value, expected)
+    dataset = _asked_for(plain)[0]  # all are of one suite
+    for suite in SUITES.values():
+        settings = getattr(plain, suite.name, None)
+        for item in fields(settings) if settings is not None and suite.name != dataset.suite else ():
+            value, default = getattr(settings, item.name), getattr(type(settings)(), item.name)
+            expected = f"dataset={suite.whole} with it: {dataset.name} is of {dataset.suite}"
+            _require(value == default, f"{suite.name}.{item.name}", value, expected)
 
 
 def methods_of(config: RunConfig) -> list[dict[str, Any]]:

@@ -184,12 +184,37 @@ def test_the_method_that_is_meant(overrides: list[str], method: object) -> None:
         (["shard=2"], "shard=2: expected the i-th of n shards, written i/n"),
         (["shard=5/4"], "shard=5/4: expected the i-th of n shards"),
         (["experiment=demo", "shard=1/4"], "shard=1/4: expected only=LABEL"),
+        # known keys that would have no effect
+        (
+            ["speedup=3x"],
+            "speedup=3x: expected experiment=field with it, or a method with ${speedup}: none here has it",
+        ),
+        (
+            ["experiment=turns", "draft=tiny"],
+            "draft=tiny: expected experiment=field with it, or a method with ${draft}",
+        ),
+        (["dataset=hops", "ruler.length=99"], "ruler.length=99: expected dataset=ruler with it: hops is of embedded"),
+        (["dataset=hops", "needle.seed=3"], "needle.seed=3: expected dataset=needle with it"),
+        # adding is not overriding
+        (
+            ["compare={mine: {name: lazy}}"],
+            "compare={mine: {name: lazy}}: expected +compare={mine: {name: lazy}}, as it",
+        ),
+        (["dataset.trec=false"], "dataset.trec=false: expected +dataset.trec=false, as it adds"),
     ],
 )
 def test_refusals(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         config_of(*overrides)
     assert "\n" not in str(caught.value)
+
+
+def test_keys_that_a_method_or_a_dataset_has_a_use_for_are_taken() -> None:
+    assert config_of("experiment=field", "speedup=3x", "draft=tiny").compare["specprefill"]["draft"] == "tiny"
+    own = config_of("+compare={mine: {name: random_drop, keep: ${speedup}}}", "speedup=3x")
+    assert own.compare["mine"]["keep"] == "3x"
+    assert config_of("method=random_drop", "method.keep=${speedup}", "speedup=3x").method["keep"] == "3x"
+    assert config_of("dataset=needle", "needle.seed=3").needle.seed == 3
 
 
 @pytest.mark.parametrize("experiment", ["demo", "claim"])
