@@ -59,7 +59,7 @@ def examine(model: str) -> list[Finding]:
         "memory": lambda: check_memory(gpu, size),
         "disk": lambda: check_disk(0 if cached else size),
         "hub": lambda: check_hub(reachable, needed=not cached or check_longbench(model).state == MISSING),
-        "token": lambda: check_token(cached),
+        "token": lambda: check_token(model, cached),
         model: lambda: check_model(model, cached, reachable),
         "LongBench": lambda: check_longbench(model),
         "FlashAttention": lambda: check_flash_attention(gpu),

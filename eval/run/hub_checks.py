@@ -10,7 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from eval.benchmarks.disk_cache import cache_folder, is_offline, is_reachable
+from eval.run.config import OWN_SUITES
 from eval.run.finding import MISSING, NOT_NEEDED, OK, Finding
+from lazyllm.models.presets import PRESETS
 from lazyllm.models.spec import source_of
 
 NETWORK_S = 0.8  # seconds to wait for the hub's answer
@@ -31,12 +33,13 @@ def check_hub(reachable: bool, needed: bool) -> Finding:
     return Finding("hub", MISSING if needed else NOT_NEEDED, f"does not answer: {command}")
 
 
-def check_token(cached: bool) -> Finding:
+def check_token(model: str, cached: bool) -> Finding:
     from huggingface_hub import get_token
 
     if get_token() is not None:
         return Finding("token", OK, "the hub's client has one")
-    return Finding("token", NOT_NEEDED if cached else MISSING, "hf auth login (gated models need it)")
+    gated = model in PRESETS and PRESETS[model].gated  # the hub says it of other models: `check_model`
+    return Finding("token", MISSING if gated and not cached else NOT_NEEDED, "hf auth login (gated models need it)")
 
 
 def check_model(name: str, cached: bool, reachable: bool) -> Finding:
@@ -93,7 +96,7 @@ def check_longbench(model: str) -> Finding:
     configs = [cache_folder() / "longbench" / "config" / name for name in CONFIG_SHA256]
     if isinstance(archive, str) and all(file.is_file() for file in configs):
         return Finding("LongBench", OK, "in the cache")
-    state = NOT_NEEDED if model == "tiny" else MISSING  # `tiny` has its own suite
+    state = NOT_NEEDED if model in OWN_SUITES else MISSING
     return Finding("LongBench", state, "not in the cache: lazyllm-bench fetch dataset=all, or give data.dir=FOLDER")
 
 

@@ -19,6 +19,8 @@ PROCESS_GB, DATA_GB = 2, 2  # memory of Python, torch and a run; disk for LongBe
 WHEELS = "https://download.pytorch.org/whl"
 # The oldest driver for a wheel's CUDA, by its major version (NVIDIA's release notes)
 DRIVERS = {11: 450, 12: 525, 13: 580}
+# The torch and the index for it; 2.7.1 is the last torch for CUDA 11
+_TORCH = {11: ("torch==2.7.1", "cu118"), 12: ("torch", "cu126"), 13: ("torch", "cu130")}
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,12 @@ def check_torch(gpu: Gpu | None) -> Finding:
         return Finding("torch", MISSING, "pip install --editable . (in the repository's folder)")
     if gpu is None:
         return Finding("torch", OK, f"{own}, {f'for CUDA {cuda}' if cuda else 'for the CPU'}")
-    again = f"pip install --force-reinstall torch --index-url {WHEELS}"
     if cuda is None:
-        return Finding("torch", MISSING, f"{own} is a CPU wheel, but there is {gpu.name}: {again}/{_wheel_for(gpu)}")
+        return Finding("torch", MISSING, f"{own} is a CPU wheel, but there is {gpu.name}: {_install_for(gpu)}")
     least = DRIVERS.get(int(cuda.split(".")[0]), 0)
     if _driver(gpu) < least:
-        older = f"{again}/{_wheel_for(gpu)}" if _driver(gpu) >= min(DRIVERS.values()) else "update the driver"
-        return Finding("torch", MISSING, f"CUDA {cuda} needs driver {least} or later, found {gpu.driver}: {older}")
+        says = f"CUDA {cuda} needs driver {least} or later, found {gpu.driver}: {_install_for(gpu)}"
+        return Finding("torch", MISSING, says)
     return Finding("torch", OK, f"{own}, for CUDA {cuda}, driver {gpu.driver}")
 
 
@@ -76,8 +77,12 @@ def _driver(gpu: Gpu) -> int:
     return int(gpu.driver.split(".")[0])
 
 
-def _wheel_for(gpu: Gpu) -> str:
-    return "cu130" if _driver(gpu) >= DRIVERS[13] else "cu126" if _driver(gpu) >= DRIVERS[12] else "cu118"
+def _install_for(gpu: Gpu) -> str:
+    """The command that installs a torch for the GPU's driver."""
+    for cuda, least in sorted(DRIVERS.items(), reverse=True):
+        if _driver(gpu) >= least:
+            return f"pip install --force-reinstall {_TORCH[cuda][0]} --index-url {WHEELS}/{_TORCH[cuda][1]}"
+    return "update the driver"
 
 
 def check_gpu(gpu: Gpu | None, gigabytes: float) -> Finding:
@@ -131,4 +136,4 @@ def check_scheduler() -> Finding:
         return Finding("scheduler", NOT_NEEDED, "no Slurm here: hydra/launcher=joblib runs jobs side by side")
     if find_spec("hydra_plugins") and find_spec("hydra_plugins.hydra_submitit_launcher"):
         return Finding("scheduler", OK, "Slurm: hydra/launcher=submitit_slurm")
-    return Finding("scheduler", MISSING, "Slurm without its launcher: pip install --editable '.[slurm]'")
+    return Finding("scheduler", NOT_NEEDED, "Slurm without its launcher: pip install --editable '.[slurm]'")

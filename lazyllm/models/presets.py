@@ -17,11 +17,13 @@ class Preset:
     """A model with a short name.
 
     source: hub id or folder. architecture: the shapes and RoPE of the checkpoint's `config.json`, for
-    `load_format="dummy"`; None if this package holds the checkpoint.
+    `load_format="dummy"`; None if this package holds the checkpoint. gated: the hub gives it only to those whom its
+    owner has granted access.
     """
 
     source: str
     architecture: Mapping[str, Any] | None = field(default=None, hash=False)
+    gated: bool = False
 
 
 def _shape(
@@ -69,25 +71,28 @@ def _longrope(**others: Any) -> dict[str, Any]:
 
 
 _QWEN: dict[str, Any] = dict(head_dim=128, theta=1_000_000.0, bos_token_id=151_643, eos_token_id=[151_645, 151_643])
-_GEMMA: dict[str, Any] = dict(bos_token_id=2, eos_token_id=[1, 106])
+_GEMMA: dict[str, Any] = dict(bos_token_id=2, eos_token_id=[1, 106], tie_word_embeddings=True)
 _LLAMA2 = _shape("llama", 32, 4096, 11008, 32, 32, 32_000, 4096, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2)
 _XGEN = _shape("llama", 32, 4096, 11008, 32, 32, 51_200, 8192, bos_token_id=50_256, eos_token_id=50_256)
 
 PRESETS: dict[str, Preset] = {
-    "llama2": Preset("meta-llama/Llama-2-7b-chat-hf", _LLAMA2),
-    "llama2-base": Preset("meta-llama/Llama-2-7b-hf", _LLAMA2),
+    "llama2": Preset("meta-llama/Llama-2-7b-chat-hf", _LLAMA2, gated=True),
+    "llama2-base": Preset("meta-llama/Llama-2-7b-hf", _LLAMA2, gated=True),
     "xgen": Preset("Salesforce/xgen-7b-8k-inst", _XGEN),
     "llama3.1-8b": Preset(
         "meta-llama/Llama-3.1-8B-Instruct",
         _shape("llama", 32, 4096, 14336, 32, 8, 128_256, 131_072, **_llama3(8.0)),
+        gated=True,
     ),
     "llama3.2-1b": Preset(
         "meta-llama/Llama-3.2-1B-Instruct",
         _shape("llama", 16, 2048, 8192, 32, 8, 128_256, 131_072, tie_word_embeddings=True, **_llama3(32.0)),
+        gated=True,
     ),
     "llama3.2-3b": Preset(
         "meta-llama/Llama-3.2-3B-Instruct",
         _shape("llama", 28, 3072, 8192, 24, 8, 128_256, 131_072, tie_word_embeddings=True, **_llama3(32.0)),
+        gated=True,
     ),
     "qwen3-0.6b": Preset(
         "Qwen/Qwen3-0.6B",
@@ -136,6 +141,7 @@ PRESETS: dict[str, Preset] = {
     "gemma2-9b": Preset(
         "google/gemma-2-9b-it",
         _shape("gemma2", 42, 3584, 14336, 16, 8, 256_000, 8192, head_dim=256, sliding_window=4096, **_GEMMA),
+        gated=True,
     ),
     "gemma3-1b": Preset(
         "google/gemma-3-1b-it",
@@ -148,6 +154,7 @@ PRESETS: dict[str, Preset] = {
             },
             **_GEMMA,
         ),
+        gated=True,
     ),
     "olmo2-7b": Preset(
         "allenai/OLMo-2-1124-7B-Instruct",
@@ -158,7 +165,10 @@ PRESETS: dict[str, Preset] = {
     ),
     "smollm3-3b": Preset(
         "HuggingFaceTB/SmolLM3-3B",
-        _shape("smollm3", 36, 2048, 11008, 16, 4, 128_256, 65_536, theta=5_000_000.0, eos_token_id=128_012),
+        _shape(
+            "smollm3", 36, 2048, 11008, 16, 4, 128_256, 65_536,
+            theta=5_000_000.0, eos_token_id=128_012, tie_word_embeddings=True,
+        ),
     ),
     "granite3.3-8b": Preset(
         "ibm-granite/granite-3.3-8b-instruct",

@@ -9,6 +9,10 @@ import pytest
 
 from eval import cli
 from eval.run import doctor, hub_checks, machine_checks
+from eval.run.cost import parameters_of
+from lazyllm.models.load import load_config
+from lazyllm.models.presets import PRESETS
+from lazyllm.models.spec import ModelSpec
 
 Usage = namedtuple("Usage", "total used free")
 CPU_WHEEL, CUDA_13 = "cuda: Optional[str] = None\n", "cuda: Optional[str] = '13.0'\n"
@@ -121,7 +125,34 @@ def test_a_model_that_is_none_is_refused(capsys) -> None:
     assert "'lama2' is not a model" in capsys.readouterr().err
 
 
+def test_what_a_model_does_not_need_is_not_missing(broken, capsys, monkeypatch, tmp_path: Path) -> None:
+    slurm = tmp_path / "sbatch"
+    slurm.write_text("#!/bin/sh\n")
+    slurm.chmod(0o755)
+    monkeypatch.setattr(
+        machine_checks, "find_spec", lambda name: None if "hydra" in name else _Spec(str(tmp_path / "x"))
+    )
+    found = lines(capsys, "qwen3-8b")
+    assert found["token"] == "not needed  hf auth login (gated models need it)"
+    assert found["scheduler"] == "not needed  Slurm without its launcher: pip install --editable '.[slurm]'"
+    assert lines(capsys, "gemma3-1b")["token"].startswith("missing")
+    assert {finding.thing: finding.state for finding in doctor.examine("coder")}["LongBench"] == "not needed"
+
+
+def test_the_last_torch_for_an_old_driver_is_named(broken, capsys) -> None:
+    broken("Tesla V100-SXM2-32GB, 470.82.01, 32768 MiB", CUDA_13)
+    command = "pip install --force-reinstall torch==2.7.1 --index-url https://download.pytorch.org/whl/cu118"
+    assert lines(capsys)["torch"].endswith(f"found 470.82.01: {command}")
+    broken("Tesla K80, 418.10, 11441 MiB")
+    assert lines(capsys)["torch"].endswith("but there is Tesla K80: update the driver")
+
+
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.architecture is not None])
+def test_sizes_are_those_of_the_models(name: str) -> None:
+    parameters, _ = parameters_of(load_config(ModelSpec(name, "dummy")))
+    assert doctor.gigabytes(name) == pytest.approx(2 * parameters / 1e9, rel=1e-3)
+
+
 def test_sizes_are_those_of_the_checkpoints() -> None:
     assert doctor.gigabytes("llama2") == pytest.approx(13.477, rel=1e-3)  # its index' total_size
-    assert doctor.gigabytes("phi4-mini") == pytest.approx(7.672, rel=1e-3)
     assert doctor.gigabytes("tiny") == 0
