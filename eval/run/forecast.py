@@ -19,16 +19,17 @@ MARGIN = 1.05  # for memory that is not counted: norms, masks, gaps between bloc
 
 
 def first_example(record: Record, rest: Sequence[Case]) -> str:
-    """The cost of the first example, and the time of the others at its seconds per prompt token."""
-    sides = [side for turn in record.by_turn for side in (turn.method, turn.baseline) if side is not None]
-    seconds = sum(side.total_s for side in sides)
-    peaks = [side.peak_memory_bytes for side in sides if side.peak_memory_bytes is not None]
-    beside = f", {record.baseline.total_s:.2f} s by the baseline" if record.baseline is not None else ""
-    left = seconds / record.prompt_tokens * sum(len(case.prompt.token_ids) for case in rest)
+    """The cost of the first example, and the time of the others at its seconds per prompt token. All turns count."""
+    turns = record.by_turn
+    own, beside = [turn.method for turn in turns], [turn.baseline for turn in turns if turn.baseline is not None]
+    tokens, in_turns = sum(turn.prompt_tokens for turn in turns), f" in {len(turns)} turns" if len(turns) > 1 else ""
+    seconds, of_baseline = (sum(side.total_s for side in sides) for sides in (own, beside))
+    peaks = [side.peak_memory_bytes for side in (*own, *beside) if side.peak_memory_bytes is not None]
+    left = (seconds + of_baseline) / tokens * sum(case.prompt.conversation_tokens for case in rest)
     return (
-        f"first example: {record.prompt_tokens} prompt tokens, {len(record.method.token_ids)} new ones, "
-        f"{record.method.total_s:.2f} s{beside}{f', {max(peaks) / 1e9:.1f} GB at the peak' if peaks else ''}; "
-        f"{len(rest)} are left, about {_time(left)}"
+        f"first example: {tokens} prompt tokens{in_turns}, {sum(len(side.token_ids) for side in own)} new ones, "
+        f"{seconds:.2f} s{f', {of_baseline:.2f} s by the baseline' if beside else ''}"
+        f"{f', {max(peaks) / 1e9:.1f} GB at the peak' if peaks else ''}; {len(rest)} are left, about {_time(left)}"
     )
 
 
