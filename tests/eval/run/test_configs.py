@@ -293,3 +293,9 @@ def test_weights_and_devices_are_part_of_what_a_run_is() -> None:
     assert len({fingerprint(identity) for identity in identities.values()}) == len(identities)
     assert "torchao" not in identities[()]["versions"]
     assert identities["model.quantise=int8",]["versions"]["torchao"] == version("torchao")
+
+
+def test_the_documented_experiments_are_those_that_there_are() -> None:
+    settings = (CONF.parents[1] / "docs" / "settings.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^\| `experiment` \| (.+?) \|", settings, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", listed)) == sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
