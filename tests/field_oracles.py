@@ -395,8 +395,12 @@ def specprefill_across(
     sound: bool = False,
     steps: int = 4,
     eos_token_ids: Collection[int] = (),
+    later: Ids = (),
 ) -> FieldOutput:
-    """SpecPrefill with a draft that has another tokenizer (36 to 39): ``[...]`` replaces omitted text."""
+    """SpecPrefill with a draft that has another tokenizer (36 to 39): ``[...]`` replaces omitted text.
+
+    ``later``: tokens of later turns. They have no text, so they follow what is kept.
+    """
     hand, out = HandModel(model), FieldOutput()
     prompt, tokens = read(text), read_by_draft(text)
     places = [place for place, (_, start, stop) in enumerate(tokens) if start < stop]
@@ -426,6 +430,8 @@ def specprefill_across(
     out.selected[0] = [
         p for p, (_, start, stop) in enumerate(prompt) if start == stop or letters & {*range(start, stop)}
     ]
+    out.selected[0] += range(len(prompt), len(prompt) + len(later))
+    token_ids += later
     return finish_alone(hand, dict(enumerate(token_ids)), len(token_ids), steps, out)
 
 

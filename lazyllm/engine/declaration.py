@@ -20,6 +20,7 @@ class Prompt:
     context: ascending, disjoint ranges of `text` that a method may shorten. The rest (instruction, question, an
         example's answer) is never shortened.
     encode: tokenises another text in the same way, special tokens included; None if unknown.
+    later: number of last tokens that are outside `text`: those of a session's later turns.
     """
 
     token_ids: Tensor
@@ -27,6 +28,7 @@ class Prompt:
     spans: tuple[tuple[int, int], ...] = ()
     context: tuple[tuple[int, int], ...] = ()
     encode: Callable[[str], Sequence[int]] | None = None
+    later: int = 0
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]

@@ -30,7 +30,8 @@ def start_on_kept_text(method: SpecPrefill, decoder: Decoder, prompt: Prompt, ma
     if pieces is None:
         return KeptTextSession(decoder, prompt.token_ids, torch.arange(len(prompt)), max_new_tokens)
     assert prompt.encode is not None
-    token_ids = torch.tensor(prompt.encode(LEFT_OUT.join(prompt.text[start:stop] for start, stop in pieces)))
+    kept = prompt.encode(LEFT_OUT.join(prompt.text[start:stop] for start, stop in pieces))
+    token_ids = torch.tensor([*kept, *prompt.token_ids[len(prompt) - prompt.later :].tolist()])
     session = KeptTextSession(decoder, token_ids, tokens_in(prompt.spans, pieces), max_new_tokens)
     session.scoring_s = time.perf_counter() - began
     session.scoring_tokens = ceil(round(decoder.tokens_run - run_before, 6))

@@ -126,6 +126,31 @@ def test_kept_chunks_are_read_anew(own: str, other: str, seed: int, tokenizers, 
     assert bool(out.scoring_s) == bool(scored)
 
 
+@pytest.mark.parametrize(("own", "other"), PAIRS)
+@pytest.mark.parametrize("keep", [0.3, 1.0])
+def test_again_reads_the_tokens_of_later_turns_too(own: str, other: str, keep: float, tokenizers, drafts) -> None:
+    rng = random.Random(f"{own} {other} {keep}")
+    text = " ".join(rng.choices(WORDS, k=8))
+    model = random_variant("llama", 5, vocab_size=len(tokenizers(own)))
+    settings: dict[str, Any] = {"keep": keep, "lookahead": 2, "chunk": 2, "pool": 3}
+    with casts_in_float64():
+        folder, draft = drafts("llama", other)
+        by = tokenizers(own), load_tokenizer(folder)
+        reads = [partial(tokens_of, tokenizer) for tokenizer in by]
+        session = lazyllm.start(model, prompt_of(by[0], text), SpecPrefill(folder, text=True, turns="again", **settings))
+        later: list[int] = []
+        for more in (None, rng.choices(range(100), k=3), rng.choices(range(100), k=5)):
+            later += more or []
+            expected = specprefill_across(model, draft, text, *reads, **settings, steps=STEPS, later=later)
+            assert expected.margin > 1e-12
+            out = session.answer(more, STEPS, ())
+            assert out.token_ids == expected.token_ids
+            assert out.selected[0] == expected.selected
+            assert out.computed[0].tolist() == expected.passes[-1]
+            np.testing.assert_allclose(out.first_logits.numpy(), expected.logits[0], rtol=0, atol=1e-9)
+            later += out.token_ids
+
+
 def test_pieces_are_joined_by_dots(tokenizers, drafts) -> None:
     text = "abcdefghij" * 4
     folder, _ = drafts("llama", "letters")
