@@ -48,6 +48,7 @@ class Generation:
     prompt_tokens: n.
     scoring_tokens: tokens that any model ran to score the prompt before its prefill; a token in two windows counts
         twice. A run through a share of a model's layers counts as that share of a token. The sum is rounded up.
+    scored_before: the `scoring_tokens` of earlier turns that this one continues from.
     """
 
     token_ids: list[int]
@@ -63,14 +64,16 @@ class Generation:
     aux_bytes: int
     prompt_tokens: int
     scoring_tokens: int = 0
+    scored_before: int = 0
 
     @property
     def pct_prompt_tokens_computed(self) -> float:
         """Prompt tokens computed by the end of the generation, in per cent of the prompt (Table 2).
 
-        The mean over layers, plus `scoring_tokens`: more than 100 if scoring costs more than pruning saves.
+        The mean over layers, plus the tokens of scoring: more than 100 if scoring costs more than pruning saves.
         """
-        return float(100 * (self.computed[-1].mean() + self.scoring_tokens) / self.prompt_tokens)
+        scored = self.scored_before + self.scoring_tokens
+        return float(100 * (self.computed[-1].mean() + scored) / self.prompt_tokens)
 
 
 def generate(
@@ -277,6 +280,7 @@ class Conversation:
             aux_bytes=session.aux_bytes,
             prompt_tokens=self._prompt_tokens,
             scoring_tokens=session.scoring_tokens,
+            scored_before=session.scored_before,
         )
 
     def _begin(self, decoder: Decoder, turn: Tensor | None, max_new_tokens: int) -> tuple[Session, Tensor]:

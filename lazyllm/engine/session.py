@@ -63,6 +63,7 @@ class Session:
         self.scoring_s = 0.0  # seconds spent on scoring the prompt before its prefill
         self.uncounted_s = 0.0  # seconds spent before the prefill that are not part of TTFT (of a diagnostic)
         self.scoring_tokens = 0  # as in `Generation`
+        self.scored_before = 0  # of earlier turns
         self.length = 0  # tokens run so far, prompt and generated
         self.chunk: int | None = None  # greatest number of new tokens that run through a group's layers at once
         self.computed: list[list[int | Tensor]] = []  # per step and layer: distinct prompt tokens computed so far
@@ -121,6 +122,7 @@ class Session:
         """
         self.computed, self._selected = [], []
         self.scoring_s = self.uncounted_s = 0.0
+        self.scored_before += self.scoring_tokens
         self.scoring_tokens = 0
         length = self.length + token_ids.shape[0]
         self._lengthen(length, max(self.max_positions, length + max_new_tokens - 1))

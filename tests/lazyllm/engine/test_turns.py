@@ -174,6 +174,23 @@ DROPPING = {
 }
 
 
+@pytest.mark.parametrize("turns", ["continue", "again"])
+def test_scoring_of_all_turns_is_in_the_share_of_tokens_computed(turns: Any) -> None:
+    """Two of four layers score, so a token that is scored counts as half a token."""
+    model, rng = random_model("llama", 2, num_layers=4), random.Random(turns)
+    session = lazyllm.start(model, rng.choices(range(VOCAB), k=40), GemFilter(layer=2, keep=0.25, turns=turns))
+    first, second, third = (session.answer(more, 3, ()) for more in (None, [7, 8, 9], [5]))
+    assert first.pct_prompt_tokens_computed == 100 * (20 + 10) / 40
+    if turns == "continue":  # of an answer, only tokens before the turn are no prompt tokens
+        assert [out.scoring_tokens for out in (first, second, third)] == [20, 0, 0]
+        assert second.pct_prompt_tokens_computed == 100 * (20 + 10 + 3) / 43
+        assert third.pct_prompt_tokens_computed == 100 * (20 + 10 + 3 + 1) / 44
+    else:  # 46 and 50 tokens of text; shares are rounded up
+        assert [out.scoring_tokens for out in (first, second, third)] == [20, 23, 25]
+        assert second.pct_prompt_tokens_computed == 100 * (23 + 12) / 46
+        assert third.pct_prompt_tokens_computed == 100 * (25 + 13) / 50
+
+
 @pytest.mark.parametrize("name", DROPPING)
 @pytest.mark.parametrize("variant", ["qwen3", "mistral, window", "llama, dynamic NTK", "phi3, LongRoPE and window"])
 def test_a_method_that_drops_for_good_goes_on_behind_what_is_left(variant: str, name: str) -> None:
