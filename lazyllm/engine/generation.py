@@ -359,7 +359,7 @@ def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt
 
 def check_fits(model: PreTrainedModel, method: Method, prompt: Prompt) -> None:
     """Refuse a model or prompt that the method cannot take, before anything runs. Raises ValueError."""
-    method.tokens_per_layer(model.config.num_hidden_layers, len(prompt))  # raises if the model is not deep enough
+    method.check(model.config)
     method.check_prompt(prompt)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import lazyllm
 from lazyllm.check import invariants
 from lazyllm.errors import UserError
-from lazyllm.methods import METHODS, make
-from tests.reference import random_model
+from lazyllm.methods import METHODS, SpecPrefill, make
+from tests.reference import random_model, random_variant
 
 MODEL = random_model("llama", 1, num_layers=4)
 PROMPT = np.random.default_rng(3).integers(1, 97, 21).tolist()
@@ -83,6 +85,24 @@ def test_unknown_later_turns(name: str) -> None:
     message = "has no setting 'turns'" if name in ("baseline", "lazy") else "turns='never': give 'continue' or 'again'"
     with pytest.raises(UserError, match=message):
         make(name, USUAL[name] | {"turns": "never"})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"vocab_size": 40}, "has 40 tokens in its vocabulary, the model 97: give a draft with the model's tokenizer"),
+        ({"vocab_size": 900}, "has 900 tokens in its vocabulary, the model 97"),
+        ({"num_hidden_layers": 40}, "times as large as the model: give a smaller model"),
+    ],
+)
+def test_a_draft_that_does_not_fit(sizes: dict[str, int], message: str, tmp_path: Path) -> None:
+    random_variant("llama", 7, **sizes).save_pretrained(tmp_path)
+    method = SpecPrefill(str(tmp_path), keep=0.5, chunk=4)
+    with pytest.raises(ValueError, match=message):
+        lazyllm.generate(MODEL, PROMPT, method, 2, ())
+    inside: Any = lazyllm.generate_with(method)
+    with pytest.raises(ValueError, match=message):
+        MODEL.generate(torch.tensor([PROMPT]), custom_generate=inside, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("name", METHODS)
