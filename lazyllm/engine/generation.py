@@ -305,23 +305,26 @@ class Conversation:
         self._check_open()
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens}: give 1 or more")
+        turn = self._new_tokens(more_ids)
+        total = len(self.token_ids) + (0 if turn is None else len(turn)) + max_new_tokens
+        most = longest_text(self._model.config)
+        if total > most:
+            raise UserError(
+                f"the text would have {total} tokens, but the model has {most} positions: give fewer tokens"
+                + (", or start a new session" if self._has_answered else "")
+            )
+        if turn is not None and self._method.turns == "continue":
+            check_lengths(self._model, len(self._prompt), total - len(self._prompt))
+        return turn
+
+    def _new_tokens(self, more_ids: Tensor | Sequence[int] | None) -> Tensor | None:
         if not self._has_answered:
             if more_ids is not None:
                 raise UserError("the first turn runs the prompt: leave out more_ids")
             return None
-        if more_ids is None or len(more_ids) == 0:
+        if more_ids is None:
             raise UserError("a later turn needs tokens: give at least one in more_ids")
-        turn = as_prompt(self._model, more_ids).token_ids
-        total = len(self.token_ids) + len(turn) + max_new_tokens
-        most = longest_text(self._model.config)
-        if total > most:
-            raise UserError(
-                f"the text would have {total} tokens, but the model has {most} positions: give fewer tokens, or start "
-                "a new session"
-            )
-        if self._method.turns == "continue":
-            check_lengths(self._model, len(self._prompt), total - len(self._prompt))
-        return turn
+        return as_prompt(self._model, more_ids).token_ids
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from lazyllm.engine.architecture import check_structure
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy
-from tests.reference import random_model
+from tests.reference import random_model, random_variant
 
 MODEL = random_model("llama", 2, num_layers=4)
 PROMPT = [5, 17, 3, 80, 41, 9]
@@ -97,6 +98,25 @@ def test_bad_settings() -> None:
 def test_logits_that_are_not_finite_are_an_error() -> None:
     model = random_model("llama", 2, num_layers=2)
     model.lm_head.weight.data[:] = float("nan")
+def test_a_text_beyond_the_models_positions_is_refused_in_every_turn() -> None:
+    model = random_variant("llama", 3, max_position_embeddings=32)
+    inside: Any = lazyllm.generate_with(Baseline())
+    assert len(lazyllm.generate(model, range(20), Baseline(), 12, ()).token_ids) == 12
+    with pytest.raises(UserError, match="would have 33 tokens, but the model has 32 positions: give fewer tokens"):
+        lazyllm.generate(model, range(20), Baseline(), 13, ())
+    with pytest.raises(UserError, match="would have 38 tokens"):
+        lazyllm.generate(model, range(36), Baseline(), 2, ())
+    with pytest.raises(UserError, match="would have 33 tokens"):
+        model.generate(torch.tensor([[*range(20)]]), custom_generate=inside, max_new_tokens=13)  # type: ignore[operator]
+    session = lazyllm.start(model, range(20), Baseline())
+    session.answer(None, 8, ())
+    with pytest.raises(UserError, match="would have 33 tokens"):
+        session.answer([1, 2, 3], 2, ())
+    assert len(session.answer([1, 2, 3], 1, ()).token_ids) == 1
+    growing = random_variant("llama, dynamic NTK", 3)
+    assert len(lazyllm.generate(growing, range(20), Baseline(), 13, ()).token_ids) == 13
+
+
     with pytest.raises(FloatingPointError):
         lazyllm.generate(model, PROMPT, Baseline(), 3, ())
 
