@@ -115,8 +115,8 @@ def start(
     Raises ValueError for bad arguments.
     """
     prompt = as_prompt(model, input_ids)
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk={chunk}: give 1 or more")
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk={chunk!r}: give a whole number of 1 or more, or None")
     check_fits(model, method, prompt)
     return Conversation(model, prompt, method, chunk)
 

@@ -89,6 +89,9 @@ def test_a_generation_is_shown_without_all_its_logits() -> None:
 def test_bad_settings() -> None:
     with pytest.raises(ValueError, match="max_new_tokens=0: give 1 or more"):
         lazyllm.generate(MODEL, PROMPT, Baseline(), 0, ())
+    for chunk in (0, 2.5, True):
+        with pytest.raises(ValueError, match=f"chunk={chunk}: give a whole number of 1 or more, or None"):
+            lazyllm.start(MODEL, PROMPT, Baseline(), chunk)
     with pytest.raises(ValueError, match="only 4 layers"):
         lazyllm.generate(MODEL, PROMPT, Lazy({5: 0.5}), 3, ())
     with pytest.raises(UserError, match="training mode"):
