@@ -344,12 +344,14 @@ def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt
         raise ValueError("input_ids is a text: give token ids, for example tokenizer(text).input_ids")
     whole = input_ids if isinstance(input_ids, Prompt) else Prompt(torch.as_tensor(input_ids))
     prompt = whole.token_ids
+    if prompt.numel() == 0:
+        raise ValueError("input_ids holds no tokens: give at least one")
     if prompt.ndim == 2 and prompt.shape[0] == 1:
         prompt = prompt[0]
-    if prompt.ndim != 1 or prompt.shape[0] == 0 or prompt.is_floating_point():
+    if prompt.ndim != 1 or prompt.is_floating_point():
         raise ValueError(
-            f"input_ids is one prompt of at least one token id, [n] or [1, n]; got shape {list(prompt.shape)}, "
-            f"{prompt.dtype}. Batches are not supported here: use model.generate with lazyllm.generate_with(method)"
+            f"input_ids is one prompt of token ids, [n] or [1, n]; got shape {list(prompt.shape)}, {prompt.dtype}. "
+            "Batches are not supported here: use model.generate with lazyllm.generate_with(method)"
         )
     vocabulary = model.config.vocab_size
     if prompt.min() < 0 or prompt.max() >= vocabulary:

@@ -67,7 +67,7 @@ def test_prompts_in_every_form() -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], "at least one token"),
+        ([], "no tokens: give at least one"),
         (torch.zeros(2, 3, dtype=torch.long), "Batches are not supported"),
         ([1, 97], "the model knows 0 to 96"),
         ([-1], "the model knows 0 to 96"),
@@ -98,9 +98,6 @@ def test_bad_settings() -> None:
         lazyllm.generate(random_model("llama", 2, num_layers=2).train(), PROMPT, Baseline(), 3, ())
 
 
-def test_logits_that_are_not_finite_are_an_error() -> None:
-    model = random_model("llama", 2, num_layers=2)
-    model.lm_head.weight.data[:] = float("nan")
 def test_a_text_beyond_the_models_positions_is_refused_in_every_turn() -> None:
     model = random_variant("llama", 3, max_position_embeddings=32)
     inside: Any = lazyllm.generate_with(Baseline())
@@ -120,6 +117,9 @@ def test_a_text_beyond_the_models_positions_is_refused_in_every_turn() -> None:
     assert len(lazyllm.generate(growing, range(20), Baseline(), 13, ()).token_ids) == 13
 
 
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    model = random_model("llama", 2, num_layers=2)
+    model.lm_head.weight.data[:] = float("nan")
     with pytest.raises(FloatingPointError):
         lazyllm.generate(model, PROMPT, Baseline(), 3, ())
 

@@ -274,7 +274,9 @@ def test_bad_turns_leave_the_session_as_it_was() -> None:
     assert session.answer(None, 3, ()).token_ids == twin.answer(None, 3, ()).token_ids
     for more, new, message in (
         (None, 3, "give at least one in more_ids"),
-        ([], 3, "give at least one in more_ids"),
+        ([], 3, "no tokens: give at least one"),
+        (torch.zeros(1, 0, dtype=torch.long), 3, "no tokens: give at least one"),
+        ("hello", 3, "is a text: give token ids"),
         ([97], 3, "the model knows 0 to 96"),
         ([1], 0, "max_new_tokens=0: give 1 or more"),
         ([1], 10**6, "positions"),
