@@ -135,13 +135,13 @@ def test_again_reads_the_tokens_of_later_turns_too(own: str, other: str, keep: f
     settings: dict[str, Any] = {"keep": keep, "lookahead": 2, "chunk": 2, "pool": 3}
     with casts_in_float64():
         folder, draft = drafts("llama", other)
-        by = tokenizers(own), load_tokenizer(folder)
-        reads = [partial(tokens_of, tokenizer) for tokenizer in by]
-        session = lazyllm.start(model, prompt_of(by[0], text), SpecPrefill(folder, text=True, turns="again", **settings))
+        read, read_by_draft = (partial(tokens_of, by) for by in (tokenizers(own), load_tokenizer(folder)))
+        method = SpecPrefill(folder, text=True, turns="again", **settings)
+        session = lazyllm.start(model, prompt_of(tokenizers(own), text), method)
         later: list[int] = []
         for more in (None, rng.choices(range(100), k=3), rng.choices(range(100), k=5)):
             later += more or []
-            expected = specprefill_across(model, draft, text, *reads, **settings, steps=STEPS, later=later)
+            expected = specprefill_across(model, draft, text, read, read_by_draft, **settings, steps=STEPS, later=later)
             assert expected.margin > 1e-12
             out = session.answer(more, STEPS, ())
             assert out.token_ids == expected.token_ids
