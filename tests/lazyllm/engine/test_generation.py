@@ -91,7 +91,7 @@ def test_bad_settings() -> None:
         lazyllm.generate(MODEL, PROMPT, Baseline(), 0, ())
     for chunk in (0, 2.5, True):
         with pytest.raises(ValueError, match=f"chunk={chunk}: give a whole number of 1 or more, or None"):
-            lazyllm.start(MODEL, PROMPT, Baseline(), chunk)
+            lazyllm.start(MODEL, PROMPT, Baseline(), chunk)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="only 4 layers"):
         lazyllm.generate(MODEL, PROMPT, Lazy({5: 0.5}), 3, ())
     with pytest.raises(UserError, match="training mode"):

@@ -282,7 +282,7 @@ def test_bad_turns_leave_the_session_as_it_was() -> None:
         ([1], 10**6, "positions"),
     ):
         with pytest.raises(ValueError, match=message):
-            session.answer(more, new, ())
+            session.answer(more, new, ())  # type: ignore[arg-type]
     assert session.num_tokens == twin.num_tokens == 9
     ours, theirs = session.answer([7, 8], 3, ()), twin.answer([7, 8], 3, ())
     assert (ours.token_ids, ours.selected) == (theirs.token_ids, theirs.selected)
