@@ -6,15 +6,15 @@ a whole generation after the baseline's. Ratios are taken within such a pair; a 
 
     lazyllm-bench bench --shape llama-1b --threads 1 --tokens 2000 --new-tokens 33 --method paper --against hf
     lazyllm-bench bench --shape llama2 --tokens 1000 3500 --new-tokens 65 --method paper@0.02 --json out.json
-    lazyllm-bench bench --shape layers=16,width=1024 --dtype float32 --method '{"2": 0.4, "5": 0.5}'
+    lazyllm-bench bench --shape layers=16,width=1024 --dtype float32 --method '{2: 0.4, 5: 0.5}'
     lazyllm-bench bench --field --threads 1 --tokens 2000 4000 --new-tokens 9 --repeats 2 --json field/field.json
     lazyllm-bench bench --turn 64 256 --threads 1 --tokens 2000 --repeats 5 --json turns/turns.json
     python -m lazyllm.bench.measure_all results/reference    # every measurement of the speed targets
 
-A method is a schedule: `paper` (Figure 4's), `none`, `keep1` (Figure 4's layers, keep ratio 1), or JSON
-{layer: keep ratio}. Random weights attend to all tokens alike, so LazyLLM revives in nearly every step. SCHEDULE@SHARE
-times steps with and without revival: it selects by a random importance, and redraws it for that share of the prompt's
-tokens in the first decoding step and in every eighth step after it.
+A method is a schedule: `paper` (Figure 4's), `none`, `keep1` (Figure 4's layers, keep ratio 1), or
+{layer: keep ratio, ...}. Random weights attend to all tokens alike, so LazyLLM revives in nearly every step.
+SCHEDULE@SHARE times steps with and without revival: it selects by a random importance, and redraws it for that share of
+the prompt's tokens in the first decoding step and in every eighth step after it.
 
 --field times all methods of `lazyllm.methods`, each at the ideal speedups that it reaches. Beside each pair runs a
 third generation: the baseline on as many tokens as the method stores.
@@ -36,12 +36,14 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lazyllm.bench.shapes import SHAPES, build, config_of
+from lazyllm.bench.shapes import SHAPES, build, config_of, fields_of
+from lazyllm.errors import UserError
+from lazyllm.methods.schedule import Schedule, check_ratio
 from lazyllm.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from lazyllm.bench.cases import Case
     from lazyllm.bench.turn_two import TurnCase
@@ -53,29 +55,23 @@ HF = "hf"
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command. arguments: None takes those of the process."""
     options = _parser().parse_args(arguments)
-    import torch  # after the arguments are parsed, as it takes seconds
-
-    from lazyllm.models.load import as_device
-
-    if options.threads:
-        torch.set_num_threads(options.threads)
     spec = ModelSpec(
         options.shape, "dummy", options.dtype, options.device, attn_implementation=options.attention, seed=options.seed
     )
     try:
-        spec.check()
-        if options.repeats == 0 and (options.against or options.new_tokens != [1]):
-            raise ValueError("--repeats 0 is one prefill of each method: give --new-tokens 1, leave out --against")
-        longest = max(options.tokens) + max([*options.new_tokens, *(turn + 2 for turn in options.turn)])
-        config = config_of(options.shape, longest)
-        if options.field and (options.method or options.against or options.repeats == 0):
-            raise ValueError("--field times pairs of all methods: leave out --method, --against and --repeats 0")
-        if options.turn and (options.field or options.against or options.repeats == 0):
-            raise ValueError("--turn times rounds with transformers: leave out --field, --against and --repeats 0")
-        methods = {text: method_of(text, config) for text in options.method or ["paper"]}
+        schedules = _checked(options, spec)
+        import torch  # after the arguments are checked, as it takes seconds
+
+        from lazyllm.models.load import as_device
+
         device = as_device(options.device)
     except (ValueError, TypeError) as error:
         sys.exit(f"error: {error}")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    methods = {text: method_of(*schedule) for text, schedule in schedules.items()}
+    longest = max(options.tokens) + max([*options.new_tokens, *(turn + 2 for turn in options.turn)])
+    config = config_of(options.shape, longest)
     if options.turn:
         _measure_turns(options, build(config, spec), methods, device)
     elif options.field:
@@ -89,6 +85,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from lazyllm.bench.case_table import table as case_table
 
         _measure(options, build(config, spec), lambda _: methods, case_table, device)
+
+
+def _checked(options: argparse.Namespace, spec: ModelSpec) -> dict[str, tuple[Schedule, float | None]]:
+    """{`--method`: its schedule and share}. Raises ValueError or TypeError for arguments that cannot be."""
+    spec.check()
+    if options.repeats == 0 and (options.against or options.new_tokens != [1]):
+        raise UserError("--repeats 0 is one prefill of each method: give --new-tokens 1, leave out --against")
+    if options.field and (options.method or options.against or options.repeats == 0):
+        raise UserError("--field times pairs of all methods: leave out --method, --against and --repeats 0")
+    if options.turn and (options.field or options.against or options.repeats == 0):
+        raise UserError("--turn times rounds with transformers: leave out --field, --against and --repeats 0")
+    layers = fields_of(options.shape)["num_hidden_layers"]
+    return {text: schedule_of(text, layers) for text in options.method or ["paper"]}
 
 
 def _measure(
@@ -145,20 +154,24 @@ def _write(options: argparse.Namespace, device: torch.device, cases: Sequence[Ca
         options.json.write_text(json.dumps({**about(options, device), "cases": list(map(asdict, cases))}) + "\n")
 
 
-def method_of(text: str, config: PreTrainedConfig) -> Lazy:
-    """The method of a `--method` argument. Raises ValueError or TypeError if the model is not deep enough for it."""
+def schedule_of(text: str, num_layers: int) -> tuple[Schedule, float | None]:
+    """The schedule of a `--method` argument, and the share behind its @. Raises ValueError or TypeError."""
+    schedule, at, share = text.partition("@")
+    try:
+        drift = check_ratio("share", float(share)) if at else None
+    except ValueError:
+        raise UserError(f"--method {text}: expected SCHEDULE@SHARE with a share in (0, 1], e.g. paper@0.02") from None
+    if schedule == "keep1":
+        return Schedule(dict.fromkeys(Schedule.paper(num_layers).keep, 1.0)), drift
+    return Schedule.parse(schedule, num_layers), drift
+
+
+def method_of(schedule: Schedule, drift: float | None) -> Lazy:
+    """LazyLLM with the schedule, with planned revivals if there is a drift (`SteeredLazy`)."""
     from lazyllm.bench.steered import SteeredLazy
     from lazyllm.methods import Lazy
-    from lazyllm.methods.schedule import Schedule
 
-    schedule_text, at, share = text.partition("@")
-    layers = config.num_hidden_layers
-    if schedule_text == "keep1":
-        schedule = Schedule(dict.fromkeys(Schedule.paper(layers).keep, 1.0))
-    else:
-        given = json.loads(schedule_text) if schedule_text.startswith("{") else schedule_text
-        schedule = Schedule.parse(given, layers)
-    return SteeredLazy(schedule, drift=float(share)) if at else Lazy(schedule)
+    return Lazy(schedule) if drift is None else SteeredLazy(schedule, drift=drift)
 
 
 def about(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:

@@ -24,16 +24,21 @@ SIZES = {
 
 
 def config_of(shape: str, max_tokens: int) -> PreTrainedConfig:
-    """The config of a shape: a name in `SHAPES`, or sizes such as "layers=16,width=1024,heads=16,kv_heads=4".
+    """The config of a shape. max_tokens: prompt and answer together. Raises ValueError as `fields_of`."""
+    from transformers import AutoConfig
 
-    Default sizes: heads of width 64, as many key heads, an MLP of 8/3 of the width, 32,000 words.
-    max_tokens: prompt and answer together. Raises ValueError for another shape.
+    fields: dict[str, Any] = fields_of(shape) | {"max_position_embeddings": max_tokens}
+    return AutoConfig.for_model(**fields)
+
+
+def fields_of(shape: str) -> dict[str, Any]:
+    """A config's fields, of a name in `SHAPES` or of sizes such as "layers=16,width=1024,heads=16,kv_heads=4".
+
+    Default sizes: heads of width 64, as many key heads, an MLP of 8/3 of the width, 32,000 words. Raises ValueError for
+    another shape.
     """
-    from transformers import AutoConfig, LlamaConfig
-
     if shape in SHAPES:
-        known: dict[str, Any] = {"model_type": "llama"} | SHAPES[shape] | {"max_position_embeddings": max_tokens}
-        return AutoConfig.for_model(**known)
+        return {"model_type": "llama"} | SHAPES[shape]
     sizes: dict[str, int] = {}
     for part in shape.split(","):
         name, _, value = part.partition("=")
@@ -48,8 +53,7 @@ def config_of(shape: str, max_tokens: int) -> PreTrainedConfig:
     width = sizes["width"]
     heads = sizes.get("heads", max(1, width // 64))
     derived = {"mlp": -(-width * 8 // 3 // 64) * 64, "heads": heads, "kv_heads": heads, "vocab": 32000}
-    settings: dict[str, Any] = {SIZES[name]: value for name, value in (derived | sizes).items()}
-    return LlamaConfig(**settings, max_position_embeddings=max_tokens)
+    return {"model_type": "llama"} | {SIZES[name]: value for name, value in (derived | sizes).items()}
 
 
 def build(config: PreTrainedConfig, spec: ModelSpec) -> PreTrainedModel:

@@ -7,7 +7,7 @@ text so far differently than before, a line says so and the whole text is read a
 completes each line separately. Ctrl-C stops an answer, Ctrl-D ends.
 
     lazyllm-bench chat --model FOLDER_OR_HUB_ID
-    lazyllm-bench chat --model llama2 --prompt-file report.txt --schedule '{"9": 0.5, "19": 0.5}'
+    lazyllm-bench chat --model llama2 --prompt-file report.txt --schedule '{9: 0.5, 19: 0.5}'
     lazyllm-bench chat --once "entry zanur lantern copper. Question: entry zanur" --max-new-tokens 8
     lazyllm-bench chat --schedule none --once - < question.txt          # without pruning, for comparison
 """
@@ -15,7 +15,6 @@ completes each line separately. Ctrl-C stops an answer, Ctrl-D ends.
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.errors import UserError
-from lazyllm.models.spec import ModelSpec
+from lazyllm.models.spec import ModelSpec, source_of
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         dtype = options.dtype or ("float32" if _is_tiny(options) else "bfloat16")
         spec = ModelSpec(options.model, dtype=dtype, device=options.device, tokenizer=options.tokenizer)
         spec.check()
-        chat = _load(spec, options, context, sampling)
+        source_of(spec.name)  # refuses what is no model
+        chat = _load(spec, options, method_of(options.schedule, options.method), context, sampling)
         if options.once is not None:
             chat.answer(sys.stdin.read() if options.once == "-" else options.once)
             return
@@ -68,8 +68,8 @@ def _is_tiny(options: argparse.Namespace) -> bool:
     return options.model == "tiny"
 
 
-def _load(spec: ModelSpec, options: argparse.Namespace, context: str, sampling: dict[str, Any]) -> Chat:
-    import torch
+def _load(spec: ModelSpec, options: argparse.Namespace, method: Method, context: str, sampling: dict[str, Any]) -> Chat:
+    import torch  # after the arguments are checked, as it takes seconds
     from transformers.utils import logging
 
     from lazyllm.models.load import check_loading, load_tokenizer_of, load_weights
@@ -78,7 +78,6 @@ def _load(spec: ModelSpec, options: argparse.Namespace, context: str, sampling: 
     if options.threads or _is_tiny(options):
         torch.set_num_threads(options.threads or 1)
     config = check_loading(spec)
-    method = method_of(options.schedule, options.method, config.num_hidden_layers)
     method.check(config)
     tokenizer = load_tokenizer_of(spec)
     model = load_weights(spec)
@@ -176,27 +175,28 @@ def summary(generation: Generation) -> str:
     )
 
 
-def method_of(schedule: str, name: str | None, num_layers: int) -> Method:
+def method_of(schedule: str, method: str | None) -> Method:
     """LazyLLM with the schedule of `--schedule`, or the method of `--method`, installed packages' included.
 
-    Raises ValueError or TypeError for a bad schedule or one beyond the model's depth, UserError for an unknown method.
+    Raises ValueError or TypeError for a bad schedule, UserError for a bad method.
     """
     from lazyllm.methods import Baseline, Lazy, make
-    from lazyllm.methods.schedule import Schedule
 
-    if name is not None:
-        name, _, settings = name.partition(" ")
-        return make(name, _json_of(settings or "{}", "--method is a NAME, or NAME and JSON such as"))
-    wanted = "--schedule is paper, none or JSON such as"
-    parsed = Schedule.parse(_json_of(schedule, wanted) if schedule.startswith("{") else schedule, num_layers)
-    return Lazy(parsed) if parsed.keep else Baseline()
+    if method is None:
+        return Baseline() if schedule == "none" else Lazy(schedule)
+    name, _, settings = method.partition(" ")
+    return make(name, _settings_of(method, settings or "{}"))
 
 
-def _json_of(text: str, wanted: str) -> dict[str, Any]:
+def _settings_of(method: str, text: str) -> dict[str, Any]:
+    import yaml
+
     try:
-        return dict(json.loads(text))
-    except (TypeError, ValueError) as error:
-        raise UserError(f'{wanted} {{"9": 0.7}}, got {text!r}: {error}') from error
+        return dict(yaml.safe_load(text))
+    except (TypeError, ValueError, yaml.YAMLError) as error:
+        raise UserError(
+            f"--method {method}: expected a NAME, or a NAME and settings, e.g. 'random_drop {{keep: 0.5}}'"
+        ) from error
 
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -259,8 +259,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", help="default bfloat16; float32 for tiny")
     add("--device", default="auto")
     add("--threads", type=int, help="CPU threads; default torch's choice; 1 for tiny")
-    add("--schedule", default="paper", help="paper (Figure 4's), none (no pruning), or JSON {layer: keep ratio}")
-    add("--method", help="another method, instead of a schedule: NAME, or 'NAME {\"parameter\": value}'")
+    add("--schedule", default="paper", help="paper (Figure 4's), none (no pruning), or {layer: keep ratio, ...}")
+    add("--method", help="another method, instead of a schedule: NAME, or 'NAME {parameter: value, ...}'")
     add("--max-new-tokens", type=int, default=256)
     add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     add("--top-p", type=float, help="with --temperature")

@@ -28,6 +28,9 @@ for arguments in json.loads(sys.argv[1]):
             status = main(arguments)
         except SystemExit as ended:
             status = ended.code
+    if isinstance(status, str):  # the process would print it and exit with 1
+        said.write(status)
+        status = 1
     found[" ".join(arguments)] = [status or 0, said.getvalue(), [name for name in heavy if name in sys.modules]]
 print(json.dumps(found))
 """
@@ -55,6 +58,15 @@ COMMANDS = {
     "check static_pruning layer=2": (2, "error: method 'static_pruning' needs keep=..."),
     "check static_pruning layer=5 keep=0.5": (2, "error: method 'static_pruning': static pruning prunes after layer 5"),
     "check lazy schedule": (2, "error: schedule: expected KEY=VALUE"),
+    "bench --shape llama9": (1, "error: --shape is one of llama2"),
+    "bench --repeats 0": (1, "error: --repeats 0 is one prefill of each method: give --new-tokens 1"),
+    "bench --method gemfilter": (1, "error: schedule 'gemfilter': expected 'paper', 'none', or a keep ratio"),
+    "bench --method {99:0.5}": (1, "error: the schedule prunes after layer 99, but the model has only 16 layers"),
+    "bench --turn 5 --field": (1, "error: --turn times rounds with transformers"),
+    "chat --schedule {2:half}": (1, "error: schedule '{2:half}': expected 'paper', 'none', or a keep ratio"),
+    "chat --method gemfilter=5": (1, "error: unknown method 'gemfilter=5'; known are asl, baseline"),
+    "chat --method random_drop": (1, "error: method 'random_drop' needs keep=..."),
+    "chat --model nothing": (1, "error: 'nothing' is not a model: no such folder"),
     "tune target=2": (2, "error: unknown key target: did you mean target_speedup?"),
     "tune method=baseline": (2, "error: method=baseline: has no schedule to search"),
 }

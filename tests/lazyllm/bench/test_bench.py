@@ -9,11 +9,10 @@ from itertools import product
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig
 
 import lazyllm
 from lazyllm.bench import turn_two
-from lazyllm.bench.__main__ import main, method_of
+from lazyllm.bench.__main__ import main, method_of, schedule_of
 from lazyllm.bench.case_table import quartiles
 from lazyllm.bench.cases import Pair, Run, cases_of
 from lazyllm.bench.clock import Waits, in_turns, revived_flops
@@ -23,6 +22,7 @@ from lazyllm.bench.turn_two import AttentionClock, TurnSample, attention_flops, 
 from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Baseline, Lazy
 from lazyllm.methods.schedule import keep_count
 from lazyllm.models.spec import ModelSpec
@@ -211,12 +211,15 @@ def test_shapes() -> None:
 
 
 def test_methods_by_name() -> None:
-    config = LlamaConfig(num_hidden_layers=10)
-    assert method_of("paper", config) == Lazy(lazyllm.Schedule({3: 0.7, 6: 0.7, 9: 0.7}))
-    assert method_of("keep1", config) == Lazy(lazyllm.Schedule({3: 1.0, 6: 1.0, 9: 1.0}))
-    assert method_of('{"2": 0.4}@0.1', config) == SteeredLazy(lazyllm.Schedule({2: 0.4}), drift=0.1)
+    assert method_of(*schedule_of("paper", 10)) == Lazy(lazyllm.Schedule({3: 0.7, 6: 0.7, 9: 0.7}))
+    assert method_of(*schedule_of("keep1", 10)) == Lazy(lazyllm.Schedule({3: 1.0, 6: 1.0, 9: 1.0}))
+    for text in ("{2: 0.4, 5: 0.5}@0.1", '{"2": 0.4, "5": 0.5}@0.1', "2:0.4+5:0.5@0.1"):
+        assert method_of(*schedule_of(text, 10)) == SteeredLazy(lazyllm.Schedule({2: 0.4, 5: 0.5}), drift=0.1)
     with pytest.raises(ValueError, match="only 10 layers"):
-        method_of('{"12": 0.4}', config)
+        schedule_of("{12: 0.4}", 10)
+    for share in ("x", "0", "1.5", ""):
+        with pytest.raises(UserError, match=f"--method paper@{share}: expected SCHEDULE@SHARE with a share in"):
+            schedule_of(f"paper@{share}", 10)
 
 
 def test_the_command_line(tmp_path, capsys) -> None:

@@ -44,7 +44,7 @@ def generated(tiny: tuple[Any, Any], text: str, method: Any = METHOD) -> tuple[l
 
 def test_once(tiny: tuple[Any, Any], tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("entry zanur lantern copper. the old house was quiet.")
-    arguments = ["--once", "-", "--prompt-file", str(tmp_path / "long.txt"), "--schedule", '{"2": 0.5, "5": 0.5}']
+    arguments = ["--once", "-", "--prompt-file", str(tmp_path / "long.txt"), "--schedule", "{2: 0.5, 5: 0.5}"]
     command = [sys.executable, "-m", "lazyllm.integrations.chat", *SMALL, "--threads", "1", *arguments]
     done = subprocess.run(command, input="Question: entry zanur", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -158,8 +158,8 @@ def test_sampling_follows_the_seed(tiny: tuple[Any, Any]) -> None:
     [
         (["--model", "nothing"], "no such folder"),
         (["--schedule", "half"], "schedule 'half': expected 'paper', 'none', or"),
-        (["--schedule", '{"9": 0.5}'], "only 8 layers"),
-        (["--schedule", "{9: 0.5}"], "--schedule is paper, none or JSON"),
+        (["--schedule", "{9: 0.5}"], "only 8 layers"),
+        (["--schedule", "{9: half}"], "schedule '{9: half}': expected 'paper', 'none', or"),
         (["--max-new-tokens", "0"], "--max-new-tokens 0: give 1 or more"),
         (["--temperature", "-1"], "--temperature -1.0: give 0"),
         (["--top-p", "0.5"], "set --temperature too"),
@@ -176,14 +176,18 @@ def test_errors_come_before_the_model(arguments: list[str], message: str, monkey
 
 
 def test_schedules_and_methods() -> None:
-    assert method_of("none", None, 8) == method_of("paper", "baseline", 8) == Baseline()
-    assert method_of("paper", None, 10) == Lazy(lazyllm.Schedule({3: 0.7, 6: 0.7, 9: 0.7}))
-    assert method_of('{"50%": 0.7}', None, 8) == Lazy(lazyllm.Schedule({4: 0.7}))
-    assert method_of("paper", 'random_drop {"keep": 0.5}', 8) == RandomDrop(0.5)
+    assert method_of("none", None) == method_of("paper", "baseline") == Baseline()
+    assert method_of("paper", None) == Lazy()
+    for schedule in ("{50%: 0.7, 5: 0.5}", '{"50%": 0.7, "5": 0.5}', "50%:0.7+5:0.5"):
+        assert method_of(schedule, None).tokens_per_layer(8, 100) == [100] * 4 + [70] + [35] * 3
+    for settings in ("{keep: 0.5}", '{"keep": 0.5}'):
+        assert method_of("paper", f"random_drop {settings}") == RandomDrop(0.5)
+    assert method_of("paper", "lazy {schedule: {2: 0.5}}") == Lazy({2: 0.5})
     with pytest.raises(UserError, match="unknown method 'nosuch'; known are"):
-        method_of("paper", "nosuch", 8)
-    with pytest.raises(UserError, match="--method is a NAME, or NAME and JSON"):
-        method_of("paper", "random_drop 0.5", 8)
+        method_of("paper", "nosuch")
+    for wrong in ("0.5", "keep=0.5", "{keep: 0.5"):
+        with pytest.raises(UserError, match=f"--method random_drop {wrong}: expected a NAME, or a NAME and settings"):
+            method_of("paper", f"random_drop {wrong}")
 
 
 def test_the_packages_example(capsys: pytest.CaptureFixture[str]) -> None:
