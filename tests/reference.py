@@ -689,7 +689,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3, LongRoPE and window": (
         "phi3",
         {
-            "max_position_embeddings": 64,
+            "max_position_embeddings": 128,
             "original_max_position_embeddings": 16,
             "rope_parameters": _PLAIN
             | {"rope_type": "longrope", "original_max_position_embeddings": 16}
