@@ -5,14 +5,13 @@ New templates take arguments and write the date into the prompt. Both are fixed 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
-from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.errors import UserError
+from lazyllm.models.chat_template import TODAY, render, render_behind, thinking_args
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,9 +22,7 @@ _XGEN_HEADER = (
     "The assistant gives helpful, detailed, and polite answers to the human's questions.\n\n"
 )
 
-TODAY = "2024-07-26"  # the date in Llama 3's templates if they cannot read the clock
 THOUGHT_END = "</think>"
-_ANSWER = "<<the answer>>"  # a placeholder, to find the text of a template after an answer
 
 
 @dataclass(frozen=True)
@@ -61,8 +58,12 @@ class ChatFormat:
 
     def template_args(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """The arguments of the tokenizer's chat template. Raises UserError if there is no template."""
-        thinks = "enable_thinking" in _template(tokenizer)
-        return ({"enable_thinking": self.thinking_tokens > 0} if thinks else {}) | dict(self.args)
+        if not tokenizer.chat_template:
+            raise UserError(
+                "chat=auto needs the tokenizer's chat template, but it has none; "
+                f"use one of {', '.join(name for name in CHAT_FORMATS if name != 'auto')}"
+            )
+        return thinking_args(tokenizer, self.thinking_tokens > 0) | dict(self.args)
 
     def reads_clock(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Whether the tokenizer's chat template writes a date into the prompt."""
@@ -74,7 +75,11 @@ class ChatFormat:
 
         Raises UserError if there is no template, or if it refuses the messages.
         """
-        return self._rendered(tokenizer, text)
+        messages = [*self._before(), {"role": "user", "content": text}]
+        try:
+            return render(tokenizer, messages, self.template_args(tokenizer), self.today)
+        except UserError as error:
+            raise UserError(f"{error}: see model.system") from error
 
     def later(self, tokenizer: PreTrainedTokenizerBase, text: str) -> str:
         """The text after an answer if `text` is the next message: the answer's end, and the formatted message.
@@ -82,7 +87,7 @@ class ChatFormat:
         Raises UserError as `wrapped`, and for a template that leaves earlier answers out.
         """
         if self.uses_template(tokenizer):
-            behind = self._rendered(tokenizer, "question", _ANSWER, text).partition(_ANSWER)[2]
+            behind = render_behind(tokenizer, text, self.template_args(tokenizer), self._before(), self.today)
             if not behind:
                 raise UserError(
                     "the tokenizer's chat template leaves earlier answers out: rows with turns cannot use it"
@@ -91,44 +96,8 @@ class ChatFormat:
         tokens = {"bos": tokenizer.bos_token or "", "eos": tokenizer.eos_token or ""}
         return f"{self.again.format(**tokens)}{text}{self.after}"
 
-    def _rendered(self, tokenizer: PreTrainedTokenizerBase, *texts: str) -> str:
-        """A conversation in the tokenizer's chat template: the user's messages with the answers between them."""
-        from jinja2 import TemplateError
-
-        messages = [{"role": "system", "content": self.system}] if self.system is not None else []
-        roles = cycle(("user", "assistant"))
-        messages += [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-        today = date.fromisoformat(self.today)
-        template = _with_date(_template(tokenizer), today)
-        args: dict[str, Any] = {"date_string": today.strftime("%d %b %Y")} | self.template_args(tokenizer)
-        try:
-            wrapped: Any = tokenizer.apply_chat_template(
-                messages, chat_template=template, tokenize=False, add_generation_prompt=True, **args
-            )
-        except TemplateError as error:
-            raise UserError(
-                f"the tokenizer's chat template refuses the messages ({error}): see model.system"
-            ) from error
-        return wrapped
-
-
-def _template(tokenizer: PreTrainedTokenizerBase) -> str:
-    if not tokenizer.chat_template:
-        raise UserError(
-            "chat=auto needs the tokenizer's chat template, but it has none; "
-            f"use one of {', '.join(name for name in CHAT_FORMATS if name != 'auto')}"
-        )
-    return tokenizer.get_chat_template()
-
-
-def _with_date(template: str, today: date) -> str:
-    """The template with a fixed date: its `strftime_now` is replaced by a macro, as templates take no functions."""
-    if "strftime_now" not in template:
-        return template
-    parts = {part: today.strftime(part) for part in sorted(set(re.findall(r"%-?[aAbBdmyYjHIMSp]", template)))}
-    replaced = "".join(f"|replace('{part}', '{text}')" for part, text in parts.items())
-    # the newline after the block is dropped, so the template still starts at the start of a line
-    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
+    def _before(self) -> list[dict[str, str]]:
+        return [{"role": "system", "content": self.system}] if self.system is not None else []
 
 
 CHAT_FORMATS: dict[str, ChatFormat] = {

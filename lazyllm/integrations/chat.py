@@ -2,9 +2,10 @@
 
 Answers are streamed to standard output. After each answer, a line on standard error shows TTFT, the share of all turns'
 prompt tokens that was computed (mean over layers), and the earlier tokens that this turn revived (in the layer with the
-most). A model with a chat template keeps its session: a turn runs only the new tokens. If the template tokenises the
-text so far differently than before, a line says so and the whole text is read again. A model without a template
-completes each line separately. Ctrl-C stops an answer, Ctrl-D ends.
+most). A model with a chat template keeps its session: a turn runs only what the template writes after the last answer.
+If the template leaves earlier answers out, a line says so and the whole text is read again. Thoughts are off, and the
+template's date is fixed. A model without a template completes each line separately. Ctrl-C stops an answer, Ctrl-D
+ends.
 
     lazyllm-bench chat --model FOLDER_OR_HUB_ID
     lazyllm-bench chat --model llama2 --prompt-file report.txt --schedule '{9: 0.5, 19: 0.5}'
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.errors import UserError
+from lazyllm.models.chat_template import render, render_behind, thinking_args
 from lazyllm.models.spec import ModelSpec, source_of
 
 if TYPE_CHECKING:
@@ -111,12 +113,16 @@ class Chat:
         import torch
         from transformers import StoppingCriteriaList, TextStreamer
 
+        from lazyllm.engine.generation import start
         from lazyllm.integrations.turn import TurnOf
 
         with_context = f"{self.context}\n{text}" if self.context else text
         messages = [*self.messages, {"role": "user", "content": text if self.messages else with_context}]
-        prompt = self._prompt(messages, with_context)
-        session, self._session = self._session_of(prompt[0].tolist()), None  # kept only if the answer succeeds
+        behind = self._behind_the_answer(text)
+        ids = [*self._session.token_ids, *behind] if self._session and behind else self._whole(messages, with_context)
+        prompt = self._prompt(ids)
+        session = self._session if self._session and behind else start(self.model, ids, self.method)
+        self._session = None  # kept only if the answer succeeds
         streamer = TextStreamer(self.tokenizer, skip_special_tokens=True)  # transformers drops a `streamer` argument
         with _ctrl_c_stops() as stopped:
             out = self.model.generate(  # type: ignore[operator]
@@ -133,26 +139,31 @@ class Chat:
         print(summary(generation), file=sys.stderr, flush=True)
         return generation
 
-    def _session_of(self, ids: list[int]) -> Conversation:
-        """The session so far if the prompt begins with its tokens, else a new one."""
-        from lazyllm.engine.generation import start
+    def _behind_the_answer(self, text: str) -> list[int]:
+        """The tokens to run in the session so far; none if there is no session to go on with."""
+        from lazyllm.engine.generation import end_ids_of
 
-        if not self.messages or not getattr(self.tokenizer, "chat_template", None):
-            return start(self.model, ids, self.method)
-        if self._session is not None and ids[: self._session.num_tokens] == self._session.token_ids:
-            return self._session
-        print("[reads the whole conversation again: it does not begin with the tokens read so far]", file=sys.stderr)
-        return start(self.model, ids, self.method)
+        if self._session is None or not self.tokenizer.chat_template:
+            return []
+        behind = render_behind(self.tokenizer, text, thinking_args(self.tokenizer))
+        ids = self.tokenizer(behind, add_special_tokens=False).input_ids
+        last = self._session.token_ids[-1]
+        return ids[1:] if ids[:1] == [last] and last in end_ids_of(self.model) else ids  # not a second end token
 
-    def _prompt(self, messages: list[dict[str, str]], text: str) -> torch.Tensor:
-        """[1, n] token ids on the model's device: of the conversation if there is a chat template, else of the text."""
+    def _whole(self, messages: list[dict[str, str]], text: str) -> list[int]:
+        """The tokens of the conversation if there is a chat template, else of the text."""
+        if not self.tokenizer.chat_template:
+            return self.tokenizer(text).input_ids
+        if self._session is not None:
+            reason = "the chat template leaves earlier answers out"
+            print(f"[reads the whole conversation again: {reason}]", file=sys.stderr)
+        whole = render(self.tokenizer, messages, thinking_args(self.tokenizer))
+        return self.tokenizer(whole, add_special_tokens=False).input_ids
+
+    def _prompt(self, ids: list[int]) -> torch.Tensor:
+        """[1, n] the token ids on the model's device. Raises ValueError for none, or too many."""
         import torch
 
-        if getattr(self.tokenizer, "chat_template", None):
-            chat = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-            ids = chat["input_ids"]
-        else:
-            ids = self.tokenizer(text).input_ids
         n, new = len(ids), self.options["max_new_tokens"]
         most = getattr(self.model.config, "max_position_embeddings", None)
         if n == 0:

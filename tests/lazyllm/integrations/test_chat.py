@@ -96,20 +96,43 @@ def test_a_turn_runs_only_what_is_new(tiny, ends: bool, capsys: pytest.CaptureFi
     assert "again" not in printed
 
 
-def test_a_template_that_writes_the_past_otherwise_is_read_again(
+THINKS = (
+    "{{ 'Today: ' + strftime_now('%d %b %Y') }}\n{% for message in messages %}{{ message['role'] }}:"
+    "{{ message['content'].split('</think>')[-1] }}\n{% endfor %}assistant:"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+
+
+def test_thoughts_are_off_and_dropped_and_the_date_is_fixed(tiny, capsys, monkeypatch) -> None:
+    """The session goes on behind the answer, although the template writes no empty thought before earlier answers."""
+    model, tokenizer = tiny
+    monkeypatch.setattr(tokenizer, "chat_template", THINKS)
+    talk = Chat(model, tokenizer, METHOD, "", GREEDY)
+    first, second = talk.answer("entry zanur"), talk.answer("entry lantern")
+    assert "again" not in capsys.readouterr().err
+    prompt = "Today: 26 Jul 2024\nuser:entry zanur\nassistant:<think></think>"
+    with lazyllm.start(model, tokenizer(prompt, add_special_tokens=False).input_ids, METHOD) as session:
+        assert first.token_ids == session.answer(None, 6).token_ids
+        later = "\nuser:entry lantern\nassistant:<think></think>"
+        expected = session.answer(tokenizer(later, add_special_tokens=False).input_ids, 6)
+    assert (second.token_ids, second.prompt_tokens) == (expected.token_ids, expected.prompt_tokens)
+
+
+def test_a_template_that_leaves_earlier_answers_out_is_read_again(
     tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str], monkeypatch
 ) -> None:
     model, tokenizer = tiny
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages | length }} " + TEMPLATE)
+    template = TEMPLATE.replace("in messages", "in messages if message['role'] == 'user'")
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages | length }} " + template)
     talk = Chat(model, tokenizer, METHOD, "the old house was quiet.", GREEDY)
     first = talk.answer("entry zanur")
     second = talk.answer("entry lantern")
     answers = [tokenizer.decode(found.token_ids, skip_special_tokens=True) for found in (first, second)]
     printed = capsys.readouterr()
     assert printed.out == "".join(f"{answer}\n" for answer in answers)
-    assert printed.err.count("[reads the whole conversation again: ") == 1
+    assert printed.err.count("[reads the whole conversation again: the chat template leaves earlier answers out]") == 1
     begin = "user:the old house was quiet.\nentry zanur\n"
-    for found, text in ((first, f"1 {begin}"), (second, f"3 {begin}assistant:{answers[0]}\nuser:entry lantern\n")):
+    for found, text in ((first, f"1 {begin}"), (second, f"3 {begin}user:entry lantern\n")):
         ids = tokenizer(f"{text}assistant:", add_special_tokens=False).input_ids
         expected = lazyllm.generate(model, ids, METHOD, 6)
         assert (found.prompt_tokens, found.token_ids) == (len(ids), expected.token_ids)
