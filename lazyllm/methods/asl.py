@@ -58,7 +58,7 @@ class ASL(Layerwise):
         for what in ("first", "layers"):
             if getattr(self, what) is not None:
                 check_whole(what, getattr(self, what), 1)
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float) or self.threshold <= 0:
+        if isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float) or not self.threshold > 0:
             raise ValueError(f"threshold={self.threshold!r}: give a number above 0")
         check_count_or_ratio("keep", self.keep)
         check_whole("window", self.window, 1)
@@ -68,7 +68,7 @@ class ASL(Layerwise):
 
     def _ranked(self, num_layers: int) -> tuple[int, int]:
         """The first layer that is ranked, and the first layer after which the cut can be."""
-        first = at_depth(self.first, num_layers, Fraction(11, 32))
+        first = at_depth(self.first, num_layers, Fraction(11, 32), "first")
         return first, first + (self.layers or max(2, num_layers // 4)) - 1
 
     def _kept(self, n: int) -> int:

@@ -233,10 +233,10 @@ class Layerwise(Dropping):
         return LayerwiseSession(self, decoder, prompt, max_new_tokens)
 
 
-def at_depth(layer: int | None, num_layers: int, share: Fraction) -> int:
-    """`layer`, or by default that share of the depth. Raises ValueError if it is beyond the model."""
+def at_depth(layer: int | None, num_layers: int, share: Fraction, key: str = "layer") -> int:
+    """`layer`, or by default that share of the depth. Raises ValueError, naming `key`, if it is beyond the model."""
     if layer is None:
         return max(1, int(share * num_layers))
     if layer > num_layers:
-        raise ValueError(f"layer={layer}, but the model has only {num_layers} layers")
+        raise ValueError(f"{key}={layer}, but the model has only {num_layers} layers")
     return layer

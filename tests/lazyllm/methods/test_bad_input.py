@@ -68,6 +68,18 @@ def test_a_layer_beyond_the_model(name: str) -> None:
     assert "\n" not in str(refused.value)
 
 
+def test_a_layer_beyond_the_model_has_the_name_of_its_setting() -> None:
+    for name, key in (("asl", "first"), ("fastkv", "layer"), ("gemfilter", "layer")):
+        with pytest.raises(ValueError, match=f"^{key}=5, but the model has only 4 layers"):
+            make(name, USUAL[name] | {key: 5}).check(MODEL.config)
+
+
+@pytest.mark.parametrize("threshold", [float("nan"), 0, -1.0, True, "0.3"])
+def test_a_threshold_that_is_no_number_above_zero(threshold: object) -> None:
+    with pytest.raises(UserError, match=f"threshold={threshold!r}: give a number above 0"):
+        make("asl", {"threshold": threshold})
+
+
 @pytest.mark.parametrize("name", TOO_MANY)
 def test_more_tokens_than_there_are_is_all_of_them(name: str) -> None:
     invariants.is_the_model(MODEL, make(name, USUAL[name] | TOO_MANY[name]), PROMPT)
