@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MistralConfig, MistralForCausalLM
@@ -14,13 +16,22 @@ from transformers import MistralConfig, MistralForCausalLM
 import lazyllm
 from lazyllm.bench.clock import Waits
 from lazyllm.bench.steered import SteeredLazy
-from lazyllm.engine import reach
+from lazyllm.engine import attention, reach
 from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
-from lazyllm.methods import ASL, CLAA, Baseline, FastKV, Lazy, Method, PyramidInfer
+from lazyllm.methods import ASL, CLAA, METHODS, Baseline, FastKV, Lazy, Method, PyramidInfer, make
 
 LAYERS, WIDTH, HEADS, VOCAB = 10, 48, 4, 97
+# Settings that drop something, of methods that need them or keep every token of a short prompt
+DROPPING: dict[str, dict[str, Any]] = {
+    "asl": {"first": 1, "layers": 2, "threshold": 2.0, "keep": 0.2},
+    "gemfilter": {"keep": 0.2},
+    "lazy": {"schedule": {2: 0.3, 5: 0.5}},
+    "prompt_compression": {"keep": 0.5, "unit": "token"},
+    "random_drop": {"keep": 0.5},
+    "static_pruning": {"layer": 2, "keep": 0.5},
+}
 
 
 def small_llama(
@@ -237,6 +248,49 @@ def test_no_tensor_of_a_generation_is_quadratic_in_the_prompt(
         assert (in_blocks.computed[1:] - in_blocks.computed[:-1]).max() > 100  # were revived at once
     # the row of one query may cost more than a block
     assert n * row // 4 < seen.largest <= max(n * row, 2 * block) < n * n
+
+
+class Held(TorchDispatchMode):
+    """peak: the greatest number of bytes held at once, after any operation, by tensors that operations returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if torch.is_tensor(tensor):
+                storage = tensor.untyped_storage()
+                self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._held.values()))
+        return out
+
+
+def bytes_of_a_layer(model: MistralForCausalLM, n: int) -> int:
+    """The peak of one of transformers' own layers on n hidden states, these included."""
+    with torch.inference_mode(), Held() as held:
+        hidden = torch.zeros(1, n, WIDTH, dtype=model.dtype)
+        rope = model.model.rotary_emb(hidden, torch.arange(n)[None])
+        model.model.layers[0](hidden, position_embeddings=rope, attention_mask=None)
+    return held.peak
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_two_turns_hold_their_caches_one_layer_and_one_block(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model, n, m, block = small_llama(dtype=torch.float32), 2000, 700, 2**17
+    monkeypatch.setattr(reach, "BLOCK", block // 2)
+    monkeypatch.setattr(attention, "BLOCK_ON_CPU", block // 8)  # cells
+    whole = lazyllm.generate(model, prompt_of(n), Baseline(), 3, ()).kv_bytes
+    with lazyllm.start(model, prompt_of(n), make(name, DROPPING.get(name, {}))) as session:
+        for more in (None, prompt_of(m)):
+            with Held() as held:
+                out = session.answer(more, 3, ())
+            # two methods read the whole prompt with the whole model to choose from it
+            stored = max(out.kv_bytes, whole if name in ("oracle", "specprefill") and more is None else 0)
+            assert held.peak <= 1.1 * (stored + out.aux_bytes + bytes_of_a_layer(model, n) + block)
 
 
 @pytest.mark.parametrize(("kv_heads", "attention"), [(HEADS, "sdpa"), (1, "sdpa"), (1, "eager")])
