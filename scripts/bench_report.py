@@ -21,7 +21,7 @@ from matplotlib.figure import Figure as MplFigure
 
 from eval.paper.figures.style import COLOURS, LINES, MARKERS, grid, new_figure, save, styled
 from eval.store.folder import write_whole
-from lazyllm.bench.cases import Case, Pair, cases_of, read_reports
+from lazyllm.bench.cases import BenchCase, Pair, cases_of, read_reports
 from lazyllm.bench.contenders import table as table_of_field
 from lazyllm.bench.targets import table
 from lazyllm.bench.turn_two import table as table_of_turns
@@ -30,7 +30,7 @@ from lazyllm.methods import METHODS
 
 
 @styled
-def plot_speed(cases: Sequence[Case]) -> MplFigure:
+def plot_speed(cases: Sequence[BenchCase]) -> MplFigure:
     """Left: seconds to the first token by prompt length; right: whole generations by answer length."""
     figure = new_figure(9.6, 3.8)
     left, right = figure.subplots(1, 2)
@@ -39,7 +39,7 @@ def plot_speed(cases: Sequence[Case]) -> MplFigure:
     return figure
 
 
-def _plot_first_tokens(axes: Any, cases: Sequence[Case]) -> None:
+def _plot_first_tokens(axes: Any, cases: Sequence[BenchCase]) -> None:
     curve = {case.tokens: case for case in cases if case.name == "paper" and case.new_tokens == 1}
     lengths = sorted(curve)
     baseline = [statistics.median(pair.baseline.ttft_s for pair in curve[n].pairs) for n in lengths]
@@ -56,7 +56,7 @@ def _plot_first_tokens(axes: Any, cases: Sequence[Case]) -> None:
     grid(axes)
 
 
-def _plot_answers(axes: Any, cases: Sequence[Case]) -> None:
+def _plot_answers(axes: Any, cases: Sequence[BenchCase]) -> None:
     whole = [case for case in cases if all(len(pair.other.step_s) == case.new_tokens - 1 for pair in case.pairs)]
     counts = {
         name: {case.new_tokens for case in whole if case.name == name}
@@ -85,7 +85,7 @@ def _plot_answers(axes: Any, cases: Sequence[Case]) -> None:
 
 
 @styled
-def plot_field(cases: Sequence[Case]) -> MplFigure:
+def plot_field(cases: Sequence[BenchCase]) -> MplFigure:
     """Measured against ideal TTFT speedup: a curve for each method and prompt length."""
     figure = new_figure(5.6, 4.4)
     axes = figure.subplots()

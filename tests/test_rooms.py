@@ -110,3 +110,12 @@ def test_no_two_modules_share_a_base_name() -> None:
         by_name[module.rpartition(".")[2]].append(module)
     by_name.pop("__main__", None)
     assert {name: found for name, found in by_name.items() if len(found) > 1} == {}
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    by_name = defaultdict(list)
+    for module, file in modules().items():
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                by_name[node.name].append(module)
+    assert {name: found for name, found in by_name.items() if len(found) > 1} == {}

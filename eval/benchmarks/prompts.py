@@ -5,8 +5,8 @@ limit, keep `int(limit / 2)` tokens of each end, decode the halves without speci
 text for chat models, except for exempt datasets; append the row's answer prefix; tokenise again. So a truncated
 prompt's number of tokens may be a little above or below the limit.
 
-The places of the context (`Prompt.context`, for methods that shorten it) and of the evidence are tracked through all
-steps.
+The places of the context (`BuiltPrompt.context`, for methods that shorten it) and of the evidence are tracked through
+all steps.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Ranges = list[tuple[int, int]]  # half-open ranges of characters, ascending and 
 
 
 @dataclass(frozen=True)
-class LaterTurn:
+class Message:
     """A later message, which follows an answer.
 
     text: in the chat format, with the answer prefix. token_ids: of the text; the first may be an end token (`behind`).
-    sha256: of the token ids. evidence: ranges of the first prompt's text, as `Prompt.evidence`.
+    sha256: of the token ids. evidence: ranges of the first prompt's text, as `BuiltPrompt.evidence`.
     """
 
     text: str
@@ -53,7 +53,7 @@ class LaterTurn:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class BuiltPrompt:
     """One example's prompt, ready for the model.
 
     text: the prompt, truncated and wrapped.
@@ -79,7 +79,7 @@ class Prompt:
     spans: np.ndarray | None = field(default=None, compare=False, repr=False)
     evidence: tuple[tuple[int, int], ...] = ()
     encode: Callable[[str], list[int]] | None = field(default=None, compare=False, repr=False)
-    turns: tuple[LaterTurn, ...] = ()
+    turns: tuple[Message, ...] = ()
 
     @property
     def conversation_tokens(self) -> int:
@@ -105,7 +105,7 @@ def build_prompt(
     chat_wrap: bool = True,
     protected: str = "",
     decode_halves: bool = True,
-) -> Prompt:
+) -> BuiltPrompt:
     """The prompt of one example, in the official order (see the top of this file).
 
     template: its placeholders are names of the row's fields, usually `{context}` and `{input}`.
@@ -153,19 +153,19 @@ def build_prompt(
     turns = tuple(
         _later_turn(turn, tokenizer, wrap, ranges) for turn, ranges in zip(example.turns, others, strict=True)
     )
-    return Prompt(text, tuple(ids), before, truncated, sha256, tuple(moved), spans, first, encode, turns)
+    return BuiltPrompt(text, tuple(ids), before, truncated, sha256, tuple(moved), spans, first, encode, turns)
 
 
 def _later_turn(
     turn: Turn, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, evidence: tuple[tuple[int, int], ...]
-) -> LaterTurn:
+) -> Message:
     """The turn's message behind an answer, which writes its own special tokens."""
     text = chat.later(tokenizer, turn.text) + turn.answer_prefix
     # some tokenizers put a space before a text that does not begin with a special token
     ids = _behind_letter(tokenizer, text) if text[:1].isspace() else _tokenize(tokenizer, text, special_tokens=False)
     if not ids:
         raise UserError(f"a later turn has no tokens (its text is {text!r})")
-    return LaterTurn(text, tuple(ids), token_ids_sha256(ids), evidence)
+    return Message(text, tuple(ids), token_ids_sha256(ids), evidence)
 
 
 def wrap_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> int:
@@ -322,7 +322,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: boo
 def _tokenize_with_spans(
     tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool = True
 ) -> tuple[list[int], np.ndarray | None]:
-    """Token ids, and `Prompt.spans`."""
+    """Token ids, and `BuiltPrompt.spans`."""
     import numpy as np
 
     if not getattr(tokenizer, "is_fast", False):

@@ -31,7 +31,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Row:
+class SummaryRow:
     """One line of the table. kind: "dataset", "task" or "all".
 
     failed: number of examples that could not be measured; no other column counts them. score_failed_as_zero: the score
@@ -70,7 +70,7 @@ class Summary:
     examples, cut: number of measured examples, and of those whose prompt lost its middle (`model.max_prompt_tokens`).
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[SummaryRow, ...]
     failed: int = 0
     score_failed_as_zero: float = float("nan")
     examples: int = 0
@@ -110,14 +110,14 @@ def _with_failures(
     return failed, zeroed
 
 
-def _row(row: dict[str, Any], failed: int, zeroed: float) -> Row:
+def _row(row: dict[str, Any], failed: int, zeroed: float) -> SummaryRow:
     def value(column: str) -> Value | None:
         mean, low, high = (float(row[f"{column}{end}"]) for end in ("", "_low", "_high"))
         if np.isnan(mean):
             return None
         return Value(mean) if np.isnan(low) else Value(mean, low, high)
 
-    return Row(
+    return SummaryRow(
         name="mean over tasks" if row["level"] == "all" else row["name"],
         kind=row["level"],
         task=row["task"],
@@ -137,7 +137,7 @@ def to_json(summary: Summary, about: dict[str, Any]) -> str:
     return json.dumps({"rows": rows, **about}, indent=2, sort_keys=True, default=str) + "\n"
 
 
-def row_columns(row: Row) -> dict[str, Any]:
+def row_columns(row: SummaryRow) -> dict[str, Any]:
     """{column: its value} of a row, `values` included."""
     named = dict(vars(row))
     return named | named.pop("values")

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from eval.benchmarks.prompts import Prompt
+    from eval.benchmarks.prompts import BuiltPrompt
     from lazyllm import Generation
 
 
-def evidence_positions(prompt: Prompt) -> np.ndarray:
+def evidence_positions(prompt: BuiltPrompt) -> np.ndarray:
     """Ascending positions of the tokens that overlap the evidence; none if it is not known."""
     if prompt.spans is None:
         return np.empty(0, dtype=int)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from eval.benchmarks import SUITES
 from eval.benchmarks.chat_format import ChatFormat, post_process
 from eval.benchmarks.metrics import rouge_score_f, scored_text
-from eval.benchmarks.prompts import Prompt, gold_token_ids
+from eval.benchmarks.prompts import BuiltPrompt, gold_token_ids
 from eval.benchmarks.suite import Dataset, Example
 from eval.run.evidence import evidence_computed, evidence_positions
 from eval.run.fidelity import forced_logits, of_forced, of_generations
@@ -35,7 +35,7 @@ class Case:
 
     dataset: Dataset
     example: Example
-    prompt: Prompt
+    prompt: BuiltPrompt
     method: Method
     max_new_tokens: int
     end_ids: tuple[int, ...]
@@ -219,7 +219,7 @@ class Bench:
         )
 
 
-def _evidence(prompt: Prompt, turn: int, run: _Run) -> dict[str, Any]:
+def _evidence(prompt: BuiltPrompt, turn: int, run: _Run) -> dict[str, Any]:
     """The fields of `Measurement` about the evidence of a turn's question; none if it is unknown."""
     positions = evidence_positions(replace(prompt, evidence=(prompt, *prompt.turns)[turn].evidence))
     if not len(positions):

@@ -13,7 +13,7 @@ from lazyllm.engine.partial import importance_of_layers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from eval.benchmarks.prompts import Prompt
+    from eval.benchmarks.prompts import BuiltPrompt
 
 
 def trace(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case) -> Trace:
@@ -33,7 +33,7 @@ def trace(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case
     )
 
 
-def _texts_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[str]:
+def _texts_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: BuiltPrompt) -> list[str]:
     """Each token's text: its span of the prompt if known, as decoding a single token loses the space before a word."""
     names: Any = tokenizer.convert_ids_to_tokens(list(prompt.token_ids))
     if prompt.spans is None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from lazyllm.bench.cases import Case
+    from lazyllm.bench.cases import BenchCase
     from lazyllm.bench.turn_two import TurnCase
     from lazyllm.methods import Lazy, Method
 
@@ -104,7 +104,7 @@ def _measure(
     options: argparse.Namespace,
     model: PreTrainedModel,
     methods_for: Callable[[int], Mapping[str, Method]],
-    table: Callable[[Sequence[Case]], str],
+    table: Callable[[Sequence[BenchCase]], str],
     device: torch.device,
 ) -> None:
     """Measure and show every case. methods_for: prompt tokens -> the methods by name."""
@@ -115,12 +115,12 @@ def _measure(
     from lazyllm.models.load import device_name
 
     draw = torch.Generator().manual_seed(options.seed)
-    cases: list[Case] = []
+    cases: list[BenchCase] = []
     print(f"{options.shape}, {options.dtype}, on {device_name(device)}, {torch.get_num_threads()} CPU thread(s)")
     for tokens, new_tokens in product(options.tokens, options.new_tokens):
         prompt = torch.randint(0, model.config.vocab_size, (tokens,), generator=draw)
         contenders = {**methods_for(tokens), **({HF: None} if options.against == HF else {})}
-        of_length: list[Case] = []
+        of_length: list[BenchCase] = []
         of_baseline, _ = untimed(model, Baseline(), prompt, new_tokens)
         for name, method in contenders.items():
             pairs = (options.repeats, options.warmup)
@@ -149,7 +149,7 @@ def _measure_turns(
     print(table(cases))
 
 
-def _write(options: argparse.Namespace, device: torch.device, cases: Sequence[Case] | Sequence[TurnCase]) -> None:
+def _write(options: argparse.Namespace, device: torch.device, cases: Sequence[BenchCase] | Sequence[TurnCase]) -> None:
     if options.json:
         options.json.write_text(json.dumps({**about(options, device), "cases": list(map(asdict, cases))}) + "\n")
 

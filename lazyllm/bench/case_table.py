@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lazyllm.bench.cases import Case, Pair
+from lazyllm.bench.cases import BenchCase, Pair
 
 
-def table(cases: Sequence[Case]) -> str:
+def table(cases: Sequence[BenchCase]) -> str:
     """The cases of one prompt length: medians over pairs; ratios within a pair with quartiles."""
     rows = [["", *(case.name for case in cases)]]
     rows += [[heading, *(cell(case) for case in cases)] for heading, cell in ROWS.items()]
@@ -44,21 +44,21 @@ def _median(values: Sequence[float], unit: str = "") -> str:
     return f"{statistics.median(values):.4g}{unit}" if values else "-"
 
 
-def _selection(case: Case) -> str:
+def _selection(case: BenchCase) -> str:
     if case.untimed is None:
         return "-"
     share = case.untimed.selection_share
     return f"{share:.4f} ({share * case.untimed.prefill_s:.2g} s)"
 
 
-def _memory(case: Case) -> str:
+def _memory(case: BenchCase) -> str:
     if case.untimed is None:
         return "-"
     kv, aux = megabytes(case.untimed.kv_bytes), megabytes(case.untimed.aux_bytes)
     return f"{case.memory_ratio():.3f} ({kv} + {aux} of {megabytes(case.baseline_untimed.kv_bytes)})"
 
 
-def _peak(case: Case) -> str:
+def _peak(case: BenchCase) -> str:
     ours, theirs = case.untimed and case.untimed.peak_bytes, case.baseline_untimed.peak_bytes
     return f"{megabytes(ours)} of {megabytes(theirs)}" if ours is not None and theirs is not None else "-"
 
@@ -68,7 +68,7 @@ def megabytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB"
 
 
-ROWS: dict[str, Callable[[Case], str]] = {
+ROWS: dict[str, Callable[[BenchCase], str]] = {
     "baseline's TTFT": lambda case: _median([pair.baseline.ttft_s for pair in case.pairs], " s"),
     "TTFT": lambda case: _median([pair.other.ttft_s for pair in case.pairs], " s"),
     "TTFT speedup": lambda case: spread(case.of_pairs(Pair.ttft_speedup)),

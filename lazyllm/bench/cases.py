@@ -122,7 +122,7 @@ class Untimed:
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """A method, or transformers itself, against the baseline on prompts of one length.
 
     boundaries: pruning layers of a schedule, 0 for other methods and for transformers.
@@ -167,16 +167,16 @@ def read_reports(folder: Path) -> list[dict[str, Any]]:
     return reports
 
 
-def cases_of(report: dict[str, Any]) -> list[Case]:
+def cases_of(report: dict[str, Any]) -> list[BenchCase]:
     """The cases of one JSON file."""
     return [_case(dict(values)) for values in report["cases"]]
 
 
-def _case(values: dict[str, Any]) -> Case:
+def _case(values: dict[str, Any]) -> BenchCase:
     values["pairs"] = [Pair(**{which: run and Run(**run) for which, run in pair.items()}) for pair in values["pairs"]]
     for name in ("untimed", "baseline_untimed"):
         values[name] = None if values[name] is None else Untimed(**values[name])
-    return Case(**values)
+    return BenchCase(**values)
 
 
 def _median_ratio(steps: Sequence[tuple[float, float]]) -> float | None:

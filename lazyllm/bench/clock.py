@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from lazyllm.bench.cases import Case, Pair, Run, Untimed
+from lazyllm.bench.cases import BenchCase, Pair, Run, Untimed
 from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.devices import read_clock as wall_clock
@@ -51,7 +51,7 @@ def measure(
     warmup: int,
     baseline_untimed: Untimed,
     beside_equal: bool = False,
-) -> Case:
+) -> BenchCase:
     """Measure a method beside the baseline on a prompt [n].
 
     method: None for transformers' own `model(...)` and `generate`.
@@ -77,7 +77,7 @@ def measure(
             pairs.append(pair)
     if repeats == 0 and of_method is not None:
         pairs = [Pair(*(Run(run.prefill_s, [], run.prefill_s, [], rate) for run in (baseline_untimed, of_method)))]
-    return Case(
+    return BenchCase(
         name=name,
         tokens=n,
         new_tokens=new_tokens,

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.bench.case_table import markdown, megabytes, spread
-from lazyllm.bench.cases import Case, Pair
+from lazyllm.bench.cases import BenchCase, Pair
 from lazyllm.methods import METHODS, Baseline, Method, make
 from lazyllm.models.spec import ModelSpec
 
@@ -60,7 +60,7 @@ def random_draft(config: PreTrainedConfig, spec: ModelSpec) -> Iterator[str]:
         yield folder
 
 
-def table(cases: Sequence[Case]) -> str:
+def table(cases: Sequence[BenchCase]) -> str:
     """Markdown: a row for each method, setting and prompt length."""
     return markdown(COLUMNS, cases)
 
@@ -70,7 +70,7 @@ def _spread(values: Sequence[float]) -> str:
     return f"{values[0]:.2f}" if len(values) == 1 else spread(values, 2)
 
 
-def _peak(case: Case) -> str:
+def _peak(case: BenchCase) -> str:
     peak = case.untimed and case.untimed.prefill_peak_bytes
     return megabytes(peak) if peak is not None else "-"
 

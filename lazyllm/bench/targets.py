@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lazyllm.bench.cases import Case, Pair, cases_of
+from lazyllm.bench.cases import BenchCase, Pair, cases_of
 
 LONG = 2000  # prefills of fewer tokens are not compared with the ideal
 
 
 @dataclass(frozen=True)
-class Target:
+class SpeedTarget:
     """A target of speed or memory.
 
     what: the quantity. wanted: the bound, ">= x", "<= x", or "0" for "<= 0".
@@ -22,7 +22,7 @@ class Target:
 
     what: str
     wanted: str
-    read: Callable[[Case, Sequence[Case]], Iterable[float]]
+    read: Callable[[BenchCase, Sequence[BenchCase]], Iterable[float]]
 
     @property
     def is_least(self) -> bool:
@@ -49,7 +49,7 @@ def table(reports: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _row(target: Target, readings: Sequence[tuple[float, str]]) -> str:
+def _row(target: SpeedTarget, readings: Sequence[tuple[float, str]]) -> str:
     """One row of the table. readings: (value, name of its case)."""
     if not readings:
         return f"| {target.what} | {target.wanted} | - | not measured | |"
@@ -64,22 +64,22 @@ def _row(target: Target, readings: Sequence[tuple[float, str]]) -> str:
     )
 
 
-def _medians(case: Case, *ratios: Callable[[Pair], float | None]) -> list[float]:
+def _medians(case: BenchCase, *ratios: Callable[[Pair], float | None]) -> list[float]:
     """The median over the pairs of each ratio, without those that no pair has."""
     return [statistics.median(values) for ratio in ratios if (values := case.of_pairs(ratio))]
 
 
-def _share_of_ideal(case: Case) -> list[float]:
+def _share_of_ideal(case: BenchCase) -> list[float]:
     return [case.share_of_ideal()] if case.boundaries and case.tokens >= LONG else []
 
 
-def _whole(case: Case) -> list[float]:
+def _whole(case: BenchCase) -> list[float]:
     # with --repeats 0 only prefills were measured
     has_answers = len(case.pairs[0].baseline.step_s) == case.new_tokens - 1
     return _medians(case, Pair.total_ratio) if case.untimed and has_answers else []
 
 
-def _peak_growth(case: Case, cases: Sequence[Case]) -> Iterable[float]:
+def _peak_growth(case: BenchCase, cases: Sequence[BenchCase]) -> Iterable[float]:
     """From the method's shortest prompt to this one: growth of the peak beyond the weights / growth of the prompt.
 
     Linear growth gives 1, less if a part of the peak does not grow; quadratic growth gives the growth of the prompt.
@@ -93,18 +93,20 @@ def _peak_growth(case: Case, cases: Sequence[Case]) -> Iterable[float]:
 
 
 TARGETS = (
-    Target("TTFT speedup / ideal speedup, 2,000 tokens and more", ">= 0.97", lambda case, _: _share_of_ideal(case)),
-    Target(
+    SpeedTarget(
+        "TTFT speedup / ideal speedup, 2,000 tokens and more", ">= 0.97", lambda case, _: _share_of_ideal(case)
+    ),
+    SpeedTarget(
         "baseline's prefill / `model(...)`",
         "<= 1.00",
         lambda case, _: [] if case.untimed else _medians(case, Pair.ttft_speedup),
     ),
-    Target(
+    SpeedTarget(
         "baseline's step / `model.generate`'s",
         "<= 1.00",
         lambda case, _: [] if case.untimed else [1 / ratio for ratio in _medians(case, Pair.step_ratio)],
     ),
-    Target(
+    SpeedTarget(
         "keep ratio 1 / baseline: TTFT, step, whole",
         "<= 1.02",
         lambda case, _: (
@@ -113,32 +115,32 @@ TARGETS = (
             else []
         ),
     ),
-    Target(
+    SpeedTarget(
         "step in which nothing is revived / baseline's",
         "<= 1.05",
         lambda case, _: _medians(case, Pair.idle_step_ratio) if case.boundaries else [],
     ),
-    Target(
+    SpeedTarget(
         "cost of revival / its FLOPs' time",
         "<= 1.2",
         lambda case, _: [statistics.median(costs)] if case.boundaries and (costs := case.revival_costs()) else [],
     ),
-    Target("whole generation / baseline's", "<= 1.02", lambda case, _: _whole(case)),
-    Target(
+    SpeedTarget("whole generation / baseline's", "<= 1.02", lambda case, _: _whole(case)),
+    SpeedTarget(
         "selection, share of TTFT",
         "<= 0.01",
         lambda case, _: [case.untimed.selection_share] if case.untimed and case.boundaries else [],
     ),
-    Target("waits in prefill", "0", lambda case, _: [case.untimed.prefill_waits] if case.untimed else []),
-    Target(
+    SpeedTarget("waits in prefill", "0", lambda case, _: [case.untimed.prefill_waits] if case.untimed else []),
+    SpeedTarget(
         "waits in a step beyond one per boundary",
         "0",
         lambda case, _: [max(0, case.untimed.step_waits - case.boundaries)] if case.untimed else [],
     ),
-    Target(
+    SpeedTarget(
         "KV + Aux / baseline's KV, Figure 4's schedule",
         "<= 0.75",
         lambda case, _: [case.memory_ratio()] if case.untimed and case.name.startswith("paper") else [],
     ),
-    Target("growth of the peak beyond weights / the prompt's", "<= 1.05", _peak_growth),
+    SpeedTarget("growth of the peak beyond weights / the prompt's", "<= 1.05", _peak_growth),
 )

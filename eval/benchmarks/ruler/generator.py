@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from eval.benchmarks.ruler.sources import (
     INSTALL,
     Pairs,
-    Question,
+    QaQuestion,
     Sources,
     Task,
     Templates,
@@ -648,7 +648,7 @@ class _Questions(_Sampler):
         evidence = [all_documents[index] for index in asked.evidence]
         return self.filled(context, evidence, asked.outputs, query=asked.text)
 
-    def _drawn(self, asked: Question, size: int) -> list[int]:
+    def _drawn(self, asked: QaQuestion, size: int) -> list[int]:
         """The question's own documents, then others of its article, then any others."""
         missing = size - len(asked.documents)
         if missing < 0:

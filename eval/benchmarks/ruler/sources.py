@@ -137,7 +137,7 @@ class Essay:
 
 
 @dataclass(frozen=True)
-class Question:
+class QaQuestion:
     """A question of a qa task.
 
     documents: indices of its documents. more: indices of other documents of the same article.
@@ -155,7 +155,7 @@ class Question:
 class Corpus:
     """A dataset of a qa task: questions in the dataset's order, and sorted documents."""
 
-    questions: Sequence[Question]
+    questions: Sequence[QaQuestion]
     documents: Sequence[str]
 
 
@@ -352,7 +352,7 @@ def _squad(content: Any) -> Corpus:
         for paragraph, own in zip(article, numbers, strict=True):
             more = tuple(number for number in numbers if number != own)
             questions += [
-                Question(asked["question"], _texts(asked["answers"]), (own,), more, (own,))
+                QaQuestion(asked["question"], _texts(asked["answers"]), (own,), more, (own,))
                 for asked in paragraph["qas"]
                 if not asked["is_impossible"]
             ]
@@ -372,7 +372,7 @@ def _hotpotqa(content: Any) -> Corpus:
         evidence = tuple(
             number for number, (title, _) in zip(numbers, asked["context"], strict=True) if title in supporting
         )
-        questions.append(Question(asked["question"], (asked["answer"],), numbers, (), evidence))
+        questions.append(QaQuestion(asked["question"], (asked["answer"],), numbers, (), evidence))
     return Corpus(questions, documents)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from eval.benchmarks.chat_format import CHAT_FORMATS, chat_format, post_process
-from eval.benchmarks.prompts import LaterTurn, build_prompt, wrap_tokens
+from eval.benchmarks.prompts import Message, build_prompt, wrap_tokens
 from eval.benchmarks.suite import Turn
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
@@ -98,11 +98,11 @@ def test_what_follows_an_answer_changes_no_hash_of_rows() -> None:
 
 
 def test_an_end_token_is_not_written_twice() -> None:
-    turn = LaterTurn("", (2, 5, 6), "")
+    turn = Message("", (2, 5, 6), "")
     assert turn.behind([7, 2], (2,)) == (5, 6)
     assert turn.behind([7, 3], (2, 3)) == (2, 5, 6)  # the model has ended in another way
     assert turn.behind([7], (2,)) == (2, 5, 6)  # it was cut off
-    assert LaterTurn("", (7, 5), "").behind([7], (2,)) == (7, 5)  # a word
+    assert Message("", (7, 5), "").behind([7], (2,)) == (7, 5)  # a word
 
 
 def test_the_pinned_date_is_the_templates_own_fallback() -> None:

@@ -17,7 +17,7 @@ import lazyllm
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.embedded import TEMPLATES, rows
-from eval.benchmarks.prompts import Prompt, build_prompt
+from eval.benchmarks.prompts import BuiltPrompt, build_prompt
 from eval.benchmarks.suite import Example
 from lazyllm.methods import PromptCompression
 from lazyllm.methods.prompt_compression import droppable
@@ -60,7 +60,7 @@ def letters_of_examples_answers(name: str, context: str) -> set[int]:
     return places if name in ("trec", "triviaqa", "samsum") else set()
 
 
-def untouchable(name: str, row: dict[str, Any], template: str, prompt: Prompt, limit: int | None) -> set[int]:
+def untouchable(name: str, row: dict[str, Any], template: str, prompt: BuiltPrompt, limit: int | None) -> set[int]:
     """Ranges of the prompt's text that must be kept, computed from the template, the row and the expected cut."""
     head, tail = (part.format(**row) for part in template.split("{context}"))
     rendered = head + row["context"] + tail
@@ -87,7 +87,7 @@ def all_rows(name: str) -> list[tuple[Example, dict[str, Any], str]]:
     return [(*pair, loaded.template) for pair in zip(loaded.examples, official.shared_rows()[name], strict=True)]
 
 
-def real_prompt(name: str, example: Example, template: str, limit: int | None) -> Prompt:
+def real_prompt(name: str, example: Example, template: str, limit: int | None) -> BuiltPrompt:
     dataset = DATASETS[name]
     return build_prompt(example, template, llama2(), limit, CHAT, dataset.chat_wrap, dataset.protected)
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eval.benchmarks import SUITES
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS, load_rows
-from eval.benchmarks.prompts import Prompt, build_prompt
+from eval.benchmarks.prompts import BuiltPrompt, build_prompt
 from eval.benchmarks.ruler.ruler_suite import RulerConfig
 from eval.benchmarks.suite import Dataset, DataSettings, Example
 from eval.run.measure import Bench, Case
@@ -64,7 +64,7 @@ def examples() -> Iterator[tuple[Dataset, str, Example]]:
 
 
 @cache
-def prompts() -> list[tuple[Dataset, Example, Prompt]]:
+def prompts() -> list[tuple[Dataset, Example, BuiltPrompt]]:
     pytest.importorskip("wonderwords", reason="the package wonderwords ([ruler]) is not installed")
     return [
         (dataset, example, build_prompt(example, template, bench().tokenizer, PROMPT_TOKENS))

@@ -10,7 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from eval.benchmarks.chat_format import CHAT_FORMATS
-from eval.benchmarks.prompts import Prompt, build_prompt
+from eval.benchmarks.prompts import BuiltPrompt, build_prompt
 from eval.benchmarks.suite import Example
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
@@ -46,7 +46,7 @@ def fields_of(row: Example) -> dict[str, Any]:
     }
 
 
-def marked(prompt: Prompt) -> list[bool]:
+def marked(prompt: BuiltPrompt) -> list[bool]:
     """For each letter of the prompt, whether it belongs to the context."""
     marks = [False] * len(prompt.text)
     end = 0

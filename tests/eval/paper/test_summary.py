@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from eval.paper.summary import Row, Summary, compared_table, summarise, summary_table, to_json
+from eval.paper.summary import Summary, SummaryRow, compared_table, summarise, summary_table, to_json
 from eval.store.record import Failure, Record
 from tests.eval.store.made import measurement
 
 
-def _rows(summary: Summary) -> dict[str, Row]:
+def _rows(summary: Summary) -> dict[str, SummaryRow]:
     return {row.name: row for row in summary.rows}
 
 

@@ -11,7 +11,7 @@ import torch
 import lazyllm
 from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
 from eval.benchmarks.datasets import DATASETS, load_rows
-from eval.benchmarks.prompts import Prompt, build_prompt
+from eval.benchmarks.prompts import BuiltPrompt, build_prompt
 from eval.benchmarks.suite import Example
 from eval.run.evidence import evidence_computed, evidence_positions
 from eval.run.measure import Bench, Case
@@ -83,7 +83,7 @@ def test_of_all_tokens_it_is_what_the_counters_say(method: Method) -> None:
 
 def test_tokens_that_hold_some_of_the_evidence() -> None:
     spans = np.array([[0, 0], [0, 3], [3, 7], [7, 8], [8, 12], [12, 12]], dtype=np.int32)
-    prompt = Prompt("twelve chars", (1, 2, 3, 4, 5, 6), 6, False, "", spans=spans, evidence=((2, 4), (8, 9)))
+    prompt = BuiltPrompt("twelve chars", (1, 2, 3, 4, 5, 6), 6, False, "", spans=spans, evidence=((2, 4), (8, 9)))
     assert evidence_positions(prompt).tolist() == [1, 2, 4]
     assert evidence_positions(replace(prompt, evidence=())).tolist() == []
     assert evidence_positions(replace(prompt, spans=None)).tolist() == []

@@ -11,7 +11,7 @@ import torch
 
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS
-from eval.benchmarks.prompts import Prompt
+from eval.benchmarks.prompts import BuiltPrompt
 from eval.benchmarks.suite import Example
 from eval.run import measure
 from eval.run.measure import WARMUP_TOKENS, Bench, Case
@@ -57,7 +57,7 @@ def bench(paired: bool = True, chat: str = "none") -> Bench:
 
 def case(name: str, text: str = "text") -> Case:
     example = Example(name, "row", "", "context", ("Emilia is angry.",), (), 5, "en")
-    return Case(DATASETS[name], example, Prompt(text, (1, 2, 3, 4), 9, True, "abc"), METHOD, 40, (2,))
+    return Case(DATASETS[name], example, BuiltPrompt(text, (1, 2, 3, 4), 9, True, "abc"), METHOD, 40, (2,))
 
 
 @pytest.mark.parametrize("baseline_first", [True, False])
@@ -97,7 +97,7 @@ def test_unpaired_runs_the_method_only(calls) -> None:
 
 def test_methods_get_the_tokens_and_what_they_stand_for(calls) -> None:
     spans = np.array([[0, 0], [0, 1], [1, 3], [3, 4]], dtype=np.int32)
-    given = replace(case("qasper"), prompt=Prompt("text", (1, 2, 3, 4), 9, True, "abc", ((1, 3),), spans))
+    given = replace(case("qasper"), prompt=BuiltPrompt("text", (1, 2, 3, 4), 9, True, "abc", ((1, 3),), spans))
     bench().measure(given, True)
     bench().warm_up(given, 1)
     prompts = [call[1] for call in calls if len(call) == 3]

@@ -9,7 +9,7 @@ import pytest
 
 from lazyllm.bench import __main__ as bench
 from lazyllm.bench import measure_all
-from lazyllm.bench.cases import Case, Pair, Run, Untimed, read_reports
+from lazyllm.bench.cases import BenchCase, Pair, Run, Untimed, read_reports
 from lazyllm.bench.targets import TARGETS, table
 from scripts import bench_report
 
@@ -24,27 +24,27 @@ def run(ttft: float, steps: list[float], revived: list[int]) -> Run:
 
 # prefill 12 -> 8 s of an ideal 1.5; a step of 2 s that revives (0.5 s beyond the idle one, 8 FLOPs of 80 in 8 s), one
 # of 1.5 s that does not, against 1.5 s; 11.5 of 15 s in all
-LAZY = Case(
+LAZY = BenchCase(
     "paper", 2000, 3, 3, 1.5, 80, 120, [Pair(run(12, [1.5, 1.5], [0, 0]), run(8, [2.0, 1.5], [8, 0]))],
     untimed(300, kv=60, aux=14, waits=(0, 3), share=0.002), untimed(400),
 )  # fmt: skip
-KEEP = Case(
+KEEP = BenchCase(
     "keep1", 2000, 3, 0, 1.0, 120, 120, [Pair(run(12, [1.5, 1.5], [0, 0]), run(12.12, [1.5, 1.5], [0, 0]))],
     untimed(400), untimed(400),
 )  # fmt: skip
-HF = Case(
+HF = BenchCase(
     "hf", 2000, 3, 0, 1.0, 120, 120, [Pair(run(12, [1.5, 1.5], [0, 0]), run(12.5, [2.0], [0]))], None, untimed(400)
 )
 
 
-def report(*cases: Case) -> dict:
+def report(*cases: BenchCase) -> dict:
     return {
         "settings": {"shape": "llama-1b", "against": None}, "device": "a CPU", "cpu": "a CPU", "threads": 1,
         "commit": "abc", "versions": {"torch": "2", "cuda": None}, "cases": [asdict(case) for case in cases],
     }  # fmt: skip
 
 
-def rows(*cases: Case) -> dict[str, list[str]]:
+def rows(*cases: BenchCase) -> dict[str, list[str]]:
     lines = table([report(*cases)]).splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert len(cells) == len(TARGETS)
