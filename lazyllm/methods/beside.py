@@ -15,7 +15,7 @@ from lazyllm.engine.architecture import Layout, find_layout
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.devices import home_of
 from lazyllm.errors import UserError
-from lazyllm.models.load import load_tokenizer_of, load_weights
+from lazyllm.models.load import load_tokenizer_of, load_weights, shape_of
 from lazyllm.models.spec import ModelSpec
 
 _LOADED: WeakSet[Any] = WeakSet()
@@ -70,6 +70,12 @@ def read_beside(spec: ModelSpec, text: str, special_tokens: bool = True) -> Read
         text, add_special_tokens=special_tokens, return_offsets_mapping=True, truncation=False, verbose=False
     )
     return Reading(own["input_ids"], own["offset_mapping"])
+
+
+@lru_cache(maxsize=2)
+def config_beside(spec: ModelSpec) -> Any:
+    """The config of the model of a spec; every prompt asks for it. Raises UserError."""
+    return shape_of(spec)
 
 
 @lru_cache(maxsize=2)

@@ -176,6 +176,6 @@ class SpecPrefill(Select):
         return {0, max(0, n - self.chunk) // self.chunk, (n - 1) // self.chunk} if self.sound else set()
 
     def _draft_config(self, config: Any) -> Any:
-        from lazyllm.models.load import shape_of
+        from lazyllm.methods.beside import config_beside
 
-        return next((shape_of(spec) for spec in self.models()), config)
+        return next(map(config_beside, self.models()), config)

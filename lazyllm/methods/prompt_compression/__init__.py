@@ -136,9 +136,9 @@ class PromptCompression(Select):
         return stays.nonzero()[0]
 
     def _scorer_config(self, config: Any) -> Any:
-        from lazyllm.models.load import shape_of
+        from lazyllm.methods.beside import config_beside
 
-        return next((shape_of(spec) for spec in self.models()), config)
+        return next(map(config_beside, self.models()), config)
 
     def _units(self, prompt: Prompt, may_go: np.ndarray) -> np.ndarray:
         """[c] the unit of each droppable token, numbered in order."""
