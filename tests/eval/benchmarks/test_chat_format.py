@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from datetime import date
 from typing import Any
 
 import pytest
+from jinja2 import Environment
 
 from eval.benchmarks.chat_format import CHAT_FORMATS, chat_format, post_process
 from eval.benchmarks.prompts import Message, build_prompt, wrap_tokens
 from eval.benchmarks.suite import Turn
+from eval.run.config import chat_of, compose_config, register_schema, to_run_config
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
+from lazyllm.models.presets import PRESETS
 from lazyllm.models.spec import ModelSpec
 from tests.eval.benchmarks.test_prompts import ROW
 
@@ -35,7 +39,28 @@ TEMPLATES = {
     "'/no_think' }}" + TURNS + ASK,
     "gemma": "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     + TURNS + ASK,
-    "mistral": "{{ bos_token }}[INST] {{ messages[-1]['content'] }}[/INST]",
+    "mistral": "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}"
+    "[INST] {{ m['content'] }}[/INST]{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}",
+    "qwen2.5": "{% if messages[0]['role'] != 'system' %}<im>system\nYou help.</im>\n{% endif %}{% for m in messages %}"
+    "{{ '<im>' + m['role'] + '\n' + m['content'] + '</im>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<im>assistant\n' }}{% endif %}",
+    "phi3.5": "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
+    "phi4": "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% else %}{{ eos_token }}{% endif %}",
+    "olmo2": "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% if not (loop.last and m['role'] == 'assistant') %}"
+    "{{ '\n' }}{% endif %}{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}",
+}  # fmt: skip
+FORGETS = "{{ bos_token }}[INST] {{ messages[-1]['content'] }}[/INST]"
+# Preset -> the template above that works like its own
+KINDS = {
+    "llama3.1-8b": "llama3.1", "llama3.2-1b": "llama3.2", "llama3.2-3b": "llama3.2", "qwen3-0.6b": "qwen3",
+    "qwen3-1.7b": "qwen3", "qwen3-4b": "qwen3", "qwen3-8b": "qwen3", "qwen3-14b": "qwen3", "qwen2.5-7b": "qwen2.5",
+    "mistral-7b": "mistral", "mistral-nemo": "mistral", "phi3.5-mini": "phi3.5", "phi4-mini": "phi4",
+    "gemma2-9b": "gemma", "gemma3-1b": "gemma", "olmo2-7b": "olmo2", "smollm3-3b": "smollm3",
+    "granite3.3-8b": "granite",
 }  # fmt: skip
 READ_THE_CLOCK = {"llama3.1", "llama3.2", "granite", "smollm3"}  # or are told the date
 
@@ -47,7 +72,7 @@ def template(request) -> str:
 
 def tokenizer_with(template: str | None) -> Any:
     tokenizer: Any = load_tokenizer_of(ModelSpec("tiny"))
-    tokenizer.chat_template = TEMPLATES.get(template or "")
+    tokenizer.chat_template = TEMPLATES.get(template or "", template)
     return tokenizer
 
 
@@ -66,7 +91,24 @@ def test_a_prompt_is_the_same_tomorrow(template: str, monkeypatch) -> None:
     assert (text_of(template, today="2025-12-31") != today) == (template in READ_THE_CLOCK)
 
 
-@pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "mistral"])
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("tiny", "coder")])
+def test_a_presets_prompt_is_the_templates_own(preset: str) -> None:
+    """As the template writes it for the preset's settings: without thoughts, on the day of its own fallback."""
+    register_schema()
+    chat = chat_of(to_run_config(compose_config([f"model={preset}"])))
+    assert chat.from_tokenizer == (preset in KINDS)
+    if preset not in KINDS:  # LongBench's own formats
+        return
+    tokenizer = tokenizer_with(KINDS[preset])
+    messages = [{"role": "user", "content": "Who?"}]
+    asked = {"enable_thinking": False, "date_string": "26 Jul 2024", "strftime_now": date(2024, 7, 26).strftime}
+    template = Environment(trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATES[KINDS[preset]])
+    tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    expected = template.render(messages=messages, add_generation_prompt=True, **tokens, **asked)
+    assert build_prompt(ROW, "{input}", tokenizer, chat=chat).text == expected
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_a_later_turn_is_what_the_template_writes_behind_the_answer(template: str) -> None:
     tokenizer, row = (
         tokenizer_with(template),
@@ -86,7 +128,7 @@ def test_a_later_turn_is_what_the_template_writes_behind_the_answer(template: st
 
 def test_a_template_without_earlier_answers_has_no_later_turns() -> None:
     with pytest.raises(UserError, match="leaves earlier answers out"):
-        build_prompt(replace(ROW, turns=(Turn("Why?", ()),)), "", tokenizer_with("mistral"), chat=chat_format("auto"))
+        build_prompt(replace(ROW, turns=(Turn("Why?", ()),)), "", tokenizer_with(FORGETS), chat=chat_format("auto"))
 
 
 def test_what_follows_an_answer_changes_no_hash_of_rows() -> None:
