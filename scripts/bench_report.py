@@ -139,10 +139,19 @@ def page_of_turns(reports: Sequence[dict[str, Any]]) -> str:
             "second turn follows the prompt and one answer token. Its FLOPs are those of the tokens that it computes, "
             "revived ones included. Medians over rounds of all methods. With one CPU thread, seconds are the process's "
             "CPU time.",
-            table_of_turns([case for report in reports for case in turn_cases_of(report)]),
-            *(_measured_with(report) for report in reports),
+            *(part for report in reports for part in _section_of_turns(report)),
         ]
     )
+
+
+def _section_of_turns(report: dict[str, Any]) -> list[str]:
+    """One file's heading, table and facts: another dtype has another rate."""
+    settings = report["settings"]
+    return [
+        f"## {settings['shape']}, {settings['dtype']}",
+        table_of_turns(turn_cases_of(report)),
+        _measured_with(report),
+    ]
 
 
 def page(reports: Sequence[dict[str, Any]], has_picture: bool) -> str:
