@@ -345,6 +345,7 @@ def test_phrases_are_units(monkeypatch) -> None:
         starts = [match for match in range(len(text)) if match == 0 or (text[match - 1] == " " != text[match])]
         return starts[::2]
 
+    monkeypatch.setattr(module, "check_spacy", lambda: None)
     monkeypatch.setattr(module, "load_splitter", lambda unit: {"phrase": pairs}[unit])
     text = "one two three four five six seven eight end"
     prompt = text_prompt(text, ((0, text.index(" end")),))
