@@ -266,7 +266,7 @@ def test_bad_settings_are_refused(make: Callable[[], Method], message: str) -> N
 def test_what_does_not_fit_the_model_is_refused_before_it_loads(drafts: Path) -> None:
     config = random_variant("llama", 0).config
     for method in (GemFilter(5), FastKV(5), CLAA(5), ASL(5)):
-        with pytest.raises(ValueError, match="(layer|first)=5, but the model has only 4 layers"):
+        with pytest.raises(ValueError, match=r"(layer|first)=5, but the model has only 4 layers"):
             method.check(config)
     for name, message, own in (
         ("vocabulary", "has 64 tokens in its vocabulary, the model 97", {"vocab_size": 64}),
