@@ -64,21 +64,23 @@ def expected_runs(arguments: Sequence[str]) -> list[Expected]:
 
     A refused job is listed with its reason. Raises UserError for arguments that make no sweep.
     """
-    register_schema()
-    overrides = [argument for argument in arguments if not argument.startswith(("hydra/", "hydra."))]
-    check_arguments(overrides)
     expected: dict[str, Expected] = {}
-    for job in jobs_of(overrides):
+    for job in jobs_of(arguments):
         for run in _runs_of(job):
             expected.setdefault(json.dumps([run.identity or run.name, run.refused], sort_keys=True), run)
     return list(expected.values())
 
 
-def jobs_of(overrides: Sequence[str]) -> list[list[str]]:
-    """The overrides of each of the sweep's jobs."""
+def jobs_of(arguments: Sequence[str]) -> list[list[str]]:
+    """The overrides of each job of a run or a sweep. Raises UserError for arguments that neither takes."""
+    register_schema()
+    overrides = [
+        word for word in arguments if not word.startswith(("hydra/", "hydra.")) and word not in ("-m", "--multirun")
+    ]
+    check_arguments(overrides)
     parser = OverridesParser.create()
     try:
-        parsed = parser.parse_overrides(list(overrides))
+        parsed = parser.parse_overrides(overrides)
         fixed = [override.input_line or "" for override in parsed if not override.is_sweep_override()]
         with initialize_config_dir(str(CONF), version_base="1.3"):
             swept = compose("config", fixed, return_hydra_config=True).hydra.sweeper.params or {}

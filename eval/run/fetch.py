@@ -14,13 +14,11 @@ from collections.abc import Iterator, Sequence
 from eval.run.config import (
     RunConfig,
     build_method,
-    check_arguments,
     compose_config,
     data_settings,
     datasets_of,
     methods_of,
     model_spec,
-    register_schema,
     to_run_config,
 )
 from lazyllm.models.spec import ModelSpec
@@ -33,12 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     from eval.run.expect import jobs_of
 
-    register_schema()
-    overrides = [
-        word for word in arguments if not word.startswith(("hydra/", "hydra.")) and word not in ("-m", "--multirun")
-    ]
-    check_arguments(overrides)
-    lines = (line for job in jobs_of(overrides) for line in fetched(to_run_config(compose_config(job))))
+    lines = (line for job in jobs_of(arguments) for line in fetched(to_run_config(compose_config(job))))
     seen: set[str] = set()
     for line in lines:
         if line not in seen:

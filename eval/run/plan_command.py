@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval.run.config import check_arguments, compose_config, methods_of, register_schema, to_run_config
+from eval.run.config import compose_config, methods_of, to_run_config
 from eval.run.cost import CPU, GPUS
 from eval.run.speedup_targets import OutOfReachError
 from lazyllm.errors import UserError
@@ -44,10 +44,8 @@ def bills(arguments: Sequence[str], gpu: str | None, runs: Path) -> list[Bill]:
     from eval.run.bill import bill, name_of
     from eval.run.expect import jobs_of
 
-    register_schema()
-    overrides = [argument for argument in arguments if not argument.startswith(("hydra/", "hydra.", "shard="))]
-    check_arguments(overrides)
-    configs = [to_run_config(compose_config(job)) for job in jobs_of(overrides)]
+    whole = [argument for argument in arguments if not argument.startswith("shard=")]
+    configs = [to_run_config(compose_config(job)) for job in jobs_of(whole)]
     bills = []
     for config in configs:
         for method in methods_of(config):
