@@ -182,7 +182,7 @@ def register_schema(schema: type[RunConfig] = RunConfig) -> None:
     """Register the schema with Hydra, which then refuses unknown keys and values of another type.
 
     Also registers `${keys:${compare}}`, the labels of a mapping as a sweep's choices, and a config for each method of
-    an installed package. A method that cannot be used is refused only if it is chosen (`check_choice`).
+    an installed package. A method that cannot be used is refused only if it is chosen (`check_arguments`).
     """
     OmegaConf.register_new_resolver("keys", lambda mapping: ",".join(mapping), replace=True)
     ConfigStore.instance().store(name="schema", node=schema)
@@ -251,13 +251,20 @@ def check_arguments(arguments: Sequence[str], schema: type[RunConfig] = RunConfi
     arguments: the command line without the program's name. `+compare.NAME={...}` adds a method to an experiment.
     """
     check_launcher(arguments)
-    check_choice(arguments)
+    methods = [
+        name
+        for argument in arguments
+        if argument.startswith("method=")
+        for name in argument.partition("=")[2].split(",")
+    ]
+    for name in methods:
+        if name in known():
+            _defaults(name)  # of an installed package's method that cannot be used, Hydra would call the keys unknown
     overrides = [argument for argument in arguments if not argument.startswith("-")]
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
         raise one_line(error) from error
-    methods = [name for argument in arguments if argument.startswith("method=") for name in _choices(argument)]
     for override in parsed:
         _check_key(override.key_or_group, methods or ["lazy"], schema)
 
@@ -290,21 +297,6 @@ def _keys_of(node: Any) -> Iterator[str]:
         yield item.name
         if is_dataclass(value):
             yield from (f"{item.name}.{key}" for key in _keys_of(value))
-
-
-def _choices(argument: str) -> list[str]:
-    return argument.partition("=")[2].split(",")
-
-
-def check_choice(arguments: Sequence[str]) -> None:
-    """Refuse an installed package's method that cannot be used; Hydra would call its keys unknown. Raises UserError.
-
-    arguments: the command line without the program's name.
-    """
-    for argument in arguments:
-        for name in _choices(argument) if argument.startswith("method=") else ():
-            if name in known():
-                _defaults(name)
 
 
 def check_launcher(arguments: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException
 
 import lazyllm
-from eval.run.config import canonical, check_choice, register_schema, to_run_config
+from eval.run.config import canonical, check_arguments, register_schema, to_run_config
 from eval.run.plan import identify
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
@@ -98,11 +98,11 @@ def test_what_cannot_be_used_is_refused_when_it_is_asked_for_and_not_before(
     installed: Path, name: str, message: str
 ) -> None:
     assert config_of("method=static_pruning").method["name"] == "static_pruning"
-    check_choice(["method=keep_last", "method.layer=3"])
+    check_arguments(["method=keep_last", "method.layer=3"])
     with pytest.raises(UserError, match=message):
-        check_choice([f"method={name}", "method.anything=1"])
+        check_arguments([f"method={name}", "method.anything=1"])
     with pytest.raises(UserError, match=message):
-        check_choice([f"method=baseline,{name}", "-m"])
+        check_arguments([f"method=baseline,{name}", "-m"])
     if name != "odd_default":  # which only a config cannot hold
         with pytest.raises(UserError, match=message):
             make(name)
