@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from eval.run.measure import Bench, Case
 from eval.run.plan import Plan, prepare
 from eval.store.folder import RunStore, fingerprint
 from eval.tune.findings import report
-from eval.tune.settings import TuneConfig, as_run, plain_config
+from eval.tune.settings import TuneConfig, as_run
 from eval.tune.space import Candidate, Ideal, Space, references, with_schedule
 from eval.tune.study import Scored, TrialFailed, open_study, search
 from lazyllm.errors import UserError, reason_of
@@ -52,7 +52,7 @@ def tune(config: TuneConfig) -> Path:
     beside = references(space, ideal, config.target_speedup)
     identity = study_identity(config, plan)
     folder = Path(config.out) if config.out else Path("studies") / _folder_name(config, plan, identity)
-    about = {"config": plain_config(config), "provenance": plan.about["provenance"], "split": RULE}
+    about = {"config": asdict(config), "provenance": plan.about["provenance"], "split": RULE}
     with open_study(
         folder,
         identity,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from eval.run.config import RunConfig, to_run_config
 from lazyllm.errors import UserError
@@ -76,10 +76,3 @@ def check_installed() -> None:
         raise UserError(
             "the search needs the package optuna: run pip install --editable '.[tune]' in the repository's folder"
         ) from error
-
-
-def plain_config(config: TuneConfig) -> dict[str, Any]:
-    """The config with JSON's types."""
-    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
