@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from lazyllm.bench.cases import BenchCase, Pair
 
 
@@ -19,9 +21,7 @@ def table(cases: Sequence[BenchCase]) -> str:
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """(first quartile, median, third quartile)."""
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
     return low, middle, high
 
 
