@@ -23,7 +23,8 @@ from eval.benchmarks.split import HELD_OUT, RULE
 from eval.paper.figures.front import plot_front
 from eval.paper.figures.style import save
 from eval.paper.summary import summarise
-from eval.paper.table import cell, markdown_lines
+from eval.paper.table import markdown_lines
+from eval.paper.tables.cells import shown
 from eval.run import provenance
 from eval.run.config import TimingConfig
 from eval.run.loop import console, run
@@ -221,14 +222,10 @@ def _markdown(table: pd.DataFrame, title: str, config: TuneConfig, study: Study)
 
 
 def _cells(row: Any) -> list[str]:
-    def shown(column: str, digits: int = 2) -> str:
-        return (
-            "-" if math.isnan(row[column]) else cell(row[column], row[f"{column}_low"], row[f"{column}_high"], digits)
-        )
-
     schedule = ", ".join(f"{layer}: {ratio:g}" for layer, ratio in json.loads(row["schedule"]).items())
     tuning = "-" if math.isnan(row["tuning_score"]) else f"{row['tuning_score']:.2f}"
-    return [row["kind"], f"{{{schedule}}}", f"{row['ideal_speedup']:.2f}", tuning, *map(shown, _HELD_OUT)]
+    held_out = [shown(row, column, 2, missing="-") for column in _HELD_OUT]
+    return [row["kind"], f"{{{schedule}}}", f"{row['ideal_speedup']:.2f}", tuning, *held_out]
 
 
 def _verdicts(finalists: Any) -> list[str]:
