@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +74,8 @@ def grid(
     if all have one.
     """
     headings = [str(column) for column in cells.columns]
-    texts = [[_text(value) for value in cells.iloc[:, index]] for index in range(len(headings))]
+    filled = cells.astype(object).where(cells.notna(), "")
+    texts = [[str(value) for value in filled.iloc[:, index]] for index in range(len(headings))]
     known = len(headings) if keys is None else keys
     columns = [
         Column(heading, index >= known or _is_numeric(column))
@@ -96,10 +96,6 @@ def grid(
         filtered=None if filtered is None else headings.index(filtered),
         without_run=tuple(row for row, has in zip(rows, there, strict=True) if not has),
     )
-
-
-def _text(value: object) -> str:
-    return "" if value is None or (isinstance(value, float) and math.isnan(value)) else str(value)
 
 
 def _is_numeric(texts: Sequence[str]) -> bool:
