@@ -26,7 +26,6 @@ from eval.run.config import (
     build_method,
     canonical,
     chat_of,
-    check_method,
     data_settings,
     datasets_of,
     model_spec,
@@ -141,7 +140,6 @@ def prepare(config: RunConfig) -> Plan:
 
 def identify(config: RunConfig) -> Identified:
     """The run of a config, without its prompts. Raises UserError."""
-    check_method(config.method)
     devices = devices_in_use(model_spec(config))
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
     model_config = check_loading(model_spec(config))
