@@ -109,19 +109,15 @@ def check_memory(gpu: Gpu | None, gigabytes: float) -> Finding:
 
 def check_disk(gigabytes: float) -> Finding:
     """gigabytes: of the files to download."""
-    folder = hub_cache()
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(HF_HUB_CACHE)
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free / 1e9
     if free < gigabytes + DATA_GB:
         says = f"{free:.1f} GB free in {existing}, {gigabytes + DATA_GB:.0f} GB needed"
         return Finding("disk", MISSING, f"{says}: export HF_HOME=FOLDER_ON_A_LARGER_DISK")
     return Finding("disk", OK, f"{free:.0f} GB free in {existing}")
-
-
-def hub_cache() -> Path:
-    """The folder of the hub's cache."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
 
 
 def check_flash_attention(gpu: Gpu | None) -> Finding:
