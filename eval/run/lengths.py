@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import groupby
 from statistics import NormalDist
 from typing import TYPE_CHECKING
@@ -45,33 +44,29 @@ class Lengths:
     guessed: str | None = None
 
 
+_KNOWN: dict[str, tuple[Lengths, ...]] = {}  # by config: the jobs of a sweep share their prompts
+
+
 def lengths_of(config: RunConfig) -> tuple[Lengths, ...]:
     """The lengths of a run's datasets. Raises UserError if they can be neither counted nor guessed."""
     here = replace(config.model, device="cpu", quantise=None, device_map=None)  # the machine that plans may be another
-    return _lengths_of(_ByContent(replace(config, model=here, method={"name": "baseline"}, compare={}, only=None)))
+    any_method = replace(config, model=here, method={"name": "baseline"}, compare={}, only=None)
+    key = repr(any_method)
+    if key not in _KNOWN:
+        _KNOWN[key] = _lengths_of(any_method)
+    return _KNOWN[key]
 
 
-@dataclass(frozen=True)
-class _ByContent:
-    """A config as a cache key, so that the jobs of a sweep share their prompts."""
-
-    config: RunConfig
-
-    def __hash__(self) -> int:
-        return hash(repr(self.config))
-
-
-@lru_cache(maxsize=16)
-def _lengths_of(key: _ByContent) -> tuple[Lengths, ...]:
+def _lengths_of(config: RunConfig) -> tuple[Lengths, ...]:
     from eval.run.plan import prepare
 
     try:
-        cases = prepare(key.config).cases
+        cases = prepare(config).cases
     except UserError as error:
-        datasets = datasets_of(key.config)
+        datasets = datasets_of(config)
         if any(dataset.name not in _LONGBENCH for dataset in datasets):
             raise
-        return tuple(_guess(key.config, dataset, datasets, str(error)) for dataset in datasets)
+        return tuple(_guess(config, dataset, datasets, str(error)) for dataset in datasets)
     grouped = [list(group) for _, group in groupby(cases, lambda case: case.dataset)]
     return tuple(Lengths(group[0].dataset, _counted(group), group[0].max_new_tokens) for group in grouped)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from pandas import DataFrame
 
 import lazyllm
 from eval.benchmarks import SUITES
-from eval.run import lengths as lengths_module
 from eval.run.bill import Bill, Setup, bill
 from eval.run.config import compose_config, register_schema, to_run_config
 from eval.run.cost import GPUS, memory, parameters_of, turn_work, weight_bytes, work
@@ -182,14 +180,14 @@ def test_llama_2_by_hand() -> None:
     assert one.step_s(l4) == pytest.approx(one.step_bytes / (0.3e12 * 0.6))
 
 
-def offline(monkeypatch, **changes: Any) -> None:
+def offline(monkeypatch) -> None:
     """As on a machine without the checkpoint's tokenizer."""
 
     def refuse(config: object) -> None:
         raise UserError("it is not in the hub's cache (and more)")
 
     monkeypatch.setattr("eval.run.plan.prepare", refuse)
-    lengths_module._lengths_of.cache_clear()
+    monkeypatch.setattr("eval.run.lengths._KNOWN", {})
 
 
 def test_longbench_is_guessed_where_it_is_not(monkeypatch) -> None:
@@ -220,7 +218,6 @@ def test_a_sweeps_jobs_and_what_was_assumed(monkeypatch, tmp_path: Path) -> None
     assert "not corrected by stored runs" in text
     assert "does not fit into 24 GB: try model.quantise=int8" in text  # Llama 3.1 8B at 39,000 tokens
     assert len(bills([*sweep, "shard=1/2,2/2"], "l4", tmp_path)) == 16
-    lengths_module._lengths_of.cache_clear()
 
 
 def test_a_draft_is_in_the_memory_and_needs_no_checkpoint(monkeypatch, tmp_path: Path) -> None:
@@ -235,7 +232,6 @@ def test_a_draft_is_in_the_memory_and_needs_no_checkpoint(monkeypatch, tmp_path:
     # 1.2 of 8.0 billion weights read the prompt instead of all
     assert drafted.petaflops < 0.6 * own.petaflops
     assert "GB (weights 16.1, beside " in as_text([drafted], "h100")
-    lengths_module._lengths_of.cache_clear()
 
 
 def test_a_draft_on_the_host_stays_there_while_the_baseline_runs(tmp_path: Path) -> None:
