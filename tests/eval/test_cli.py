@@ -37,9 +37,9 @@ print(json.dumps(found))
 COMMANDS = {
     "--help": (0, "usage: lazyllm-bench VERB"),
     "run --help": (0, "max_new_tokens: null"),
-    "run modl=tiny": (2, "error: unknown key modl: did you mean model?"),
-    "run +foo=1": (2, "error: unknown key foo"),
-    "run model=lama2": (2, "error: model=lama2: did you mean llama2?"),
+    "run modl=tiny": (2, "error: unknown key modl: did you mean model? Known are model, method, dataset"),
+    "run +foo=1": (2, "error: unknown key foo: known are model, method"),
+    "run model=lama2": (2, "error: model=lama2: did you mean llama2? expected one of coder"),
     "run method=nosuch": (2, "error: method=nosuch: expected one of asl, baseline"),
     "run method=random_drop method.keep=1.5": (2, "error: method 'random_drop': keep lies in (0, 1], got 1.5"),
     "run method.schedule={2:1.5}": (2, "error: method 'lazy': the keep ratio after layer 2 lies in (0, 1], got 1.5"),

@@ -136,9 +136,7 @@ def test_the_method_that_is_meant(overrides: list[str], method: object) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        # unknown keys and choices, with the nearest known one
-        (["modl=tiny"], "unknown key modl: did you mean model? Known are model, method, dataset"),
-        (["+foo=1"], "unknown key foo: known are model, method"),
+        # unknown keys and choices, with the nearest known one; more of them in tests/eval/test_cli.py
         (["++limits=1"], "unknown key limits: did you mean limit?"),
         (["~limt"], "unknown key limt: did you mean limit?"),
         (["model.nam=tiny"], "unknown key model.nam: did you mean model.name?"),
@@ -147,7 +145,6 @@ def test_the_method_that_is_meant(overrides: list[str], method: object) -> None:
         (["method=random_drop", "method.kep=0.5"], "unknown key kep of method random_drop: did you mean keep?"),
         (["+method.keep=0.5"], "unknown key keep of method lazy"),
         (["dataset=nosuch"], "dataset=nosuch: expected one of 2wikimqa, 2wikimqa_e, all"),
-        (["model=lama2"], "model=lama2: did you mean llama2? expected one of coder"),
         (["method=nosuch", "method.x=1"], "method=nosuch: expected one of asl, baseline"),
         (["hydra.launcher.n_jobs=2"], "configures the jobs of a sweep: give -m too"),
         (["method.schedule={2:"], "no viable alternative at input '{2:'"),
@@ -166,7 +163,6 @@ def test_the_method_that_is_meant(overrides: list[str], method: object) -> None:
         (["model.chat_arg={a: 1}"], "unknown key model.chat_arg: did you mean model.chat_args?"),
         (["model.paper=llama3"], "model.paper=llama3: expected null or llama2 or xgen"),
         (["data.on_error=ignore"], "data.on_error=ignore: expected raise or skip"),
-        (["data.dir=nowhere"], "data.dir=nowhere: expected an existing folder"),
         (["timing.warmup=-1"], "timing.warmup=-1: expected 0 or more"),
         (["limit=0"], "limit=0: expected 1 or more, or null"),
         (["sample=0"], "sample=0"),

@@ -143,8 +143,6 @@ def test_second_turns_on_the_command_line(tmp_path, capsys) -> None:
     bench_report.main([str(tmp_path)])
     assert "| keep1 | 20 | 5 |" in (tmp_path / "README.md").read_text()
     assert "| transformers | 20 | 3 |" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="--turn times rounds with transformers"):
-        main([*f"{SHAPE} --turn 3 --field".split()])
 
 
 def test_steered_sessions_revive_as_planned() -> None:
@@ -246,8 +244,6 @@ def test_the_command_line(tmp_path, capsys) -> None:
     assert hf["untimed"] is None
     assert shown.count("TTFT speedup") == 4
     assert [(case["boundaries"], case["new_tokens"]) for case in (paper, keeping, hf)] == [(3, 11), (0, 11), (0, 11)]
-    with pytest.raises(SystemExit, match="error: --shape is one of"):
-        main(["--shape", "nothing"])
 
 
 def test_long_prompts_are_sampled_once(tmp_path, capsys) -> None:
@@ -258,9 +254,8 @@ def test_long_prompts_are_sampled_once(tmp_path, capsys) -> None:
     assert pair["other"]["ttft_s"] == case["untimed"]["prefill_s"]
     assert pair["baseline"]["ttft_s"] == case["baseline_untimed"]["prefill_s"]
     assert "TTFT speedup" in capsys.readouterr().out
-    for more in ("--new-tokens 2", "--new-tokens 1 --against hf"):
-        with pytest.raises(SystemExit, match="--repeats 0 is one prefill"):
-            main(f"{SHAPE} --tokens 20 --repeats 0 {more}".split())
+    with pytest.raises(SystemExit, match="--repeats 0 is one prefill"):
+        main(f"{SHAPE} --tokens 20 --repeats 0 --new-tokens 1 --against hf".split())
 
 
 def test_the_whole_field(tmp_path, capsys) -> None:
