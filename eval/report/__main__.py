@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ LARGE_MB = 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, or 2 with one message on stderr if there is no page to make."""
+    """The command line; returns 0. Raises UserError if there is no page to make."""
     parser = argparse.ArgumentParser(prog="lazyllm-bench report", description=(__doc__ or "").partition(":")[0])
     add_choice(parser)
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: report.html)")
@@ -23,17 +22,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--records", type=_at_least_one, metavar="N", help="show the first N records of each run and dataset only"
     )
     options = parser.parse_args(argv)
-    try:
-        results = Results.read(options.runs, options.where, options.newest)
-        from eval.paper.figures import FIGURES  # not at the top: slow to import
-        from eval.paper.tables import TABLES
-        from eval.report.page import render
+    results = Results.read(options.runs, options.where, options.newest)
+    from eval.paper.figures import FIGURES  # not at the top: slow to import
+    from eval.paper.tables import TABLES
+    from eval.report.page import render
 
-        page = render(results, TABLES, FIGURES, options.records)
-        write_whole(options.out, page)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    page = render(results, TABLES, FIGURES, options.records)
+    write_whole(options.out, page)
     size = len(page.encode()) / 1e6
     print(f"{options.out} ({size:.1f} MB): open it in a browser; it needs no other file")
     if size > LARGE_MB:
@@ -45,7 +40,3 @@ def _at_least_one(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {text}")
     return int(text)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -47,7 +47,7 @@ def render(
     """The page of some runs.
 
     tables, figures: by name, like `eval.paper.tables.TABLES` and `eval.paper.figures.FIGURES`. most: number of records
-    shown for each run and dataset, None for all. Raises ValueError if a trace cannot be read.
+    shown for each run and dataset, None for all. Raises UserError if a trace cannot be read.
     """
     runs = results.runs
     common, differing = overview.provenance(runs)

@@ -15,7 +15,7 @@ from eval.store.trace import Trace, read_trace
 
 
 def embed_traces(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
-    """All traces of the runs. Raises ValueError if a file is not a trace."""
+    """All traces of the runs. Raises UserError if a file is not a trace."""
     return [{**embed_run(run), **embed_trace(read_trace(file))} for run in runs for file in run.traces]
 
 

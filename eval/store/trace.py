@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lazyllm.errors import UserError
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -50,8 +52,8 @@ class Trace:
 
 
 def read_trace(file: Path) -> Trace:
-    """The trace in a file. Raises ValueError if it is not a trace."""
+    """The trace in a file. Raises UserError if it is not a trace."""
     try:
         return Trace.from_json(file.read_text(encoding="utf-8"))
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{file}: not a trace ({type(error).__name__}: {error})") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file}: not a trace ({type(error).__name__}: {error})") from error

@@ -15,6 +15,7 @@ import pytest
 
 import eval.report
 import lazyllm
+from eval import cli
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt
 from eval.paper.figures import Figure
@@ -426,11 +427,11 @@ def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: Any) -> None:
-    assert command.main([str(tmp_path / "none")]) == 2
+    assert cli.main(["report", str(tmp_path / "none")]) == 2
     assert "no such folder" in capsys.readouterr().err
     make_runs(tmp_path / "runs")
     (tmp_path / "runs" / "lazy" / "traces" / "two.json").write_text("{}")
-    assert command.main([str(tmp_path / "runs"), "--out", str(tmp_path / "page.html")]) == 2
+    assert cli.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html")]) == 2
     assert "two.json: not a trace" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
     for number in ("0", "-1", "many"):
