@@ -73,7 +73,7 @@ def side(setup: Setup, settings: dict[str, Any], lengths: Lengths, warm_ups: int
     new = found.answers.get((name, lengths.dataset.name), float(lengths.max_new_tokens))
     works = [part for row in lengths.rows for part in _works(setup, method, row, round(new))]
     longest = max(sum(row) + (len(row) - 1) * lengths.max_new_tokens for row in lengths.rows)
-    ttft, step = (found.of(factors, name) for factors in (found.ttft, found.step))
+    ttft, step = (found.of(name, kind) for kind in ("ttft", "step"))
     rounds = [(answer, new - 1) for answer in works] + [(works[0], WARM_UP_STEPS)] * warm_ups
     return Side(
         flops=sum(answer.prefill_flops + (new - 1) * answer.step_flops for answer in works),

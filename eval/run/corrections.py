@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,18 @@ from lazyllm.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Corrections:
-    """Measured over assumed seconds by method: of the first token, and of a decoding step.
+    """seconds: measured over assumed, by (method, "ttft" or "step" for a decoding step).
 
     answers: mean answer tokens by (method, dataset). runs: number of runs read.
     """
 
-    ttft: Mapping[str, float] = field(default_factory=dict)
-    step: Mapping[str, float] = field(default_factory=dict)
-    answers: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    runs: int = 0
+    seconds: Mapping[tuple[str, str], float]
+    answers: Mapping[tuple[str, str], float]
+    runs: int
 
-    def of(self, factors: Mapping[str, float], method: str) -> float:
+    def of(self, method: str, kind: str) -> float:
         """The method's factor; the baseline's if the method has not run; 1 if neither has."""
-        return factors.get(method, factors.get("baseline", 1.0))
+        return self.seconds.get((method, kind), self.seconds.get(("baseline", kind), 1.0))
 
 
 def read_corrections(
@@ -48,43 +47,30 @@ def read_corrections(
     ]
     seconds: dict[tuple[str, str], list[tuple[float, float]]] = {}
     generated: dict[tuple[str, str], list[float]] = {}
-    for run in runs:
-        for name, row in _measured(run):
-            generated.setdefault((name, row["dataset"]), []).append(row["generated"])
+    for run, name, prefix in _sides(runs):
+        for row in run.examples.to_dict("records"):
+            tokens = int(row[f"{prefix}generated_tokens"])
+            generated.setdefault((name, row["dataset"]), []).append(tokens)
             if row["turn"] > 1:  # rates are those of first turns
                 continue
             method = _method_of(run, row["dataset"]) if name != "baseline" else Baseline()
-            assumed = work(config, spec, method, int(row["n"]), int(row["generated"]), weights)
-            seconds.setdefault((name, "ttft"), []).append((row["ttft_s"], assumed.ttft_s(device)))
-            if row["generated"] > 1:
-                seconds.setdefault((name, "step"), []).append((row["step_s"], assumed.step_s(device)))
-    ratio = {key: sum(a for a, _ in pairs) / sum(b for _, b in pairs) for key, pairs in seconds.items()}
+            assumed = work(config, spec, method, int(row["prompt_tokens"]), tokens, weights)
+            seconds.setdefault((name, "ttft"), []).append((row[f"{prefix}ttft_s"], assumed.ttft_s(device)))
+            if tokens > 1:
+                seconds.setdefault((name, "step"), []).append((row[f"{prefix}step_s"], assumed.step_s(device)))
     return Corrections(
-        {name: value for (name, kind), value in ratio.items() if kind == "ttft"},
-        {name: value for (name, kind), value in ratio.items() if kind == "step"},
+        {key: sum(a for a, _ in pairs) / sum(b for _, b in pairs) for key, pairs in seconds.items()},
         {key: sum(counts) / len(counts) for key, counts in generated.items()},
         len(runs),
     )
 
 
-def _measured(run: StoredRun) -> Iterable[tuple[str, dict[str, Any]]]:
-    """(method, its measurements) of each turn, the paired baselines included."""
-    sides = [("", run.method)]
-    if run.method != "baseline" and run.identity["paired"]:
-        sides.append(("baseline_", "baseline"))
-    for _, row in run.examples.iterrows():
-        for prefix, name in sides:
-            yield (
-                name,
-                {
-                    "dataset": row["dataset"],
-                    "turn": row["turn"],
-                    "n": row["prompt_tokens"],
-                    "ttft_s": row[f"{prefix}ttft_s"],
-                    "step_s": row[f"{prefix}step_s"],
-                    "generated": row[f"{prefix}generated_tokens"],
-                },
-            )
+def _sides(runs: Iterable[StoredRun]) -> Iterator[tuple[StoredRun, str, str]]:
+    """(run, method, prefix of its columns) of each run's method, and of its paired baseline."""
+    for run in runs:
+        yield run, run.method, ""
+        if run.method != "baseline" and run.identity["paired"]:
+            yield run, "baseline", "baseline_"
 
 
 def _method_of(run: StoredRun, dataset: str) -> Any:
