@@ -44,18 +44,17 @@ _NAMES = {
 }
 
 
-def mechanism_frame(trace: Trace, steps: int = STEPS, tokens: range | None = None) -> pd.DataFrame:
+def mechanism_frame(trace: Trace) -> pd.DataFrame:
     """One row per cell of the picture: step, layer, group, position, kind (prompt, generated), text, state, computed.
 
-    steps: number of steps, the prefill included. tokens: prompt positions to show; None for the `WINDOW` neighbouring
-        ones with the most revived cells. All tokens generated in these steps are shown.
+    It shows the first `STEPS` steps, the `WINDOW` neighbouring prompt tokens with the most revived cells, and all
+    tokens that these steps generate.
     state: a name of `eval.paper.token_states.State` in lower case; tokens that are not generated yet have no row.
     computed: number of `prompt_tokens` computed in the layer so far.
     """
-    states = token_states(trace)[:steps]
+    states = token_states(trace)[:STEPS]
     n, steps = len(trace.tokens), states.shape[0]
-    shown = _busiest(states[:, :, :n]) if tokens is None else tokens
-    positions = np.array([*shown, *range(n, n + steps - 1)])
+    positions = np.array([*_busiest(states[:, :, :n]), *range(n, n + steps - 1)])
     texts = [*trace.tokens, *trace.generated]
     group_of = {layer: number for number, group in enumerate(layer_groups(trace), start=1) for layer in group}
     counts = counts_per_layer(trace)
@@ -78,9 +77,9 @@ def mechanism_frame(trace: Trace, steps: int = STEPS, tokens: range | None = Non
     )
 
 
-def plot_mechanism(trace: Trace, steps: int = STEPS, tokens: range | None = None) -> MplFigure:
-    """The picture of one trace; arguments as of `mechanism_frame`."""
-    return plot(mechanism_frame(trace, steps, tokens))
+def plot_mechanism(trace: Trace) -> MplFigure:
+    """The picture of one trace."""
+    return plot(mechanism_frame(trace))
 
 
 def data(results: Results) -> pd.DataFrame:

@@ -18,8 +18,9 @@ from tests.eval.paper.figures.made import redrawn, small_trace, stored, texts, w
 FIGURE = FIGURES["mechanism"]
 
 
-def long_trace(n: int = 120, layers: int = 6, steps: int = 5) -> Trace:
+def long_trace() -> Trace:
     """A boundary after layer 2; the second step revives positions 70 to 79 and no others."""
+    n, layers, steps = 120, 6, 5
     kept = [5, 70, n - 1]
     selected = [{2: kept}, {2: [*range(70, 80), n]}, *({2: [5, *range(n, n + step)]} for step in range(2, steps))]
     counts = [[n, 3], *([n, 12] for _ in range(steps - 1))]
@@ -40,14 +41,11 @@ def test_rows_are_the_states() -> None:
     assert frame.drop_duplicates(["step", "layer"])["computed"].tolist() == [3, 1, 3, 2, 3, 2]
 
 
-def test_steps_and_tokens_can_be_chosen() -> None:
-    frame = mechanism_frame(long_trace(), steps=2, tokens=range(3, 8))
-    assert sorted(set(frame["position"])) == [3, 4, 5, 6, 7, 120]
-    assert set(frame["step"]) == {0, 1}
-
-
-def test_the_window_is_where_most_is_revived() -> None:
-    shown = sorted(set(mechanism_frame(long_trace()).query("kind == 'prompt'")["position"]))
+def test_the_first_steps_are_shown_and_the_window_where_most_is_revived() -> None:
+    frame = mechanism_frame(long_trace())
+    assert sorted(set(frame["step"])) == [0, 1, 2, 3]
+    assert sorted(set(frame.query("kind == 'generated'")["position"])) == [120, 121, 122]
+    shown = sorted(set(frame.query("kind == 'prompt'")["position"]))
     assert len(shown) == WINDOW
     assert set(range(71, 80)) <= set(shown)  # 70 was computed in prefill
     assert mechanism._busiest(np.full((2, 3, WINDOW + 9), State.PRUNED)) == range(WINDOW)
