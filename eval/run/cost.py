@@ -90,11 +90,8 @@ def parameters_of(config: Any) -> tuple[int, int]:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters()), _linear(config)
-
-
-def _linear(config: Any) -> int:
-    return LayerShape.of(config).linear_flops // 2 * config.num_hidden_layers
+    linear = LayerShape.of(config).linear_flops // 2 * config.num_hidden_layers
+    return sum(parameter.numel() for parameter in model.parameters()), linear
 
 
 def weight_bytes(spec: ModelSpec, parameters: tuple[int, int]) -> int:
