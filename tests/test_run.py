@@ -31,8 +31,8 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     caplog.set_level("INFO")
 
 
-def records_of(folder: str = "run") -> list[Record]:
-    return read_run(Path(folder))[1]
+def records_of() -> list[Record]:
+    return read_run(Path("run"))[1]
 
 
 def test_all_sixteen_datasets_of_real_rows_to_the_table(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,8 +84,8 @@ AFTER_SECOND = {
 }  # fmt: skip
 
 
-def run_of(folder: Path, *stored: Record, config: dict[str, Any] = CONFIG) -> StoredRun:
-    about = {"fingerprint": fingerprint(IDENTITY), "identity": IDENTITY, "config": config, "provenance": {"cpu": "X"}}
+def run_of(folder: Path, *stored: Record) -> StoredRun:
+    about = {"fingerprint": fingerprint(IDENTITY), "identity": IDENTITY, "config": CONFIG, "provenance": {"cpu": "X"}}
     return StoredRun(folder, about, list(stored))
 
 
