@@ -6,21 +6,18 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# Tests run side by side (pytest -n): each process, and each that it starts, keeps to one core. Set before torch is
+# imported: a run in a test restores the number that torch began with
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # HYPOTHESIS_PROFILE=fuzz .venv/bin/pytest tests/eval/test_*_properties.py tests/lazyllm/test_*_properties.py
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fuzz", settings.get_profile("suite"), max_examples=10_000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    """Tests run side by side (pytest -n): each keeps to one core."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
