@@ -58,6 +58,7 @@ def test_all_sixteen_datasets_of_real_rows_to_the_table(shared: Path, capsys: py
         assert Path(f"run/summary.{suffix}").read_text().count("hotpotqa") == 1
 
 
+@pytest.mark.slow
 def test_a_broken_off_run_goes_on_and_ends_as_if_it_had_not_been(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
