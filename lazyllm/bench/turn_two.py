@@ -168,15 +168,16 @@ def turn_flops(
 
     cuts: the layers after which a method selects. FLOPs are counted as in `prefill_flops`, from the selections.
     """
-    layers = model.config.num_hidden_layers
-    flops, products = prefill_flops(model.config, [0] * layers), 0  # of the logits
+    config, layers = model.config, model.config.num_hidden_layers
+    flops = rows_run = 0
     for begin, end in zip([0, *cuts], [*cuts, layers], strict=True):
         present = second.selected[0][begin] if begin else range(n + m + 1)
         stored = set(first.selected[0][begin]) if begin else set(range(n))
         rows = [position for position in present if position not in stored]
-        flops += flops_of_rows(model.config, rows, present, end - begin)
-        products += len(rows) * (end - begin) * LayerShape.of(model.config).linear_flops
-    return flops, flops - products - prefill_flops(model.config, [0] * layers)
+        flops += flops_of_rows(config, rows, present, end - begin)
+        rows_run += len(rows) * (end - begin)
+    logits = prefill_flops(config, [0] * layers)
+    return flops + logits, flops - rows_run * LayerShape.of(config).linear_flops
 
 
 def turn_cases_of(report: Mapping[str, Any]) -> list[TurnCase]:
