@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
 from eval.benchmarks.suite import Dataset, Example, Turn
 from lazyllm.errors import UserError
+from lazyllm.models.chat_template import tokens_behind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,8 +49,7 @@ class Message:
 
     def behind(self, answer: Sequence[int], end_ids: Sequence[int]) -> tuple[int, ...]:
         """The tokens to run after an answer, without a second end token."""
-        has_ended = answer[-1] in end_ids and answer[-1] == self.token_ids[0]
-        return self.token_ids[has_ended:]
+        return tuple(tokens_behind(answer[-1], self.token_ids, end_ids))
 
 
 @dataclass(frozen=True)

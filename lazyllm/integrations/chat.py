@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.errors import UserError
-from lazyllm.models.chat_template import render, render_behind, thinking_args
+from lazyllm.models.chat_template import render, render_behind, thinking_args, tokens_behind
 from lazyllm.models.spec import ModelSpec, source_of
 
 if TYPE_CHECKING:
@@ -147,8 +147,7 @@ class Chat:
             return []
         behind = render_behind(self.tokenizer, text, thinking_args(self.tokenizer))
         ids = self.tokenizer(behind, add_special_tokens=False).input_ids
-        last = self._session.token_ids[-1]
-        return ids[1:] if ids[:1] == [last] and last in end_ids_of(self.model) else ids  # not a second end token
+        return [*tokens_behind(self._session.token_ids[-1], ids, end_ids_of(self.model))]
 
     def _whole(self, messages: list[dict[str, str]], text: str) -> list[int]:
         """The tokens of the conversation if there is a chat template, else of the text."""

@@ -6,7 +6,7 @@ New templates take arguments and write the date into the prompt: fixed, the same
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,11 @@ def render_behind(
     roles = (("user", "question"), ("assistant", _ANSWER), ("user", text))
     messages = [*before, *({"role": role, "content": said} for role, said in roles)]
     return render(tokenizer, messages, args, today).partition(_ANSWER)[2]
+
+
+def tokens_behind(last: int, token_ids: Sequence[int], end_ids: Container[int]) -> Sequence[int]:
+    """The tokens of `render_behind` to run after an answer whose last token is `last`, without a second end token."""
+    return token_ids[last in end_ids and last in token_ids[:1] :]
 
 
 def _with_date(template: str, today: date) -> str:
