@@ -3,7 +3,7 @@
 python run.py                                                    the embedded default, offline
 python run.py model=llama2 method=lazy dataset=hotpotqa          a checkpoint on LongBench
 python run.py -m experiment=table1 model=llama2,xgen             a job for each model and method
-python run.py -m ... hydra/launcher=submitit_slurm               the same on a cluster (eval/conf/hydra/launcher)
+python run.py -m ... hydra/launcher=submitit_slurm               the same on a cluster (conf/hydra/launcher)
 python run.py --help                                             every setting
 """
 

@@ -12,9 +12,9 @@ print(tokenizer.decode(output[0], skip_special_tokens=True))
 from typing import TYPE_CHECKING, Any
 
 from lazyllm import methods
-from lazyllm.engine.declaration import Prompt
+from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError
-from lazyllm.methods.schedule import Schedule
+from lazyllm.methods.support.schedule import Schedule
 
 if TYPE_CHECKING:
     from lazyllm.engine.generation import Generation, generate, start

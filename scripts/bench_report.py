@@ -19,7 +19,7 @@ from typing import Any
 
 from matplotlib.figure import Figure as MplFigure
 
-from eval.paper.figures.style import COLOURS, LINES, MARKERS, grid, new_figure, save, styled
+from eval.analysis.figures.style import COLOURS, LINES, MARKERS, grid, new_figure, save, styled
 from eval.store.folder import write_whole
 from lazyllm.bench.cases import BenchCase, Pair, cases_of, read_reports
 from lazyllm.bench.contenders import table as table_of_field

@@ -147,7 +147,7 @@ def _listed(names: Iterable[str]) -> str:
 
 def _tables(results: Results) -> list[str]:
     """A table in Markdown for each model: every setting on every task."""
-    from eval.paper.summary import compared_table, summarise  # not at the top: pandas is slow to import
+    from eval.analysis.summary import compared_table, summarise  # not at the top: pandas is slow to import
 
     by_run = {(run.about["fingerprint"], *record.key): record for run in results.runs for record in run.records}
     seeds = results.frame.groupby(["model", "label"])["seed"].transform("nunique")
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.publish and not options.entity:
             raise UserError("--publish needs --entity NAME (or WANDB_ENTITY): the user or team of the project")
         if options.publish:
-            from eval.run.tracking import key_is_configured  # not at the top: wandb is slow to import
+            from eval.run.wandb_run import key_is_configured  # not at the top: wandb is slow to import
 
             if not key_is_configured():
                 raise UserError("--publish needs a key: WANDB_API_KEY, or `wandb login`. Offline: --out FILE")

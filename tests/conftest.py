@@ -40,4 +40,4 @@ def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty caches, and a hub that does not answer."""
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    monkeypatch.setattr("eval.benchmarks.hub.hub_is_reachable", lambda: False)
+    monkeypatch.setattr("eval.benchmarks.downloads.hub_is_reachable", lambda: False)

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lazyllm.methods import Baseline
-from lazyllm.models.spec import ModelSpec
+from lazyllm.spec import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ import pytest
 from eval.benchmarks.datasets import resolve_datasets
 from eval.cli import main
 from eval.run.loop import compare, run
-from eval.run.plan import prepare
+from eval.run.prepare import prepare
 from eval.store.folder import read_run
-from eval.store.record import Record
-from eval.store.trace import read_trace
+from eval.store.record import Record, read_trace
 from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
 from tests.eval.run.kill_run import outcomes, without_times

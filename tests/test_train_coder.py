@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.benchmarks import embedded, stdlib
-from lazyllm.models.presets import PRESETS
+from lazyllm.presets import PRESETS
 from scripts.dev import train_coder, train_tiny
 from scripts.dev.training import IGNORE
 

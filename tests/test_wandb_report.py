@@ -151,7 +151,7 @@ def test_publish_saves_and_gives_the_address(monkeypatch, capsys) -> None:
     from wandb_workspaces.reports.v2.interface import Report
 
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-    monkeypatch.setattr("eval.run.tracking.key_is_configured", lambda: True)
+    monkeypatch.setattr("eval.run.wandb_run.key_is_configured", lambda: True)
     monkeypatch.setattr(
         "wandb_workspaces.reports.v2.interface.execute_graphql", lambda *_: {"project": {"internalId": "1"}}
     )

@@ -90,7 +90,7 @@ def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
     assert there == here
     assert "lazyllm/models/tiny/model.safetensors" in there
     assert "eval/report/page.html.jinja" in there
-    assert "eval/conf/config.yaml" in there
+    assert "conf/config.yaml" in there
     entry_points = zipfile.ZipFile(wheel).read(next(n for n in zipfile.ZipFile(wheel).namelist() if "entry_po" in n))
     assert b"lazyllm-bench = eval.cli:main" in entry_points
 

@@ -1,9 +1,18 @@
 """Suites of datasets, their prompts and scorers. A new suite is a file or folder here, and an entry in `SUITES`."""
 
-from eval.benchmarks import embedded, longbench, longbench_e, longbench_v2, needle, scbench, stdlib
+from eval.benchmarks import embedded, longbench, longbench_v2, needle, scbench, stdlib
 from eval.benchmarks.ruler import ruler_suite
 from eval.benchmarks.suite import Suite
 
-_FILES = (longbench, longbench_e, longbench_v2, embedded, stdlib, ruler_suite, needle, scbench)
+_ALL = (
+    longbench.SUITE,
+    longbench.SUITE_E,
+    longbench_v2.SUITE,
+    embedded.SUITE,
+    stdlib.SUITE,
+    ruler_suite.SUITE,
+    needle.SUITE,
+    scbench.SUITE,
+)
 
-SUITES: dict[str, Suite] = {file.SUITE.name: file.SUITE for file in _FILES}
+SUITES: dict[str, Suite] = {suite.name: suite for suite in _ALL}

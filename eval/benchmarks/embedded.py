@@ -39,7 +39,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.disk_cache import cache_folder, made_once
+from eval.benchmarks.downloads import cache_folder, made_once
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import canonical, load_examples
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite

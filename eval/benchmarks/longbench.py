@@ -1,9 +1,12 @@
-"""LongBench (arXiv 2308.14508): its 16 English and code datasets.
+"""LongBench (arXiv 2308.14508): its 16 English and code datasets, and LongBench-E.
 
 A folder (`data.dir=FOLDER`) holds `<dataset>.jsonl`, `config/dataset2prompt.json` and `config/dataset2maxlen.json`.
 Without one, rows come from the hub's archive (`THUDM/LongBench`, `data.zip`) and the two config files from LongBench's
 repository; both are pinned by commit and sha256 and downloaded once. Prompts and answers are treated as in `pred.py`,
 `eval.py` and `config/` (commit 2e00731).
+
+LongBench-E: 13 of the datasets, with other rows (the `_e` files), about as many short as long ones; scores by length.
+Lengths are the rows' `length`, in words; the bounds are those of `eval.py`.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ from __future__ import annotations
 import json
 import warnings
 import zipfile
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.disk_cache import cache_folder, fetched_once, file_sha256, require_network
+from eval.benchmarks.downloads import cache_folder, fetched_once, file_sha256, require_network
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import load_examples, shortened
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
@@ -180,3 +184,30 @@ def _ways_out(dataset: Dataset) -> str:
         f"Either give data.dir=FOLDER: {_folder_content(dataset)}. Or run once with a network, which fills the hub's "
         f"cache and {cache_folder() / 'longbench'} (a machine without a network can be given copies of both)"
     )
+
+
+_LEFT_OUT = ("narrativeqa", "musique", "qmsum")
+
+
+def load_e(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
+    """One dataset, each row in the group of its length. Raises UserError as `load`."""
+    loaded = load(dataset, settings)
+    return replace(loaded, examples=tuple(replace(row, groups=(_group(row.length),)) for row in loaded.examples))
+
+
+def _group(words: int) -> str:
+    return f"length={'0-4k' if words < 4000 else '4-8k' if words < 8000 else '8k+'}"
+
+
+SUITE_E = Suite(
+    name="longbench_e",
+    version=1,
+    datasets=tuple(
+        replace(dataset, name=f"{dataset.name}_e", suite="longbench_e", prompt_of=dataset.name)
+        for dataset in DATASETS
+        if dataset.name not in _LEFT_OUT
+    ),
+    load=load_e,
+    score=score_example,
+    whole="longbench_e",
+)

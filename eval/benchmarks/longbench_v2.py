@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.disk_cache import cache_folder, fetched_once, file_sha256
-from eval.benchmarks.hub import missing_from_hub, rows_from_hub
+from eval.benchmarks.downloads import cache_folder, fetched_once, file_sha256, missing_from_hub, rows_from_hub
 from eval.benchmarks.longbench import TemplateWarning
 from eval.benchmarks.rows import Fields, canonical, check_fields, is_text, parsed, usable
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite

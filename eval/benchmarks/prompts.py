@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     import lazyllm
-    from lazyllm.models.spec import ModelSpec
+    from lazyllm.spec import ModelSpec
 
 Ranges = list[tuple[int, int]]  # half-open ranges of characters, ascending and disjoint
 

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from eval.benchmarks.disk_cache import cache_folder, fetched_once
-from eval.benchmarks.hub import missing_from_hub, rows_from_hub
+from eval.benchmarks.downloads import cache_folder, fetched_once, missing_from_hub, rows_from_hub
 from eval.benchmarks.longbench import TemplateWarning
 from eval.benchmarks.rows import Fields, canonical, check_fields, is_text, is_texts, parsed, read_lines, usable
 from eval.benchmarks.scbench_scores import METRICS

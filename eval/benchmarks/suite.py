@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
-from lazyllm.models.spec import ModelSpec
+from lazyllm.spec import ModelSpec
 
 OnError = Literal["raise", "skip"]
 

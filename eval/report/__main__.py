@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from eval.store.comparable import add_choice
 from eval.store.folder import write_whole
-from eval.store.groups import add_choice
 from eval.store.results import Results
 
 LARGE_MB = 30
@@ -23,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     results = Results.read(options.runs, options.where, options.newest)
-    from eval.paper.figures import FIGURES  # not at the top: slow to import
-    from eval.paper.tables import TABLES
+    from eval.analysis.figures import FIGURES  # not at the top: slow to import
+    from eval.analysis.tables import TABLES
     from eval.report.page import render
 
     page = render(results, TABLES, FIGURES, options.records)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pandas as pd
 
-from eval.paper.known_methods import is_diagnostic, marked
-from eval.paper.table import COMPUTED
+from eval.analysis.known_methods import is_diagnostic, marked
+from eval.analysis.table import COMPUTED
 from eval.report.grid import Grid, grid
-from eval.store.groups import as_text
+from eval.store.comparable import as_text
 from eval.store.results import Results, StoredRun, first_turns
 
 KEPT = 0.99  # of the baseline's score

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from eval.paper.figures import Figure
-from eval.paper.table import Table
-from eval.paper.write import command_for
+from eval.analysis.figures import Figure
+from eval.analysis.table import Table
+from eval.analysis.write import command_for
 from eval.report import overview
 from eval.report.grid import Grid, grid
-from eval.report.inline_svg import inline_svg
-from eval.report.record_browser import embed_records
-from eval.report.trace_view import embed_traces
+from eval.report.record_browser import embed_records, embed_traces
 from eval.store.results import Results
 
 _HERE = Path(__file__).parent
@@ -46,8 +47,8 @@ def render(
 ) -> str:
     """The page of some runs.
 
-    tables, figures: by name, like `eval.paper.tables.TABLES` and `eval.paper.figures.FIGURES`. most: number of records
-    shown for each run and dataset, None for all. Raises UserError if a trace cannot be read.
+    tables, figures: by name, like `eval.analysis.tables.TABLES` and `eval.analysis.figures.FIGURES`. most: number of
+    records shown for each run and dataset, None for all. Raises UserError if a trace cannot be read.
     """
     runs = results.runs
     common, differing = overview.provenance(runs)
@@ -92,3 +93,21 @@ def _as_picture(figure: Figure, results: Results) -> Picture:
     frame, name = figure.data(results), f"figure-{figure.name}"
     svg = None if frame.empty else inline_svg(figure.plot(frame), name)
     return Picture(name, figure.title, figure.caption, svg, command_for(figure.name), figure.opens_report)
+
+
+_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+_IDS = re.compile(r'(\bid="|url\(#|href="#)')
+
+
+def inline_svg(figure: Any, name: str) -> Markup:
+    """The figure as an `<svg>` element; its ids begin with `name`, so that figures share none.
+
+    Letters are drawn as paths, which look the same on every machine.
+    """
+    written = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": name}):
+        figure.savefig(written, format="svg", bbox_inches="tight", metadata=_NO_METADATA)
+    text = written.getvalue()
+    element = text[text.index("<svg") :]
+    attributes = f'<svg role="img" aria-labelledby="{name}-title" '
+    return Markup(attributes + _IDS.sub(rf"\g<1>{name}-", element).removeprefix("<svg "))

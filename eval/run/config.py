@@ -25,17 +25,17 @@ from eval.benchmarks.chat_format import TODAY, ChatFormat, chat_format
 from eval.benchmarks.datasets import register_configs, resolve_datasets
 from eval.benchmarks.needle import NeedleConfig
 from eval.benchmarks.ruler.ruler_suite import RulerConfig
-from eval.benchmarks.split import HALVES, parse_shard
+from eval.benchmarks.subsets import HALVES, parse_shard
 from eval.benchmarks.suite import Dataset, DataSettings
-from eval.run import speedup_targets
+from eval.run import targets
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Method, by_name, known, make, settings_of
-from lazyllm.models.presets import PRESETS
-from lazyllm.models.spec import ModelSpec
+from lazyllm.presets import PRESETS
+from lazyllm.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
+CONF = Path(__file__).resolve().parents[1] / "conf"  # a link to the folder at the top level; a wheel holds it here
 
 # Launcher -> (the plugin's package, the extra of pyproject.toml that installs it)
 LAUNCHERS = {
@@ -57,7 +57,7 @@ _COUNTS = ("limit", "sample", "max_new_tokens", "threads", "turns")
 _MAY_BE_0 = ("timing.warmup", "trace", "model.thinking_tokens")
 _OPEN = ("dataset", "compare", "model.device_map", "model.chat_args")
 
-# The files in eval/conf/hydra/launcher have the names of the plugins' configs, and Hydra checks them against these
+# The files in conf/hydra/launcher have the names of the plugins' configs, and Hydra checks them against these
 warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
 
 
@@ -134,12 +134,12 @@ class RunConfig:
     out: the run folder; null makes one in `runs/` whose name ends in the run's fingerprint.
     sample: draw N examples at random (by `seed`), after `dataset`, `limit` and `half`.
     half: tuning (the half of the examples that schedules are searched on) or held-out (the other half), after `limit`
-        (`eval.benchmarks.split`); null for both.
+        (`eval.benchmarks.subsets`); null for both.
     turns: questions asked of each row, in turns of one conversation: N makes rows of N (embedded), or takes the first
         N of rows that hold more; null for all that a row holds (embedded: one).
-    trace: keep traces of the first N examples of each dataset (`eval.store.trace`).
+    trace: keep traces of the first N examples of each dataset (`eval.store.record`).
     fidelity: answer: after each example feed the baseline's answer, and the gold one, to the method and to the baseline
-        (`eval.run.fidelity`); null: compare the first tokens and the two answers only.
+        (`eval.run.measure`); null: compare the first tokens and the two answers only.
     evidence: record which tokens of the evidence each layer computes, for rows that name their evidence.
     compare: several methods, {label: settings as in `method`}, run one after the other and shown in one table, which is
         also written to runs/<label>-<model>.md and .csv; `method` is then ignored.
@@ -148,7 +148,7 @@ class RunConfig:
     draft: SpecPrefill's draft model in `experiment=field` (folder, hub id or preset).
         Of both: a method refers to them as `${speedup}` and `${draft}`; without such a method they are refused.
     label: the comparison's name.
-    shard: i/n, the i-th (from 1) of n jobs that share the run's examples (`eval.benchmarks.split`); null: one job.
+    shard: i/n, the i-th (from 1) of n jobs that share the run's examples (`eval.benchmarks.subsets`); null: one job.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -204,7 +204,7 @@ def prompt_limit(positions: int) -> int:
 
 
 def model_nodes() -> dict[str, dict[str, Any]]:
-    """The config of each preset without a file in eval/conf/model; all of these are chat models."""
+    """The config of each preset without a file in conf/model; all of these are chat models."""
     return {
         name: {
             "name": name,
@@ -321,7 +321,7 @@ def check_launcher(arguments: Sequence[str]) -> None:
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
-    """The config of one run: the defaults in eval/conf with the overrides. Raises UserError."""
+    """The config of one run: the defaults in conf with the overrides. Raises UserError."""
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return compose("config", list(overrides))
@@ -497,7 +497,7 @@ def _missing(config: RunConfig, dataset: Dataset) -> str | None:
 
 def check_method(settings: dict[str, Any]) -> None:
     """Check a method's config as far as possible without a model. Raises UserError."""
-    build_method(speedup_targets.check(settings))
+    build_method(targets.check(settings))
 
 
 def canonical(settings: dict[str, Any]) -> dict[str, Any]:
@@ -505,7 +505,7 @@ def canonical(settings: dict[str, Any]) -> dict[str, Any]:
 
     Hyperparameters at their default are left out, except the method's `dial` and `named` ones.
     """
-    method = build_method(speedup_targets.check(settings))
+    method = build_method(targets.check(settings))
     written = {"name": settings["name"]}
     for key, default in settings_of(type(method)).items():
         value = settings.get(key, default)

@@ -12,7 +12,7 @@ from eval.run.config import build_method
 from eval.run.cost import Device, work
 from eval.store.results import StoredRun, stored_runs
 from lazyllm.methods import Baseline
-from lazyllm.models.spec import ModelSpec
+from lazyllm.spec import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
 from lazyllm.methods import Method
-from lazyllm.models.spec import ModelSpec
+from lazyllm.spec import ModelSpec
 
 _BYTES = {"float64": 8, "float32": 4}  # of a number; 2 in all other dtypes
 _QUANTISED_BYTES = {"int8": 1, "bnb_int8": 1, "int4": 0.5, "bnb_nf4": 0.5}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from eval.benchmarks.disk_cache import cache_folder
+from eval.benchmarks.downloads import cache_folder
 
 log = logging.getLogger(__name__)
 

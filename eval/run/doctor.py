@@ -34,8 +34,8 @@ from eval.run.machine_checks import (
     find_gpu,
 )  # fmt: skip
 from lazyllm.engine.flops import LayerShape
-from lazyllm.models.presets import PRESETS
-from lazyllm.models.spec import source_of
+from lazyllm.presets import PRESETS
+from lazyllm.spec import source_of
 
 
 def gigabytes(model: str) -> float:

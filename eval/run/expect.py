@@ -23,8 +23,8 @@ from eval.run.config import (
     register_schema,
     to_run_config,
 )
-from eval.run.plan import identify
-from eval.run.speedup_targets import OutOfReachError
+from eval.run.prepare import identify
+from eval.run.targets import OutOfReachError
 from eval.store.results import label_of, settings_in
 from lazyllm.errors import UserError
 

@@ -21,7 +21,7 @@ from eval.run.config import (
     model_spec,
     to_run_config,
 )
-from lazyllm.models.spec import ModelSpec
+from lazyllm.spec import ModelSpec
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,11 +43,9 @@ def main(arguments: Sequence[str]) -> int:
 def fetched(config: RunConfig) -> Iterator[str]:
     """Download everything that one run needs; yields a line for each thing afterwards. Raises UserError."""
     from eval.benchmarks import SUITES
-    from eval.run import speedup_targets
+    from eval.run import targets
 
-    beside = [
-        spec for settings in methods_of(config) for spec in build_method(speedup_targets.check(settings)).models()
-    ]
+    beside = [spec for settings in methods_of(config) for spec in build_method(targets.check(settings)).models()]
     for spec in (model_spec(config), *beside):
         yield _checkpoint(spec)
     for dataset in datasets_of(config):

@@ -13,7 +13,7 @@ from eval.run.measure import Case
 from eval.store.record import Record
 from lazyllm.engine.devices import devices_of
 from lazyllm.methods import Baseline
-from lazyllm.models.spec import ModelSpec
+from lazyllm.spec import ModelSpec
 
 MARGIN = 1.05  # for memory that is not counted: norms, masks, gaps between blocks
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from eval.benchmarks.disk_cache import cache_folder, is_offline, is_reachable
+from eval.benchmarks.downloads import cache_folder, is_offline, is_reachable
 from eval.run.config import OWN_SUITES
 from eval.run.finding import MISSING, NOT_NEEDED, OK, Finding
-from lazyllm.models.presets import PRESETS
-from lazyllm.models.spec import source_of
+from lazyllm.presets import PRESETS
+from lazyllm.spec import source_of
 
 NETWORK_S = 0.8  # seconds to wait for the hub's answer
 

@@ -32,7 +32,7 @@ from lazyllm.errors import UserError
 if TYPE_CHECKING:
     from eval.run.loop import RunResult
 
-SWEEPS = Path("runs")  # `hydra.sweep.dir` of eval/conf/config.yaml
+SWEEPS = Path("runs")  # `hydra.sweep.dir` of conf/config.yaml
 GRACE_S = 0.5  # for the regular end, which frees the device and writes down when the job ended
 INTERRUPTED = 130  # a shell's exit code of a program that Ctrl-C ended
 _finished: list[RunResult] = []  # of this process's jobs; other launchers run theirs in other processes

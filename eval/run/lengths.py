@@ -58,7 +58,7 @@ def lengths_of(config: RunConfig) -> tuple[Lengths, ...]:
 
 
 def _lengths_of(config: RunConfig) -> tuple[Lengths, ...]:
-    from eval.run.plan import prepare
+    from eval.run.prepare import prepare
 
     try:
         cases = prepare(config).cases

@@ -21,23 +21,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from eval.paper.known_methods import marked
-from eval.paper.summary import Summary, compared_table, summarise, summary_table, to_json
-from eval.run import device_lock, provenance
+from eval.analysis.known_methods import marked
+from eval.analysis.summary import Summary, compared_table, summarise, summary_table, to_json
+from eval.run import device_lock, identity
 from eval.run.config import DEFAULT_LABEL, RunConfig, datasets_of, model_spec
 from eval.run.forecast import first_example, is_out_of_memory, what_fits
-from eval.run.measure import Bench, Case
-from eval.run.plan import Plan, prepare, within_reach
-from eval.run.tracing import trace
-from eval.run.tracking import Tracker, open_tracker, track_pictures
+from eval.run.measure import Bench, Case, trace
+from eval.run.prepare import Plan, prepare, within_reach
+from eval.run.wandb_run import Tracker, open_tracker, track_pictures
 from eval.store.folder import RunStore, fingerprint, open_store, read_about, write_whole
-from eval.store.record import Failure, Record
+from eval.store.record import Failure, Record, Trace
 from eval.store.results import PLANNED, Results, StoredRun, planned_text
-from eval.store.trace import Trace
 from lazyllm.engine.devices import devices_of, read_clock, release_memory
 from lazyllm.errors import UserError, reason_of
 from lazyllm.models.load import devices_in_use, load_weights
-from lazyllm.models.spec import ModelSpec
+from lazyllm.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +114,7 @@ def compare(config: RunConfig) -> list[RunResult]:
     screen.print(table.to_rich())
     pictures: list[Path] = []
     if config.timing.paired:  # the picture is of speedups
-        from eval.paper.figures import plot_comparison, save  # not at the top: matplotlib is slow to import
+        from eval.analysis.figures import plot_comparison, save  # not at the top: matplotlib is slow to import
 
         pictures = save(plot_comparison(table.frame, f"{model}, {title}", methods), stem)
     track_pictures(config.tracker, Path("runs"), config.label, pictures)
@@ -168,9 +166,9 @@ def _noted(store: RunStore, devices: tuple[torch.device, ...], examples: int) ->
     """Store when a job begins and ends to measure, why it ended early, and the machine's load at both times."""
 
     def end(error: str | None) -> None:
-        store.note({"event": "end", "time": provenance.now(), "error": error, "load": device_lock.load(*devices)})
+        store.note({"event": "end", "time": identity.now(), "error": error, "load": device_lock.load(*devices)})
 
-    begin = {"event": "begin", "time": provenance.now(), "host": socket.gethostname(), "process": os.getpid()}
+    begin = {"event": "begin", "time": identity.now(), "host": socket.gethostname(), "process": os.getpid()}
     store.note({**begin, "examples": examples, "load": device_lock.load(*devices)})
     try:
         yield
@@ -379,7 +377,7 @@ def _summarise(plan: Plan, store: RunStore) -> Summary | None:
 
 def _pictures(stored: StoredRun) -> list[Path]:
     """All figures that need only one run, as PNG in its folder."""
-    from eval.paper.figures import FIGURES, save  # not at the top: matplotlib is slow to import
+    from eval.analysis.figures import FIGURES, save  # not at the top: matplotlib is slow to import
 
     folder = stored.folder / "figures"
     folder.mkdir(exist_ok=True)

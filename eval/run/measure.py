@@ -5,26 +5,35 @@ An example of several turns is a session of each, one after the other; each cont
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.chat_format import ChatFormat, post_process
 from eval.benchmarks.metrics import rouge_score_f, scored_text
 from eval.benchmarks.prompts import BuiltPrompt, gold_token_ids
 from eval.benchmarks.suite import Dataset, Example
-from eval.run.evidence import evidence_computed, evidence_positions
-from eval.run.fidelity import forced_logits, of_forced, of_generations
-from eval.store.record import PROMPT_END, LaterTurn, Measurement, Record, compact_counts
+from eval.store.record import PROMPT_END, LaterTurn, Measurement, Record, Trace, compact_counts
 from lazyllm import Generation, generate, start
+from lazyllm.engine.decoder import importance_of_layers
 from lazyllm.engine.devices import devices_of, read_peak, reset_peak
 from lazyllm.engine.flops import prefill_flops
+from lazyllm.engine.generation import as_prompt, continue_prompt
 from lazyllm.methods import Baseline, Method
-from lazyllm.methods.beside import park
+from lazyllm.methods.support.other_models import park
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from eval.benchmarks.prompts import BuiltPrompt
+    from lazyllm import Generation, Prompt
+    from lazyllm.methods import Method
 
 WARMUP_TOKENS = 4  # for a prefill, a decoding step that revives, and a step after it
 
@@ -231,3 +240,150 @@ def _evidence(prompt: BuiltPrompt, turn: int, run: _Run) -> dict[str, Any]:
         "evidence_prefill": in_prefill.tolist(),
         "evidence_revived": revived.tolist(),
     }
+
+
+def of_generations(baseline: Generation, method: Generation) -> dict[str, Any]:
+    """The fields of `Measurement` that compare two finished generations."""
+    ours, theirs = method.token_ids, baseline.token_ids
+    p, q = _log_probabilities(baseline.first_logits), _log_probabilities(method.first_logits)
+    return {
+        "kl": mean_kl(p, q),
+        "top1_agrees": int(p.argmax() == q.argmax()),
+        "leading_tokens": sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))),
+        "edit_similarity": edit_similarity(ours, theirs),
+        "same_answer": int(ours == theirs),
+    }
+
+
+def of_forced(baseline: Tensor, method: Tensor, token_ids: Sequence[int]) -> tuple[float, float]:
+    """(mean KL per token, log-likelihood per token minus the baseline's) of forced tokens.
+
+    baseline, method: [t, v] logits before each of the t tokens.
+    """
+    p, q = _log_probabilities(baseline), _log_probabilities(method)
+    chosen = torch.tensor(token_ids)[:, None]
+    return mean_kl(p, q), float((q.gather(1, chosen) - p.gather(1, chosen)).mean())
+
+
+def forced_logits(model: PreTrainedModel, prompt: Prompt, method: Method, token_ids: Sequence[int]) -> Tensor:
+    """[t, v] the method's logits before each of t tokens, if its answer is forced to be these tokens.
+
+    Each token but the last is run as a decoding step of the method. The logits are on the host.
+    """
+    waiting, seen = iter(token_ids), []
+
+    def choose(logits: Tensor) -> tuple[int, bool]:
+        seen.append(logits.cpu())
+        return next(waiting), False
+
+    continue_prompt(model, as_prompt(model, prompt), method, len(token_ids), choose)
+    return torch.stack(seen)
+
+
+def mean_kl(p: Tensor, q: Tensor) -> float:
+    """KL(p || q) in nats of log-probabilities [..., v], mean over all but the last axis."""
+    terms = torch.where(p == -torch.inf, 0, p.exp() * (p - q))
+    return max(0.0, float(terms.sum(-1).mean()))  # rounding can make it negative
+
+
+def edit_similarity(a: Sequence[int], b: Sequence[int]) -> float:
+    """1 - Levenshtein distance of two lists / length of the longer one; 1 if both are empty."""
+    above = list(range(len(b) + 1))
+    for i, token in enumerate(a, start=1):
+        row = [i]
+        for j, other in enumerate(b, start=1):
+            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (token != other)))
+        above = row
+    return 1 - above[-1] / max(len(a), len(b), 1)
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    return logits.cpu().double().log_softmax(-1)
+
+
+def evidence_positions(prompt: BuiltPrompt) -> np.ndarray:
+    """Ascending positions of the tokens that overlap the evidence; none if it is not known."""
+    if prompt.spans is None:
+        return np.empty(0, dtype=int)
+    starts, stops = prompt.spans.T
+    inside = np.zeros(len(starts), dtype=bool)
+    for first, last in prompt.evidence:
+        inside |= (starts < last) & (stops > first) & (starts < stops)
+    return np.flatnonzero(inside)
+
+
+def evidence_computed(
+    out: Generation, positions: np.ndarray, earlier: Sequence[Generation] = ()
+) -> tuple[np.ndarray, np.ndarray]:
+    """([layers], [layers]) the shares of the tokens at `positions` that are computed in prefill, and revived later.
+
+    earlier: the answers that this one goes on behind. What they have computed counts as prefill.
+    """
+    # a later turn's first step without a selection computes no token of the first prompt either
+    first, *others = [step for answer in (*earlier, out) for step in selections_that_ran(answer)]
+    steps_before = len(others) + 1 - len(out.selected)
+    in_prefill = _in_sets(first, positions, out.computed.shape[1])
+    for step in filter(None, others[:steps_before]):
+        in_prefill |= _in_sets(step, positions, len(in_prefill))
+    later = others[steps_before:]
+    computed = in_prefill.copy()
+    for step in filter(None, later):  # a step without a selection computes no prompt token
+        computed |= _in_sets(step, positions, len(computed))
+    return in_prefill.mean(axis=1), (computed & ~in_prefill).mean(axis=1)
+
+
+def selections_that_ran(out: Generation) -> list[dict[int, list[int]]]:
+    """The selections with key 0 for tokens that were chosen before the prefill: they enter layer 1."""
+    first, *later = out.selected
+    is_selected_before = bool(first) and int(out.computed[0, 0]) < out.prompt_tokens
+    return [{0: next(iter(first.values()))} if is_selected_before else first, *later]
+
+
+def _in_sets(selected: dict[int, list[int]], positions: np.ndarray, layers: int) -> np.ndarray:
+    """[layers, positions] bool: whether the token is in a step's set for the layer; all are before the first cut."""
+    sets = []
+    present = np.ones(len(positions), dtype=bool)
+    for layer in range(layers):
+        present = np.isin(positions, selected[layer]) if layer in selected else present
+        sets.append(present)
+    return np.array(sets)
+
+
+def trace(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case) -> Trace:
+    """Generate once more, and keep what records leave out."""
+    out = generate_case(model, case, case.method)
+    found = importance_of_layers(model, case.prompt.token_ids)
+    group_starts, computed = compact_counts(out.computed)
+    return Trace(
+        dataset=case.dataset.name,
+        id=case.example.id,
+        tokens=_texts_of_prompt(tokenizer, case.prompt),
+        generated=_texts_of_answer(tokenizer, out.token_ids),
+        importance=[[float(f"{value:.4g}") for value in row] for row in found.tolist()],
+        selected=selections_that_ran(out),
+        group_starts=group_starts,
+        computed=computed,
+    )
+
+
+def _texts_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: BuiltPrompt) -> list[str]:
+    """Each token's text: its span of the prompt if known, as decoding a single token loses the space before a word."""
+    names: Any = tokenizer.convert_ids_to_tokens(list(prompt.token_ids))
+    if prompt.spans is None:
+        return [str(tokenizer.decode([token_id])) for token_id in prompt.token_ids]
+    texts, done = [], 0
+    for name, (first, stop) in zip(names, prompt.spans.tolist(), strict=True):
+        texts.append(prompt.text[done:stop] if stop > first else str(name))
+        done = max(done, stop)
+    return texts
+
+
+def _texts_of_answer(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> list[str]:
+    """The text that each token adds to the answer; a letter of several tokens belongs to the last."""
+    shown, texts = "", []
+    for end in range(1, len(token_ids) + 1):
+        whole = str(tokenizer.decode(token_ids[:end]))
+        unfinished = whole.endswith("\ufffd") and end < len(token_ids)
+        texts.append("" if unfinished else whole[len(shown) :])
+        shown = shown if unfinished else whole
+    return texts

@@ -1,435 +1,171 @@
-"""From a config to a plan of all examples. All checks that need no model are made here."""
+"""The cost of a run before it starts: tokens, FLOPs, bytes, memory, hours."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
-from importlib.metadata import version
-from itertools import groupby, islice
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
-from eval.benchmarks import SUITES
-from eval.benchmarks.chat_format import ChatFormat
-from eval.benchmarks.prompts import build_prompt, end_token_ids
-from eval.benchmarks.split import Shard, in_half, parse_shard, shard_numbers
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset
-from eval.run import provenance, speedup_targets
-from eval.run.config import (
-    RunConfig,
-    build_method,
-    canonical,
-    chat_of,
-    data_settings,
-    datasets_of,
-    model_spec,
-    prompt_limit,
-)
-from eval.run.measure import Case
-from eval.run.speedup_targets import OutOfReachError
-from eval.store.folder import fingerprint
-from eval.store.results import label_of, settings_in
-from lazyllm.errors import UserError
-from lazyllm.methods import Baseline, by_name, code_of
-from lazyllm.models.load import check_loading, devices_in_use, load_config, load_end_ids, load_tokenizer_of
-from lazyllm.models.quantisation import quantised_by
-from lazyllm.models.spec import QUANTISATIONS, ModelSpec, source_of
+from eval.run.config import RunConfig, build_method, model_spec
+from eval.run.cost import CPU, GPUS, Device, Memory, Work, memory, parameters_of, turn_work, weight_bytes, work
+from lazyllm.methods import Method
+from lazyllm.spec import ModelSpec, source_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from eval.run.corrections import Corrections
+    from eval.run.lengths import Lengths
 
-log = logging.getLogger(__name__)
-
-DEFAULT_THREADS = torch.get_num_threads()  # restored for a sweep's job after one that set its own number
-
-
-@dataclass(frozen=True)
-class Identified:
-    """A run without its prompts.
-
-    identity: must agree for two records to share a folder. parameters: the method's, by dataset. devices: all that the
-    model may compute on. prompt_limit: tokens; longer prompts lose their middle.
-    """
-
-    identity: dict[str, Any]
-    parameters: dict[str, dict[str, Any]]
-    examples: dict[str, list[Example]]
-    loaded: list[LoadedDataset]
-    model_config: PreTrainedConfig
-    tokenizer: PreTrainedTokenizerBase
-    end_ids: tuple[int, ...]
-    chat: ChatFormat
-    prompt_limit: int
-    devices: tuple[torch.device, ...]
-    paired: bool
-
-    @property
-    def keys(self) -> list[tuple[str, str]]:
-        """(dataset, id) of all its examples, in order."""
-        return [(name, example.id) for name, examples in self.examples.items() for example in examples]
+START_S = 20  # assumed: seconds of a job before it loads weights
+LOAD_BYTES_PER_S = 1e9  # assumed, from a disk
+WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Plan(Identified):
-    """A run, ready to be measured.
+class Setup:
+    """A model on a device. name: a part of the driver's device name. weights: bytes. corrections: of assumed rates."""
 
-    names: for people: the model, the setting, its seed ("" without random numbers), the data. cases: all examples, in
-    order. ours: keys of the examples that this job measures (`eval.benchmarks.split`). traced: keys of those to trace.
-    about: config and provenance. file_part: the shard's part of its file names; "" for a run in one job.
-    skipped: a message about bad rows that were skipped; None for none.
-    """
+    spec: ModelSpec
+    config: Any
+    weights: int
+    name: str
+    device: Device
+    corrections: Corrections
 
-    config: RunConfig
-    folder: Path
-    names: tuple[str, ...]
-    cases: list[Case]
-    ours: set[tuple[str, str]]
-    traced: list[Case]
-    about: dict[str, Any]
-    file_part: str
-    skipped: str | None
+    @classmethod
+    def of(cls, config: RunConfig, gpu: str | None, runs: Path) -> Setup:
+        """gpu: a key of `GPUS`; None for this machine. runs: the folder of stored runs. Raises UserError."""
+        from eval.run.corrections import read_corrections
+        from lazyllm.models.load import as_device, device_name, shape_of
 
-    @property
-    def title(self) -> str:
-        return ", ".join(filter(None, self.names))
+        spec = model_spec(config)
+        shape, source = shape_of(spec), source_of(spec.name)
+        name = GPUS[gpu].name if gpu else device_name(as_device(spec.device))
+        device = GPUS[gpu] if gpu else next((known for known in GPUS.values() if known.name in name), CPU)
+        same = {key: getattr(spec, key) for key in ("load_format", "dtype", "attn_implementation", "quantise")}
+        same["model"] = spec.name if Path(source).is_dir() else source
+        weights = weight_bytes(spec, parameters_of(shape))
+        return cls(spec, shape, weights, name, device, read_corrections(runs, same, name, device, shape, spec, weights))
+
+    def resolved(self, config: RunConfig, lengths: Lengths) -> dict[str, Any]:
+        """The settings of the run's method on one dataset, targets replaced by numbers. Raises UserError."""
+        from eval.run.prepare import resolved, settings_at_depth  # not at the top: it imports torch
+
+        return resolved(config, settings_at_depth(config, self.config), lengths.dataset, self.config)
 
 
-def prepare(config: RunConfig) -> Plan:
-    """A run's plan, without the model's weights. Raises UserError."""
-    identified = identify(config)
-    loaded, identity = identified.loaded, identified.identity
-    cases = list(_cases(config, identified))
-    half = f", {config.half} half" if config.half is not None else ""
-    method = identity["method"]
-    setting = label_of(method["name"], settings_in(method))
-    seed = f"seed {method['seed']}" if "seed" in method else ""
-    shard = parse_shard(config.shard) if config.shard is not None else None
-    ours = _keys_of(shard, cases)
-    firsts = [
-        case for _, group in groupby(cases, lambda case: case.dataset.name) for case in islice(group, config.trace)
-    ]
-    return Plan(
-        **vars(identified),
-        config=config,
-        folder=Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity),
-        names=(config.model.name, setting, seed, _data_label(config, loaded) + half),
-        cases=cases,
-        ours=ours,
-        traced=[case for case in firsts if case.key in ours],
-        about={
-            "config": asdict(replace(config, shard=None)),
-            "provenance": {
-                "git_commit": provenance.git_commit(),
-                "versions": provenance.versions(),
-                "machine": provenance.machine(identified.devices[0]),
-                "started": provenance.now(),
-            },
-            # `limit` and `sample` choose from these
-            "examples": {rows.dataset.name: rows.total or len(rows.examples) for rows in loaded},
-        },
-        file_part=shard.file_part if shard is not None else "",
-        skipped=_skipped(loaded),
+@dataclass(frozen=True)
+class Side:
+    """The cost of one method on one dataset's prompts. answers: tokens."""
+
+    flops: float
+    read: float
+    seconds: float
+    answers: float
+    peak: Memory
+
+
+def side(setup: Setup, settings: dict[str, Any], lengths: Lengths, warm_ups: int) -> Side:
+    """The cost of a method on these prompts, and `warm_ups` times on the first one."""
+    name, found, device = settings["name"], setup.corrections, setup.device
+    method = build_method(settings)
+    new = found.answers.get((name, lengths.dataset.name), float(lengths.max_new_tokens))
+    works = [part for row in lengths.rows for part in _works(setup, method, row, round(new))]
+    longest = max(sum(row) + (len(row) - 1) * lengths.max_new_tokens for row in lengths.rows)
+    ttft, step = (found.of(name, kind) for kind in ("ttft", "step"))
+    rounds = [(answer, new - 1) for answer in works] + [(works[0], WARM_UP_STEPS)] * warm_ups
+    return Side(
+        flops=sum(answer.prefill_flops + (new - 1) * answer.step_flops for answer in works),
+        read=sum(setup.weights + (new - 1) * answer.step_bytes for answer in works),
+        seconds=sum(answer.ttft_s(device) * ttft + steps * answer.step_s(device) * step for answer, steps in rounds),
+        answers=new * len(works),
+        peak=memory(setup.config, setup.spec, method, longest, lengths.max_new_tokens, setup.weights),
     )
 
 
-def identify(config: RunConfig) -> Identified:
-    """The run of a config, without its prompts. Raises UserError."""
-    devices = devices_in_use(model_spec(config))
-    torch.set_num_threads(config.threads or DEFAULT_THREADS)
-    model_config = check_loading(model_spec(config))
-    settings = settings_at_depth(config, model_config)
-    tokenizer = _tokenizer(config)
-    chat = chat_of(config)
-    limit = config.model.max_prompt_tokens or prompt_limit(model_config.max_position_embeddings)
-    _check_length(config, model_config)
-    loaded = [_rows(dataset, data_settings(config, dataset)) for dataset in datasets_of(config)]
-    end_ids = load_end_ids(model_spec(config))
-    if None in (config.model.max_prompt_tokens, config.model.chat):
-        log.info(
-            "%s: has %d positions, so prompts beyond %d tokens lose their middle; %s",
-            *(config.model.name, model_config.max_position_embeddings, limit),
-            "prompts have its own chat template"
-            if chat.uses_template(tokenizer)
-            else "it has no chat template: prompts are plain text",
-        )
-    paired = config.timing.paired and by_name(settings["name"]) is not Baseline
-    parameters = {data.dataset.name: resolved(config, settings, data.dataset, model_config) for data in loaded}
-    identity = _identity(config, loaded, model_config, tokenizer, end_ids, devices, paired) | {
-        **_chat_identity(config, chat, tokenizer),
-        "max_prompt_tokens": limit,
-        "method": _plain(canonical(settings)),
-        "parameters": _plain(parameters) if speedup_targets.uses_preset(settings) else None,
-    }
-    return Identified(
-        identity=identity,
-        parameters=parameters,
-        examples=_examples(config, loaded),
-        loaded=loaded,
-        model_config=model_config,
-        tokenizer=tokenizer,
-        end_ids=end_ids,
-        chat=chat,
-        prompt_limit=limit,
-        devices=devices,
-        paired=paired,
+def _works(setup: Setup, method: Method, row: Sequence[int], new_tokens: int) -> Iterator[Work]:
+    """The work of each answer to a row's messages, which have these numbers of tokens."""
+    shapes, n = (setup.config, setup.spec, method), row[0]
+    yield work(*shapes, n, new_tokens, setup.weights)
+    since = new_tokens - 1
+    for message in row[1:]:
+        m = 1 + message  # the last token of the answer before it runs with the message
+        yield turn_work(*shapes, n, since, m, new_tokens, setup.weights)
+        since += m + new_tokens - 1
+
+
+@dataclass(frozen=True)
+class Bill:
+    """The cost of one run, its paired baseline included.
+
+    prompt_tokens, answer_tokens: sums over examples and their turns. longest: tokens of the longest prompt, all turns
+    included. gigabytes: of each part of memory at the longest prompt and its answers. hours: None if no rate is known.
+    corrected_by: number of stored runs. guessed: reasons why prompts were not counted.
+    """
+
+    run: str
+    examples: int
+    prompt_tokens: int
+    longest: int
+    answer_tokens: int
+    petaflops: float
+    baseline_petaflops: float
+    read_terabytes: float
+    baseline_read_terabytes: float
+    gigabytes: dict[str, float]
+    hours: float | None
+    corrected_by: int
+    guessed: tuple[str, ...]
+
+
+def name_of(config: RunConfig, method: dict[str, Any]) -> str:
+    """A run's model and method, for people."""
+    from eval.store.results import label_of
+
+    settings = {key: value for key, value in method.items() if key != "name"}
+    return f"{Path(config.model.name).name}, {label_of(method['name'], settings)}"
+
+
+def bill(config: RunConfig, gpu: str | None = None, runs: Path = Path("runs")) -> Bill:
+    """The cost of one run on a GPU of `GPUS`, or on this machine. Raises UserError."""
+    from eval.run.lengths import lengths_of
+
+    setup, lengths = Setup.of(config, gpu, runs), lengths_of(config)
+    paired = config.timing.paired and config.method["name"] != "baseline"
+    warm_ups = [config.timing.warmup, *[0] * (len(lengths) - 1)]
+    each = list(zip(lengths, warm_ups, strict=True))
+    own = [side(setup, setup.resolved(config, dataset), dataset, count) for dataset, count in each]
+    beside = [side(setup, {"name": "baseline"}, dataset, count) for dataset, count in each if paired]
+    seconds = sum(part.seconds for part in own + beside) + START_S + setup.weights / LOAD_BYTES_PER_S
+    prompts = [sum(row) for dataset in lengths for row in dataset.rows]
+    return Bill(
+        run=name_of(config, config.method),
+        examples=len(prompts),
+        prompt_tokens=sum(prompts),
+        longest=max(prompts),
+        answer_tokens=round(sum(part.answers for part in own)),
+        petaflops=sum(part.flops for part in own) / 1e15,
+        baseline_petaflops=sum(part.flops for part in beside) / 1e15,
+        read_terabytes=sum(part.read for part in own) / 1e12,
+        baseline_read_terabytes=sum(part.read for part in beside) / 1e12,
+        gigabytes=_gigabytes([part.peak for part in own + beside], setup.device is CPU),
+        hours=seconds / 3600 if setup.device is not CPU or setup.corrections.runs else None,
+        corrected_by=setup.corrections.runs,
+        guessed=tuple(dict.fromkeys(dataset.guessed for dataset in lengths if dataset.guessed)),
     )
 
 
-@lru_cache(maxsize=64)  # the runs of a comparison or a sweep share them
-def _rows(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    return SUITES[dataset.suite].load(dataset, settings)
-
-
-def _check_length(config: RunConfig, model_config: PreTrainedConfig) -> None:
-    """Refuse rows longer than the model's positions before they are made. Raises UserError."""
-    longest = model_config.max_position_embeddings
-    for dataset in datasets_of(config):
-        suite = SUITES[dataset.suite]
-        length = suite.length(data_settings(config, dataset))
-        if length is not None and length > longest:
-            raise UserError(
-                f"{dataset.name}: {length} tokens of prompt and answer exceed the model's {longest} positions: "
-                f"{suite.shorter}"
-            )
-
-
-def within_reach(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """{label: settings} of the methods of `config.compare`, or of `config.only`, that can reach their target speedups.
-
-    The others are left out, with a line in the log. All other errors in methods' settings are raised here, before the
-    first method runs. Raises UserError.
+def _gigabytes(peaks: Sequence[Memory], on_cpu: bool) -> dict[str, float]:
+    """Parts of the greatest peak. On a CPU the process is a part (Python, torch and this command), and other models are
+    never moved away.
     """
-    model_config = load_config(model_spec(config))
-    methods = {}
-    for label in config.compare if config.only is None else [config.only]:
-        method = config.compare[label]
-        settings = settings_at_depth(replace(config, method=method), model_config)
-        try:
-            for dataset in datasets_of(config):
-                resolved(config, settings, dataset, model_config)
-        except OutOfReachError as error:
-            log.warning("left out: %s: %s", label, error)
-        else:
-            methods[label] = method
-    return methods
+    parts = asdict(max(peaks, key=lambda peak: peak.total))
+    if on_cpu:
+        parts |= {"beside": max(peak.beside for peak in peaks), "process": _resident_bytes()}
+    return {part: size / 1e9 for part, size in parts.items() if size}
 
 
-def settings_at_depth(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
-    """The method's settings at this model's depth. Raises UserError."""
-    with _about_the_method():
-        return speedup_targets.at_depth(config.method, model_config.num_hidden_layers)
-
-
-def resolved(
-    config: RunConfig, settings: dict[str, Any], dataset: Dataset, model_config: PreTrainedConfig
-) -> dict[str, Any]:
-    """The method's settings for one dataset, without targets, checked against the model's depth. Raises UserError."""
-    with _about_the_method():
-        length = SUITES[dataset.suite].length(data_settings(config, dataset))
-        resolved = speedup_targets.resolve(settings, dataset, model_config, config.model.paper, length)
-        build_method(resolved).check(model_config)
-    return resolved
-
-
-@contextmanager
-def _about_the_method() -> Iterator[None]:
-    """Turn a method's errors, also of an installed package's method, into UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise UserError(f"method: {error}") from error
-
-
-def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    tokenizer = load_tokenizer_of(model_spec(config))
-    if tokenizer is None:
-        raise UserError(
-            "random weights (model.load_format=dummy) download nothing, so the tokenizer must be given: "
-            "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
-        )
-    return tokenizer
-
-
-def _cases(config: RunConfig, identified: Identified) -> Iterator[Case]:
-    """Every example of the run with its prompt. Prompts that the model or the method cannot take are refused here."""
-    model_config, tokenizer = identified.model_config, identified.tokenizer
-    longest = model_config.max_position_embeddings
-    for rows in identified.loaded:
-        dataset = rows.dataset
-        method = build_method(identified.parameters[dataset.name])
-        end_ids = end_token_ids(tokenizer, identified.end_ids, dataset)
-        thinking = identified.chat.thinking_tokens if dataset.chat_wrap else 0
-        max_new_tokens = min(rows.max_new_tokens, config.max_new_tokens or rows.max_new_tokens) + thinking
-        for example in identified.examples[dataset.name]:
-            prompt = build_prompt(
-                example,
-                rows.template,
-                tokenizer,
-                identified.prompt_limit if dataset.truncate else None,
-                identified.chat,
-                dataset.chat_wrap,
-                dataset.protected,
-                dataset.decode_halves,
-            )
-            try:
-                method.check_prompt(prompt.as_input())
-            except ValueError as error:
-                raise UserError(f"{dataset.name}, row {example.id}: {error}") from error
-            new_tokens = max_new_tokens * (1 + len(prompt.turns))
-            if (tokens := prompt.conversation_tokens) + new_tokens > longest:
-                around = tokens - min(prompt.tokens_before_truncation, identified.prompt_limit)
-                shorter = f"model.max_prompt_tokens={longest - new_tokens - around}"
-                of_turns = f" of {1 + len(prompt.turns)} turns" if prompt.turns else ""
-                raise UserError(
-                    f"{dataset.name}, row {example.id}: {tokens} prompt tokens{of_turns} and up to {new_tokens} new "
-                    f"ones exceed the model's {longest} positions: "
-                    f"{f'set {shorter}, or less' if dataset.truncate else SUITES[dataset.suite].shorter}"
-                )
-            yield Case(dataset, example, prompt, method, max_new_tokens, end_ids)
-
-
-def _examples(config: RunConfig, loaded: list[LoadedDataset]) -> dict[str, list[Example]]:
-    """The examples of each dataset after `limit`, `half` and `sample`, in the dataset's order."""
-    for data in loaded:
-        if (config.turns or 1) > 1 and not any(example.turns for example in data.examples):
-            raise UserError(
-                f"turns={config.turns}: the rows of {data.dataset.name} hold one question each; leave it out"
-            )
-    last = None if config.turns is None else config.turns - 1
-    pairs = [
-        (data.dataset.name, replace(example, turns=example.turns[:last]))
-        for data in loaded
-        for example in in_half(data.dataset.name, data.examples[: config.limit], config.half)
-    ]
-    empty = [data.dataset.name for data in loaded if data.dataset.name not in {name for name, _ in pairs}]
-    if config.half is not None and empty:
-        raise UserError(f"half={config.half} leaves no example of {empty[0]}: give limit=2 or more, or half=null")
-    if config.sample is not None and config.sample < len(pairs):
-        drawn = np.random.default_rng(config.seed).choice(len(pairs), config.sample, replace=False)
-        pairs = [pairs[number] for number in sorted(drawn.tolist())]
-    chosen: dict[str, list[Example]] = {data.dataset.name: [] for data in loaded}
-    for name, example in pairs:
-        chosen[name].append(example)
-    return chosen
-
-
-def _keys_of(shard: Shard | None, cases: list[Case]) -> set[tuple[str, str]]:
-    """The keys of the examples that the shard measures; all without a shard."""
-    if shard is None:
-        return {case.key for case in cases}
-    tokens = {case.key: len(case.prompt.token_ids) for case in cases}
-    return {key for key, number in shard_numbers(tokens, shard.count).items() if number == shard.number}
-
-
-def _identity(
-    config: RunConfig,
-    loaded: list[LoadedDataset],
-    model_config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: tuple[int, ...],
-    devices: tuple[torch.device, ...],
-    paired: bool,
-) -> dict[str, Any]:
-    """The facts that must agree for two records to share a folder. `limit` is not one of them and may be raised."""
-    source = source_of(config.model.name)
-    dummy = config.model.load_format == "dummy"
-    local = Path(source).is_dir()
-    beside = build_method(speedup_targets.check(config.method)).models()
-    code = code_of(config.method["name"])  # of lazyllm's own methods it is in "code"
-    return {
-        "model": config.model.name if local else source,
-        "revision": config.model.revision or getattr(model_config, "_commit_hash", None),
-        "weights": f"random, seed {config.seed}" if dummy else provenance.weights_sha256(source),
-        "tokenizer": provenance.tokenizer_sha256(tokenizer)[:16],
-        "end_ids": list(end_ids),
-        "load_format": config.model.load_format,
-        "dtype": config.model.dtype,
-        "attn_implementation": config.model.attn_implementation,
-        "quantise": config.model.quantise,
-        "device_map": config.model.device_map,  # times depend on it, and results, as kernels of devices differ
-        **({"method_code": code} if code is not None else {}),
-        **({"turns": config.turns} if config.turns is not None else {}),
-        **({"half": config.half} if config.half is not None else {}),  # halves share no table
-        **({"fidelity": config.fidelity} if config.fidelity is not None and paired else {}),
-        **({"method_weights": [_weights_of(spec) for spec in beside]} if beside else {}),
-        "data": {data.dataset.name: _data_of(data) for data in loaded},
-        "max_new_tokens": config.max_new_tokens,
-        "seed": config.seed,
-        "paired": paired,
-        "warmup": config.timing.warmup,
-        "versions": provenance.versions() | _version_of_quantiser(config, model_config),
-        "code": provenance.code_sha256()[:16],
-        "device": " + ".join(map(provenance.device_name, devices)),
-        "threads": torch.get_num_threads() if devices[0].type == "cpu" else None,
-    }
-
-
-def _data_of(loaded: LoadedDataset) -> str:
-    """A text that changes with a dataset's rows, template or scoring."""
-    version = SUITES[loaded.dataset.suite].version
-    return f"{loaded.data_sha256[:16]} {loaded.config_sha256[:16]} v{version}"
-
-
-def _chat_identity(config: RunConfig, chat: ChatFormat, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The facts of the chat format that can change a number."""
-    if not chat.uses_template(tokenizer):
-        return {"chat": config.model.chat or "none"}
-    about = {
-        "chat": "auto",
-        "chat_args": chat.template_args(tokenizer),
-        "system": chat.system,
-        "today": chat.today if chat.reads_clock(tokenizer) else None,
-        "thinking_tokens": chat.thinking_tokens,
-    }
-    return {key: value for key, value in about.items() if value}
-
-
-def _weights_of(spec: ModelSpec) -> str | None:
-    """The identity of the weights of a method's other model: a local model's hash, a hub model's commit."""
-    return provenance.weights_sha256(spec.source) or getattr(load_config(spec), "_commit_hash", None)
-
-
-def _version_of_quantiser(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, str]:
-    """{package that quantises the weights: its version}; {} if `lazyllm.models.quantisation` does not quantise them."""
-    packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
-    package = packages.get(config.model.quantise or quantised_by(model_config) or "")
-    return {package: version(package)} if package is not None else {}
-
-
-def _plain(value: Any) -> Any:
-    return {str(key): _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _folder_name(config: RunConfig, loaded: list[LoadedDataset], identity: dict[str, Any]) -> str:
-    model = Path(config.model.name).name
-    return f"{model}-{config.method['name']}-{_data_label(config, loaded)}-{fingerprint(identity)[:8]}"
-
-
-def _data_label(config: RunConfig, loaded: list[LoadedDataset]) -> str:
-    """A short name for people: that of a dataset, a task or a suite, or the number of datasets."""
-    suite = SUITES[loaded[0].dataset.suite]
-    names = {data.dataset.name for data in loaded}
-    if len(names) == 1:
-        return next(iter(names))
-    tasks = {data.dataset.task for data in loaded}
-    if len(tasks) == 1:
-        return next(iter(tasks))
-    if len(tasks) == len(suite.all_tasks) or suite.whole in config.dataset:
-        return suite.whole
-    return f"{len(names)}_datasets"
-
-
-def _skipped(loaded: list[LoadedDataset]) -> str | None:
-    skipped = [row for data in loaded for row in data.skipped]
-    if not skipped:
-        return None
-    first = f"{skipped[0].where}: {skipped[0].reason}"
-    return f"{len(skipped)} rows were skipped (data.on_error=skip), the first: {first}"
+def _resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text().split()[1] if Path("/proc/self/statm").exists() else 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 
 from eval.run.config import compose_config, methods_of, to_run_config
 from eval.run.cost import CPU, GPUS
-from eval.run.speedup_targets import OutOfReachError
+from eval.run.targets import OutOfReachError
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
-    from eval.run.bill import Bill
+    from eval.run.plan import Bill
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ def bills(arguments: Sequence[str], gpu: str | None, runs: Path) -> list[Bill]:
 
     Runs that cannot reach their target speedup are left out, with a line in the log.
     """
-    from eval.run.bill import bill, name_of
     from eval.run.expect import jobs_of
+    from eval.run.plan import bill, name_of
 
     whole = [argument for argument in arguments if not argument.startswith("shard=")]
     configs = [to_run_config(compose_config(job)) for job in jobs_of(whole)]
@@ -60,7 +60,7 @@ def bills(arguments: Sequence[str], gpu: str | None, runs: Path) -> list[Bill]:
 
 def as_text(bills: Sequence[Bill], gpu: str | None) -> str:
     """A Markdown table, and the assumptions below it."""
-    from eval.paper.table import markdown_lines  # not at the top: it imports pandas
+    from eval.analysis.table import markdown_lines  # not at the top: it imports pandas
 
     rows = [
         [

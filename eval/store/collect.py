@@ -26,8 +26,8 @@ from uuid import uuid4
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from eval.store.comparable import add_choice, chosen, tell_apart
 from eval.store.folder import files_of, fingerprint, read_failures, write_whole
-from eval.store.groups import add_choice, chosen, tell_apart
 from eval.store.record import SCHEMA
 from eval.store.results import (
     CAMPAIGN,
@@ -61,8 +61,8 @@ class Collected:
 def collect(folders: Sequence[Path], out: Path, where: Sequence[str] = (), newest: bool = False) -> list[Collected]:
     """Write the campaign of all runs in the folders and their subfolders, including runs without records.
 
-    where, newest: as in `eval.store.groups.chosen`. Memory holds one run's records at a time. Raises UserError if there
-    is no run, if a run is damaged, or if `out` is inside the runs or holds something other than a campaign.
+    where, newest: as in `eval.store.comparable.chosen`. Memory holds one run's records at a time. Raises UserError if
+    there is no run, if a run is damaged, or if `out` is inside the runs or holds something other than a campaign.
     """
     runs = tell_apart(chosen(stored_runs(folders), where, newest))
     _check_out(out, folders, runs)

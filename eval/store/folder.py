@@ -1,12 +1,12 @@
 """A run's folder: records appended one by one, and an identity that keeps different runs apart.
 
-run.json        the run's identity and fingerprint, its config, and where it ran (`eval.run.provenance`)
+run.json        the run's identity and fingerprint, its config, and where it ran (`eval.run.identity`)
 records.jsonl   one `Record` per line, flushed to disk when its example is done
 failures.jsonl  one `Failure` per line, if any; the resumed run tries these examples again
 jobs.jsonl      when each job began and ended, how it ended, and the machine's load (`eval.run.device_lock`)
-summary.*       made from the records at the end (`eval.paper.summary`)
+summary.*       made from the records at the end (`eval.analysis.summary`)
 
-A shard of a run (`eval.benchmarks.split`) writes records-2-of-4.jsonl and so on; the run's records are those of all
+A shard of a run (`eval.benchmarks.subsets`) writes records-2-of-4.jsonl and so on; the run's records are those of all
 these files. A last line that a kill left incomplete is removed when the job is resumed. Any other damage is refused;
 `lazyllm-bench repair` repairs it.
 """

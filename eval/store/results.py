@@ -21,8 +21,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from eval.benchmarks.datasets import DATASETS
+from eval.store.comparable import chosen, tell_apart
 from eval.store.folder import files_of, read_about, read_failures, read_table
-from eval.store.groups import chosen, tell_apart
 from eval.store.record import MEASURED, SCALES, SCHEMA, Failure, Record, to_records, to_table
 from lazyllm.errors import UserError
 
@@ -71,7 +71,7 @@ class StoredRun:
     """A run: run.json's content, and its records, which are read on first use.
 
     source: of the records: the folder's lines (None), a campaign's part, or a table in memory.
-    apart: the facts in which it differs from most runs of its model (`eval.store.groups`).
+    apart: the facts in which it differs from most runs of its model (`eval.store.comparable`).
     """
 
     folder: Path
@@ -179,7 +179,7 @@ class StoredRun:
 
     @property
     def traces(self) -> list[Path]:
-        """Files of `eval.store.trace`, one for each traced example."""
+        """Files of `eval.store.record`, one for each traced example."""
         return sorted((self.folder / "traces").glob("*.json"))
 
 
@@ -216,7 +216,7 @@ def planned_text(keys: Iterable[tuple[str, str]]) -> str:
 def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> list[StoredRun]:
     """All runs with records in the folders and their subfolders, by name, raw or collected (`eval.store.collect`).
 
-    where, newest: as in `eval.store.groups.chosen`. Raises UserError if there is none, or if a file is damaged.
+    where, newest: as in `eval.store.comparable.chosen`. Raises UserError if there is none, or if a file is damaged.
     """
     runs = [run for run in chosen(stored_runs(folders), where, newest) if len(run.examples)]
     if not runs:

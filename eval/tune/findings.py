@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.benchmarks.split import HELD_OUT, RULE
-from eval.paper.figures.front import plot_front
-from eval.paper.figures.style import save
-from eval.paper.summary import summarise
-from eval.paper.table import markdown_lines
-from eval.paper.tables.cells import shown
-from eval.run import provenance
+from eval.analysis.figures.front import plot_front
+from eval.analysis.figures.style import save
+from eval.analysis.summary import summarise
+from eval.analysis.table import markdown_lines
+from eval.analysis.tables.cells import shown
+from eval.benchmarks.subsets import HELD_OUT, RULE
+from eval.run import identity
 from eval.run.config import TimingConfig
 from eval.run.loop import console, run
-from eval.run.tuned import FILE, as_yaml
+from eval.run.targets import FILE, as_yaml
 from eval.store.aggregate import rows_of
 from eval.store.folder import read_run, write_whole
 from eval.store.record import Record
@@ -84,7 +84,7 @@ def report(config: TuneConfig, study: Study, beside: Mapping[str, Candidate], nu
     records = {name: _finalist(config, study, candidate) for name, candidate in finalists.items()}
     table = _table(study, tried, finalists, records)
     for name, candidate in chosen.items():
-        shipped = study.folder.name + name.removeprefix("tuned")  # its name if it is copied to eval/conf/tuned
+        shipped = study.folder.name + name.removeprefix("tuned")  # its name if it is copied to conf/tuned
         text = as_yaml(shipped, candidate.schedule, num_layers, _about(config, study, table, name))
         write_whole(study.folder / (FILE if name == "tuned" else f"{name}.yaml"), text)
     for file in study.folder.glob("tuned-*x.yaml"):  # of an earlier front of this study
@@ -93,8 +93,8 @@ def report(config: TuneConfig, study: Study, beside: Mapping[str, Candidate], nu
     title = f"{Path(config.model.name).name}, {_aim(config)}"
     content = json.loads((study.folder / "study.json").read_text(encoding="utf-8")) | {
         "counts": asdict(study.counts()),
-        "reported": provenance.now(),
-        "git_commit": provenance.git_commit(),
+        "reported": identity.now(),
+        "git_commit": identity.git_commit(),
         "rows": json.loads(table.to_json(orient="records") or "[]"),
     }
     write_whole(study.folder / "front.csv", table.to_csv(index=False, lineterminator="\n"))

@@ -14,13 +14,13 @@ from typing import Any
 from filelock import FileLock
 from transformers import PreTrainedModel
 
-from eval.benchmarks.split import RULE, TUNING
-from eval.paper.summary import summarise
-from eval.run import device_lock, provenance
+from eval.analysis.summary import summarise
+from eval.benchmarks.subsets import RULE, TUNING
+from eval.run import device_lock, identity
 from eval.run.config import TimingConfig, model_spec
 from eval.run.loop import free, load_model, released
 from eval.run.measure import Bench, Case
-from eval.run.plan import Plan, prepare
+from eval.run.prepare import Plan, prepare
 from eval.store.folder import RunStore, fingerprint
 from eval.tune.findings import report
 from eval.tune.settings import TuneConfig, as_run
@@ -88,7 +88,7 @@ def study_identity(config: TuneConfig, plan: Plan) -> dict[str, Any]:
     return run | {
         "method": method,
         "tuned_on": f"{len(plan.cases)} examples, {hashlib.sha256(keys.encode()).hexdigest()[:16]}",
-        "search_code": provenance.code_sha256(CODE)[:16],
+        "search_code": identity.code_sha256(CODE)[:16],
         "target_speedup": config.target_speedup,
         "layers": config.layers,
     }

@@ -38,8 +38,8 @@ from typing import TYPE_CHECKING, Any
 
 from lazyllm.bench.shapes import SHAPES, build, config_of, fields_of
 from lazyllm.errors import UserError
-from lazyllm.methods.schedule import Schedule, check_ratio
-from lazyllm.models.spec import ModelSpec
+from lazyllm.methods.support.schedule import Schedule, check_ratio
+from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch

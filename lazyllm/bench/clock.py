@@ -17,15 +17,15 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from lazyllm.bench.cases import BenchCase, Pair, Run, Untimed
-from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.devices import read_clock as wall_clock
 from lazyllm.engine.devices import read_peak, reset_peak
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.generation import greedy
+from lazyllm.engine.inputs import Prompt
 from lazyllm.engine.session import Session
 from lazyllm.methods import Baseline, Lazy, Method
-from lazyllm.methods.schedule import Schedule
+from lazyllm.methods.support.schedule import Schedule
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lazyllm.bench.case_table import markdown, megabytes, spread
 from lazyllm.bench.cases import BenchCase, Pair
 from lazyllm.methods import METHODS, Baseline, Method, make
-from lazyllm.models.spec import ModelSpec
+from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

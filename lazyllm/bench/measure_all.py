@@ -19,7 +19,7 @@ from pathlib import Path
 from lazyllm.bench.__main__ import main as bench
 from lazyllm.models.load import as_device
 
-# Schedules of the paper's Table 1: eval/paper/published/table1_parameters.csv
+# Schedules of the paper's Table 1: eval/analysis/published/table1_parameters.csv
 _TABLE_1 = {
     "single_doc_qa": '{"9": 0.7693, "19": 0.7693, "28": 0.7693}',
     "multi_doc_qa": '{"9": 0.3567, "19": 0.3567, "28": 0.3567}',

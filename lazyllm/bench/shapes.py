@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lazyllm.models.presets import PRESETS
-from lazyllm.models.spec import ModelSpec
+from lazyllm.presets import PRESETS
+from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

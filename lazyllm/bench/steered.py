@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import Decoder
+from lazyllm.engine.inputs import Prompt
 from lazyllm.methods import Lazy
-from lazyllm.methods.lazy_session import LazySession
+from lazyllm.methods.lazy import LazySession
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def random_model(name: str, dtype: str) -> PreTrainedModel:
     from transformers import AutoConfig
 
     from lazyllm.models.load import random_weights
-    from lazyllm.models.spec import ModelSpec
+    from lazyllm.spec import ModelSpec
 
     model_type, own, attention = MODELS[name]
     sizes: dict[str, Any] = {

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lazyllm.engine.declaration import NOTHING, Look
 from lazyllm.engine.devices import home_of, moved
-from lazyllm.engine.reach import Reach
+from lazyllm.engine.inputs import NOTHING, Look
+from lazyllm.engine.masks import Reach
 from lazyllm.errors import UserError
 
 # Scores that a sum over queries holds at once: on a CPU they fit its caches; elsewhere they take 128 MB in float32

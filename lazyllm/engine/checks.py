@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lazyllm.engine.cache import GroupCache
-from lazyllm.engine.declaration import Look
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.flops import windows_of
+from lazyllm.engine.inputs import Look
 from lazyllm.errors import UserError
 
 CHECKED_STEPS = 2  # decoding steps

@@ -107,5 +107,5 @@ def nearest_ratio(speedup: Callable[[float], float], target: float) -> float | N
 
 
 def first_layers_flops(config: Any, n: int, layers: int) -> int:
-    """FLOPs of running n tokens through the first `layers` layers, without logits (`lazyllm.engine.partial`)."""
+    """FLOPs of running n tokens through the first `layers` layers, without logits (`lazyllm.engine.decoder`)."""
     return prefill_flops(config, [n] * layers + [0] * (config.num_hidden_layers - layers), logits=0)

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from lazyllm.engine.architecture import Layout
 from lazyllm.engine.checks import check_once
-from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import Decoder, check_lengths, longest_text, open_decoder
 from lazyllm.engine.devices import read_clock
+from lazyllm.engine.inputs import Prompt
 from lazyllm.engine.method import Method
 from lazyllm.engine.session import Session
 from lazyllm.errors import UserError

@@ -9,15 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lazyllm.engine.declaration import Group, Prompt
 from lazyllm.engine.flops import nearest_ratio, prefill_flops
+from lazyllm.engine.inputs import Group, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lazyllm.engine.decoder import Decoder
     from lazyllm.engine.session import Session
-    from lazyllm.models.spec import ModelSpec
+    from lazyllm.spec import ModelSpec
 
 
 class Method(ABC):
@@ -28,7 +28,7 @@ class Method(ABC):
     prompt tokens before the prefill. Their docstrings hold an example each. A method that decodes in another way starts
     a subclass of `lazyllm.engine.session.Session`.
 
-    An installed package names its method by an entry point (`lazyllm.methods.plugins`): then
+    An installed package names its method by an entry point (`lazyllm.methods.support.plugins`): then
     `python run.py method=keep_last method.layer=2 method.keep=0.25` and `lazyllm.methods.make` find it.
     """
 
@@ -77,7 +77,7 @@ class Method(ABC):
     def models(self) -> tuple[ModelSpec, ...]:
         """The other models that the method runs.
 
-        Their weights are part of a run's identity; `lazyllm.methods.beside` loads them.
+        Their weights are part of a run's identity; `lazyllm.methods.support.other_models` loads them.
         """
         return ()
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from lazyllm.engine.cache import GroupCache
-from lazyllm.engine.declaration import NOTHING, Group, Look
 from lazyllm.engine.decoder import Decoder, Rope, check_lengths
+from lazyllm.engine.inputs import NOTHING, Group, Look
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from lazyllm.errors import UserError
 from lazyllm.models.chat_template import render, render_behind, thinking_args, tokens_behind
-from lazyllm.models.spec import ModelSpec, source_of
+from lazyllm.spec import ModelSpec, source_of
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,7 @@ class Chat:
         from transformers import StoppingCriteriaList, TextStreamer
 
         from lazyllm.engine.generation import start
-        from lazyllm.integrations.turn import TurnOf
+        from lazyllm.integrations.transformers_generate import TurnOf
 
         with_context = f"{self.context}\n{text}" if self.context else text
         messages = [*self.messages, {"role": "user", "content": text if self.messages else with_context}]

@@ -33,12 +33,12 @@ except ImportError as error:
         f"lm-evaluation-harness could not be imported ({error}): pip install 'lazyllm-bench[lm-eval]'"
     ) from error
 
-from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import Decoder, open_decoder
+from lazyllm.engine.inputs import Prompt
 from lazyllm.integrations.transformers_generate import generate_with
 from lazyllm.methods import code_of, make
 from lazyllm.models.load import as_device, check_loading, load_config, load_tokenizer_of, load_weights
-from lazyllm.models.spec import DTYPES, ModelSpec
+from lazyllm.spec import DTYPES, ModelSpec
 
 _HFLM: Any = huggingface.HFLM  # its decorator hides its type
 _Request = tuple[Any, list[int], list[int]]  # key in lm-eval's cache, context, continuation

@@ -1,7 +1,7 @@
 """The methods, one file each. A new one is a file, a row here, a config, a row in
 `tests/lazyllm/methods/method_matrix.py`.
 
-Installed packages can add methods too (`lazyllm.methods.plugins`): `make` and `by_name` know both kinds.
+Installed packages can add methods too (`lazyllm.methods.support.plugins`): `make` and `by_name` know both kinds.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from lazyllm.engine.declaration import Look
+from lazyllm.engine.inputs import Look
 from lazyllm.engine.method import Method
 from lazyllm.errors import UserError
-from lazyllm.methods import plugins
 from lazyllm.methods.asl import ASL
 from lazyllm.methods.baseline import Baseline
-from lazyllm.methods.bases import Layerwise, Prune, Select
 from lazyllm.methods.claa import CLAA
 from lazyllm.methods.fastkv import FastKV
 from lazyllm.methods.gemfilter import GemFilter
@@ -27,6 +25,8 @@ from lazyllm.methods.pyramidinfer import PyramidInfer
 from lazyllm.methods.random_drop import RandomDrop
 from lazyllm.methods.specprefill import SpecPrefill
 from lazyllm.methods.static_pruning import StaticPruning
+from lazyllm.methods.support import plugins
+from lazyllm.methods.support.bases import Layerwise, Prune, Select
 
 METHODS: dict[str, type[Method]] = {
     "asl": ASL,

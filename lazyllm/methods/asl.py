@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
-from lazyllm.engine.declaration import Group, Look
-from lazyllm.methods.bases import Cut, Layerwise, at_depth
-from lazyllm.methods.schedule import check_count_or_ratio, check_pool, check_whole, count_of
+from lazyllm.engine.inputs import Group, Look
+from lazyllm.methods.support.bases import Cut, Layerwise, at_depth
+from lazyllm.methods.support.schedule import check_count_or_ratio, check_pool, check_whole, count_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,7 +95,7 @@ class ASL(Layerwise):
         return [min(m, self._stored(n)) + later for m in self.tokens_per_layer(num_layers, n)]
 
     def cutter(self, num_layers: int, kv_heads: int, n: int) -> Cut:
-        from lazyllm.methods.sessions import best_and_window, rank, sum_over_first, window_scores
+        from lazyllm.methods.support.sessions import best_and_window, rank, sum_over_first, window_scores
 
         (first, earliest), kept, stored = self._ranked(num_layers), self._kept(n), self._stored(n)
         back = earliest - first + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lazyllm.engine.declaration import Group
+from lazyllm.engine.inputs import Group
 from lazyllm.engine.method import Method
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from lazyllm.engine.declaration import Group
-from lazyllm.methods.bases import Cut
+from lazyllm.engine.inputs import Group
 from lazyllm.methods.fastkv import HalfwayCut
-from lazyllm.methods.schedule import check_whole
+from lazyllm.methods.support.bases import Cut
+from lazyllm.methods.support.schedule import check_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,7 @@ class CLAA(HalfwayCut):
     def cutter(self, num_layers: int, kv_heads: int, n: int) -> Cut:
         import torch
 
-        from lazyllm.methods.sessions import best_and_window, window_scores
+        from lazyllm.methods.support.sessions import best_and_window, window_scores
 
         at, late = self.cut_after(num_layers), self.kept(n)
         rows: list[Tensor] = []  # [g, o] scores of each layer that scores for the cut

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lazyllm.engine.declaration import NOTHING, Group, Look
-from lazyllm.methods.bases import Cut, Layerwise, at_depth
-from lazyllm.methods.schedule import check_pool, check_ratio, check_whole, share_of
+from lazyllm.engine.inputs import NOTHING, Group, Look
+from lazyllm.methods.support.bases import Cut, Layerwise, at_depth
+from lazyllm.methods.support.schedule import check_pool, check_ratio, check_whole, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,7 +108,7 @@ class FastKV(HalfwayCut):
         return [self.stored(m, layer > cut) + later for layer, m in enumerate(tokens, start=1)]
 
     def cutter(self, num_layers: int, kv_heads: int, n: int) -> Cut:
-        from lazyllm.methods.sessions import best_and_window, sum_over_first, window_scores
+        from lazyllm.methods.support.sessions import best_and_window, sum_over_first, window_scores
 
         at, late = self.cut_after(num_layers), self.kept(n)
 

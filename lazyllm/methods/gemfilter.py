@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lazyllm.engine.declaration import Group, Prompt
 from lazyllm.engine.flops import LayerShape, first_layers_flops
-from lazyllm.methods.bases import Select, at_depth
-from lazyllm.methods.schedule import check_count_or_ratio, check_pool, check_whole, count_of
+from lazyllm.engine.inputs import Group, Prompt
+from lazyllm.methods.support.bases import Select, at_depth
+from lazyllm.methods.support.schedule import check_count_or_ratio, check_pool, check_whole, count_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,8 +76,8 @@ class GemFilter(Select):
         import torch
         import torch.nn.functional as F
 
-        from lazyllm.engine.partial import run_to_keys
-        from lazyllm.methods.sessions import rank
+        from lazyllm.engine.decoder import run_to_keys
+        from lazyllm.methods.support.sessions import rank
 
         n = len(prompt)
         if self.kept(n) == n:

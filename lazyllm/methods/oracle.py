@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from lazyllm.engine.declaration import Prompt
-from lazyllm.methods.bases import Select
-from lazyllm.methods.schedule import check_count_or_ratio, check_pool, check_whole, count_of
+from lazyllm.engine.inputs import Prompt
+from lazyllm.methods.support.bases import Select
+from lazyllm.methods.support.schedule import check_count_or_ratio, check_pool, check_whole, count_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +24,8 @@ class Oracle(Select):
     answer: number of greedy answer tokens whose attention scores; None for the greatest number to be generated. An end
         token ends the answer. pool: odd width of the average pooling of attention.
 
-    Scores: `lazyllm.methods.look_ahead`, with the model as its own draft. The selection costs more than a prefill, and
-    is left out of TTFT, of all counts and of the ideal speedup: an upper bound for methods, not a method.
+    Scores: `lazyllm.methods.support.look_ahead`, with the model as its own draft. The selection costs more than a
+    prefill, and is left out of TTFT, of all counts and of the ideal speedup: an upper bound for methods, not a method.
 
     Source: the Answer-Informed Oracle of CLAA (arXiv 2602.16054), from a description. Ours: all of the code; the last
     token always stays; ties go to the lower position.
@@ -59,7 +59,7 @@ class Oracle(Select):
         import torch
 
         from lazyllm.engine.generation import end_ids_of
-        from lazyllm.methods.look_ahead import look_ahead
+        from lazyllm.methods.support.look_ahead import look_ahead
 
         n = len(prompt)
         if self.kept(n) == n:

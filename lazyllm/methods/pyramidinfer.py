@@ -7,10 +7,10 @@ from itertools import pairwise
 from math import cos, floor, pi
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lazyllm.engine.declaration import Group, Look
 from lazyllm.engine.flops import LayerShape
-from lazyllm.methods.bases import Cut, Layerwise
-from lazyllm.methods.schedule import check_ratio, check_whole, share_of
+from lazyllm.engine.inputs import Group, Look
+from lazyllm.methods.support.bases import Cut, Layerwise
+from lazyllm.methods.support.schedule import check_ratio, check_whole, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +84,7 @@ class PyramidInfer(Layerwise):
         return pairs * shape.pair_flops // 2  # no product with V
 
     def cutter(self, num_layers: int, kv_heads: int, n: int) -> Cut:
-        from lazyllm.methods.sessions import rank
+        from lazyllm.methods.support.sessions import rank
 
         tokens, recent = self.tokens_per_layer(num_layers, n), self._recent(n)
 

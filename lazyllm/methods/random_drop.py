@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from lazyllm.engine.declaration import Prompt
-from lazyllm.methods.bases import Select
-from lazyllm.methods.schedule import check_ratio, check_whole, keep_count
+from lazyllm.engine.inputs import Prompt
+from lazyllm.methods.support.bases import Select
+from lazyllm.methods.support.schedule import check_ratio, check_whole, keep_count
 
 if TYPE_CHECKING:
     from lazyllm.engine.decoder import Decoder

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lazyllm.engine.declaration import Prompt
+import torch
+from torch import Tensor
+
+from lazyllm.engine.decoder import Decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
-from lazyllm.methods.bases import Select
-from lazyllm.methods.schedule import check_pool, check_ratio, check_whole, keep_count
-from lazyllm.models.spec import ModelSpec
+from lazyllm.engine.inputs import Group, Prompt
+from lazyllm.engine.session import Session
+from lazyllm.methods.support.bases import Select
+from lazyllm.methods.support.other_models import Reading, open_beside, read_beside
+from lazyllm.methods.support.schedule import check_pool, check_ratio, check_whole, keep_count
+from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +26,6 @@ if TYPE_CHECKING:
 
     from lazyllm.engine.decoder import Decoder
     from lazyllm.engine.session import Session
-
 
 _OTHER = "give a draft with the model's tokenizer, or text=true to pass the kept tokens on as text"
 
@@ -35,9 +43,9 @@ class SpecPrefill(Select):
         again, joined by `[...]`, and are the model's new prompt, from position 0. Their number of tokens depends on the
         text: `kept` and `scoring_flops` assume that both tokenizers give as many.
 
-    Scores: `lazyllm.methods.look_ahead`; a chunk's score is the mean over its tokens. Kept tokens keep their positions,
-    and decoding continues after the whole prompt. The draft's time is part of TTFT, as scoring. Nothing is scored if
-    all chunks stay.
+    Scores: `lazyllm.methods.support.look_ahead`; a chunk's score is the mean over its tokens. Kept tokens keep their
+    positions, and decoding continues after the whole prompt. The draft's time is part of TTFT, as scoring. Nothing
+    is scored if all chunks stay.
 
     Source: the authors' code (Jingyu6/speculative_prefill, commit c1d6bd3, MIT), described and written anew.
     Ours: end tokens are the draft's; steps after one run without effect, so that no step waits for the device;
@@ -94,7 +102,7 @@ class SpecPrefill(Select):
             raise ValueError("text=true needs the prompt's text: give a lazyllm.Prompt with `text` and `encode`")
         if self.draft is None or self.text or not prompt.spans:
             return
-        from lazyllm.methods.beside import read_beside
+        from lazyllm.methods.support.other_models import read_beside
 
         (spec,) = self.models()
         read = read_beside(spec, prompt.text)
@@ -107,7 +115,7 @@ class SpecPrefill(Select):
 
     def prepare(self, model: PreTrainedModel) -> None:
         if self.text:
-            from lazyllm.methods.beside import tokenizer_beside
+            from lazyllm.methods.support.other_models import tokenizer_beside
 
             tokenizer_beside(*self.models())
         super().prepare(model)
@@ -115,7 +123,7 @@ class SpecPrefill(Select):
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         if not self.text:
             return super().start(decoder, prompt, max_new_tokens)
-        from lazyllm.methods.kept_text import start_on_kept_text
+        from lazyllm.methods.specprefill import start_on_kept_text
 
         return start_on_kept_text(self, decoder, prompt, max_new_tokens)
 
@@ -138,7 +146,7 @@ class SpecPrefill(Select):
     def select(self, decoder: Decoder, prompt: Prompt) -> Tensor:
         import torch
 
-        from lazyllm.methods.beside import open_beside
+        from lazyllm.methods.support.other_models import open_beside
 
         n = len(prompt)
         if self.kept(n) == n:
@@ -152,7 +160,7 @@ class SpecPrefill(Select):
     def scores(self, draft: Decoder, token_ids: Tensor) -> Tensor:
         """[n] scores of the tokens [n], on the draft's device."""
         from lazyllm.engine.generation import end_ids_of
-        from lazyllm.methods.look_ahead import look_ahead
+        from lazyllm.methods.support.look_ahead import look_ahead
 
         return look_ahead(draft, token_ids.to(draft.device), self.lookahead, self.pool, end_ids_of(draft.model))
 
@@ -160,7 +168,7 @@ class SpecPrefill(Select):
         """The ascending positions of the tokens in the best chunks, of scores [n]."""
         import torch
 
-        from lazyllm.methods.sessions import rank
+        from lazyllm.methods.support.sessions import rank
 
         n, count = len(scores), -(-len(scores) // self.chunk)
         positions = torch.arange(count * self.chunk, device=scores.device).view(count, self.chunk)
@@ -176,6 +184,65 @@ class SpecPrefill(Select):
         return {0, max(0, n - self.chunk) // self.chunk, (n - 1) // self.chunk} if self.sound else set()
 
     def _draft_config(self, config: Any) -> Any:
-        from lazyllm.methods.beside import config_beside
+        from lazyllm.methods.support.other_models import config_beside
 
         return next(map(config_beside, self.models()), config)
+
+
+LEFT_OUT = "[...]"
+
+Ranges = list[tuple[int, int]]  # half-open ranges of characters, ascending
+
+
+def start_on_kept_text(method: SpecPrefill, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
+    """The session of a prompt with `text` and `encode`; everything up to the model's own tokens counts as scoring."""
+    began, run_before = time.perf_counter(), decoder.tokens_run
+    pieces = kept_pieces(method, decoder, prompt.text)
+    if pieces is None:
+        return KeptTextSession(decoder, prompt.token_ids, torch.arange(len(prompt)), max_new_tokens)
+    assert prompt.encode is not None
+    kept = prompt.encode(LEFT_OUT.join(prompt.text[start:stop] for start, stop in pieces))
+    token_ids = torch.tensor([*kept, *prompt.token_ids[len(prompt) - prompt.later :].tolist()])
+    session = KeptTextSession(decoder, token_ids, tokens_in(prompt.spans, pieces), max_new_tokens)
+    session.scoring_s = time.perf_counter() - began
+    session.scoring_tokens = ceil(round(decoder.tokens_run - run_before, 6))
+    return session
+
+
+def kept_pieces(method: SpecPrefill, decoder: Decoder, text: str) -> Ranges | None:
+    """The ranges of the text that the draft keeps; None if it keeps all, without scoring."""
+    (spec,) = method.models()
+    read: Reading = read_beside(spec, text)
+    places = [place for place, (start, stop) in enumerate(read.spans) if start < stop]
+    if method.kept(len(places)) == len(places):
+        return None
+    with open_beside(spec, decoder) as draft:
+        scores = method.scores(draft, torch.tensor(read.token_ids))
+        chosen = method.choose(scores[places]).tolist()
+    pieces: Ranges = []
+    for before, number in zip([-2, *chosen], chosen, strict=False):
+        start, stop = read.spans[places[number]]
+        pieces.append((pieces.pop()[0] if number == before + 1 else start, stop))
+    return pieces
+
+
+def tokens_in(spans: Sequence[tuple[int, int]], pieces: Ranges) -> Tensor:
+    """The positions of the tokens that overlap a piece, and of tokens without characters."""
+    letters = {letter for start, stop in pieces for letter in range(start, stop)}
+    kept = [p for p, (start, stop) in enumerate(spans) if start == stop or not letters.isdisjoint(range(start, stop))]
+    return torch.tensor(kept, dtype=torch.long)
+
+
+class KeptTextSession(Session):
+    """The baseline's session on the token ids of the kept text. `selected` names the prompt's tokens in it."""
+
+    def __init__(self, decoder: Decoder, token_ids: Tensor, kept: Tensor, max_new_tokens: int) -> None:
+        groups = [Group(range(len(decoder.layers)), len(token_ids))]
+        super().__init__(decoder, groups, len(token_ids), max_new_tokens)
+        self._token_ids = token_ids.to(decoder.device)
+        self._kept = kept
+
+    def prefill(self, token_ids: Tensor) -> Tensor:
+        logits = super().prefill(self._token_ids)
+        self.selected[-1][0] = self._kept
+        return logits

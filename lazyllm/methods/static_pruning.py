@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lazyllm.engine.declaration import Look
-from lazyllm.methods.bases import Prune
-from lazyllm.methods.schedule import check_ratio, check_whole, keep_count
+from lazyllm.engine.inputs import Look
+from lazyllm.methods.support.bases import Prune
+from lazyllm.methods.support.schedule import check_ratio, check_whole, keep_count
 
 
 @dataclass(frozen=True)

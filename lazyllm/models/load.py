@@ -22,10 +22,10 @@ from transformers import (
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError
 from lazyllm.models.checkpoint import CONFIGS, WEIGHTS, check_files, hub_folder
-from lazyllm.models.presets import PRESETS
 from lazyllm.models.quantisation import check_quantise, check_quantised, quantisation_config, quantised_by, require
-from lazyllm.models.spec import DeviceMap, ModelSpec
 from lazyllm.models.tokenizers import load_tokenizer
+from lazyllm.presets import PRESETS
+from lazyllm.spec import DeviceMap, ModelSpec
 
 
 def load_model(
@@ -41,7 +41,7 @@ def load_model(
     device_map: DeviceMap | None = None,
     seed: int = 0,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """A model in eval mode and its tokenizer. Arguments: the fields of `lazyllm.models.spec.ModelSpec`.
+    """A model in eval mode and its tokenizer. Arguments: the fields of `lazyllm.spec.ModelSpec`.
 
     With `load_format="dummy"`, the tokenizer is None unless `tokenizer` names one or the model is a folder.
     Raises UserError.

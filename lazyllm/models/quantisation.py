@@ -14,7 +14,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.import_utils import is_accelerate_available, is_bitsandbytes_available, is_torchao_available
 
 from lazyllm.errors import UserError
-from lazyllm.models.spec import QUANTISATIONS
+from lazyllm.spec import QUANTISATIONS
 
 INT4_GROUP = 128  # number of weights in a row that share a scale
 

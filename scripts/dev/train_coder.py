@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from eval.benchmarks import embedded, stdlib
-from lazyllm.models.presets import PRESETS
+from lazyllm.presets import PRESETS
 from scripts.dev.train_tiny import Stage, copy_sequence, task_sequence
 from scripts.dev.training import IGNORE, SPECIALS, Trainer, add_options, byte_level_bpe, save_model, write_rows
 

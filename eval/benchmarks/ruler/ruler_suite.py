@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.benchmarks.disk_cache import cache_folder
+from eval.benchmarks.downloads import cache_folder
 from eval.benchmarks.prompts import tokenizer_for_rows, wrap_tokens
 from eval.benchmarks.rows import canonical
 from eval.benchmarks.ruler import scorers

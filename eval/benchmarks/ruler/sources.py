@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eval.benchmarks.disk_cache import fetched_once
-from eval.benchmarks.hub import load_from_hub, missing_from_hub
+from eval.benchmarks.downloads import fetched_once, load_from_hub, missing_from_hub
 from lazyllm.errors import UserError
 
 COMMIT = "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a"

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from lazyllm.engine.declaration import Prompt
-from lazyllm.methods.bases import Select
+from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.prompt_compression.scoring import (
     carried_over,
     scoring_flops,
@@ -22,8 +21,9 @@ from lazyllm.methods.prompt_compression.scoring import (
     window_size,
 )
 from lazyllm.methods.prompt_compression.segments import LINE_BREAK, check_spacy, load_splitter, starts_in
-from lazyllm.methods.schedule import check_ratio, check_whole, keep_count
-from lazyllm.models.spec import ModelSpec
+from lazyllm.methods.support.bases import Select
+from lazyllm.methods.support.schedule import check_ratio, check_whole, keep_count
+from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -87,7 +87,7 @@ class PromptCompression(Select):
             check_spacy()
         window_size(self._scorer_config(config), self.window)
         for spec in self.models():
-            from lazyllm.methods.beside import tokenizer_beside
+            from lazyllm.methods.support.other_models import tokenizer_beside
 
             tokenizer_beside(spec)
 
@@ -107,7 +107,7 @@ class PromptCompression(Select):
         if self.unit != "token":
             load_splitter(self.unit)
         for spec in self.models():
-            from lazyllm.methods.beside import tokenizer_beside
+            from lazyllm.methods.support.other_models import tokenizer_beside
 
             tokenizer_beside(spec)
         super().prepare(model)
@@ -136,7 +136,7 @@ class PromptCompression(Select):
         return stays.nonzero()[0]
 
     def _scorer_config(self, config: Any) -> Any:
-        from lazyllm.methods.beside import config_beside
+        from lazyllm.methods.support.other_models import config_beside
 
         return next(map(config_beside, self.models()), config)
 
@@ -167,7 +167,7 @@ class PromptCompression(Select):
         """[k] self-information, by the scorer, of tokens that stand for the character ranges `spans` [k, 2]."""
         import torch
 
-        from lazyllm.methods.beside import open_beside, read_beside
+        from lazyllm.methods.support.other_models import open_beside, read_beside
 
         (spec,) = self.models()
         own = read_beside(spec, text, special_tokens=False)

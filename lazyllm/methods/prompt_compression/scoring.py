@@ -79,7 +79,7 @@ def self_information(decoder: Decoder, token_ids: Tensor, window: int | None = N
     import torch
     import torch.nn.functional as F
 
-    from lazyllm.engine.partial import run_layers
+    from lazyllm.engine.decoder import run_layers
 
     size = window_size(decoder.config, window)
     bos = bos_of(decoder.config)

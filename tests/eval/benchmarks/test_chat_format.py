@@ -19,8 +19,8 @@ from eval.benchmarks.suite import Turn
 from eval.run.config import chat_of, compose_config, register_schema, to_run_config
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
-from lazyllm.models.presets import PRESETS
-from lazyllm.models.spec import ModelSpec
+from lazyllm.presets import PRESETS
+from lazyllm.spec import ModelSpec
 from tests.eval.benchmarks.test_prompts import ROW
 
 TURNS = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | trim }}<|end|>{% endfor %}"

@@ -22,7 +22,7 @@ from eval.benchmarks.suite import Example
 from lazyllm.methods import PromptCompression
 from lazyllm.methods.prompt_compression import droppable
 from lazyllm.models.load import load_tokenizer_of
-from lazyllm.models.spec import ModelSpec
+from lazyllm.spec import ModelSpec
 from tests.eval import official
 from tests.eval.benchmarks.test_prompts import LLAMA2, LONGBENCH_NAMES, Characters, llama2
 

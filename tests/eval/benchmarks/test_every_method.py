@@ -21,7 +21,7 @@ from eval.run.measure import Bench, Case
 from eval.store.record import Record
 from lazyllm.methods import METHODS, Method
 from lazyllm.models.load import load_tokenizer_of
-from lazyllm.models.spec import ModelSpec
+from lazyllm.spec import ModelSpec
 from tests.eval import official
 from tests.eval.benchmarks.test_ruler import OFFICIAL_ROWS, SHARED
 from tests.lazyllm.methods.method_matrix import KEEPING, LISTED

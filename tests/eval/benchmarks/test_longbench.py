@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from eval.benchmarks import disk_cache, longbench
+from eval.benchmarks import downloads, longbench
 from eval.benchmarks.datasets import DATASETS, load_rows, resolve_datasets
 from eval.benchmarks.longbench import TemplateWarning
 from eval.benchmarks.rows import official_row
@@ -342,7 +342,7 @@ def test_rows_and_templates_are_fetched_once_and_then_read_offline(server, monke
     files = [f"/storage/{REPOSITORY}/{longbench.HUB_SHA256}", *server.others]
     assert [server.asked.count(("GET", path)) for path in files] == [1, 1, 1]
     server.asked.clear()
-    monkeypatch.setattr(disk_cache, "is_reachable", lambda *_: pytest.fail("the network was asked for"))
+    monkeypatch.setattr(downloads, "is_reachable", lambda *_: pytest.fail("the network was asked for"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert load_rows(QASPER) == loaded
     assert not server.asked

@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 
 from eval import cli
-from eval.benchmarks import longbench, longbench_e
+from eval.analysis.tables import TABLES
+from eval.benchmarks import longbench
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.metrics import dataset_score
-from eval.paper.tables import TABLES
 from eval.store.results import Results, StoredRun
 from lazyllm.errors import UserError
 from tests.eval.benchmarks.test_longbench import ROW, as_line, folder, place_of, server  # noqa: F401
 from tests.eval.store.made import record
 from tests.hub_server import HubServer
 
-NAMES = [dataset.name for dataset in longbench_e.SUITE.datasets]
+NAMES = [dataset.name for dataset in longbench.SUITE.datasets]
 # LongBench's README: LongBench-E has these 13
 OFFICIAL = """
     qasper multifieldqa_en hotpotqa 2wikimqa gov_report multi_news trec triviaqa samsum passage_count

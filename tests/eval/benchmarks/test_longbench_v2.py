@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval import cli
-from eval.benchmarks import disk_cache, hub, longbench_v2
+from eval.analysis.tables import TABLES
+from eval.benchmarks import downloads, longbench_v2
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.longbench import TemplateWarning
 from eval.benchmarks.longbench_v2 import SUITE, chosen
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings
-from eval.paper.tables import TABLES
 from eval.run.loop import run
 from eval.store.folder import read_run
 from eval.store.results import Results
@@ -243,11 +243,11 @@ def test_without_a_folder_rows_come_from_the_hub_and_the_prompt_is_fetched_once(
         return datasets.Dataset.from_list([row(0), row(1)])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(hub, "hub_is_reachable", lambda: False)
+    monkeypatch.setattr(downloads, "hub_is_reachable", lambda: False)
     made = SUITE.load(DATASET, DataSettings())
     assert asked == [("THUDM/LongBench-v2", None, "train")]
     assert made.examples == load(write(tmp_path, row(0), row(1))).examples
-    monkeypatch.setattr(disk_cache, "is_reachable", lambda url: pytest.fail("the network was asked for"))
+    monkeypatch.setattr(downloads, "is_reachable", lambda url: pytest.fail("the network was asked for"))
     assert SUITE.load(DATASET, DataSettings()) == made
     assert server.asked.count(("GET", "/0shot.txt")) == 1
     server.close()
@@ -305,11 +305,11 @@ def test_a_run_is_paired_resumed_and_sharded_and_scored_by_group(tmp_path, monke
 def test_the_suites_version_is_part_of_a_runs_identity(tmp_path, monkeypatch):
     from dataclasses import replace
 
-    from eval.run import plan
+    from eval.run import prepare
 
     monkeypatch.chdir(tmp_path)
     config = config_of("dataset=longbench_v2", f"data.dir={write(tmp_path, row(0))}", "model.max_prompt_tokens=101")
-    before = plan.identify(config).identity
-    monkeypatch.setitem(plan.SUITES, "longbench_v2", replace(SUITE, version=SUITE.version + 1))
-    after = plan.identify(config).identity
+    before = prepare.identify(config).identity
+    monkeypatch.setitem(prepare.SUITES, "longbench_v2", replace(SUITE, version=SUITE.version + 1))
+    after = prepare.identify(config).identity
     assert [key for key in before if before[key] != after[key]] == ["data"]

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 
 from eval import cli
+from eval.analysis.figures import FIGURES
 from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.needle import SUITE, TEMPLATE, NeedleConfig
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings
-from eval.paper.figures import FIGURES
 from eval.run.loop import run
-from eval.run.plan import prepare
+from eval.run.prepare import prepare
 from eval.store.folder import read_run
 from eval.store.results import Results
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
-from lazyllm.models.spec import ModelSpec
+from lazyllm.spec import ModelSpec
 from tests.eval.official import SHARED
 from tests.eval.run.test_configs import config_of
 

@@ -14,7 +14,7 @@ from eval.benchmarks.prompts import BuiltPrompt, build_prompt
 from eval.benchmarks.suite import Example
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
-from lazyllm.models.spec import ModelSpec
+from lazyllm.spec import ModelSpec
 from tests.eval.benchmarks.test_prompts import Characters
 
 # `Characters` treats ids below 3 as special tokens

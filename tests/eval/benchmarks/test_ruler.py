@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.benchmarks import disk_cache, hub, ruler
+from eval.benchmarks import downloads, ruler
 from eval.benchmarks.ruler import TASKS, Sources, fetch_templates, generator, read_templates, score, sources
 from eval.benchmarks.ruler.generator import WITH_TURNS, _Gauge
 from lazyllm.errors import UserError
@@ -347,8 +347,8 @@ def test_the_hubs_rows_give_what_the_official_files_give(make, folder, monkeypat
         return squad if "squad" in repository else hotpotqa
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    hub.hub_is_reachable.cache_clear()
-    monkeypatch.setattr(hub, "is_reachable", lambda url: False)
+    downloads.hub_is_reachable.cache_clear()
+    monkeypatch.setattr(downloads, "is_reachable", lambda url: False)
     for task in ("qa_1", "qa_2"):
         assert make(task, 2500, sources=Sources()) == make(task, 2500)
     assert asked == [
@@ -471,7 +471,7 @@ def test_offline_and_not_cached_there_are_two_ways_out(tmp_path, monkeypatch):
 
 def serve(monkeypatch, content):
     """Downloads give `content` of their address."""
-    monkeypatch.setattr(disk_cache, "require_network", lambda *_: None)
+    monkeypatch.setattr(downloads, "require_network", lambda *_: None)
     monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: io.BytesIO(content(url)))
 
 
@@ -545,8 +545,8 @@ def test_malformed_corpora_are_refused(name, content, message, tmp_path, templat
 
 
 def test_without_a_network_the_hubs_datasets_are_one_line(templates, monkeypatch):
-    hub.hub_is_reachable.cache_clear()
-    monkeypatch.setattr(hub, "is_reachable", lambda url: False)
+    downloads.hub_is_reachable.cache_clear()
+    monkeypatch.setattr(downloads, "is_reachable", lambda url: False)
     with pytest.raises(UserError, match=r"rajpurkar/squad_v2 is not cached .* data\.dir=FOLDER with RULER's squad"):
         ruler.rows("qa_1", WordTokenizer(), 4096, 1, templates)
 

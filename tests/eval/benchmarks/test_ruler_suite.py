@@ -21,7 +21,7 @@ from eval.run.config import datasets_of
 from eval.run.loop import run
 from eval.store.folder import read_run
 from lazyllm.errors import UserError
-from lazyllm.models.spec import ModelSpec
+from lazyllm.spec import ModelSpec
 from tests.eval.benchmarks.test_prompts import Characters
 from tests.eval.benchmarks.test_ruler import OFFICIAL_ROWS, SHARED, SQUAD, write_templates
 from tests.eval.run.test_configs import config_of
@@ -239,7 +239,7 @@ def test_the_answer_prefix_stands_behind_the_chat_template(chat, text):
 
 def test_no_limit_of_a_model_cuts_a_prompt(folder):
     arguments = ["dataset=niah_single_1", "ruler.length=1024", f"data.dir={folder}", "limit=1"]
-    from eval.run.plan import prepare
+    from eval.run.prepare import prepare
 
     plan = prepare(config_of(*arguments, "model.max_prompt_tokens=100"))
     assert [(case.prompt.truncated, len(case.prompt.token_ids) > 500) for case in plan.cases] == [(False, True)]
@@ -248,7 +248,7 @@ def test_no_limit_of_a_model_cuts_a_prompt(folder):
 
 
 def test_a_target_speedup_is_solved_for_the_length(folder):
-    from eval.run.plan import identify
+    from eval.run.prepare import identify
 
     def keep(length):
         run = ["method=random_drop", "method.keep=2.0x", "dataset=niah_single_1", "limit=1", f"data.dir={folder}"]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval import cli
-from eval.benchmarks import disk_cache, hub, scbench
+from eval.benchmarks import downloads, scbench
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import CHOICES, DATASETS
 from eval.benchmarks.longbench import TemplateWarning
@@ -320,12 +320,12 @@ def test_without_a_folder_rows_come_from_the_hub_and_prompts_are_fetched_once(tm
         return datasets.Dataset.from_list([row("scbench_mf"), row("scbench_mf", 1)])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(hub, "hub_is_reachable", lambda: False)
+    monkeypatch.setattr(downloads, "hub_is_reachable", lambda: False)
     made = SUITE.load(DATASETS["scbench_mf"], DataSettings())
     assert asked == [("microsoft/SCBench", "scbench_mf", "test")]
     folder = write(tmp_path, "scbench_mf", row("scbench_mf"), row("scbench_mf", 1))
     assert made.examples == load(folder, "scbench_mf").examples
-    monkeypatch.setattr(disk_cache, "is_reachable", lambda url: pytest.fail("the network was asked for"))
+    monkeypatch.setattr(downloads, "is_reachable", lambda url: pytest.fail("the network was asked for"))
     assert SUITE.load(DATASETS["scbench_mf"], DataSettings()) == made
     assert server.asked.count(("GET", "/eval_utils.py")) == 1
     server.close()

@@ -16,21 +16,18 @@ import pytest
 import eval.report
 import lazyllm
 from eval import cli
+from eval.analysis.figures import Figure
+from eval.analysis.figures.style import new_figure
+from eval.analysis.table import Table
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt
-from eval.paper.figures import Figure
-from eval.paper.figures.style import new_figure
-from eval.paper.table import Table
 from eval.report import __main__ as command
 from eval.report import overview
 from eval.report.grid import grid
-from eval.report.inline_svg import inline_svg
-from eval.report.page import render
-from eval.report.record_browser import embed_records
-from eval.report.trace_view import embed_trace, last_layers, revived
-from eval.store.record import Record
+from eval.report.page import inline_svg, render
+from eval.report.record_browser import embed_records, embed_trace, last_layers, revived
+from eval.store.record import Record, Trace
 from eval.store.results import Results, StoredRun, find_runs
-from eval.store.trace import Trace
 from lazyllm.methods import Baseline, Lazy, Method, RandomDrop, StaticPruning
 from tests.conftest import ROOT
 from tests.eval.store.made import measurement, record, with_turns, write_run
@@ -311,7 +308,7 @@ def test_figures_in_one_page_share_no_id() -> None:
 
 
 def hand_table(results: Results) -> Table:
-    """A table as `eval.paper.tables` makes them; its cells and words are hostile."""
+    """A table as `eval.analysis.tables` makes them; its cells and words are hostile."""
     names = ["b", "a", HOSTILE, "d", "e"]
     cells = pd.DataFrame({f"name {HOSTILE}": names, "score": ["10.5 ±1", "9", "no run", "100", "9"]})
     return Table("hand", f"By hand {HOSTILE}", f"Caption {HOSTILE}", cells, cells)
@@ -416,8 +413,8 @@ def test_the_wheel_holds_every_file_of_the_page() -> None:
 
 def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     make_runs(tmp_path / "runs")
-    monkeypatch.setattr("eval.paper.tables.TABLES", TABLES)
-    monkeypatch.setattr("eval.paper.figures.FIGURES", FIGURES)
+    monkeypatch.setattr("eval.analysis.tables.TABLES", TABLES)
+    monkeypatch.setattr("eval.analysis.figures.FIGURES", FIGURES)
     out = tmp_path / "new" / "page.html"
     assert command.main([str(tmp_path / "runs"), "--out", str(out)]) == 0
     assert out.read_text(encoding="utf-8").startswith("<!doctype html>")

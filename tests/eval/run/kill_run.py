@@ -31,7 +31,7 @@ import pandas as pd
 import torch
 
 import eval.run.loop
-import eval.run.plan
+import eval.run.prepare
 from eval.benchmarks.datasets import load_rows
 from eval.run.config import ModelConfig, RunConfig, TimingConfig
 from eval.store.folder import read_run
@@ -222,14 +222,14 @@ def main(kills: int = 100, seed: int = 0) -> None:
     logging.disable(logging.WARNING)
     rows = {name: load_rows(dataset) for name, dataset in _datasets().items()}
     # generating the rows would take most of a job's time: they are made once, before the fork
-    eval.run.plan._rows = lambda dataset, *_: rows[dataset.name]
+    eval.run.prepare._rows = lambda dataset, *_: rows[dataset.name]
     with tempfile.TemporaryDirectory() as folder:
         counts = kill_run(Path(folder), kills, seed)
     print(json.dumps(asdict(counts)))
 
 
 def _datasets() -> dict[str, Any]:
-    return {dataset.name: dataset for dataset in eval.run.plan.datasets_of(config_of())}
+    return {dataset.name: dataset for dataset in eval.run.prepare.datasets_of(config_of())}
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ from eval.run.config import (
     register_schema,
     to_run_config,
 )
-from eval.run.plan import prepare
+from eval.run.prepare import prepare
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop
 from lazyllm.models.load import load_config
-from lazyllm.models.presets import PRESETS
-from lazyllm.models.spec import ModelSpec
+from lazyllm.presets import PRESETS
+from lazyllm.spec import ModelSpec
 
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
 

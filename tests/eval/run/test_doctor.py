@@ -11,8 +11,8 @@ from eval import cli
 from eval.run import doctor, hub_checks, machine_checks
 from eval.run.cost import parameters_of
 from lazyllm.models.load import load_config
-from lazyllm.models.presets import PRESETS
-from lazyllm.models.spec import ModelSpec
+from lazyllm.presets import PRESETS
+from lazyllm.spec import ModelSpec
 
 Usage = namedtuple("Usage", "total used free")
 CPU_WHEEL, CUDA_13 = "cuda: Optional[str] = None\n", "cuda: Optional[str] = '13.0'\n"

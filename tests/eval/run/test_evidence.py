@@ -13,8 +13,7 @@ from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import BuiltPrompt, build_prompt
 from eval.benchmarks.suite import Example
-from eval.run.evidence import evidence_computed, evidence_positions
-from eval.run.measure import Bench, Case
+from eval.run.measure import Bench, Case, evidence_computed, evidence_positions
 from lazyllm import Generation
 from lazyllm.methods import (
     ASL,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from eval import cli
-from lazyllm.models.presets import PRESETS
+from lazyllm.presets import PRESETS
 
 
 def test_each_thing_is_fetched_and_named_once(capsys) -> None:

@@ -14,13 +14,12 @@ import lazyllm
 from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt, gold_token_ids
-from eval.run.fidelity import edit_similarity, forced_logits, of_forced, of_generations
-from eval.run.measure import Bench, Case
+from eval.run.measure import Bench, Case, edit_similarity, forced_logits, of_forced, of_generations
 from eval.store.record import Measurement
 from lazyllm import Prompt
 from lazyllm.methods import Baseline, Lazy, Method, StaticPruning
 from lazyllm.models.load import load_tokenizer_of
-from lazyllm.models.spec import ModelSpec
+from lazyllm.spec import ModelSpec
 from tests import reference_fidelity
 from tests.reference import lazy_reference, random_model
 

@@ -14,7 +14,7 @@ from eval.run.forecast import first_example, is_out_of_memory, what_fits
 from eval.run.measure import Case
 from lazyllm.methods import Baseline, StaticPruning
 from lazyllm.models.load import load_weights
-from lazyllm.models.spec import ModelSpec
+from lazyllm.spec import ModelSpec
 from tests.eval.run.test_measure import case
 from tests.eval.store.made import record, with_turns
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import eval.run.measure
-from eval.paper.summary import summarise
+from eval.analysis.summary import summarise
 from eval.run.config import ModelConfig, RunConfig, TimingConfig
 from eval.run.loop import RunResult, compare, free, run, show_together
-from eval.run.plan import within_reach
+from eval.run.prepare import within_reach
 from eval.store.folder import RunStore, about_text, read_failures, read_run
 from eval.store.record import Record
 from eval.store.repair import repair
@@ -102,9 +102,9 @@ def test_a_shard_in_which_all_fails_does_not_speak_for_the_others(tmp_path: Path
 
 def test_a_comparison_says_which_half_it_is_of(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("eval.paper.figures.save", lambda *_: [])
+    monkeypatch.setattr("eval.analysis.figures.save", lambda *_: [])
     titles = []
-    monkeypatch.setattr("eval.paper.figures.plot_comparison", lambda _, title, methods: titles.append(title))
+    monkeypatch.setattr("eval.analysis.figures.plot_comparison", lambda _, title, methods: titles.append(title))
     config = replace(config_of(tmp_path), out=None, limit=2, dataset={"lookup": True}, label="two")
     for half, title in (("held-out", "two, held-out half"), (None, "two")):
         compare(replace(config, half=half, compare={"lazy": config.method}))
@@ -126,7 +126,7 @@ def test_a_comparison_loads_its_model_once_and_only_if_something_is_left_to_meas
     tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("eval.paper.figures.save", lambda *_: [])
+    monkeypatch.setattr("eval.analysis.figures.save", lambda *_: [])
     loaded: list[weakref.ref] = []
 
     def counted(spec):

@@ -141,7 +141,7 @@ def test_no_other_model_lies_in_memory_while_the_baseline_is_measured(calls: lis
             calls.append(("to", place))
 
     draft = Draft()
-    monkeypatch.setattr("lazyllm.methods.beside._LOADED", [draft])
+    monkeypatch.setattr("lazyllm.methods.support.other_models._LOADED", [draft])
     scored = replace(case("qasper"), method=PromptCompression(0.5, scorer="tiny"))
     bench().measure(scored, baseline_first=True)
     bench().measure(scored, baseline_first=False)

@@ -10,12 +10,11 @@ import pytest
 import lazyllm
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt
-from eval.run.measure import Case
-from eval.run.tracing import trace
-from eval.store.trace import Trace, read_trace
+from eval.run.measure import Case, trace
+from eval.store.record import Trace, read_trace
 from lazyllm.methods import Lazy, Method, RandomDrop
 from lazyllm.models.load import load_tokenizer_of
-from lazyllm.models.spec import ModelSpec
+from lazyllm.spec import ModelSpec
 
 MODEL, TOKENIZER = lazyllm.load_model("tiny", dtype="float32", device="cpu")
 
@@ -55,7 +54,7 @@ def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
 
 def test_llamas_tokens_keep_their_spaces(shared: Path) -> None:
     """The text of each token equals the prompt's, including spaces and characters that span several tokens."""
-    from eval.run.tracing import _texts_of_prompt
+    from eval.run.measure import _texts_of_prompt
 
     tokenizer = load_tokenizer_of(ModelSpec("llama2", "dummy", tokenizer=str(shared / "tokenizers" / "llama2")))
     assert tokenizer is not None

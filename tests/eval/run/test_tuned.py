@@ -9,9 +9,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.run.plan import prepare
-from eval.run.speedup_targets import at_depth
-from eval.run.tuned import SHIPPED, as_yaml, is_tuned, read_tuned
+from eval.run.prepare import prepare
+from eval.run.targets import SHIPPED, as_yaml, at_depth, is_tuned, read_tuned
 from lazyllm.errors import UserError
 from tests.eval.run.test_loop import config_of
 

@@ -15,14 +15,14 @@ import lazyllm
 from eval.run.config import ModelConfig, RunConfig, TimingConfig, check_datasets, datasets_of
 from eval.run.loop import load_model, run
 from eval.run.measure import Bench, Case
-from eval.run.plan import Plan, prepare
+from eval.run.prepare import Plan, prepare
 from eval.store.folder import read_run
 from eval.store.record import Measurement, Record
 from eval.store.results import Results
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, Method, StaticPruning
-from lazyllm.methods.schedule import keep_count
+from lazyllm.methods.support.schedule import keep_count
 
 TURNS, LAYERS = 3, 8
 CONTINUE, AGAIN = StaticPruning(layer=2, keep=0.5), StaticPruning(layer=2, keep=0.5, turns="again")

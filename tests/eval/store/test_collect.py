@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.eval.paper.figures.made import small_trace, with_traces
 
-from eval.paper.figures import FIGURES
-from eval.paper.tables import TABLES
-from eval.paper.write import main as write_paper
+from eval.analysis.figures import FIGURES
+from eval.analysis.tables import TABLES
+from eval.analysis.write import main as write_paper
 from eval.report.__main__ import main as report
 from eval.store import aggregate
 from eval.store.collect import collect, describe, main
@@ -22,7 +23,6 @@ from eval.store.record import SCHEMA, Failure
 from eval.store.results import PLANNED, Results, find_runs, planned_text, stored_runs
 from lazyllm.errors import UserError
 from scripts.dev.simulate_campaign import write_campaign
-from tests.eval.paper.figures.made import small_trace, with_traces
 from tests.eval.store.made import LAZY, record, with_turns, write_run
 
 
@@ -64,7 +64,7 @@ def test_every_table_and_figure_is_the_same_from_both(campaign: Path, collected:
 
 
 def test_the_report_is_the_same_from_both(campaign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.paper.figures.FIGURES", {})
+    monkeypatch.setattr("eval.analysis.figures.FIGURES", {})
     pages = []
     for name in ("runs", "collected"):
         assert report([str(campaign / name), "--out", str(tmp_path / name), "--records", "1"]) == 0

@@ -10,12 +10,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import yaml
+from tests.eval.benchmarks.test_split import examples_of
 
 import eval.run.measure
-from eval.benchmarks.split import in_half
+from eval.benchmarks.subsets import in_half
 from eval.run.config import build_method, check_arguments, compose_config, register_schema, to_run_config
-from eval.run.plan import prepare
-from eval.run.speedup_targets import at_depth
+from eval.run.prepare import prepare
+from eval.run.targets import at_depth
 from eval.store.record import Record
 from eval.tune.findings import difference, told_apart
 from eval.tune.search import tune
@@ -24,8 +25,7 @@ from eval.tune.space import Candidate
 from eval.tune.study import Scored, Tried
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
-from lazyllm.models.spec import ModelSpec
-from tests.eval.benchmarks.test_split import examples_of
+from lazyllm.spec import ModelSpec
 from tests.eval.run.test_loop import config_of as run_config_of
 from tests.eval.store.made import measurement
 
@@ -131,7 +131,7 @@ def test_the_same_command_measures_nothing_again_and_another_is_refused(study: P
     ):
         with pytest.raises(UserError, match=re.escape(named)):
             tune(config_of(*same, changed))
-    monkeypatch.setattr("eval.run.plan.provenance.code_sha256", lambda *_: "other code" * 4)
+    monkeypatch.setattr("eval.run.prepare.provenance.code_sha256", lambda *_: "other code" * 4)
     with pytest.raises(UserError, match="code: "):
         tune(config_of(*same))
 

@@ -19,13 +19,13 @@ from lazyllm.bench.clock import Waits, in_turns, revived_flops
 from lazyllm.bench.shapes import SHAPES, build, config_of
 from lazyllm.bench.steered import SteeredLazy
 from lazyllm.bench.turn_two import AttentionClock, TurnSample, attention_flops, turn_cases_of, turn_flops
-from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Baseline, Lazy
-from lazyllm.methods.schedule import keep_count
-from lazyllm.models.spec import ModelSpec
+from lazyllm.methods.support.schedule import keep_count
+from lazyllm.spec import ModelSpec
 from scripts import bench_report
 from tests.reference import random_model
 

@@ -12,7 +12,7 @@ import lazyllm
 import lazyllm.check.__main__ as verb
 from lazyllm.check import invariants
 from lazyllm.methods import METHODS, Prune, Select
-from lazyllm.methods.schedule import keep_count
+from lazyllm.methods.support.schedule import keep_count
 from tests.reference import random_model
 
 MODEL = random_model("llama", 2, num_layers=4)

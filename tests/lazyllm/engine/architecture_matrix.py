@@ -19,8 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lazyllm
 from lazyllm.engine.checks import check_same_as_model
-from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.inputs import Prompt
 from lazyllm.methods import Method
 from tests.lazyllm.methods.method_matrix import LISTED, ROWS
 from tests.reference import VARIANTS, ReferenceOutput, casts_in_float64, random_variant

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 import lazyllm
 from lazyllm.engine.architecture import find_layout
 from lazyllm.engine.checks import check_same_as_model
-from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
+from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, RandomDrop
 from scripts.dev.support_matrix import OUT, REFUSED, refusal_of, table

@@ -16,10 +16,10 @@ from transformers import MistralConfig, MistralForCausalLM
 import lazyllm
 from lazyllm.bench.clock import Waits
 from lazyllm.bench.steered import SteeredLazy
-from lazyllm.engine import attention, reach
-from lazyllm.engine.declaration import Prompt
+from lazyllm.engine import attention, masks
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.engine.inputs import Prompt
 from lazyllm.methods import ASL, CLAA, METHODS, Baseline, FastKV, Lazy, Method, PyramidInfer, make
 
 LAYERS, WIDTH, HEADS, VOCAB = 10, 48, 4, 97
@@ -240,7 +240,7 @@ def test_no_tensor_of_a_generation_is_quadratic_in_the_prompt(
     n, block, row = 701, 2**15, 4 * max(64, WIDTH, VOCAB)  # bytes of a token's widest row
     model = small_llama(kv_heads, dtype=torch.float32, window=window, attention=attention)
     whole = lazyllm.generate(model, prompt_of(n), method, 4, ())
-    monkeypatch.setattr(reach, "BLOCK", block)
+    monkeypatch.setattr(masks, "BLOCK", block)
     with Seen() as seen:
         in_blocks = lazyllm.generate(model, prompt_of(n), method, 4, ())
     assert in_blocks.computed.tolist() == whole.computed.tolist()
@@ -281,7 +281,7 @@ def bytes_of_a_layer(model: MistralForCausalLM, n: int) -> int:
 @pytest.mark.parametrize("name", METHODS)
 def test_two_turns_hold_their_caches_one_layer_and_one_block(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     model, n, m, block = small_llama(dtype=torch.float32), 2000, 700, 2**17
-    monkeypatch.setattr(reach, "BLOCK", block // 2)
+    monkeypatch.setattr(masks, "BLOCK", block // 2)
     monkeypatch.setattr(attention, "BLOCK_ON_CPU", block // 8)  # cells
     whole = lazyllm.generate(model, prompt_of(n), Baseline(), 3, ()).kv_bytes
     with lazyllm.start(model, prompt_of(n), make(name, DROPPING.get(name, {}))) as session:
@@ -302,7 +302,7 @@ def test_blocks_change_no_result(
     model = small_llama(kv_heads, window=window, attention=attention)
     whole = lazyllm.generate(model, prompt_of(150), method, 5, ())
     for block in (1, 5000, 40000):  # a query alone, some, many
-        monkeypatch.setattr(reach, "BLOCK", block)
+        monkeypatch.setattr(masks, "BLOCK", block)
         found = lazyllm.generate(model, prompt_of(150), method, 5, ())
         assert (found.token_ids, found.selected) == (whole.token_ids, whole.selected)
         tolerance = 1e-9 if attention == "sdpa" else 1e-6  # eager's softmax is in float32

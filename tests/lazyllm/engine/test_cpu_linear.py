@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lazyllm
-from lazyllm.engine import cpu_linear
+from lazyllm.engine import devices
 from lazyllm.methods import Lazy
 from tests.reference import random_model
 
@@ -33,7 +33,7 @@ def test_its_products_are_products(m: int, bias: bool) -> None:
     rows, weight = torch.randn(1, m, 700, generator=draw), torch.randn(500, 700, generator=draw)
     offset = torch.randn(500, generator=draw) if bias else None
     exact = rows.double() @ weight.double().T + (offset.double() if offset is not None else 0)
-    with torch.inference_mode(), cpu_linear.products_of(rows, rows.shape[2] * 500), Names() as names:
+    with torch.inference_mode(), devices.products_of(rows, rows.shape[2] * 500), Names() as names:
         found = F.linear(rows, weight, offset)
     assert "to_mkldnn" in names.found
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-3)
@@ -46,14 +46,14 @@ def test_its_products_are_products(m: int, bias: bool) -> None:
 )
 def test_all_others_are_left_alone(m: int, dtype: torch.dtype, size: int) -> None:
     rows, weight = torch.ones(1, m, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-    with torch.inference_mode(), cpu_linear.products_of(rows, size * size), Names() as names:
+    with torch.inference_mode(), devices.products_of(rows, size * size), Names() as names:
         F.linear(rows, weight)
     assert "to_mkldnn" not in names.found
 
 
 @needs_onednn
 def test_only_steps_that_revive_use_them(monkeypatch) -> None:
-    monkeypatch.setattr(cpu_linear, "LARGE_MATRIX", 1)
+    monkeypatch.setattr(devices, "LARGE_MATRIX", 1)
     model = random_model("llama", 2, num_layers=4).float()
     prompt = torch.randint(0, 97, (30,), generator=torch.Generator().manual_seed(0))
     expected = lazyllm.generate(random_model("llama", 2, num_layers=4), prompt, Lazy({1: 0.6, 2: 0.6}), 6, ())

@@ -11,9 +11,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import lazyllm
 from lazyllm.engine.attention import attend_to_chosen, attention_scores, installed_attention, part_mask
 from lazyllm.engine.cache import AuxCache, GroupCache
-from lazyllm.engine.declaration import Look
+from lazyllm.engine.inputs import Look
 from lazyllm.methods import Lazy
-from lazyllm.methods.sessions import rank, split_prompt
+from lazyllm.methods.support.sessions import rank, split_prompt
 from tests.reference import random_model
 
 CPU = torch.device("cpu")

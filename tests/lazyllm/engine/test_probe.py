@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from lazyllm.engine import attention
-from lazyllm.engine.declaration import Look
-from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.partial import importance_of_layers, run_layers
+from lazyllm.engine.decoder import importance_of_layers, open_decoder, run_layers
+from lazyllm.engine.inputs import Look
 from tests.lazyllm.engine.architecture_matrix import flash_stand_in, is_offered
 from tests.reference import HandModel, casts_in_float64, random_model, random_variant
 

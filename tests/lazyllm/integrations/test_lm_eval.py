@@ -29,7 +29,7 @@ from lazyllm.engine.session import Session
 from lazyllm.integrations import lm_eval
 from lazyllm.integrations.lm_eval import PrunedLM
 from lazyllm.methods import Lazy
-from lazyllm.models.presets import PRESETS
+from lazyllm.presets import PRESETS
 from tests.reference import lazy_reference
 
 ROOT = Path(__file__).resolve().parents[3]

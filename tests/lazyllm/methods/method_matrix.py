@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from lazyllm.engine.declaration import Look, Prompt
 from lazyllm.engine.flops import first_layers_flops
+from lazyllm.engine.inputs import Look, Prompt
 from lazyllm.methods import (
     ASL,
     CLAA,
@@ -118,7 +118,7 @@ class AskFirst(Select):
         return keep_count(self.keep, n)
 
     def select(self, decoder: Any, prompt: Prompt) -> Any:
-        from lazyllm.engine.partial import run_layers
+        from lazyllm.engine.decoder import run_layers
 
         run_layers(decoder, prompt.token_ids.to(decoder.device), 3, Look([2]))
         return self.best(decoder.probe.take(), self.kept(len(prompt)))

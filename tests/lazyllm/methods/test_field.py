@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 import lazyllm
-from lazyllm.engine.declaration import Prompt
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.engine.inputs import Prompt
 from lazyllm.methods import ASL, CLAA, FastKV, GemFilter, Method, Oracle, PyramidInfer, SpecPrefill
 from tests.field_oracles import FieldOutput, asl, claa, fastkv, gemfilter, oracle, pyramidinfer, specprefill
 from tests.lazyllm.engine.architecture_matrix import logits_of_steps

@@ -11,7 +11,7 @@ import torch
 
 import lazyllm
 from lazyllm.check import invariants
-from lazyllm.engine.declaration import Prompt
+from lazyllm.engine.inputs import Prompt
 from lazyllm.methods import METHODS, Baseline, Lazy, Method, PromptCompression, RandomDrop, StaticPruning
 from tests.lazyllm.engine.architecture_matrix import logits_of_steps
 from tests.lazyllm.methods.method_matrix import KEEPING, LISTED, ROWS, AskFirst, Row

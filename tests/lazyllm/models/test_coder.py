@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.benchmarks import embedded, stdlib
-from lazyllm.models.presets import PRESETS
+from lazyllm.presets import PRESETS
 from scripts.dev import train_tiny
 
 CODER = Path(PRESETS["coder"].source)

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import lazyllm
 from lazyllm.errors import UserError
 from lazyllm.models.load import as_device, load_config, load_end_ids, load_weights, random_weights
-from lazyllm.models.presets import PRESETS, Preset
-from lazyllm.models.spec import DTYPES, ModelSpec
+from lazyllm.presets import PRESETS, Preset
+from lazyllm.spec import DTYPES, ModelSpec
 from tests.reference import VARIANTS, random_model, random_variant
 
 TINY = Path(PRESETS["tiny"].source)

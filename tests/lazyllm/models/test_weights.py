@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import lazyllm
-from lazyllm.engine import cpu_linear, decoder, devices
+from lazyllm.engine import decoder, devices
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.devices import devices_of, home_of
@@ -24,7 +24,7 @@ from lazyllm.methods import GemFilter, Lazy, Oracle, SpecPrefill
 from lazyllm.models import load, quantisation
 from lazyllm.models.load import devices_in_use, load_weights
 from lazyllm.models.quantisation import quantisation_config
-from lazyllm.models.spec import ModelSpec
+from lazyllm.spec import ModelSpec
 from tests.lazyllm.methods.method_matrix import KEEPING, PRUNING
 from tests.lazyllm.models.pretend_devices import Placed, Pretending
 from tests.reference import random_model
@@ -123,7 +123,7 @@ def test_quantised_weights_keep_their_own_products(saved: str, monkeypatch: pyte
     expected = lazyllm.generate(model, prompt_of(), method, STEPS, ())
     revived = expected.computed[1:] - expected.computed[:-1]
     assert (revived > 1).any()
-    monkeypatch.setattr(cpu_linear, "LARGE_MATRIX", 1)
+    monkeypatch.setattr(devices, "LARGE_MATRIX", 1)
     found = lazyllm.generate(model, prompt_of(), method, STEPS, ())
     assert (found.token_ids, found.selected) == (expected.token_ids, expected.selected)
 

@@ -24,8 +24,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from lazyllm.errors import UserError
 from lazyllm.models import xgen_tokenizer as xgen
 from lazyllm.models.load import load_tokenizer_of
-from lazyllm.models.spec import ModelSpec
 from lazyllm.models.tokenizers import load_tokenizer
+from lazyllm.spec import ModelSpec
 
 CHARACTERS = [code for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]  # no surrogates
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}

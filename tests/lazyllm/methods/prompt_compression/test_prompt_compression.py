@@ -18,12 +18,13 @@ import lazyllm
 from lazyllm.engine import generation
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.flops import prefill_flops
-from lazyllm.methods import Baseline, PromptCompression, beside
+from lazyllm.methods import Baseline, PromptCompression
 from lazyllm.methods import prompt_compression as module
 from lazyllm.methods.prompt_compression import droppable, most_informative
 from lazyllm.methods.prompt_compression.scoring import scoring_flops
+from lazyllm.methods.support import other_models
 from lazyllm.models.load import load_config
-from lazyllm.models.spec import ModelSpec
+from lazyllm.spec import ModelSpec
 from tests.reference import random_model
 
 BOS = 1
@@ -321,7 +322,7 @@ def test_another_model_scores_with_its_own_tokens(unit: str, scorer) -> None:
 def test_the_scorer_is_loaded_once_and_before_the_clock(scorer, monkeypatch) -> None:
     name, _ = scorer
     loads: list[str] = []
-    load_weights, now = beside.load_weights, generation.read_clock
+    load_weights, now = other_models.load_weights, generation.read_clock
 
     def counted(*args, **kwargs):
         loads.append("load")
@@ -331,7 +332,7 @@ def test_the_scorer_is_loaded_once_and_before_the_clock(scorer, monkeypatch) -> 
         loads.append("clock")
         return now(device)
 
-    monkeypatch.setattr(beside, "load_weights", counted)
+    monkeypatch.setattr(other_models, "load_weights", counted)
     monkeypatch.setattr(generation, "read_clock", clock)
     for _ in range(3):
         lazyllm.generate(model_of(), text_prompt(), PromptCompression(0.5, "token", scorer=name), 1, ())

@@ -1,0 +1,64 @@
+"""Scores by a suite's groups of rows, such as length or difficulty."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+
+from eval.analysis.table import Table
+from eval.analysis.tables.cells import SETTING, forms, in_order, model_name, shown
+from eval.store.aggregate import rows_of, with_baselines
+from eval.store.results import Results
+
+_VALUES = ("score", "baseline_score", "pct_answered", "answered_score", "ttft_speedup")
+_COLUMNS = [*SETTING, "group", "level", "name", "task", "examples", *forms(*_VALUES)]
+
+
+def groups(results: Results) -> Table:
+    """Scores of every setting by group of rows. frame: datasets, tasks and their mean; cells: the mean."""
+    frame = with_baselines(results.frame)
+    frame = in_order(frame[frame["groups"].str.len() > 0])
+    rows = [
+        {**dict(zip(SETTING, setting, strict=True)), "group": group, **row}
+        for setting, examples in frame.groupby(SETTING, sort=False)
+        for group, part in _parts(examples)
+        for row in rows_of(part)
+    ]
+    table: Any = pd.DataFrame(rows, columns=_COLUMNS)
+    lines = [_line(row, results) for row in table[table["level"] == "all"].to_dict("records")]
+    caption = (
+        "Mean over tasks of the rows of each group. answered: answers that are not empty; score of these: without "
+        "empty answers, which score 0, in the denominator. ±: half of the 95 % bootstrap interval over "
+        "examples. Datasets and tasks are in the CSV."
+    )
+    return Table("groups", "Scores by group of rows", caption, table, pd.DataFrame(lines), keys=3)
+
+
+def _line(row: dict[Any, Any], results: Results) -> dict[str, str]:
+    return {
+        "model": model_name(row, results),
+        "method": row["label"],
+        "rows": row["group"],
+        "n": str(row["examples"]),
+        "score": shown(row, "score", 2),
+        "baseline score": shown(row, "baseline_score", 2),
+        "answered, %": f"{row['pct_answered']:.1f}",
+        "score of these": shown(row, "answered_score", 2) if row["pct_answered"] else "-",
+        "TTFT speedup": shown(row, "ttft_speedup", 2),
+    }
+
+
+def _parts(examples: Any) -> Iterator[tuple[str, Any]]:
+    """("all", every row), then (group, its rows). Lengths are sorted by their first number, names alphabetically."""
+    yield "all", examples
+    parts = examples.explode("groups").groupby("groups")
+    for group in sorted(parts.groups, key=_place):
+        yield group, parts.get_group(group)
+
+
+def _place(group: str) -> tuple[str, int, str]:
+    number = re.search(r"\d+", group)
+    return group.partition("=")[0], int(number[0]) if number else 0, group

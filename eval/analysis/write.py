@@ -1,0 +1,187 @@
+"""Every table and figure from stored runs, without a model: lazyllm-bench paper RUNS [RUNS ...] [--out FOLDER]
+
+OUT/README.md     all tables and figures with captions, and a list of those without runs
+OUT/tables/       each table as .md, .csv (full precision) and .tex
+OUT/figures/      each figure as .svg, .pdf and .png, and its data as .csv
+OUT/provenance.json   the runs used: fingerprint, commit, versions, machine, hash of the records
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval.store.comparable import add_choice
+from eval.store.folder import write_whole
+from eval.store.results import Results
+
+if TYPE_CHECKING:
+    from eval.analysis.figures import Figure
+    from eval.analysis.table import Table
+
+Save = Callable[[Any, Path, Sequence[str]], list[Path]]
+MakeTable = Callable[[Results], "Table"]
+
+# {table or figure: the command whose runs give its data}
+_COMMANDS = {
+    "field": "python run.py -m experiment=field model=tiny",
+    "claims": "python run.py model=custom model.name=FOLDER_OR_HUB_ID method=gemfilter",
+    "table1": "python run.py -m experiment=table1 model=llama2,xgen",
+    "table2": "python run.py -m experiment=table2 model=llama2,xgen",
+    "figure2": "python run.py experiment=figure2 model=llama2 dataset=hotpotqa",
+    "figure5": "python run.py -m experiment=figure5 model=llama2,xgen",
+    "figure6": "python run.py -m experiment=figure6 model=llama2,xgen",
+    "figure7": "python run.py experiment=figure7 model=llama2",
+    "mechanism": "python run.py experiment=figure2 model=tiny",
+    "needle": "python run.py dataset=needle",
+    "turns": "python run.py experiment=turns",
+    "sensitivity": "python run.py -m experiment=figure6 model=tiny",
+    "ranking": "python run.py -m experiment=figure5 model=tiny",
+    "effective_keep": "python run.py -m experiment=figure5 model=tiny",
+}
+_ANY_RUN = "python run.py model=tiny method=lazy"
+_TABLE_FILES = ("md", "csv", "tex")
+_PICTURES = ("svg", "pdf", "png")
+
+
+def write_paper(
+    results: Results, out: Path, tables: Mapping[str, MakeTable], figures: Mapping[str, Figure], save: Save
+) -> list[Path]:
+    """Write everything into `out`, created if missing. Returns the paths, README.md first.
+
+    tables, figures: by name. save: `eval.analysis.figures.save`. Raises UserError if a file cannot be written.
+    """
+    paths, sections, missing = [], [], []
+    for name, make in tables.items():
+        table = make(results)
+        paths += _write_table(table, out / "tables" / name)
+        sections.append(_table_section(table))
+        missing += [f"{table.title}: {what}" for what in _without_run(table)]
+    for name, figure in figures.items():
+        written = _write_figure(figure, results, out / "figures" / name, save)
+        paths += written
+        sections.append(_figure_section(figure, has_run=bool(written)))
+        missing += [] if written else [figure.title]
+    write_whole(out / "provenance.json", json.dumps(provenance(results), indent=2, sort_keys=True) + "\n")
+    write_whole(out / "README.md", _index(results, sections, missing))
+    return [out / "README.md", out / "provenance.json", *paths]
+
+
+def command_for(name: str) -> str:
+    """The command whose runs give the data of a table or figure."""
+    return _COMMANDS.get(name, _ANY_RUN)
+
+
+def provenance(results: Results) -> list[dict[str, Any]]:
+    """For each run, in the order of folders: its setting, where it ran, and the hash of its records."""
+    return [
+        {
+            "folder": run.folder.name,
+            "fingerprint": run.about["fingerprint"],
+            "model": run.model,
+            "method": run.identity["method"],
+            "parameters": run.identity.get("parameters"),
+            "seed": run.seed,
+            "examples": len(run.keys),
+            "failed": len(run.failures),
+            "records_sha256": run.records_sha256,
+            "provenance": run.about.get("provenance"),
+        }
+        for run in results.runs
+    ]
+
+
+def _write_table(table: Table, stem: Path) -> list[Path]:
+    texts = (table.to_markdown(), table.to_csv(), table.to_latex())
+    paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in _TABLE_FILES]
+    for path, text in zip(paths, texts, strict=True):
+        write_whole(path, text)
+    return paths
+
+
+def _write_figure(figure: Figure, results: Results, stem: Path, save: Save) -> list[Path]:
+    """Write the figure's files. If no run has its data, write nothing and remove files of an earlier call."""
+    data = figure.data(results)
+    table = stem.with_name(f"{stem.name}.csv")
+    if data.empty:
+        for path in (table, *(stem.with_name(f"{stem.name}.{suffix}") for suffix in _PICTURES)):
+            path.unlink(missing_ok=True)
+        return []
+    write_whole(table, data.to_csv(index=False, lineterminator="\n"))
+    return [table, *save(figure.plot(data), stem, _PICTURES)]
+
+
+def _without_run(table: Table) -> list[str]:
+    """The parts of a table without a run, by model and method: `tiny on embedded: lazy (2 of 6 tasks)`."""
+    if table.frame.empty:
+        return ["all of it"]
+    if "status" not in table.frame:
+        return []
+    absent: dict[str, dict[str, list[bool]]] = {}
+    for row in table.frame.to_dict("records"):
+        methods = absent.setdefault(f"{row['model']} on {row['suite']}", {})
+        methods.setdefault(row["method"], []).append(row["status"] == "no run")
+    lines = []
+    for model, methods in absent.items():
+        lacking = [_share(method, tasks) for method, tasks in methods.items() if any(tasks)]
+        everything = all(all(tasks) for tasks in methods.values())
+        lines += [f"{model}: {'everything' if everything else ', '.join(lacking)}"] if lacking else []
+    return lines
+
+
+def _share(method: str, absent: Sequence[bool]) -> str:
+    return method if all(absent) else f"{method} ({sum(absent)} of {len(absent)} tasks)"
+
+
+def _table_section(table: Table) -> str:
+    files = " ".join(f"[{suffix}](tables/{table.name}.{suffix})" for suffix in _TABLE_FILES)
+    return f"{table.to_markdown('##')}\n{files}; `{command_for(table.name)}`\n"
+
+
+def _figure_section(figure: Figure, has_run: bool) -> str:
+    command = command_for(figure.name)
+    if not has_run:
+        return f"## {figure.title}\n\nNo run for this figure. Command: `{command}`\n"
+    files = " ".join(f"[{suffix}](figures/{figure.name}.{suffix})" for suffix in (*_PICTURES, "csv"))
+    picture = f"![{figure.title}](figures/{figure.name}.png)"
+    return f"## {figure.title}\n\n{picture}\n\n{figure.caption}\n\n{files}; `{command}`\n"
+
+
+def _index(results: Results, sections: Sequence[str], missing: Sequence[str]) -> str:
+    examples = sum(len(run.examples) for run in results.runs)
+    lines = [
+        "# Tables and figures",
+        "",
+        f"Made by `make paper` from {len(results.runs)} stored runs with {examples} records, without a model. "
+        "[provenance.json](provenance.json) lists the runs, their code and their machines.",
+        "",
+    ]
+    if missing:
+        lines += ["No run yet for:", "", *(f"- {what}" for what in missing), ""]
+    return "\n".join([*lines, *sections])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit code 0; raises UserError."""
+    parser = argparse.ArgumentParser(
+        prog="lazyllm-bench paper", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_choice(parser)
+    parser.add_argument("--out", type=Path, default=Path("runs/paper"), help="folder to write (default: %(default)s)")
+    parser.add_argument(
+        "--within", type=float, default=1.0, metavar="X",
+        help="for the effective keep rate: accept a score up to X %% below the baseline's (default: %(default)s)",
+    )  # fmt: skip
+    options = parser.parse_args(argv)
+    results = Results.read(options.runs, options.where, options.newest)
+    from eval.analysis.figures import FIGURES, save  # not at the top: importing matplotlib is slow and writes caches
+    from eval.analysis.tables import TABLES, effective_keep
+
+    tables = {**TABLES, "effective_keep": partial(effective_keep, within=options.within)}
+    paths = write_paper(results, options.out, tables, FIGURES, save)
+    print(f"{len(paths)} files from {len(results.runs)} runs: {paths[0]}")
+    return 0

@@ -1,0 +1,203 @@
+"""Datasets of the hub by the package `datasets`, with and without a network."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from eval.benchmarks.rows import canonical
+from lazyllm.errors import UserError, reason_of
+
+
+def is_cached(repository: str) -> bool:
+    """Whether a dataset of the hub is in the cache of the package `datasets`, without its slow import."""
+    from huggingface_hub import constants
+
+    folder = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
+    return (Path(folder).expanduser() / repository.replace("/", "___")).is_dir()
+
+
+@cache
+def hub_is_reachable() -> bool:
+    """Whether the hub answers; False if HF_HUB_OFFLINE is set. Asked once a process, as it may take seconds."""
+    from huggingface_hub import constants
+
+    return not is_offline() and is_reachable(constants.ENDPOINT)
+
+
+def load_from_hub(repository: str, configuration: str | None, split: str, other_way: str) -> Any:
+    """The rows of a dataset's split, from the cache of `datasets` or from the hub.
+
+    other_way: what else the user can do, after "give". Raises UserError if it is in neither.
+    """
+    from datasets import config, load_dataset
+    from datasets.exceptions import DatasetsError
+
+    offline = config.HF_HUB_OFFLINE
+    try:
+        # without a network, `datasets` tries for half a minute before it reads its cache
+        config.HF_HUB_OFFLINE = offline or not hub_is_reachable()
+        return load_dataset(repository, configuration, split=split)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise UserError(
+            f"{repository} is not cached and cannot be downloaded ({reason_of(error)}): give {other_way}, or "
+            "run once with a network"
+        ) from error
+    finally:
+        config.HF_HUB_OFFLINE = offline
+
+
+def rows_from_hub(
+    repository: str, configuration: str | None, split: str, other_way: str
+) -> tuple[list[tuple[str, dict[str, Any]]], str, str]:
+    """(place, row) of each row of a dataset's split; their source, and their hash. Arguments as in `load_from_hub`."""
+    rows = [dict(row) for row in load_from_hub(repository, configuration, split, other_way)]
+    source = repository if configuration is None else f"{repository}, {configuration}"
+    sha256 = hashlib.sha256(b"\n".join(map(canonical, rows))).hexdigest()
+    return [(f"{source}, row {number}", row) for number, row in enumerate(rows, 1)], source, sha256
+
+
+def missing_from_hub(repository: str, other_way: str) -> str | None:
+    """Why a dataset cannot be loaded, without importing `datasets`; None if it can.
+
+    other_way: what else the user can do, after "give".
+    """
+    if find_spec("datasets") is None:
+        return f"the package datasets is missing: install it, or give {other_way}"
+    if is_cached(repository) or hub_is_reachable():
+        return None
+    return f"{repository} is not cached and cannot be downloaded: give {other_way}, or run once with a network"
+
+
+log = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    """The folder of these files."""
+    return Path(os.environ.get("LAZYLLM_BENCH_CACHE") or "~/.cache/lazyllm-bench").expanduser()
+
+
+def made_once(file: Path, key: str, make: Callable[[], bytes]) -> bytes:
+    """The result of `make`, from `file` if an earlier call wrote it there with the same key.
+
+    The file's first line holds the key and the sha256 of the rest, so an outdated or damaged file is made again.
+    A folder that cannot be written is not an error: the next call makes the content again.
+    """
+    try:
+        header, _, content = file.read_bytes().partition(b"\n")
+        if header == _header(key, content):
+            return content
+    except OSError:
+        pass  # not made yet
+    content = make()
+    try:
+        write_atomically(file, _header(key, content) + b"\n" + content)
+    except OSError as error:
+        log.warning("%s could not be written (%s): the next run makes its content again", file, error)
+    return content
+
+
+def write_atomically(file: Path, content: bytes) -> None:
+    """Write a file that other processes see completely or not at all. Makes its folder. Raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, partial = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as opened:
+            opened.write(content)
+        os.replace(partial, file)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+def _header(key: str, content: bytes) -> bytes:
+    return f"{key} {hashlib.sha256(content).hexdigest()}".encode()
+
+
+def bytes_sha256(content: bytes) -> str:
+    """SHA-256 of some bytes."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def fetched_once(
+    file: Path,
+    url: str,
+    sha256: str,
+    owner: str,
+    what: str,
+    ways_out: str,
+    digest: Callable[[bytes], str] = bytes_sha256,
+) -> Path:
+    """`file`, downloaded from a web address if it does not exist.
+
+    owner, what: the file's owner and name in messages. ways_out: what the user can do. digest: the sha256 of a content,
+    or of the part of it that counts.
+    Raises UserError if the file cannot be downloaded, or has another hash.
+    """
+    if file.is_file():
+        if digest(file.read_bytes()) != sha256:
+            raise UserError(f"{file}: not {owner}'s own (its sha256 differs): delete it, and it is downloaded again")
+        return file
+    require_network(url, what, ways_out)
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response:
+            content = response.read()
+    except OSError as error:
+        raise UserError(f"{url} could not be downloaded ({error}). {ways_out}") from error
+    actual = digest(content)
+    if actual != sha256:
+        raise UserError(f"{url}: the content is not {owner}'s (sha256 {actual}, expected {sha256}). {ways_out}")
+    write_atomically(file, content)
+    return file
+
+
+def require_network(url: str, what: str, ways_out: str) -> None:
+    """Raise UserError if HF_HUB_OFFLINE is set or the server does not answer. what: the file in the message."""
+    if is_offline():
+        raise UserError(f"{what} is not cached yet and HF_HUB_OFFLINE is set. {ways_out}")
+    if not is_reachable(url):
+        raise UserError(f"{what} is not cached yet and {url} does not answer. {ways_out}")
+
+
+def file_sha256(file: Path) -> str:
+    """SHA-256 of a file's content. Raises OSError."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE forbids the network."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def is_reachable(url: str, timeout_s: float = 3.0) -> bool:
+    """Whether a web server answers within `timeout_s` seconds, even with an error page.
+
+    For use before a download: the hub's client tries for 23 seconds to find a host that does not exist. The request
+    runs in a thread, as looking up a name has no time limit.
+    """
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=timeout_s).close()
+        except urllib.error.HTTPError:
+            pass  # an error page is an answer
+        except (OSError, ValueError):
+            return
+        answered.set()
+
+    thread = threading.Thread(target=ask, name="is_reachable", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return answered.is_set()

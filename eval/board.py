@@ -1,0 +1,227 @@
+"""One page of all submitted results: lazyllm-bench board [FOLDER] [--out PAGE]
+
+FOLDER (results/board) holds a folder for each submission: its runs, as written by `lazyllm-bench run` or, smaller, by
+`lazyllm-bench collect`, and a README.md that begins with a title. Every stored answer is scored again. No page is
+written if a score differs, if a planned example has no record, or if a run lacks its commit, versions, machine or the
+hash of its rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval.benchmarks import SUITES
+from eval.benchmarks.datasets import DATASETS, load_rows
+from eval.store.comparable import tell_apart
+from eval.store.folder import fingerprint, write_whole
+from eval.store.record import Measurement, Record
+from eval.store.results import Results, StoredRun, stored_runs
+from lazyllm.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_SHOWN = 10  # reasons for a refusal that are printed
+_SAME = 1e-9  # tolerance of scores: versions of Python may add floats in another order
+_INTRODUCTION = """\
+# Board
+
+Made by `lazyllm-bench board` from {records} records. It scored every stored answer anew, and all scores agree. Times,
+FLOPs, KL and gold answers are as submitted. How to submit: docs/adding.md.
+"""
+_CAPTION = """
+Mean over tasks. ±: half of the 95 % bootstrap interval over examples. KL: of the first token's distribution from the
+paired baseline's, in nats. Ideal: the FLOPs of the baseline's prefills over the method's, scoring included. Effective
+keep: the least share of a prefill's FLOPs at which the method scores within 1 % of its own baseline, over all of its
+settings in the submission; 100: at none. Diagnostic: a reference, no method; its price is not in its TTFT. -: not
+measured. Scores compare within a table; times within a submission only, if machines differ.
+"""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A folder of runs. title: its README's first line."""
+
+    folder: Path
+    title: str
+    results: Results
+
+    @property
+    def problems(self) -> list[str]:
+        """The reasons to refuse it: a line for each bad run or record."""
+        return [problem for run in self.results.runs for problem in (*_lacking(run), *_disagreeing(run))]
+
+
+def read_board(folder: Path) -> list[Submission]:
+    """The submissions in a folder, by name. Raises UserError if there is none, or if one cannot be read."""
+    children = sorted(child for child in folder.glob("*") if child.is_dir())
+    if not children:
+        raise UserError(f"{folder}: no submission; expected folders written by `lazyllm-bench collect`")
+    return [_submission(child) for child in children]
+
+
+def _submission(folder: Path) -> Submission:
+    readme = folder / "README.md"
+    first = readme.read_text(encoding="utf-8").partition("\n")[0] if readme.is_file() else ""
+    if not first.startswith("# "):
+        raise UserError(f"{readme}: expected a title in its first line (# ...), then how and where it was run")
+    try:
+        runs = tell_apart(stored_runs([folder]))
+    except KeyError as error:
+        raise UserError(f"{folder}: a run.json lacks {error}; submit it as `lazyllm-bench run` wrote it") from error
+    if not any(len(run.examples) for run in runs):
+        raise UserError(f"{folder}: no records; expected runs, best collected by `lazyllm-bench collect`")
+    return Submission(folder, first[2:].strip(), Results(runs))
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+
+
+def _lacking(run: StoredRun) -> Iterator[str]:
+    """A line for each missing fact of a run's provenance, and for missing examples."""
+    known, about = run.about.get("provenance") or {}, run.folder / "run.json"
+    lacking = [name for name in ("git_commit", "versions", "machine") if not known.get(name)]
+    lacking += [f"the data hash of {name}" for name in run.datasets if not run.identity["data"].get(name)]
+    if lacking:
+        yield f"{about}: lacks {', '.join(lacking)}"
+    if known.get("git_commit") and run.has_uncommitted_code:
+        yield f"{about}: the code had uncommitted changes; commit them, then run again"
+    if run.about.get("fingerprint") != fingerprint(run.identity):
+        yield f"{about}: the fingerprint differs from the identity's; the file was edited"
+    planned = run.planned
+    if planned is None:
+        yield f"{run.folder}: lacks examples.json, the list of planned examples"
+    elif missing := sorted(set(planned) - set(run.keys)):
+        yield f"{run.folder}: no record of {len(missing)} planned examples, such as {', row '.join(missing[0])}"
+
+
+def _disagreeing(run: StoredRun) -> Iterator[str]:
+    """A line for each answer whose stored score is not the suite's, or that cannot be scored."""
+    for record in (turn for example in run.records for turn in example.by_turn):
+        for side, stored in (("method", record.method), ("baseline", record.baseline)):
+            if stored is not None and (problem := _disagrees(run, record, stored)):
+                yield f"{run.folder}: {record.dataset}, row {record.id}, {side}: {problem}"
+
+
+def _disagrees(run: StoredRun, record: Record, stored: Measurement) -> str | None:
+    dataset, classes = DATASETS[record.dataset], None
+    try:
+        if dataset.metric == "classification":  # records lack the class names
+            sha256, names = _rows_of(dataset.name)
+            if not run.identity["data"].get(dataset.name, "").startswith(sha256):
+                raise UserError(f"its class names are in the rows of {dataset.name}, which differ here from the run's")
+            classes = names.get(record.id)
+        score = SUITES[dataset.suite].score(dataset, stored.text, record.answers, classes)
+    except ValueError as error:  # UserError is one
+        return f"cannot be scored here: {error}"
+    return f"stored score {stored.score:g}, computed {score:g}" if abs(score - stored.score) > _SAME else None
+
+
+@cache
+def _rows_of(dataset: str) -> tuple[str, dict[str, Sequence[str]]]:
+    """The rows' hash, and {row: its class names}. Raises UserError as the suite does."""
+    loaded = load_rows(DATASETS[dataset])
+    return loaded.data_sha256[:16], {example.id: example.all_classes for example in loaded.examples}
+
+
+# ---------------------------------------------------------------------------------------------------------------- page
+
+
+def board_page(board: Sequence[Submission], beside: Path) -> str:
+    """The page in Markdown. beside: the folder that its links are relative to."""
+    import pandas as pd
+
+    from eval.analysis.table import markdown_lines
+    from eval.analysis.tables.cells import in_order
+
+    lines = [_INTRODUCTION.format(records=sum(len(submission.results.frame) for submission in board))]
+    lines += [_described(submission, beside) for submission in board]
+    names: Any
+    for names, rows in in_order(pd.concat(map(_settings, board))).groupby(["suite", "model"], sort=False):
+        cells = pd.DataFrame([_cells(row, beside) for row in rows.to_dict("records")])
+        lines += ["", f"## {': '.join(names)}", ""]
+        lines += markdown_lines(list(cells.columns), cells.to_numpy().tolist(), keys=1)
+    return "\n".join([*lines, _CAPTION])
+
+
+def _described(submission: Submission, beside: Path) -> str:
+    """A submission's line in the list of all."""
+    runs = submission.results.runs
+    about = [run.about["provenance"] for run in runs]
+    facts = (
+        (f"{len(runs)} runs",),
+        (f"commit {known['git_commit'][:7]}" for known in about),
+        (known["machine"].get("device") for known in about),
+        (run.identity.get("dtype") for run in runs),
+        (known.get("started", "")[:10] for known in about),
+    )
+    said = "; ".join(", ".join(sorted(set(map(str, values)))) for values in facts)
+    return f"- {_link(submission.folder.name, submission.folder, beside)}: {submission.title} ({said})"
+
+
+def _settings(submission: Submission) -> pd.DataFrame:
+    """A row for each setting: its mean over tasks, its method's effective keep rate, the folders of its runs."""
+    from eval.analysis.tables.cells import SECTION, random_models
+    from eval.analysis.tables.effective_keep import effective_keep
+
+    results = submission.results
+    means = results.by_task[results.by_task["level"] == "all"]
+    keep: Any = effective_keep(results).frame
+    keep = keep[(keep["task"] == "all") & (keep["prompt_tokens"] == "all")]
+    keep = keep[[*SECTION, "method", "keep", "keep_low", "keep_high"]]
+    key = ["model", "method", "settings"]
+    folders = results.frame.groupby(key)["folder"].unique().rename("folders").reset_index()
+    rows = means.merge(keep, how="left", on=[*SECTION, "method"]).merge(folders, how="left", on=key)
+    names = {name: f"{name} (random weights)" for name in random_models(results)}
+    return rows.replace({"model": names}).assign(submission=submission.folder)
+
+
+def _cells(row: dict[str, Any], beside: Path) -> dict[str, str]:
+    from eval.analysis.tables.cells import shown
+
+    folder = row["submission"]
+    runs = (
+        [] if isinstance(row["folders"], float) else map(Path, row["folders"])
+    )  # NaN for a paired baseline, which has no run
+    links = [_link(f"{folder.name} {run.name.rpartition('-')[2]}", run, beside) for run in runs]
+    return {
+        "method": row["label"],
+        "n": str(row["examples"]),
+        "score": shown(row, "score", 2, missing="-"),
+        "KL, nats": shown(row, "kl", 5, missing="-"),
+        "TTFT speedup": shown(row, "ttft_speedup", 2, missing="-"),
+        "ideal": shown(row, "ideal_ttft_speedup", 2, missing="-"),
+        "effective keep, %": shown(row, "keep", 1, missing="-"),
+        "records": ", ".join(links) or _link(folder.name, folder, beside),
+    }
+
+
+def _link(text: str, folder: Path, beside: Path) -> str:
+    return f"[{text}]({Path(os.path.relpath(folder, beside)).as_posix()})"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns 0. Raises UserError if there is no submission, or if one is refused."""
+    parser = argparse.ArgumentParser(
+        prog="lazyllm-bench board", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("results/board"), help="default: %(default)s")
+    parser.add_argument("--out", type=Path, metavar="PAGE", help="default: FOLDER/README.md")
+    options = parser.parse_args(argv)
+    board = read_board(options.folder)
+    problems = [problem for submission in board for problem in submission.problems]
+    for problem in problems[:_SHOWN]:
+        print(f"refused: {problem}", file=sys.stderr)
+    if problems:
+        raise UserError(f"{options.folder}: no page is written, because of {len(problems)} problems")
+    out = options.out or options.folder / "README.md"
+    write_whole(out, board_page(board, out.parent))
+    print(f"{out}: every score of {', '.join(submission.folder.name for submission in board)} agrees")
+    return 0

@@ -1,0 +1,216 @@
+"""Hyperparameters given as a target speedup: `2.0x`, or `table1` for the paper's speedup.
+
+The paper does not publish the parameters behind its Table 1. Ours are solved for (`Method.solve`): a method's `dial` is
+set so that the *ideal* TTFT speedup (`lazyllm.engine.flops`) on a prompt of reference length is the one that the paper
+measured for the task and the model. `Method.table1` holds the values of parameters that are not solved for.
+
+python -m eval.run.targets    prints all of table1's parameters as CSV:
+eval/analysis/published/table1_parameters.csv
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import MISSING
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from eval.benchmarks import SUITES
+from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.suite import Dataset
+from lazyllm.errors import UserError
+from lazyllm.methods import by_name, settings_of
+from lazyllm.methods.support.schedule import Schedule
+from lazyllm.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Prompt lengths: the paper's mean for Llama 2, LongBench's limit for XGen (most prompts are truncated to it)
+REFERENCE_TOKENS = {"llama2": 3376, "xgen": 7500}
+
+_EVAL = Path(__file__).parents[1]
+_TABLE1 = _EVAL / "paper" / "published" / "table1.csv"
+_EXPERIMENT = _EVAL / "conf" / "experiment" / "table1.yaml"
+_SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
+
+
+class OutOfReachError(UserError):
+    """A method cannot reach its target speedup on this model."""
+
+
+def is_preset(value: Any) -> bool:
+    """Whether a setting is `table1` or a speedup such as `2.0x`."""
+    return isinstance(value, str) and (value == "table1" or _SPEEDUP.fullmatch(value) is not None)
+
+
+def uses_preset(settings: dict[str, Any]) -> bool:
+    """Whether a method's settings depend on the task and the model."""
+    return any(is_preset(value) for value in settings.values())
+
+
+def check(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with a valid value for each preset and tuned schedule: the rest can be checked without a model.
+
+    Raises UserError if the method takes no such preset.
+    """
+    if is_tuned(settings.get("schedule")):
+        settings = settings | {"schedule": "none"}
+    presets = {key: value for key, value in settings.items() if is_preset(value)}
+    if not presets:
+        return settings
+    name = settings.get("name", "")
+    kind = by_name(name)
+    for key, value in presets.items():
+        if key in kind.table1 and value != "table1":
+            raise UserError(f"method {name!r} cannot be solved for {key}={value}: give a number")
+        if key != kind.dial and key not in kind.table1:
+            raise UserError(f"method {name!r} takes no preset as {key}={value}; give a number")
+    # a dial without a default is a keep ratio
+    return settings | {key: 0.5 if (default := settings_of(kind)[key]) is MISSING else default for key in presets}
+
+
+def at_depth(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """The settings with layers for a schedule's shares of the depth (`50%`), and a file's schedule for `tuned/NAME`.
+
+    Raises ValueError.
+    """
+    schedule: Any = settings.get("schedule")
+    if is_tuned(schedule):
+        return settings | {"schedule": read_tuned(schedule, num_layers)}
+    if not isinstance(schedule, dict) and ":" not in str(schedule):  # a name
+        return settings
+    return settings | {"schedule": dict(Schedule.parse(schedule, num_layers).keep)}
+
+
+def resolve(
+    settings: dict[str, Any], dataset: Dataset, model_config: Any, column: str | None, length: int | None = None
+) -> dict[str, Any]:
+    """A method's settings for one dataset and model, presets replaced by numbers.
+
+    settings: `name` and hyperparameters. column: the paper's for this model, llama2 or xgen; None takes llama2's.
+    length: the prompt length in tokens to solve for; None for the suite's.
+    Raises UserError if the method takes no such preset, OutOfReachError if it cannot reach the speedup.
+    """
+    if not uses_preset(settings):
+        return settings
+    check(settings)
+    kind = by_name(settings["name"])
+    fixed = {key: value for key, value in kind.table1.items() if settings.get(key) == "table1"}
+    settings = settings | fixed
+    value = settings.get(kind.dial or "")
+    if not is_preset(value):
+        return settings
+    column = column or "llama2"
+    tokens = length or SUITES[dataset.suite].reference_tokens or REFERENCE_TOKENS[column]
+    target = table1_speedup(dataset.task, settings["name"], column) if value == "table1" else float(str(value)[:-1])
+    others = {key: value for key, value in settings.items() if key != "name"}
+    solution = kind.solve(others, model_config, tokens, target)
+    if solution is None:
+        layers = model_config.num_hidden_layers
+        instead = "name a draft" if others.get("draft", "") is None else "give less"
+        raise OutOfReachError(
+            f"method {settings['name']!r} cannot reach an ideal TTFT speedup of {target} on {layers} layers; {instead}"
+        )
+    return settings | {str(kind.dial): solution}
+
+
+@cache
+def _paper() -> pd.DataFrame:
+    import pandas as pd
+
+    return pd.read_csv(_TABLE1).set_index(["task", "method"])
+
+
+def table1_speedup(task: str, method: str, column: str) -> float:
+    """The TTFT speedup in the paper's Table 1. Raises UserError if the method is not in it."""
+    if (task, method) not in _paper().index:
+        raise UserError(f"Table 1 has no speedup of method {method!r}: give a speedup such as 2.0x instead of table1")
+    return float(_paper().loc[(task, method), f"{column}_ttft_speedup"])
+
+
+def parameters() -> pd.DataFrame:
+    """`table1` on the paper's two models: task, model, method, parameters, ideal speedup and the paper's speedup."""
+    import pandas as pd
+
+    from lazyllm.models.load import load_config
+
+    compared = yaml.safe_load(_EXPERIMENT.read_text(encoding="utf-8"))["compare"].values()
+    methods = {method["name"]: {key: value for key, value in method.items() if key != "seed"} for method in compared}
+    solved = [method for method in methods.values() if method.get(by_name(method["name"]).dial) == "table1"]
+    rows = []
+    for column, tokens in REFERENCE_TOKENS.items():
+        model_config = load_config(ModelSpec(column, "dummy"))
+        for dataset in {data.task: data for data in DATASETS.values() if SUITES[data.suite].in_paper}.values():
+            for settings in solved:
+                solved_for = resolve(settings, dataset, model_config, column)
+                name = solved_for.pop("name")
+                rows.append(
+                    {
+                        "task": dataset.task,
+                        "model": column,
+                        "method": name,
+                        "parameters": json.dumps(solved_for),
+                        "prompt_tokens": tokens,
+                        "ideal_ttft_speedup": round(by_name(name)(**solved_for).ideal_speedup(model_config, tokens), 3),
+                        "paper_ttft_speedup": table1_speedup(dataset.task, name, column),
+                    }
+                )
+    return pd.DataFrame(rows)
+
+
+if __name__ == "__main__":
+    print(parameters().to_csv(index=False), end="")
+
+
+PREFIX = "tuned/"
+SHIPPED = Path(__file__).parents[1] / "conf" / "tuned"
+FILE = "tuned.yaml"  # of a study with a target
+
+
+def is_tuned(schedule: Any) -> bool:
+    """Whether a method's schedule refers to a tuned one."""
+    return isinstance(schedule, str) and schedule.startswith(PREFIX)
+
+
+def read_tuned(reference: str, num_layers: int) -> dict[int, float]:
+    """{layer: keep ratio} of `tuned/NAME`. Raises UserError for a missing or invalid file, or another model depth."""
+    file = _file(reference)
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        depth = content["layers"]
+        schedule = Schedule(content["schedule"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read as a tuned schedule ({type(error).__name__}: {error})") from error
+    if depth != num_layers:
+        shares = ", ".join(f"{100 * layer / depth:g}%: {ratio:g}" for layer, ratio in schedule.keep.items())
+        raise UserError(
+            f"{reference} is for a model of {depth} layers, but this one has {num_layers}: search on this model "
+            f"(lazyllm-bench tune), or give shares of the depth: {{{shares}}}"
+        )
+    return dict(schedule.keep)
+
+
+def as_yaml(name: str, schedule: dict[int, float], num_layers: int, about: dict[str, Any]) -> str:
+    """The text of a tuned schedule's file. about: facts of the search."""
+    flow = "{" + ", ".join(f"{layer}: {ratio:g}" for layer, ratio in schedule.items()) + "}"
+    lines = [f"{key}: {json.dumps(value)}" for key, value in about.items()]  # JSON is YAML
+    head = f"# python run.py method.schedule=tuned/{name}      (from another folder: tuned/PATH)"
+    return "\n".join([head, f"schedule: {flow}", f"layers: {num_layers}  # of the model", *lines, ""])
+
+
+def _file(reference: str) -> Path:
+    name = reference.removeprefix(PREFIX)
+    path = Path(name).expanduser()
+    for file in (SHIPPED / f"{name}.yaml", path / FILE, path):
+        if file.is_file():
+            return file
+    shipped = ", ".join(PREFIX + file.stem for file in sorted(SHIPPED.glob("*.yaml"))) or "none yet"
+    raise UserError(
+        f"no tuned schedule {name!r}: expected a file in conf/tuned ({shipped}), a study's folder with {FILE}, or "
+        "a path to such a file"
+    )

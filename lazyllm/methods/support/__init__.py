@@ -1,0 +1,1 @@
+"""What methods are made of: base classes, sessions, schedules, plug-ins."""

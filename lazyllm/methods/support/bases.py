@@ -1,0 +1,242 @@
+"""Bases of most methods: score tokens between layers and keep the best, or choose them before the prefill.
+
+Nothing here imports torch; `lazyllm.methods.support.sessions` holds their sessions.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lazyllm.engine.inputs import Group, Look, Prompt
+from lazyllm.engine.method import Method
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from lazyllm.engine.decoder import Decoder
+    from lazyllm.engine.session import Batch, Session
+
+
+class _Turns:
+    """The field `turns`: refuses bad values even if a method overrides `__post_init__`."""
+
+    def __get__(self, method: Any, kind: type[Any] | None = None) -> str:
+        return "continue" if method is None else vars(method)["turns"]  # dataclasses read the default from the class
+
+    def __set__(self, method: Any, value: str) -> None:
+        if value not in ("continue", "again"):
+            raise ValueError(f"turns={value!r}: give 'continue' or 'again'")
+        vars(method)["turns"] = value
+
+
+@dataclass(frozen=True)
+class Dropping(Method):
+    """Base of methods that drop prompt tokens for good.
+
+    turns: later turns of a session "continue" from the tokens that were kept, and drop nothing more; or they run the
+        whole text "again", with tokens chosen for the new question.
+    """
+
+    _: KW_ONLY
+    turns: _Turns = _Turns()
+
+
+@dataclass(frozen=True)
+class Prune(Dropping):
+    """Base of methods that score the prompt's tokens between two layers of the prefill and keep the best.
+
+    A subclass declares how many tokens are `kept` after which layer. It may override `look`, the attention that it
+    needs (default: the newest token's attention in the layer before, Eq. 1), and `score`. A complete method, which
+    keeps the last tokens and needs no attention:
+
+    >>> from dataclasses import dataclass
+    >>> import lazyllm
+    >>> from lazyllm.methods import Look, Prune
+    >>> from lazyllm.methods.support.schedule import check_ratio, keep_count
+    >>>
+    >>> @dataclass(frozen=True)
+    ... class KeepLast(Prune):
+    ...     layer: int
+    ...     keep: float = 0.5
+    ...     label = "keep last"
+    ...
+    ...     def __post_init__(self):
+    ...         check_ratio("keep", self.keep)  # a bad value is refused before any model loads
+    ...     def kept(self, num_layers, n):
+    ...         return {self.layer: keep_count(self.keep, n)}
+    ...     def look(self, layers):
+    ...         return Look()
+    ...     def score(self, seen, batch):
+    ...         return batch.positions.double()
+    >>>
+    >>> model, _ = lazyllm.load_model("tiny", dtype="float32", device="cpu")
+    >>> out = lazyllm.generate(model, list(range(5, 45)), KeepLast(layer=2, keep=0.25), max_new_tokens=3)
+    >>> out.computed[0].tolist()  # of 40 prompt tokens, layer by layer
+    [40, 40, 10, 10, 10, 10, 10, 10]
+    >>> KeepLast(layer=9).check(model.config)
+    Traceback (most recent call last):
+    ValueError: keep last prunes after layer 9, but the model has only 8 layers
+
+    forget: pruned tokens also leave the KV caches of earlier layers, so decoding never sees them. If False, each layer
+        keeps all tokens that it computed.
+    """
+
+    forget: ClassVar[bool] = True
+
+    @abstractmethod
+    def kept(self, num_layers: int, n: int) -> Mapping[int, int]:
+        """{layer, from 1: number of n prompt tokens that go on after it}, the newest token among them."""
+
+    def look(self, layers: range) -> Look:
+        """The attention scores to record in a group's layers; its tokens are pruned at its end."""
+        return Look(layers[-1:])
+
+    def score(self, seen: list[Tensor], batch: Batch) -> Tensor:
+        """[m] a score for each token of the batch; the highest are kept. seen: the scores of `look`, for each layer.
+
+        By default the mean over layers. Must not wait for the device.
+        """
+        import torch
+
+        return seen[0] if len(seen) == 1 else torch.stack(seen).mean(dim=0)
+
+    def choose(self, scores: Tensor, keep: int) -> Tensor:
+        """Ascending indices of the tokens that go on: the `keep` best, the newest among them; ties to the lower index.
+
+        A method whose number of tokens depends on the prompt may return fewer or more.
+        """
+        from lazyllm.methods.support.sessions import split_prompt
+
+        return split_prompt(scores, keep)[0]
+
+    def groups(self, num_layers: int, n: int) -> list[Group]:
+        kept = self.kept(num_layers, n)
+        beyond = [layer for layer in kept if layer > num_layers]
+        if beyond:
+            raise ValueError(f"{self.label} prunes after layer {beyond[0]}, but the model has only {num_layers} layers")
+        groups, start = [], 0
+        for end in sorted({*kept, num_layers}):
+            layers = range(start, end)
+            groups.append(Group(layers, n, self.look(layers) if end in kept else Look()))
+            start, n = end, kept.get(end, n)
+        return groups
+
+    def stored_per_layer(self, num_layers: int, n: int, later: int = 0) -> list[int]:
+        stored = super().stored_per_layer(num_layers, n, later)
+        return [stored[-1]] * num_layers if self.forget else stored
+
+    def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
+        from lazyllm.methods.support.sessions import PruneSession
+
+        return PruneSession(self, decoder, prompt, max_new_tokens)
+
+
+@dataclass(frozen=True)
+class Select(Dropping):
+    """Base of methods that choose prompt tokens first and then run the model on these alone.
+
+    A subclass declares how many tokens are `kept`, and selects them. All that `select` runs, through `decoder` or a
+    model opened by `lazyllm.methods.support.other_models`, is timed and counted as scoring. A complete method, which
+    keeps the tokens that the newest one attends to in the first layers:
+
+    >>> from dataclasses import dataclass
+    >>> import lazyllm
+    >>> from lazyllm.methods import Look, Select
+    >>> from lazyllm.methods.support.schedule import keep_count
+    >>>
+    >>> @dataclass(frozen=True)
+    ... class AskFirst(Select):
+    ...     layers: int
+    ...     keep: float = 0.5
+    ...     label = "ask first"
+    ...
+    ...     def kept(self, n):
+    ...         return keep_count(self.keep, n)
+    ...     def select(self, decoder, prompt):
+    ...         from lazyllm.engine.decoder import run_layers
+    ...         run_layers(decoder, prompt.token_ids.to(decoder.device), self.layers, Look([self.layers - 1]))
+    ...         return self.best(decoder.probe.take(), self.kept(len(prompt)))
+    ...     def scoring_flops(self, config, n):
+    ...         return lazyllm.engine.flops.first_layers_flops(config, n, self.layers)
+    >>>
+    >>> model, _ = lazyllm.load_model("tiny", dtype="float32", device="cpu")
+    >>> out = lazyllm.generate(model, list(range(5, 45)), AskFirst(layers=4, keep=0.25), max_new_tokens=3)
+    >>> out.computed[0].tolist(), out.scoring_tokens  # 40 tokens through half of the layers
+    ([10, 10, 10, 10, 10, 10, 10, 10], 20)
+    >>> round(AskFirst(4, 0.25).ideal_speedup(model.config, 1000), 2)
+    1.51
+
+    renumber: the selected tokens are at positions 0, 1, ...; if False, they keep their positions in the whole prompt.
+    """
+
+    renumber: ClassVar[bool] = False
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        for spec in self.models():
+            from lazyllm.methods.support.other_models import load_beside
+
+            load_beside(spec, model)
+
+    @abstractmethod
+    def kept(self, n: int) -> int:
+        """The number of n prompt tokens that are run; the expected number if it depends on the prompt."""
+
+    @abstractmethod
+    def select(self, decoder: Decoder, prompt: Prompt) -> Tensor | np.ndarray | Sequence[int]:
+        """[k] ascending positions of the prompt tokens to run, k >= 1. The device is idle when this is called."""
+
+    def best(self, scores: Tensor, keep: int) -> Tensor:
+        """Ascending indices of the `keep` best of scores [n], the newest token among them; ties to the lower index."""
+        from lazyllm.methods.support.sessions import split_prompt
+
+        return split_prompt(scores, keep)[0]
+
+    def selected_at(self, num_layers: int) -> int:
+        """The layer whose attention selects, from 1, or 0 if there is none: the key in `Generation.selected`."""
+        return 0
+
+    def groups(self, num_layers: int, n: int) -> list[Group]:
+        return [Group(range(num_layers), self.kept(n))]
+
+    def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
+        from lazyllm.methods.support.sessions import SelectSession
+
+        return SelectSession(self, decoder, prompt, max_new_tokens)
+
+
+# (layer that the prefill has just run, from 1; its scores of `Group.look`; its number of tokens) ->
+# (indices of the tokens that go on, None: all, without a selection; [g, k] those that each key head keeps, None: all)
+Cut = Callable[[int, "list[Tensor]", int], "tuple[Tensor | slice | None, Tensor | None]"]
+
+
+@dataclass(frozen=True)
+class Layerwise(Dropping):
+    """Base of methods that drop tokens between layers, and whose key heads may each store some tokens only.
+
+    A subclass declares its `groups` and a `cutter`. Layers store the tokens that entered them, or those that the cutter
+    keeps for each key head. Decoding attends to all stored tokens and selects nothing.
+    """
+
+    @abstractmethod
+    def cutter(self, num_layers: int, kv_heads: int, n: int) -> Cut:
+        """The function called after each group of a prefill of n tokens: a new one a prompt, so it may hold state."""
+
+    def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
+        from lazyllm.methods.support.sessions import LayerwiseSession
+
+        return LayerwiseSession(self, decoder, prompt, max_new_tokens)
+
+
+def at_depth(layer: int | None, num_layers: int, share: Fraction, key: str = "layer") -> int:
+    """`layer`, or by default that share of the depth. Raises ValueError, naming `key`, if it is beyond the model."""
+    if layer is None:
+        return max(1, int(share * num_layers))
+    if layer > num_layers:
+        raise ValueError(f"{key}={layer}, but the model has only {num_layers} layers")
+    return layer

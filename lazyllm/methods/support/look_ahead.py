@@ -1,0 +1,57 @@
+"""How much a model's own next tokens attend to each prompt token: the scores of SpecPrefill and of the oracle.
+
+Notation:
+    n  prompt tokens      h  query heads      s  stored tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lazyllm.engine.decoder import Decoder
+from lazyllm.engine.inputs import Group, Look
+from lazyllm.engine.session import Session
+
+
+def look_ahead(decoder: Decoder, token_ids: Tensor, queries: int, pool: int, end_ids: Collection[int]) -> Tensor:
+    """[n] scores of the prompt tokens: the mean over the queries of `score_of_query`.
+
+    decoder: the open model, which looks ahead greedily. token_ids: [n] on its device. queries: their number: the last
+    prompt token and the first `queries - 1` generated ones. An end token in `end_ids` and later tokens give no query.
+    Never waits for the device: all steps run, and those after an end token are left out of the mean.
+    """
+    n, layers = token_ids.shape[0], range(len(decoder.layers))
+    group = Group(layers, n, Look(layers, raw=True, per_head=True), look_in_steps=True)
+    session = Session(decoder, [group], n, queries)
+    logits = session.prefill(token_ids)
+    scores = score_of_query(decoder.probe.take_each(), n, pool)
+    counts = count = scores.new_ones(())
+    ends = torch.zeros_like(logits, dtype=torch.bool)
+    for end_id in end_ids:
+        ends[end_id] = True
+    for _ in range(queries - 1):
+        token = logits.argmax(dim=0, keepdim=True)
+        counts = counts * ~ends[token][0]
+        logits = session.step_on(token)
+        scores = scores + counts * score_of_query(decoder.probe.take_each(), n, pool)
+        count = count + counts
+    return scores / count
+
+
+def score_of_query(found: list[Tensor], n: int, pool: int) -> Tensor:
+    """[n] how much one query attends to each prompt token. found: for each layer, its attention logits [h, s].
+
+    Softmax over the prompt's keys (0 if the query sees none), average pooling along the prompt with zeros around it,
+    maximum over layers and heads.
+    """
+    best = None
+    for logits in found:
+        probabilities = logits[:, :n].softmax(dim=-1).nan_to_num(nan=0.0)  # NaN: a row of -inf
+        pooled = F.avg_pool1d(probabilities[None], pool, stride=1, padding=pool // 2)[0].amax(dim=0)
+        best = pooled if best is None else torch.maximum(best, pooled)
+    assert best is not None
+    return best

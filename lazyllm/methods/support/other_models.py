@@ -1,0 +1,96 @@
+"""The other models that a method runs (`Method.models`): loaded once, opened beside the model under test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+from weakref import WeakSet
+
+from transformers import PreTrainedModel
+
+from lazyllm.engine.architecture import Layout, find_layout
+from lazyllm.engine.decoder import Decoder, open_decoder
+from lazyllm.engine.devices import home_of
+from lazyllm.errors import UserError
+from lazyllm.models.load import load_tokenizer_of, load_weights, shape_of
+from lazyllm.spec import ModelSpec
+
+_LOADED: WeakSet[Any] = WeakSet()
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Another model. layout: found before the clock starts."""
+
+    model: PreTrainedModel
+    layout: Layout
+
+
+def load_beside(spec: ModelSpec, model: PreTrainedModel) -> Beside:
+    """The model of a spec, in the dtype and on the device of `model`. Cached for later prompts.
+
+    Methods have no state, so `Method.prepare` loads models into this cache for `Method.start`. Raises UserError.
+    """
+    home = home_of(model)
+    other = _load(replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home)))
+    parked: Any = other.model
+    if home_of(parked) != home:
+        parked.to(home)
+    return other
+
+
+def park() -> None:
+    """Move all of these models to the host, so that they take no memory in the next measurement."""
+    for model in _LOADED:
+        model.to("cpu")
+
+
+@contextmanager
+def open_beside(spec: ModelSpec, decoder: Decoder) -> Iterator[Decoder]:
+    """A decoder of the model of a spec. Its tokens count in `decoder.tokens_run` too."""
+    other = load_beside(spec, decoder.model)
+    with open_decoder(other.model, other.layout, counted_by=decoder) as opened:
+        yield opened
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A text in another model's tokens. spans: per token the half-open range of the text that it stands for."""
+
+    token_ids: list[int]
+    spans: list[tuple[int, int]]
+
+
+def read_beside(spec: ModelSpec, text: str, special_tokens: bool = True) -> Reading:
+    """The text tokenised for the model of a spec. Raises UserError if it has no tokenizer, or one without spans."""
+    own = tokenizer_beside(spec)(
+        text, add_special_tokens=special_tokens, return_offsets_mapping=True, truncation=False, verbose=False
+    )
+    return Reading(own["input_ids"], own["offset_mapping"])
+
+
+@lru_cache(maxsize=2)
+def config_beside(spec: ModelSpec) -> Any:
+    """The config of the model of a spec; every prompt asks for it. Raises UserError."""
+    return shape_of(spec)
+
+
+@lru_cache(maxsize=2)
+def tokenizer_beside(spec: ModelSpec) -> Any:
+    """The tokenizer of the model of a spec. Raises UserError if there is none, or one without spans."""
+    tokenizer = load_tokenizer_of(spec)
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(
+            f"the tokenizer of {spec.name!r} gives no character offsets: give a model with a fast tokenizer"
+        )
+    return tokenizer
+
+
+@lru_cache(maxsize=2)
+def _load(spec: ModelSpec) -> Beside:
+    model = load_weights(spec)
+    _LOADED.add(model)
+    return Beside(model, find_layout(model))

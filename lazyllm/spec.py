@@ -1,0 +1,104 @@
+"""Which model, and how it is loaded. Needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from lazyllm.errors import UserError
+from lazyllm.presets import PRESETS
+
+LOAD_FORMATS = ("auto", "dummy")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+ATTENTION = ("sdpa", "eager", "flash_attention_2")
+# Name -> the package that quantises
+QUANTISATIONS = {"int8": "torchao", "int4": "torchao", "bnb_int8": "bitsandbytes", "bnb_nf4": "bitsandbytes"}
+
+DeviceMap = Literal["auto"] | Mapping[str, int | str]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model, and how it is loaded. Two equal specs load the same weights.
+
+    name: a preset (`lazyllm.presets`), a folder, or a hub id.
+    load_format: "auto" reads the checkpoint (safetensors only, no remote code); "dummy" builds the architecture with
+        random weights and downloads nothing, for timing: times depend on shapes, not on values.
+    dtype: "bfloat16", "float16", "float32" or "float64".
+    device: "cuda", "cpu", ...; "auto" takes the accelerator if there is one.
+    revision: branch, tag or commit of a hub id.
+    tokenizer: folder or hub id of a tokenizer, if not the model's.
+    attn_implementation: "sdpa", "eager" or "flash_attention_2".
+    quantise: quantise the weights while they are read: "int8" or "int4" by torchao, "bnb_int8" (LLM.int8) or "bnb_nf4"
+        by bitsandbytes. None leaves them as they are, quantised or not.
+    device_map: "auto" spreads the layers over all accelerators, then over the host's memory; a mapping
+        {module: accelerator's number, "cpu" or "disk"} places each module. Needs accelerate, and `device="auto"`.
+    seed: seed of random weights.
+    """
+
+    name: str
+    load_format: str = "auto"
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    revision: str | None = None
+    tokenizer: str | None = None
+    attn_implementation: str = "sdpa"
+    quantise: str | None = None
+    device_map: DeviceMap | None = field(default=None, hash=False)
+    seed: int = 0
+
+    @property
+    def source(self) -> str:
+        """The folder or hub id of `name`. Raises UserError if there is none."""
+        return source_of(self.name)
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether the weights are random."""
+        return self.load_format == "dummy"
+
+    def check(self) -> None:
+        """Refuse settings that are unknown or contradict each other. Raises UserError.
+
+        `lazyllm.models.load.check_loading` checks what depends on the machine or the checkpoint.
+        """
+        for key, choices in (("load_format", LOAD_FORMATS), ("dtype", DTYPES), ("attn_implementation", ATTENTION)):
+            if (value := getattr(self, key)) not in choices:
+                raise UserError(f"unknown {key} {value!r}: give one of {', '.join(choices)}")
+        if self.quantise is not None and self.quantise not in QUANTISATIONS:
+            raise UserError(
+                f"unknown quantise {self.quantise!r}: give one of {', '.join(QUANTISATIONS)}, or null for none"
+            )
+        if self.is_dummy and (self.quantise is not None or self.device_map is not None):
+            raise UserError(
+                "load_format=dummy makes random weights in one dtype on one device: leave out quantise and device_map"
+            )
+        if self.quantise is not None and self.dtype == "float64":
+            raise UserError(
+                f"quantise={self.quantise} with dtype=float64 is of no use: leave out quantise, or give another dtype"
+            )
+        if isinstance(self.device_map, str) and self.device_map != "auto":
+            raise UserError(
+                f"unknown device_map {self.device_map!r}: give 'auto', or a mapping from modules to devices"
+            )
+        if self.device_map is not None and not self.device_map:
+            raise UserError("device_map is empty: give 'auto', or a mapping from modules to devices")
+        if self.device_map is not None and self.device != "auto":
+            raise UserError(f"device_map places every layer: leave out device={self.device}")
+
+
+def source_of(name: str) -> str:
+    """The folder or hub id of a model's name. Raises UserError if there is none."""
+    if name in PRESETS:
+        return PRESETS[name].source
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return str(path)
+    if "/" not in name or name.startswith((".", "/", "~")) or len(path.parts) > 2:
+        raise UserError(
+            f"{name!r} is not a model: no such folder, not a hub id (owner/name), not one of the presets "
+            f"{', '.join(PRESETS)}"
+        )
+    return name

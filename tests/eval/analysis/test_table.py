@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import io
+
+import pandas as pd
+import pytest
+
+from eval.analysis.table import Table, cell, latex
+
+TABLE = Table(
+    "two",
+    "Two & more",
+    "50 % of a_b.",
+    pd.DataFrame({"model": ["a", "a", "b"], "task": ["x", "y", "x"], "score": [1 / 3, float("nan"), 2.0]}),
+    pd.DataFrame(
+        {"model": ["a", "a", "b"], "task": ["x", "y|z", "x"], "score": ["0.33 ±0.10", "no run", "2.00"]},
+    ),
+    keys=2,
+)
+EMPTY = Table("none", "None", "Nothing.", pd.DataFrame({"model": []}), pd.DataFrame())
+
+
+def test_markdown() -> None:
+    assert TABLE.to_markdown("##") == (
+        "## Two & more\n"
+        "\n"
+        "| model | task | score |\n"
+        "|---|---|---:|\n"
+        "| a | x | 0.33 ±0.10 |\n"
+        "| a | y\\|z | no run |\n"
+        "| b | x | 2.00 |\n"
+        "\n"
+        "50 % of a_b.\n"
+    )
+    assert EMPTY.to_markdown() == "# None\n\nNo run for this table.\n\nNothing.\n"
+
+
+def test_csv_keeps_every_digit() -> None:
+    assert TABLE.to_csv() == "model,task,score\na,x,0.3333333333333333\na,y,\nb,x,2.0\n"
+    assert pd.read_csv(io.StringIO(TABLE.to_csv()))["score"].iloc[0] == 1 / 3
+    assert EMPTY.to_csv() == "model\n"
+
+
+def test_latex() -> None:
+    assert TABLE.to_latex() == "\n".join(
+        [
+            r"% \usepackage{booktabs, longtable}",
+            r"\begin{longtable}{llr}",
+            r"\caption{Two \& more. 50 \% of a\_b.}\label{tab:two} \\",
+            *(r"\toprule", r"model & task & score \\", r"\midrule", r"\endfirsthead"),
+            *(r"\toprule", r"model & task & score \\", r"\midrule", r"\endhead"),
+            r"a & x & 0.33 $\pm$0.10 \\",
+            r"a & y\textbar{}z & no run \\",
+            r"\midrule",
+            r"b & x & 2.00 \\",
+            r"\bottomrule",
+            r"\end{longtable}",
+            "",
+        ]
+    )
+    assert r"No run for this table. \\" in EMPTY.to_latex()
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [
+        ("a_b & 5 % of $3 #1", r"a\_b \& 5 \% of \$3 \#1"),
+        ("{2: 0.3}", r"\{2: 0.3\}"),
+        ("a\\b~c^d", r"a\textbackslash{}b\textasciitilde{}c\textasciicircum{}d"),
+        ("Δ ±1", r"$\Delta$ $\pm$1"),
+        ("[1, 2]", "{[}1, 2]"),  # at the beginning of a line, LaTeX would read it as a length
+    ],
+)
+def test_latex_takes_nothing_for_its_own(text: str, escaped: str) -> None:
+    assert latex(text) == escaped
+
+
+def test_cells() -> None:
+    nan = float("nan")
+    assert cell(25.304, 24.0, 26.5, 2) == "25.30 ±1.25"
+    assert cell(2.346, None, None, 1) == cell(2.346, nan, nan, 1) == "2.3"

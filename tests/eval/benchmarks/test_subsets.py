@@ -1,0 +1,143 @@
+"""Halves: each dataset has one to tune on and one held out. Shards have about the same number of prompt tokens."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eval.benchmarks.subsets import HALVES, Shard, in_half, parse_shard, shard_numbers
+from eval.benchmarks.suite import Example
+from eval.run.loop import run
+from eval.run.prepare import prepare
+from eval.store.results import find_runs
+from lazyllm.errors import UserError
+from tests.eval.run.test_loop import config_of
+
+IDS = st.lists(st.text(max_size=8), unique=True, max_size=40)
+
+
+def examples_of(ids: list[str]) -> list[Example]:
+    return [Example("lookup", row_id, "", "", ("answer",), (), 1, "en") for row_id in ids]
+
+
+def ids_of(dataset: str, examples: list[Example], half: str | None) -> list[str]:
+    return [example.id for example in in_half(dataset, examples, half)]
+
+
+@given(IDS, st.sampled_from(["lookup", "hops"]))
+def test_each_example_is_in_one_half_and_the_halves_are_of_one_size(ids: list[str], dataset: str) -> None:
+    examples = examples_of(ids)
+    tuning, held_out = (ids_of(dataset, examples, half) for half in HALVES)
+    assert not set(tuning) & set(held_out)
+    assert sorted(tuning + held_out) == sorted(ids)
+    assert abs(len(tuning) - len(held_out)) <= 1
+    assert tuning == [row_id for row_id in ids if row_id in set(tuning)]  # in the dataset's order
+    assert ids_of(dataset, examples, None) == ids
+
+
+@given(IDS, st.integers(0, 40))
+def test_an_example_stays_in_its_half_whatever_the_limit_is(ids: list[str], limit: int) -> None:
+    examples = examples_of(ids)
+    for half in HALVES:
+        assert ids_of("lookup", examples[:limit], half) == [
+            row_id for row_id in ids_of("lookup", examples, half) if row_id in ids[:limit]
+        ]
+
+
+def test_the_hash_decides_and_not_the_place() -> None:
+    firsts = {in_half("lookup", examples_of([f"row-{number}", "second"]), "tuning")[0].id for number in range(40)}
+    assert "second" in firsts
+    assert len(firsts) > 10
+    halves = [tuple(ids_of(dataset, examples_of(list("abcdefgh")), "tuning")) for dataset in ("lookup", "hops")]
+    assert halves[0] != halves[1]
+
+
+def test_a_run_takes_its_half(tmp_path) -> None:
+    whole = config_of(tmp_path)
+    keys = {half: [case.key for case in prepare(replace(whole, limit=4, half=half)).cases] for half in (None, *HALVES)}
+    assert {key[0] for half in HALVES for key in keys[half]} == {"lookup", "shots"}
+    assert [len(keys[half]) for half in HALVES] == [4, 4]
+    assert set(keys["tuning"]) | set(keys["held-out"]) == set(keys[None])
+    with pytest.raises(UserError, match="leaves no example of lookup: give limit=2 or more"):
+        for half in HALVES:  # a single example is in one half
+            prepare(replace(whole, dataset={"lookup": True}, limit=1, half=half))
+
+
+def test_halves_have_folders_of_their_own_and_share_no_table(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = replace(config_of(tmp_path), dataset={"lookup": True}, limit=2, out=None)
+    folders = {run(replace(config, half=half), show=False).folder for half in HALVES}
+    assert len(folders) == 2
+    assert [len(find_runs([folder])[0].records) for folder in folders] == [1, 1]
+    assert len({run.model for run in find_runs([tmp_path])}) == 2
+    with pytest.raises(UserError, match=r"holds a run that differs \(half: "):
+        run(replace(config, half="tuning", out=str(run(replace(config, half="held-out"), show=False).folder)))
+
+
+# -------------------------------------------------------------------------------------------------------------- shards
+
+LENGTHS = st.lists(st.integers(1, 4000), max_size=40)
+
+
+def keyed(lengths: list[int]) -> dict[tuple[str, str], int]:
+    return {("qasper" if number % 2 else "trec", f"row-{number}"): length for number, length in enumerate(lengths)}
+
+
+def fullest(tokens: dict[tuple[str, str], int], numbers: dict[tuple[str, str], int]) -> int:
+    filled: Counter[int] = Counter()
+    for key, number in numbers.items():
+        filled[number] += tokens[key]
+    return max(filled.values())
+
+
+@given(LENGTHS, st.integers(1, 8))
+def test_each_example_is_in_one_shard(lengths: list[int], count: int) -> None:
+    tokens = keyed(lengths)
+    numbers = shard_numbers(tokens, count)
+    assert numbers.keys() == tokens.keys()
+    assert set(numbers.values()) <= set(range(1, count + 1))
+
+
+@given(LENGTHS, st.integers(1, 8), st.randoms(use_true_random=False))
+def test_the_order_of_the_examples_does_not_matter(lengths: list[int], count: int, rng: random.Random) -> None:
+    tokens = keyed(lengths)
+    shuffled = list(tokens.items())
+    rng.shuffle(shuffled)
+    assert shard_numbers(dict(shuffled), count) == shard_numbers(tokens, count)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
+def test_shards_are_within_4_3_of_the_best_of_all_splits(lengths: list[int], count: int) -> None:
+    tokens = keyed(lengths)
+    choices = itertools.product(range(1, count + 1), repeat=len(tokens))
+    best = min(fullest(tokens, dict(zip(tokens, choice, strict=True))) for choice in choices)
+    assert 3 * fullest(tokens, shard_numbers(tokens, count)) <= 4 * best
+
+
+def test_more_shards_than_examples_cost_nothing() -> None:
+    assert shard_numbers(keyed([3, 2, 1]), 10**12) == shard_numbers(keyed([3, 2, 1]), 3)
+    assert shard_numbers({}, 10**12) == {}
+
+
+def test_a_split_by_hand() -> None:
+    tokens = {("trec", "a"): 100, ("trec", "b"): 60, ("trec", "c"): 50, ("trec", "d"): 30}
+    # a to the first; b to the second, now 60; c joins it, 110; d joins a, 130
+    assert shard_numbers(tokens, 2) == {("trec", "a"): 1, ("trec", "b"): 2, ("trec", "c"): 2, ("trec", "d"): 1}
+
+
+def test_a_shard_is_read_and_written() -> None:
+    assert parse_shard("2/4") == Shard(2, 4)
+    assert str(parse_shard("2/4")) == "2/4"
+    assert parse_shard("10/10").file_part == "-10-of-10"
+
+
+@pytest.mark.parametrize("text", ["", "2", "0/4", "5/4", "1/0", "-1/4", "1/4/2", "a/b", "1.0/4", " 1/4"])
+def test_other_shards_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="written i/n"):
+        parse_shard(text)

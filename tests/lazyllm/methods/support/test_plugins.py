@@ -1,0 +1,171 @@
+"""Methods that another installed package adds, and the worked example of how to write one."""
+
+from __future__ import annotations
+
+import doctest
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import MissingConfigException
+
+import lazyllm
+from eval.run.config import canonical, check_arguments, register_schema, to_run_config
+from eval.run.prepare import identify
+from eval.store.folder import fingerprint
+from lazyllm.errors import UserError
+from lazyllm.methods import METHODS, Lazy, by_name, code_of, known, make
+from lazyllm.methods.support import bases, plugins
+from tests.own_package import install_own_package
+
+CONF = Path(__file__).resolve().parents[4] / "eval" / "conf"
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install_own_package(tmp_path_factory.mktemp("own"))
+
+
+@pytest.fixture
+def installed(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The package is installed as long as the test lasts."""
+    monkeypatch.syspath_prepend(packages)
+    plugins.installed.cache_clear()
+    yield packages
+    plugins.installed.cache_clear()
+    ConfigStore.instance().repo.pop("method", None)  # lazyllm's own are files
+    for name in [name for name in sys.modules if name.split(".")[0] == "own_methods"]:
+        del sys.modules[name]
+
+
+def config_of(*overrides: str):
+    register_schema()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return to_run_config(compose("config", overrides=list(overrides)))
+
+
+def test_the_worked_example_does_what_it_says() -> None:
+    failed, tried = doctest.testmod(bases)
+    assert tried >= 10
+    assert failed == 0
+
+
+def test_its_name_is_known_as_if_it_were_lazyllms_own(installed: Path) -> None:
+    method = make("keep_last", {"layer": 2, "keep": 0.25})
+    assert type(method).__module__ == "own_methods.keep_last"
+    assert by_name("keep_last") is type(method)
+    assert known()[: len(METHODS)] == list(METHODS)
+    assert {"keep_last", "breaks_at_import"} <= set(known()[len(METHODS) :])
+    assert method.tokens_per_layer(8, 40) == [40] * 2 + [10] * 6
+
+
+def test_without_the_package_nothing_is_known_of_it() -> None:
+    assert known() == list(METHODS)
+    with pytest.raises(UserError, match=r"unknown method 'keep_last'; known are asl, baseline, .*static_pruning$"):
+        make("keep_last")
+
+
+def test_its_config_is_the_dataclass(installed: Path) -> None:
+    given = {"name": "keep_last", "layer": 3, "keep": 0.5}
+    assert config_of("method=keep_last", "method.layer=3").method == given | {"turns": "continue"}
+    assert canonical(given | {"turns": "continue"}) == canonical(given) == {"name": "keep_last", "layer": 3}
+    lots = config_of("method=draws_lots", "seed=3").method
+    assert lots == {"name": "draws_lots", "layers": [1, 2], "seed": 3}  # the run's seed, as for lazyllm's own
+    assert config_of("method=draws_lots", "seed=3", "method.seed=5").method["seed"] == 5
+    assert canonical(lots) == {"name": "draws_lots", "seed": 3}
+    with pytest.raises(UserError, match=r"method\.layer has no default: give it on the command line"):
+        config_of("method=keep_last")
+    with pytest.raises(Exception, match="kep"):  # Hydra's own error
+        config_of("method=keep_last", "method.layer=3", "method.kep=0.3")
+    with pytest.raises(UserError, match=r"method 'keep_last': keep lies in \(0, 1\], got 2.0"):
+        config_of("method=keep_last", "method.layer=3", "method.keep=2.0")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("breaks_at_import", "of the package own-methods 0.1 .* ModuleNotFoundError: .*a_package_that_nobody_has"),
+        ("is_no_method", r"own_methods.others:IsNoMethod\) is not a method: expected a dataclass derived from"),
+        ("lazy", "'lazy' is lazyllm's own, and the package own-methods adds one of the same name"),
+        ("odd_default", "of 'folder': expected a number"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_when_it_is_asked_for_and_not_before(
+    installed: Path, name: str, message: str
+) -> None:
+    assert config_of("method=static_pruning").method["name"] == "static_pruning"
+    check_arguments(["method=keep_last", "method.layer=3"])
+    with pytest.raises(UserError, match=message):
+        check_arguments([f"method={name}", "method.anything=1"])
+    with pytest.raises(UserError, match=message):
+        check_arguments([f"method=baseline,{name}", "-m"])
+    if name != "odd_default":  # which only a config cannot hold
+        with pytest.raises(UserError, match=message):
+            make(name)
+    assert isinstance(Lazy(), METHODS["lazy"])  # in Python the name is unambiguous
+
+
+def test_two_packages_with_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = [plugins.Plugin("same", package, "1", "own_methods.keep_last:KeepLast") for package in ("one", "other")]
+    monkeypatch.setattr(plugins, "installed", lambda: {"same": tuple(twice)})
+    with pytest.raises(UserError, match="'same' is added more than once, by one and other: uninstall one"):
+        make("same", {"layer": 2})
+
+
+def test_an_unknown_name_is_answered_with_all_that_are_known(installed: Path) -> None:
+    with pytest.raises(UserError, match=r"'keep_first'; known are asl, baseline, .*static_pruning.*keep_last"):
+        make("keep_first")
+    with pytest.raises(MissingConfigException, match="keep_last"):  # in Hydra's list of options
+        config_of("method=keep_first")
+
+
+def test_settings_are_checked_by_name() -> None:
+    with pytest.raises(UserError, match="'random_drop' has no setting 'kep'; it has keep, seed, turns"):
+        make("random_drop", {"kep": 0.3})
+    with pytest.raises(UserError, match=r"'random_drop' needs keep=\.\.\.; its settings are keep, seed, turns"):
+        make("random_drop")
+
+
+def test_the_code_of_a_version_is_told_from_that_of_another(installed: Path) -> None:
+    assert code_of("random_drop") is None  # part of lazyllm's own code
+    first = code_of("keep_last")
+    assert first is not None
+    assert first.startswith("own-methods 0.1 ")
+    assert code_of("draws_lots") == first  # one package
+    helper = installed / "own_methods" / "helper.py"
+    before = helper.read_text()
+    helper.write_text("SHARE = 0.5\n")  # a module that a method imports can change its results
+    changed = code_of("keep_last")
+    helper.write_text(before)
+    assert changed != first
+    assert code_of("keep_last") == first
+
+
+def test_two_drafts_never_share_a_run_folder(installed: Path, tmp_path: Path) -> None:
+    """A method names its other models itself, whatever the setting is called: their weights are in the identity."""
+    draft = tmp_path / "draft"
+    shutil.copytree(Path(lazyllm.__file__).parent / "models" / "tiny", draft)
+
+    def identity() -> dict:
+        overrides = ("model=tiny", "dataset=lookup", "limit=1", "method=drafted", f"method.draft={draft}")
+        return identify(config_of(*overrides)).identity
+
+    first = identity()
+    assert identity() == first
+    weights = draft / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    second = identity()
+    assert fingerprint(second) != fingerprint(first)
+    assert {key for key in first if first[key] != second[key]} == {"method_weights"}
+
+
+def test_importing_lazyllm_looks_for_no_package() -> None:
+    looked = "import lazyllm; assert lazyllm.methods.support.plugins.installed.cache_info().misses == 0"
+    subprocess.run([sys.executable, "-c", looked], check=True, cwd=CONF.parent)

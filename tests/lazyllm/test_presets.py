@@ -1,0 +1,69 @@
+"""Presets: shapes against the published numbers of parameters, and a dummy that the loop over layers can run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lazyllm.engine.checks import check_same_as_model
+from lazyllm.engine.flops import LayerShape
+from lazyllm.models.load import load_config
+from lazyllm.presets import PRESETS
+from lazyllm.spec import ModelSpec
+
+# As the hub counts the checkpoints' safetensors: an index' total_size / 2 (bfloat16), or the API's safetensors.total
+PUBLISHED = {
+    "llama2": 6_738_415_616,
+    "llama2-base": 6_738_415_616,
+    "xgen": 6_895_702_016,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "qwen3-0.6b": 751_632_384,
+    "qwen3-1.7b": 2_031_739_904,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen2.5-7b": 7_615_616_512,
+    "mistral-7b": 7_248_023_552,
+    "mistral-nemo": 12_247_782_400,
+    "phi3.5-mini": 3_821_079_552,
+    "phi4-mini": 3_836_021_760,
+    "gemma2-9b": 9_241_705_984,
+    "gemma3-1b": 999_885_952,
+    "olmo2-7b": 7_298_617_344,
+    "smollm3-3b": 3_075_098_624,
+    "granite3.3-8b": 8_170_864_640,
+}
+STORED_TWICE = {"qwen3-0.6b", "qwen3-1.7b"}  # their files hold the tied embedding as lm_head too
+
+
+def test_every_preset_with_a_shape_is_held_against_a_published_number() -> None:
+    assert set(PUBLISHED) == {name for name, preset in PRESETS.items() if preset.architecture is not None}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_have_the_published_number_of_parameters(offline, name: str) -> None:
+    config = load_config(ModelSpec(name, "dummy"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    stored = parameters + (model.lm_head.weight.numel() if name in STORED_TWICE else 0)
+    assert stored == pytest.approx(PUBLISHED[name], rel=1e-3)
+    # FLOPs are counted for matrices of the same sizes
+    of_layers = sum(parameter.numel() for key, parameter in model.named_parameters() if "layers." in key)
+    assert LayerShape.of(config).linear_flops // 2 * config.num_hidden_layers == pytest.approx(of_layers, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_thin_model_of_each_shape_runs_in_the_loop_over_layers(name: str) -> None:
+    """All settings except sizes are the preset's: RoPE, norms, multipliers, sliding windows, tied embeddings."""
+    config = load_config(ModelSpec(name, "dummy"))
+    layers, head_dim = min(config.num_hidden_layers, 6), LayerShape.of(config).head_dim
+    thin = {"hidden_size": 2 * head_dim, "intermediate_size": 64, "vocab_size": 64, "num_hidden_layers": layers}
+    kinds = {"layer_types": config.layer_types[:layers]} if getattr(config, "layer_types", None) else {}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config.update(thin | kinds | tokens | {"num_attention_heads": 2, "num_key_value_heads": 1})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    check_same_as_model(model.eval())
