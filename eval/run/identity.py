@@ -24,8 +24,14 @@ if TYPE_CHECKING:
 PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge-score")
 # The code that can change a record
 CODE = (
-    "lazyllm/spec.py", "lazyllm/engine", "lazyllm/methods", "lazyllm/models", "eval/benchmarks", "eval/run/measure.py",
-)  # fmt: skip
+    "lazyllm/spec.py",
+    "lazyllm/presets.py",
+    "lazyllm/engine",
+    "lazyllm/methods",
+    "lazyllm/models",
+    "eval/benchmarks",
+    "eval/run/measure.py",
+)
 _ROOT = Path(__file__).parents[2]
 _SAMPLES, _SAMPLE_BYTES = 256, 2**14  # of a weight file, spread evenly over it
 

@@ -144,7 +144,7 @@ class Turns:
         start = read_clock(self._decoder.device)
         if self._session is None:
             self._session = self.method.start(self._decoder, Prompt(self._prompt), self._new_tokens)
-            start += self._session.uncounted_s
+            start += self._session.scoring.uncounted_s
             logits = self._session.prefill(self._prompt.to(self._decoder.device))
         else:
             logits = self._session.step(self.token_ids[-1])
@@ -272,7 +272,7 @@ def untimed(
             decoder.probe.look = selecting.around(decoder.probe.look)
             session.prefill(token_ids)
         seconds, wall_s, prefill_peak = read_clock(device) - start, wall_clock(device) - began, peak()
-        selection_share = (selecting.seconds + session.scoring_s) / wall_s
+        selection_share = (selecting.seconds + session.scoring.seconds) / wall_s
         computed = [int(count) for count in session.computed[0]]
         kv_bytes, aux_bytes = session.kv_bytes, session.aux_bytes
         step_waits = 0

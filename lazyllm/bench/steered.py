@@ -10,7 +10,8 @@ from torch import Tensor
 from lazyllm.engine.decoder import Decoder
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods import Lazy
-from lazyllm.methods.lazy import LazySession
+from lazyllm.methods.support.lazy_session import LazySession
+from lazyllm.methods.support.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ class SteeredSession(LazySession):
     """The session of `SteeredLazy`."""
 
     def __init__(self, method: SteeredLazy, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> None:
-        super().__init__(method, decoder, prompt, max_new_tokens)
+        layers, n = len(decoder.layers), len(prompt)
+        schedule = Schedule.parse(method.schedule, layers)
+        super().__init__(decoder, method.groups(layers, n), n, max_new_tokens, schedule)
         self._method = method
         self._draw = torch.Generator().manual_seed(method.seed)
         self._wanted = torch.rand(self.max_positions, generator=self._draw).to(decoder.device)

@@ -252,7 +252,7 @@ class Conversation:
     ) -> Generation:
         start = read_clock(*decoder.devices)
         session, first_logits = self._begin(decoder, turn, max_new_tokens)
-        start += session.uncounted_s
+        start += session.scoring.uncounted_s
         logits = first_logits
         token_ids: list[int] = []
         clock = [start]
@@ -270,7 +270,7 @@ class Conversation:
             token_ids=token_ids,
             first_logits=first_logits,
             ttft_s=clock[1] - clock[0],
-            scoring_s=session.scoring_s,
+            scoring_s=session.scoring.seconds,
             total_s=clock[-1] - clock[0],
             decode_step_s=[after - before for before, after in pairwise(clock[1:])],
             computed=np.array([[int(count) for count in step] for step in session.computed]),
@@ -279,7 +279,7 @@ class Conversation:
             kv_bytes=session.kv_bytes,
             aux_bytes=session.aux_bytes,
             prompt_tokens=self._prompt_tokens,
-            scoring_tokens=session.scoring_tokens,
+            scoring_tokens=session.scoring.tokens,
             scored_before=session.scored_before,
         )
 

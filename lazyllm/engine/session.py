@@ -45,25 +45,43 @@ class Batch:
         return self.positions.shape[0]
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """What was spent on scoring a prompt before its prefill.
+
+    seconds: part of TTFT. uncounted_s: seconds that are not (of a diagnostic). tokens: as `Generation.scoring_tokens`.
+    """
+
+    seconds: float = 0.0
+    uncounted_s: float = 0.0
+    tokens: int = 0
+
+
 class Session:
     """The state of one generation; this class is the baseline's, methods subclass it.
 
     Call `prefill` once, then `step` with each generated token; a later turn begins with `turn`.
 
-    decoder: the open model. groups: all layers, in order. prompt_tokens: n. max_new_tokens: the greatest number of
-    generated tokens. Raises ValueError for a length at which the model's RoPE would change (`check_lengths`).
+    decoder: the open model. groups: all layers, in order. prompt_tokens: n. max_new_tokens: the maximum number of
+    generated tokens. scoring: what was spent on the prompt before.
+    Raises ValueError for a length at which the model's RoPE would change (`check_lengths`).
     """
 
-    def __init__(self, decoder: Decoder, groups: Sequence[Group], prompt_tokens: int, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        groups: Sequence[Group],
+        prompt_tokens: int,
+        max_new_tokens: int,
+        scoring: Scoring = Scoring(),
+    ) -> None:
         check_lengths(decoder.model, prompt_tokens, max_new_tokens)
         self.decoder = decoder
         self.groups = groups
         self.prompt_tokens = prompt_tokens
         self.max_positions = prompt_tokens + max_new_tokens
-        self.scoring_s = 0.0  # seconds spent on scoring the prompt before its prefill
-        self.uncounted_s = 0.0  # seconds spent before the prefill that are not part of TTFT (of a diagnostic)
-        self.scoring_tokens = 0  # as in `Generation`
-        self.scored_before = 0  # of earlier turns
+        self.scoring = scoring
+        self.scored_before = 0  # `Scoring.tokens` of earlier turns
         self.length = 0  # tokens run so far, prompt and generated
         self.chunk: int | None = None  # greatest number of new tokens that run through a group's layers at once
         self.computed: list[list[int | Tensor]] = []  # per step and layer: distinct prompt tokens computed so far
@@ -100,14 +118,14 @@ class Session:
 
     def prefill(self, token_ids: Tensor) -> Tensor:
         """Run the prompt [n]; return the logits [v] of its last token. Never synchronises with the device."""
-        return self._prefill(token_ids, self._all_positions[: token_ids.shape[0]], token_ids.shape[0])
+        n = token_ids.shape[0]
+        return self._prefill(self._embed(token_ids, self._all_positions[:n]), n)
 
-    def _prefill(self, token_ids: Tensor, positions: Tensor, length: int) -> Tensor:
-        """Run the tokens [k] at ascending `positions` [k] of a prompt of `length` tokens."""
+    def _prefill(self, batch: Batch, length: int) -> Tensor:
+        """Run these tokens of a prompt of `length` tokens."""
         self._selected.append({})
         self.length = length
         self._in_prefill = True
-        batch = self._embed(token_ids, positions)
         for index in range(len(self.groups)):
             self._num_computed[index] += len(batch)
             batch = self.cross_in_prefill(index, self._run(index, batch))
@@ -121,9 +139,8 @@ class Session:
         max_new_tokens: of this turn. `computed` and `selected` are reset.
         """
         self.computed, self._selected = [], []
-        self.scoring_s = self.uncounted_s = 0.0
-        self.scored_before += self.scoring_tokens
-        self.scoring_tokens = 0
+        self.scored_before += self.scoring.tokens
+        self.scoring = Scoring()
         length = self.length + token_ids.shape[0]
         self._lengthen(length, max(self.max_positions, length + max_new_tokens - 1))
         return self.step_on(token_ids)

@@ -7,11 +7,13 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
 from lazyllm.engine.inputs import Group, Look
-from lazyllm.methods.support.bases import Cut, Layerwise, at_depth
+from lazyllm.methods.support.bases import Layerwise, at_depth
 from lazyllm.methods.support.schedule import check_count_or_ratio, check_pool, check_whole, count_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lazyllm.methods.support.sessions import Boundary
 
 
 @dataclass(frozen=True)
@@ -94,34 +96,32 @@ class ASL(Layerwise):
     def stored_per_layer(self, num_layers: int, n: int, later: int = 0) -> list[int]:
         return [min(m, self._stored(n)) + later for m in self.tokens_per_layer(num_layers, n)]
 
-    def cutter(self, num_layers: int, kv_heads: int, n: int) -> Cut:
-        from lazyllm.methods.support.sessions import best_and_window, rank, sum_over_first, window_scores
+    def score(self, at: Boundary, seen: Tensor) -> Tensor:
+        from lazyllm.methods.support.sessions import window_scores
 
-        (first, earliest), kept, stored = self._ranked(num_layers), self._kept(n), self._stored(n)
-        back = earliest - first + 1
-        ranks: list[Tensor] = []  # of each ranked layer, [o]
-        start: Tensor | None = None
-        done = kept == n
+        return window_scores(seen, self.window, at.kv_heads, self.pool, "average")
 
-        def cut(layer: int, seen: list[Tensor], m: int) -> tuple[Tensor | slice | None, Tensor | None]:
-            nonlocal start, done
-            tries = not done and first <= layer < num_layers
-            if m <= self.window or not seen or (stored >= m and not tries):
-                return None, None
-            by_head = window_scores(seen[0], self.window, kv_heads, self.pool, "average")
-            held = best_and_window(by_head, stored, m) if stored < m else None
-            if not tries:
-                return None, held
-            scores = sum_over_first(by_head)
-            ranks.append(rank(scores).argsort())  # each token's rank
-            if len(ranks) < back:
-                return None, held
-            variance = rank_variance(ranks[-back:], kept - self.window)
-            start = variance if start is None else start
-            done = bool((variance == 0) | (variance < self.threshold * start))
-            return (best_and_window(scores, kept, m) if done else None), held
+    def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
+        from lazyllm.methods.support.sessions import best_and_window
 
-        return cut
+        stored = self._stored(at.n)
+        return best_and_window(scores, stored, at.m) if stored < at.m else None
+
+    def cut(self, at: Boundary, scores: Tensor) -> Tensor | None:
+        from lazyllm.methods.support.sessions import best_and_window, rank, sum_over_first
+
+        (first, earliest), kept = self._ranked(at.num_layers), self._kept(at.n)
+        if kept == at.n or at.m < at.n or not first <= at.layer < at.num_layers:  # nothing to cut, or cut already
+            return None
+        by_token = sum_over_first(scores)
+        ranks = at.notes.setdefault("ranks", [])  # of each ranked layer, [o]
+        ranks.append(rank(by_token).argsort())  # each token's rank
+        if at.layer < earliest:
+            return None
+        variance = rank_variance(ranks[first - 1 - earliest :], kept - self.window)
+        start = at.notes.setdefault("start", variance)
+        settled = bool((variance == 0) | (variance < self.threshold * start))
+        return best_and_window(by_token, kept, at.m) if settled else None
 
 
 def rank_variance(ranks: list[Tensor], count: int) -> Tensor:

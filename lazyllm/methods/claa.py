@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lazyllm.engine.inputs import Group
 from lazyllm.methods.fastkv import HalfwayCut
-from lazyllm.methods.support.bases import Cut
 from lazyllm.methods.support.schedule import check_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lazyllm.methods.support.sessions import Boundary
 
 
 @dataclass(frozen=True)
@@ -57,27 +58,27 @@ class CLAA(HalfwayCut):
         tokens = enumerate(self.tokens_per_layer(num_layers, n), start=1)
         return [(m if layer <= first else self.kept(n)) + later for layer, m in tokens]
 
-    def cutter(self, num_layers: int, kv_heads: int, n: int) -> Cut:
+    def score(self, at: Boundary, seen: Tensor) -> Tensor:
+        from lazyllm.methods.support.sessions import window_scores
+
+        return window_scores(seen, self.window, at.kv_heads, self.pool, "max")
+
+    def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
+        from lazyllm.methods.support.sessions import best_and_window
+
+        stores_all = self.retain == 1 or at.layer <= self.layers
+        return None if stores_all else best_and_window(scores, self.kept(at.n), at.m)
+
+    def cut(self, at: Boundary, scores: Tensor) -> Tensor | None:
         import torch
 
-        from lazyllm.methods.support.sessions import best_and_window, window_scores
+        from lazyllm.methods.support.sessions import best_and_window
 
-        at, late = self.cut_after(num_layers), self.kept(n)
-        rows: list[Tensor] = []  # [g, o] scores of each layer that scores for the cut
-
-        def cut(layer: int, seen: list[Tensor], m: int) -> tuple[Tensor | slice | None, Tensor | None]:
-            held, kept = None, slice(None) if layer == at else None
-            if seen:
-                by_head = window_scores(seen[0], self.window, kv_heads, self.pool, "max")
-                if self.retain is None and layer > self.layers:
-                    held = best_and_window(by_head, late, m)
-                if layer > at - self.layers:
-                    rows.append(z_normalised(by_head))
-                if layer == at:
-                    kept = best_and_window(torch.cat(rows).amax(dim=0), late, m)
-            return kept, held
-
-        return cut
+        last = self.cut_after(at.num_layers)
+        rows = at.notes.setdefault("rows", [])  # [g, o] scores of each layer that scores for the cut
+        if at.layer > last - self.layers:
+            rows.append(z_normalised(scores))
+        return best_and_window(torch.cat(rows).amax(dim=0), self.kept(at.n), at.m) if at.layer == last else None
 
 
 def z_normalised(scores: Tensor) -> Tensor:

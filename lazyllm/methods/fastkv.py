@@ -8,11 +8,13 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.inputs import NOTHING, Group, Look
-from lazyllm.methods.support.bases import Cut, Layerwise, at_depth
+from lazyllm.methods.support.bases import Layerwise, at_depth
 from lazyllm.methods.support.schedule import check_pool, check_ratio, check_whole, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lazyllm.methods.support.sessions import Boundary
 
 POOLINGS = ("max", "average")
 
@@ -43,8 +45,11 @@ class HalfwayCut(Layerwise):
         """The layer after which the cut is. Raises ValueError if it is beyond the model."""
         return at_depth(self.layer, num_layers, Fraction(1, 2))
 
+    def pruning_layers(self, num_layers: int) -> tuple[int, ...]:
+        return (self.cut_after(num_layers),)
+
     def kept(self, n: int) -> int:
-        """The number of n tokens that go on after the cut."""
+        """The number of n tokens that continue after the cut."""
         return min(n, max(share_of(self.keep, n), self.window))
 
     def look(self, layer: int, wanted: bool) -> Look:
@@ -107,20 +112,21 @@ class FastKV(HalfwayCut):
         tokens, cut = self.tokens_per_layer(num_layers, n), self.cut_after(num_layers)
         return [self.stored(m, layer > cut) + later for layer, m in enumerate(tokens, start=1)]
 
-    def cutter(self, num_layers: int, kv_heads: int, n: int) -> Cut:
-        from lazyllm.methods.support.sessions import best_and_window, sum_over_first, window_scores
+    def score(self, at: Boundary, seen: Tensor) -> Tensor:
+        from lazyllm.methods.support.sessions import window_scores
 
-        at, late = self.cut_after(num_layers), self.kept(n)
+        return window_scores(seen, self.window, at.kv_heads, self.pool, self.pooling)
 
-        def cut(layer: int, seen: list[Tensor], m: int) -> tuple[Tensor | slice | None, Tensor | None]:
-            stored = self.stored(m, layer > at)
-            held, kept = None, slice(None) if layer == at else None
-            if seen:
-                by_head = window_scores(seen[0], self.window, kv_heads, self.pool, self.pooling)
-                if stored < m:
-                    held = best_and_window(by_head, stored, m)
-                if layer == at and late < n:
-                    kept = best_and_window(sum_over_first(by_head), late, m)
-            return kept, held
+    def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
+        from lazyllm.methods.support.sessions import best_and_window
 
-        return cut
+        stored = self.stored(at.m, at.layer > self.cut_after(at.num_layers))
+        return best_and_window(scores, stored, at.m) if stored < at.m else None
+
+    def cut(self, at: Boundary, scores: Tensor) -> Tensor | None:
+        from lazyllm.methods.support.sessions import best_and_window, sum_over_first
+
+        kept = self.kept(at.n)
+        if at.layer != self.cut_after(at.num_layers) or kept == at.n:
+            return None
+        return best_and_window(sum_over_first(scores), kept, at.m)

@@ -3,247 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from lazyllm.engine.cache import AuxCache, GroupCache
-from lazyllm.engine.decoder import Decoder, Rope
 from lazyllm.engine.flops import nearest_ratio
 from lazyllm.engine.inputs import Group, Prompt
-from lazyllm.engine.session import Batch, Session
 from lazyllm.methods.support.bases import Prune
 from lazyllm.methods.support.schedule import Schedule
-from lazyllm.methods.support.sessions import rank, split_prompt
 
 if TYPE_CHECKING:
     from lazyllm.engine.decoder import Decoder
     from lazyllm.engine.session import Session
-
-# From this number of revived tokens on, a turn sorts the K and V that they attend to; for fewer, sorting costs more
-MANY = 32
-
-
-class LazySession(Session):
-    """Sections 3.1 to 3.3. In every step, the tokens that enter a group are some of those that entered the one before.
-
-    A step revives the selected tokens that the next group has not computed yet: they enter it with their hidden states
-    at the boundary, from the Aux Cache. So no token is computed twice in a layer.
-    """
-
-    def __init__(self, method: Lazy, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> None:
-        layers, n = len(decoder.layers), len(prompt)
-        super().__init__(decoder, method.groups(layers, n), n, max_new_tokens)
-        self._schedule = Schedule.parse(method.schedule, layers)
-        self._cuts = [group.layers.stop for group in self.groups if group.look.layers]
-        self._prune_generated = method.prune_generated
-        self._revives = method.revive
-        # no boundary after the last group
-        boundaries = self.groups[:-1] if method.revive else []
-        home = None if method.aux_device is None else torch.device(method.aux_device)
-        self._aux = [
-            AuxCache(self.max_positions, decoder.width, decoder.dtype, decoder.device, home) for _ in boundaries
-        ]
-        self._rope: Rope | None = None  # of all positions up to the last one that can be revived
-        self._first_selected: dict[int, Tensor] = {}  # the prefill's selection
-        self._everything = torch.ones(self.max_positions, dtype=torch.bool, device=decoder.device)
-        self._present = self._everything  # [length] bool: which positions are in this step's set
-        self._num_present = 0
-        # boundaries choose among the first `_num_candidates` positions; those in `_always`, and later ones, go on
-        self._num_candidates = 0
-        self._prompt_end = self.prompt_tokens  # the position after this turn's last prompt token
-        self._generated: Tensor | None = None  # [max_positions] bool: generated tokens of earlier turns, if any
-        self._always: Tensor | None = None  # [max_positions] bool: candidates that are never pruned
-        self._num_always = 0
-        self._miscounted: list[int | Tensor] = [0] * len(self.groups)  # generated tokens among `_num_computed`
-        self._starts_turn = False
-        self._first_new = 0  # position of the first token that this turn runs
-        self._num_revived: list[int | Tensor] = [0] * len(self.groups)
-
-    @property
-    def revived(self) -> list[int]:
-        counts = zip(self.groups, self._num_revived, strict=True)
-        return [int(count) for group, count in counts for _ in group.layers]
-
-    @property
-    def aux_bytes(self) -> int:
-        return sum(aux.nbytes for aux in self._aux)
-
-    @property
-    def selected(self) -> list[dict[int, Tensor]]:
-        return [{layer: present.nonzero()[:, 0] for layer, present in step.items()} for step in self._selected]
-
-    def prefill(self, token_ids: Tensor) -> Tensor:
-        self._present = self._everything[: self.prompt_tokens]
-        return super().prefill(token_ids)
-
-    def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
-        if not self._revives:
-            return super().turn(token_ids, max_new_tokens)  # attends to what the prefill kept
-        self._num_revived = [0] * len(self.groups)
-        generated = slice(self._prompt_end, self.length + 1)
-        self._prompt_end = self.length + token_ids.shape[0]
-        mask = torch.zeros(self._prompt_end + max_new_tokens, dtype=torch.bool, device=self.decoder.device)
-        if self._generated is not None:
-            mask[: generated.start] = self._generated[: generated.start]
-        mask[generated] = True
-        self._generated = mask
-        if not self._prune_generated:
-            self._always = mask
-            self._num_always += generated.stop - generated.start
-        self._starts_turn, self._first_new = True, self.length
-        logits = super().turn(token_ids, max_new_tokens)
-        self._starts_turn = False
-        return logits
-
-    def fork(self) -> LazySession:
-        other = super().fork()
-        assert isinstance(other, LazySession)
-        other._aux = [aux.fork() for aux in self._aux]
-        other._miscounted = [*self._miscounted]
-        return other
-
-    def _lengthen(self, length: int, max_positions: int) -> None:
-        super()._lengthen(length, max_positions)
-        self._everything = torch.ones(max_positions, dtype=torch.bool, device=self.decoder.device)
-        for aux in self._aux:
-            aux.lengthen(max_positions)
-
-    def step_on(self, token_ids: Tensor) -> Tensor:
-        # all tokens are candidates again in the first group; the newest one is never pruned
-        m = token_ids.shape[0]
-        self._num_candidates = self.length + m - 1 if self._prune_generated else self._prompt_end
-        if self._starts_turn:
-            self._num_candidates = self._prompt_end  # including the newest token
-        self._num_present = self.length + m
-        self._present = self._everything[: self._num_present]
-        return super().step_on(token_ids)
-
-    def cross_in_prefill(self, index: int, batch: Batch) -> Batch:
-        if index == 0:
-            self._rope = batch.rope
-        self._note_layers_that_keep_all(index)
-        if not self.groups[index].look.layers:
-            return batch
-        layer = self._cuts[index]
-        kept, pruned = split_prompt(self.importance(index), self._schedule.kept(layer, len(batch)))
-        if index < len(self._aux):
-            self._aux[index].put(batch.positions[pruned], batch.hidden[0, pruned])
-        batch = batch[kept]
-        self._present = torch.zeros_like(self._present).index_fill_(0, batch.positions, True)
-        self._selected[-1][layer] = self._first_selected[layer] = self._present
-        return batch
-
-    def cross_in_step(self, index: int, batch: Batch) -> Batch:
-        if index == 0 and self._starts_turn:
-            self._note_rope(batch)
-        self._note_layers_that_keep_all(index)
-        if not self.groups[index].look.layers:
-            return batch
-        layer, end = self._cuts[index], self._num_candidates
-        always = self.length - end + self._num_always
-        keep = self._schedule.kept(layer, self._num_present - always)
-        if self._revives:
-            best = rank(self._importance_of_candidates(index))[:keep]
-            later = self._all_positions[: self.length] >= end
-            stay = later if self._always is None else later | self._always[: self.length]
-            self._present = stay.index_fill_(0, best, True)
-        else:
-            self._present = torch.cat([self._first_selected[layer], self._everything[:always]])
-        self._num_present = keep + always
-        self._selected[-1][layer] = self._present
-        return self._revive(index, batch) if index < len(self._aux) else batch
-
-    def importance(self, index: int) -> Tensor:
-        """[s] importance (Eq. 1) of the tokens stored in group `index`, whose layers have just run."""
-        return self.decoder.probe.take()
-
-    def _importance_of_candidates(self, index: int) -> Tensor:
-        """[candidates] importance by position; lower than any importance for a token outside the step's set."""
-        importance, cache, end = self.importance(index), self.caches[index], self._num_candidates
-        # for a position that is not stored the lookup finds another token's value, but that position is not in the set
-        importance = importance[:end] if cache.is_whole else importance[cache.slot_of[:end]]
-        if self._num_present < self.length or self._always is not None:
-            chosen = self._present[:end] if self._always is None else self._present[:end] & ~self._always[:end]
-            importance = torch.where(chosen, importance, -1.0)
-        if self._starts_turn:  # the newest token is a prompt token, which goes on, as in prefill
-            importance = importance.clone()
-            importance[-1] = float("inf")
-        return importance
-
-    def chosen(self, cache: GroupCache) -> Tensor | None:
-        """[s] bool: the stored tokens in this step's set; None for all, as in prefill."""
-        if self._in_prefill or cache.length == self._num_present:
-            return None
-        return self._present[cache.positions]
-
-    def _revive(self, index: int, batch: Batch) -> Batch:
-        """The batch for the next group: the tokens of the set that it has not computed, the newest last.
-
-        Tokens that were revived into group `index` but not into the next one go back into its Aux Cache.
-        """
-        aux, into, newest = self._aux[index], self.caches[index + 1], batch
-        if len(batch) > 1:
-            aux.put(batch.positions[:-1], batch.hidden[0, :-1])
-            newest = batch[-1:]
-        if into.length == self.length - 1:
-            return newest  # the next group has computed all earlier tokens
-        before = self.length - 1
-        revived, ranks = self._absent_of_set(self._present[:before] & into.absent[:before])
-        if self._prune_generated and self._generated is not None:
-            miscounted = self._generated[revived].sum() - int(self._starts_turn)  # a turn's newest is a prompt token
-            self._miscounted[index + 1] = self._miscounted[index + 1] + miscounted
-        if revived.shape[0] == 0:
-            return newest
-        # the turn's own tokens are in `revived` too
-        old = (revived < self._first_new).sum() if self._starts_turn else revived.shape[0]
-        self._num_revived[index + 1] = self._num_revived[index + 1] + old
-        assert self._rope is not None
-        rope = tuple(
-            torch.cat([of_all[:, revived], of_newest], dim=1)
-            for of_all, of_newest in zip(self._rope, newest.rope, strict=True)
-        )
-        hidden = torch.cat([aux.take(revived)[None], newest.hidden], dim=1)
-        return Batch(hidden, torch.cat([revived, newest.positions]), rope, ranks)
-
-    def _absent_of_set(self, is_revived: Tensor) -> tuple[Tensor, Sequence[int] | None]:
-        """The positions where `is_revived`, and `Batch.ranks` if a turn revives many.
-
-        The only wait for the device at this boundary.
-        """
-        if not self._starts_turn:
-            return is_revived.nonzero()[:, 0], None
-        ranks = self._present[: len(is_revived)].cumsum(0) * is_revived  # 0 if not revived
-        known = ranks.numpy(force=True)
-        known = known[known > 0]
-        revived = is_revived.byte().argsort(descending=True, stable=True)[: len(known)]
-        return revived, [*known.tolist(), self._num_present] if len(known) >= MANY else None
-
-    def _count(self) -> None:
-        super()._count()
-        if self._prune_generated:
-            miscounted = [
-                count for group, count in zip(self.groups, self._miscounted, strict=True) for _ in group.layers
-            ]
-            self.computed[-1] = [count - other for count, other in zip(self.computed[-1], miscounted, strict=True)]
-
-    def _note_layers_that_keep_all(self, index: int) -> None:
-        inside = self.groups[index].layers
-        keep_all = [layer for layer in self._schedule.keep if layer - 1 in inside and layer not in self._cuts]
-        self._selected[-1] |= dict.fromkeys(keep_all, self._present)
-
-    def _note_rope(self, batch: Batch) -> None:
-        """Keep cos and sin of a turn's first tokens; those of generated tokens before them are never used."""
-        assert self._rope is not None
-        between = self.length - len(batch) - self._rope[0].shape[1]
-        self._rope = tuple(
-            torch.cat([old, old.new_zeros(1, between, old.shape[2]), new], dim=1)
-            for old, new in zip(self._rope, batch.rope, strict=True)
-        )
-
 
 # A target speedup is solved for one keep ratio at three pruning layers, given in per cent of the depth: those of Figure
 # 4 if a ratio of at least `LOWEST_RATIO` reaches the target, else the next earlier ones.
@@ -304,9 +75,19 @@ class Lazy(Prune):
         return tokens[0] - tokens[-1] if self.revive else 0
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
-        from lazyllm.methods.lazy import LazySession
+        from lazyllm.methods.support.lazy_session import LazySession
 
-        return LazySession(self, decoder, prompt, max_new_tokens)
+        layers, n = len(decoder.layers), len(prompt)
+        return LazySession(
+            decoder,
+            self.groups(layers, n),
+            n,
+            max_new_tokens,
+            Schedule.parse(self.schedule, layers),
+            self.prune_generated,
+            self.revive,
+            self.aux_device,
+        )
 
     @classmethod
     def solve(cls, settings: Mapping[str, Any], config: Any, n: int, target: float) -> dict[int, float] | None:

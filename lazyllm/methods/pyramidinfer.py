@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.flops import LayerShape
 from lazyllm.engine.inputs import Group, Look
-from lazyllm.methods.support.bases import Cut, Layerwise
+from lazyllm.methods.support.bases import Layerwise
 from lazyllm.methods.support.schedule import check_ratio, check_whole, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lazyllm.methods.support.sessions import Boundary
 
 
 @dataclass(frozen=True)
@@ -83,16 +85,11 @@ class PyramidInfer(Layerwise):
         pairs = sum(recent * m - recent * (recent - 1) // 2 for m in looked)
         return pairs * shape.pair_flops // 2  # no product with V
 
-    def cutter(self, num_layers: int, kv_heads: int, n: int) -> Cut:
+    def pruning_layers(self, num_layers: int) -> range:
+        return range(1, num_layers)
+
+    def cut(self, at: Boundary, scores: Tensor) -> Tensor:
         from lazyllm.methods.support.sessions import rank
 
-        tokens, recent = self.tokens_per_layer(num_layers, n), self._recent(n)
-
-        def cut(layer: int, seen: list[Tensor], m: int) -> tuple[Tensor | slice | None, Tensor | None]:
-            if layer == num_layers or not seen:
-                return (None if layer == num_layers else slice(None)), None
-            scores = seen[0]
-            scores[: self.first] = scores[m - recent :] = float("inf")
-            return rank(scores)[: tokens[layer]].sort().values, None
-
-        return cut
+        scores[: self.first] = scores[at.m - self._recent(at.n) :] = float("inf")
+        return rank(scores)[: self.tokens_per_layer(at.num_layers, at.n)[at.layer]].sort().values

@@ -6,8 +6,8 @@ Nothing here imports torch; `lazyllm.methods.support.sessions` holds their sessi
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from lazyllm.engine.decoder import Decoder
     from lazyllm.engine.session import Batch, Session
+    from lazyllm.methods.support.sessions import Boundary
 
 
 class _Turns:
@@ -134,7 +135,12 @@ class Prune(Dropping):
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         from lazyllm.methods.support.sessions import PruneSession
 
-        return PruneSession(self, decoder, prompt, max_new_tokens)
+        def choose(seen: list[Tensor], batch: Batch, keep: int) -> Tensor:
+            return self.choose(self.score(seen, batch), keep)
+
+        layers, n = len(decoder.layers), len(prompt)
+        groups, keep = self.groups(layers, n), self.kept(layers, n)
+        return PruneSession(decoder, groups, n, max_new_tokens, keep, choose, self.forget)
 
 
 @dataclass(frozen=True)
@@ -205,32 +211,48 @@ class Select(Dropping):
         return [Group(range(num_layers), self.kept(n))]
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
-        from lazyllm.methods.support.sessions import SelectSession
+        from lazyllm.methods.support.sessions import SelectSession, timed_selection
 
-        return SelectSession(self, decoder, prompt, max_new_tokens)
-
-
-# (layer that the prefill has just run, from 1; its scores of `Group.look`; its number of tokens) ->
-# (indices of the tokens that go on, None: all, without a selection; [g, k] those that each key head keeps, None: all)
-Cut = Callable[[int, "list[Tensor]", int], "tuple[Tensor | slice | None, Tensor | None]"]
+        layers = len(decoder.layers)
+        selected, scoring = timed_selection(self.select, decoder, prompt, self.diagnostic)
+        groups = [replace(group, prompt_tokens=len(selected)) for group in self.groups(layers, len(prompt))]
+        length = len(selected) if self.renumber else len(prompt)
+        return SelectSession(
+            decoder, groups, length, max_new_tokens, scoring, selected, self.selected_at(layers), self.renumber
+        )
 
 
 @dataclass(frozen=True)
 class Layerwise(Dropping):
     """Base of methods that drop tokens between layers, and whose key heads may each store some tokens only.
 
-    A subclass declares its `groups` and a `cutter`. Layers store the tokens that entered them, or those that the cutter
-    keeps for each key head. Decoding attends to all stored tokens and selects nothing.
+    A subclass declares its `groups`. After each group that has a `look`, `score` makes scores of what was recorded;
+    from these, `cut` chooses the tokens that enter the next layer, and `store` those that each key head keeps. Decoding
+    attends to all stored tokens and selects nothing.
     """
 
-    @abstractmethod
-    def cutter(self, num_layers: int, kv_heads: int, n: int) -> Cut:
-        """The function called after each group of a prefill of n tokens: a new one a prompt, so it may hold state."""
+    def pruning_layers(self, num_layers: int) -> Collection[int]:
+        """The layers, from 1, that `Generation.selected` names even if all their tokens continue."""
+        return ()
+
+    def score(self, at: Boundary, seen: Tensor) -> Tensor:
+        """The scores for `cut` and `store`; by default `seen`, the attention scores of the group's `look`."""
+        return seen
+
+    def cut(self, at: Boundary, scores: Tensor) -> Tensor | None:
+        """[k] ascending indices of the tokens that enter the next layer; None for all."""
+        return None
+
+    def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
+        """[g, k] ascending indices of the tokens that each key head keeps; None for all."""
+        return None
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         from lazyllm.methods.support.sessions import LayerwiseSession
 
-        return LayerwiseSession(self, decoder, prompt, max_new_tokens)
+        layers, n = len(decoder.layers), len(prompt)
+        groups, named = self.groups(layers, n), self.pruning_layers(layers)
+        return LayerwiseSession(decoder, groups, n, max_new_tokens, self.score, self.cut, self.store, named)
 
 
 def at_depth(layer: int | None, num_layers: int, share: Fraction, key: str = "layer") -> int:

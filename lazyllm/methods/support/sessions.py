@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +15,8 @@ from torch import Tensor
 from lazyllm.engine.decoder import Decoder, ropes_put_back
 from lazyllm.engine.devices import read_clock
 from lazyllm.engine.flops import LayerShape
-from lazyllm.engine.inputs import Prompt
-from lazyllm.engine.session import Batch, Session
-
-if TYPE_CHECKING:
-    from lazyllm.methods.support.bases import Layerwise, Prune, Select
+from lazyllm.engine.inputs import Group, Prompt
+from lazyllm.engine.session import Batch, Scoring, Session
 
 
 def rank(scores: Tensor) -> Tensor:
@@ -39,13 +37,24 @@ def split_prompt(scores: Tensor, keep: int) -> tuple[Tensor, Tensor]:
 
 
 class PruneSession(Session):
-    """The session of a `Prune`: prunes in prefill, then decodes with the kept tokens."""
+    """The session of a `Prune`: prunes in prefill, then decodes with the kept tokens.
 
-    def __init__(self, method: Prune, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> None:
-        layers, n = len(decoder.layers), len(prompt)
-        super().__init__(decoder, method.groups(layers, n), n, max_new_tokens)
-        self.method = method
-        self._keep = method.kept(layers, n)
+    keep: {layer, from 1: number of tokens to keep after it}. choose: (scores that the group's `look` recorded, the
+    group's batch, number of tokens to keep) -> ascending indices of the kept tokens. forget: as of `Prune`.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        groups: Sequence[Group],
+        prompt_tokens: int,
+        max_new_tokens: int,
+        keep: Mapping[int, int],
+        choose: Callable[[list[Tensor], Batch, int], Tensor],
+        forget: bool,
+    ) -> None:
+        super().__init__(decoder, groups, prompt_tokens, max_new_tokens)
+        self._keep, self._choose, self._forget = keep, choose, forget
 
     def cross_in_prefill(self, index: int, batch: Batch) -> Batch:
         group = self.groups[index]
@@ -53,8 +62,8 @@ class PruneSession(Session):
         if layer not in self._keep:
             return batch
         seen = self.decoder.probe.take_each() if group.look.layers else []
-        kept = self.method.choose(self.method.score(seen, batch), self._keep[layer])
-        if self.method.forget:
+        kept = self._choose(seen, batch, self._keep[layer])
+        if self._forget:
             for cache in self.caches[: index + 1]:  # all of them hold exactly the tokens of this batch, in order
                 cache.retain(kept)
         batch = batch[kept]
@@ -62,61 +71,110 @@ class PruneSession(Session):
         return batch
 
 
-class SelectSession(Session):
-    """The session of a `Select`: the baseline's, on the selected tokens. `selected` names them at layer 0."""
+def timed_selection(
+    select: Callable[[Decoder, Prompt], Any], decoder: Decoder, prompt: Prompt, is_diagnostic: bool = False
+) -> tuple[Tensor, Scoring]:
+    """The selected positions [k] on the model's device, and what selecting them took."""
+    began, run_before = time.perf_counter(), decoder.tokens_run
+    with ropes_put_back(decoder.model):  # `select` may run a longer text than the prefill
+        selected = select(decoder, prompt)
+    tokens = decoder.tokens_run - run_before
+    busy = decoder.devices if torch.is_tensor(selected) else ()  # a selection on the host has waited already
+    seconds = read_clock(*busy) - began if tokens else 0.0
+    scoring = Scoring(uncounted_s=seconds) if is_diagnostic else Scoring(seconds, tokens=whole(tokens))
+    return torch.as_tensor(selected).to(decoder.device), scoring
 
-    def __init__(self, method: Select, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> None:
-        began, run_before = time.perf_counter(), decoder.tokens_run
-        with ropes_put_back(decoder.model):  # `select` may run a longer text than the prefill
-            selected = method.select(decoder, prompt)
-        scored = decoder.tokens_run - run_before
-        busy = decoder.devices if torch.is_tensor(selected) else ()  # a selection on the host has waited already
-        scoring_s = read_clock(*busy) - began if scored else 0.0
-        kept = torch.as_tensor(selected).to(decoder.device)
-        groups = method.groups(len(decoder.layers), len(prompt))
-        groups = [replace(group, prompt_tokens=kept.shape[0]) for group in groups]
-        super().__init__(decoder, groups, kept.shape[0] if method.renumber else len(prompt), max_new_tokens)
-        if method.diagnostic:
-            self.uncounted_s = scoring_s
-        else:
-            self.scoring_s = scoring_s
-            self.scoring_tokens = ceil(round(scored, 6))  # sums of shares have rounding errors
-        self._kept = kept
-        self._positions = self._all_positions[: kept.shape[0]] if method.renumber else kept
-        self._selected_at = method.selected_at(len(decoder.layers))
+
+def whole(tokens: float) -> int:
+    """A sum of tokens' shares as a whole number, rounded up but for the sum's rounding errors."""
+    return ceil(round(tokens, 6))
+
+
+class SelectSession(Session):
+    """The session of a `Select`: the baseline's, on the selected tokens.
+
+    selected: their positions in the prompt, which `Session.selected` names at layer `at`. renumber: as of `Select`.
+    instead: [k] token ids to run in place of the selected tokens, such as these in another tokenizer's words.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        groups: Sequence[Group],
+        prompt_tokens: int,
+        max_new_tokens: int,
+        scoring: Scoring,
+        selected: Tensor,
+        at: int = 0,
+        renumber: bool = False,
+        instead: Tensor | None = None,
+    ) -> None:
+        super().__init__(decoder, groups, prompt_tokens, max_new_tokens, scoring)
+        self._kept, self._at, self._renumber, self._instead = selected, at, renumber, instead
 
     def prefill(self, token_ids: Tensor) -> Tensor:
-        logits = self._prefill(token_ids[self._kept], self._positions, self.prompt_tokens)
-        self.selected[-1][self._selected_at] = self._kept
+        run = token_ids[self._kept] if self._instead is None else self._instead.to(self.decoder.device)
+        text = self._all_positions[: self.prompt_tokens]
+        positions = text if self._renumber else self._kept
+        hidden = self.decoder.embed(run, positions)
+        # a RoPE that grows with the text depends on the whole prompt, even if its last token is not selected
+        rope = self.decoder.rope(hidden, text)
+        if not self._renumber:
+            rope = tuple(part[:, positions] for part in rope)
+        logits = self._prefill(Batch(hidden, positions, rope), self.prompt_tokens)
+        self.selected[-1][self._at] = self._kept
         return logits
 
-    def _embed(self, token_ids: Tensor, positions: Tensor) -> Batch:
-        if positions is not self._kept:
-            return super()._embed(token_ids, positions)
-        # a RoPE that grows with the text depends on the whole prompt, even if its last token is not selected
-        hidden = self.decoder.embed(token_ids, positions)
-        rope = self.decoder.rope(hidden, self._all_positions[: self.prompt_tokens])
-        return Batch(hidden, positions, tuple(part[:, positions] for part in rope))
+
+@dataclass(frozen=True)
+class Boundary:
+    """The end of a layer of a prefill.
+
+    layer: from 1, of `num_layers`. m: tokens that entered it, of n prompt tokens. kv_heads: its key heads.
+    notes: what `Layerwise.cut` remembers from one boundary of a prompt to the next, as methods have no state.
+    """
+
+    layer: int
+    num_layers: int
+    n: int
+    m: int
+    kv_heads: int
+    notes: dict[str, Any]
 
 
 class LayerwiseSession(Session):
-    """The session of a `Layerwise`: its cutter decides after each group which tokens go on and which heads keep."""
+    """The session of a `Layerwise`. score, cut, store: its hooks. named: its pruning layers."""
 
-    def __init__(self, method: Layerwise, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> None:
-        layers, n = len(decoder.layers), len(prompt)
-        super().__init__(decoder, method.groups(layers, n), n, max_new_tokens)
-        self._cut = method.cutter(layers, LayerShape.of(decoder.config).kv_heads, n)
+    def __init__(
+        self,
+        decoder: Decoder,
+        groups: Sequence[Group],
+        prompt_tokens: int,
+        max_new_tokens: int,
+        score: Callable[[Boundary, Tensor], Tensor],
+        cut: Callable[[Boundary, Tensor], Tensor | None],
+        store: Callable[[Boundary, Tensor], Tensor | None],
+        named: Collection[int],
+    ) -> None:
+        super().__init__(decoder, groups, prompt_tokens, max_new_tokens)
+        self._score, self._cut, self._store, self._named = score, cut, store, named
+        self._kv_heads = LayerShape.of(decoder.config).kv_heads
+        self._notes: dict[str, Any] = {}
 
     def cross_in_prefill(self, index: int, batch: Batch) -> Batch:
-        group = self.groups[index]
-        seen = self.decoder.probe.take_each() if group.look.layers else []
-        kept, held = self._cut(group.layers.stop, seen, len(batch))
-        if held is not None:
-            self.caches[index].retain_by_head(held)
-        if kept is None:
-            return batch
-        batch = batch[kept]
-        self.selected[-1][group.layers.stop] = batch.positions
+        group, layers = self.groups[index], len(self.decoder.layers)
+        layer, kept = group.layers.stop, None
+        if group.look.layers:
+            at = Boundary(layer, layers, self.prompt_tokens, len(batch), self._kv_heads, self._notes)
+            scores = self._score(at, self.decoder.probe.take())
+            held = self._store(at, scores)
+            if held is not None:
+                self.caches[index].retain_by_head(held)
+            kept = self._cut(at, scores)
+            if kept is not None:
+                batch = batch[kept]
+        if kept is not None or layer in self._named:
+            self.selected[-1][layer] = batch.positions
         return batch
 
 
