@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 REFERENCE_TOKENS = {"llama2": 3376, "xgen": 7500}
 
 _EVAL = Path(__file__).parents[1]
-_TABLE1 = _EVAL / "paper" / "published" / "table1.csv"
+_TABLE1 = _EVAL / "analysis" / "published" / "table1.csv"
 _EXPERIMENT = _EVAL / "conf" / "experiment" / "table1.yaml"
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
 
