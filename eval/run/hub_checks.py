@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from eval.benchmarks.downloads import cache_folder, is_offline, is_reachable
-from eval.run.config import OWN_SUITES
 from eval.run.finding import MISSING, NOT_NEEDED, OK, Finding
+from eval.run.resolved import OWN_SUITES
 from lazyllm.presets import PRESETS
 from lazyllm.spec import source_of
 

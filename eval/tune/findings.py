@@ -28,6 +28,7 @@ from eval.benchmarks.subsets import HELD_OUT, RULE
 from eval.run import identity
 from eval.run.config import TimingConfig
 from eval.run.loop import console, run
+from eval.run.resolved import resolve
 from eval.run.targets import FILE, as_yaml
 from eval.store.aggregate import rows_of
 from eval.store.folder import read_run, write_whole
@@ -116,7 +117,7 @@ def _finalist(config: TuneConfig, study: Study, candidate: Candidate) -> list[Re
     folder = study.folder / "final" / candidate.name
     method = {**config.method, "schedule": candidate.schedule}
     timing = TimingConfig(paired=True, warmup=config.timing.warmup)
-    run(as_run(config, method=method, half=HELD_OUT, out=str(folder), timing=timing), show=False)
+    run(resolve(as_run(config, method=method, half=HELD_OUT, out=str(folder), timing=timing)), show=False)
     measured = StoredRun(folder, *read_run(folder))
     if measured.failures:  # a schedule without its failed examples cannot be compared
         first = measured.failures[0]

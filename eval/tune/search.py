@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 from eval.analysis.summary import summarise
 from eval.benchmarks.subsets import RULE, TUNING
 from eval.run import device_lock, identity
-from eval.run.config import TimingConfig, model_spec
+from eval.run.config import TimingConfig
 from eval.run.loop import free, load_model, released
 from eval.run.measure import Bench, Case
 from eval.run.prepare import Plan, prepare
+from eval.run.resolved import resolve
 from eval.store.folder import RunStore, fingerprint
 from eval.tune.findings import report
 from eval.tune.settings import TuneConfig, as_run
@@ -43,8 +44,8 @@ def tune(config: TuneConfig) -> Path:
     """
     started = time.monotonic()
     # trials are compared by score only, so they need no paired baseline
-    plan = prepare(as_run(config, out=None, half=TUNING, timing=TimingConfig(paired=False, warmup=0)))
-    model_config = load_config(model_spec(plan.config))
+    plan = prepare(resolve(as_run(config, out=None, half=TUNING, timing=TimingConfig(paired=False, warmup=0))))
+    model_config = load_config(plan.run.spec)
     space = Space(model_config.num_hidden_layers, config.layers)
     prompts = [(case.dataset.name, len(case.prompt.token_ids)) for case in plan.cases]
     ideal = Ideal.of(model_config, prompts, plan.cases[0].method)
@@ -127,8 +128,8 @@ class _Scorer:
 
     def _measure(self, case: Case, store: RunStore) -> None:
         if self._model is None:
-            self._model = load_model(self._plan.config)
-        bench = Bench(self._model, self._plan.tokenizer, self._plan.chat, paired=False)
+            self._model = load_model(self._plan.run)
+        bench = Bench(self._model, self._plan.tokenizer, self._plan.run.chat, paired=False)
         try:
             store.append(bench.measure(case, baseline_first=True))
         except UserError:

@@ -17,14 +17,13 @@ from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.ruler import COMMIT, TASKS, read_templates
 from eval.benchmarks.ruler.ruler_suite import SUITE, RulerConfig
 from eval.benchmarks.suite import DataSettings, Example
-from eval.run.config import datasets_of
 from eval.run.loop import run
 from eval.store.folder import read_run
 from lazyllm.errors import UserError
 from lazyllm.spec import ModelSpec
 from tests.eval.benchmarks.test_prompts import Characters
 from tests.eval.benchmarks.test_ruler import OFFICIAL_ROWS, SHARED, SQUAD, write_templates
-from tests.eval.run.test_configs import config_of
+from tests.runs import run_of
 
 pytest.importorskip("wonderwords", reason="the package wonderwords ([ruler]) is not installed")
 
@@ -95,10 +94,10 @@ def test_a_run_goes_on_with_more_rows_and_is_scored_officially(folder, monkeypat
         return score(dataset, answer, outputs, classes)
 
     monkeypatch.setitem(cli_suites(), "ruler", replace(SUITE, score=noted))
-    run(config_of(*arguments, "limit=1"))
+    run(run_of(*arguments, "limit=1"))
     first = read_run(Path("run"))[1]
     assert len(first) == 1
-    run(config_of(*arguments, "limit=2"))
+    run(run_of(*arguments, "limit=2"))
     both = read_run(Path("run"))[1]
     assert both[:1] == first
     assert [record.id for record in both] == ["niah_single_1-1024-42-0000", "niah_single_1-1024-42-0001"]
@@ -110,7 +109,7 @@ def test_a_run_goes_on_with_more_rows_and_is_scored_officially(folder, monkeypat
     assert "niah_single_1" in capsys.readouterr().out
     for changed in ("ruler.length=1000", "ruler.seed=7"):
         with pytest.raises(UserError, match="run"):
-            run(config_of(*arguments, "limit=2", changed))
+            run(run_of(*arguments, "limit=2", changed))
 
 
 def cli_suites():
@@ -198,14 +197,14 @@ def test_a_conversation_of_several_questions_has_the_length(chat, folder):
 
 def test_a_run_asks_the_questions_in_turn_and_only_tasks_that_have_some(folder):
     arguments = ["dataset=ruler", f"data.dir={folder}", "ruler.length=1024", "turns=2", "limit=1"]
-    assert {dataset.name for dataset in datasets_of(config_of(*arguments))} == {
+    assert {dataset.name for dataset in run_of(*arguments).datasets} == {
         "niah_multikey_2",
         "niah_multikey_3",
         "vt",
     }
     with pytest.raises(UserError, match="cwe: a context has one question only; turns=2 is for niah_multikey_1, "):
-        config_of(*arguments, "dataset=cwe")
-    run(config_of(*arguments, "dataset=niah_multikey_2", "max_new_tokens=2", "timing.warmup=0", "out=run"))
+        run_of(*arguments, "dataset=cwe")
+    run(run_of(*arguments, "dataset=niah_multikey_2", "max_new_tokens=2", "timing.warmup=0", "out=run"))
     (record,) = read_run(Path("run"))[1]
     (example,) = SUITE.load(KEYS, settings_of(folder, turns=2)).examples
     assert [tuple(turn.answers) for turn in record.by_turn] == [example.answers, example.turns[0].answers]
@@ -241,10 +240,10 @@ def test_no_limit_of_a_model_cuts_a_prompt(folder):
     arguments = ["dataset=niah_single_1", "ruler.length=1024", f"data.dir={folder}", "limit=1"]
     from eval.run.prepare import prepare
 
-    plan = prepare(config_of(*arguments, "model.max_prompt_tokens=100"))
+    plan = prepare(run_of(*arguments, "model.max_prompt_tokens=100"))
     assert [(case.prompt.truncated, len(case.prompt.token_ids) > 500) for case in plan.cases] == [(False, True)]
     with pytest.raises(UserError, match=r"exceed the model's 4096 positions: give a smaller ruler\.length"):
-        prepare(config_of(*arguments, "ruler.length=6000"))
+        prepare(run_of(*arguments, "ruler.length=6000"))
 
 
 def test_a_target_speedup_is_solved_for_the_length(folder):
@@ -252,7 +251,7 @@ def test_a_target_speedup_is_solved_for_the_length(folder):
 
     def keep(length):
         run = ["method=random_drop", "method.keep=2.0x", "dataset=niah_single_1", "limit=1", f"data.dir={folder}"]
-        return identify(config_of(*run, f"ruler.length={length}")).parameters["niah_single_1"]["keep"]
+        return identify(run_of(*run, f"ruler.length={length}")).parameters["niah_single_1"]["keep"]
 
     # attention's share of the arithmetic grows with the length, and dropping a token saves more of it
     assert keep(4000) > keep(1024)
@@ -264,28 +263,24 @@ def test_a_target_speedup_is_solved_for_the_length(folder):
 def test_what_has_no_corpus_is_left_out_of_the_suite_and_refused_by_name(folder):
     arguments = [f"data.dir={folder}", "dataset=ruler"]
     others = set(TASKS) - ESSAYS
-    assert {dataset.name for dataset in datasets_of(config_of(*arguments))} == others - QUESTIONS
-    assert {
-        dataset.name for dataset in datasets_of(config_of(*arguments, "dataset.vt=false"))
-    } == others - QUESTIONS - {"vt"}
+    assert {dataset.name for dataset in run_of(*arguments).datasets} == others - QUESTIONS
+    assert {dataset.name for dataset in run_of(*arguments, "dataset.vt=false").datasets} == others - QUESTIONS - {"vt"}
     (folder / "squad.json").write_text(json.dumps(SQUAD))
-    assert {dataset.name for dataset in datasets_of(config_of(*arguments))} == others - {"qa_2"}
+    assert {dataset.name for dataset in run_of(*arguments).datasets} == others - {"qa_2"}
     Path("text.txt").write_text("The wolves ran.")
-    assert {dataset.name for dataset in datasets_of(config_of(*arguments, "ruler.haystack=text.txt"))} == set(TASKS) - {
-        "qa_2"
-    }
+    assert {dataset.name for dataset in run_of(*arguments, "ruler.haystack=text.txt").datasets} == set(TASKS) - {"qa_2"}
     for names, message in {
         "niah_single_2": r"niah_single_2: no text to hide needles in; give ruler\.haystack=FILE",
         "qa_2": r"qa_2: hotpotqa/hotpot_qa is not cached and cannot be downloaded: give data\.dir=FOLDER .* network",
         "[ruler,lookup]": "share no table",
     }.items():
         with pytest.raises(UserError, match=message):
-            config_of(f"data.dir={folder}", f"dataset={names}")
+            run_of(f"data.dir={folder}", f"dataset={names}")
 
 
 def test_templates_that_are_not_there_are_refused_with_two_ways_out():
     with pytest.raises(UserError, match=r"Either give data\.dir=FOLDER .* or run once with a network, which fills .*"):
-        config_of("dataset=vt")
+        run_of("dataset=vt")
 
 
 def test_a_missing_package_is_named_with_its_extra(folder, monkeypatch):
@@ -299,8 +294,8 @@ def test_a_missing_package_is_named_with_its_extra(folder, monkeypatch):
     monkeypatch.setattr(importlib.resources, "files", missing)
     for name in ("niah_single_1", "cwe"):
         with pytest.raises(UserError, match=r"wonderwords, which is missing; .*lazyllm-bench\[ruler\]"):
-            config_of(f"dataset={name}", f"data.dir={folder}")
-    config_of("dataset=vt", f"data.dir={folder}")  # needs no words
+            run_of(f"dataset={name}", f"data.dir={folder}")
+    run_of("dataset=vt", f"data.dir={folder}")  # needs no words
 
 
 def test_templates_of_ones_own_are_said_to_be_no_official_ones(folder, caplog):
