@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from eval.analysis.known_methods import marked
-from eval.analysis.summary import Summary, compared_table, summarise, summary_table, to_json
+from eval.analysis.run_table import compared_table, run_json, run_table
+from eval.analysis.table import Table
 from eval.run import device_lock, identity
 from eval.run.config import DEFAULT_LABEL
 from eval.run.forecast import first_example, is_out_of_memory, what_fits
@@ -45,13 +46,13 @@ PROGRESS_EVERY_S = 10.0  # between lines of progress if there is no terminal
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run: its folder, and its table; None while other shards have examples to measure.
+    """A finished run: its folder, and its results; None while other shards have examples to measure.
 
     names: as in `Plan`.
     """
 
     folder: Path
-    summary: Summary | None
+    results: Results | None
     names: tuple[str, ...]
 
 
@@ -71,16 +72,16 @@ def run(run: Resolved, show: bool = True, load: Callable[[], PreTrainedModel] | 
             _measure_missing(plan, store, tracker, load or partial(load_model, run))
             if plan.file_part:
                 store.reload()  # with the other shards' records so far
-            summary = _summarise(plan, store)
-            if summary is not None:
-                records = [store.records[key] for key in _all_keys(plan, store) if key in store.records]
+            results = _results(plan, store)
+            if results is not None:
+                table = _write_table(plan, store, results)
                 pictures = [] if config.tracker.name == "none" else _pictures(_stored(plan, store))
-                tracker.finish(summary, records, pictures)
-    if summary is not None and show:
-        console().print(summary_table(summary, plan.title).to_rich())
+                tracker.finish(table, results.runs[0].records, pictures)
+                if show:
+                    console().print(table.to_rich())
     if plan.skipped:
         log.warning("%s", plan.skipped)
-    return RunResult(plan.folder, summary, plan.names)
+    return RunResult(plan.folder, results, plan.names)
 
 
 def compare(comparison: Resolved) -> list[RunResult]:
@@ -97,12 +98,11 @@ def compare(comparison: Resolved) -> list[RunResult]:
     runs = {marked(label, one.method["name"]): one for label, one in runs.items()}
     with _loaded_once(comparison) as load:
         results = {name: run(one, show=False, load=load) for name, one in runs.items()}
-    # every run has its table, as shards are refused with compare
-    summaries = {label: result.summary for label, result in results.items() if result.summary is not None}
     title = config.label if config.half is None else f"{config.label}, {config.half} half"
     model = Path(config.model.name).name
     stem = Path("runs") / f"{config.label}-{model}"
-    table = compared_table(summaries, title)
+    # every run has its results, as shards are refused with compare
+    table = compared_table({name: result.results for name, result in results.items() if result.results}, title)
     abouts = {label: read_about(result.folder / "run.json") for label, result in results.items()}
     texts = {
         "md": table.to_markdown(),
@@ -134,13 +134,13 @@ def show_together(results: Sequence[RunResult]) -> None:
     """Print one table of a sweep's runs, named by their differences."""
     differ = [len(set(column)) > 1 for column in zip(*(result.names for result in results), strict=True)]
     differ[1] = True  # the setting is always named
-    summaries = {
-        ", ".join(name for name, shown in zip(result.names, differ, strict=True) if name and shown): result.summary
+    runs = {
+        ", ".join(name for name, shown in zip(result.names, differ, strict=True) if name and shown): result.results
         for result in results
-        if result.summary is not None
+        if result.results is not None
     }
-    if len(summaries) > 1:
-        console().print(compared_table(summaries, "All runs of the sweep").to_rich())
+    if len(runs) > 1:
+        console().print(compared_table(runs, "All runs of the sweep").to_rich())
 
 
 def _stored(plan: Plan, store: RunStore) -> StoredRun:
@@ -345,8 +345,8 @@ def _all_keys(plan: Plan, store: RunStore) -> list[tuple[str, str]]:
     return list(dict.fromkeys([*(case.key for case in plan.cases), *store.records]))
 
 
-def _summarise(plan: Plan, store: RunStore) -> Summary | None:
-    """Write and return the table of all the run's examples; None while other shards have examples to measure.
+def _results(plan: Plan, store: RunStore) -> Results | None:
+    """All the run's examples, planned ones first; None while other shards have examples to measure.
 
     Raises UserError if all examples failed.
     """
@@ -369,13 +369,16 @@ def _summarise(plan: Plan, store: RunStore) -> Summary | None:
     if pending:
         log.info("%s: other shards have %d examples to measure; the last shard makes the table", plan.folder, pending)
         return None
-    summary = summarise(done, failed)
-    store.write("summary.json", to_json(summary, plan.about | {"identity": plan.identity}))
-    table = summary_table(summary, plan.title)
+    return Results([replace(_stored(plan, store), source=done)])
+
+
+def _write_table(plan: Plan, store: RunStore, results: Results) -> Table:
+    table = run_table(results, plan.title)
+    store.write("summary.json", run_json(table, plan.about | {"identity": plan.identity}))
     store.write("summary.csv", table.to_csv())
     store.write("summary.md", table.to_markdown())
     log.info("records, summary.json, .csv and .md are in %s", plan.folder)
-    return summary
+    return table
 
 
 def _pictures(stored: StoredRun) -> list[Path]:

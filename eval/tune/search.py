@@ -14,7 +14,6 @@ from typing import Any
 from filelock import FileLock
 from transformers import PreTrainedModel
 
-from eval.analysis.summary import summarise
 from eval.benchmarks.subsets import RULE, TUNING
 from eval.run import device_lock, identity
 from eval.run.config import TimingConfig
@@ -22,7 +21,9 @@ from eval.run.loop import free, load_model, released
 from eval.run.measure import Bench, Case
 from eval.run.prepare import Plan, prepare
 from eval.run.resolved import resolve
+from eval.store.aggregate import rows_of
 from eval.store.folder import RunStore, fingerprint
+from eval.store.results import example_rows
 from eval.tune.findings import report
 from eval.tune.settings import TuneConfig, as_run
 from eval.tune.space import Candidate, Ideal, Space, references, with_schedule
@@ -119,10 +120,10 @@ class _Scorer:
         with device_lock.held(self._plan.devices, f"process {os.getpid()} for {folder}"):  # disturb no timed run
             for case in todo:
                 self._measure(replace(case, method=with_schedule(case.method, candidate.schedule)), store)
-        rows = summarise([store.records[case.key] for case in self._plan.cases]).rows
+        rows = rows_of(example_rows([store.records[case.key] for case in self._plan.cases]).assign(seed=0))
         return Scored(
-            score=rows[-1]["score"].mean,
-            tasks={row.name: row["score"].mean for row in rows if row.kind == "task"},
+            score=rows[-1]["score"],
+            tasks={row["name"]: row["score"] for row in rows if row["level"] == "task"},
             examples=len(self._plan.cases),
         )
 

@@ -12,17 +12,18 @@ import pytest
 import torch
 
 import eval.run.measure
-from eval.analysis.summary import summarise
+from eval.analysis.run_table import run_table
 from eval.run.config import TimingConfig
 from eval.run.loop import RunResult, compare, free, run, show_together
 from eval.run.prepare import within_reach
 from eval.store.folder import RunStore, about_text, read_failures, read_run
 from eval.store.record import Record
 from eval.store.repair import repair
-from eval.store.results import as_frame, find_runs
+from eval.store.results import Results, as_frame, find_runs
 from lazyllm import Generation
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_weights
+from tests.eval.analysis.figures.made import stored
 from tests.eval.store.made import record
 from tests.eval.store.test_folder import full_disk
 from tests.runs import small_run
@@ -78,7 +79,7 @@ def test_an_example_that_fails_is_written_down_and_the_others_go_on(tmp_path: Pa
 def test_a_shard_in_which_all_fails_does_not_speak_for_the_others(tmp_path: Path, monkeypatch, caplog) -> None:
     first, second = (small_run(tmp_path / "run").changed(shard=f"{number}/2") for number in (1, 2))
     failing(monkeypatch, dict.fromkeys(range(99), RuntimeError("no kernel image")))
-    assert run(first, show=False).summary is None
+    assert run(first, show=False).results is None
     failed = len(read_failures(tmp_path / "run"))
     assert 0 < failed < 6
     assert f"{failed} of 6 examples failed and are not in the table" in caplog.text
@@ -153,7 +154,7 @@ def test_shards_measure_each_example_once_and_the_last_makes_the_table(tmp_path:
     whole = run(small_run(tmp_path / "whole"), show=False)
     shards = [small_run(tmp_path / "run").changed(shard=f"{number}/3") for number in (1, 2, 3)]
     results = [run(shard, show=False) for shard in shards]
-    assert [result.summary is None for result in results] == [True, True, False]
+    assert [result.results is None for result in results] == [True, True, False]
     about, records = read_run(tmp_path / "run")
     assert about["identity"] == read_run(tmp_path / "whole")[0]["identity"]
     assert about["config"]["shard"] is None
@@ -169,9 +170,10 @@ def test_shards_measure_each_example_once_and_the_last_makes_the_table(tmp_path:
 
     assert outcome("run") == outcome("whole")
     assert len(lines) == len(outcome("run")) == 6
-    assert whole.summary is not None
-    assert results[2].summary is not None
-    assert [row.examples for row in results[2].summary.rows] == [row.examples for row in whole.summary.rows]
+    assert whole.results is not None
+    assert results[2].results is not None
+    tables = [run_table(result.results, "").frame["examples"] for result in (results[2], whole) if result.results]
+    assert tables[0].tolist() == tables[1].tolist()
     assert len(as_frame(find_runs([tmp_path / "run"]))) == 6
 
 
@@ -184,9 +186,9 @@ def test_what_other_shards_have_measured_is_not_measured_again(tmp_path: Path, m
     assert sum(counts.values()) == 6
     assert min(counts.values()) >= 2
     failing(monkeypatch, dict.fromkeys(range(99), RuntimeError("measured again")))
-    assert run(small_run(tmp_path / "run"), show=False).summary is not None
+    assert run(small_run(tmp_path / "run"), show=False).results is not None
     # more shards than examples: some have nothing to do
-    assert run(small_run(tmp_path / "new").changed(shard="7/7"), show=False).summary is None
+    assert run(small_run(tmp_path / "new").changed(shard="7/7"), show=False).results is None
 
 
 def test_a_job_that_breaks_off_says_why(tmp_path: Path, monkeypatch) -> None:
@@ -222,8 +224,8 @@ def test_logits_that_are_not_finite_fail_their_example_only(tmp_path: Path, monk
     records = read_run(tmp_path / "run")[1]
     assert {record.key for record in records}.isdisjoint(failure.key for failure in failures)
     assert len(records) + len(failures) == 6
-    assert result.summary is not None
-    assert result.summary.failed == len(failures) == 2
+    assert result.results is not None
+    assert run_table(result.results, "").frame["failed"].iloc[-1] == len(failures) == 2
 
 
 def test_what_a_failed_example_has_taken_is_given_back_before_the_next(tmp_path: Path, monkeypatch) -> None:
@@ -338,7 +340,7 @@ def test_a_smaller_limit_leaves_the_table_of_a_wider_run_as_it_is(tmp_path: Path
 
 
 def test_a_sweep_ends_in_one_table_under_the_names_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
-    fast, slow = (summarise([record(0, score=score)]) for score in (0.5, 1.0))
+    fast, slow = (Results([stored([record(0, score=score)])]) for score in (0.5, 1.0))
     names = ("tiny", "lazy", "", "hops")
     show_together([RunResult(Path("a"), fast, names)])
     assert capsys.readouterr().out == ""  # it has been shown

@@ -12,6 +12,7 @@ import torch
 
 import eval.run.measure
 import lazyllm
+from eval.analysis.run_table import run_table
 from eval.run.config import ModelConfig, RunConfig, TimingConfig
 from eval.run.loop import load_model, run
 from eval.run.measure import Bench, Case
@@ -198,17 +199,18 @@ def test_a_run_that_ends_in_a_turn_is_resumed_with_whole_rows(tmp_path: Path, mo
     file = tmp_path / "run" / "records.jsonl"
     [line] = file.read_text().splitlines()
     file.write_text(f"{line}\n{line[: len(line) // 2]}")  # as after a kill in the middle of the second
-    summary = run(config, show=False).summary
+    results = run(config, show=False).results
     records = read_run(tmp_path / "run")[1]
     assert [record.key for record in records] == [case.key for case in prepare(config).cases]
     assert all([turn.turn for turn in record.by_turn] == [1, 2, 3] for record in records)
     frame = Results.read([tmp_path]).frame
     assert frame["turn"].tolist() == [1, 2, 3] * 2
     assert frame["prompt_tokens"].tolist() == [turn.prompt_tokens for record in records for turn in record.by_turn]
-    assert summary is not None
-    assert summary.rows[0].examples == 2
-    assert summary.rows[0]["score"].mean == pytest.approx(frame["score"].mean(), abs=0.01)
-    assert summary.rows[0]["ttft_speedup"].mean == pytest.approx(frame["baseline_ttft_s"].sum() / frame["ttft_s"].sum())
+    assert results is not None
+    row = run_table(results, "").frame.iloc[0]
+    assert row["examples"] == 2
+    assert row["score"] == pytest.approx(frame["score"].mean(), abs=0.01)
+    assert row["ttft_speedup"] == pytest.approx(frame["baseline_ttft_s"].sum() / frame["ttft_s"].sum())
     run(config.changed(limit=1), show=False)  # nothing is measured again
     assert read_run(tmp_path / "run")[1] == records
 

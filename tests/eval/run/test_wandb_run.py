@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import struct
 import subprocess
@@ -16,15 +17,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 
-from eval.analysis.summary import Summary, Value, summarise, to_json
+from eval.analysis.run_table import run_json, run_table
+from eval.analysis.table import Table
 from eval.run.config import TrackerConfig
 from eval.run.loop import run
 from eval.run.wandb_run import open_tracker, summary_keys, track_pictures
 from eval.store.folder import fingerprint, open_store, read_run
 from eval.store.record import Measurement, Record
-from eval.store.results import StoredRun
+from eval.store.results import Results, StoredRun
 from tests.runs import run_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -89,12 +92,16 @@ def stored_of(folder: Path, *stored: Record) -> StoredRun:
     return StoredRun(folder, about, list(stored))
 
 
+def table_of(*records: Record) -> Table:
+    return run_table(Results([stored_of(Path("none"), *records)]), "")
+
+
 def stored_folder(folder: Path, *records: Record) -> Path:
     """A run folder as `eval.run.loop` leaves it."""
     with open_store(folder, IDENTITY, {"config": CONFIG}) as store:
         for record in records:
             store.append(record)
-        store.write("summary.json", to_json(summarise(records), {"config": CONFIG}))
+        store.write("summary.json", run_json(table_of(*records), {"config": CONFIG}))
         store.write("summary.md", "| a table |\n")
     return folder
 
@@ -104,7 +111,7 @@ def tracked(folder: Path, config: TrackerConfig = OFFLINE, pictures: tuple[Path,
     stored_folder(folder, FIRST, SECOND)
     with open_tracker(config, stored_of(folder, FIRST), "a-sweep") as tracker:
         tracker.record(SECOND)
-        tracker.finish(summarise([FIRST, SECOND]), [FIRST, SECOND], pictures)
+        tracker.finish(table_of(FIRST, SECOND), [FIRST, SECOND], pictures)
     (offline,) = (folder / "wandb").glob("offline-run-*")
     return offline
 
@@ -256,14 +263,12 @@ def test_config_history_summary_table_and_artifact_lie_in_the_offline_file(tmp_p
 
 
 def test_every_number_of_the_table_is_in_the_summary_with_its_interval() -> None:
-    value = Value(1.5, 1.0, 2.0)
-    values = {"score": value, "baseline_score": None}
-    row = replace(summarise([SECOND]).rows[0], values=values, failed=1, score_failed_as_zero=1.25)
-    rows = (replace(row, kind="task", name="code"), replace(row, kind="all", name="mean over tasks"))
-    keys = summary_keys(Summary(rows))
+    values = {"score": 1.5, "score_low": 1.0, "score_high": 2.0, "failed": 1, "score_failed_as_zero": 1.25}
+    row = values | {"task": "code", "baseline_score": math.nan}
+    rows = [row | {"name": "code", "kind": "task"}, row | {"name": "mean over tasks", "kind": "all"}]
+    keys = summary_keys(replace(table_of(SECOND), frame=pd.DataFrame(rows)))
     for name in ("code", "all"):
-        expected = {"score": 1.5, "score_low": 1.0, "score_high": 2.0, "failed": 1, "score_failed_as_zero": 1.25}
-        assert {column: keys[f"{name}/{column}"] for column in expected} == expected
+        assert {column: keys[f"{name}/{column}"] for column in values} == values
         assert f"{name}/baseline_score" not in keys
 
 
@@ -273,7 +278,7 @@ def test_without_a_paired_baseline_its_columns_are_empty(tmp_path: Path) -> None
     with open_tracker(OFFLINE, stored_of(tmp_path / "run")) as tracker:
         for record in alone:
             tracker.record(record)
-        tracker.finish(summarise(alone), alone)
+        tracker.finish(table_of(*alone), alone)
     written = Written(*(tmp_path / "run" / "wandb").glob("offline-run-*"))
     assert written.running[-1] == {"examples": 2, "running/score": 50, "running/pct_prompt_tokens_computed": 60}
     assert [row["ttft_speedup"] for row in written.table()] == [None, None]
@@ -390,7 +395,7 @@ def test_offline_nothing_is_asked_and_no_other_machine_is_called(tmp_path: Path,
     said = isolated(
         tmp_path,
         """
-        import test_tracking as t
+        import test_wandb_run as t
         import wandb
         t.tracked(Path("run"), t.TrackerConfig("wandb"))
         wandb.teardown()
@@ -423,11 +428,11 @@ def test_none_and_disabled_do_not_import_wandb(tmp_path: Path) -> None:
     said = isolated(
         tmp_path,
         """
-        import test_tracking as t
+        import test_wandb_run as t
         for config in (t.TrackerConfig(), t.TrackerConfig("wandb", mode="disabled")):
             with t.open_tracker(config, t.stored_of(Path("run"), t.FIRST)) as tracker:
                 tracker.record(t.SECOND)
-                tracker.finish(t.summarise([t.FIRST, t.SECOND]), [t.FIRST, t.SECOND])
+                tracker.finish(t.table_of(t.FIRST, t.SECOND), [t.FIRST, t.SECOND])
         print("wandb" in sys.modules, Path("run").exists())
         """,
     )
@@ -527,7 +532,7 @@ def test_a_fault_is_warned_of_once_and_never_raised(tmp_path: Path, monkeypatch,
     with open_tracker(OFFLINE, stored_of(folder, FIRST)) as tracker:
         for _ in range(3):
             tracker.record(SECOND)
-        tracker.finish(summarise([FIRST, SECOND]), [FIRST, SECOND])
+        tracker.finish(table_of(FIRST, SECOND), [FIRST, SECOND])
     (warning,) = warnings(caplog)
     assert warning.startswith("W&B: ")
     assert "failed" in warning
