@@ -20,9 +20,7 @@ from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from eval.benchmarks.chat_format import TODAY
-from eval.benchmarks.datasets import register_configs
-from eval.benchmarks.needle import NeedleConfig
-from eval.benchmarks.ruler.ruler_suite import RulerConfig
+from eval.benchmarks.datasets import SuiteSettings, register_configs
 from eval.benchmarks.subsets import HALVES, parse_shard
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, by_name, known, settings_of
@@ -115,8 +113,8 @@ class TrackerConfig:
 
 
 @dataclass
-class RunConfig:
-    """All settings of a run. `dataset` maps dataset names to true.
+class RunConfig(SuiteSettings):
+    """All settings of a run, with those of each suite under its name. `dataset` maps dataset names to true.
 
     limit: the first N examples of each dataset. max_new_tokens: fewer than the dataset allows, for a quick look.
     seed: of random weights, and the default of methods with a `seed`.
@@ -145,8 +143,6 @@ class RunConfig:
     method: dict[str, Any] = field(default_factory=dict)
     dataset: dict[str, bool] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
-    ruler: RulerConfig = field(default_factory=RulerConfig)
-    needle: NeedleConfig = field(default_factory=NeedleConfig)
     timing: TimingConfig = field(default_factory=TimingConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     limit: int | None = None

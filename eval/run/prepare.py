@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from importlib.metadata import version
 from itertools import groupby, islice
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from eval.benchmarks.datasets import load
 from eval.benchmarks.prompts import build_prompt, end_token_ids
 from eval.benchmarks.subsets import Shard, in_half, parse_shard, shard_numbers
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
+from eval.benchmarks.suite import Example, LoadedDataset
 from eval.run import targets
 from eval.run.config import RunConfig, prompt_limit
 from eval.run.identity import (
@@ -171,7 +171,7 @@ def identify(run: Resolved) -> Identified:
             if run.chat.uses_template(tokenizer)
             else "it has no chat template: prompts are plain text",
         )
-    loaded = [_rows(run.suite, dataset, run.data) for dataset in run.datasets]
+    loaded = [load(dataset, run.data) for dataset in run.datasets]
     end_ids = load_end_ids(run.spec)
     paired = config.timing.paired and by_name(run.method["name"]) is not Baseline
     settings = settings_at_depth(run, model_config)
@@ -194,11 +194,6 @@ def identify(run: Resolved) -> Identified:
         devices=devices,
         paired=paired,
     )
-
-
-@lru_cache(maxsize=64)  # the runs of a comparison or a sweep share them
-def _rows(suite: Suite, dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    return suite.load(dataset, settings)
 
 
 def within_reach(run: Resolved) -> dict[str, Resolved]:

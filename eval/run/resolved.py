@@ -9,7 +9,7 @@ from typing import Any
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.chat_format import ChatFormat, chat_format
-from eval.benchmarks.datasets import resolve_datasets
+from eval.benchmarks.datasets import check_rows, datasets_asked_for, missing_rows
 from eval.benchmarks.suite import Dataset, DataSettings, Suite
 from eval.run import targets
 from eval.run.config import RunConfig
@@ -18,9 +18,6 @@ from lazyllm.methods import Method, make
 from lazyllm.spec import ModelSpec
 
 log = logging.getLogger(__name__)
-
-# Of models made for one suite: their default, and where tasks are looked up
-OWN_SUITES = {"tiny": "embedded", "coder": "stdlib"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ def resolve(config: RunConfig) -> Resolved:
     methods = [config.compare[config.only]] if config.only else list(config.compare.values()) or [config.method]
     for settings in methods:
         build_method(targets.check(settings))
-    named = _named(config)
+    named = datasets_asked_for(config.dataset, model.name)
     suite = SUITES[named[0].suite]
     data = DataSettings(
         dir=Path(config.data.dir) if config.data.dir is not None else None,
@@ -104,30 +101,11 @@ def build_method(settings: dict[str, Any]) -> Method:
     return make(settings.get("name", ""), {key: value for key, value in settings.items() if key != "name"})
 
 
-def _named(config: RunConfig) -> tuple[Dataset, ...]:
-    """The datasets that the settings name, all of one suite; by default the embedded suite for `tiny`, LongBench for
-    other models. Raises UserError."""
-    names = [name for name, wanted in config.dataset.items() if wanted]
-    own = SUITES.get(OWN_SUITES.get(config.model.name, ""))
-    if not names and not config.dataset:
-        names = [own.whole if own else "all"]
-    elif own and set(names) & set(own.all_tasks):  # a task's name refers to the model's own suite
-        names = [dataset.name for dataset in own.datasets if dataset.task in names]
-    known = resolve_datasets(names) if names else ()
-    datasets = tuple(dataset for dataset in known if config.dataset.get(dataset.name, True))
-    if not datasets:
-        raise UserError("no dataset is left: give dataset=hotpotqa, a task's name, or dataset=all")
-    suites = dict.fromkeys(dataset.suite for dataset in datasets)
-    if len(suites) > 1:
-        raise UserError(f"datasets of several suites ({', '.join(suites)}) share no table: run them separately")
-    return datasets
-
-
 def _with_rows(config: RunConfig, suite: Suite, named: tuple[Dataset, ...], data: DataSettings) -> tuple[Dataset, ...]:
     """The datasets whose rows can be loaded. Raises UserError if one is missing that is not just part of a suite."""
     for dataset in named:
         suite.check(dataset, data)
-    reasons = {dataset: reason for dataset in named if (reason := suite.missing(dataset, data)) is not None}
+    reasons = {dataset: reason for dataset in named if (reason := missing_rows(dataset, data)) is not None}
     is_whole = not config.dataset or config.dataset.get(suite.whole)
     for dataset, reason in reasons.items():
         if not is_whole or len(reasons) == len(named):
@@ -136,16 +114,17 @@ def _with_rows(config: RunConfig, suite: Suite, named: tuple[Dataset, ...], data
         log.warning(
             "left out: %s: %s", ", ".join(dataset.name for dataset in reasons if reasons[dataset] == reason), reason
         )
-    return tuple(dataset for dataset in named if dataset not in reasons)
+    for dataset in (with_rows := tuple(dataset for dataset in named if dataset not in reasons)):
+        check_rows(dataset, data)
+    return with_rows
 
 
 def _check_options(config: RunConfig, suite: Suite, named: tuple[Dataset, ...]) -> None:
     """Refuse settings of another suite, which would change nothing. Raises UserError."""
     for other in SUITES.values():
-        options = getattr(config, other.name, None)
-        for item in fields(options) if options is not None and other is not suite else ():
-            value = getattr(options, item.name)
-            if value != getattr(type(options)(), item.name):
+        for item in fields(other.options) if other.options is not None and other is not suite else ():
+            value = getattr(getattr(config, other.name), item.name)
+            if value != getattr(other.options(), item.name):
                 raise UserError(
                     f"{other.name}.{item.name}={value}: expected dataset={other.whole} with it: {named[0].name} is of "
                     f"{suite.name}"

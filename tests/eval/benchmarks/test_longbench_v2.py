@@ -17,7 +17,8 @@ from eval.analysis.tables import TABLES
 from eval.benchmarks import downloads, longbench_v2
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.longbench import TemplateWarning
-from eval.benchmarks.longbench_v2 import SUITE, chosen
+from eval.benchmarks.longbench_v2 import SUITE
+from eval.benchmarks.metrics import chosen_letter
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings
 from eval.run.loop import run
@@ -163,13 +164,13 @@ ADVERSARIAL = [
 
 @pytest.mark.parametrize(("answer", "letter"), ADVERSARIAL)
 def test_the_answer_is_taken_as_officially(answer, letter):
-    assert chosen(answer) == slow_letter(answer) == letter
+    assert chosen_letter(answer) == slow_letter(answer) == letter
     assert [SUITE.score(DATASET, answer, [gold], None) for gold in "ABCD"] == [float(gold == letter) for gold in "ABCD"]
 
 
 @given(st.lists(st.sampled_from(["The correct answer is ", "(", ")", "*", "A", "D", "E", "a", " ", "\n"]), max_size=12))
 def test_any_answer_is_taken_as_officially(parts):
-    assert chosen("".join(parts)) == slow_letter("".join(parts))
+    assert chosen_letter("".join(parts)) == slow_letter("".join(parts))
 
 
 # ------------------------------------------------------------------------------------------------------------- rows

@@ -17,9 +17,9 @@ from eval.benchmarks import downloads, scbench
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import CHOICES, DATASETS
 from eval.benchmarks.longbench import TemplateWarning
+from eval.benchmarks.metrics import _ANY_PUNCTUATION
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.scbench import SUITE, TASKS, prompts_sha256
-from eval.benchmarks.scbench_scores import _PUNCTUATION
 from eval.benchmarks.suite import DataSettings
 from eval.run.loop import run
 from eval.store.folder import read_run
@@ -157,7 +157,7 @@ def official_score(task: str, answer: str, gold: Any) -> float:
 
 def slow_f1(answer: str, gold: str) -> float:
     predicted, wanted = (
-        [letter for letter in text.lower() if ord(letter) not in _PUNCTUATION and not letter.isspace()]
+        [letter for letter in text.lower() if ord(letter) not in _ANY_PUNCTUATION and not letter.isspace()]
         for text in (answer, gold)
     )
     same = sum((Counter(predicted) & Counter(wanted)).values())

@@ -59,7 +59,7 @@ def test_a_name_means_the_same_in_the_library_and_in_the_configs() -> None:
         assert isinstance(build_method(run_of(f"method={name}").method), kind)
     assert {file.stem for file in FILES if file.parts[0] == "method"} == set(METHODS)
     tiny, llama2 = run_of("dataset=hops"), run_of("model=llama2", "dataset=hotpotqa")
-    for name in (name for name, dataset in DATASETS.items() if not SUITES[dataset.suite].may_lack):
+    for name in (name for name, dataset in DATASETS.items() if SUITES[dataset.suite].missing is None):
         assert [dataset.name for dataset in tiny.changed(dataset={name: True}).datasets] == [name]
     for task in SUITES["longbench"].tasks:
         names = {dataset.name for dataset in llama2.changed(dataset={task: True}).datasets}
