@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, load_rows
-from eval.benchmarks.metrics import needs_classes
 from eval.store.comparable import tell_apart
-from eval.store.folder import fingerprint, write_whole
+from eval.store.folder import fingerprint, read_planned
 from eval.store.record import Measurement, Record
-from eval.store.results import Results, StoredRun, stored_runs
+from eval.store.results import Results
+from eval.store.runs import StoredRun, stored_runs
 from lazyllm.errors import UserError
+from lazyllm.files import write_whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -92,11 +93,11 @@ def _lacking(run: StoredRun) -> Iterator[str]:
     lacking += [f"the data hash of {name}" for name in run.datasets if not run.identity["data"].get(name)]
     if lacking:
         yield f"{about}: lacks {', '.join(lacking)}"
-    if known.get("git_commit") and run.has_uncommitted_code:
+    if (known.get("git_commit") or "").endswith("+changes"):
         yield f"{about}: the code had uncommitted changes; commit them, then run again"
     if run.about.get("fingerprint") != fingerprint(run.identity):
         yield f"{about}: the fingerprint differs from the identity's; the file was edited"
-    planned = run.planned
+    planned = read_planned(run.folder)
     if planned is None:
         yield f"{run.folder}: lacks examples.json, the list of planned examples"
     elif missing := sorted(set(planned) - set(run.keys)):
@@ -114,7 +115,7 @@ def _disagreeing(run: StoredRun) -> Iterator[str]:
 def _disagrees(run: StoredRun, record: Record, stored: Measurement) -> str | None:
     dataset, classes = DATASETS[record.dataset], None
     try:
-        if needs_classes(dataset):  # records lack the class names
+        if dataset.metric == "classification":  # records lack the class names
             sha256, names = _rows_of(dataset.name)
             if not run.identity["data"].get(dataset.name, "").startswith(sha256):
                 raise UserError(f"its class names are in the rows of {dataset.name}, which differ here from the run's")

@@ -20,12 +20,12 @@ from typing import Any
 from matplotlib.figure import Figure as MplFigure
 
 from eval.analysis.figures.style import COLOURS, LINES, MARKERS, grid, new_figure, save, styled
-from eval.store.folder import write_whole
 from lazyllm.bench.cases import BenchCase, Pair, cases_of, read_reports
 from lazyllm.bench.contenders import table as table_of_field
 from lazyllm.bench.targets import table
 from lazyllm.bench.turn_two import table as table_of_turns
 from lazyllm.bench.turn_two import turn_cases_of
+from lazyllm.files import write_whole
 from lazyllm.methods import METHODS
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 
 from eval.benchmarks.datasets import DATASETS, TASKS
-from eval.store.results import Results, StoredRun
+from eval.store.results import Results
+from eval.store.runs import StoredRun
 
 OUTCOMES = ("right", "wrong")
 FULL_SCORE = 1 - 1e-6  # ROUGE does not quite reach 1

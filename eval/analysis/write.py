@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.store.comparable import add_choice
-from eval.store.folder import write_whole
 from eval.store.results import Results
+from lazyllm.files import write_whole
 
 if TYPE_CHECKING:
     from eval.analysis.figures import Figure

@@ -1,24 +1,22 @@
-"""Datasets of the hub by the package `datasets`, single files by their address, and the cache folder; with and without
-a network."""
+"""Datasets of the hub by the package `datasets`, with and without a network."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import os
-import tempfile
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.rows import canonical
 from lazyllm.errors import UserError, reason_of
-
-log = logging.getLogger(__name__)
+from lazyllm.files import write_whole
 
 
 def is_cached(repository: str) -> bool:
@@ -74,9 +72,14 @@ def missing_from_hub(repository: str, other_way: str) -> str | None:
 
     other_way: what else the user can do, after "give".
     """
+    if find_spec("datasets") is None:
+        return f"the package datasets is missing: install it, or give {other_way}"
     if is_cached(repository) or hub_is_reachable():
         return None
     return f"{repository} is not cached and cannot be downloaded: give {other_way}, or run once with a network"
+
+
+log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
@@ -98,23 +101,10 @@ def made_once(file: Path, key: str, make: Callable[[], bytes]) -> bytes:
         pass  # not made yet
     content = make()
     try:
-        write_atomically(file, _header(key, content) + b"\n" + content)
-    except OSError as error:
-        log.warning("%s could not be written (%s): the next run makes its content again", file, error)
+        write_whole(file, _header(key, content) + b"\n" + content)
+    except UserError as error:
+        log.warning("the next run makes this content again: %s", error)
     return content
-
-
-def write_atomically(file: Path, content: bytes) -> None:
-    """Write a file that other processes see completely or not at all. Makes its folder. Raises OSError."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, partial = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as opened:
-            opened.write(content)
-        os.replace(partial, file)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
 
 
 def _header(key: str, content: bytes) -> bytes:
@@ -154,7 +144,7 @@ def fetched_once(
     actual = digest(content)
     if actual != sha256:
         raise UserError(f"{url}: the content is not {owner}'s (sha256 {actual}, expected {sha256}). {ways_out}")
-    write_atomically(file, content)
+    write_whole(file, content)
     return file
 
 

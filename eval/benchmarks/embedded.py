@@ -513,7 +513,6 @@ SUITE = Suite(
     load=load,
     score=score_example,
     whole="embedded",
-    models=("tiny",),
     limit=12,  # enough for a first look
     check=check,
     missing=missing,

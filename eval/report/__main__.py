@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.store.comparable import add_choice
-from eval.store.folder import write_whole
 from eval.store.results import Results
+from lazyllm.files import write_whole
 
 LARGE_MB = 30
 

@@ -11,7 +11,8 @@ from eval.analysis.known_methods import is_diagnostic, marked
 from eval.analysis.table import COMPUTED
 from eval.report.grid import Grid, grid
 from eval.store.comparable import as_text
-from eval.store.results import Results, StoredRun, first_turns
+from eval.store.results import Results, first_turns
+from eval.store.runs import StoredRun
 
 KEPT = 0.99  # of the baseline's score
 
@@ -136,7 +137,7 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
     most: number of records that the page shows for each run and dataset, None for all.
     """
     unpaired = [run for run in runs if not run.identity["paired"] and run.method != "baseline"]
-    changed = [run for run in runs if run.has_uncommitted_code]
+    changed = [run for run in runs if (run.about["provenance"]["git_commit"] or "+changes").endswith("+changes")]
     cold = [run for run in runs if run.identity["warmup"] == 0]
     textless = [run for run in runs if "" in run.table(["prompt_end"])["prompt_end"].unique().to_pylist()]
     concerned = [

@@ -10,7 +10,8 @@ import numpy as np
 
 from eval.analysis.token_states import step_sets
 from eval.store.record import Measurement, Record, Trace, read_trace, to_records
-from eval.store.results import StoredRun, first_turns
+from eval.store.results import first_turns
+from eval.store.runs import StoredRun
 
 
 class Strings(dict[str, int]):

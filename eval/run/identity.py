@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 import time
 from functools import cache
 from pathlib import Path
@@ -109,16 +108,6 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def git_commit() -> str | None:
-    """The commit of the checkout that the code runs from, with "+changes" if it is not clean; None outside one."""
-    try:
-        commit = _git("rev-parse", "HEAD")
-        changes = _git("status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return commit + ("+changes" if changes else "")
-
-
 def machine(device: torch.device) -> dict[str, Any]:
     """The machine of a run, as the summary reports it. Names no folder and no host."""
     return {
@@ -136,7 +125,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
         return "not installed"
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=_ROOT, check=True, capture_output=True, text=True).stdout.strip()

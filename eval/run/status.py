@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from eval.store.folder import files_of, lines_of, read_about
-from eval.store.record import job_event
-from eval.store.results import CAMPAIGN, StoredRun
+from eval.store.folder import files_of, read_about, read_jobs, read_planned
+from eval.store.runs import CAMPAIGN, StoredRun
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -86,15 +85,10 @@ class Job:
 def last_jobs(folder: Path) -> list[Job]:
     """The last job of each jobs file. Raises UserError if a line is invalid; an unfinished last line is ignored."""
     jobs = []
-    for file in files_of(folder, "jobs"):
+    for file, events in read_jobs(folder).items():
         begin: dict[str, Any] = {}
         end: dict[str, Any] = {}
-        for number, _, event in lines_of(file, job_event):
-            if isinstance(event, Exception):
-                raise UserError(
-                    f"{file}:{number}: not a job's begin or end ({type(event).__name__}: {event}); "
-                    f"`lazyllm-bench repair {folder}` removes the line"
-                ) from event
+        for event in events:
             begin, end = (event, {}) if event["event"] == "begin" else (begin, event)
         if begin:
             part = file.stem.removeprefix("jobs")
@@ -129,7 +123,7 @@ def status(folders: Sequence[Path], expected: Sequence[Expected] = ()) -> list[S
             stored = StoredRun(folder, read_about(folder / "run.json"))
             numbers = [number for number, job in enumerate(expected) if job.is_of(stored.identity)]
             begun.update(numbers)
-            lines.append(_line(stored, expected[numbers[-1]].examples if numbers else stored.planned))
+            lines.append(_line(stored, expected[numbers[-1]].examples if numbers else read_planned(folder)))
         except (ValueError, KeyError, TypeError) as error:  # a damaged run; the others are still listed
             lines.append(Status(folder.name, "", "", None, FAILED, 0, None, 0, None, str(error)))
     return lines + [_never_begun(job) for number, job in enumerate(expected) if number not in begun]

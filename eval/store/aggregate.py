@@ -47,7 +47,7 @@ def by_task(frame: pd.DataFrame, known: dict[Any, list[dict[str, Any]]] | None =
 
     cache_bytes, baseline_cache_bytes: KV and Aux Cache together.
     ttft_speedup, generation_speedup: of whole answers, whose lengths may differ. step_speedup: of mean decoding steps.
-    ideal_ttft_speedup: the ratio of the prefills' FLOPs; NaN for older records, which lack them.
+    ideal_ttft_speedup: the ratio of the prefills' FLOPs.
     relative_score: 100 * score / baseline_score of the row.
     answered_score: 100 * score / pct_answered of the row: the score without empty answers, which score 0.
 

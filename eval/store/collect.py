@@ -1,13 +1,13 @@
 """Collect run folders into one campaign: lazyllm-bench collect RUNS [RUNS ...] [--out FOLDER]
 
-The campaign is written completely or not at all:
+The campaign (runs/collected by default) is written completely or not at all:
 
 records.parquet   every record of every run, in columns (`eval.store.record.SCHEMA`); a run's rows are contiguous
 campaign.json     each run's range of rows, the hash of its record files, and its missing examples
 RUN/...           each run's run.json, examples.json, failures, jobs and traces, unchanged
 
-Tables, figures and reports of a campaign equal those of its run folders. Shards that hold different records of the same
-example are refused.
+Tables, figures and reports of a campaign equal those of its run folders; of a run that is there raw and collected, they
+count the raw one. Shards that hold different records of the same example are refused.
 """
 
 from __future__ import annotations
@@ -27,18 +27,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eval.store.comparable import add_choice, chosen, tell_apart
-from eval.store.folder import files_of, fingerprint, read_failures, write_whole
+from eval.store.folder import files_of, fingerprint, read_failures, read_planned
 from eval.store.record import SCHEMA
-from eval.store.results import (
-    CAMPAIGN,
-    CAMPAIGN_RECORDS,
-    CAMPAIGN_VERSION,
-    StoredRun,
-    as_frame,
-    find_runs,
-    stored_runs,
-)
+from eval.store.results import as_frame, find_runs
+from eval.store.runs import CAMPAIGN, CAMPAIGN_RECORDS, CAMPAIGN_VERSION, StoredRun, stored_runs
 from lazyllm.errors import UserError
+from lazyllm.files import write_whole
 
 KEPT = ("run.json", "examples.json", "failures*.jsonl", "jobs*.jsonl", "traces/*.json")  # in a run folder
 _SHOWN = 3  # missing examples that are printed; campaign.json has all
@@ -62,10 +56,10 @@ def collect(folders: Sequence[Path], out: Path, where: Sequence[str] = (), newes
     """Write the campaign of all runs in the folders and their subfolders, including runs without records.
 
     where, newest: as in `eval.store.comparable.chosen`. Memory holds one run's records at a time. Raises UserError if
-    there is no run, if a run is damaged, or if `out` is inside the runs or holds something other than a campaign.
+    there is no run, if a run is damaged, or if `out` is something other than a campaign or holds runs of its own.
     """
     runs = tell_apart(chosen(stored_runs(folders), where, newest))
-    _check_out(out, folders, runs)
+    _check_out(out, runs)
     for run in runs:
         if run.about.get("fingerprint") != fingerprint(run.identity):
             raise UserError(f"{run.folder / 'run.json'}: the fingerprint differs from the identity's: it was edited")
@@ -97,7 +91,7 @@ def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> tuple[li
             name = run.folder.absolute().relative_to(root).as_posix()
             _copy_files(run.folder, out / name)
             keys = set(zip(table["dataset"].to_pylist(), table["id"].to_pylist(), strict=True))
-            planned = run.planned
+            planned = read_planned(run.folder)
             missing = None if planned is None else [key for key in planned if key not in keys]
             failed = len({failure.key for failure in read_failures(run.folder)} - keys)
             files = len(files_of(run.folder, "records"))  # 0 if the run is in a campaign already
@@ -126,14 +120,12 @@ def _copy_files(folder: Path, out: Path) -> None:
             shutil.copyfile(file, target)
 
 
-def _check_out(out: Path, folders: Sequence[Path], runs: Sequence[StoredRun]) -> None:
+def _check_out(out: Path, runs: Sequence[StoredRun]) -> None:
     if out.exists() and not (out / CAMPAIGN).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is not a campaign; give another folder with --out")
-    place = out.absolute().resolve()
-    if any(place.is_relative_to(folder.resolve()) for folder in folders):
-        raise UserError(f"{out}: is inside the runs, which would then be counted twice; give another folder with --out")
-    if any(run.folder.resolve().is_relative_to(place) for run in runs):
-        raise UserError(f"{out}: holds the runs to collect; give another folder with --out")
+    raw = [run.folder for run in runs if run.source is None]
+    if any(folder.resolve().is_relative_to(out.resolve()) for folder in raw):
+        raise UserError(f"{out}: holds runs to collect, and would be replaced; give another folder with --out")
 
 
 @contextmanager
@@ -176,9 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="lazyllm-bench collect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_choice(parser)
-    parser.add_argument("--out", type=Path, help="default: the first of RUNS with -collected appended")
+    parser.add_argument("--out", type=Path, default=Path("runs/collected"), help="default: %(default)s")
     options = parser.parse_args(argv)
-    first = options.runs[0].absolute()
-    out = options.out or first.with_name(f"{first.name}-collected")
-    print(describe(collect(options.runs, out, options.where, options.newest), out))
+    print(describe(collect(options.runs, options.out, options.where, options.newest), options.out))
     return 0

@@ -8,27 +8,24 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from eval.store.folder import fingerprint
+from eval.store.runs import StoredRun
 from lazyllm.errors import UserError
 
-if TYPE_CHECKING:
-    from eval.store.results import StoredRun
-
-# Facts that may differ between runs that share a table. scorer_weights: the name of method_weights in older runs
-_FREE = {
-    "method", "parameters", "data", "seed", "paired", "warmup", "method_weights", "scorer_weights", "method_code",
-    "fidelity",
-}  # fmt: skip
+# Facts that may differ between runs that share a table
+_FREE = {"method", "parameters", "data", "seed", "paired", "warmup", "method_weights", "method_code", "fidelity"}
 _SHOWN = 12  # characters of a hash
+_ROWS = "rows of "  # a dataset's fact: the hashes of its rows and templates
 
 
 def tell_apart(runs: Sequence[StoredRun]) -> list[StoredRun]:
-    """The runs, with the facts in which they differ in `StoredRun.apart`: ` (dtype=bfloat16)` after the model's name.
+    """The runs, with the facts in which they differ in `StoredRun.facts`, and `apart` set: ` (dtype=bfloat16)`.
 
     Runs share a table if runs of one model agree in everything but method, data and seed, runs of one method in its
-    code, and all runs in the rows and templates of a dataset. A fact is named unless it has its most common value; of
-    equally common values, that of the newest run.
+    code, and all runs in the rows and templates of a dataset. A fact differs unless it has its most common value; of
+    equally common values, that of the newest run. `apart` has no more facts than tell the run from all others.
     """
     facts = [_facts(run) for run in runs]
     values: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
@@ -36,11 +33,29 @@ def tell_apart(runs: Sequence[StoredRun]) -> list[StoredRun]:
         for fact, value in own.items():
             values[run.model, fact].append(value)
     usual = {key: max(reversed(seen), key=seen.count) for key, seen in values.items()}
-    odd = [[fact for fact in own if own[fact] != usual[run.model, fact]] for run, own in zip(runs, facts, strict=True)]
-    return [
-        replace(run, apart=f" ({', '.join(f'{fact}={_short(own[fact])}' for fact in named)})" if named else "")
-        for run, own, named in zip(runs, facts, odd, strict=True)
+    odd = [
+        {fact: value.strip('"') for fact, value in own.items() if value != usual[run.model, fact]}
+        for run, own in zip(runs, facts, strict=True)
     ]
+    named = {(run.model, *_in_words(facts)) for run, facts in zip(runs, odd, strict=True)}
+
+    def apart(model: str, words: Sequence[str]) -> str:
+        """The first words that no other run of the model begins with."""
+        begins = [(model, *words[:length]) for length in range(1, len(words) + 1)]
+        unique = [begin for begin in begins if sum(other[: len(begin)] == begin for other in named) == 1]
+        return f" ({', '.join((unique or begins[-1:])[0][1:])})" if words else ""
+
+    return [
+        replace(run, apart=apart(run.model, _in_words(facts)), facts=facts)
+        for run, facts in zip(runs, odd, strict=True)
+    ]
+
+
+def _in_words(facts: dict[str, str]) -> list[str]:
+    """The facts in short, hashes of rows as one and last."""
+    words = [f"{fact}={_short(value)}" for fact, value in facts.items() if not fact.startswith(_ROWS)]
+    rows = {fact: value for fact, value in facts.items() if fact.startswith(_ROWS)}
+    return [*words, f"rows {fingerprint(rows)[:4]}"] if rows else words
 
 
 def _facts(run: StoredRun) -> dict[str, str]:
@@ -48,7 +63,7 @@ def _facts(run: StoredRun) -> dict[str, str]:
     facts = dict(_flat({name: value for name, value in run.identity.items() if name not in _FREE}))
     if run.identity.get("method_code") is not None:
         facts[f"code of {run.method}"] = run.identity["method_code"]
-    facts |= {f"rows of {name}": sha256 for name, sha256 in run.identity["data"].items()}
+    facts |= {f"{_ROWS}{name}": sha256 for name, sha256 in run.identity["data"].items()}
     return {name: json.dumps(value, sort_keys=True) for name, value in facts.items()}
 
 
@@ -67,8 +82,7 @@ def as_text(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _short(value: str) -> str:
-    plain = value.strip('"')
-    return plain if len(plain) <= 2 * _SHOWN else f"{plain[:_SHOWN]}..."
+    return value if len(value) <= 2 * _SHOWN else f"{value[:_SHOWN]}..."
 
 
 def _began(pair: tuple[StoredRun, Any]) -> str:

@@ -1,14 +1,15 @@
 """A run's folder: records appended one by one, and an identity that keeps different runs apart.
 
 run.json        the run's identity and fingerprint, its config, and where it ran (`eval.run.identity`)
+examples.json   {dataset: ids of the examples that the run's last job planned}
 records.jsonl   one `Record` per line, flushed to disk when its example is done
 failures.jsonl  one `Failure` per line, if any; the resumed run tries these examples again
 jobs.jsonl      when each job began and ended, how it ended, and the machine's load (`eval.run.device_lock`)
-summary.*       made from the records at the end (`eval.analysis.run_table`)
+summary.*       made from the records at the end (`eval.analysis.summary`)
 
 A shard of a run (`eval.benchmarks.subsets`) writes records-2-of-4.jsonl and so on; the run's records are those of all
-these files. A last line that a kill left incomplete is removed when the job is resumed. Any other damage is refused;
-`lazyllm-bench repair` repairs it.
+these files. A job that resumes the run removes a last line that a kill left incomplete, and sets damaged lines aside in
+a file beside, such as records.jsonl.damaged-1. Readers change nothing and refuse damage.
 """
 
 from __future__ import annotations
@@ -17,26 +18,33 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import count, islice
 from pathlib import Path
-from typing import Any, TypeVar
-from uuid import uuid4
+from typing import Any
 
 import pyarrow as pa
 from filelock import FileLock, Timeout
 
-from eval.store.record import SCHEMA, Failure, Record, job_event, lines_to_table, to_table
+from eval.store.record import SCHEMA, Failure, Record, job_event, to_table
 from lazyllm.errors import UserError
+from lazyllm.files import write_whole
 
 log = logging.getLogger(__name__)
 
-_Line = TypeVar("_Line", Record, Failure)
-
 VERSION = 2  # of run.json's layout, stored there as `schema`
+PLANNED = "examples.json"
 
 # Exceptions raised by parsing an invalid line
 NO_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+
+_PARSE: dict[str, Callable[[str], Any]] = {
+    "records": Record.from_json,
+    "failures": Failure.from_json,
+    "jobs": job_event,
+}
+_BATCH = 256  # records that are objects at the same time while a table is made
 
 
 def fingerprint(identity: dict[str, Any]) -> str:
@@ -57,13 +65,13 @@ class RunStore:
     def __init__(self, folder: Path, part: str = "", about: dict[str, Any] | None = None) -> None:
         self.folder = folder
         self.about = about or {}
-        self._file, self._failures_file, self._jobs_file = (
-            folder / f"{name}{part}.jsonl" for name in ("records", "failures", "jobs")
-        )
-        self.reload()
-        _mend_end(self._file, Record.from_json)
-        _mend_end(self._failures_file, Failure.from_json)
-        _mend_end(self._jobs_file, job_event)
+        self._files = {name: folder / f"{name}{part}.jsonl" for name in _PARSE}
+        own = {name: [file] if part else files_of(folder, name) for name, file in self._files.items()}
+        good = {name: _mended([file for file in files if file.exists()], name) for name, files in own.items()}
+        self.records = {record.key: record for record in good["records"]}
+        self._failures = {failure.key: failure for failure in good["failures"]}
+        if part:
+            self.reload()
 
     def reload(self) -> None:
         """Read the records and failures of all jobs of the run again, other shards included. Raises UserError."""
@@ -80,17 +88,17 @@ class RunStore:
 
         Raises UserError if it cannot be written.
         """
-        _append_line(self._file, record.to_json())
+        _append_line(self._files["records"], record.to_json())
         self.records[record.key] = record
 
     def fail(self, failure: Failure) -> None:
         """Record that an example could not be measured, as safely as a record is. Raises UserError."""
-        _append_line(self._failures_file, failure.to_json())
+        _append_line(self._files["failures"], failure.to_json())
         self._failures[failure.key] = failure
 
     def note(self, event: dict[str, Any]) -> None:
         """Record the begin or end of a job. Raises UserError."""
-        _append_line(self._jobs_file, json.dumps(event))
+        _append_line(self._files["jobs"], json.dumps(event))
 
     def has(self, name: str) -> bool:
         """Whether the folder has a file of this name."""
@@ -109,33 +117,18 @@ def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any], pa
     Jobs of different shards may work in the folder at the same time; a job of the whole run works alone.
     Raises UserError if another process works in the folder, or if it holds a run with another identity.
     """
-    with _held(folder, part, lambda: _check_identity(folder, identity, about)) as content:
-        if not part:
-            _remove_partial(folder)
-        yield RunStore(folder, part, content)
-
-
-@contextmanager
-def held_alone(folder: Path) -> Iterator[None]:
-    """Lock a run folder against all other processes until the block ends. Raises UserError if another works in it."""
-    with _held(folder, "", lambda: None):
-        yield
-
-
-_Made = TypeVar("_Made")
-
-
-@contextmanager
-def _held(folder: Path, part: str, begin: Callable[[], _Made]) -> Iterator[_Made]:
-    """Lock a shard of a run folder, "" for all of it. begin: called while no other job can start. Raises UserError."""
     with ExitStack() as held:
-        with _locked(folder / ".lock-run.json", timeout=-1):
+        with _locked(folder / ".lock-run.json", timeout=-1):  # no other job starts meanwhile
             held.enter_context(_locked(folder / f".lock{part}"))
             for other in [folder / ".lock"] if part else folder.glob(".lock-*-of-*"):
-                with _locked(other):  # raises if it is held; no other job can start until this one holds its lock
+                with _locked(other):  # raises if it is held
                     pass
-            made = begin()
-        yield made
+            content = _check_identity(folder, identity, about)
+        if not part:
+            for partial in folder.glob(".*.partial"):  # what a killed process was writing
+                with suppress(OSError):
+                    partial.unlink()
+        yield RunStore(folder, part, content)
 
 
 @contextmanager
@@ -180,46 +173,35 @@ def _append_line(file: Path, line: str) -> None:
         ) from error
 
 
-def _mend_end(file: Path, parse: Callable[[str], Any]) -> None:
-    """Add a missing newline to a complete last line, or remove a last line that a kill left incomplete."""
-    if not file.exists():
-        return
-    try:
-        with file.open("r+b") as opened:
-            data = opened.read()
-            end = data.rfind(b"\n") + 1
-            if isinstance(_parsed(data[end:], parse), Exception):
-                opened.truncate(end)
-            else:
-                opened.write(b"\n")
-    except OSError as error:
-        raise UserError(f"{file}: cannot be written ({error}); fix that, or start a new run with out=FOLDER") from error
+def _mended(files: Iterable[Path], name: str) -> list[Any]:
+    """The good lines of a job's files, after setting the others aside. name: their kind, of `_PARSE`.
 
+    Lines are set aside if they cannot be parsed, and if they are different records of one example, as the right one is
+    unknown; their bytes go to a new file first. A last line that a kill left incomplete is removed. Raises UserError.
+    """
+    lines = {file: list(_lines_of(file, _PARSE[name])) for file in files}
+    values = [value for of_file in lines.values() for _, _, value in of_file]
+    first: dict[tuple[str, str], Record] = {}
+    records = [value for value in values if isinstance(value, Record)]
+    disputed = {record.key for record in records if first.setdefault(record.key, record) != record}
 
-def write_whole(file: Path, text: str) -> None:
-    """Write a file completely or not at all. Raises UserError if it cannot be written."""
-    partial = file.with_name(f".{file.name}.{uuid4().hex[:8]}.partial")  # two shards may finish at the same time
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8", newline="") as opened:
-            opened.write(text)
-            opened.flush()
-            os.fsync(opened.fileno())
-        partial.replace(file)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise UserError(
-            f"{file}: could not be written ({error}). An earlier file of this name is unchanged: fix the cause (such "
-            "as a full disk), then run the same command again"
-        ) from error
+    def fault(value: Any) -> str | None:
+        if isinstance(value, Record) and value.key in disputed:
+            return f"different records of {value.dataset}, row {value.id}"
+        return f"{type(value).__name__}: {value}" if isinstance(value, Exception) else None
 
-
-def _remove_partial(folder: Path) -> None:
-    """Remove the incomplete files of `write_whole` that a killed process left behind."""
-    for file in folder.glob(".*.partial"):
-        with suppress(OSError):
-            file.unlink()
+    for file, of_file in lines.items():
+        bad = [(number, data, why) for number, data, value in of_file if (why := fault(value)) is not None]
+        if bad:
+            names = (file.with_name(f"{file.name}.damaged-{number}") for number in count(1))
+            aside = next(path for path in names if not path.exists())
+            write_whole(aside, b"".join(data + b"\n" for _, data, _ in bad))
+            shown = "; ".join(f"line {number}: {why}" for number, _, why in bad[:3]) + ("; ..." if bad[3:] else "")
+            log.warning("%s: damaged lines are set aside in %s: %d (%s)", file, aside.name, len(bad), shown)
+        good = b"".join(data + b"\n" for _, data, value in of_file if fault(value) is None)
+        if good != read_data(file):
+            write_whole(file, good)
+    return [value for value in values if fault(value) is None]
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -232,44 +214,70 @@ def read_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
 
 def read_table(folder: Path) -> pa.Table:
     """The run's records in the columns of `eval.store.record.SCHEMA`, each example once. Raises UserError."""
-    with suppress(ValueError):  # unusual files take the slow path below, which names the fault if there is one
-        tables = [lines_to_table(read_data(file)) for file in files_of(folder, "records")]
-        table = pa.concat_tables([SCHEMA.empty_table(), *tables])
-        if len(table.group_by(["dataset", "id"]).aggregate([])) == len(table):
-            return table
-    records = read_records(folder)
+    records = _each_record(folder)
     try:
-        return to_table(records)
+        batches = [to_table(batch) for batch in iter(lambda: list(islice(records, _BATCH)), [])]
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(
             f"{folder}: a record holds an impossible value ({error}). Nothing was changed: remove its line, and the "
             "run measures its example again"
         ) from error
+    return pa.concat_tables([SCHEMA.empty_table(), *batches])
 
 
 def read_records(folder: Path) -> list[Record]:
     """The run's records, each example once. Raises UserError for an invalid line, or two different records of a row."""
-    records: dict[tuple[str, str], Record] = {}
-    places: dict[tuple[str, str], str] = {}
+    return list(_each_record(folder))
+
+
+def _each_record(folder: Path) -> Iterator[Record]:
+    seen: dict[tuple[str, str], tuple[str, bytes]] = {}  # {example: the place of its line, and its hash}
     for file in files_of(folder, "records"):
-        for number, record in _read_lines(file, Record.from_json):
-            place = f"{file}:{number}"
-            first = places.setdefault(record.key, place)
-            if records.setdefault(record.key, record) != record:
+        for number, data, record in _good_lines(file, "records"):
+            place, digest = f"{file}:{number}", hashlib.sha256(data).digest()
+            first, same = seen.setdefault(record.key, (place, digest))
+            if same != digest:
                 raise UserError(
-                    f"{place}: another record of {record.dataset}, row {record.id}, than {first}. Nothing was "
-                    f"changed: remove the wrong one, or run `lazyllm-bench repair {folder}`, which keeps a copy"
+                    f"{place}: another record of {record.dataset}, row {record.id}, than {first}. Nothing was changed: "
+                    "run the run's command again, without shard=, which sets both aside and measures the example again"
                 )
-            if place != first:
+            if place == first:
+                yield record
+            else:
                 log.warning("%s: repeats %s; the record counts once", place, first)
-    return list(records.values())
 
 
 def read_failures(folder: Path) -> list[Failure]:
     """The last failure of each example, even if the example has a record by now. Raises UserError."""
-    files = files_of(folder, "failures")
-    failures = (failure for file in files for _, failure in _read_lines(file, Failure.from_json))
+    failures = (failure for file in files_of(folder, "failures") for _, _, failure in _good_lines(file, "failures"))
     return list({failure.key: failure for failure in failures}.values())
+
+
+def read_jobs(folder: Path) -> dict[Path, list[dict[str, Any]]]:
+    """{jobs file: the begins and ends of its jobs}. Raises UserError."""
+    return {file: [event for _, _, event in _good_lines(file, "jobs")] for file in files_of(folder, "jobs")}
+
+
+def read_planned(folder: Path) -> list[tuple[str, str]] | None:
+    """(dataset, id) of the examples that the run's last job planned; None without its list. Raises UserError."""
+    file = folder / PLANNED
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return [(dataset, example) for dataset, ids in content.items() for example in ids]
+    except FileNotFoundError:
+        return None
+    except (OSError, *NO_LINE) as error:
+        raise UserError(f"{file}: cannot be read ({type(error).__name__}: {error}); remove it") from error
+
+
+def planned_text(keys: Iterable[tuple[str, str]]) -> str:
+    """The content of `PLANNED`."""
+    content: dict[str, list[str]] = {}
+    for dataset, example in keys:
+        content.setdefault(dataset, []).append(example)
+    return json.dumps(content) + "\n"
 
 
 def files_of(folder: Path, name: str) -> list[Path]:
@@ -286,38 +294,33 @@ def read_data(file: Path) -> bytes:
         raise UserError(f"{file}: cannot be read ({error}); fix that, or start a new run with out=FOLDER") from error
 
 
-def lines_of(file: Path, parse: Callable[[str], Any]) -> Iterator[tuple[int, str, Any]]:
-    """(number from 1, text, parsed line or the exception of parsing it) for each line that is not blank.
+def _lines_of(file: Path, parse: Callable[[str], Any]) -> Iterator[tuple[int, bytes, Any]]:
+    """(number from 1, bytes, parsed line or the exception of parsing it) for each line that is not blank.
 
     A last line without its newline counts if it can be parsed: an incomplete one is not JSON. Raises UserError if the
     file cannot be read.
     """
     *lines, tail = read_data(file).split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield number, line.decode(errors="replace"), _parsed(line, parse)
-    whole = _parsed(tail, parse)
-    if not isinstance(whole, Exception):
-        yield len(lines) + 1, tail.decode(), whole
+    for number, data in enumerate([*lines, tail], start=1):
+        if data.strip():
+            try:
+                value = parse(data.decode())
+            except NO_LINE as error:
+                if number > len(lines):
+                    return
+                value = error
+            yield number, data, value
 
 
-def _parsed(line: bytes, parse: Callable[[str], Any]) -> Any:
-    try:
-        return parse(line.decode())
-    except NO_LINE as error:
-        return error
-
-
-def _read_lines(file: Path, parse: Callable[[str], _Line]) -> Iterator[tuple[int, _Line]]:
-    """(number, parsed line) of a file. Raises UserError at the first invalid line."""
-    for number, _, line in lines_of(file, parse):
-        if isinstance(line, Exception):
+def _good_lines(file: Path, name: str) -> Iterator[tuple[int, bytes, Any]]:
+    """`_lines_of` a file of a kind of `_PARSE`. Raises UserError at the first invalid line."""
+    for number, data, value in _lines_of(file, _PARSE[name]):
+        if isinstance(value, Exception):
             raise UserError(
-                f"{file}:{number}: not a record ({type(line).__name__}: {line}). Nothing was changed: remove the line, "
-                f"or run `lazyllm-bench repair {file.parent}`, which keeps a copy; the run then measures its example "
-                "again. Or start a new run with out=FOLDER"
-            ) from line
-        yield number, line
+                f"{file}:{number}: not a line of {name} ({type(value).__name__}: {value}). Nothing was changed: run "
+                "the run's command again, which sets the line aside. Or start a new run with out=FOLDER"
+            ) from value
+        yield number, data, value
 
 
 # ------------------------------------------------------------------------------------------------------------ run.json
@@ -364,7 +367,7 @@ def read_about(file: Path) -> dict[str, Any]:
     except (OSError, *NO_LINE) as error:
         raise UserError(
             f"{file}: cannot be read as a run's description ({type(error).__name__}: {error}). Nothing was changed: "
-            f"restore it, or run `lazyllm-bench repair {file.parent}`; or start a new run with out=FOLDER"
+            "copy the run.json of another run of the same command there, or start a new run with out=FOLDER"
         ) from error
     if version != VERSION:
         raise UserError(f"{file}: written with schema {version}, this version reads {VERSION}; give another out=FOLDER")

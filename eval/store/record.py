@@ -1,8 +1,7 @@
 """The record of an example, and its one schema, from which lines, columns and checks follow.
 
-A new measured number is a field of `Measurement` here and a value in `eval.run.measure`. If older records lack it, the
-field has a default, with which they are read. Every field that is a number is a column of the frames, under its own
-name (`MEASURED`).
+A new measured number is a field of `Measurement` here, with a default for the records that lack it, and a value in
+`eval.run.measure`. Every field that is a number is a column of the frames, under its own name (`MEASURED`).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -19,13 +18,10 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-from pyarrow.json import ParseOptions, ReadOptions, read_json
 
 from eval.benchmarks.datasets import DATASETS
 from lazyllm.errors import UserError
 
-_BLOCK = 1 << 24  # bytes that Arrow parses at a time, more than any line has
 PROMPT_END = 600  # characters at a prompt's end that its record keeps, for people to read
 
 _PERCENT = {"scale": 100}  # for numbers stored as 0 to 1 and shown as 0 to 100
@@ -71,7 +67,7 @@ class Measurement:
         computed in prefill, and later. evidence_recall: the last layer's share in prefill. In a later turn, tokens
         computed by earlier turns count as prefill if the method continues from them.
 
-    Of a turn (None in older records); tokens are prompt tokens of all turns so far, mean over layers:
+    Of a turn; tokens are prompt tokens of all turns so far, mean over layers:
     tokens_computed: run for this turn, `scoring_tokens` included. revived_tokens: of these, tokens that earlier steps
         or turns had left out of a layer. tokens_computed_so_far, total_s_so_far: sums over the turns up to this one.
     """
@@ -156,7 +152,7 @@ class Line:
 
     def to_json(self) -> str:
         """One line of JSON, without a newline at its end."""
-        return json.dumps(asdict(self), ensure_ascii=True, separators=(",", ":"))
+        return json.dumps(vars(self), default=vars, ensure_ascii=True, separators=(",", ":"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +176,7 @@ class Record(Line):
     """One example: its prompt, and the measurements of the method and of the paired baseline (None if not paired).
 
     prompt_end: the last `PROMPT_END` characters of the prompt's text. answers: the gold answers. groups: of the
-    example, such as "length=8k+". Older records lack these three.
+    example, such as "length=8k+".
     later: the later turns, in order: a line holds all turns of an example.
     turn: the number of this turn, from 1; a stored record is the first.
     """
@@ -268,14 +264,9 @@ def _checked(line: _Kind) -> _Kind:
             raise TypeError(f"{name} is {type(value).__name__}, not {expected}")
         if type(value) is float and not math.isfinite(value):
             raise ValueError(f"{name} is {value}")
-    if isinstance(line, Line):
-        _check_dataset(line.dataset)
+    if isinstance(line, Line) and line.dataset not in DATASETS:
+        raise ValueError(f"there is no dataset {line.dataset!r}")
     return line
-
-
-def _check_dataset(name: str) -> None:
-    if name not in DATASETS:
-        raise ValueError(f"there is no dataset {name!r}")
 
 
 @cache
@@ -313,39 +304,25 @@ SCHEMA = _schema(Record)  # measurements are nested in `method` and `baseline`
 def to_table(records: Iterable[Record]) -> pa.Table:
     """Records in the columns of `SCHEMA`. Raises ValueError for values that a column cannot hold."""
     try:
-        return pa.Table.from_pylist([asdict(record) for record in records], schema=SCHEMA)
+        return pa.Table.from_pylist([_nested(record) for record in records], schema=SCHEMA)
     except (pa.ArrowException, TypeError, OverflowError) as error:
         raise ValueError(str(error)) from error
 
 
+def _nested(line: Record | LaterTurn) -> dict[str, Any]:
+    """A line's values, with its measurements' and turns', without copies of their lists."""
+    values = {**vars(line), "method": vars(line.method), "baseline": line.baseline and vars(line.baseline)}
+    if isinstance(line, Record) and line.later is not None:
+        values["later"] = [_nested(turn) for turn in line.later]
+    return values
+
+
 def to_records(table: pa.Table) -> list[Record]:
-    """The records of a table with the columns of `SCHEMA`, or of an older one. Raises as `Record.of`."""
+    """The records of a table with the columns of `SCHEMA`, all but those with defaults. Raises as `Record.of`."""
     return [Record.of(values) for values in table.to_pylist()]
 
 
-def lines_to_table(data: bytes) -> pa.Table:
-    """Complete lines in the columns of `SCHEMA`.
-
-    Raises ValueError for a line that is invalid, of an older schema, or of several turns.
-    """
-    data.decode()  # Arrow does not check UTF-8
-    if not data:
-        return SCHEMA.empty_table()
-    options = ParseOptions(explicit_schema=SCHEMA, unexpected_field_behavior="error")
-    table = read_json(pa.BufferReader(data), ReadOptions(block_size=_BLOCK), options)
-    if len(table) != data.count(b"\n"):  # Arrow accepts two objects on a line, and blank lines
-        raise ValueError("not one record on each line")
-    if table["later"].null_count < len(table):  # Arrow cannot check values nested in lists
-        raise ValueError("a line with several turns")
-    for name in table["dataset"].unique().to_pylist():
-        _check_dataset(name)
-    for column in table.flatten().columns:
-        if pa.types.is_floating(column.type) and False in pc.call_function("is_finite", [column]).unique().to_pylist():
-            raise ValueError("a number is not finite")
-    for part, column in zip(SCHEMA.field("method").type, table.select(["baseline"]).flatten().columns, strict=True):
-        if not part.nullable and column.null_count > table["baseline"].null_count:
-            raise ValueError(f"baseline.{part.name} is null")
-    return table.cast(SCHEMA)
+# -------------------------------------------------------------------------------------------------------------- traces
 
 
 @dataclass(frozen=True)
@@ -357,7 +334,7 @@ class Trace:
     importance: [layers][n] Eq. 1 in a prefill without pruning.
     selected: per step {layer (1-based; 0 before the first layer): ascending positions that enter the next layer},
         prompt and generated tokens; empty in later steps if a method selects in prefill only.
-    group_starts, computed: as in `eval.store.record.Measurement`.
+    group_starts, computed: as in `Measurement`.
     """
 
     dataset: str
@@ -370,7 +347,7 @@ class Trace:
     computed: list[list[int]]
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":")) + "\n"
+        return json.dumps(vars(self), separators=(",", ":")) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Trace:

@@ -1,264 +1,29 @@
-"""Stored runs as one value, for tables, figures and reports, without a model.
-
-A *setting* is a method with its hyperparameters but without its seed; a run is one setting on one model with one seed.
-Columns have the names of a record's fields, with a dot before nested ones: `prompt_tokens`, `method.ttft_s`,
-`baseline.computed`.
-"""
+"""Stored runs as one value with the frames behind tables, figures and reports, without a model."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from eval.benchmarks.datasets import DATASETS
 from eval.store.comparable import chosen, tell_apart
-from eval.store.folder import files_of, read_about, read_failures, read_table
-from eval.store.record import MEASURED, SCALES, SCHEMA, Failure, Record, to_records, to_table
+from eval.store.record import MEASURED
+from eval.store.runs import StoredRun, stored_runs
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_SIDES = {"method": "", "baseline": "baseline_"}  # {measurement of a record: prefix of its columns}
 COLUMNS = [
     "model", "paper_model", "method", "settings", "label", "seed", "run", "folder", "paired",
     "dataset", "task", "suite", "id", "groups", "prompt_tokens", "turn",
-    *(f"{prefix}{name}" for prefix in _SIDES.values() for name in MEASURED),
+    *(f"{side}{name}" for side in ("", "baseline_") for name in MEASURED),
 ]  # fmt: skip
-_USUAL = {"revive": True, "prune_generated": False}
 _KEY = ["model", "method", "settings", "seed", "dataset", "id", "turn"]
-
-PLANNED = "examples.json"  # in a run folder: {dataset: ids of its planned examples}
-CAMPAIGN = "campaign.json"  # in a collected campaign (`eval.store.collect`)
-CAMPAIGN_VERSION = 1
-CAMPAIGN_RECORDS = "records.parquet"
-
-
-# ---------------------------------------------------------------------------------------------------------------- runs
-
-
-@dataclass(frozen=True)
-class Part:
-    """A run's part of a collected campaign. groups: its row groups in the Parquet file. sha256: as `records_sha256`."""
-
-    file: Path
-    groups: range
-    sha256: dict[str, str]
-
-    def table(self, columns: Sequence[str] | None) -> pa.Table:
-        """The records, nested, with at least these columns. Raises UserError."""
-        try:
-            with pq.ParquetFile(self.file) as opened:
-                if opened.schema_arrow.equals(SCHEMA):
-                    return opened.read_row_groups(list(self.groups), None if columns is None else list(columns))
-                return to_table(to_records(opened.read_row_groups(list(self.groups))))  # of an older version
-        except (OSError, pa.ArrowException) as error:
-            raise UserError(f"{self.file}: cannot be read ({error}); collect the runs again") from error
-
-
-@dataclass(frozen=True, eq=False)
-class StoredRun:
-    """A run: run.json's content, and its records, which are read on first use.
-
-    source: of the records: the folder's lines (None), a campaign's part, or a table in memory.
-    apart: the facts in which it differs from most runs of its model (`eval.store.comparable`).
-    """
-
-    folder: Path
-    about: dict[str, Any]
-    source: Sequence[Record] | Part | None = None
-    apart: str = ""
-
-    def table(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Every record, in order. columns: flat, as in this module's docstring; None for `SCHEMA`'s, nested.
-
-        Raises UserError.
-        """
-        if self.source is None:
-            table = read_table(self.folder)
-        else:
-            table = self.source.table(columns) if isinstance(self.source, Part) else to_table(self.source)
-        return table if columns is None else table.flatten().select(list(columns)).combine_chunks()
-
-    @property
-    def records(self) -> list[Record]:
-        """Every record, in order. Raises UserError."""
-        return list(self.source) if isinstance(self.source, Sequence) else to_records(self.table())
-
-    @cached_property
-    def examples(self) -> pd.DataFrame:
-        """A row for each turn of an example: the columns of `as_frame` from `dataset` on. Raises UserError."""
-        table = self.table(_READ)
-        return _example_rows(table) if table["later"].null_count == len(table) else example_rows(self.records)
-
-    @property
-    def datasets(self) -> list[str]:
-        """Datasets with records, in order."""
-        return [str(name) for name in self.examples["dataset"].unique()]
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return self.about["identity"]
-
-    @property
-    def has_uncommitted_code(self) -> bool:
-        """Whether no commit holds the code that measured the run."""
-        return (self.about["provenance"]["git_commit"] or "+changes").endswith("+changes")
-
-    @property
-    def model(self) -> str:
-        """The model's short name: the preset, or the last part of its folder or hub id; then `apart`."""
-        return Path(self.about["config"]["model"]["name"]).name + self.apart
-
-    @property
-    def paper_model(self) -> str | None:
-        """The model's column in the paper's tables: llama2, xgen or None."""
-        return self.about["config"]["model"]["paper"]
-
-    @property
-    def method(self) -> str:
-        return self.identity["method"]["name"]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The method's hyperparameters in the config, without name and seed."""
-        return settings_in(self.identity["method"])
-
-    @property
-    def label(self) -> str:
-        """The setting, for people."""
-        return label_of(self.method, self.settings)
-
-    @property
-    def seed(self) -> int:
-        return self.identity["method"].get("seed", self.identity["seed"])
-
-    @property
-    def failures(self) -> list[Failure]:
-        """Examples that could not be measured."""
-        failures = read_failures(self.folder)
-        done = set(self.keys) if failures else set()
-        return [failure for failure in failures if failure.key not in done]
-
-    @property
-    def keys(self) -> list[tuple[str, str]]:
-        """(dataset, id) of each record."""
-        return list(dict.fromkeys(zip(self.examples["dataset"], self.examples["id"], strict=True)))
-
-    @property
-    def records_sha256(self) -> dict[str, str]:
-        """{name: SHA-256} of the record files."""
-        if isinstance(self.source, Part):
-            return dict(self.source.sha256)
-        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(self.folder, "records")}
-
-    @property
-    def planned(self) -> list[tuple[str, str]] | None:
-        """(dataset, id) of the planned examples of the run's last job; None for older runs.
-
-        Raises UserError.
-        """
-        file = self.folder / PLANNED
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            return [(dataset, example) for dataset, ids in content.items() for example in ids]
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, AttributeError, TypeError) as error:
-            raise UserError(f"{file}: cannot be read ({type(error).__name__}: {error}); remove it") from error
-
-    @property
-    def traces(self) -> list[Path]:
-        """Files of `eval.store.record`, one for each traced example."""
-        return sorted((self.folder / "traces").glob("*.json"))
-
-
-def settings_in(method: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters in a method's config, without name and seed."""
-    return {key: value for key, value in method.items() if key not in ("name", "seed")}
-
-
-def label_of(method: str, settings: dict[str, Any]) -> str:
-    """A setting for people: `lazy, schedule={2: 0.3}`, without empty values, and without LazyLLM's usual ones."""
-    shown = {key: value for key, value in settings.items() if value is not None and _USUAL.get(key) is not value}
-    return ", ".join([method, *(f"{key}={_plain(value)}" for key, value in shown.items())])
-
-
-def is_ablation(settings: Mapping[str, Any]) -> bool:
-    """Whether LazyLLM runs without revival, or prunes generated tokens too."""
-    return any(settings.get(key, usual) != usual for key, usual in _USUAL.items())
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {inner}" for key, inner in value.items()) + "}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def planned_text(keys: Iterable[tuple[str, str]]) -> str:
-    """The content of `PLANNED`."""
-    content: dict[str, list[str]] = {}
-    for dataset, example in keys:
-        content.setdefault(dataset, []).append(example)
-    return json.dumps(content) + "\n"
-
-
-def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> list[StoredRun]:
-    """All runs with records in the folders and their subfolders, by name, raw or collected (`eval.store.collect`).
-
-    where, newest: as in `eval.store.comparable.chosen`. Raises UserError if there is none, or if a file is damaged.
-    """
-    runs = [run for run in chosen(stored_runs(folders), where, newest) if len(run.examples)]
-    if not runs:
-        raise UserError(f"no run with records in {', '.join(map(str, folders))}")
-    return tell_apart(runs)
-
-
-def stored_runs(folders: Sequence[Path]) -> list[StoredRun]:
-    """All runs in the folders and their subfolders, by name, also without records. Raises UserError."""
-    missing = [str(folder) for folder in folders if not folder.is_dir()]
-    if missing:
-        raise UserError(f"{missing[0]}: no such folder; give the folder of the runs, e.g. runs")
-    campaigns = sorted({file.parent for folder in folders for file in folder.rglob(CAMPAIGN)})
-    collected = {run.folder: run for folder in campaigns for run in _collected_runs(folder)}
-    raw = {file.parent for folder in folders for file in folder.rglob("run.json")} - collected.keys()
-    runs = {folder: StoredRun(folder, read_about(folder / "run.json")) for folder in raw}
-    return [run for _, run in sorted((runs | collected).items())]
-
-
-def _collected_runs(campaign: Path) -> list[StoredRun]:
-    file = campaign / CAMPAIGN
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if content["schema"] != CAMPAIGN_VERSION:
-            raise UserError(
-                f"{file}: has schema {content['schema']}, but this version reads {CAMPAIGN_VERSION}; collect again"
-            )
-        return [
-            StoredRun(
-                campaign / run["folder"],
-                read_about(campaign / run["folder"] / "run.json"),
-                Part(campaign / CAMPAIGN_RECORDS, range(*run["row_groups"]), run["records_sha256"]),
-            )
-            for run in content["runs"]
-        ]
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: cannot be read as a campaign ({type(error).__name__}: {error})") from error
-
-
-# -------------------------------------------------------------------------------------------------------------- frames
 
 
 class Results:
@@ -293,6 +58,17 @@ class Results:
             part = self._parts[runs] = Results(runs)
             part._parts, part._known = self._parts, self._known
         return self._parts[runs]
+
+
+def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> list[StoredRun]:
+    """All runs with records in the folders and their subfolders, by name, raw or collected (`eval.store.collect`).
+
+    where, newest: as in `eval.store.comparable.chosen`. Raises UserError if there is none, or if a file is damaged.
+    """
+    runs = [run for run in chosen(stored_runs(folders), where, newest) if len(run.examples)]
+    if not runs:
+        raise UserError(f"no run with records in {', '.join(map(str, folders))}")
+    return tell_apart(runs)
 
 
 def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
@@ -352,58 +128,3 @@ def _without_repeated(table: pd.DataFrame) -> pd.DataFrame:
 def first_turns(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of first turns: one for each example of a run."""
     return frame[frame["turn"] == 1]  # type: ignore[return-value]
-
-
-def example_rows(records: Sequence[Record]) -> pd.DataFrame:
-    """A row for each turn of a record: the columns of `as_frame` from `dataset` on."""
-    turns = (turn for record in records for turn in record.by_turn)
-    return _example_rows(to_table(turns).flatten().combine_chunks())
-
-
-# The columns of records that `_example_rows` reads
-_READ = [
-    "dataset", "id", "groups", "prompt_tokens", "turn", "later",
-    *(f"{side}.{name}" for side in _SIDES for name in (*SCALES, "decode_step_s", "token_ids", "text")),
-]  # fmt: skip
-
-
-def _example_rows(table: pa.Table) -> pd.DataFrame:
-    """`example_rows` of a flat table."""
-    import pandas as pd
-
-    datasets: Any = table["dataset"].to_pandas()
-    columns: dict[str, Any] = {"dataset": datasets}
-    for fact in ("task", "suite"):
-        columns[fact] = datasets.map({name: getattr(dataset, fact) for name, dataset in DATASETS.items()})
-    columns |= {name: table[name].to_pandas() for name in ("id", "groups")}
-    columns |= {name: table[name].to_numpy() for name in ("prompt_tokens", "turn")}
-    for side, prefix in _SIDES.items():
-        columns |= {f"{prefix}{name}": scale * _numbers(table[f"{side}.{name}"]) for name, scale in SCALES.items()}
-        columns[f"{prefix}step_s"] = _mean_of_each(table[f"{side}.decode_step_s"].combine_chunks())
-        columns[f"{prefix}generated_tokens"] = _numbers(_lengths(table[f"{side}.token_ids"]))
-        answered = pc.call_function("not_equal", [table[f"{side}.text"], pa.scalar("")])
-        columns[f"{prefix}pct_answered"] = 100 * _numbers(answered.cast(pa.int64()))
-    return pd.DataFrame(columns)
-
-
-def _lengths(lists: Any) -> Any:
-    return pc.call_function("list_value_length", [lists])
-
-
-def _numbers(column: pa.ChunkedArray) -> np.ndarray:
-    """[rows] the numbers; integers become floats only if one is missing (NaN)."""
-    if not column.null_count:
-        return column.to_numpy().astype(np.int64 if pa.types.is_integer(column.type) else np.float64)
-    return pc.fill_null(column.cast(pa.float64()), float("nan")).to_numpy()
-
-
-def _mean_of_each(lists: pa.ListArray) -> np.ndarray:
-    """[rows] the mean of each list, as `numpy.mean` computes it; NaN if it is empty or missing."""
-    lengths = pc.fill_null(_lengths(lists), 0).to_numpy()
-    starts, values = lists.offsets.to_numpy()[:-1], lists.values.to_numpy()
-    means = np.full(len(lengths), np.nan)
-    for length in np.unique(lengths[lengths > 0]):
-        rows = np.flatnonzero(lengths == length)
-        # lists of equal length as rows of one array, so that each is summed as alone
-        means[rows] = values[starts[rows, None] + np.arange(length)].mean(axis=1)
-    return means

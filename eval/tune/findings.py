@@ -19,25 +19,25 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import forms
 from eval.analysis.figures.front import plot_front
 from eval.analysis.figures.style import save
+from eval.analysis.summary import summarise
 from eval.analysis.table import markdown_lines
 from eval.analysis.tables.cells import shown
 from eval.benchmarks.subsets import HELD_OUT, RULE
 from eval.run import identity
 from eval.run.config import TimingConfig
 from eval.run.loop import console, run
-from eval.run.resolved import resolve
 from eval.run.targets import FILE, as_yaml
 from eval.store.aggregate import rows_of
-from eval.store.folder import read_run, write_whole
+from eval.store.folder import read_run
 from eval.store.record import Record
-from eval.store.results import StoredRun, example_rows
+from eval.store.runs import StoredRun, example_rows
 from eval.tune.settings import TuneConfig, as_run
 from eval.tune.space import Candidate, Ideal
 from eval.tune.study import Study, Tried
 from lazyllm.errors import UserError
+from lazyllm.files import git_commit, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def report(config: TuneConfig, study: Study, beside: Mapping[str, Candidate], nu
     content = json.loads((study.folder / "study.json").read_text(encoding="utf-8")) | {
         "counts": asdict(study.counts()),
         "reported": identity.now(),
-        "git_commit": identity.git_commit(),
+        "git_commit": git_commit(),
         "rows": json.loads(table.to_json(orient="records") or "[]"),
     }
     write_whole(study.folder / "front.csv", table.to_csv(index=False, lineterminator="\n"))
@@ -117,7 +117,7 @@ def _finalist(config: TuneConfig, study: Study, candidate: Candidate) -> list[Re
     folder = study.folder / "final" / candidate.name
     method = {**config.method, "schedule": candidate.schedule}
     timing = TimingConfig(paired=True, warmup=config.timing.warmup)
-    run(resolve(as_run(config, method=method, half=HELD_OUT, out=str(folder), timing=timing)), show=False)
+    run(as_run(config, method=method, half=HELD_OUT, out=str(folder), timing=timing), show=False)
     measured = StoredRun(folder, *read_run(folder))
     if measured.failures:  # a schedule without its failed examples cannot be compared
         first = measured.failures[0]
@@ -140,17 +140,17 @@ def _table(
     paper = records.get("paper")
     for name, candidate in finalists.items():
         row = _row(study.ideal, name, candidate, by_candidate.get(candidate), candidate in on_front)
-        held_out = rows_of(example_rows(records[name]).assign(seed=0))[-1]
+        held_out = summarise(records[name]).rows[-1]
         prompts = [(record.dataset, record.prompt_tokens) for record in records[name]]
         ideal = Ideal.of(study.ideal.model_config, prompts, study.ideal.method)
         row |= {
-            "held_out_examples": held_out["examples"],
+            "held_out_examples": held_out.examples,
             "held_out_ideal_speedup": ideal.speedup(candidate.schedule),
-            "baseline_score": held_out["baseline_score"],
+            "baseline_score": held_out["baseline_score"].mean,
         }
         compared = difference(records[name], paper) if paper is not None and name != "paper" else (math.nan,) * 3
-        measured = [[held_out[form] for form in forms(name)] for name in ("score", "ttft_speedup")]
-        values = [*measured, compared]
+        measured = (held_out["score"], held_out["ttft_speedup"])
+        values = [*((value.mean, value.low, value.high) for value in measured), compared]
         for column, (mean, low, high) in zip(_HELD_OUT, values, strict=True):
             row |= {column: mean, f"{column}_low": low, f"{column}_high": high}
         rows.append(row)

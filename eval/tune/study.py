@@ -25,9 +25,10 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from eval.store.folder import check_same, fingerprint, write_whole
+from eval.store.folder import check_same, fingerprint
 from eval.tune.space import Candidate, Ideal, Space
 from lazyllm.errors import UserError, reason_of
+from lazyllm.files import write_whole
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ import yaml
 
 from eval.benchmarks import longbench
 from eval.benchmarks.suite import Dataset
-from eval.store.folder import about_text, fingerprint
+from eval.store.folder import PLANNED, about_text, fingerprint, planned_text
 from eval.store.record import Measurement, Record
-from eval.store.results import PLANNED, label_of, planned_text
+from eval.store.runs import label_of
 
 # Examples of LongBench's datasets; 200 for all others
 _SIZES = {"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}

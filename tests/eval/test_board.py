@@ -14,8 +14,8 @@ from eval import cli
 from eval.benchmarks.datasets import load_rows, resolve_datasets
 from eval.board import board_page, read_board
 from eval.store.collect import collect
+from eval.store.folder import PLANNED, planned_text
 from eval.store.record import Record
-from eval.store.results import PLANNED, planned_text
 from tests.conftest import ROOT
 from tests.eval.store.made import LAZY, PROVENANCE, measurement, write_run
 

@@ -6,7 +6,8 @@ from collections import Counter
 
 from eval.analysis.known_methods import STUDIED
 from eval.store.record import Trace, read_trace
-from eval.store.results import Results, StoredRun, is_ablation, label_of
+from eval.store.results import Results
+from eval.store.runs import StoredRun, is_ablation, label_of
 
 # Figure 4's schedule with all other settings at their defaults
 PAPER_SETTING = label_of(STUDIED, {"schedule": "paper", "prune_generated": False, "revive": True})

@@ -15,7 +15,8 @@ from eval.analysis.figures.figure import Figure
 from eval.analysis.figures.style import GREY, LINES, MARKERS, around, grid, legend_beside, new_figure, styled
 from eval.analysis.known_methods import STUDIED
 from eval.analysis.tables.cells import forms
-from eval.store.results import Results, is_ablation
+from eval.store.results import Results
+from eval.store.runs import is_ablation
 
 _VALUES = ("score", "baseline_score", "relative_score", "ttft_speedup", "kl")
 

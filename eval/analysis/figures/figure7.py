@@ -13,7 +13,8 @@ from matplotlib.ticker import FuncFormatter
 from eval.analysis.figures.choice import studied
 from eval.analysis.figures.figure import Figure
 from eval.analysis.figures.style import COLOURS, GREY, LINES, MARKERS, grid, legend_beside, new_figure, styled
-from eval.store.results import Results, StoredRun
+from eval.store.results import Results
+from eval.store.runs import StoredRun
 
 _LINEAR_STEPS = 40  # longer generations get a logarithmic axis, as most changes happen in the first steps
 

@@ -17,7 +17,8 @@ from eval.analysis.table import COMPUTED, Table
 from eval.analysis.tables.cells import SECTION, model_name, random_models, shown
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS
-from eval.store.results import Results, settings_in
+from eval.store.results import Results
+from eval.store.runs import settings_in
 
 PUBLISHED = Path(__file__).parents[1] / "published"
 PAPER_MODELS = ("llama2", "xgen")

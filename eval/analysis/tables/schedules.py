@@ -11,7 +11,8 @@ import pandas as pd
 from eval.analysis.known_methods import STUDIED
 from eval.analysis.table import COMPUTED, Table
 from eval.analysis.tables.cells import SECTION, SETTING, forms, model_name, overall, shown
-from eval.store.results import Results, label_of
+from eval.store.results import Results
+from eval.store.runs import label_of
 
 _SLOPE = "score_change_per_0.1_keep"
 

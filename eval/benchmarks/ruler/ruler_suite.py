@@ -6,7 +6,8 @@ Ours: each dataset is a task of its own, so that the mean over tasks is RULER's 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.downloads import cache_folder
-from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import tokenizer_for_rows, wrap_tokens
 from eval.benchmarks.rows import canonical
-from eval.benchmarks.ruler.generator import Row, rows
+from eval.benchmarks.ruler import scorers
+from eval.benchmarks.ruler.generator import WITH_TURNS, Row, rows
 from eval.benchmarks.ruler.sources import (
+    COMMIT,
     INSTALL,
     TASKS,
     Sources,
@@ -29,11 +31,13 @@ from eval.benchmarks.ruler.sources import (
     read_templates,
     words,
 )
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 ROWS = 500
 """The official number of rows of a task."""
@@ -44,7 +48,7 @@ TEMPLATE = "{instruction}{context}{input}"
 VERSION = 1
 
 
-@dataclass
+@dataclass(unsafe_hash=True)  # not frozen: OmegaConf would refuse to change it
 class RulerConfig:
     """length: most tokens of a prompt, its chat template and its answer together. seed: of the rows.
 
@@ -74,7 +78,9 @@ def check(dataset: Dataset, settings: DataSettings) -> None:
 
 
 def missing(dataset: Dataset, settings: DataSettings) -> str | None:
-    """Why a dataset's corpus is not available; None if it is."""
+    """Why a dataset's corpus or its later turns are not available; None if they are."""
+    if _turns(settings) > 1 and dataset.name not in WITH_TURNS:
+        return f"a context has one question only; turns={settings.turns} is for {', '.join(WITH_TURNS)}"
     return missing_corpus(_templates(settings.dir).tasks[dataset.name], _sources(settings))
 
 
@@ -84,6 +90,8 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     Raises UserError for what `check` refuses, a missing corpus, or a length that is too short for the task.
     """
     templates, options = _templates(settings.dir), _options(settings)
+    if not templates.official:
+        log.warning("RULER's templates in %s are not those of commit %s", settings.dir, COMMIT[:7])
     task = templates.tasks[dataset.name]
     made = list(_rows(dataset, settings))
     facts = {
@@ -95,6 +103,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         "templates": templates.sha256,
         "corpus": corpus_sha256(task, _sources(settings)),
         "first row": made[0].official(),
+        **({"turns": _turns(settings)} if _turns(settings) > 1 else {}),
     }
     return LoadedDataset(
         dataset=dataset,
@@ -114,6 +123,11 @@ def official_rows(dataset: Dataset, settings: DataSettings) -> Iterable[Mapping[
     return (row.official() for row in _rows(dataset, settings))
 
 
+def score(dataset: Dataset, answer: str, outputs: Sequence[str], all_classes: Sequence[str] | None = None) -> float:
+    """The official score of one answer, 0 to 1."""
+    return scorers.score(dataset.name, answer, outputs)
+
+
 SUITE = Suite(
     name="ruler",
     version=VERSION,
@@ -128,9 +142,8 @@ SUITE = Suite(
         for name in TASKS
     ),
     load=load,
-    score=score_example,
+    score=score,
     whole="ruler",
-    options=RulerConfig,
     check=check,
     missing=missing,
     rows=official_rows,
@@ -141,6 +154,10 @@ SUITE = Suite(
 
 def _options(settings: DataSettings) -> RulerConfig:
     return settings.options if settings.options is not None else RulerConfig()
+
+
+def _turns(settings: DataSettings) -> int:
+    return settings.turns or 1
 
 
 def _sources(settings: DataSettings) -> Sources:
@@ -164,6 +181,8 @@ def _rows(dataset: Dataset, settings: DataSettings) -> Iterator[Row]:
         options.seed,
         _sources(settings),
         _chat_tokens(settings),
+        _turns(settings),
+        _later_chat_tokens(settings) if _turns(settings) > 1 else 0,
     )
     return islice(made, count)
 
@@ -172,12 +191,18 @@ def _chat_tokens(settings: DataSettings) -> int:
     return wrap_tokens(_tokenizer(settings), settings.chat)
 
 
+def _later_chat_tokens(settings: DataSettings) -> int:
+    tokenizer = _tokenizer(settings)
+    return len(tokenizer.encode(settings.chat.later(tokenizer, ""), add_special_tokens=False))
+
+
 def _tokenizer(settings: DataSettings) -> PreTrainedTokenizerBase:
     return tokenizer_for_rows(settings.model, "ruler")
 
 
 def _example(dataset: Dataset, settings: DataSettings, number: int, row: Row) -> Example:
     options, (start, end) = _options(settings), row.context
+    is_wrapped = bool(row.turns) and _chat_tokens(settings) > 0
     return Example(
         dataset=dataset.name,
         id=f"{dataset.name}-{options.length}-{options.seed}-{number:04d}",
@@ -190,4 +215,8 @@ def _example(dataset: Dataset, settings: DataSettings, number: int, row: Row) ->
         instruction=row.input[:start],
         answer_prefix=row.answer_prefix,
         evidence=tuple((first - start, last - start) for first, last in row.evidence),
+        turns=tuple(
+            Turn(turn.input.lstrip() if is_wrapped else turn.input, turn.outputs, turn.answer_prefix, turn.evidence)
+            for turn in row.turns
+        ),
     )

@@ -10,7 +10,8 @@ from tests.eval.paper.figures.made import example, redrawn, stored, texts
 from eval.analysis.evidence_shares import evidence_shares
 from eval.analysis.figures import FIGURES
 from eval.analysis.tables import evidence
-from eval.store.results import Results, StoredRun
+from eval.store.results import Results
+from eval.store.runs import StoredRun
 
 FIGURE = FIGURES["evidence"]
 

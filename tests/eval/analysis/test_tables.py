@@ -24,7 +24,8 @@ from eval.analysis.tables import (
 )  # fmt: skip
 from eval.analysis.tables.beside_paper import paper_values
 from eval.store.record import Record
-from eval.store.results import Results, StoredRun
+from eval.store.results import Results
+from eval.store.runs import StoredRun
 
 PRESETS: dict[str, dict[str, Any]] = {
     "lazy": {"schedule": "table1", "prune_generated": False, "revive": True},

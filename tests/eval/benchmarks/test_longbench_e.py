@@ -12,13 +12,14 @@ from eval.analysis.tables import TABLES
 from eval.benchmarks import longbench
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.metrics import dataset_score
-from eval.store.results import Results, StoredRun
+from eval.store.results import Results
+from eval.store.runs import StoredRun
 from lazyllm.errors import UserError
 from tests.eval.benchmarks.test_longbench import ROW, as_line, folder, place_of, server  # noqa: F401
 from tests.eval.store.made import record
 from tests.hub_server import HubServer
 
-NAMES = [dataset.name for dataset in longbench.SUITE_E.datasets]
+NAMES = [dataset.name for dataset in longbench.SUITE.datasets]
 # LongBench's README: LongBench-E has these 13
 OFFICIAL = """
     qasper multifieldqa_en hotpotqa 2wikimqa gov_report multi_news trec triviaqa samsum passage_count

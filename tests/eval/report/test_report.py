@@ -27,7 +27,8 @@ from eval.report.grid import grid
 from eval.report.page import inline_svg, render
 from eval.report.record_browser import embed_records, embed_trace, last_layers, revived
 from eval.store.record import Record, Trace
-from eval.store.results import Results, StoredRun, find_runs
+from eval.store.results import Results, find_runs
+from eval.store.runs import StoredRun
 from lazyllm.methods import Baseline, Lazy, Method, RandomDrop, StaticPruning
 from tests.conftest import ROOT
 from tests.eval.store.made import measurement, record, with_turns, write_run

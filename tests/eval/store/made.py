@@ -14,8 +14,8 @@ LAZY = {"name": "lazy", "schedule": {"2": 0.5}, "prune_generated": False, "reviv
 
 def measurement(text: str = "an answer", score: float = 0.5, **changes) -> Measurement:
     values: dict[str, Any] = dict(
-        text=text, token_ids=[3, 4], score=score, rouge_l=None, ttft_s=0.2, scoring_s=0.0, total_s=0.3,
-        decode_step_s=[0.1],
+        text=text, token_ids=[3, 4], score=score, rouge_l=None, ttft_s=0.2, scoring_s=0.0, scoring_tokens=0,
+        total_s=0.3, decode_step_s=[0.1],
         pct_prompt_tokens_computed=75.0, group_starts=[1, 3], computed=[[8, 4], [8, 5]], kv_bytes=640, aux_bytes=32,
         peak_memory_bytes=None,
     )  # fmt: skip

@@ -1,3 +1,5 @@
+"""A run's folder on a real disk: identity, locks, full disks, damage."""
+
 from __future__ import annotations
 
 import json
@@ -7,87 +9,122 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from eval.store.folder import fingerprint, open_store, read_run
+from eval.run.status import status
+from eval.store.folder import fingerprint, open_store, read_failures, read_run
 from eval.store.record import Failure
 from lazyllm.errors import UserError
 from tests.eval.store.made import record
 
 ROOT = Path(__file__).resolve().parents[3]
 IDENTITY = {"model": "tiny", "method": {"name": "lazy", "schedule": {"2": 0.7}}, "seed": 0}
+FAILURE = Failure("hotpotqa", "row-9", "no memory", "...")
+BEGIN = {"event": "begin", "time": "2026-11-21T10:00:00Z"}
+
+
+def opened(folder: Path, identity: dict[str, Any] = IDENTITY, part: str = "") -> None:
+    with open_store(folder, identity, {}, part):
+        pass
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith(".lock")}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run of three records, a failure and a job."""
+    with open_store(tmp_path, IDENTITY, {}) as store:
+        for number in range(3):
+            store.append(record(number))
+        store.fail(FAILURE)
+        store.note(BEGIN)
+    return tmp_path
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def other_schema(folder: Path) -> None:
+    (folder / "run.json").write_text(json.dumps({"schema": 99, "identity": IDENTITY}))
+
+
+def shard_that_disagrees(folder: Path) -> None:
+    (folder / "records-2-of-2.jsonl").write_text(record(0, text="another").to_json() + "\n")
+
+
+def no_description(folder: Path) -> None:
+    (folder / "run.json").unlink()
+
+
+def directory_for(name: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return make
+
+
+def description(content: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "run.json").write_text(content) and None
 
 
 @pytest.mark.parametrize(
+    ("change", "part", "parts_of_message"),
+    [
+        (other_schema, "", ["run.json", "99", "out="]),
+        (no_description, "", ["run.json", "out="]),
+        (no_description, "-1-of-2", ["run.json", "out="]),
+        (shard_that_disagrees, "-1-of-2", ["records-2-of-2.jsonl:1", "row-0", "records.jsonl:1", "without shard="]),
+        (directory_for("records.jsonl"), "", ["records.jsonl", "out="]),
+        (directory_for("failures.jsonl"), "", ["failures.jsonl", "out="]),
+        (directory_for("run.json"), "", ["run.json", "out="]),
+        *(
+            (description(text), "", ["run.json", "Nothing was changed", "out="])
+            for text in ("{", "[]", "null", '{"schema": 2, "identity": []}', '{"identity": {}}', "\0\0\0")
+        ),
+    ],
+)
+def test_store_refuses_other_folders_without_a_change(
+    folder: Path, change: Callable[[Path], None], part: str, parts_of_message: list[str]
+) -> None:
+    change(folder)
+    files = {path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".lock")}
+    before = {path: path.read_bytes() for path in files}
+    with pytest.raises(UserError) as error:
+        opened(folder, part=part)
+    assert [text for text in parts_of_message if text not in str(error.value)] == []
+    assert {path: path.read_bytes() for path in files} == before
+
+
+@pytest.mark.parametrize("part", ["", "-2-of-2"])
+@pytest.mark.parametrize(
     "change", [{"seed": 1}, {"method": {"name": "lazy", "schedule": {"2": 0.5}}}, {"device": "another"}]
 )
-def test_another_identity_is_refused_and_named(tmp_path: Path, change: dict) -> None:
-    with open_store(tmp_path, IDENTITY, {}) as store:
-        store.append(record(0))
+def test_store_refuses_another_identity_and_names_the_difference(folder: Path, part: str, change: dict) -> None:
     with pytest.raises(UserError, match=f"differs \\({next(iter(change))}: .*out=FOLDER"):
-        open_store(tmp_path, IDENTITY | change, {}).__enter__()
+        opened(folder, IDENTITY | change, part)
     assert fingerprint(IDENTITY | change) != fingerprint(IDENTITY)
 
 
-def test_a_shards_half_line_is_left_to_the_shard(tmp_path: Path) -> None:
-    with open_store(tmp_path, IDENTITY, {}, "-1-of-2") as store:
-        store.append(record(0))
-    file = tmp_path / "records-1-of-2.jsonl"
-    half = file.read_bytes() + b'{"dataset": "hot'
-    file.write_bytes(half)
-    with open_store(tmp_path, IDENTITY, {}, "-2-of-2") as other:
-        assert list(other.records.values()) == [record(0)]
-    assert file.read_bytes() == half
-    with open_store(tmp_path, IDENTITY, {}, "-1-of-2"):
-        assert file.read_bytes() == record(0).to_json().encode() + b"\n"
+# ---------------------------------------------------------------------------------------------------------------- locks
 
 
 @pytest.mark.parametrize(("first", "second"), [("", ""), ("-1-of-2", "-1-of-2"), ("-1-of-2", ""), ("", "-1-of-2")])
-def test_a_run_in_two_processes_or_a_shard_beside_the_whole_run_is_refused(
-    tmp_path: Path, first: str, second: str
-) -> None:
-    with (
-        open_store(tmp_path, IDENTITY, {}, first),
-        pytest.raises(UserError, match="another process"),
-        open_store(tmp_path, IDENTITY, {}, second),
-    ):
-        pass
-    with open_store(tmp_path, IDENTITY, {}):
-        pass  # released
+def test_store_refuses_a_second_job_of_the_same_examples(tmp_path: Path, first: str, second: str) -> None:
+    with open_store(tmp_path, IDENTITY, {}, first), pytest.raises(UserError, match="another process"):
+        opened(tmp_path, part=second)
+    opened(tmp_path)  # released
 
 
-def test_shards_of_another_run_are_refused(tmp_path: Path) -> None:
-    with (
-        open_store(tmp_path, IDENTITY, {}, "-1-of-2"),
-        pytest.raises(UserError, match=r"differs \(seed"),
-        open_store(tmp_path, IDENTITY | {"seed": 1}, {}, "-2-of-2"),
-    ):
-        pass
-    (tmp_path / "run.json").unlink()
-    (tmp_path / "records-1-of-2.jsonl").write_text(record(0).to_json() + "\n")
-    with pytest.raises(UserError, match=r"no run\.json"):
-        open_store(tmp_path, IDENTITY, {}, "-2-of-2").__enter__()
-
-
-def test_other_folders_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "records.jsonl").write_text(record(0).to_json() + "\n")
-    with pytest.raises(UserError, match=r"no run\.json"):
-        open_store(tmp_path, IDENTITY, {}).__enter__()
-    (tmp_path / "run.json").write_text(json.dumps({"schema": 99, "identity": IDENTITY}))
-    with pytest.raises(UserError, match=r"run\.json: written with schema 99, this version reads 2; give another out="):
-        open_store(tmp_path, IDENTITY, {}).__enter__()
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        open_store(file / "run", IDENTITY, {}).__enter__()
-
-
-def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch, caplog) -> None:
+def test_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch, caplog) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(37, "No locks available")
 
@@ -97,7 +134,102 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch,
     assert "cannot be locked" in caplog.text
 
 
-# -------------------------------------------------------------------------------------------------- damaged by hand
+HOLD = """
+import sys
+from pathlib import Path
+from eval.store.folder import open_store
+with open_store(Path(sys.argv[1]), {}, {}):
+    print("has it", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_killed_process_frees_its_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    holder = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "has it\n"
+        with pytest.raises(UserError, match="another process is working in this run folder"):
+            opened(tmp_path, {})
+    finally:
+        holder.kill()
+        holder.communicate()
+    opened(tmp_path, {})
+
+
+# ----------------------------------------------------------------------------------------------------- damage on resume
+
+
+def test_resuming_sets_damaged_lines_aside(folder: Path, caplog) -> None:
+    lines = (folder / "records.jsonl").read_bytes().splitlines(keepends=True)
+    garbled = lines[1][:50] + b"\n"
+    (folder / "records.jsonl").write_bytes(lines[0] + garbled + lines[2] + b'{"half')
+    (folder / "failures.jsonl").write_bytes(b"\xff\n" + (folder / "failures.jsonl").read_bytes())
+    with pytest.raises(UserError, match=r"records\.jsonl:2: not a line of records.*run the run's command again"):
+        read_run(folder)
+    with open_store(folder, IDENTITY, {}) as store:
+        assert [record.id for record in store.records.values()] == ["row-0", "row-2"]
+        store.append(record(1))  # the lost one, measured again
+    assert (folder / "records.jsonl").read_bytes() == lines[0] + lines[2] + lines[1]
+    assert (folder / "records.jsonl.damaged-1").read_bytes() == garbled
+    assert (folder / "failures.jsonl.damaged-1").read_bytes() == b"\xff\n"
+    assert read_failures(folder) == [FAILURE]
+    said = [message.getMessage() for message in caplog.records]
+    assert len(said) == 2
+    assert "records.jsonl: damaged lines are set aside in records.jsonl.damaged-1: 1 (line 2: JSONDecodeE" in said[0]
+    (folder / "records.jsonl").write_bytes(b"x\n")
+    opened(folder)
+    assert (folder / "records.jsonl.damaged-1").read_bytes() == garbled  # nothing is overwritten
+    assert (folder / "records.jsonl.damaged-2").read_bytes() == b"x\n"
+
+
+def test_resuming_leaves_a_sound_folder_alone(folder: Path, caplog) -> None:
+    before = content_of(folder)
+    opened(folder)
+    assert content_of(folder) == before
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("line", ["[]", '{"time": "2026-11-21T10:00:00Z"}', '{"event": "begin", "time": "then"}'])
+def test_resuming_sets_lines_of_jobs_aside_that_status_names(folder: Path, line: str) -> None:
+    before = (folder / "jobs.jsonl").read_text()
+    (folder / "jobs.jsonl").write_text(f"{line}\n{before}")
+    (damaged,) = status([folder])
+    assert (damaged.state, "jobs.jsonl:1: not a line of jobs" in damaged.why) == ("failed", True)
+    opened(folder)
+    assert (folder / "jobs.jsonl").read_text() == before
+
+
+def test_resuming_sets_all_different_records_of_an_example_aside(folder: Path, caplog) -> None:
+    lines = [record(0), record(5), record(1, text="another")]
+    (folder / "records-1-of-2.jsonl").write_text("".join(f"{line.to_json()}\n" for line in lines))
+    with pytest.raises(UserError, match=r"records-1-of-2\.jsonl:3: another record of hotpotqa, row row-1, than .*:2"):
+        read_run(folder)
+    opened(folder)
+    assert [record.id for record in read_run(folder)[1]] == ["row-0", "row-2", "row-5"]
+    aside = [(folder / f"records{part}.jsonl.damaged-1").read_text() for part in ("", "-1-of-2")]
+    assert aside == [f"{one.to_json()}\n" for one in (record(1), lines[2])]
+    assert "line 3: different records of hotpotqa, row row-1" in caplog.text
+
+
+def test_shard_leaves_files_of_other_shards_alone(tmp_path: Path) -> None:
+    with open_store(tmp_path, IDENTITY, {}, "-1-of-2") as store:
+        store.append(record(0))
+    file = tmp_path / "records-1-of-2.jsonl"
+    half = file.read_bytes() + b'{"dataset": "hot'
+    file.write_bytes(half)
+    with open_store(tmp_path, IDENTITY, {}, "-2-of-2") as other:
+        assert list(other.records.values()) == [record(0)]
+    assert file.read_bytes() == half
+    opened(tmp_path, part="-1-of-2")
+    assert file.read_bytes() == record(0).to_json().encode() + b"\n"
+    file.write_bytes(b"x\n" + half)
+    with pytest.raises(UserError, match=r"records-1-of-2\.jsonl:1: not a line of records"):
+        opened(tmp_path, part="-2-of-2")
+
+
+# ---------------------------------------------------------------------------------------------------------- full disks
 
 
 @contextmanager
@@ -111,91 +243,45 @@ def full_disk(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_two_records_of_one_example_are_refused_and_both_named(tmp_path: Path) -> None:
-    with open_store(tmp_path, IDENTITY, {}, "-1-of-2") as one, open_store(tmp_path, IDENTITY, {}, "-2-of-2") as two:
-        one.append(record(0))
-        two.append(record(1))
-        two.append(record(0, text="another"))
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    message = r"records-2-of-2\.jsonl:2: another record of hotpotqa, row row-0, than .*records-1-of-2\.jsonl:1"
-    with pytest.raises(UserError, match=message) as error:
-        read_run(tmp_path)
-    assert f"lazyllm-bench repair {tmp_path}" in str(error.value)
-    with pytest.raises(UserError, match=message), open_store(tmp_path, IDENTITY, {}):
-        pass
-    after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    assert after == before
-
-
-@pytest.mark.parametrize("name", ["records.jsonl", "failures.jsonl", "run.json"])
-def test_a_folder_where_a_file_belongs_is_named(tmp_path: Path, name: str) -> None:
-    with open_store(tmp_path, IDENTITY, {}) as store:
-        store.append(record(0))
-    (tmp_path / name).unlink(missing_ok=True)
-    (tmp_path / name).mkdir()
-    with pytest.raises(UserError, match=rf"{name}: cannot be read.*directory"):
-        open_store(tmp_path, IDENTITY, {}).__enter__()
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{", '{"schema": 2', "[]", "null", '{"schema": 2, "identity": []}', '{"identity": {}}', "\0\0\0"]
-)
-def test_a_damaged_description_is_refused_with_what_to_do(tmp_path: Path, content: str) -> None:
-    with open_store(tmp_path, IDENTITY, {}) as store:
-        store.append(record(0))
-    file = tmp_path / "run.json"
-    file.write_text(content)
-    for read in (read_run, lambda folder: open_store(folder, IDENTITY, {}).__enter__()):
-        with pytest.raises(UserError, match=r"run\.json: cannot be read .*Nothing was changed.*lazyllm-bench repair"):
-            read(tmp_path)
-    assert file.read_text() == content
-
-
 @pytest.mark.parametrize("cut", [0, 1, 60, -2, -1])
-def test_a_disk_that_is_full_within_a_line_leaves_the_file_as_it_was(tmp_path: Path, cut: int) -> None:
+@pytest.mark.parametrize("name", ["records", "failures", "jobs"])
+def test_full_disk_within_a_line_leaves_the_file_unchanged(folder: Path, name: str, cut: int) -> None:
     """Real writes, which the kernel cuts after N bytes of the line (counted from its end if negative)."""
-    failure = Failure("hotpotqa", "row-9", "no memory", "...")
-    with open_store(tmp_path, IDENTITY, {}) as store:
-        for write, line, name in (
-            (lambda: store.append(record(1)), record(1).to_json(), "records.jsonl"),
-            (lambda: store.fail(failure), failure.to_json(), "failures.jsonl"),
-            (lambda: store.note({"event": "x" * 200}), json.dumps({"event": "x" * 200}), "jobs.jsonl"),
-        ):
-            store.append(record(0))
-            store.fail(replace(failure, id="row-8"))
-            store.note({"event": "begin", "time": "2026-11-21T10:00:00Z"})
-            file = tmp_path / name
-            before = file.read_bytes()
-            room = cut if cut >= 0 else len(line) + 1 + cut
-            with (
-                full_disk(len(before) + room),
-                pytest.raises(UserError, match=rf"{name}: the line could not be written .*Those before it are safe"),
-            ):
-                write()
-            assert file.read_bytes() == before
-            write()  # there is room again
-            assert file.read_bytes() == before + line.encode() + b"\n"
-            for path in tmp_path.glob("*.jsonl"):
-                path.unlink()
+    failure, event = replace(FAILURE, id="row-8"), {"event": "x" * 200}
+    with open_store(folder, IDENTITY, {}) as store:
+        write, line = {
+            "records": (lambda: store.append(record(7)), record(7).to_json()),
+            "failures": (lambda: store.fail(failure), failure.to_json()),
+            "jobs": (lambda: store.note(event), json.dumps(event)),
+        }[name]
+        file = folder / f"{name}.jsonl"
+        before = file.read_bytes()
+        room = cut if cut >= 0 else len(line) + 1 + cut
+        with full_disk(len(before) + room), pytest.raises(UserError, match=rf"{name}\.jsonl: .*free some disk space"):
+            write()
+        assert file.read_bytes() == before
+        write()  # there is room again
+        assert file.read_bytes() == before + line.encode() + b"\n"
 
 
-def test_a_disk_that_is_full_from_the_start_leaves_no_half_description(tmp_path: Path) -> None:
+def test_full_disk_leaves_no_half_file(folder: Path, tmp_path_factory) -> None:
+    empty = tmp_path_factory.mktemp("empty")
     with full_disk(10), pytest.raises(UserError, match=r"run\.json: could not be written .*the same command again"):
-        open_store(tmp_path, IDENTITY, {}).__enter__()
-    assert [file.name for file in tmp_path.iterdir() if not file.name.startswith(".lock")] == []
-    full = pytest.raises(UserError, match=r"summary\.json: could not be written")
-    with open_store(tmp_path, IDENTITY, {}) as store, full_disk(10), full:
-        store.write("summary.json", "x" * 20)
-    assert not (tmp_path / "summary.json").exists()
-    assert not list(tmp_path.glob(".*.partial"))
+        opened(empty)
+    with (folder / "records.jsonl").open("ab") as file:
+        file.write(b"damaged, in more than ten bytes\n")
+    before = content_of(folder)
+    with full_disk(10), pytest.raises(UserError, match=r"damaged-1: could not be written"):
+        opened(folder)
+    assert (content_of(empty), content_of(folder)) == ({}, before)
 
 
-def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
+def test_only_a_whole_run_removes_what_a_killed_process_was_writing(tmp_path: Path) -> None:
     (tmp_path / ".summary.json.0123abcd.partial").write_text("half")
-    with open_store(tmp_path, IDENTITY, {}, "-1-of-2"):  # another shard may be writing it
-        assert list(tmp_path.glob(".*.partial"))
-    with open_store(tmp_path, IDENTITY, {}):
-        assert not list(tmp_path.glob(".*.partial"))
+    opened(tmp_path, part="-1-of-2")  # another shard may be writing it
+    assert list(tmp_path.glob(".*.partial"))
+    opened(tmp_path)
+    assert not list(tmp_path.glob(".*.partial"))
 
 
 READ_ONLY = """
@@ -216,57 +302,21 @@ for place in (folder, folder / "new"):
 """
 
 
-def test_a_read_only_folder_can_be_read_and_is_refused_to_runs() -> None:
+def test_read_only_folder_is_readable_and_refused_to_runs() -> None:
     folder = Path(tempfile.mkdtemp())  # not pytest's folder, which other users cannot enter
     try:
         with open_store(folder / "run", IDENTITY, {}) as store:
             store.append(record(0))
         for place in (folder, folder / "run"):
             place.chmod(0o555)
-        done = subprocess.run(
-            [sys.executable, "-c", READ_ONLY, str(folder / "run")],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        count, existing, new = done.stdout.splitlines()
+        command = [sys.executable, "-c", READ_ONLY, str(folder / "run")]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300)
+        count, *refusals = done.stdout.splitlines()
         assert count == "1", done.stderr
-        assert existing.startswith(f"{folder / 'run'}: the run folder cannot be written ([Errno 13]")
-        assert new.startswith(f"{folder / 'run' / 'new'}: the run folder cannot be written ([Errno 13]")
-        assert "give another with out=FOLDER" in existing
+        for place, refusal in zip((folder / "run", folder / "run" / "new"), refusals, strict=True):
+            assert refusal.startswith(f"{place}: the run folder cannot be written ([Errno 13]")
+            assert "give another with out=FOLDER" in refusal
     finally:
         folder.chmod(0o755)
         (folder / "run").chmod(0o755)
         shutil.rmtree(folder)
-
-
-HOLD = """
-import sys
-from pathlib import Path
-from eval.store.folder import open_store
-with open_store(Path(sys.argv[1]), {}, {}):
-    print("has it", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_folder_is_held_against_a_real_process_and_free_once_that_is_killed(tmp_path: Path) -> None:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "has it\n"
-        with pytest.raises(UserError, match="another process is working in this run folder"):
-            open_store(tmp_path, {}, {}).__enter__()
-    finally:
-        holder.kill()
-        holder.communicate()
-    with open_store(tmp_path, {}, {}) as store:
-        store.append(record(0))

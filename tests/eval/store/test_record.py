@@ -16,9 +16,11 @@ import pytest
 
 from eval.store import record as schema
 from eval.store.folder import read_run, read_table
-from eval.store.record import MEASURED, SCHEMA, Record, compact_counts, lines_to_table, to_records, to_table
-from eval.store.results import StoredRun, as_frame, example_rows
+from eval.store.record import MEASURED, SCHEMA, Record, compact_counts, to_records, to_table
+from eval.store.results import as_frame
+from eval.store.runs import StoredRun, example_rows, stored_runs
 from lazyllm.errors import UserError
+from tests.conftest import ROOT
 from tests.eval.store.made import measurement, record, with_turns, write_run
 
 
@@ -27,7 +29,7 @@ def varied() -> list[Record]:
     rng = np.random.default_rng(0)
     records = []
     for number in range(40):
-        steps = int(rng.integers(0, 200))
+        steps = int(rng.integers(0, 20))
         method = measurement(
             text="\u00e4\u4e2d\U0001f600\n\x00", decode_step_s=rng.random(steps).tolist(), score=float(rng.random()),
             token_ids=rng.integers(0, 50_000, steps + 1).tolist(), rouge_l=0.25 if number % 2 else None,
@@ -37,7 +39,7 @@ def varied() -> list[Record]:
         paired = measurement("" if number % 3 else "x") if number % 4 else None
         lists = {"answers": ["a"] * (number % 3), "groups": ["length=1"] * (number % 2)}
         records.append(replace(record(number), method=method, baseline=paired, **lists))
-    return records
+    return [*records, replace(with_turns(), id="turns")]
 
 
 def lines(*records: Any) -> bytes:
@@ -54,34 +56,29 @@ def changed(example: dict[str, Any], side: str = "method", measured: dict[str, A
     return values | example
 
 
-def test_records_come_back_as_they_were(tmp_path: Path) -> None:
+def test_records_are_equal_in_folder_memory_and_table(tmp_path: Path) -> None:
     records = varied()
-    assert to_records(to_table(records)) == records
     write_run(tmp_path, records)
+    assert len((tmp_path / "records.jsonl").read_text().splitlines()) == len(records)  # all turns in one line
     stored, memory = StoredRun(tmp_path, {}), StoredRun(tmp_path, {}, records)
-    assert stored.records == memory.records == records
-    assert lines_to_table(lines(*records)).equals(to_table(records))
+    assert to_records(to_table(records)) == stored.records == memory.records == records
+    assert stored.keys == [one.key for one in records]
     names = ["id", "method.decode_step_s", "baseline.ttft_s"]
-    assert stored.table(names).to_pylist() == memory.table(names).to_pylist()
+    assert stored.table(names).equals(memory.table(names))
     assert stored.table(names)["method.decode_step_s"].to_pylist()[3] == records[3].method.decode_step_s
 
 
-def test_all_turns_of_an_example_stand_in_one_line(tmp_path: Path) -> None:
-    records = [record(0), with_turns()]
-    write_run(tmp_path, records)
-    assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 2
-    stored = StoredRun(tmp_path, {})
-    assert stored.records == to_records(to_table(records)) == records
-    assert stored.keys == [one.key for one in records]
-    turns = [turn for one in records for turn in one.by_turn]
-    assert [(turn.id, turn.turn, turn.prompt_tokens) for turn in turns] == [
-        ("row-0", 1, 100), ("row-1", 1, 100), ("row-1", 2, 2), ("row-1", 3, 3)
+def test_frame_has_every_value_of_every_turn_to_the_last_bit() -> None:
+    turns = [turn for one in varied() for turn in one.by_turn]
+    assert [(turn.id, turn.turn, turn.prompt_tokens) for turn in turns[-3:]] == [
+        ("turns", 1, 100), ("turns", 2, 2), ("turns", 3, 3)
     ]  # fmt: skip
-    frame = stored.examples
+    frame = example_rows(varied())
     assert frame["turn"].tolist() == [turn.turn for turn in turns]
     for row, turn in zip(frame.to_dict("records"), turns, strict=True):
         for name, value in slow_row(turn).items():
-            assert row[name] == value or (math.isnan(row[name]) and math.isnan(value)), name
+            found: Any = row[name]
+            assert found == value or (math.isnan(found) and math.isnan(value)), name
 
 
 def slow_row(record: Record) -> dict[str, Any]:
@@ -99,45 +96,46 @@ def slow_row(record: Record) -> dict[str, Any]:
     return row
 
 
-def test_every_value_is_the_records_to_the_last_bit() -> None:
-    records = varied()
-    for row, stored in zip(example_rows(records).to_dict("records"), records, strict=True):
-        for name, value in slow_row(stored).items():
-            found: Any = row[name]
-            assert found == value or (math.isnan(found) and math.isnan(value)), name
-
-
-@pytest.mark.parametrize("name", ["prompt_end", "answers", "groups", "scoring_tokens", "later", "turn"])
-def test_older_records_are_read_with_defaults(tmp_path: Path, name: str) -> None:
-    """Also mixed with records of this version, and for every reader."""
+@pytest.mark.parametrize("name", ["later", "turn", "kl"])
+def test_line_without_a_newer_field_takes_its_default(tmp_path: Path, name: str) -> None:
     values = asdict(record(0))
     for part in (values, values["method"], values["baseline"]):
         part.pop(name, None)
-    default = {"prompt_end": "", "answers": [], "groups": [], "scoring_tokens": 0, "later": None, "turn": 1}[name]
-    expected = replace(record(0), **{} if name == "scoring_tokens" else {name: default})
     write_run(tmp_path, [])
     (tmp_path / "records.jsonl").write_bytes(lines(values, record(1)))
-    assert read_run(tmp_path)[1] == StoredRun(tmp_path, {}).records == [expected, record(1)]
-    assert as_frame([StoredRun(tmp_path, read_run(tmp_path)[0])])["scoring_tokens"].tolist() == [0, 0]
+    assert read_run(tmp_path)[1] == StoredRun(tmp_path, {}).records == [record(0), record(1)]
+    assert as_frame(stored_runs([tmp_path]))["turn"].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("cut", [1, 2, 40, 400])
-def test_a_last_line_without_its_end_counts_if_it_is_whole(tmp_path: Path, cut: int) -> None:
+def test_committed_records_are_readable() -> None:
+    """The board's campaigns: as many records as their descriptions say, as objects and as frames."""
+    campaigns = sorted((ROOT / "results").rglob("campaign.json"))
+    assert len(campaigns) >= 2
+    for file in campaigns:
+        expected = {run["folder"]: run["records"] for run in json.loads(file.read_text())["runs"]}
+        runs = stored_runs([file.parent])
+        assert {run.folder.name: len(run.examples) for run in runs} == expected
+        assert sum(len(run.records) for run in runs[:2]) == sum(len(run.examples) for run in runs[:2])
+
+
+@pytest.mark.parametrize("cut", [1, 2, 400])
+def test_last_line_without_its_end_counts_if_it_is_whole(tmp_path: Path, cut: int) -> None:
     write_run(tmp_path, [record(0), record(1)])
     file = tmp_path / "records.jsonl"
     file.write_bytes(file.read_bytes()[:-cut])
     assert to_records(read_table(tmp_path)) == read_run(tmp_path)[1] == [record(0), record(1)][: 2 if cut == 1 else 1]
 
 
-def test_an_example_that_stands_twice_counts_as_the_store_says(tmp_path: Path) -> None:
+def test_equal_lines_count_once_and_different_ones_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path, [record(0), record(1)])
     with (tmp_path / "records.jsonl").open("ab") as opened:
         opened.write(lines(record(0), ""))
     assert to_records(read_table(tmp_path)) == read_run(tmp_path)[1] == [record(0), record(1)]
     with (tmp_path / "records.jsonl").open("ab") as opened:
         opened.write(lines(record(1, score=1.0)))
-    with pytest.raises(UserError, match=r"records\.jsonl:5: another record of hotpotqa, row row-1"):
-        read_table(tmp_path)
+    for read in (read_table, read_run):
+        with pytest.raises(UserError, match=r"records\.jsonl:5: another record of hotpotqa, row row-1"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -166,17 +164,13 @@ def test_an_example_that_stands_twice_counts_as_the_store_says(tmp_path: Path) -
         ),
     ],
 )  # fmt: skip
-def test_an_invalid_line_is_named_by_every_reader(tmp_path: Path, line: Any, reason: str) -> None:
-    write_run(tmp_path, [])
+def test_reader_refuses_invalid_line_with_its_number(tmp_path: Path, line: Any, reason: str) -> None:
     (tmp_path / "records.jsonl").write_bytes(lines(record(0), line))
-    with pytest.raises(ValueError):  # noqa: PT011 - Arrow's own words, which nobody is shown
-        lines_to_table(lines(record(0), line))
-    for read in (read_run, read_table, lambda folder: example_rows(StoredRun(folder, {}).records)):
-        with pytest.raises(UserError, match=rf"records\.jsonl:2: not a record .*({reason})"):
-            read(tmp_path)
+    with pytest.raises(UserError, match=rf"records\.jsonl:2: not a line of records .*({reason})"):
+        read_table(tmp_path)
 
 
-def test_a_number_that_no_column_holds_is_refused(tmp_path: Path) -> None:
+def test_reader_refuses_number_that_no_column_holds(tmp_path: Path) -> None:
     write_run(tmp_path, [record(0, token_ids=[2**40])])
     with pytest.raises(UserError, match="a record holds an impossible value"):
         read_table(tmp_path)
@@ -195,7 +189,7 @@ def test_compact_counts_lose_nothing() -> None:
         assert np.array_equal(np.repeat(np.array(compact), lengths, axis=1), full)
 
 
-def test_a_new_number_is_a_column_everywhere(tmp_path: Path) -> None:
+def test_new_number_is_a_column_everywhere(tmp_path: Path) -> None:
     """In another process, as the class is changed before anything else is imported: one new field is enough."""
     source = Path(schema.__file__).read_text(encoding="utf-8")
     assert source.count("    kv_bytes: int\n") == 1
@@ -205,10 +199,11 @@ import eval.store
 module = types.ModuleType("eval.store.record")
 sys.modules["eval.store.record"] = eval.store.record = module
 exec({source.replace("    kv_bytes: int", "    kv_bytes: int; joules: float = 0.0")!r}, module.__dict__)
+assert not {{"torch", "pandas", "matplotlib"}} & set(sys.modules)  # the schema needs none of them
 from dataclasses import replace
 from pathlib import Path
-from eval.store.results import Results, StoredRun
-from tests.eval.store.made import measurement, record, write_run
+from eval.store.results import Results
+from tests.eval.store.made import record, write_run
 run = write_run(Path({str(tmp_path)!r}), [record(0, joules=2.5), record(1, joules=3.5)])
 row = Results.read([run]).by_task.set_index(["method", "level"]).loc[("lazy", "all")]
 print(row["joules"], row["joules_low"], row["joules_high"], row["baseline_joules"])
@@ -217,11 +212,6 @@ print(row["joules"], row["joules_low"], row["joules_high"], row["baseline_joules
     assert done.stdout == "3.0 2.5 3.5 0.0\n", done.stderr
 
 
-def test_the_schema_needs_neither_torch_nor_pandas() -> None:
-    code = "import sys, eval.store.record; print({'torch', 'pandas', 'matplotlib'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
-
-
-def test_the_columns_are_the_records_fields() -> None:
+def test_columns_are_the_fields_of_records() -> None:
     assert SCHEMA.names == list(Record.__dataclass_fields__)
     assert [column.name for column in SCHEMA.field("method").type] == list(asdict(measurement()))

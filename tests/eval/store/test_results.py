@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from eval.store.results import COLUMNS, as_frame, find_runs, label_of
+from eval.store.folder import fingerprint
+from eval.store.results import COLUMNS, as_frame, find_runs
+from eval.store.runs import label_of
 from lazyllm.errors import UserError
 from tests.eval.store.made import LAZY, PROVENANCE, measurement, record, write_run
 
 
-def test_runs_are_found_at_any_depth_and_in_order(tmp_path: Path) -> None:
+def test_runs_are_listed_at_any_depth_and_in_order(tmp_path: Path) -> None:
     write_run(tmp_path / "b", [record(0)])
     write_run(tmp_path / "a" / "deep", [record(1)], seed=1)
     write_run(tmp_path / "begun", [], seed=2)
@@ -25,7 +27,7 @@ def test_runs_are_found_at_any_depth_and_in_order(tmp_path: Path) -> None:
     assert runs[0].settings == {"schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
 
 
-def test_no_run_is_an_error(tmp_path: Path) -> None:
+def test_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         find_runs([tmp_path / "absent"])
     assert list(as_frame([]).columns) == COLUMNS
@@ -41,15 +43,16 @@ def test_no_run_is_an_error(tmp_path: Path) -> None:
         ({"load_format": "another"}, "load_format=another"),
         ({"device": "another"}, "device=another"),
         ({"versions": {"torch": "3"}}, "versions.torch=3"),
-        ({"data": {"hotpotqa": "another"}}, "rows of hotpotqa=another"),
         ({"max_new_tokens": 3}, "max_new_tokens=3"),
+        # the first four digits of the hash of the rows that differ
+        ({"data": {"hotpotqa": "another"}}, f"rows {fingerprint({'rows of hotpotqa': 'another'})[:4]}"),
+        ({"turns": 4, "data": {"hotpotqa": "another"}}, "turns=4"),  # as short as tells it apart
     ],
 )
-def test_runs_that_share_no_table_are_told_apart_by_their_models_name(
-    tmp_path: Path, identity: dict[str, Any], apart: str
-) -> None:
+def test_model_name_tells_runs_apart_that_share_no_table(tmp_path: Path, identity: dict[str, Any], apart: str) -> None:
     usual: dict[str, Any] = {
         "data": {"hotpotqa": "1234 5678"}, "device": "a", "versions": {"torch": "2"}, "max_new_tokens": None,
+        "turns": 1,
     }  # fmt: skip
     write_run(tmp_path / "a", [record(0)], **usual)
     write_run(tmp_path / "b", [record(0)], **usual | identity)
@@ -57,16 +60,25 @@ def test_runs_that_share_no_table_are_told_apart_by_their_models_name(
     runs = find_runs([tmp_path])
     assert [run.model for run in runs] == ["tiny", f"tiny ({apart})", "tiny"]
     assert as_frame(runs)["model"].tolist() == ["tiny", f"tiny ({apart})", "tiny"]
+    assert len(runs[1].facts) == len(identity)  # all of them, for the table of settings
 
 
-def test_of_as_many_runs_the_newest_has_the_plain_name(tmp_path: Path) -> None:
+def test_model_name_has_more_facts_if_others_share_the_first(tmp_path: Path) -> None:
+    odd = [{}, {}, {"code": "2", "dtype": "x"}, {"code": "2"}, {"dtype": "x"}]
+    for number, identity in enumerate(odd):
+        write_run(tmp_path / str(number), [record(0)], **{"dtype": "usual"} | identity)
+    names = [run.model for run in find_runs([tmp_path])]
+    assert names == ["tiny", "tiny", "tiny (code=2, dtype=x)", "tiny (code=2)", "tiny (dtype=x)"]
+
+
+def test_newest_of_equally_common_settings_has_the_plain_name(tmp_path: Path) -> None:
     for name, started in (("a", "2026-01-02"), ("b", "2026-01-01")):
         write_run(tmp_path / name, [record(0)], provenance=PROVENANCE | {"started": started}, code=name)
     assert [run.model for run in find_runs([tmp_path])] == ["tiny", "tiny (code=b)"]
     assert [run.folder.name for run in find_runs([tmp_path], newest=True)] == ["a"]
 
 
-def test_runs_are_chosen_by_what_their_config_or_identity_says(tmp_path: Path) -> None:
+def test_where_selects_by_config_and_identity(tmp_path: Path) -> None:
     write_run(tmp_path / "a", [record(0)], dtype="bfloat16", max_new_tokens=None)
     write_run(tmp_path / "b", [record(0)], {"name": "baseline"}, dtype="float32", max_new_tokens=3)
 
@@ -82,7 +94,7 @@ def test_runs_are_chosen_by_what_their_config_or_identity_says(tmp_path: Path) -
             names(wrong)
 
 
-def test_methods_seeds_and_models_may_differ(tmp_path: Path) -> None:
+def test_methods_seeds_and_models_share_tables(tmp_path: Path) -> None:
     write_run(tmp_path / "a", [record(0)])
     write_run(tmp_path / "b", [record(0)], {"name": "baseline"}, paired=False, seed=3, data={"x": "y"}, warmup=1)
     write_run(tmp_path / "c", [record(0)], LAZY | {"schedule": "table1"}, parameters={"hotpotqa": LAZY})
@@ -96,7 +108,7 @@ def test_methods_seeds_and_models_may_differ(tmp_path: Path) -> None:
     ]
 
 
-def test_a_row_holds_the_record(tmp_path: Path) -> None:
+def test_frame_row_holds_the_record(tmp_path: Path) -> None:
     one = replace(
         record(7, "gov_report"),
         method=measurement(
@@ -122,7 +134,7 @@ def test_a_row_holds_the_record(tmp_path: Path) -> None:
         assert math.isnan(row[missing])
 
 
-def test_the_paired_measurement_counts(tmp_path: Path) -> None:
+def test_paired_measurement_goes_before_unpaired(tmp_path: Path) -> None:
     alone = replace(record(0), method=measurement(score=0.0), baseline=None)
     write_run(tmp_path / "a", [alone, replace(alone, id="only here")], paired=False)
     write_run(tmp_path / "b", [record(0, score=1.0)])
@@ -130,7 +142,7 @@ def test_the_paired_measurement_counts(tmp_path: Path) -> None:
     assert frame[["id", "score", "paired"]].to_numpy().tolist() == [["only here", 0, False], ["row-0", 100, True]]
 
 
-def test_the_same_measured_twice_is_refused(tmp_path: Path) -> None:
+def test_frame_refuses_example_measured_twice(tmp_path: Path) -> None:
     write_run(tmp_path / "a", [record(0), record(2)])
     write_run(tmp_path / "b", [record(1), record(0)], warmup=9)
     with pytest.raises(UserError, match=r"row-0, lazy, schedule=.* measured twice, in .*/a and .*/b; remove one"):
@@ -146,11 +158,11 @@ def test_the_same_measured_twice_is_refused(tmp_path: Path) -> None:
         ("prompt_compression", {"keep": 0.5, "scorer": None}, "prompt_compression, keep=0.5"),
     ],
 )
-def test_labels(method: str, settings: dict[str, Any], label: str) -> None:
+def test_label_leaves_out_usual_values(method: str, settings: dict[str, Any], label: str) -> None:
     assert label_of(method, json.loads(json.dumps(settings))) == label
 
 
-def test_a_first_look_gives_way_to_the_run_of_all(tmp_path: Path) -> None:
+def test_run_with_more_examples_goes_before_a_first_look(tmp_path: Path) -> None:
     write_run(tmp_path / "look", [record(0, score=0.25)])
     write_run(tmp_path / "whole", [record(0, score=1.0), record(1)], warmup=9)
     frame = as_frame(find_runs([tmp_path]))

@@ -12,7 +12,7 @@ import pandas as pd
 
 from eval.analysis.figures import Figure
 from eval.store.record import Record, Trace
-from eval.store.results import StoredRun
+from eval.store.runs import StoredRun
 from tests.eval.store.made import measurement, record
 
 

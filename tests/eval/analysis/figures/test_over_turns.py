@@ -11,7 +11,8 @@ from eval.analysis.figures import FIGURES
 from eval.analysis.tables import turns
 from eval.analysis.tables.by_turn import by_turn
 from eval.store.record import LaterTurn, Record
-from eval.store.results import Results, StoredRun
+from eval.store.results import Results
+from eval.store.runs import StoredRun
 
 FIGURE = FIGURES["turns"]
 KEEP = {"layer": 2, "keep": "1.5x"}
