@@ -12,7 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,7 @@ Seen = Callable[[slice, slice], Tensor | None]
 
 
 class Probe:
-    """What the installed attention function has to look at, and the scores that it found.
+    """Which attention scores to record, and those recorded.
 
     decodes: whether the run attends to tokens stored by earlier runs.
     reach: which stored tokens the running layer attends to.
@@ -89,80 +89,96 @@ class KeysReached(Exception):  # noqa: N818 - not an error
         self.key = key
 
 
-@contextmanager
-def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
-    """Install an observing attention function in `model`; it is removed on exit.
+class ObservedAttention:
+    """An attention function for transformers: the model's own, with masks of its own, watched by a probe.
 
     The model's own attention (SDPA, FlashAttention, eager) does the work. Queries that need a mask run in blocks.
     In decoding, `attend_to_chosen` runs all masked blocks, and all steps in place of SDPA: it calls SDPA's kernels, but
     they read K and V once, not once for every query head that shares them.
     """
-    own_name = model.config._attn_implementation
-    is_sdpa = own_name == "sdpa"
-    is_eager = own_name is None or own_name == "eager"
-    is_flash = own_name is not None and own_name.startswith("flash")
-    takes_masks = is_eager or is_sdpa  # in prefill
-    probe = Probe(home_of(model))
-    name = f"lazyllm_{id(probe)}"  # unique, so that two models may generate at the same time
 
-    def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def __init__(self, model: PreTrainedModel, probe: Probe) -> None:
+        self._config = model.config
+        self._probe = probe
+        own = self._own = model.config._attn_implementation
+        self._is_sdpa = own == "sdpa"
+        self._is_eager = own is None or own == "eager"
+        self._is_flash = own is not None and own.startswith("flash")
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Attention of query [1, h, m, d] to key and value [1, g, s, d]: [1, m, h, d], and no weights."""
         _check_terms(module, kwargs)
-        scaling, softcap = kwargs["scaling"], kwargs.get("softcap")
-        layer: Any = module.layer_idx
+        probe, layer = self._probe, cast(int, module.layer_idx)
         if layer == probe.stop_at:
             raise KeysReached(query, key)
         if probe.wants(layer):
-            probe.look(query, key, scaling, softcap)
-        reach, decodes = probe.reach, probe.decodes
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-            if (decodes and is_sdpa) or (mask is not None and (decodes or not takes_masks)):
-                return attend_to_chosen(query, key, value, mask, scaling, softcap)
-            own = _own_attention(own_name, module)
-            if not is_flash:
-                return own(module, query, key, value, mask, **kwargs)[0]
-            # transformers' FlashAttention reads the implementation's name from the config, and would take gaps in
-            # position_ids for borders between packed sequences
-            of_flash = {key: value for key, value in kwargs.items() if key != "position_ids"}
-            model.config._attn_implementation = own_name
-            try:
-                return own(module, query, key, value, mask, **of_flash)[0]
-            finally:
-                model.config._attn_implementation = name
-
+            probe.look(query, key, kwargs["scaling"], kwargs.get("softcap"))
+        reach, in_prefill = probe.reach, not probe.decodes
         # in prefill, the model's own attention is causal; FlashAttention's also has windows, if positions have no gaps
-        is_own = not decodes and ((is_flash and reach.is_whole) or (not is_eager and reach.window is None))
-        if is_own or reach.is_everything:
-            return attend(query, key, value, None), None
+        is_own = (self._is_flash and reach.is_whole) or (not self._is_eager and reach.window is None)
+        if (in_prefill and is_own) or reach.is_everything:
+            return self.attend(module, query, key, value, None, kwargs), None
+        return self.in_blocks(module, query, key, value, kwargs), None
+
+    def in_blocks(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """[1, m, h, d] attention of blocks of queries, each with its mask."""
+        reach, decodes = self._probe.reach, self._probe.decodes
         heads, share = query.shape[1], query.shape[1] // key.shape[1]
-        if decodes or not takes_masks:
+        if decodes or not (self._is_eager or self._is_sdpa):
             form = functools.partial(part_mask, share=share, dtype=query.dtype)
         else:
-            form = functools.partial(_eager_mask, dtype=query.dtype) if is_eager else _bool_mask
+            form = functools.partial(_eager_mask, dtype=query.dtype) if self._is_eager else _bool_mask
         # a pair costs one product per head if products are held in memory, else only its cell of the mask
-        held = heads if softcap is not None or (is_eager and not decodes) else share
+        held = heads if kwargs.get("softcap") is not None or (self._is_eager and not decodes) else share
         if reach.order is not None:
             order = moved(reach.order, key.device)
             key, value = key[:, :, order], value[:, :, order]
         out: Tensor | None = None
         for rows, keys, mask in reach.blocks(form, held * query.dtype.itemsize, query.device):
-            part = attend(query[:, :, rows], key[:, :, keys], value[:, :, keys], mask)
+            part = self.attend(module, query[:, :, rows], key[:, :, keys], value[:, :, keys], mask, kwargs)
             if part.shape[1] == query.shape[2]:
-                return part, None
+                return part
             if out is None:
                 out = part.new_empty(1, query.shape[2], *part.shape[2:])
             out[:, rows] = part
         assert out is not None  # there is a block
-        return out, None
+        return out
 
-    ALL_ATTENTION_FUNCTIONS[name] = attention
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """[1, m, h, d] attention with one mask, in the form that `in_blocks` chose; None as in the model's own."""
+        decodes = self._probe.decodes
+        needs_ours = decodes or not (self._is_eager or self._is_sdpa)
+        if (decodes and self._is_sdpa) or (mask is not None and needs_ours):
+            return attend_to_chosen(query, key, value, mask, kwargs["scaling"], kwargs.get("softcap"))
+        own = _own_attention(self._own, module)
+        if not self._is_flash:
+            return own(module, query, key, value, mask, **kwargs)[0]
+        # transformers' FlashAttention reads the implementation's name from the config, and would take gaps in
+        # position_ids for borders between packed sequences
+        of_flash = {key: value for key, value in kwargs.items() if key != "position_ids"}
+        ours = self._config._attn_implementation
+        self._config._attn_implementation = self._own
+        try:
+            return own(module, query, key, value, mask, **of_flash)[0]
+        finally:
+            self._config._attn_implementation = ours
+
+
+@contextmanager
+def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
+    """Install an `ObservedAttention` in `model`; it is removed on exit."""
+    probe = Probe(home_of(model))
+    own, name = model.config._attn_implementation, f"lazyllm_{id(probe)}"  # two models may generate at the same time
+    ALL_ATTENTION_FUNCTIONS[name] = ObservedAttention(model, probe)
     model.config._attn_implementation = name
     try:
         yield probe
     finally:
-        model.config._attn_implementation = own_name
+        model.config._attn_implementation = own
         del ALL_ATTENTION_FUNCTIONS[name]
 
 

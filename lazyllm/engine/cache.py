@@ -28,12 +28,13 @@ class GroupCache:
 
     layers: indices (from 0) of the group's layers.
     capacity: slots made at the first step; grows if more are needed.
-    max_positions: the greatest length of the whole text.
+    max_positions: the maximum length of the whole text.
 
+    Before each run, `advance` gives its tokens their slots. After one, `retain` and `retain_by_head` forget tokens.
+    length: stored tokens, those of the run included. added: tokens of the run.
     is_ascending: whether slots are in the order of positions: no run added a token before a stored one.
     slot_of: [max_positions] the slot of the token at each position, -1 if it is not stored. Slots of future tokens are
-        assigned in advance, so a step that revives nothing writes nothing here. A run that adds more tokens than the
-        newest one moves them back.
+        assigned in advance, so a step of the text's next token alone writes nothing here. Other runs move them back.
     """
 
     def __init__(self, layers: range, capacity: int, max_positions: int, device: torch.device) -> None:
@@ -46,7 +47,7 @@ class GroupCache:
         self._positions = torch.empty(max_positions, dtype=torch.long, device=device)
         self.slot_of = torch.full((max_positions,), -1, dtype=torch.long, device=device)
         self._absent: Tensor | None = None
-        self._is_lent = False  # K and V are shared with a fork that may add to them: copy before adding
+        self._is_shared = False  # K and V, with the cache that this is a fork of: copy before adding
         self._all = torch.arange(max_positions, device=device)  # positions, or slots
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
@@ -79,8 +80,11 @@ class GroupCache:
         buffers = [*self._keys.values(), *self._values.values()]
         return sum(self.length * buffer[:, :, 0].nbytes for buffer in buffers)
 
-    def announce(self, text_length: int, max_positions: int) -> None:
-        """Mark the text's new tokens as not stored, as any may be pruned. max_positions: the text's greatest length."""
+    def lengthen(self, text_length: int, max_positions: int) -> None:
+        """Let the text be `text_length` tokens long, and grow to at most `max_positions`.
+
+        Its new tokens are not stored, as any of them may be pruned.
+        """
         old, device = self._all.shape[0], self._all.device
         self._all = torch.arange(max_positions, device=device)
         tail = self._all[: max_positions - old]
@@ -88,35 +92,35 @@ class GroupCache:
         self.slot_of = torch.cat([self.slot_of, tail])
         self.slot_of[self._text_length : text_length] = -1
         self._text_length = text_length
-        self._foresee()
+        self._assign_later_slots()
 
-    def extend(self, positions: Tensor, text_length: int, is_new: bool = False) -> None:
-        """Make room for the tokens at `positions` [m], which this step computes in every layer of the group.
+    def advance(self, positions: Tensor, text_length: int, is_newest: bool = True) -> None:
+        """Give slots to the tokens at `positions` [m], which the next run computes in every layer of the group.
 
-        text_length: tokens of the text so far. After the first step, a single token is the text's newest, unless the
-        text was announced. is_new: whether all tokens come after all stored ones.
+        text_length: tokens of the text so far. is_newest: whether the tokens come after all stored ones.
         """
         self.added = positions.shape[0]
         start, self.length = self.length, self.length + self.added
-        is_announced, self._text_length = text_length == self._text_length, text_length
+        is_next = start > 0 and self.added == 1 and text_length == self._text_length + 1  # its slot is assigned
+        self._text_length = text_length
         if self.length > self._capacity:
             self._grow(min(self._all.shape[0], self.length + max(GROWTH, self.length // 8)))
-        if start == 0 or self.added > 1 or is_announced:
-            self.is_ascending &= start == 0 or is_new
-            self._place(start, positions)
+        if not is_next:
+            self.is_ascending &= start == 0 or is_newest
+            self._assign_slots(start, positions)
 
     def fork(self) -> GroupCache:
         """A copy of the store. K and V are copied only when the fork adds to them."""
         other = copy.copy(self)
         other._positions, other.slot_of = self._positions.clone(), self.slot_of.clone()
         other._keys, other._values = dict(self._keys), dict(self._values)
-        other._is_lent = True
+        other._is_shared = True
         return other
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store K and V [1, g, m, d] of the step's tokens; return K and V to attend to, [1, g, s, d]."""
         start = self.length - self.added
-        if self._is_lent:
+        if self._is_shared:
             self._grow(self._capacity)
         if layer_idx not in self._keys:
             shape = (*key.shape[:2], self._capacity, key.shape[3])
@@ -140,7 +144,7 @@ class GroupCache:
                 buffers[layer] = torch.cat([kept, kept.new_empty((*kept.shape[:2], spare, kept.shape[3]))], dim=2)
         self.length = positions.shape[0]
         self._capacity = self.length + spare
-        self._place(0, positions)
+        self._assign_slots(0, positions)
 
     def retain_by_head(self, slots: Tensor) -> None:
         """Forget, in each key head, all tokens but those in `slots` [g, k] (ascending), and free their memory.
@@ -161,14 +165,14 @@ class GroupCache:
         self.length = kept
         self._capacity = kept + spare
 
-    def _place(self, start: int, positions: Tensor) -> None:
+    def _assign_slots(self, start: int, positions: Tensor) -> None:
         """Assign the slots from `start` on to `positions`, and the next ones to future tokens."""
         stop = self.length
         self._positions[..., start:stop] = positions
         self.slot_of[positions] = self._all[start:stop]
-        self._foresee()
+        self._assign_later_slots()
 
-    def _foresee(self) -> None:
+    def _assign_later_slots(self) -> None:
         """Assign the slots after the last used one to the tokens after the text."""
         stop, text = self.length, self._text_length
         last = stop + self._all.shape[0] - text
@@ -177,7 +181,7 @@ class GroupCache:
         self._absent = None
 
     def _grow(self, capacity: int) -> None:
-        self._is_lent = False
+        self._is_shared = False
         used = self.length - self.added
         for buffers in (self._keys, self._values):
             for layer, old in buffers.items():
@@ -225,7 +229,7 @@ class AuxCache:
         return copy.copy(self)
 
     def lengthen(self, max_positions: int) -> None:
-        """Raise the greatest length of the text to `max_positions`."""
+        """Let the text grow to at most `max_positions` tokens."""
         more = self._slot_of.new_full((max_positions - self._slot_of.shape[0],), -1)
         self._slot_of = torch.cat([self._slot_of, more])
 

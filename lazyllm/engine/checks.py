@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lazyllm.engine.cache import GroupCache
-from lazyllm.engine.decoder import Decoder, open_decoder
+from lazyllm.engine.decoder import Decoder, GroupRun, open_decoder
 from lazyllm.engine.flops import windows_of
 from lazyllm.engine.inputs import Look
 from lazyllm.errors import UserError
@@ -65,17 +65,16 @@ def _logits_of_loop(decoder: Decoder, token_ids: Tensor) -> Tensor:
     """[1 + CHECKED_STEPS, v] logits of the prompt's last token and of the decoding steps."""
     n, layers = token_ids.shape[0], range(len(decoder.layers))
     all_positions = torch.arange(n, device=token_ids.device)
-    group = GroupCache(layers, n, n, decoder.device)
+    cache = GroupCache(layers, n, n, decoder.device)
     logits = []
     ends = range(n - CHECKED_STEPS, n + 1)
     for start, end in zip([0, *ends], ends, strict=False):
         positions = all_positions[start:end]
-        hidden = decoder.embed(token_ids[start:end], positions)
-        group.extend(positions, end)
-        hidden = decoder.run(group, hidden, positions, decoder.rope(hidden, positions), None, Look(layers), end)
+        cache.advance(positions, end)
+        batch = decoder.run(GroupRun(cache, decoder.batch(token_ids[start:end], positions), end, Look(layers)))
         decoder.probe.take()  # raises RuntimeError if a layer did not call the installed attention function
-        logits.append(decoder.logits(hidden))
-    without = [layer + 1 for layer in layers if layer not in group.stored_layers]
+        logits.append(decoder.logits(batch.hidden))
+    without = [layer + 1 for layer in layers if layer not in cache.stored_layers]
     if without:
         raise RuntimeError(f"layers {without} store no K and V of their own")
     return torch.stack(logits)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,52 @@ from lazyllm.engine.inputs import NOTHING, Look
 from lazyllm.engine.masks import Reach, SortedReach
 
 Rope = tuple[Tensor, ...]  # cos and sin, [1, m, d] each, for every kind of layer that has its own
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens that a group computes in one step: hidden [1, m, w], positions [m] ascending, their cos and sin.
+
+    is_newest: whether they come after all stored tokens; False if some are revived.
+    ranks: [m] for each token, the number of tokens in the step's set up to itself; None if the host does not know them.
+    """
+
+    hidden: Tensor
+    positions: Tensor
+    rope: Rope
+    is_newest: bool = True
+    ranks: Sequence[int] | None = None
+
+    def __getitem__(self, rows: Tensor | slice) -> Batch:
+        """The batch of some of its rows."""
+        rope = tuple(part[:, rows] for part in self.rope)
+        return Batch(self.hidden[:, rows], self.positions[rows], rope, self.is_newest)
+
+    def __len__(self) -> int:
+        return self.positions.shape[0]
+
+    @property
+    def last(self) -> Batch:
+        """The batch of its last token, the newest."""
+        return replace(self[-1:], is_newest=True)
+
+
+@dataclass(frozen=True)
+class GroupRun:
+    """What `Decoder.run` computes: the layers of a group, over one batch.
+
+    cache: K and V of the layers, with room for the batch's (`GroupCache.advance`).
+    length: tokens of the whole text; all positions are below it.
+    look: the attention scores that the probe records.
+    chosen: [s] bool, which stored tokens the batch attends to, up to their own positions; None for all. A layer with a
+        sliding window attends to those in the window.
+    """
+
+    cache: GroupCache
+    batch: Batch
+    length: int
+    look: Look = NOTHING
+    chosen: Tensor | None = None
 
 
 class Decoder:
@@ -51,6 +98,11 @@ class Decoder:
         shape = LayerShape.of(model.config)
         self._largest_matrix = shape.width * max(shape.mlp_width, shape.heads * shape.head_dim)
 
+    def batch(self, token_ids: Tensor, positions: Tensor) -> Batch:
+        """The batch of tokens [m] before layer 1, at `positions` [m] after all that are stored."""
+        hidden = self.embed(token_ids, positions)
+        return Batch(hidden, positions, self.rope(hidden, positions))
+
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """[m] token ids -> [1, m, w] hidden states before layer 1 of the tokens at `positions` [m]."""
         if self.layout.plain_embeddings:
@@ -67,37 +119,22 @@ class Decoder:
         )
         return moved(ropes, self.device)
 
-    def run(
-        self,
-        group: GroupCache,
-        hidden: Tensor,
-        positions: Tensor,
-        rope: Rope,
-        chosen: Tensor | None,
-        look: Look,
-        length: int,
-        ranks: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Run the group's layers over hidden [1, m, w]; K and V go into `group`, which must have been extended.
-
-        chosen: [s] bool, which stored tokens the queries attend to, up to their own positions; None for all. A layer
-            with a sliding window attends to those in the window.
-        look: the attention scores that `probe` records.
-        length: tokens of the whole text; all positions are below it.
-        ranks: as in `Batch`.
-        """
-        self.tokens_run += positions.shape[0] * len(group.layers) / len(self.layers)
-        self.probe.watch(look)
-        self.probe.decodes = group.added < group.length
+    def run(self, run: GroupRun) -> Batch:
+        """The batch after the group's layers; its K and V are then in `run.cache`."""
+        cache, batch = run.cache, run.batch
+        hidden, rope = batch.hidden, batch.rope
+        self.tokens_run += len(batch) * len(cache.layers) / len(self.layers)
+        self.probe.watch(run.look)
+        self.probe.decodes = cache.added < cache.length
         reaches: dict[int | None, Reach] = {}
-        position_ids, device = positions[None], self.device
+        position_ids, device = batch.positions[None], self.device
         with products_of(hidden, self._largest_matrix) if self.probe.decodes else nullcontext():
-            for layer in group.layers:
+            for layer in cache.layers:
                 window = self.layout.windows[layer]
-                if window is not None and length <= window:
+                if window is not None and run.length <= window:
                     window = None  # all tokens lie in the window
                 if window not in reaches:
-                    of_window = (group, positions, chosen, window)
+                    of_window, ranks = (cache, batch.positions, run.chosen, window), batch.ranks
                     reaches[window] = Reach(*of_window) if ranks is None else SortedReach(*of_window, ranks)
                 self.probe.reach = reaches[window]
                 if self._layer_devices[layer] != device:  # moved once; accelerate would move them for every layer
@@ -108,11 +145,11 @@ class Decoder:
                     hidden,
                     attention_mask=None,
                     position_ids=position_ids,
-                    past_key_values=group,
+                    past_key_values=cache,
                     use_cache=True,
                     position_embeddings=rope[of_layer : of_layer + 2],
                 )
-        return moved(hidden, self.device)
+        return replace(batch, hidden=moved(hidden, self.device), ranks=None)
 
     def norm(self, hidden: Tensor) -> Tensor:
         """The model's last norm, of hidden [1, m, w]."""
@@ -207,9 +244,8 @@ def run_layers(decoder: Decoder, token_ids: Tensor, layers: int | None = None, l
     """
     n = token_ids.shape[0]
     positions = torch.arange(n, device=decoder.device)
-    hidden = decoder.embed(token_ids, positions)
     unstored: Any = _Unstored(range(len(decoder.layers))[:layers], positions)
-    return decoder.run(unstored, hidden, positions, decoder.rope(hidden, positions), None, look, n)
+    return decoder.run(GroupRun(unstored, decoder.batch(token_ids, positions), n, look)).hidden
 
 
 def run_to_keys(decoder: Decoder, token_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:

@@ -14,35 +14,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from lazyllm.engine.cache import GroupCache
-from lazyllm.engine.decoder import Decoder, Rope, check_lengths
+from lazyllm.engine.decoder import Batch, Decoder, GroupRun, check_lengths
 from lazyllm.engine.inputs import NOTHING, Group, Look
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The tokens that a group computes in one step: hidden [1, m, w], positions [m] ascending, their cos and sin.
-
-    ranks: [m] for each token, the number of tokens in the step's set up to itself; None if the host does not know them.
-    """
-
-    hidden: Tensor
-    positions: Tensor
-    rope: Rope
-    ranks: Sequence[int] | None = None
-
-    def __getitem__(self, rows: Tensor | slice) -> Batch:
-        """The batch of some of its rows."""
-        return Batch(self.hidden[:, rows], self.positions[rows], tuple(part[:, rows] for part in self.rope))
-
-    def __len__(self) -> int:
-        return self.positions.shape[0]
 
 
 @dataclass(frozen=True)
@@ -83,7 +63,7 @@ class Session:
         self.scoring = scoring
         self.scored_before = 0  # `Scoring.tokens` of earlier turns
         self.length = 0  # tokens run so far, prompt and generated
-        self.chunk: int | None = None  # greatest number of new tokens that run through a group's layers at once
+        self.chunk: int | None = None  # maximum number of new tokens that run through a group's layers at once
         self.computed: list[list[int | Tensor]] = []  # per step and layer: distinct prompt tokens computed so far
         self.caches = [
             # every generated token is computed in every layer
@@ -93,7 +73,6 @@ class Session:
         self._num_computed = [0] * len(groups)
         self._selected: list[dict[int, Tensor]] = []
         self._in_prefill = False
-        self._newest: Tensor | None = None  # positions of all tokens that this run adds to the text
         self._all_positions = torch.arange(self.max_positions, device=decoder.device)
 
     @property
@@ -119,19 +98,16 @@ class Session:
     def prefill(self, token_ids: Tensor) -> Tensor:
         """Run the prompt [n]; return the logits [v] of its last token. Never synchronises with the device."""
         n = token_ids.shape[0]
-        return self._prefill(self._embed(token_ids, self._all_positions[:n]), n)
+        return self._prefill(self.decoder.batch(token_ids, self._all_positions[:n]), n)
 
     def _prefill(self, batch: Batch, length: int) -> Tensor:
         """Run these tokens of a prompt of `length` tokens."""
         self._selected.append({})
         self.length = length
         self._in_prefill = True
-        for index in range(len(self.groups)):
-            self._num_computed[index] += len(batch)
-            batch = self.cross_in_prefill(index, self._run(index, batch))
+        logits = self._run_groups(batch)
         self._in_prefill = False
-        self._count()
-        return self.decoder.logits(batch.hidden)
+        return logits
 
     def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
         """Run the last generated token and a turn's m new ones [1 + m]; return the logits [v] after them.
@@ -150,7 +126,7 @@ class Session:
         self.max_positions = max_positions
         self._all_positions = torch.arange(max_positions, device=self.decoder.device)
         for cache in self.caches:
-            cache.announce(length, max_positions)
+            cache.lengthen(length, max_positions)
 
     def fork(self) -> Session:
         """An independent copy of the state."""
@@ -165,16 +141,41 @@ class Session:
 
     def step_on(self, token_ids: Tensor) -> Tensor:
         """`step` with a token [1] on the model's device, unknown to the host; in a `turn`, also the tokens after it."""
+        return self._run_groups(self.begin_step(token_ids))
+
+    def begin_step(self, token_ids: Tensor) -> Batch:
+        """The batch for the first group in a step with these tokens [m].
+
+        For each group in order, a step then runs what `enter` gives through the decoder, and `leave` gives the batch
+        for the next one; `end_step` ends it. So a step can also be run from outside, beside those of other sessions.
+        """
         self._selected.append({})
-        m = token_ids.shape[0]
-        positions = self._newest = self._all_positions[self.length : self.length + m]
-        self.length += m
-        batch = self._embed(token_ids, positions)
-        for index in range(len(self.groups)):
-            self._num_computed[index] += len(batch) - 1
-            batch = self.cross_in_step(index, self._run(index, batch))
-        self._count()
-        return self.decoder.logits(batch.hidden)
+        start, self.length = self.length, self.length + token_ids.shape[0]
+        return self.decoder.batch(token_ids, self._all_positions[start : self.length])
+
+    def enter(self, index: int, batch: Batch, is_whole: bool = True) -> GroupRun:
+        """The run of group `index` over a batch, which has its slots in the cache afterwards.
+
+        is_whole: whether no other chunk of the batch follows; scores are recorded in its last chunk only.
+        """
+        cache = self.caches[index]
+        cache.advance(batch.positions, self.length, batch.is_newest)
+        return GroupRun(cache, batch, self.length, self._look(index) if is_whole else NOTHING, self.chosen(cache))
+
+    def leave(self, index: int, batch: Batch) -> Batch:
+        """The batch for group `index + 1`, of the one that group `index` has computed."""
+        if self._in_prefill:
+            self._num_computed[index] += len(batch)
+            return self.cross_in_prefill(index, batch)
+        self._num_computed[index] += len(batch) - 1
+        return self.cross_in_step(index, batch)
+
+    def end_step(self) -> None:
+        """Note the counts of a step whose groups have all run."""
+        per_layer = []
+        for group, count in zip(self.groups, self._num_computed, strict=True):
+            per_layer += [count] * len(group.layers)
+        self.computed.append(per_layer)
 
     def cross_in_prefill(self, index: int, batch: Batch) -> Batch:
         """The prompt tokens that enter the next group, of those that left group `index`."""
@@ -188,36 +189,29 @@ class Session:
         """[s] bool: which stored tokens the step's tokens attend to, up to their own positions; None for all."""
         return None
 
-    def _embed(self, token_ids: Tensor, positions: Tensor) -> Batch:
-        hidden = self.decoder.embed(token_ids, positions)
-        return Batch(hidden, positions, self.decoder.rope(hidden, positions))
+    def _look(self, index: int) -> Look:
+        """The attention scores to record in this step."""
+        group = self.groups[index]
+        return group.look if self._in_prefill or group.look_in_steps else NOTHING
 
-    def _run(self, index: int, batch: Batch) -> Batch:
-        """Run a group's layers over the batch, a chunk at a time."""
-        cache, group = self.caches[index], self.groups[index]
-        look = group.look if self._in_prefill or group.look_in_steps else NOTHING
-        is_new = self._in_prefill or batch.positions is self._newest
-        parts = []
-        # revived tokens run in one piece: later tokens may already be stored in their layers
-        for rows in self._chunks(len(batch), look) if is_new else [slice(0, len(batch))]:
-            part = batch[rows] if rows.stop - rows.start < len(batch) else batch
-            cache.extend(part.positions, self.length, is_new)
-            seen = look if rows.stop == len(batch) else NOTHING
-            chosen = self.chosen(cache)
-            args = (part.hidden, part.positions, part.rope, chosen, seen, self.length, part.ranks)
-            parts.append(self.decoder.run(cache, *args))
-        return Batch(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), batch.positions, batch.rope)
+    def _run_groups(self, batch: Batch) -> Tensor:
+        """Run a step's batch through all groups: the logits [v] of its last token."""
+        for index in range(len(self.groups)):
+            chunks = self._chunks(index, batch)
+            done = [self.decoder.run(self.enter(index, chunk, is_whole=False)).hidden for chunk in chunks[:-1]]
+            last = self.decoder.run(self.enter(index, chunks[-1]))
+            batch = self.leave(index, replace(batch, hidden=torch.cat([*done, last.hidden], dim=1)) if done else last)
+        self.end_step()
+        return self.decoder.logits(batch.hidden)
 
-    def _chunks(self, m: int, look: Look) -> list[slice]:
-        """The rows of each chunk. All queries that `look` records are in the last chunk."""
-        if self.chunk is None or m <= self.chunk:
-            return [slice(0, m)]
-        last = max(0, m - max(self.chunk, look.queries))
-        starts = [*range(0, last, self.chunk), last]
-        return [slice(start, stop) for start, stop in pairwise([*starts, m])]
+    def _chunks(self, index: int, batch: Batch) -> list[Batch]:
+        """The batch in pieces of `chunk` tokens. All queries that the group's `look` records are in the last one.
 
-    def _count(self) -> None:
-        per_layer = []
-        for group, count in zip(self.groups, self._num_computed, strict=True):
-            per_layer += [count] * len(group.layers)
-        self.computed.append(per_layer)
+        Revived tokens run in one piece: later tokens may already be stored in their layers.
+        """
+        m, chunk = len(batch), self.chunk
+        if chunk is None or m <= chunk or not batch.is_newest:
+            return [batch]
+        last = max(0, m - max(chunk, self._look(index).queries))
+        starts = [*range(0, last, chunk), last]
+        return [batch[start:stop] for start, stop in pairwise([*starts, m])]

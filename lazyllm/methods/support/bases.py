@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from lazyllm.engine.decoder import Decoder
-    from lazyllm.engine.session import Batch, Session
+    from lazyllm.engine.decoder import Batch, Decoder
+    from lazyllm.engine.session import Session
     from lazyllm.methods.support.sessions import Boundary
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lazyllm.engine.cache import AuxCache, GroupCache
-from lazyllm.engine.decoder import Decoder, Rope
+from lazyllm.engine.decoder import Batch, Decoder, Rope
 from lazyllm.engine.inputs import Group
-from lazyllm.engine.session import Batch, Session
+from lazyllm.engine.session import Session
 from lazyllm.methods.support.schedule import Schedule
 from lazyllm.methods.support.sessions import rank, split_prompt
 
@@ -119,7 +119,7 @@ class LazySession(Session):
         for aux in self._aux:
             aux.lengthen(max_positions)
 
-    def step_on(self, token_ids: Tensor) -> Tensor:
+    def begin_step(self, token_ids: Tensor) -> Batch:
         # all tokens are candidates again in the first group; the newest one is never pruned
         m = token_ids.shape[0]
         self._num_candidates = self.length + m - 1 if self._prune_generated else self._prompt_end
@@ -127,7 +127,7 @@ class LazySession(Session):
             self._num_candidates = self._prompt_end  # including the newest token
         self._num_present = self.length + m
         self._present = self._everything[: self._num_present]
-        return super().step_on(token_ids)
+        return super().begin_step(token_ids)
 
     def cross_in_prefill(self, index: int, batch: Batch) -> Batch:
         if index == 0:
@@ -195,7 +195,7 @@ class LazySession(Session):
         aux, into, newest = self._aux[index], self.caches[index + 1], batch
         if len(batch) > 1:
             aux.put(batch.positions[:-1], batch.hidden[0, :-1])
-            newest = batch[-1:]
+            newest = batch.last
         if into.length == self.length - 1:
             return newest  # the next group has computed all earlier tokens
         before = self.length - 1
@@ -214,7 +214,7 @@ class LazySession(Session):
             for of_all, of_newest in zip(self._rope, newest.rope, strict=True)
         )
         hidden = torch.cat([aux.take(revived)[None], newest.hidden], dim=1)
-        return Batch(hidden, torch.cat([revived, newest.positions]), rope, ranks)
+        return Batch(hidden, torch.cat([revived, newest.positions]), rope, is_newest=False, ranks=ranks)
 
     def _absent_of_set(self, is_revived: Tensor) -> tuple[Tensor, Sequence[int] | None]:
         """The positions where `is_revived`, and `Batch.ranks` if a turn revives many.
@@ -229,8 +229,8 @@ class LazySession(Session):
         revived = is_revived.byte().argsort(descending=True, stable=True)[: len(known)]
         return revived, [*known.tolist(), self._num_present] if len(known) >= MANY else None
 
-    def _count(self) -> None:
-        super()._count()
+    def end_step(self) -> None:
+        super().end_step()
         if self._prune_generated:
             miscounted = [
                 count for group, count in zip(self.groups, self._miscounted, strict=True) for _ in group.layers

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lazyllm.engine.decoder import Decoder, ropes_put_back
+from lazyllm.engine.decoder import Batch, Decoder, ropes_put_back
 from lazyllm.engine.devices import read_clock
 from lazyllm.engine.flops import LayerShape
 from lazyllm.engine.inputs import Group, Prompt
-from lazyllm.engine.session import Batch, Scoring, Session
+from lazyllm.engine.session import Scoring, Session
 
 
 def rank(scores: Tensor) -> Tensor:

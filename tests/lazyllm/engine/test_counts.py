@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -15,11 +16,11 @@ from transformers import MistralConfig, MistralForCausalLM
 
 import lazyllm
 from lazyllm.bench.clock import Waits
-from lazyllm.bench.steered import SteeredLazy
 from lazyllm.engine import attention, masks
-from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.inputs import Prompt
+from lazyllm.engine.session import Session
 from lazyllm.methods import ASL, CLAA, METHODS, Baseline, FastKV, Lazy, Method, PyramidInfer, make
 
 LAYERS, WIDTH, HEADS, VOCAB = 10, 48, 4, 97
@@ -83,6 +84,37 @@ class Seen(TorchDispatchMode):
         self.shapes |= {tuple(t.shape) for t in tensors}
         self.largest = max([self.largest, *(t.untyped_storage().nbytes() for t in tensors)])
         return out
+
+
+@dataclass(frozen=True)
+class SteeredLazy(Lazy):
+    """LazyLLM that computes its importance, but selects by a random one, as random weights revive in nearly every step.
+
+    The random importance of a share `drift` of all positions is drawn anew in every `every`-th decoding step; the other
+    steps revive nothing.
+    """
+
+    drift: float = 0.02
+    every: int = 8
+
+    def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
+        session: Any = super().start(decoder, prompt, max_new_tokens)
+        importance, step = session.importance, session.step
+        draw, size = torch.Generator().manual_seed(0), session.max_positions
+        wanted = torch.rand(size, generator=draw)
+
+        def of_drawn(index: int) -> torch.Tensor:
+            importance(index)
+            return wanted[session.caches[index].positions]
+
+        def drifting_step(token_id: int) -> torch.Tensor:
+            if (len(session.computed) - 1) % self.every == 0:
+                fresh, chance = torch.rand(2, size, generator=draw)
+                wanted.copy_(torch.where(chance < self.drift, fresh, wanted))
+            return step(token_id)
+
+        session.importance, session.step = of_drawn, drifting_step
+        return session
 
 
 def steps_of(model: MistralForCausalLM, method: Method, n: int, steps: int) -> tuple[list[Seen], list[int]]:

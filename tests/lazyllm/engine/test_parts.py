@@ -112,7 +112,7 @@ def test_group_cache_against_lists(seed: int) -> None:
         absent = [position for position in range(text - 1) if position not in stored]
         most = len(absent) // 2 if step == 0 else rng.choice([0, 0, 3, 20])
         positions = [*sorted(rng.sample(absent, min(most, len(absent)))), text - 1]
-        cache.extend(torch.tensor(positions), text)
+        cache.advance(torch.tensor(positions), text, is_newest=len(positions) == 1)
         stored += positions
         for layer in (3, 4):
             key = torch.randn(1, 2, len(positions), 3)
@@ -164,7 +164,7 @@ def test_hidden_states_go_to_their_home_and_indices_stay() -> None:
 def test_group_cache_forgets_for_good() -> None:
     cache = GroupCache(range(2), capacity=9, max_positions=12, device=CPU)
     key = torch.randn(1, 2, 6, 3)
-    cache.extend(torch.arange(6), 6)
+    cache.advance(torch.arange(6), 6)
     for layer in range(2):
         cache.update(key, -key, layer)
     before = cache.nbytes
@@ -174,7 +174,7 @@ def test_group_cache_forgets_for_good() -> None:
     assert cache.slot_of[:6].tolist() == [-1, 0, -1, -1, 1, 2]
     assert not cache.is_whole
     newest = torch.randn(1, 2, 1, 3)
-    cache.extend(torch.tensor([6]), 7)
+    cache.advance(torch.tensor([6]), 7)
     assert cache.positions.tolist() == [1, 4, 5, 6]
     assert cache.slot_of[:7].tolist() == [-1, 0, -1, -1, 1, 2, 3]
     found, values = cache.update(newest, -newest, 1)

@@ -27,8 +27,8 @@ from lazyllm.methods import (
     RandomDrop,
     SpecPrefill,
     StaticPruning,
-    lazy,
 )
+from lazyllm.methods.support import lazy_session
 from tests import field_oracles
 from tests.field_oracles import FieldOutput
 from tests.reference import ARCHITECTURES, VARIANTS, casts_in_float64, random_model, random_variant
@@ -104,7 +104,7 @@ def four_turns(model: Any, schedule: dict[int, float], rng: random.Random, chunk
 @pytest.mark.parametrize("seed", range(6))
 def test_four_turns_with_random_schedules(architecture: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(f"{architecture} {seed}")
-    monkeypatch.setattr(lazy, "MANY", rng.choice([1, 4, 32]))
+    monkeypatch.setattr(lazy_session, "MANY", rng.choice([1, 4, 32]))
     layers = rng.randint(2, 6)
     model = random_model(architecture, seed, num_layers=layers)
     pruning = sorted(rng.sample(range(1, layers + 1), rng.randint(0, layers)))
@@ -115,7 +115,7 @@ def test_four_turns_with_random_schedules(architecture: str, seed: int, monkeypa
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_four_turns_of_every_kind_of_model(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lazy, "MANY", 1)
+    monkeypatch.setattr(lazy_session, "MANY", 1)
     attention = "eager" if variant == "gemma2" else "sdpa"
     with casts_in_float64():
         four_turns(random_variant(variant, 3, attention), {1: 0.5, 3: 0.5}, random.Random(variant), 5)
