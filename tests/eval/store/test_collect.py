@@ -38,7 +38,9 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for method in methods:
             name = f"{model}-{method['name']}-{method.get('seed')}"
             paper = model if model == "llama2" else None
-            run = write_run(folder / "runs" / name, [], method, model, paper, PROVENANCE | {"started": "2026-01-02"})
+            run = write_run(
+                folder / "runs" / name, [], method, model, paper, PROVENANCE | {"started": "2026"}, warmup=5
+            )
             for part in (1, 2):
                 done = [record(number, dataset) for dataset in ("hotpotqa", "trec") for number in (part, part + 2)]
                 shard(run, f"-{part}-of-2", *done)
