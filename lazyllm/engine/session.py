@@ -13,9 +13,10 @@ Notation:
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class Session:
     Call `prefill` once, then `step` with each generated token; a later turn begins with `turn`.
 
     decoder: the open model. groups: all layers, in order. prompt_tokens: n. max_new_tokens: the maximum number of
-    generated tokens. scoring: what was spent on the prompt before.
+    generated tokens. cross: `cross_in_prefill`, for a method that does no more. scoring: spent on the prompt before.
     Raises ValueError for a length at which the model's RoPE would change (`check_lengths`).
     """
 
@@ -53,6 +54,7 @@ class Session:
         groups: Sequence[Group],
         prompt_tokens: int,
         max_new_tokens: int,
+        cross: Callable[[Session, int, Batch], Batch] | None = None,
         scoring: Scoring = Scoring(),
     ) -> None:
         check_lengths(decoder.model, prompt_tokens, max_new_tokens)
@@ -60,6 +62,7 @@ class Session:
         self.groups = groups
         self.prompt_tokens = prompt_tokens
         self.max_positions = prompt_tokens + max_new_tokens
+        self.notes: dict[str, Any] = {}  # what a method remembers from one boundary of the prefill to the next
         self.scoring = scoring
         self.scored_before = 0  # `Scoring.tokens` of earlier turns
         self.length = 0  # tokens run so far, prompt and generated
@@ -70,6 +73,7 @@ class Session:
             GroupCache(group.layers, group.prompt_tokens + max_new_tokens, self.max_positions, decoder.device)
             for group in groups
         ]
+        self._cross = cross
         self._num_computed = [0] * len(groups)
         self._selected: list[dict[int, Tensor]] = []
         self._in_prefill = False
@@ -179,7 +183,7 @@ class Session:
 
     def cross_in_prefill(self, index: int, batch: Batch) -> Batch:
         """The prompt tokens that enter the next group, of those that left group `index`."""
-        return batch
+        return batch if self._cross is None else self._cross(self, index, batch)
 
     def cross_in_step(self, index: int, batch: Batch) -> Batch:
         """The tokens that group `index + 1` computes in this decoding step; the newest token is the last of them."""

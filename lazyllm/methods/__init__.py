@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from lazyllm.engine.inputs import Look
+from lazyllm.engine.inputs import Look as Look
 from lazyllm.engine.method import Method
 from lazyllm.errors import UserError
 from lazyllm.methods.asl import ASL
@@ -26,7 +26,9 @@ from lazyllm.methods.random_drop import RandomDrop
 from lazyllm.methods.specprefill import SpecPrefill
 from lazyllm.methods.static_pruning import StaticPruning
 from lazyllm.methods.support import plugins
-from lazyllm.methods.support.bases import Layerwise, Prune, Select
+from lazyllm.methods.support.bases import Layerwise as Layerwise
+from lazyllm.methods.support.bases import Prune as Prune
+from lazyllm.methods.support.bases import Select as Select
 
 METHODS: dict[str, type[Method]] = {
     "asl": ASL,
@@ -94,31 +96,3 @@ def make(name: str, settings: Mapping[str, Any] | None = None) -> Method:
         return kind(**settings)
     except (TypeError, ValueError) as error:
         raise UserError(f"method {name!r}: {error}") from error
-
-
-__all__ = [
-    "ASL",
-    "CLAA",
-    "METHODS",
-    "Baseline",
-    "FastKV",
-    "GemFilter",
-    "Layerwise",
-    "Lazy",
-    "Look",
-    "Method",
-    "Oracle",
-    "PromptCompression",
-    "Prune",
-    "PyramidInfer",
-    "RandomDrop",
-    "Select",
-    "SpecPrefill",
-    "StaticPruning",
-    "UserError",
-    "by_name",
-    "code_of",
-    "known",
-    "make",
-    "settings_of",
-]

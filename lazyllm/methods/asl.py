@@ -7,13 +7,12 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
 from lazyllm.engine.inputs import Group, Look
-from lazyllm.methods.support.bases import Layerwise, at_depth
+from lazyllm.methods.support.bases import Boundary, Layerwise, at_depth
+from lazyllm.methods.support.ranking import best_and_window, rank, sum_over_first, window_scores
 from lazyllm.methods.support.schedule import check_count_or_ratio, check_pool, check_whole, count_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from lazyllm.methods.support.sessions import Boundary
 
 
 @dataclass(frozen=True)
@@ -97,19 +96,13 @@ class ASL(Layerwise):
         return [min(m, self._stored(n)) + later for m in self.tokens_per_layer(num_layers, n)]
 
     def score(self, at: Boundary, seen: Tensor) -> Tensor:
-        from lazyllm.methods.support.sessions import window_scores
-
         return window_scores(seen, self.window, at.kv_heads, self.pool, "average")
 
     def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
-        from lazyllm.methods.support.sessions import best_and_window
-
         stored = self._stored(at.n)
         return best_and_window(scores, stored, at.m) if stored < at.m else None
 
     def cut(self, at: Boundary, scores: Tensor) -> Tensor | None:
-        from lazyllm.methods.support.sessions import best_and_window, rank, sum_over_first
-
         (first, earliest), kept = self._ranked(at.num_layers), self._kept(at.n)
         if kept == at.n or at.m < at.n or not first <= at.layer < at.num_layers:  # nothing to cut, or cut already
             return None

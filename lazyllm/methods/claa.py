@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lazyllm.engine.inputs import Group
 from lazyllm.methods.fastkv import HalfwayCut
+from lazyllm.methods.support.bases import Boundary
+from lazyllm.methods.support.ranking import best_and_window, window_scores
 from lazyllm.methods.support.schedule import check_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from lazyllm.methods.support.sessions import Boundary
 
 
 @dataclass(frozen=True)
@@ -59,20 +59,14 @@ class CLAA(HalfwayCut):
         return [(m if layer <= first else self.kept(n)) + later for layer, m in tokens]
 
     def score(self, at: Boundary, seen: Tensor) -> Tensor:
-        from lazyllm.methods.support.sessions import window_scores
-
         return window_scores(seen, self.window, at.kv_heads, self.pool, "max")
 
     def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
-        from lazyllm.methods.support.sessions import best_and_window
-
         stores_all = self.retain == 1 or at.layer <= self.layers
         return None if stores_all else best_and_window(scores, self.kept(at.n), at.m)
 
     def cut(self, at: Boundary, scores: Tensor) -> Tensor | None:
         import torch
-
-        from lazyllm.methods.support.sessions import best_and_window
 
         last = self.cut_after(at.num_layers)
         rows = at.notes.setdefault("rows", [])  # [g, o] scores of each layer that scores for the cut

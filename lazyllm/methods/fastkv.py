@@ -8,13 +8,12 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.inputs import NOTHING, Group, Look
-from lazyllm.methods.support.bases import Layerwise, at_depth
+from lazyllm.methods.support.bases import Boundary, Layerwise, at_depth
+from lazyllm.methods.support.ranking import best_and_window, sum_over_first, window_scores
 from lazyllm.methods.support.schedule import check_pool, check_ratio, check_whole, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from lazyllm.methods.support.sessions import Boundary
 
 POOLINGS = ("max", "average")
 
@@ -113,19 +112,13 @@ class FastKV(HalfwayCut):
         return [self.stored(m, layer > cut) + later for layer, m in enumerate(tokens, start=1)]
 
     def score(self, at: Boundary, seen: Tensor) -> Tensor:
-        from lazyllm.methods.support.sessions import window_scores
-
         return window_scores(seen, self.window, at.kv_heads, self.pool, self.pooling)
 
     def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
-        from lazyllm.methods.support.sessions import best_and_window
-
         stored = self.stored(at.m, at.layer > self.cut_after(at.num_layers))
         return best_and_window(scores, stored, at.m) if stored < at.m else None
 
     def cut(self, at: Boundary, scores: Tensor) -> Tensor | None:
-        from lazyllm.methods.support.sessions import best_and_window, sum_over_first
-
         kept = self.kept(at.n)
         if at.layer != self.cut_after(at.num_layers) or kept == at.n:
             return None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lazyllm.engine.flops import LayerShape, first_layers_flops
 from lazyllm.engine.inputs import Group, Prompt
 from lazyllm.methods.support.bases import Select, at_depth
+from lazyllm.methods.support.ranking import rank
 from lazyllm.methods.support.schedule import check_count_or_ratio, check_pool, check_whole, count_of
 
 if TYPE_CHECKING:
@@ -77,7 +78,6 @@ class GemFilter(Select):
         import torch.nn.functional as F
 
         from lazyllm.engine.decoder import run_to_keys
-        from lazyllm.methods.support.sessions import rank
 
         n = len(prompt)
         if self.kept(n) == n:

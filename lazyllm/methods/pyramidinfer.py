@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.flops import LayerShape
 from lazyllm.engine.inputs import Group, Look
-from lazyllm.methods.support.bases import Layerwise
+from lazyllm.methods.support.bases import Boundary, Layerwise
+from lazyllm.methods.support.ranking import rank
 from lazyllm.methods.support.schedule import check_ratio, check_whole, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from lazyllm.methods.support.sessions import Boundary
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,5 @@ class PyramidInfer(Layerwise):
         return range(1, num_layers)
 
     def cut(self, at: Boundary, scores: Tensor) -> Tensor:
-        from lazyllm.methods.support.sessions import rank
-
         scores[: self.first] = scores[at.m - self._recent(at.n) :] = float("inf")
         return rank(scores)[: self.tokens_per_layer(at.num_layers, at.n)[at.layer]].sort().values

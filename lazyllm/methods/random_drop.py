@@ -33,7 +33,7 @@ class RandomDrop(Select):
     named: ClassVar[tuple[str, ...]] = ("seed",)
     renumber: ClassVar[bool] = True
 
-    keep: float
+    keep: float = 0.8
     seed: int = 0
 
     def __post_init__(self) -> None:

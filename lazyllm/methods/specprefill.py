@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.inputs import Group, Prompt
 from lazyllm.methods.support.bases import Select
+from lazyllm.methods.support.ranking import rank
 from lazyllm.methods.support.schedule import check_pool, check_ratio, check_whole, keep_count
 from lazyllm.spec import ModelSpec
 
@@ -159,8 +160,6 @@ class SpecPrefill(Select):
         """The ascending positions of the tokens in the best chunks, of scores [n]."""
         import torch
 
-        from lazyllm.methods.support.sessions import rank
-
         n, count = len(scores), -(-len(scores) // self.chunk)
         positions = torch.arange(count * self.chunk, device=scores.device).view(count, self.chunk)
         padded = torch.nn.functional.pad(scores, (0, positions.numel() - n)).view(count, self.chunk)
@@ -190,7 +189,7 @@ def start_on_kept_text(method: SpecPrefill, decoder: Decoder, prompt: Prompt, ma
     import torch
 
     from lazyllm.engine.session import Scoring
-    from lazyllm.methods.support.sessions import SelectSession, whole
+    from lazyllm.methods.support.select_session import SelectSession, whole
 
     began, run_before = time.perf_counter(), decoder.tokens_run
     pieces = kept_pieces(method, decoder, prompt.text)

@@ -25,8 +25,8 @@ class StaticPruning(Prune):
     marker: ClassVar[str | None] = "s"
     dial: ClassVar[str | None] = "keep"
 
-    layer: int
-    keep: float
+    layer: int = 2
+    keep: float = 0.3
 
     def __post_init__(self) -> None:
         check_ratio("keep", self.keep)

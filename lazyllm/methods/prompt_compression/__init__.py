@@ -65,7 +65,7 @@ class PromptCompression(Select):
     everything: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
     renumber: ClassVar[bool] = True
 
-    keep: float
+    keep: float = 0.5
     unit: str = "sentence"
     scorer: str | None = None
     window: int | None = None

@@ -1,6 +1,6 @@
 """Bases of most methods: score tokens between layers and keep the best, or choose them before the prefill.
 
-Nothing here imports torch; `lazyllm.methods.support.sessions` holds their sessions.
+Nothing here imports torch before a session starts.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lazyllm.engine.flops import LayerShape
 from lazyllm.engine.inputs import Group, Look, Prompt
 from lazyllm.engine.method import Method
+from lazyllm.methods.support.ranking import split_prompt
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 
     from lazyllm.engine.decoder import Batch, Decoder
     from lazyllm.engine.session import Session
-    from lazyllm.methods.support.sessions import Boundary
 
 
 class _Turns:
@@ -112,8 +113,6 @@ class Prune(Dropping):
 
         A method whose number of tokens depends on the prompt may return fewer or more.
         """
-        from lazyllm.methods.support.sessions import split_prompt
-
         return split_prompt(scores, keep)[0]
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
@@ -133,14 +132,25 @@ class Prune(Dropping):
         return [stored[-1]] * num_layers if self.forget else stored
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
-        from lazyllm.methods.support.sessions import PruneSession
+        from lazyllm.engine.session import Session
 
-        def choose(seen: list[Tensor], batch: Batch, keep: int) -> Tensor:
-            return self.choose(self.score(seen, batch), keep)
+        groups, n = self.groups(len(decoder.layers), len(prompt)), len(prompt)
+        return Session(decoder, groups, n, max_new_tokens, self._cross)
 
-        layers, n = len(decoder.layers), len(prompt)
-        groups, keep = self.groups(layers, n), self.kept(layers, n)
-        return PruneSession(decoder, groups, n, max_new_tokens, keep, choose, self.forget)
+    def _cross(self, session: Session, index: int, batch: Batch) -> Batch:
+        group, layers = session.groups[index], len(session.decoder.layers)
+        layer = group.layers.stop
+        keep = self.kept(layers, session.prompt_tokens).get(layer)
+        if keep is None:
+            return batch
+        seen = session.decoder.probe.take_each() if group.look.layers else []
+        kept = self.choose(self.score(seen, batch), keep)
+        if self.forget:
+            for cache in session.caches[: index + 1]:  # all of them hold exactly the tokens of this batch, in order
+                cache.retain(kept)
+        batch = batch[kept]
+        session.selected[-1][layer] = batch.positions
+        return batch
 
 
 @dataclass(frozen=True)
@@ -199,8 +209,6 @@ class Select(Dropping):
 
     def best(self, scores: Tensor, keep: int) -> Tensor:
         """Ascending indices of the `keep` best of scores [n], the newest token among them; ties to the lower index."""
-        from lazyllm.methods.support.sessions import split_prompt
-
         return split_prompt(scores, keep)[0]
 
     def selected_at(self, num_layers: int) -> int:
@@ -211,7 +219,7 @@ class Select(Dropping):
         return [Group(range(num_layers), self.kept(n))]
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
-        from lazyllm.methods.support.sessions import SelectSession, timed_selection
+        from lazyllm.methods.support.select_session import SelectSession, timed_selection
 
         layers = len(decoder.layers)
         selected, scoring = timed_selection(self.select, decoder, prompt, self.diagnostic)
@@ -220,6 +228,22 @@ class Select(Dropping):
         return SelectSession(
             decoder, groups, length, max_new_tokens, scoring, selected, self.selected_at(layers), self.renumber
         )
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The end of a layer of a prefill.
+
+    layer: from 1, of `num_layers`. m: tokens that entered it, of n prompt tokens. kv_heads: its key heads.
+    notes: what `Layerwise.cut` remembers from one boundary of a prompt to the next, as methods have no state.
+    """
+
+    layer: int
+    num_layers: int
+    n: int
+    m: int
+    kv_heads: int
+    notes: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -248,11 +272,27 @@ class Layerwise(Dropping):
         return None
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
-        from lazyllm.methods.support.sessions import LayerwiseSession
+        from lazyllm.engine.session import Session
 
-        layers, n = len(decoder.layers), len(prompt)
-        groups, named = self.groups(layers, n), self.pruning_layers(layers)
-        return LayerwiseSession(decoder, groups, n, max_new_tokens, self.score, self.cut, self.store, named)
+        groups, n = self.groups(len(decoder.layers), len(prompt)), len(prompt)
+        return Session(decoder, groups, n, max_new_tokens, self._cross)
+
+    def _cross(self, session: Session, index: int, batch: Batch) -> Batch:
+        group, layers = session.groups[index], len(session.decoder.layers)
+        layer, kept = group.layers.stop, None
+        if group.look.layers:
+            kv_heads = LayerShape.of(session.decoder.config).kv_heads
+            at = Boundary(layer, layers, session.prompt_tokens, len(batch), kv_heads, session.notes)
+            scores = self.score(at, session.decoder.probe.take())
+            held = self.store(at, scores)
+            if held is not None:
+                session.caches[index].retain_by_head(held)
+            kept = self.cut(at, scores)
+            if kept is not None:
+                batch = batch[kept]
+        if kept is not None or layer in self.pruning_layers(layers):
+            session.selected[-1][layer] = batch.positions
+        return batch
 
 
 def at_depth(layer: int | None, num_layers: int, share: Fraction, key: str = "layer") -> int:

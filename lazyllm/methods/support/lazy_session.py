@@ -16,8 +16,8 @@ from lazyllm.engine.cache import AuxCache, GroupCache
 from lazyllm.engine.decoder import Batch, Decoder, Rope
 from lazyllm.engine.inputs import Group
 from lazyllm.engine.session import Session
+from lazyllm.methods.support.ranking import rank, split_prompt
 from lazyllm.methods.support.schedule import Schedule
-from lazyllm.methods.support.sessions import rank, split_prompt
 
 # From this number of revived tokens on, a turn sorts the K and V that they attend to; for fewer, sorting costs more
 MANY = 32

@@ -13,7 +13,7 @@ from lazyllm.engine.attention import attend_to_chosen, attention_scores, install
 from lazyllm.engine.cache import AuxCache, GroupCache
 from lazyllm.engine.inputs import Look
 from lazyllm.methods import Lazy
-from lazyllm.methods.support.sessions import rank, split_prompt
+from lazyllm.methods.support.ranking import rank, split_prompt
 from tests.reference import random_model
 
 CPU = torch.device("cpu")
