@@ -23,7 +23,7 @@ from eval.store.comparable import tell_apart
 from eval.store.folder import fingerprint, read_planned
 from eval.store.record import Measurement, Record
 from eval.store.results import Results
-from eval.store.runs import StoredRun, stored_runs
+from eval.store.runs import StoredRun, counted, stored_runs
 from lazyllm.errors import UserError
 from lazyllm.files import write_whole
 
@@ -79,7 +79,7 @@ def _submission(folder: Path) -> Submission:
     except KeyError as error:
         raise UserError(f"{folder}: a run.json lacks {error}; submit it as `lazyllm-bench run` wrote it") from error
     if not any(len(run.examples) for run in runs):
-        raise UserError(f"{folder}: no records; expected runs, best collected by `lazyllm-bench collect`")
+        raise UserError(f"{folder}: no records; expected runs, collected by `lazyllm-bench collect`")
     return Submission(folder, first[2:].strip(), Results(runs))
 
 
@@ -101,7 +101,8 @@ def _lacking(run: StoredRun) -> Iterator[str]:
     if planned is None:
         yield f"{run.folder}: lacks examples.json, the list of planned examples"
     elif missing := sorted(set(planned) - set(run.keys)):
-        yield f"{run.folder}: no record of {len(missing)} planned examples, such as {', row '.join(missing[0])}"
+        lacks = counted(len(missing), "planned example")
+        yield f"{run.folder}: no record of {lacks}, such as {', row '.join(missing[0])}"
 
 
 def _disagreeing(run: StoredRun) -> Iterator[str]:
@@ -158,7 +159,7 @@ def _described(submission: Submission, beside: Path) -> str:
     runs = submission.results.runs
     about = [run.about["provenance"] for run in runs]
     facts = (
-        (f"{len(runs)} runs",),
+        (counted(len(runs), "run"),),
         (f"commit {known['git_commit'][:7]}" for known in about),
         (known["machine"].get("device") for known in about),
         (run.identity.get("dtype") for run in runs),
@@ -222,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for problem in problems[:_SHOWN]:
         print(f"refused: {problem}", file=sys.stderr)
     if problems:
-        raise UserError(f"{options.folder}: no page is written, because of {len(problems)} problems")
+        raise UserError(f"{options.folder}: no page is written, because of {counted(len(problems), 'problem')}")
     out = options.out or options.folder / "README.md"
     write_whole(out, board_page(board, out.parent))
     print(f"{out}: every score of {', '.join(submission.folder.name for submission in board)} agrees")

@@ -286,7 +286,7 @@ def test_each_file_is_fetched_once_and_no_pickle_at_all(played: Played) -> None:
 
 
 def test_the_report_shows_all_models(played: Played) -> None:
-    page = (played.folder / "report.html").read_text(encoding="utf-8")
+    page = (played.folder / "runs" / "report.html").read_text(encoding="utf-8")
     assert "llama2" in page
     assert "Llama-3.1-8B-Instruct" in page
     assert "xgen-7b" in page

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of stored runs: `lazyllm-bench report RUNS [RUNS ...] [--out report.html]`."""
+"""One self-contained HTML page of stored runs: lazyllm-bench report RUNS [RUNS ...] [--out runs/report.html]"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 0. Raises UserError if there is no page to make."""
     parser = argparse.ArgumentParser(prog="lazyllm-bench report", description=(__doc__ or "").partition(":")[0])
     add_choice(parser)
-    parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: report.html)")
+    parser.add_argument("--out", type=Path, default=Path("runs/report.html"), help="the page (default: %(default)s)")
     parser.add_argument(
         "--records", type=_at_least_one, metavar="N", help="show the first N records of each run and dataset only"
     )

@@ -31,9 +31,7 @@ class Cell:
     @property
     def parts(self) -> tuple[str, str]:
         """(number, the rest: a space, then an interval or unit); (text, "") without a number."""
-        if self.value is None:
-            return self.text, ""
-        end = self.text.find(" ", 1)
+        end = -1 if self.value is None else self.text.find(" ", 1)
         return (self.text, "") if end < 0 else (self.text[:end], self.text[end:])
 
 
@@ -73,36 +71,27 @@ def grid(
     are numeric if every cell begins with a number or is empty. has_run: per row, whether a run gives its values; None
     if all have one.
     """
-    headings = [str(column) for column in cells.columns]
-    filled = cells.astype(object).where(cells.notna(), "")
-    texts = [[str(value) for value in filled.iloc[:, index]] for index in range(len(headings))]
-    known = len(headings) if keys is None else keys
-    columns = [
-        Column(heading, index >= known or _is_numeric(column))
-        for index, (heading, column) in enumerate(zip(headings, texts, strict=True))
-    ]
-    shown = [
-        [Cell(text, _number(text) if column.numeric else None) for text in of_column]
-        for column, of_column in zip(columns, texts, strict=True)
-    ]
-    rows = tuple(zip(*shown, strict=True))
-    there = [True] * len(rows) if has_run is None else list(has_run)
+    keys = len(cells.columns) if keys is None else keys
+    columns, shown = [], []
+    for number, heading in enumerate(map(str, cells.columns)):
+        texts = ["" if pd.isna(value) else str(value) for value in cells.iloc[:, number]]
+        filled = [text for text in texts if text.strip() not in _EMPTY]
+        numeric = number >= keys or (bool(filled) and all(_number(text) is not None for text in filled))
+        columns.append(Column(heading, numeric))
+        shown.append([Cell(text, _number(text) if numeric else None) for text in texts])
+    rows = list(zip(*shown, strict=True))
+    measured = [True] * len(rows) if has_run is None else has_run
     return Grid(
         name,
         title,
         caption,
         tuple(columns),
-        rows=tuple(row for row, has in zip(rows, there, strict=True) if has),
-        filtered=None if filtered is None else headings.index(filtered),
-        without_run=tuple(row for row, has in zip(rows, there, strict=True) if not has),
+        rows=tuple(row for row, has in zip(rows, measured, strict=True) if has),
+        filtered=None if filtered is None else [column.heading for column in columns].index(filtered),
+        without_run=tuple(row for row, has in zip(rows, measured, strict=True) if not has),
     )
 
 
-def _is_numeric(texts: Sequence[str]) -> bool:
-    filled = [text for text in texts if text.strip() not in _EMPTY]
-    return bool(filled) and all(_number(text) is not None for text in filled)
-
-
 def _number(text: str) -> float | None:
-    found = _NUMBER.match(text.strip().lstrip("*").replace("−", "-"))
-    return None if found is None else float(found[1].replace(",", ""))
+    number = _NUMBER.match(text.strip().lstrip("*").replace("−", "-"))
+    return None if number is None else float(number[1].replace(",", ""))

@@ -1,4 +1,4 @@
-"""The page's overview: runs, the provenance of their numbers, and warnings to read before comparing them."""
+"""The page's overview: findings, runs, the provenance of their numbers, and warnings to read before comparing them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any
 
 import pandas as pd
 
-from eval.analysis.known_methods import is_diagnostic, marked
+from eval.analysis.known_methods import BASELINE, is_diagnostic, marked
 from eval.analysis.table import COMPUTED
 from eval.report.grid import Grid, grid
 from eval.store.comparable import as_text
 from eval.store.results import Results, first_turns
-from eval.store.runs import StoredRun
+from eval.store.runs import StoredRun, counted
 
 KEPT = 0.99  # of the baseline's score
+ENOUGH = 20  # examples; with fewer, a mean score says too little to call it kept
 
 _RESULTS = (
     ("score", "score", 2),
@@ -36,16 +37,19 @@ def facts(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
     return [
         ("Models", _listed(run.model for run in runs)),
         ("Methods", _listed(run.method for run in runs)),
-        ("Runs", f"{len(runs)}, of {len({run.label for run in runs})} settings"),
+        ("Runs", f"{len(runs)}, of {counted(len({run.label for run in runs}), 'setting')}"),
         ("Datasets", _listed(name for run in runs for name in run.datasets)),
-        ("Examples", f"{len(examples):,}, in {sum(len(run.examples) for run in runs):,} records"),
+        ("Examples", f"{len(examples):,}, in {counted(sum(len(run.examples) for run in runs), 'record')}"),
         ("Measured", started[0] if started[0] == started[-1] else f"{started[0]} to {started[-1]}"),
         ("On", _listed(run.about["provenance"]["machine"]["device"] for run in runs)),
     ]
 
 
 def findings(results: Results) -> list[str]:
-    """A sentence for each model and suite: the fastest setting that keeps 99 % of its baseline's score."""
+    """A sentence for each model and suite: the fastest setting that keeps 99 % of its baseline's score.
+
+    It says instead what the runs cannot show: without a paired baseline, with one that scores 0, with few examples.
+    """
     whole: Any = results.by_task[results.by_task["level"] == "all"]
     return [
         f"{model}, {suite}: {_finding(rows.to_dict('records'))}"
@@ -54,16 +58,34 @@ def findings(results: Results) -> list[str]:
 
 
 def _finding(rows: Sequence[dict[Any, Any]]) -> str:
-    faster = [row for row in rows if row["ttft_speedup"] > 1 and not is_diagnostic(row["method"])]
+    methods = [row for row in rows if row["method"] != BASELINE and not is_diagnostic(row["method"])]
+    paired = [row for row in methods if not pd.isna(row["ttft_speedup"])]
+    faster = [row for row in paired if row["ttft_speedup"] > 1]
+    if not methods:
+        return "only the baseline was measured."
+    if not paired:
+        return "no speedup and no kept score: nothing was measured beside its baseline (timing.paired=true does)."
     if not faster:
-        return "no setting is faster to its first token than its paired baseline."
-    keeping = [row for row in faster if row["score"] >= KEPT * row["baseline_score"]]
-    found = f"settings faster than the baseline: {len(faster)}; of these {len(keeping)} keep {KEPT:.0%} of its score."
-    best = max(keeping, key=lambda row: row["ttft_speedup"]) if keeping else max(faster, key=lambda row: row["score"])
-    which = "fastest of these" if keeping else "best score"
+        return f"no setting is faster to its first token than its paired baseline ({counted(len(paired), 'setting')})."
+    found = f"settings faster than the baseline: {len(faster)}"
+    examples = min(row["examples"] for row in faster)
+    if not any(row["baseline_score"] for row in faster):
+        found += "; the baseline scores 0, so no score could be kept or lost."
+    elif examples < ENOUGH:
+        found += f"; {counted(examples, 'example')} cannot show whether a score is kept (at least {ENOUGH})."
+    else:
+        keeping = [row for row in faster if row["baseline_score"] and row["score"] >= KEPT * row["baseline_score"]]
+        found += f"; of these {len(keeping)} keep {KEPT:.0%} of its score."
+        if not keeping:
+            return f"{found} The best score: {_described(max(faster, key=lambda row: row['score']))}"
+        faster = keeping
+    return f"{found} The fastest of these: {_described(max(faster, key=lambda row: row['ttft_speedup']))}"
+
+
+def _described(row: dict[Any, Any]) -> str:
     return (
-        f"{found} The {which}: {best['label']}, {best['ttft_speedup']:.2f} times as fast to the first token, score "
-        f"{best['score']:.2f} against {best['baseline_score']:.2f} (examples: {best['examples']})."
+        f"{row['label']}, {row['ttft_speedup']:.2f} times as fast to the first token, score {row['score']:.2f} "
+        f"against {row['baseline_score']:.2f} (examples: {row['examples']})."
     )
 
 
@@ -91,10 +113,24 @@ def runs_grid(runs: Sequence[StoredRun]) -> Grid:
     return grid("runs", "Runs", caption, pd.DataFrame(rows))
 
 
+def settings_grid(runs: Sequence[StoredRun]) -> Grid | None:
+    """The settings behind the models' names, such as `tiny (turns=4)`; None if no run has any."""
+    rows = {(run.model, fact, value): None for run in runs for fact, value in run.facts.items()}
+    caption = "Runs that differ in these from most runs of the model share no table with them."
+    cells = pd.DataFrame(list(rows), columns=["model", "setting", "value"])
+    return grid("settings", "Settings of the models", caption, cells) if rows else None
+
+
 def results_grid(results: Results) -> Grid:
-    """One row for each setting and task or dataset, means over tasks first; the seeds of a setting share a row."""
-    table: Any = results.by_task.sort_values("level", key=lambda levels: levels != "all", kind="stable")
+    """One row for each setting and task or dataset, means over tasks first; the seeds of a setting share a row.
+
+    A task with one dataset has the row of that dataset only, as has the mean over one dataset.
+    """
+    table: Any = results.by_task
     several = len(set(table["suite"])) > 1
+    datasets = table.groupby(["model", "suite", "level", "name"])["datasets"].transform("max")
+    table = table[(table["level"] == "dataset") | (datasets > 1)]
+    table = table.sort_values("level", key=lambda levels: levels != "all", kind="stable")
     rows = [
         {
             "task or dataset": _row_name(row, several),
@@ -114,64 +150,6 @@ def results_grid(results: Results) -> Grid:
     return grid("results", "Results", caption, pd.DataFrame(rows), filtered="task or dataset")
 
 
-def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Grid | None]:
-    """(name, value) of the facts that all runs share; and a table of the others, None if there are none."""
-    facts_of = [
-        as_text({key: value for key, value in run.identity.items() if key not in _SHOWN_ELSEWHERE})
-        | as_text(run.about["provenance"])
-        for run in runs
-    ]
-    names = list(dict.fromkeys(name for known in facts_of for name in known))
-    same = [name for name in names if len({known.get(name, "") for known in facts_of}) == 1]
-    rows = [
-        {"folder": run.folder.name, **{name: known.get(name, "") for name in names if name not in same}}
-        for run, known in zip(runs, facts_of, strict=True)
-    ]
-    differing = grid("differing", "What differs between the runs", "", pd.DataFrame(rows))
-    return [(name, facts_of[0][name]) for name in same], differing if len(same) < len(names) else None
-
-
-def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
-    """Warnings to read before comparing numbers, in sentences that name the runs.
-
-    most: number of records that the page shows for each run and dataset, None for all.
-    """
-    unpaired = [run for run in runs if not run.identity["paired"] and run.method != "baseline"]
-    changed = [run for run in runs if (run.about["provenance"]["git_commit"] or "+changes").endswith("+changes")]
-    cold = [run for run in runs if run.identity["warmup"] == 0]
-    textless = [run for run in runs if "" in run.table(["prompt_end"])["prompt_end"].unique().to_pylist()]
-    concerned = [
-        (unpaired, "measured without a paired baseline: no speedup, and no answer to compare with"),
-        (cold, "timed without warm-up: the first examples' times include one-off costs"),
-        (changed, "measured with uncommitted code: it cannot be checked out again"),
-        (textless, "stored by an old version: the records below lack prompt ends and gold answers"),
-    ]
-    found = [f"{text[0].upper()}{text[1:]} ({_names(named)})." for named, text in concerned if named]
-    found += _missing(runs)
-    if most is not None and any(first_turns(run.examples)["dataset"].value_counts().max() > most for run in runs):
-        found.append(f"Of each run and dataset, only the first {most} records are shown below; tables count all.")
-    return found
-
-
-def _missing(runs: Sequence[StoredRun]) -> list[str]:
-    """A sentence for each group of runs that lack the same examples of another run of their model."""
-    found = []
-    for model in dict.fromkeys(run.model for run in runs):
-        of_model = [run for run in runs if run.model == model]
-        wanted = frozenset(key for run in of_model for key in run.keys)
-        without: dict[frozenset[tuple[str, str]], list[StoredRun]] = {}
-        for run in of_model:
-            without.setdefault(wanted - set(run.keys), []).append(run)
-        for lacking, concerned in without.items():
-            if lacking:
-                verb, means = ("lacks", "its means are") if len(concerned) == 1 else ("lack", "their means are")
-                found.append(
-                    f"{_names(concerned)} {verb} {len(lacking)} of the {len(wanted)} examples that runs of {model} "
-                    f"hold ({_listed(sorted(dataset for dataset, _ in lacking))}): {means} over other examples."
-                )
-    return found
-
-
 def _row_name(row: Any, several_suites: bool) -> str:
     name = "mean over tasks" if row["level"] == "all" else row["name"]
     return f"{name}, {row['suite']}" if several_suites and row["level"] != "dataset" else name
@@ -183,6 +161,59 @@ def _shown(row: Any, column: str, digits: int) -> str:
         return "-"
     text = f"{value:.{digits}f}"
     return text if pd.isna(low) else f"{text} ({low:.{digits}f}–{high:.{digits}f})"
+
+
+def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Grid | None]:
+    """(name, value) of the facts that all runs share; and a table of the others, None if there are none."""
+    facts_of = [
+        as_text({key: value for key, value in run.identity.items() if key not in _SHOWN_ELSEWHERE})
+        | as_text(run.about["provenance"])
+        for run in runs
+    ]
+    names = list(dict.fromkeys(name for facts in facts_of for name in facts))
+    same = [name for name in names if len({facts.get(name, "") for facts in facts_of}) == 1]
+    rows = [
+        {"folder": run.folder.name, **{name: facts.get(name, "") for name in names if name not in same}}
+        for run, facts in zip(runs, facts_of, strict=True)
+    ]
+    differing = grid("differing", "What differs between the runs", "", pd.DataFrame(rows))
+    return [(name, facts_of[0][name]) for name in same], differing if len(same) < len(names) else None
+
+
+def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
+    """Warnings to read before comparing numbers, in sentences that name the runs.
+
+    most: maximum number of records that the page shows for each run and dataset, None for all.
+    """
+    unpaired = [run for run in runs if not run.identity["paired"] and run.method != BASELINE]
+    cold = [run for run in runs if run.identity["warmup"] == 0]
+    changed = [run for run in runs if (run.about["provenance"]["git_commit"] or "+changes").endswith("+changes")]
+    concerned = [
+        (unpaired, "Measured without a paired baseline: no speedup, and no answer to compare with"),
+        (cold, "Timed without warm-up: the first examples' times include one-off costs"),
+        (changed, "Measured with uncommitted code: it cannot be checked out again"),
+    ]
+    sentences = [f"{text} ({_names(named)})." for named, text in concerned if named] + _missing(runs)
+    if most is not None and any(first_turns(run.examples)["dataset"].value_counts().max() > most for run in runs):
+        shown = f"only the first {most} records are" if most > 1 else "only the first record is"
+        sentences.append(f"Of each run and dataset, {shown} shown below; tables count all.")
+    return sentences
+
+
+def _missing(runs: Sequence[StoredRun]) -> list[str]:
+    """A sentence for the runs that lack the same examples of another run of their model."""
+    wanted: dict[str, set[tuple[str, str]]] = {}
+    for run in runs:
+        wanted.setdefault(run.model, set()).update(run.keys)
+    without: dict[tuple[str, frozenset[tuple[str, str]]], list[StoredRun]] = {}
+    for run in runs:
+        without.setdefault((run.model, frozenset(wanted[run.model] - set(run.keys))), []).append(run)
+    return [
+        f"Without {len(lacking)} of the {len(wanted[model])} examples that runs of {model} hold "
+        f"({_listed(sorted(dataset for dataset, _ in lacking))}), so with means over other examples: {_names(named)}."
+        for (model, lacking), named in without.items()
+        if lacking
+    ]
 
 
 def _names(runs: Sequence[StoredRun]) -> str:

@@ -1,4 +1,8 @@
-"""The page: one HTML text without references to other files."""
+"""The page: one HTML text without references to other files.
+
+It holds the runs and their provenance (`overview`), tables and figures, every example's answers and the drawings of
+traced examples (`record_browser`). Its scripts are `*.js`, its style `report.css`, its frame `page.html.jinja`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ import hashlib
 import io
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +28,8 @@ from eval.store.results import Results
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("tables.js", "records.js", "traces.js")
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure on the page. svg: None without data. command: a run that gives the data."""
-
-    name: str
-    title: str
-    caption: str
-    svg: Markup | None
-    command: str
-    opens_report: bool
+_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+_IDS = re.compile(r'(\bid="|url\(#|href="#)')
 
 
 def render(
@@ -53,13 +46,14 @@ def render(
     runs = results.runs
     common, differing = overview.provenance(runs)
     pictures = [_as_picture(figure, results) for figure in figures.values()]
-    first = next((picture for picture in pictures if picture.svg and picture.opens_report), None)
+    first = next((picture for picture in pictures if picture["svg"] and picture["opens_report"]), None)
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     return _template().render(
         title=", ".join(dict.fromkeys(run.model for run in runs)),
         facts=overview.facts(runs),
         warnings=overview.warnings(runs, most),
         runs=overview.runs_grid(runs),
+        settings=overview.settings_grid(runs),
         results=overview.results_grid(results),
         common=common,
         differing=differing,
@@ -89,14 +83,11 @@ def _as_grid(table: Table) -> Grid:
     return grid(f"table-{table.name}", table.title, table.caption, table.cells, keys=table.keys, has_run=has_run)
 
 
-def _as_picture(figure: Figure, results: Results) -> Picture:
+def _as_picture(figure: Figure, results: Results) -> dict[str, Any]:
+    """The figure's texts, its svg (None without data), and the command of a run that gives the data."""
     frame, name = figure.data(results), f"figure-{figure.name}"
     svg = None if frame.empty else inline_svg(figure.plot(frame), name)
-    return Picture(name, figure.title, figure.caption, svg, command_for(figure.name), figure.opens_report)
-
-
-_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-_IDS = re.compile(r'(\bid="|url\(#|href="#)')
+    return {**vars(figure), "name": name, "svg": svg, "command": command_for(figure.name)}
 
 
 def inline_svg(figure: Any, name: str) -> Markup:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from eval.analysis.token_states import step_sets
-from eval.store.record import Measurement, Record, Trace, read_trace, to_records
+from eval.store.record import Measurement, Record, Trace, read_trace
 from eval.store.results import first_turns
 from eval.store.runs import StoredRun
 
 
 class Strings(dict[str, int]):
-    """Texts by number, so that prompts, gold answers and baselines of many runs are embedded once."""
+    """Numbers of texts, so that prompts, gold answers and baselines of many runs are embedded once."""
 
     def number(self, text: str) -> int:
         return self.setdefault(text, len(self))
@@ -32,7 +32,8 @@ def embed_records(runs: Sequence[StoredRun], most: int | None = None) -> dict[st
         "records": [
             _embed(number, turn, f"{record.id}, turn {turn.turn}" if record.later else record.id, strings)
             for number, run in enumerate(runs)
-            for record in _first_of_each_dataset(run, most)
+            for record, place in zip(run.records, first_turns(run.examples).groupby("dataset").cumcount(), strict=True)
+            if most is None or place < most
             for turn in record.by_turn
         ],
         "strings": list(strings),
@@ -42,13 +43,6 @@ def embed_records(runs: Sequence[StoredRun], most: int | None = None) -> dict[st
 def embed_run(run: StoredRun) -> dict[str, Any]:
     """A run's names, for headings and filters."""
     return {"model": run.model, "label": run.label, "seed": run.seed}
-
-
-def _first_of_each_dataset(run: StoredRun, most: int | None) -> list[Record]:
-    if most is None:
-        return run.records
-    numbers = first_turns(run.examples).groupby("dataset").cumcount()
-    return to_records(run.table().take(np.flatnonzero(numbers < most)))
 
 
 def _embed(run: int, record: Record, name: str, strings: Strings) -> dict[str, Any]:

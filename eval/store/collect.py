@@ -30,7 +30,7 @@ from eval.store.comparable import add_choice, chosen, tell_apart
 from eval.store.folder import files_of, fingerprint, read_failures, read_planned
 from eval.store.record import SCHEMA
 from eval.store.results import as_frame, find_runs
-from eval.store.runs import CAMPAIGN, CAMPAIGN_RECORDS, CAMPAIGN_VERSION, StoredRun, stored_runs
+from eval.store.runs import CAMPAIGN, CAMPAIGN_RECORDS, CAMPAIGN_VERSION, StoredRun, counted, stored_runs
 from lazyllm.errors import UserError
 from lazyllm.files import write_whole
 
@@ -151,15 +151,15 @@ def describe(done: Sequence[Collected], out: Path) -> str:
         if run.missing:
             named = ", ".join(f"{dataset}, row {row}" for dataset, row in run.missing[:_SHOWN])
             more = f" and {len(run.missing) - _SHOWN} more" if len(run.missing) > _SHOWN else ""
-            failed = f", {run.failed} of them failed" if run.failed else ""
-            lines.append(f"{run.folder}: {len(run.missing)} examples are missing{failed}: {named}{more}")
+            failed = f" ({run.failed} failed)" if run.failed else ""
+            lines.append(f"{run.folder}: lacks {counted(len(run.missing), 'example')}{failed}: {named}{more}")
         elif not run.records:
-            lines.append(f"{run.folder}: no records, {run.failed} examples failed")
+            lines.append(f"{run.folder}: no records, {counted(run.failed, 'failed example')}")
     unknown = sum(run.missing is None for run in done)
     if unknown:
-        lines.append(f"{unknown} runs have no list of planned examples: their missing examples are unknown")
-    records, files = sum(run.records for run in done), sum(run.files for run in done)
-    return "\n".join([*lines, f"{out}: {records} records of {len(done)} runs, from {files} files"])
+        lines.append(f"without a list of planned examples, so that missing ones are unknown: {counted(unknown, 'run')}")
+    records, files = (counted(sum(getattr(run, name + "s") for run in done), name) for name in ("record", "file"))
+    return "\n".join([*lines, f"{out}: {records} of {counted(len(done), 'run')}, from {files}"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

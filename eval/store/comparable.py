@@ -27,7 +27,7 @@ def tell_apart(runs: Sequence[StoredRun]) -> list[StoredRun]:
     code, and all runs in the rows and templates of a dataset. A fact differs unless it has its most common value; of
     equally common values, that of the newest run. `apart` has no more facts than tell the run from all others.
     """
-    facts = [_facts(run) for run in runs]
+    facts = _facts(runs)
     values: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for run, own in sorted(zip(runs, facts, strict=True), key=_began):
         for fact, value in own.items():
@@ -58,13 +58,22 @@ def _in_words(facts: dict[str, str]) -> list[str]:
     return [*words, f"rows {fingerprint(rows)[:4]}"] if rows else words
 
 
-def _facts(run: StoredRun) -> dict[str, str]:
-    """{fact that a run shares with all runs of its table: JSON of its value}."""
-    facts = dict(_flat({name: value for name, value in run.identity.items() if name not in _FREE}))
-    if run.identity.get("method_code") is not None:
-        facts[f"code of {run.method}"] = run.identity["method_code"]
-    facts |= {f"{_ROWS}{name}": sha256 for name, sha256 in run.identity["data"].items()}
-    return {name: json.dumps(value, sort_keys=True) for name, value in facts.items()}
+def _facts(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
+    """For each run, {fact that it shares with all runs of its table: JSON of its value}.
+
+    A fact that other runs of the model have and this one lacks is null, such as `turns`, but for rows and code of what
+    it has not run.
+    """
+    facts, names = [], defaultdict(set)
+    for run in runs:
+        facts.append(dict(_flat({name: value for name, value in run.identity.items() if name not in _FREE})))
+        names[run.model] |= facts[-1].keys()
+    for run, own in zip(runs, facts, strict=True):
+        own |= dict.fromkeys(sorted(names[run.model] - own.keys()))
+        if run.identity.get("method_code") is not None:
+            own[f"code of {run.method}"] = run.identity["method_code"]
+        own |= {f"{_ROWS}{name}": sha256 for name, sha256 in run.identity["data"].items()}
+    return [{name: json.dumps(value, sort_keys=True) for name, value in own.items()} for own in facts]
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -118,8 +127,9 @@ def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = 
             values = ", ".join(sorted({facts[key] for facts in known if key in facts}))
             raise UserError(f"--where {condition}: no such run; {key} is one of {values}")
     if newest:
-        latest = {run.model: run for run in sorted(left, key=lambda run: _began((run, None)))}
-        left = [run for run in left if _agree(_facts(run), _facts(latest[run.model]))]
+        pairs = list(zip(left, _facts(left), strict=True))
+        latest = {run.model: facts for run, facts in sorted(pairs, key=_began)}
+        left = [run for run, facts in pairs if _agree(facts, latest[run.model])]
     return left
 
 

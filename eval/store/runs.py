@@ -172,6 +172,11 @@ def is_ablation(settings: Mapping[str, Any]) -> bool:
     return any(settings.get(key, usual) != usual for key, usual in _USUAL.items())
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 run`, `2,000 runs`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def _plain(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {inner}" for key, inner in value.items()) + "}"

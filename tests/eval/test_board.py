@@ -114,7 +114,7 @@ def test_what_lacks_provenance_or_gold_answers_is_refused(tmp_path, capsys, chan
 def test_what_was_taken_out_or_changed_by_hand_is_refused(tmp_path, capsys) -> None:
     run = submit(tmp_path / "board" / "two")
     (run / PLANNED).write_text(planned_text([*(record.key for record in TWO), ("hotpotqa", "row-3")]))
-    assert "no record of 1 planned examples, such as hotpotqa, row row-3" in refused(tmp_path / "board", capsys)
+    assert "no record of 1 planned example, such as hotpotqa, row row-3" in refused(tmp_path / "board", capsys)
     (run / PLANNED).unlink()
     about = json.loads((run / "run.json").read_text())
     about["identity"]["method"] = LAZY | {"schedule": {"2": 0.1}}

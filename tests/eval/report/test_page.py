@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,9 +26,7 @@ from tests.eval.report.test_report import (
     REVIVED,
     TABLES,
     TRACE,
-    example,
     make_runs,
-    store,
 )
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -44,15 +41,6 @@ def _found(names: tuple[str, ...]) -> str:
     if os.environ.get("CI"):
         pytest.fail(missing)
     pytest.skip(missing)
-
-
-def test_without_a_browser_this_file_skips_but_not_on_a_ci_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CI", raising=False)
-    with pytest.raises(pytest.skip.Exception, match="install chromium and chromium-driver"):
-        _found(("no-such-program",))
-    monkeypatch.setenv("CI", "true")
-    with pytest.raises(pytest.fail.Exception, match="install chromium and chromium-driver"):
-        _found(("no-such-program",))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +91,7 @@ def shown_ids(page: webdriver.Chrome) -> list[str]:
     return texts(page, ".record .id")
 
 
-def test_the_overview_says_what_was_measured(page: webdriver.Chrome) -> None:
+def test_overview_tables_and_figures_show_what_was_measured(page: webdriver.Chrome) -> None:
     facts = dict(zip(texts(page, ".facts dt"), texts(page, ".facts dd"), strict=True))
     assert facts == {
         "Models": "mini",
@@ -117,25 +105,27 @@ def test_the_overview_says_what_was_measured(page: webdriver.Chrome) -> None:
     warnings = texts(page, ".warnings li")
     assert len(warnings) == 2
     assert "without a paired baseline" in warnings[0]
-    assert "static lacks 43 of the 45 examples" in warnings[1]
+    assert "Without 43 of the 45 examples" in warnings[1]
     provenance = dict(zip(texts(page, ".provenance dt"), texts(page, ".provenance dd"), strict=True))
     assert (provenance["git_commit"], provenance["versions.torch"]) == ("c0ffee", "9")
     assert texts(page, "#runs tbody td:nth-child(2)") == ["lazy, schedule={2: 0.5}", "static_pruning, keep=0.5"]
 
-
-def test_a_table_without_rows_says_so(page: webdriver.Chrome) -> None:
     assert "No run here gives a row" in one(page, "#table-bare").text
     assert page.find_elements(By.CSS_SELECTOR, "#table-bare table") == []
-
-
-def test_figures_are_drawn_or_said_to_be_without_data(page: webdriver.Chrome) -> None:
     drawing = one(page, "#figure-full svg")
     assert drawing.size["height"] > 100
     assert drawing.accessible_name == f"Drawn {HOSTILE}"
     assert "No run here gives data" in one(page, "#figure-empty").text
+    assert texts(page, "#table-hand h3") == [f"By hand {HOSTILE}"]
+    assert page.find_elements(By.CSS_SELECTOR, "img, script[src]") == []
+
+    sort_by_headings(page)
+    filter_results(page)
 
 
-def test_a_heading_sorts_by_number_with_empty_cells_last(page: webdriver.Chrome) -> None:
+def sort_by_headings(page: webdriver.Chrome) -> None:
+    """A heading sorts by number, with empty cells last."""
+
     def names() -> list[str]:
         return texts(page, "#table-hand td:first-child")
 
@@ -158,7 +148,7 @@ def test_a_heading_sorts_by_number_with_empty_cells_last(page: webdriver.Chrome)
     assert (score.get_attribute("aria-sort"), name.get_attribute("aria-sort")) == (None, "ascending")
 
 
-def test_results_are_filtered_by_what_they_are_of(page: webdriver.Chrome) -> None:
+def filter_results(page: webdriver.Chrome) -> None:
     def rows() -> list[str]:
         found = page.find_elements(By.CSS_SELECTOR, "#results tbody tr")
         shown = [row.find_element(By.TAG_NAME, "td") for row in found if row.is_displayed()]
@@ -169,10 +159,10 @@ def test_results_are_filtered_by_what_they_are_of(page: webdriver.Chrome) -> Non
     choice.select_by_visible_text("trec")
     assert rows() == ["trec", "trec"]  # the lazy run and its paired baseline
     choice.select_by_visible_text("all rows")
-    assert {"mean over tasks", "trec", "hotpotqa", "few_shot", "multi_doc_qa"} == set(rows())
+    assert {"mean over tasks", "trec", "hotpotqa"} == set(rows())
 
 
-def test_a_record_shows_what_was_stored(page: webdriver.Chrome) -> None:
+def test_records_are_shown_filtered_ordered_and_searched(page: webdriver.Chrome) -> None:
     first = one(page, ".record")
     assert first.find_element(By.CSS_SELECTOR, ".head").text.split("\n") == [
         "hotpotqa", "row-0", "lazy, schedule={2: 0.5}, seed 0",
@@ -202,8 +192,6 @@ def test_a_record_shows_what_was_stored(page: webdriver.Chrome) -> None:
     }
     assert marked == {"prompt": [], "method": ["is"], "baseline": ["was then"], "gold": []}
 
-
-def test_records_are_filtered_ordered_and_searched(page: webdriver.Chrome) -> None:
     def count() -> str:
         return one(page, "#record-count").text
 
@@ -229,25 +217,20 @@ def test_records_are_filtered_ordered_and_searched(page: webdriver.Chrome) -> No
     WebDriverWait(page, 10).until(lambda _: shown_ids(page) == ["row-2"])
     assert not one(page, "#record-model").is_displayed()  # there is but one
 
-
-def test_the_unpaired_say_so_and_come_last(page: webdriver.Chrome) -> None:
-    choose(page, "record-dataset", "hotpotqa")
+    one(page, "#record-search").clear()
+    one(page, "#record-search").send_keys(" ")
+    choose(page, "record-method", "all")
     choose(page, "record-order", "largest loss against the baseline first")
-    assert shown_ids(page) == ["row-0", "row-2", "row-1", "row-0", "row-1"]  # -25, 0, +50, then missing
-    baselines = texts(page, ".record .baseline")
-    assert baselines[1:] == [
+    expected = ["row-0", "row-2", "row-1", "row-0", "row-1"]  # -25, 0, +50, then missing
+    WebDriverWait(page, 10).until(lambda _: shown_ids(page) == expected)
+    assert texts(page, ".record .baseline")[1:] == [
         "Baseline's answer\nthe same",
         f"Baseline's answer\n{HOSTILE} too",
         *["Baseline's answer\nnot measured beside it"] * 2,
     ]
-
-
-def test_hostile_texts_are_shown_as_they_are(page: webdriver.Chrome) -> None:
     one(page, "#record-search").send_keys("window.hacked")
     WebDriverWait(page, 10).until(lambda _: shown_ids(page) == ["row-1"])
     assert texts(page, ".record .columns pre") == [HOSTILE, HOSTILE, f"{HOSTILE} too", HOSTILE]
-    assert texts(page, "#table-hand h3") == [f"By hand {HOSTILE}"]
-    assert page.find_elements(By.CSS_SELECTOR, "img, script[src]") == []
 
 
 def tokens(page: webdriver.Chrome, selector: str) -> list[int]:
@@ -256,7 +239,7 @@ def tokens(page: webdriver.Chrome, selector: str) -> list[int]:
     return [int(token.get_attribute("data-position") or "none") for token in found]
 
 
-def test_the_steps_of_a_trace_mark_the_tokens_that_they_keep(page: webdriver.Chrome) -> None:
+def test_trace_shows_the_tokens_of_each_step(page: webdriver.Chrome) -> None:
     shades = {1: "s0", 3: "s5", 4: "s9"}  # of the three depths that occur
     spans = page.find_elements(By.CSS_SELECTOR, "#trace-text span")
     said = [span.get_attribute("textContent") for span in spans]
@@ -291,12 +274,10 @@ def test_the_steps_of_a_trace_mark_the_tokens_that_they_keep(page: webdriver.Chr
         "the newest token, which the step's selection serves",
     ]
 
-
-def test_a_token_tells_what_it_is(page: webdriver.Chrome) -> None:
     def told() -> dict[str, str]:
         return dict(zip(texts(page, "#trace-token dt"), texts(page, "#trace-token dd"), strict=True))
 
-    spans = page.find_elements(By.CSS_SELECTOR, "#trace-text span")
+    one(page, "#trace-back").click()
     ActionChains(page).move_to_element(spans[2]).perform()
     assert told() == {"text": "␣road", "position": "2 of 6", "in this step": "kept through all 4 layers"}
     spans[1].click()
@@ -314,8 +295,6 @@ def test_a_token_tells_what_it_is(page: webdriver.Chrome) -> None:
     one(page, "#trace-text").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     assert told()["position"] == "3 of 6"
 
-
-def test_a_trace_is_shaded_by_importance_on_demand(page: webdriver.Chrome) -> None:
     choose(page, "trace-shade", "importance in layer 1 (nothing pruned)")
     largest = max(TRACE.importance[0])
     shades = [int(9 * (value / largest) ** 0.5 + 0.5) for value in TRACE.importance[0]]
@@ -323,44 +302,16 @@ def test_a_trace_is_shaded_by_importance_on_demand(page: webdriver.Chrome) -> No
         assert tokens(page, f".s{shade}") == [position for position, own in enumerate(shades) if own == shade]
 
 
-def test_a_narrow_screen_needs_no_sideways_scrolling(page: webdriver.Chrome) -> None:
-    size = {"width": 380, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+@pytest.mark.parametrize("width", [380, 420])
+def test_narrow_screen_shows_whole_figures_without_sideways_scrolling(page: webdriver.Chrome, width: int) -> None:
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": True}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
-        assert page.execute_script("return document.documentElement.scrollWidth") <= 380
+        assert page.execute_script("return document.documentElement.scrollWidth") <= width
+        figure = page.execute_script(
+            "const {left, right} = document.querySelector('#figure-full svg').getBoundingClientRect();"
+            "return [left, right]"
+        )
+        assert 0 <= figure[0] < figure[1] <= width
     finally:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-@pytest.mark.slow
-def test_thousands_of_records_and_tokens_stay_usable(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    """5,000 records and a trace of 4,000 tokens: all can be reached; the document holds one page of records."""
-    records = [
-        example(number, text=f"answer {number} " + "word " * 60, end=f"end {number} " + "x" * 590)
-        for number in range(5000)
-    ]
-    store(tmp_path / "run", {"name": "lazy"}, records)
-    n = 4000
-    kept = list(range(0, n, 2))
-    long = replace(
-        TRACE,
-        tokens=[f" t{at}" for at in range(n)],
-        importance=[[1 / n] * n] * 4,
-        selected=[{2: kept}],
-        generated=["!"],
-    )
-    (tmp_path / "run" / "traces").mkdir()
-    (tmp_path / "run" / "traces" / "long.json").write_text(long.to_json())
-    html = render(Results.read([tmp_path]), {}, {})
-    assert len(html) < 30e6
-    (tmp_path / "page.html").write_text(html, encoding="utf-8")
-    browser.get((tmp_path / "page.html").as_uri())
-    assert one(browser, "#record-count").text == "5,000 of 5,000 records, page 1 of 250"
-    assert len(browser.find_elements(By.CSS_SELECTOR, ".record")) == 20
-    one(browser, "#record-search").send_keys("end 4321 ")
-    WebDriverWait(browser, 30).until(lambda _: shown_ids(browser) == ["row-4321"])
-    counts = browser.execute_script(
-        "return ['s9', 's0'].map((c) => document.querySelectorAll('#trace-text .' + c).length)"
-    )
-    assert counts == [len(kept), n - len(kept)]
-    assert browser.get_log("browser") == []

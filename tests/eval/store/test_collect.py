@@ -105,7 +105,7 @@ def test_runs_that_are_raw_and_collected_count_once(tmp_path: Path, monkeypatch,
     write_run(tmp_path / "runs" / "a", [record(0)])
     for _ in range(2):
         assert cli.main(["collect", "runs"]) == 0
-        assert "runs/collected: 1 records of 1 runs" in capsys.readouterr().out
+        assert "runs/collected: 1 record of 1 run, from 1 file\n" in capsys.readouterr().out
     assert [run.folder for run in find_runs([Path("runs")])] == [Path("runs/a")]
     shutil.rmtree("runs/a")
     assert [run.folder for run in find_runs([Path("runs")])] == [Path("runs/collected/a")]
@@ -198,9 +198,9 @@ def test_collect_names_missing_and_failed_examples(tmp_path: Path, capsys: pytes
     out = tmp_path / "collected"
     assert main([str(tmp_path / "runs"), "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "a: 5 examples are missing, 1 of them failed: hotpotqa, row row-1" in said
+    assert "a: lacks 5 examples (1 failed): hotpotqa, row row-1" in said
     assert "row-3 and 2 more" in said
-    assert "begun: no records, 0 examples failed" in said
+    assert "begun: no records, 0 failed examples" in said
     entry, begun = json.loads((out / "campaign.json").read_text())["runs"]
     assert (begun["folder"], begun["records"], begun["missing"]) == ("begun", 0, None)
     assert [tuple(key) for key in entry["missing"]] == keys[1:]
@@ -223,7 +223,7 @@ def test_run_without_records_is_kept_with_its_failures(tmp_path: Path) -> None:
         ("b", 0, keys, 2),
         ("c", 2, [], 0),
     ]
-    assert "b: 2 examples are missing, 2 of them failed" in describe(done, tmp_path)
+    assert "b: lacks 2 examples (2 failed)" in describe(done, tmp_path)
     collect([tmp_path / "once"], tmp_path / "twice")
     for name in ("once", "twice"):
         assert (tmp_path / name / "b" / "failures.jsonl").read_bytes() == (folder / "failures.jsonl").read_bytes()
