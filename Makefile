@@ -11,6 +11,8 @@ READY_TO_TEST := .venv/.ready-to-test
 PIN := UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip compile --quiet --no-annotate --no-header --python $(BIN)/python pyproject.toml
 # how many test processes; each keeps to one thread
 JOBS ?= auto
+# Bytecode is kept: without it, each test process and each command that a test starts compiles torch and transformers anew
+unexport PYTHONDONTWRITEBYTECODE
 # make paper: where the runs lie (several folders are fine), and where tables and figures go
 RUNS ?= runs
 OUT ?= $(firstword $(RUNS))/paper
@@ -21,7 +23,7 @@ run: setup
 	$(BIN)/python run.py experiment=demo
 
 test: setup-tests lint
-	$(BIN)/pytest -n $(JOBS)
+	$(BIN)/pytest -n $(JOBS) --dist loadfile
 
 # one thread: the bootstrap's products are too small for more, and crawl where other work shares the cores
 paper: setup

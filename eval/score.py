@@ -17,8 +17,8 @@ from typing import Any
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS
-from eval.benchmarks.metrics import dataset_score, gold_problem, rouge_score_f, scored_text
-from eval.benchmarks.rows import Fields, check_fields, read_lines
+from eval.benchmarks.metrics import dataset_score, gold_problem, second_score
+from eval.benchmarks.rows import Field, check_fields, read_lines
 from eval.benchmarks.suite import Dataset
 from lazyllm.errors import UserError
 
@@ -93,7 +93,7 @@ def _is_strings(value: Any) -> bool:
 
 
 # without `length`, which only LongBench-E's buckets need
-_FIELDS: Fields = (
+_FIELDS: tuple[Field, ...] = (
     ("pred", lambda value: isinstance(value, str), "a string"),
     ("answers", _is_strings, "a list of strings"),
     ("all_classes", lambda value: value is None or _is_strings(value), "a list of strings or null"),
@@ -124,10 +124,9 @@ def _score(dataset: Dataset, rows: Sequence[dict[str, Any]]) -> DatasetScore:
     """One dataset's score. As in the official `eval.py`, the class names of the last line hold for all lines."""
     classes, score_example = rows[-1]["all_classes"], SUITES[dataset.suite].score
     score = dataset_score([score_example(dataset, row["pred"], row["answers"], classes) for row in rows])
-    beside = None
-    if dataset.metric == "rouge":
-        beside = dataset_score([rouge_score_f(scored_text(dataset, row["pred"]), row["answers"]) for row in rows])
-    return DatasetScore(dataset.name, dataset.task, dataset.suite, dataset.metric, len(rows), score, beside)
+    seconds = [second_score(dataset, row["pred"], row["answers"]) for row in rows]
+    rouge_score = dataset_score([second for second in seconds if second is not None]) if None not in seconds else None
+    return DatasetScore(dataset.name, dataset.task, dataset.suite, dataset.metric, len(rows), score, rouge_score)
 
 
 def _task_scores(datasets: Sequence[DatasetScore]) -> tuple[TaskScore, ...]:

@@ -13,19 +13,19 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.results import Results
+from eval.store.runs import StoredRun
 from lazyllm.errors import UserError
 from lazyllm.files import write_whole
 
 if TYPE_CHECKING:
     from wandb_workspaces.reports.v2.interface import Report
-
-    from eval.store.record import Record
 
 # (column of a run's summary by task, heading)
 COLUMNS = (
@@ -147,19 +147,20 @@ def _listed(names: Iterable[str]) -> str:
 
 def _tables(results: Results) -> list[str]:
     """A table in Markdown for each model: every setting on every task."""
-    from eval.analysis.summary import compared_table, summarise  # not at the top: pandas is slow to import
+    from eval.analysis.run_table import compared_table  # not at the top: pandas is slow to import
 
-    by_run = {(run.about["fingerprint"], *record.key): record for run in results.runs for record in run.records}
-    seeds = results.frame.groupby(["model", "label"])["seed"].transform("nunique")
-    models: dict[str, dict[str, list[Record]]] = {}
-    for row in results.frame.assign(seeds=seeds).to_dict("records"):
-        name = f"{row['label']}, seed {row['seed']}" if row["seeds"] > 1 else row["label"]
-        settings = models.setdefault(row["model"], {})
-        settings.setdefault(name, []).append(by_run[row["run"], row["dataset"], row["id"]])
-    return [
-        compared_table({name: summarise(records) for name, records in settings.items()}, model).to_markdown()
-        for model, settings in models.items()
-    ]
+    models: dict[str, dict[tuple[str, int], list[StoredRun]]] = {}
+    for run in results.runs:
+        models.setdefault(run.model, {}).setdefault((run.label, run.seed), []).append(run)
+    tables = []
+    for model, settings in models.items():
+        seeds = Counter(label for label, _ in settings)
+        named = {
+            f"{label}, seed {seed}" if seeds[label] > 1 else label: Results(runs)
+            for (label, seed), runs in settings.items()
+        }
+        tables.append(compared_table(named, model).to_markdown())
+    return tables
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,8 +4,9 @@ Nothing here is fast and nothing is shared with the ``lazyllm`` package: tokens 
 hidden vector; per layer, position -> key and value), attention is computed for one query token at a time, and the whole
 forward pass (norms, RoPE and its scalings, grouped-query attention, sliding windows, softcaps, gated MLPs, the
 multipliers of some models) is written out in float64 numpy from the model's weights and its config.
-``tests/test_reference.py`` proves it equal to transformers' own forward pass, and the pruning equal to a formulation
-with dense, masked attention and no cache.
+``tests/test_reference.py`` holds it to transformers' own forward pass and to selections by hand. Up to commit
+ca6ae67 it was also compared, as were the oracles of the field and of turns, with a third formulation: transformers'
+layers with one dense mask a layer and no cache.
 
 Notation: ``N`` prompt tokens, ``L`` layers, ``H`` query heads, ``G`` key/value heads, ``d`` head width, ``D`` model
 width, ``V`` vocabulary. Layers and pruning layers are counted from 1, positions from 0. Boundary l comes after layer l.
@@ -282,12 +283,13 @@ class HandModel:
         """`attend` with other tokens for each key/value head; ``attended[g]``: pairs of [d] of head g."""
         prefix = f"model.layers.{layer - 1}"
         q = self.query(layer, hidden, position, reach)
+        stored = [[np.stack(tensors) for tensors in zip(*here, strict=True)] for here in attended]  # [t, d] by KV head
         probabilities, outputs, logits = [], [], []
         for head in range(self.num_heads):
-            here = attended[self.kv_head(head)]
-            logits.append(self.attention_logits(q[head], np.stack([k for k, _ in here])))
+            keys, values = stored[self.kv_head(head)]
+            logits.append(self.attention_logits(q[head], keys))
             probabilities.append(_softmax(logits[-1]))
-            outputs.append(probabilities[-1] @ np.stack([v for _, v in here]))
+            outputs.append(probabilities[-1] @ values)
         attention = self._linear(f"{prefix}.self_attn.o_proj", np.concatenate(outputs))
         if (
             self.is_gemma or self.kind == "olmo2"

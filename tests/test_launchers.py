@@ -27,7 +27,7 @@ from eval.run.loop import run
 from eval.store.folder import read_run
 from eval.store.results import as_frame, find_runs
 from lazyllm.errors import UserError
-from tests.eval.run.test_configs import config_of
+from tests.runs import run_of
 
 pytestmark = pytest.mark.slow
 
@@ -118,7 +118,7 @@ def test_joblib_shards_of_a_run_are_one_run_and_a_bad_job_does_not_stop_them(
     # the same run in one job finds everything measured
     monkeypatch.chdir(tmp_path)
     caplog.set_level("INFO")
-    run(config_of(*QUICK), show=False)
+    run(run_of(*QUICK), show=False)
     assert "4 examples, 4 of them already measured" in caplog.text
     assert read_run(stored.folder)[1] == stored.records
     assert not (stored.folder / "records.jsonl").exists()

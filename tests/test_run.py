@@ -18,7 +18,7 @@ from eval.store.record import Record, read_trace
 from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
 from tests.eval.run.kill_run import outcomes, without_times
-from tests.eval.run.test_configs import config_of
+from tests.runs import run_of
 
 QUICK = ("dataset=[lookup,shots]", "limit=12", "max_new_tokens=4", "timing.warmup=0", "out=run")
 SHORT = ("max_new_tokens=2", "timing.warmup=0", "out=run")
@@ -36,7 +36,7 @@ def records_of() -> list[Record]:
 
 def test_all_sixteen_datasets_of_real_rows_to_the_table(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = ("limit=1", "max_new_tokens=3", "model.max_prompt_tokens=600", "timing.warmup=1")
-    run(config_of("dataset=all", f"data.dir={shared / 'longbench'}", "out=run", *short))
+    run(run_of("dataset=all", f"data.dir={shared / 'longbench'}", "out=run", *short))
     assert [path.name for path in Path().iterdir()] == ["run"]  # nothing is written elsewhere
     records = records_of()
     names = [dataset.name for dataset in resolve_datasets("all")]
@@ -61,24 +61,24 @@ def test_all_sixteen_datasets_of_real_rows_to_the_table(shared: Path, capsys: py
 def test_a_broken_off_run_goes_on_and_ends_as_if_it_had_not_been(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(config_of(*QUICK), show=False)
+    run(run_of(*QUICK), show=False)
     shutil.copytree("run", "whole")
     for summary in Path("run").glob("summary.*"):
         summary.unlink()
     file = tmp_path / "run" / "records.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:2]) + lines[2][:100])  # as after a kill in the middle of a write
-    run(config_of(*QUICK))
+    run(run_of(*QUICK))
     table = capsys.readouterr().out
     assert "24 examples, 2 of them already measured" in caplog.text
     assert file.read_bytes().startswith(b"".join(lines[:2]))  # measured once, kept as it was
     assert outcomes(tmp_path / "run") == outcomes(tmp_path / "whole")
     assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
-    run(config_of(*QUICK))
+    run(run_of(*QUICK))
     assert "24 of them already measured" in caplog.text
     assert capsys.readouterr().out == table  # rebuilt from the store, without a model
     with pytest.raises(UserError, match=r"holds a run that differs \(seed: 0 there, 1 now\)"):
-        run(config_of(*QUICK, "seed=1"))
+        run(run_of(*QUICK, "seed=1"))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_what_needs_more_than_the_config_is_refused_before_anything_is_written(
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=message):
-        run(config_of(*overrides))
+        run(run_of(*overrides))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -126,15 +126,15 @@ def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path, shared: Path, capl
     overrides = ["dataset=trec", f"data.dir={data}", "max_new_tokens=1", "model.max_prompt_tokens=300"]
     overrides += ["timing.warmup=0", "out=run"]
     with pytest.raises(UserError, match=r"trec\.jsonl:2"):
-        run(config_of(*overrides))
-    run(config_of(*overrides, "data.on_error=skip"))
+        run(run_of(*overrides))
+    run(run_of(*overrides, "data.on_error=skip"))
     assert "1 rows were skipped" in caplog.text
     assert "trec.jsonl:2" in caplog.text
     assert len(records_of()) == 2
 
 
 def test_the_demo_compares_the_papers_methods(capsys: pytest.CaptureFixture[str]) -> None:
-    compare(config_of("experiment=demo", "limit=1", "dataset=[shots,complete]", "timing.warmup=0"))
+    compare(run_of("experiment=demo", "limit=1", "dataset=[shots,complete]", "timing.warmup=0"))
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split() for line in lines]
     for task in ("few_shot", "code"):
@@ -151,7 +151,7 @@ def test_the_demo_compares_the_papers_methods(capsys: pytest.CaptureFixture[str]
 
 
 def test_prompt_compression_scores_in_its_own_time() -> None:
-    run(config_of("method=prompt_compression", "dataset=[lookup,shots]", "limit=1", *SHORT))
+    run(run_of("method=prompt_compression", "dataset=[lookup,shots]", "limit=1", *SHORT))
     records = records_of()
     assert len(records) == 2
     for record in records:
@@ -164,12 +164,12 @@ def test_prompt_compression_scores_in_its_own_time() -> None:
 def test_a_prompt_that_the_model_cannot_hold_is_refused(tmp_path: Path, shared: Path) -> None:
     data = f"data.dir={shared / 'longbench'}"
     with pytest.raises(UserError, match=r"set model\.max_prompt_tokens=3968, or less"):
-        run(config_of("dataset=qasper", data, "model.max_prompt_tokens=4090", "limit=1"))
+        run(run_of("dataset=qasper", data, "model.max_prompt_tokens=4090", "limit=1"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_targets_depend_on_the_task_and_are_written_down() -> None:
-    run(config_of("method.schedule=table1", "dataset=[lookup,retrieve]", "limit=1", *SHORT))
+    run(run_of("method.schedule=table1", "dataset=[lookup,retrieve]", "limit=1", *SHORT))
     about, records = read_run(Path("run"))
     parameters = about["identity"]["parameters"]
     for record in records:  # the tokens that entered each layer are those of the dataset's own schedule
@@ -181,8 +181,8 @@ def test_targets_depend_on_the_task_and_are_written_down() -> None:
 
 def test_traces_lie_beside_the_records_and_are_made_once(caplog: pytest.LogCaptureFixture) -> None:
     quick = ("dataset=[lookup,shots]", "limit=2", "max_new_tokens=3", "timing.warmup=0", "out=run")
-    run(config_of(*quick), show=False)
-    run(config_of(*quick, "trace=1"), show=False)  # of a run that is measured already
+    run(run_of(*quick), show=False)
+    run(run_of(*quick, "trace=1"), show=False)  # of a run that is measured already
     files = sorted(Path("run/traces").iterdir())
     assert [file.name.split("-")[0] for file in files] == ["lookup", "shots"]
     for file in files:
@@ -194,14 +194,14 @@ def test_traces_lie_beside_the_records_and_are_made_once(caplog: pytest.LogCaptu
         np.testing.assert_allclose(np.sum(trace.importance, axis=1), 1, rtol=1e-3)
     before = [file.stat().st_mtime_ns for file in files]
     caplog.clear()
-    run(config_of(*quick, "trace=1"), show=False)
+    run(run_of(*quick, "trace=1"), show=False)
     assert "4 of them already measured" in caplog.text
     assert [file.stat().st_mtime_ns for file in files] == before
 
 
 def test_a_sample_is_drawn_by_the_seed_and_can_be_widened() -> None:
     keys = [
-        [case.key for case in prepare(config_of("dataset=[lookup,shots]", "limit=20", f"sample={sample}")).cases]
+        [case.key for case in prepare(run_of("dataset=[lookup,shots]", "limit=20", f"sample={sample}")).cases]
         for sample in (3, 3, 40)
     ]
     assert len(set(keys[0])) == 3

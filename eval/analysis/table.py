@@ -99,9 +99,9 @@ class Table:
         return [group != following for group, following in zip(groups, [*groups[1:], *groups[-1:]], strict=True)]
 
 
-def cell(mean: float, low: float | None, high: float | None, digits: int) -> str:
-    """`25.30 ±1.20`: a value and half of its interval, if it has one."""
-    text = f"{mean:.{digits}f}"
+def cell(mean: float, low: float | None, high: float | None, digits: int, sign: str = "") -> str:
+    """`25.30 ±1.20`: a value and half of its interval, if it has one. sign: "+" to sign positive values too."""
+    text = f"{mean:{sign}.{digits}f}"
     if low is None or high is None or math.isnan(low) or math.isnan(high):
         return text
     return f"{text} ±{(high - low) / 2:.{digits}f}"

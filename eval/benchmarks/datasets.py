@@ -1,15 +1,17 @@
-"""All suites' datasets by name, and the loading of their rows."""
+"""All suites' datasets by name, their settings in configs, and the loading of their rows."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import field, make_dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.rows import official_row
-from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, OnError
+from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, OnError, Suite
 from lazyllm.errors import UserError
 
 DATASETS: dict[str, Dataset] = {dataset.name: dataset for suite in SUITES.values() for dataset in suite.datasets}
@@ -25,6 +27,22 @@ _TASK = {
 }
 CHOICES: dict[str, tuple[Dataset, ...]] = {**_WHOLE, **_TASK, **{name: (DATASETS[name],) for name in DATASETS}}
 """{name in a config: its datasets}: names of suites, tasks and datasets."""
+
+if TYPE_CHECKING:
+
+    class SuiteSettings:
+        """Of a config: the settings of every suite that has some (`Suite.options`), under the suite's name."""
+
+else:
+    SuiteSettings = make_dataclass(
+        "SuiteSettings",
+        [
+            (suite.name, suite.options, field(default_factory=suite.options))
+            for suite in SUITES.values()
+            if suite.options is not None
+        ],
+        namespace={"__module__": __name__},  # so that it can be pickled
+    )
 
 
 def resolve_datasets(names: str | Iterable[str]) -> tuple[Dataset, ...]:
@@ -44,16 +62,61 @@ def _resolve(name: Any) -> tuple[Dataset, ...]:
     if name in CHOICES:
         return CHOICES[name]
     close = difflib.get_close_matches(name, CHOICES)
-    meant = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(CHOICES)}"
+    meant = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(CHOICES)}"
     raise UserError(f"unknown dataset {name!r}: {meant}")
 
 
+def default_suite(model: str) -> Suite:
+    """The suite of a run without `dataset`: the one that the model was made for, else the first, LongBench."""
+    return next((suite for suite in SUITES.values() if model in suite.models), next(iter(SUITES.values())))
+
+
+def datasets_asked_for(dataset: Mapping[str, bool], model: str) -> tuple[Dataset, ...]:
+    """The datasets of a run, all of one suite; also those that lack rows.
+
+    dataset: the config's {name of `CHOICES`: whether it is wanted}; empty for the model's default suite.
+    model: its name. The name of a task means the datasets of its default suite.
+    Raises UserError for an unknown name, no dataset, or several suites.
+    """
+    suite = default_suite(model)
+    names = [name for name, wanted in dataset.items() if wanted] if dataset else [suite.whole]
+    if model in suite.models and (tasks := {*names} & {*suite.all_tasks}):
+        others = {each.name for task in tasks for each in _TASK.get(task, ())}  # come with the task's name
+        of_task = {task: [each.name for each in suite.datasets if each.task == task] for task in tasks}
+        names = [each for name in names if name not in others for each in of_task.get(name, [name])]
+    named = resolve_datasets(names) if names else ()
+    datasets = tuple(each for each in named if dataset.get(each.name, True))
+    if not datasets:
+        raise UserError("no dataset is left: give dataset=hotpotqa, a task's name, or dataset=all")
+    suites = dict.fromkeys(each.suite for each in datasets)
+    if len(suites) > 1:
+        raise UserError(f"datasets of several suites ({', '.join(suites)}) share no table: run them separately")
+    return datasets
+
+
+def missing_rows(dataset: Dataset, settings: DataSettings) -> str | None:
+    """Why the rows of a dataset cannot be loaded; None if they can."""
+    missing = SUITES[dataset.suite].missing
+    return missing(dataset, settings) if missing is not None else None
+
+
+def check_rows(dataset: Dataset, settings: DataSettings) -> None:
+    """Refuse unusable rows of a user's folder, before torch is imported. Raises UserError."""
+    if SUITES[dataset.suite].rows_in_dir and settings.dir is not None:
+        load(dataset, settings)
+
+
+@lru_cache(maxsize=64)  # a run's check and its plan share them, and so do the runs of a comparison or a sweep
+def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
+    """A dataset's rows, template and answer length. Raises UserError as the suite's `load` does."""
+    return SUITES[dataset.suite].load(dataset, settings)
+
+
 def load_rows(dataset: Dataset, data_dir: str | Path | None = None, on_error: OnError = "raise") -> LoadedDataset:
-    """A dataset's rows, template and answer length.
+    """As `load`, with files read again at each call.
 
     data_dir: the folder of the suite's files; None downloads or makes them.
-    on_error: "raise" at the first unusable row, or "skip" such rows and list them in `skipped`.
-    Raises UserError as the suite's `load` does.
+    on_error: "raise" if a row is unusable, or "skip" such rows and list them in `skipped`.
     """
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
@@ -71,21 +134,20 @@ def official_rows(dataset: Dataset, settings: DataSettings) -> Iterator[Mapping[
 
 
 def register_configs() -> None:
-    """Register every name of `CHOICES` in Hydra's group `dataset`, and `default` for no dataset."""
+    """Register every name of `CHOICES` in Hydra's group `dataset`, and `default` for no dataset.
+
+    `dataset=NAME` becomes {name: true} of its datasets. The name of a task is an entry too, as it may mean another
+    suite's datasets (`datasets_asked_for`), and that of a suite whose rows may be missing, which is no error then.
+    """
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance().store
     store(group="dataset", name="default", node={})
+    kept = {*_TASK, *(suite.whole for suite in SUITES.values() if suite.missing is not None)}
+    limits = {suite.whole: suite.limit for suite in SUITES.values() if suite.limit is not None}
     for name, datasets in CHOICES.items():
-        task = {name: True} if name in _TASK else {}
-        store(group="dataset", name=name, node={**task, **{dataset.name: True for dataset in datasets}})
-    for suite in SUITES.values():
-        if suite.may_lack:  # missing datasets are allowed only if the whole suite is named
-            node = {suite.whole: True, **{dataset.name: True for dataset in suite.datasets}}
-            store(group="dataset", name=suite.whole, node=node)
-    for suite in SUITES.values():
-        if suite.limit is not None:  # outside the group, so that limit=N overrides it
-            whole = {suite.whole: True} if suite.may_lack else {}
-            named = {dataset.name: True for dataset in suite.datasets}
-            node = {"dataset": {**whole, **named}, "limit": suite.limit}
-            store(group="dataset", name=suite.whole, node=node, package="_global_")
+        node = {**({name: True} if name in kept else {}), **{dataset.name: True for dataset in datasets}}
+        if name in limits:  # outside the group, so that limit=N overrides it
+            store(group="dataset", name=name, node={"dataset": node, "limit": limits[name]}, package="_global_")
+        else:
+            store(group="dataset", name=name, node=node)

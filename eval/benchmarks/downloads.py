@@ -1,4 +1,5 @@
-"""Datasets of the hub by the package `datasets`, with and without a network."""
+"""Datasets of the hub by the package `datasets`, single files by their address, and the cache folder; with and without
+a network."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.rows import canonical
 from lazyllm.errors import UserError, reason_of
 from lazyllm.files import write_whole
+
+log = logging.getLogger(__name__)
 
 
 def is_cached(repository: str) -> bool:
@@ -72,14 +74,9 @@ def missing_from_hub(repository: str, other_way: str) -> str | None:
 
     other_way: what else the user can do, after "give".
     """
-    if find_spec("datasets") is None:
-        return f"the package datasets is missing: install it, or give {other_way}"
     if is_cached(repository) or hub_is_reachable():
         return None
     return f"{repository} is not cached and cannot be downloaded: give {other_way}, or run once with a network"
-
-
-log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:

@@ -513,6 +513,7 @@ SUITE = Suite(
     load=load,
     score=score_example,
     whole="embedded",
+    models=("tiny",),
     limit=12,  # enough for a first look
     check=check,
     missing=missing,

@@ -5,6 +5,10 @@ Without one, rows come from the hub's archive (`THUDM/LongBench`, `data.zip`) an
 repository; both are pinned by commit and sha256 and downloaded once. Prompts and answers are treated as in `pred.py`,
 `eval.py` and `config/` (commit 2e00731).
 
+The archive is read here, not by the package `datasets`: the hub serves these rows behind a loading script only, and
+`datasets` refuses such scripts since its version 4. The suites whose rows the hub serves as plain files (LongBench v2,
+SCBench, RULER's qa) are loaded by `datasets`.
+
 LongBench-E: 13 of the datasets, with other rows (the `_e` files), about as many short as long ones; scores by length.
 Lengths are the rows' `length`, in words; the bounds are those of `eval.py`.
 """
@@ -21,7 +25,7 @@ from typing import Any
 
 from eval.benchmarks.downloads import cache_folder, fetched_once, file_sha256, require_network
 from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import load_examples, shortened
+from eval.benchmarks.rows import Field, check_fields, load_examples
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
 from lazyllm.errors import UserError, reason_of
 
@@ -90,16 +94,29 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         with zipfile.ZipFile(archive) as opened:
             data, source = opened.read(member), f"{archive}:{member}"
         config = {name: _fetched_config(name, dataset) for name in CONFIG_SHA256}
-    prompt_of = dataset.prompt_of or dataset.name
-    template, max_new_tokens = (_config_value(config[name], prompt_of) for name in (PROMPTS, MAX_LENGTHS))
-    if not isinstance(template, str) or not template:
-        raise UserError(f"{config[PROMPTS]}: the template of {prompt_of!r} must be a string, got {shortened(template)}")
-    if type(max_new_tokens) is not int or max_new_tokens < 1:
-        raise UserError(
-            f"{config[MAX_LENGTHS]}: the answer length of {prompt_of!r} must be a whole number of at least 1, "
-            f"got {shortened(max_new_tokens)}"
-        )
+    name = dataset.prompt_of or dataset.name
+    text = (name, lambda value: isinstance(value, str) and bool(value), "a prompt that is not empty")
+    number = (name, lambda value: type(value) is int and value > 0, "a number of tokens of at least 1")
+    template, max_new_tokens = (_entry(config[file], field) for file, field in ((PROMPTS, text), (MAX_LENGTHS, number)))
     return load_examples(dataset, data, source, template, max_new_tokens, settings.on_error)
+
+
+def load_e(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
+    """One dataset, each row in the group of its length. Raises UserError as `load`."""
+    loaded = load(dataset, settings)
+    return replace(loaded, examples=tuple(replace(row, groups=(_group(row.length),)) for row in loaded.examples))
+
+
+def _group(words: int) -> str:
+    return f"length={'0-4k' if words < 4000 else '4-8k' if words < 8000 else '8k+'}"
+
+
+def is_cached() -> bool:
+    """Whether the archive and the config files are in the caches."""
+    from huggingface_hub import try_to_load_from_cache
+
+    archive = try_to_load_from_cache(HUB_REPOSITORY, HUB_FILE, revision=HUB_REVISION, repo_type="dataset")
+    return isinstance(archive, str) and all(_cached_config(name).is_file() for name in CONFIG_SHA256)
 
 
 SUITE = Suite(
@@ -110,7 +127,24 @@ SUITE = Suite(
     score=score_example,
     whole="all",
     tasks=TASKS,
+    rows_in_dir=True,
+    cached=is_cached,
     in_paper=True,
+)
+
+SUITE_E = Suite(
+    name="longbench_e",
+    version=1,
+    datasets=tuple(
+        replace(dataset, name=f"{dataset.name}_e", suite="longbench_e", prompt_of=dataset.name)
+        for dataset in DATASETS
+        if dataset.name not in ("narrativeqa", "musique", "qmsum")
+    ),
+    load=load_e,
+    score=score_example,
+    whole="longbench_e",
+    rows_in_dir=True,
+    cached=is_cached,
 )
 
 
@@ -137,15 +171,16 @@ def _folder_content(dataset: Dataset) -> str:
     )
 
 
-def _config_value(file: Path, name: str) -> Any:
+def _entry(file: Path, field: Field) -> Any:
     """A dataset's entry in one of LongBench's config files."""
     try:
         content = json.loads(file.read_bytes())
+        check_fields(content, (field,))
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: not valid JSON in UTF-8 ({error})") from error
-    if not isinstance(content, dict) or name not in content:
-        raise UserError(f"{file}: expected a JSON object with an entry {name!r}")
-    return content[name]
+    return content[field[0]]
 
 
 def _archive(dataset: Dataset) -> Path:
@@ -175,8 +210,12 @@ def _archive_sha256(archive: Path, modified: int) -> str:
 
 def _fetched_config(name: str, dataset: Dataset) -> Path:
     """The local copy of one of LongBench's config files; downloaded if necessary. Raises UserError."""
-    file = cache_folder() / "longbench" / "config" / name
-    return fetched_once(file, CONFIG_URL + name, CONFIG_SHA256[name], "LongBench", dataset.name, _ways_out(dataset))
+    url, sha256 = CONFIG_URL + name, CONFIG_SHA256[name]
+    return fetched_once(_cached_config(name), url, sha256, "LongBench", dataset.name, _ways_out(dataset))
+
+
+def _cached_config(name: str) -> Path:
+    return cache_folder() / "longbench" / "config" / name
 
 
 def _ways_out(dataset: Dataset) -> str:
@@ -184,30 +223,3 @@ def _ways_out(dataset: Dataset) -> str:
         f"Either give data.dir=FOLDER: {_folder_content(dataset)}. Or run once with a network, which fills the hub's "
         f"cache and {cache_folder() / 'longbench'} (a machine without a network can be given copies of both)"
     )
-
-
-_LEFT_OUT = ("narrativeqa", "musique", "qmsum")
-
-
-def load_e(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    """One dataset, each row in the group of its length. Raises UserError as `load`."""
-    loaded = load(dataset, settings)
-    return replace(loaded, examples=tuple(replace(row, groups=(_group(row.length),)) for row in loaded.examples))
-
-
-def _group(words: int) -> str:
-    return f"length={'0-4k' if words < 4000 else '4-8k' if words < 8000 else '8k+'}"
-
-
-SUITE_E = Suite(
-    name="longbench_e",
-    version=1,
-    datasets=tuple(
-        replace(dataset, name=f"{dataset.name}_e", suite="longbench_e", prompt_of=dataset.name)
-        for dataset in DATASETS
-        if dataset.name not in _LEFT_OUT
-    ),
-    load=load_e,
-    score=score_example,
-    whole="longbench_e",
-)

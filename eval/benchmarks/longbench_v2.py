@@ -14,13 +14,22 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.downloads import cache_folder, fetched_once, file_sha256, missing_from_hub, rows_from_hub
+from eval.benchmarks.downloads import (
+    cache_folder,
+    fetched_once,
+    file_sha256,
+    is_cached,
+    missing_from_hub,
+    rows_from_hub,
+)
 from eval.benchmarks.longbench import TemplateWarning
-from eval.benchmarks.rows import Fields, canonical, check_fields, is_text, parsed, usable
+from eval.benchmarks.metrics import score_example
+from eval.benchmarks.rows import Field, canonical, check_fields, is_text, parsed, usable
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
 
@@ -45,7 +54,7 @@ def _one_of(*values: str) -> tuple[Callable[[Any], bool], str]:
     return lambda value: value in values, f"one of {', '.join(values)}"
 
 
-_FIELDS: Fields = (
+_FIELDS: tuple[Field, ...] = (
     ("_id", lambda value: is_text(value) and bool(value), "a string that is not empty"),
     ("domain", is_text, "a string"),
     ("sub_domain", is_text, "a string"),
@@ -92,20 +101,6 @@ def official_rows(dataset: Dataset, settings: DataSettings) -> Iterable[dict[str
     return (row for _, row in _rows(settings)[0] if isinstance(row, dict) and row.get("_id") in known)
 
 
-def chosen(answer: str) -> str | None:
-    """The letter of an answer by the official patterns, brackets first, asterisks ignored; None without a letter."""
-    for pattern in (r"The correct answer is \(([A-D])\)", r"The correct answer is ([A-D])"):
-        found = re.search(pattern, answer.replace("*", ""))
-        if found is not None:
-            return found[1]
-    return None
-
-
-def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Sequence[str] | None = None) -> float:
-    """1 for the right letter, else 0."""
-    return float(chosen(answer) in answers)
-
-
 SUITE = Suite(
     name="longbench_v2",
     version=1,
@@ -113,9 +108,11 @@ SUITE = Suite(
         Dataset("longbench_v2", "multiple_choice", "multiple_choice", suite="longbench_v2", decode_halves=False),
     ),
     load=load,
-    score=score,
+    score=score_example,
     whole="longbench_v2",
+    rows_in_dir=True,
     missing=missing,
+    cached=partial(is_cached, REPOSITORY),
     rows=official_rows,
 )
 

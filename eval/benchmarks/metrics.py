@@ -1,26 +1,39 @@
-"""LongBench's metrics, equal to its own scorer (`metrics.py` and `eval.py`, commit 2e00731), quirks included.
+"""The official scorers of all suites, quirks included: an answer and its gold answers give 0 to 1.
 
-Every metric takes one answer and one gold answer and gives 0 to 1; `score_example` takes the best over the golds.
-The official ROUGE-L is that of the package `rouge` 1.0.1: summary-level, over unique words. Google's `rouge-score`
-differs from it by several points and is reported in addition.
+LongBench (`metrics.py` and `eval.py`, commit 2e00731): a metric takes one gold answer, and the best of a row's gold
+answers counts. ROUGE-L is that of the package `rouge` 1.0.1: summary-level, over unique words. Google's `rouge-score`
+differs from it by several points and is reported in addition. Code is compared by `fuzzywuzzy` without
+python-Levenshtein, the official environment.
+
+LongBench v2 (`pred.py`, same commit): whether the answer names the right letter.
+
+RULER (`scripts/eval/synthetic/constants.py` and `scripts/eval/evaluate.py`, commit c3f5e3b): gold answers contained.
+
+SCBench (`compute_scores.py`, commit 9987de6): its scorers of many_shot and qa_chn iterate over a gold answer that is a
+string as if it were a list of answers, so each of its characters counts as an answer. In many_shot, an answer that
+shares a letter with the gold one is right.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import string
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from functools import cache
+from importlib.util import find_spec, module_from_spec
+from typing import TYPE_CHECKING, Any
+
+from eval.benchmarks.suite import Dataset
 
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer
 
-    from eval.benchmarks.suite import Dataset
-
-Metric = Callable[[str, str, Sequence[str]], float]
+Metric = Callable[[str, Sequence[str], Sequence[str]], float]
+"""(answer, gold answers, class names) -> 0 to 1."""
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -38,7 +51,7 @@ def normalize_answer(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def f1(prediction: str, gold: str, all_classes: Sequence[str] = ()) -> float:
+def f1(prediction: str, gold: str) -> float:
     """Token F1 after SQuAD's normalisation; 0 if no token is shared, also for two empty answers."""
     predicted, wanted = normalize_answer(prediction).split(), normalize_answer(gold).split()
     shared = sum((Counter(predicted) & Counter(wanted)).values())
@@ -48,7 +61,7 @@ def f1(prediction: str, gold: str, all_classes: Sequence[str] = ()) -> float:
     return (2 * precision * recall) / (precision + recall)
 
 
-def rouge(prediction: str, gold: str, all_classes: Sequence[str] = ()) -> float:
+def rouge(prediction: str, gold: str) -> float:
     """ROUGE-L F of the package `rouge` 1.0.1: summary-level, over unique words.
 
     0 if the package fails, as in the official scorer: for a text without a sentence, and for two sentences whose
@@ -118,7 +131,7 @@ def classification(prediction: str, gold: str, all_classes: Sequence[str]) -> fl
     return 1.0 / len(found) if gold in found else 0.0
 
 
-def retrieval(prediction: str, gold: str, all_classes: Sequence[str] = ()) -> float:
+def retrieval(prediction: str, gold: str) -> float:
     """Share of the numbers in the answer that equal the gold paragraph's; the gold answer is `Paragraph <number>`.
 
     Raises ValueError if the gold answer names no paragraph.
@@ -129,27 +142,181 @@ def retrieval(prediction: str, gold: str, all_classes: Sequence[str] = ()) -> fl
     return count(prediction, match.group(1))
 
 
-def count(prediction: str, gold: str, all_classes: Sequence[str] = ()) -> float:
+def count(prediction: str, gold: str) -> float:
     """Share of the numbers in the answer that equal the gold one as text; 0 without a number."""
     numbers = _NUMBER.findall(prediction)
     return numbers.count(gold) / len(numbers) if numbers else 0.0
 
 
-def code_similarity(prediction: str, gold: str, all_classes: Sequence[str] = ()) -> float:
+def code_similarity(prediction: str, gold: str) -> float:
     """Similarity (in hundredths) of the gold line and the answer's first line without backtick, `#` and `//`."""
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in _CODE_COMMENT_MARKS)), "")
     return fuzz_ratio(line, gold) / 100
 
 
+def fuzz_ratio(left: str, right: str) -> int:
+    """`fuzzywuzzy.fuzz.ratio`, 0 to 100, by difflib, even if python-Levenshtein is installed: its numbers differ."""
+    return _fuzz().ratio(left, right)
+
+
+@cache
+def _fuzz() -> Any:
+    """The module `fuzzywuzzy.fuzz`, loaded again for us alone, with difflib's matcher."""
+    spec = find_spec("fuzzywuzzy.fuzz")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using slow pure-python SequenceMatcher")  # ours is meant to be
+        spec.loader.exec_module(module)
+    vars(module)["SequenceMatcher"] = difflib.SequenceMatcher
+    return module
+
+
+# ------------------------------------------------------------------------------------------------- LongBench v2, RULER
+
+
+def chosen_letter(answer: str) -> str | None:
+    """The letter of an answer by the official patterns, brackets first, asterisks ignored; None without a letter."""
+    for pattern in (r"The correct answer is \(([A-D])\)", r"The correct answer is ([A-D])"):
+        match = re.search(pattern, answer.replace("*", ""))
+        if match is not None:
+            return match[1]
+    return None
+
+
+def string_match_all(answer: str, answers: Sequence[str]) -> float:
+    """The share of gold answers that the answer contains, ignoring case."""
+    answer = _cleaned(answer)
+    return sum(gold.lower() in answer for gold in answers) / len(answers)
+
+
+def string_match_part(answer: str, answers: Sequence[str]) -> float:
+    """1 if the answer contains any gold answer, ignoring case, else 0."""
+    answer = _cleaned(answer)
+    return float(any(gold.lower() in answer for gold in answers))
+
+
+def _cleaned(answer: str) -> str:
+    """The answer in lower case, stripped; every control character (tab and newline too) becomes a newline."""
+    return re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
+
+
+# -------------------------------------------------------------------------------------------------------------- SCBench
+
+_MARKS = str.maketrans(dict.fromkeys("\n\"'.,?!{}", " "))
+_ANY_PUNCTUATION = str.maketrans(
+    "",
+    "",
+    string.punctuation + "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』"
+    "【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏.",
+)
+
+
+def _all_substrings(answer: str, answers: Sequence[str]) -> float:
+    """The share of the gold answers that the answer contains, rounded to two digits, as officially."""
+    return round(sum(gold.lower() in answer.lower() for gold in answers) / len(answers), 2)
+
+
+def _any_case(answer: str, answers: Sequence[str]) -> bool:
+    return any(gold.upper() in answer.strip().upper() for gold in answers)
+
+
+def _any_character(answer: str, answers: Sequence[str]) -> bool:
+    """Whether the answer contains any character of the gold one, as the official code takes a string for a list."""
+    return _any_case(answer, answers[0])
+
+
+def _character_f1(answer: str, answers: Sequence[str]) -> float:
+    """The best F1 of the answer's characters against one character of the gold answer, which is taken for a list."""
+    characters = _chinese(answer)
+    if not set(characters) & set(_chinese(answers[0])):
+        return 0.0
+    precision = 1 / len(characters)
+    return 2 * precision / (precision + 1)
+
+
+def _chinese(text: str) -> str:
+    """The text in lower case, without punctuation and white space."""
+    return "".join(text.lower().translate(_ANY_PUNCTUATION).split())
+
+
+def _choice(answer: str, answers: Sequence[str]) -> bool:
+    """Whether the answer is the gold letter or text, or gives it after some phrases or as its first single letter."""
+    answer = answer.strip()
+    if answer[:1] in ("A", "B", "C", "D"):
+        return answer[0] in answers
+    if answer in answers:
+        return True
+    answer = re.sub("  +", " ", answer.translate(_MARKS))
+    for lead in ("answer is:", "answer:", "answer is", "option is"):
+        _, found, rest = answer.partition(lead)
+        if found:
+            return rest[1:].startswith(tuple(answers))
+    return next((word for word in answer.split() if word in "ABCD"), None) in answers
+
+
+def _number(answer: str, answers: Sequence[str]) -> bool:
+    """Whether the first number is the gold one; its fraction is dropped if the gold one is an integer."""
+    found, gold = re.search(r"\d+\.\d+|\d+", answer), json.loads(answers[0])
+    if found is None:
+        return False
+    return (float(found[0]) // 1 if isinstance(gold, int) else float(found[0])) == gold
+
+
+def _summary(answer: str, answers: Sequence[str]) -> float:
+    return _rouge_scorer("rougeLsum").score(answers[0], answer)["rougeLsum"].fmeasure
+
+
+def _summary_or_number(answer: str, answers: Sequence[str]) -> float:
+    """ROUGE-Lsum for a summary; for a needle, whose gold answer is a number, whether the first integer equals it."""
+    if not answers[0].isdigit():
+        return _summary(answer, answers)
+    found = re.search("[0-9]+", answer)
+    return float(found is not None and found[0] == answers[0])
+
+
+# ------------------------------------------------------------------------------------------------------ all of a suite
+
+
+def _best(metric: Callable[[str, str], float]) -> Metric:
+    """A metric of one gold answer: the best over all counts."""
+    return lambda answer, answers, all_classes: max(0.0, *(metric(answer, gold) for gold in answers))
+
+
+def _over_all(metric: Callable[[str, Sequence[str]], float]) -> Metric:
+    """A metric of all gold answers together."""
+    return lambda answer, answers, all_classes: float(metric(answer, answers))
+
+
 METRICS: dict[str, Metric] = {
-    "f1": f1,
-    "rouge": rouge,
-    "classification": classification,
-    "retrieval": retrieval,
-    "count": count,
-    "code_similarity": code_similarity,
+    "f1": _best(f1),
+    "rouge": _best(rouge),
+    "classification": lambda answer, answers, all_classes: _best(
+        lambda answer, gold: classification(answer, gold, all_classes)
+    )(answer, answers, all_classes),
+    "retrieval": _best(retrieval),
+    "count": _best(count),
+    "code_similarity": _best(code_similarity),
+    "multiple_choice": _over_all(lambda answer, answers: chosen_letter(answer) in answers),
+    "string_match_all": _over_all(string_match_all),
+    "string_match_part": _over_all(string_match_part),
+    "substring": _over_all(lambda answer, answers: answers[0] in answer),
+    "share_of_substrings": _over_all(_all_substrings),
+    "substring_any_case": _over_all(_any_case),
+    "any_character": _over_all(_any_character),
+    "character_f1": _over_all(_character_f1),
+    "choice": _over_all(_choice),
+    "number": _over_all(_number),
+    "rouge_lsum": _over_all(_summary),
+    "rouge_lsum_or_number": _over_all(_summary_or_number),
 }
+
+
+def needs_classes(dataset: Dataset) -> bool:
+    """Whether an answer's score depends on the row's class names."""
+    return dataset.metric == "classification"
 
 
 def scored_text(dataset: Dataset, prediction: str) -> str:
@@ -160,7 +327,7 @@ def scored_text(dataset: Dataset, prediction: str) -> str:
 def score_example(
     dataset: Dataset, prediction: str, answers: Sequence[str], all_classes: Sequence[str] | None = None
 ) -> float:
-    """The official score, 0 to 1, of one answer: the best over its gold answers.
+    """The official score, 0 to 1, of one answer, by the dataset's metric.
 
     dataset: names the metric, and whether only the first line counts.
     prediction: the model's answer, post-processed as `pred.py` does.
@@ -171,8 +338,7 @@ def score_example(
     problem = gold_problem(dataset, answers, all_classes)
     if problem is not None:
         raise ValueError(f"{dataset.name}: {problem}")
-    metric, text = METRICS[dataset.metric], scored_text(dataset, prediction)
-    return max(0.0, *(metric(text, gold, all_classes or ()) for gold in answers))
+    return METRICS[dataset.metric](scored_text(dataset, prediction), answers, all_classes or ())
 
 
 def gold_problem(dataset: Dataset, answers: Sequence[str], all_classes: Sequence[str] | None) -> str | None:
@@ -182,7 +348,7 @@ def gold_problem(dataset: Dataset, answers: Sequence[str], all_classes: Sequence
     """
     if not answers:
         return "answers is empty: there is nothing to score against"
-    if dataset.metric == "classification" and not all_classes:
+    if needs_classes(dataset) and not all_classes:
         return "all_classes must list the class names, which this dataset's metric needs"
     if dataset.metric == "retrieval":
         wrong = [gold for gold in answers if not _GOLD_PARAGRAPH.search(gold)]
@@ -191,13 +357,23 @@ def gold_problem(dataset: Dataset, answers: Sequence[str], all_classes: Sequence
     return None
 
 
-def rouge_score_f(prediction: str, answers: Sequence[str]) -> float:
-    """ROUGE-L F (0 to 1, no stemming) of Google's `rouge-score`, the best over the gold answers.
+def second_score(dataset: Dataset, prediction: str, answers: Sequence[str]) -> float | None:
+    """If the dataset is scored by ROUGE: ROUGE-L F (0 to 1) of Google's `rouge-score`, without stemming, else None.
 
-    prediction: the text to score; pass it through `scored_text` first to compare with the official ROUGE-L.
+    Arguments as in `score_example`.
     """
-    scorer = _google_scorer()
-    return max(0.0, *(scorer.score(gold, prediction)["rougeL"].fmeasure for gold in answers))
+    if dataset.metric != "rouge":
+        return None
+    scorer, text = _rouge_scorer("rougeL"), scored_text(dataset, prediction)
+    return max(0.0, *(scorer.score(gold, text)["rougeL"].fmeasure for gold in answers))
+
+
+@cache
+def _rouge_scorer(kind: str) -> RougeScorer:
+    # not at the top: it imports nltk, which takes half a second
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer([kind], use_stemmer=False)
 
 
 def dataset_score(scores: Sequence[float]) -> float:
@@ -212,24 +388,3 @@ def dataset_score(scores: Sequence[float]) -> float:
     for score in scores:
         total += score
     return round(100 * total / len(scores), 2)
-
-
-def fuzz_ratio(left: str, right: str) -> int:
-    """`fuzzywuzzy.fuzz.ratio` (0 to 100) without python-Levenshtein, even if that is installed.
-
-    fuzzywuzzy would use python-Levenshtein's matcher, which gives other numbers, so difflib is called here. Equal
-    strings give 100, also two empty ones.
-    """
-    if left == right:
-        return 100
-    if not left or not right:
-        return 0
-    return round(100 * difflib.SequenceMatcher(None, left, right).ratio())
-
-
-@lru_cache(maxsize=1)
-def _google_scorer() -> RougeScorer:
-    # not at the top: it imports nltk, which takes half a second
-    from rouge_score.rouge_scorer import RougeScorer
-
-    return RougeScorer(["rougeL"], use_stemmer=False)

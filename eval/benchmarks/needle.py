@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import ChatFormat
+from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import build_prompt, tokenizer_for_rows
 from eval.benchmarks.rows import canonical
 from eval.benchmarks.ruler.generator import NEEDLE, NOISE
-from eval.benchmarks.ruler.scorers import string_match_all
 from eval.benchmarks.ruler.sources import read_text
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
@@ -55,9 +55,6 @@ class NeedleConfig:
     repeats: int = 1
     seed: int = 42
     haystack: str | None = None
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
 
 
 @dataclass(frozen=True)
@@ -151,18 +148,14 @@ def rows(dataset: Dataset, settings: DataSettings) -> Iterable[Mapping[str, Any]
     return map(_row, _examples(dataset, settings))
 
 
-def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Sequence[str] | None = None) -> float:
-    """1 if an answer contains the needle's value, else 0."""
-    return string_match_all(answer, answers)
-
-
 SUITE = Suite(
     name="needle",
     version=VERSION,
     datasets=(Dataset("needle", "needle", "string_match_all", suite="needle", truncate=False),),
     load=load,
-    score=score,
+    score=score_example,
     whole="needle",
+    options=NeedleConfig,
     check=check,
     rows=rows,
     length=lambda settings: max(_options(settings).lengths),

@@ -9,20 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from eval.benchmarks.metrics import gold_problem
 from eval.benchmarks.suite import Dataset, Example, LoadedDataset, OnError, Skipped, Turn
 from lazyllm.errors import UserError
 
-Fields = tuple[tuple[str, Callable[[Any], bool], str], ...]
-"""(name, check of a value, description of allowed values) of each required field."""
+Field = tuple[str, Callable[[Any], bool], str]
+"""A required field: its name, a check of its value, and a description of allowed values."""
 
 Parsed = TypeVar("Parsed")
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
-_SKIP_HINT = "Fix the row, or skip such rows by data.on_error=skip"
+_NAMED = 10  # bad rows in one message
 
 
 def is_text(value: Any) -> bool:
@@ -35,7 +35,7 @@ def is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_text, value))
 
 
-_FIELDS: Fields = (
+_FIELDS: tuple[Field, ...] = (
     ("input", is_text, "a string"),
     ("context", lambda value: is_text(value) and bool(value.strip()), "a string that is not empty"),
     ("answers", is_texts, "a list of strings"),
@@ -46,7 +46,7 @@ _FIELDS: Fields = (
 )
 
 
-_TURN_FIELDS: Fields = (
+_TURN_FIELDS: tuple[Field, ...] = (
     ("input", lambda value: is_text(value) and bool(value.strip()), "a string that is not empty"),
     ("answers", is_texts, "a list of strings"),
 )
@@ -78,7 +78,7 @@ def parsed(row: Any, parse: Callable[[Any], Parsed]) -> Parsed | UserError:
         return UserError(str(error))
 
 
-def check_fields(row: Any, fields: Fields) -> None:
+def check_fields(row: Any, fields: Sequence[Field]) -> None:
     """Raise UserError unless a row is a JSON object with all fields, each of its type."""
     if not isinstance(row, dict):
         raise UserError(f"expected a JSON object, got {type(row).__name__}")
@@ -117,7 +117,7 @@ def usable(
     """The examples, and the rows that were left out.
 
     outcomes: (place, example or the reason why there is none) of each row. expected: the right content of `source`.
-    Raises UserError as `load_examples`.
+    Raises UserError as `load_examples`, which names the first ten unusable rows.
     """
     examples: list[Example] = []
     skipped: list[Skipped] = []
@@ -129,10 +129,13 @@ def usable(
         if isinstance(example, Example):
             places[example.id] = where
             examples.append(example)
-        elif on_error == "raise":
-            raise UserError(f"{where}: {example}. {_SKIP_HINT}")
         else:
             skipped.append(Skipped(where, str(example)))
+    if skipped and on_error == "raise":
+        named = "\n".join(f"{row.where}: {row.reason}" for row in skipped[:_NAMED])
+        more = f"\n{len(skipped) - _NAMED} more unusable rows" if len(skipped) > _NAMED else ""
+        them = "this row, or skip such rows" if len(skipped) == 1 else "these rows, or skip them"
+        raise UserError(f"{named}{more}. Fix {them} by data.on_error=skip")
     if not examples:
         first = f": {len(skipped)} skipped, the first, {skipped[0].where}, for: {skipped[0].reason}" if skipped else ""
         raise UserError(f"{source}: no usable row{first}; expected {expected}")

@@ -18,15 +18,15 @@ import ast
 import hashlib
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from eval.benchmarks.downloads import cache_folder, fetched_once, missing_from_hub, rows_from_hub
+from eval.benchmarks.downloads import cache_folder, fetched_once, is_cached, missing_from_hub, rows_from_hub
 from eval.benchmarks.longbench import TemplateWarning
-from eval.benchmarks.rows import Fields, canonical, check_fields, is_text, is_texts, parsed, read_lines, usable
-from eval.benchmarks.scbench_scores import METRICS
+from eval.benchmarks.metrics import score_example
+from eval.benchmarks.rows import Field, canonical, check_fields, is_text, is_texts, parsed, read_lines, usable
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn
 from lazyllm.errors import UserError
 
@@ -114,11 +114,6 @@ def prompts_sha256(content: bytes) -> str:
     return hashlib.sha256(canonical({task: [prompts[name][task] for name in _NAMES] for task in TASKS})).hexdigest()
 
 
-def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Sequence[str] | None = None) -> float:
-    """The official score of one answer, 0 to 1."""
-    return float(METRICS[dataset.metric](answer, answers))
-
-
 SUITE = Suite(
     name="scbench",
     version=1,
@@ -130,9 +125,11 @@ SUITE = Suite(
         *(Dataset(name, task, "function_match", suite="scbench") for name, task in _LEFT_OUT.items()),
     ),
     load=load,
-    score=score,
+    score=score_example,
     whole="scbench",
+    rows_in_dir=True,
     missing=missing,
+    cached=partial(is_cached, REPOSITORY),
     rows=official_rows,
 )
 
@@ -287,7 +284,7 @@ def _question(dataset: Dataset, number: int, turn: Any) -> tuple[dict[str, str],
 def _options(turn: dict[str, Any], fields: dict[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """As `_question`; both the text and the letter of the right option are gold answers."""
     answer = turn["answer"]
-    expected: Fields = (
+    expected: tuple[Field, ...] = (
         ("options", lambda value: is_texts(value) and len(value) == 4 and answer in value, "4 strings, one the answer"),
     )
     check_fields(turn, expected)
@@ -304,7 +301,7 @@ def _with_prefix(text: str, fields: dict[str, str]) -> dict[str, str]:
 
 
 def _check_part(turn: dict[str, Any]) -> None:
-    expected: Fields = (("task", lambda value: value in _PARTS, f"one of {', '.join(_PARTS)}"),)
+    expected: tuple[Field, ...] = (("task", lambda value: value in _PARTS, f"one of {', '.join(_PARTS)}"),)
     check_fields(turn, expected)
     if turn["answer"].isdigit() != (turn["task"] == _PARTS[1]):
         raise UserError(f"field 'answer' must be a number for {_PARTS[1]} and only for it, got {turn['answer']!r:.60}")

@@ -231,6 +231,7 @@ SUITE = Suite(
     load=load,
     score=score_example,
     whole="stdlib",
+    models=("coder",),
     limit=24,  # enough for a first look
     reference_tokens=2048,  # about the middle one of `LENGTHS`
 )

@@ -1,13 +1,14 @@
 """The values of a suite of tasks.
 
 A suite is a file or folder in this room with a `Suite`, which `eval.benchmarks.SUITES` lists; no other code names a
-suite. Differences between suites are fields here, never an `if`.
+suite. Differences between suites are fields here, never an `if`: its settings (`options`) too, which every command line
+and config then takes under the suite's name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ class Dataset:
 
     name: its name in configs, files and tables; unique among all suites.
     task: the task whose score is the mean over its datasets.
-    metric: the name of its score, a key of `eval.benchmarks.metrics.METRICS` if the suite scores by `score_example`.
+    metric: the name of its score, a key of `eval.benchmarks.metrics.METRICS` unless the suite has a scorer of its own.
     suite: the name of its suite.
     prompt_of: the LongBench dataset whose prompt and answer length it uses; "" for its own.
     chat_wrap: whether the prompt is wrapped in the model's chat template.
@@ -106,7 +107,7 @@ class LoadedDataset:
     """A dataset's rows, and the facts for its prompts and answers.
 
     template: the official prompt, with placeholders such as `{context}` and `{input}`.
-    max_new_tokens: greatest number of tokens of an answer.
+    max_new_tokens: the maximum number of tokens of an answer.
     data_sha256: of the rows' bytes, one JSON object a line; if only the first rows are made, of their source.
     config_sha256: of template and max_new_tokens.
     source: the origin of the rows, for people.
@@ -130,9 +131,9 @@ class DataSettings:
     """The settings of a run that determine its rows.
 
     dir: the folder with the suite's files (`data.dir`); None downloads or makes them.
-    on_error: "raise" at the first unusable row, or "skip" such rows and list them in `LoadedDataset`.
+    on_error: "raise" if a row is unusable, or "skip" such rows and list them in `LoadedDataset`.
     limit: the number of rows; a suite that makes rows makes no more; None for all.
-    options: the suite's own settings, in the config under the suite's name; None if it has none.
+    options: the suite's own settings, of the type `Suite.options`; None for their defaults, or if it has none.
     model: names the tokenizer, for suites whose rows depend on it.
     chat: the format of prompts.
     turns: the number of questions asked of a row, for a suite that makes rows; None for all that a row has.
@@ -141,14 +142,10 @@ class DataSettings:
     dir: Path | None = None
     on_error: OnError = "raise"
     limit: int | None = None
-    options: Any = None
+    options: Any = field(default=None, hash=False)  # its lists have no hash
     model: ModelSpec | None = None
     chat: ChatFormat = CHAT_FORMATS["none"]
     turns: int | None = None
-
-
-def _nothing(dataset: Dataset, settings: DataSettings) -> None:
-    """Nothing to refuse, nothing missing."""
 
 
 @dataclass(frozen=True)
@@ -159,14 +156,18 @@ class Suite:
     version: raised with every change of rows, prompts or scores.
     datasets: in the order of tables.
     load: reads one of its datasets. Raises UserError.
-    score: the official scorer: (dataset, answer, gold answers, class names) -> 0 to 1.
+    score: the official scorer: (dataset, answer, gold answers, class names) -> 0 to 1, such as `metrics.score_example`.
     whole: the name in configs for all its datasets.
+    options: the dataclass of its settings, each with a default, in a config under the suite's name; None for none.
+    models: presets made for this suite: it is their default, and a task's name means its datasets.
     tasks: tasks that a config may name, for its datasets of that task.
     limit: the number of examples of each dataset in a run of `whole` without a `limit`; None for all.
     in_paper: whether LazyLLM's paper reports this suite.
     reference_tokens: the prompt length for which a target speedup is solved; None for the paper's lengths.
+    rows_in_dir: whether a given `data.dir` holds its rows, which are then read and checked before torch is imported.
     check: refuses bad settings of a dataset before torch is imported. Raises UserError.
     missing: why a dataset's rows cannot be loaded, or None. Such a dataset is left out of `whole`; refused if named.
+    cached: whether all its files are in the caches; None if it needs no download.
     rows: the rows in the suite's official format, at most `settings.limit`; None for LongBench's format.
     length: the tokens of prompt and answer by the settings; None if they depend on the rows only.
     shorter: advice if a prompt is longer than the model's positions.
@@ -178,20 +179,19 @@ class Suite:
     load: Callable[[Dataset, DataSettings], LoadedDataset]
     score: Callable[[Dataset, str, Sequence[str], Sequence[str] | None], float]
     whole: str
+    options: type | None = None
+    models: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
     limit: int | None = None
     in_paper: bool = False
     reference_tokens: int | None = None
-    check: Callable[[Dataset, DataSettings], None] = _nothing
-    missing: Callable[[Dataset, DataSettings], str | None] = _nothing
+    rows_in_dir: bool = False
+    check: Callable[[Dataset, DataSettings], None] = lambda dataset, settings: None
+    missing: Callable[[Dataset, DataSettings], str | None] | None = None
+    cached: Callable[[], bool] | None = None
     rows: Callable[[Dataset, DataSettings], Iterable[Mapping[str, Any]]] | None = None
     length: Callable[[DataSettings], int | None] = lambda settings: None
     shorter: str = "set a lower model.max_prompt_tokens"
-
-    @property
-    def may_lack(self) -> bool:
-        """Whether a dataset's rows can be missing."""
-        return self.missing is not _nothing
 
     @property
     def all_tasks(self) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,20 +19,12 @@ from omegaconf import MISSING as MISSING_VALUE
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from eval.benchmarks import SUITES
-from eval.benchmarks.chat_format import TODAY, ChatFormat, chat_format
-from eval.benchmarks.datasets import register_configs, resolve_datasets
-from eval.benchmarks.needle import NeedleConfig
-from eval.benchmarks.ruler.ruler_suite import RulerConfig
+from eval.benchmarks.chat_format import TODAY
+from eval.benchmarks.datasets import SuiteSettings, register_configs
 from eval.benchmarks.subsets import HALVES, parse_shard
-from eval.benchmarks.suite import Dataset, DataSettings
-from eval.run import targets
 from lazyllm.errors import UserError
-from lazyllm.methods import METHODS, Method, by_name, known, make, settings_of
+from lazyllm.methods import METHODS, by_name, known, settings_of
 from lazyllm.presets import PRESETS
-from lazyllm.spec import ModelSpec
-
-log = logging.getLogger(__name__)
 
 CONF = Path(__file__).resolve().parents[1] / "conf"  # a link to the folder at the top level; a wheel holds it here
 
@@ -47,9 +38,6 @@ LAUNCHERS = {
 TRACKERS = ("none", "wandb")
 TRACKER_MODES = ("auto", "online", "offline", "disabled")
 DEFAULT_LABEL = "comparison"  # of an experiment without a label
-
-# Of models made for one suite: their default, and where tasks are looked up
-OWN_SUITES = {"tiny": "embedded", "coder": "stdlib"}
 
 # Config groups whose choice is an argument, and keys whose subkeys the schema leaves open
 _GROUPS = ("model", "method", "dataset", "tracker", "experiment")
@@ -125,8 +113,8 @@ class TrackerConfig:
 
 
 @dataclass
-class RunConfig:
-    """All settings of a run. `dataset` maps dataset names to true.
+class RunConfig(SuiteSettings):
+    """All settings of a run, with those of each suite under its name. `dataset` maps dataset names to true.
 
     limit: the first N examples of each dataset. max_new_tokens: fewer than the dataset allows, for a quick look.
     seed: of random weights, and the default of methods with a `seed`.
@@ -155,8 +143,6 @@ class RunConfig:
     method: dict[str, Any] = field(default_factory=dict)
     dataset: dict[str, bool] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
-    ruler: RulerConfig = field(default_factory=RulerConfig)
-    needle: NeedleConfig = field(default_factory=NeedleConfig)
     timing: TimingConfig = field(default_factory=TimingConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     limit: int | None = None
@@ -351,7 +337,7 @@ def one_line(error: Exception) -> UserError:
 
 
 def to_run_config(config: DictConfig) -> RunConfig:
-    """The composed config as plain dataclasses, checked as far as possible without a model. Raises UserError."""
+    """The composed config as plain dataclasses, with allowed values (`resolve` checks the rest). Raises UserError."""
     try:
         plain = OmegaConf.to_object(config)
     except MissingMandatoryValue as error:
@@ -383,140 +369,12 @@ def to_run_config(config: DictConfig) -> RunConfig:
         parse_shard(plain.shard)
     folder = plain.data.dir
     _require(folder is None or Path(folder).is_dir(), "data.dir", folder, "an existing folder")
-    spec = model_spec(plain)
-    spec.check()
-    _ = spec.source  # raises for a name that is neither a folder nor a hub id
-    chat_of(plain)
-    for settings in methods_of(plain):
-        check_method(settings)
-    for line in check_datasets(plain):
-        log.warning(line)
-    _check_effect(config, plain)
-    return plain
-
-
-def _check_effect(config: DictConfig, plain: RunConfig) -> None:
-    """Refuse settings that are known but would change nothing in this run. Raises UserError."""
     methods = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["method", "compare"]))  # interpolations unresolved
     for key in ("speedup", "draft"):
         value, reference = getattr(plain, key), f"${{{key}}}"
         expected = f"experiment=field with it, or a method with {reference}: none here has it"
         _require(value is None or reference in methods, key, value, expected)
-    dataset = _asked_for(plain)[0]  # all are of one suite
-    for suite in SUITES.values():
-        settings = getattr(plain, suite.name, None)
-        for item in fields(settings) if settings is not None and suite.name != dataset.suite else ():
-            value, default = getattr(settings, item.name), getattr(type(settings)(), item.name)
-            expected = f"dataset={suite.whole} with it: {dataset.name} is of {dataset.suite}"
-            _require(value == default, f"{suite.name}.{item.name}", value, expected)
-
-
-def methods_of(config: RunConfig) -> list[dict[str, Any]]:
-    """The settings of each method to run: `method`, or all of `compare`, or the one of it that `only` names."""
-    if config.only is not None:
-        return [config.compare[config.only]]
-    return list(config.compare.values()) or [config.method]
-
-
-def model_spec(config: RunConfig) -> ModelSpec:
-    """The run's model."""
-    keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
-    return ModelSpec(**{key: getattr(config.model, key) for key in keys}, seed=config.seed)
-
-
-def chat_of(config: RunConfig) -> ChatFormat:
-    """The chat format of the run's prompts and answers. Raises UserError."""
-    model = config.model
-    settings = dict(
-        args=model.chat_args or {}, system=model.system, today=model.today, thinking_tokens=model.thinking_tokens
-    )
-    return chat_format(model.chat, **settings)
-
-
-def datasets_of(config: RunConfig) -> tuple[Dataset, ...]:
-    """The run's datasets; by default the embedded suite for `tiny`, LongBench for other models.
-
-    Raises UserError if none is left or a name is unknown.
-    """
-    return tuple(dataset for dataset in _asked_for(config) if _missing(config, dataset) is None)
-
-
-def check_datasets(config: RunConfig) -> list[str]:
-    """Refuse datasets that cannot be loaded, before torch is imported. Raises UserError.
-
-    Returns a line for each reason why datasets of a whole suite are left out.
-    """
-    datasets = _asked_for(config)
-    for dataset in datasets:
-        SUITES[dataset.suite].check(dataset, data_settings(config, dataset))
-    reasons = {dataset.name: reason for dataset in datasets if (reason := _missing(config, dataset)) is not None}
-    for name, reason in reasons.items():
-        is_whole = not config.dataset or config.dataset.get(SUITES[datasets[0].suite].whole)
-        if not is_whole or len(reasons) == len(datasets):
-            raise UserError(f"{name}: {reason}")
-    return [
-        f"left out: {', '.join(name for name in reasons if reasons[name] == reason)}: {reason}"
-        for reason in dict.fromkeys(reasons.values())
-    ]
-
-
-def data_settings(config: RunConfig, dataset: Dataset) -> DataSettings:
-    """The run's settings that a dataset's suite needs."""
-    return DataSettings(
-        dir=Path(config.data.dir) if config.data.dir is not None else None,
-        on_error="skip" if config.data.on_error == "skip" else "raise",
-        limit=config.limit,
-        options=getattr(config, dataset.suite, None),
-        model=model_spec(config),
-        chat=chat_of(config),
-        turns=config.turns,
-    )
-
-
-def _asked_for(config: RunConfig) -> tuple[Dataset, ...]:
-    """The datasets that the config names, missing ones included. Raises UserError."""
-    names = [name for name, wanted in config.dataset.items() if wanted]
-    own = SUITES.get(OWN_SUITES.get(config.model.name, ""))
-    if not names and not config.dataset:
-        names = [own.whole if own else "all"]
-    elif own and set(names) & set(own.all_tasks):  # a task's name refers to the model's own suite
-        names = [dataset.name for dataset in own.datasets if dataset.task in names]
-    known = resolve_datasets(names) if names else ()
-    datasets = tuple(dataset for dataset in known if config.dataset.get(dataset.name, True))
-    if not datasets:
-        raise UserError("no dataset is left: give dataset=hotpotqa, a task's name, or dataset=all")
-    suites = dict.fromkeys(dataset.suite for dataset in datasets)
-    if len(suites) > 1:
-        raise UserError(f"datasets of several suites ({', '.join(suites)}) share no table: run them separately")
-    return datasets
-
-
-def _missing(config: RunConfig, dataset: Dataset) -> str | None:
-    return SUITES[dataset.suite].missing(dataset, data_settings(config, dataset))
-
-
-def check_method(settings: dict[str, Any]) -> None:
-    """Check a method's config as far as possible without a model. Raises UserError."""
-    build_method(targets.check(settings))
-
-
-def canonical(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings in a run's identity: equal for all ways to write the same method.
-
-    Hyperparameters at their default are left out, except the method's `dial` and `named` ones.
-    """
-    method = build_method(targets.check(settings))
-    written = {"name": settings["name"]}
-    for key, default in settings_of(type(method)).items():
-        value = settings.get(key, default)
-        if key in (method.dial, *method.named) or value != default:
-            written[key] = value
-    return written
-
-
-def build_method(settings: dict[str, Any]) -> Method:
-    """A method from its config: `name` and hyperparameters. Raises UserError."""
-    return make(settings.get("name", ""), {key: value for key, value in settings.items() if key != "name"})
+    return plain
 
 
 def _require(holds: bool, key: str, value: Any, expected: str) -> None:

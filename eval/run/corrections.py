@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.run.config import build_method
 from eval.run.cost import Device, work
+from eval.run.resolved import build_method
 from eval.store.runs import StoredRun, stored_runs
 from lazyllm.methods import Baseline
 from lazyllm.spec import ModelSpec

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from eval.run.finding import MISSING, Finding
 from eval.run.hub_checks import (
     check_hub,
-    check_longbench,
     check_model,
+    check_rows,
     check_token,
     check_wandb,
     hub_answers,
@@ -58,10 +58,10 @@ def examine(model: str) -> list[Finding]:
         "GPU": lambda: check_gpu(gpu, size),
         "memory": lambda: check_memory(gpu, size),
         "disk": lambda: check_disk(0 if cached else size),
-        "hub": lambda: check_hub(reachable, needed=not cached or check_longbench(model).state == MISSING),
+        "hub": lambda: check_hub(reachable, needed=not cached or check_rows(model).state == MISSING),
         "token": lambda: check_token(model, cached),
         model: lambda: check_model(model, cached, reachable),
-        "LongBench": lambda: check_longbench(model),
+        "rows": lambda: check_rows(model),
         "FlashAttention": lambda: check_flash_attention(gpu),
         "scheduler": check_scheduler,
         "W&B": check_wandb,

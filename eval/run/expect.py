@@ -15,15 +15,14 @@ from hydra.errors import HydraException
 
 from eval.run.config import (
     CONF,
-    RunConfig,
     check_arguments,
     compose_config,
-    methods_of,
     one_line,
     register_schema,
     to_run_config,
 )
 from eval.run.prepare import identify
+from eval.run.resolved import Resolved, resolve
 from eval.run.targets import OutOfReachError
 from eval.store.runs import label_of, settings_in
 from lazyllm.errors import UserError
@@ -94,19 +93,20 @@ def jobs_of(arguments: Sequence[str]) -> list[list[str]]:
 def _runs_of(job: Sequence[str]) -> list[Expected]:
     name = " ".join(override for override in job if not override.startswith("shard="))
     try:
-        config = replace(to_run_config(compose_config(job)), shard=None)
+        run = resolve(replace(to_run_config(compose_config(job)), shard=None))
     except UserError as error:
         return [Expected(name, "", "", None, {}, [], f"refused before it began: {error}")]
-    return [_expected(replace(config, method=method, compare={}, only=None)) for method in methods_of(config)]
+    return [_expected(one) for one in run.runs.values()]
 
 
-def _expected(config: RunConfig) -> Expected:
-    model, seed = Path(config.model.name).name, config.method.get("seed", config.seed)
-    label = label_of(config.method["name"], settings_in(config.method))
+def _expected(run: Resolved) -> Expected:
+    config = run.config
+    model, seed = Path(config.model.name).name, run.method.get("seed", config.seed)
+    label = label_of(run.method["name"], settings_in(run.method))
     name = f"{model}, {label}, seed {seed}"
     try:
         # on the CPU, as `status` may run on a machine without the devices
-        identified = identify(replace(config, model=replace(config.model, device="cpu", **dict.fromkeys(_PLACED))))
+        identified = identify(run.changed(model=replace(config.model, device="cpu", **dict.fromkeys(_PLACED))))
     except OutOfReachError as error:
         return Expected(name, model, label, seed, {}, [], str(error), out_of_reach=True)
     except UserError as error:

@@ -11,16 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from eval.run.config import (
-    RunConfig,
-    build_method,
-    compose_config,
-    data_settings,
-    datasets_of,
-    methods_of,
-    model_spec,
-    to_run_config,
-)
+from eval.run.config import compose_config, to_run_config
+from eval.run.resolved import Resolved, resolve
 from lazyllm.spec import ModelSpec
 
 
@@ -31,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     from eval.run.expect import jobs_of
 
-    lines = (line for job in jobs_of(arguments) for line in fetched(to_run_config(compose_config(job))))
+    lines = (line for job in jobs_of(arguments) for line in fetched(resolve(to_run_config(compose_config(job)))))
     seen: set[str] = set()
     for line in lines:
         if line not in seen:
@@ -40,16 +32,13 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def fetched(config: RunConfig) -> Iterator[str]:
-    """Download everything that one run needs; yields a line for each thing afterwards. Raises UserError."""
-    from eval.benchmarks import SUITES
-    from eval.run import targets
-
-    beside = [spec for settings in methods_of(config) for spec in build_method(targets.check(settings)).models()]
-    for spec in (model_spec(config), *beside):
+def fetched(run: Resolved) -> Iterator[str]:
+    """Download everything that a run needs; yields a line for each thing afterwards. Raises UserError."""
+    others = [spec for one in run.runs.values() for spec in one.other_models()]
+    for spec in (run.spec, *others):
         yield _checkpoint(spec)
-    for dataset in datasets_of(config):
-        rows = SUITES[dataset.suite].load(dataset, data_settings(config, dataset))
+    for dataset in run.datasets:
+        rows = run.suite.load(dataset, run.data)
         yield f"{dataset.name}: {rows.total or len(rows.examples)} examples"
 
 

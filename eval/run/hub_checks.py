@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from eval.benchmarks.downloads import cache_folder, is_offline, is_reachable
-from eval.run.config import OWN_SUITES
+from eval.benchmarks.datasets import default_suite
+from eval.benchmarks.downloads import is_offline, is_reachable
 from eval.run.finding import MISSING, NOT_NEEDED, OK, Finding
 from lazyllm.presets import PRESETS
 from lazyllm.spec import source_of
@@ -87,17 +87,14 @@ def is_cached(name: str) -> bool:
     return held[0] and any(held[1:])
 
 
-def check_longbench(model: str) -> Finding:
-    from huggingface_hub import try_to_load_from_cache
-
-    from eval.benchmarks.longbench import CONFIG_SHA256, HUB_FILE, HUB_REPOSITORY, HUB_REVISION
-
-    archive = try_to_load_from_cache(HUB_REPOSITORY, HUB_FILE, revision=HUB_REVISION, repo_type="dataset")
-    configs = [cache_folder() / "longbench" / "config" / name for name in CONFIG_SHA256]
-    if isinstance(archive, str) and all(file.is_file() for file in configs):
-        return Finding("LongBench", OK, "in the cache")
-    state = NOT_NEEDED if model in OWN_SUITES else MISSING
-    return Finding("LongBench", state, "not in the cache: lazyllm-bench fetch dataset=all, or give data.dir=FOLDER")
+def check_rows(model: str) -> Finding:
+    suite = default_suite(model)
+    if suite.cached is None:
+        return Finding("rows", NOT_NEEDED, f"{model} takes the suite {suite.name}, which makes its own")
+    if suite.cached():
+        return Finding("rows", OK, f"{suite.name} is in the cache")
+    advice = f"lazyllm-bench fetch dataset={suite.whole}, or give data.dir=FOLDER"
+    return Finding("rows", MISSING, f"{suite.name} is not in the cache: {advice}")
 
 
 def check_wandb() -> Finding:

@@ -27,6 +27,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from eval.run.config import CONF, RunConfig, check_arguments, compose_config, one_line, register_schema, to_run_config
+from eval.run.resolved import resolve
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,11 +54,11 @@ def main(arguments: Sequence[str]) -> int:
 def run_job(config: DictConfig) -> None:
     """One job: the run or the comparison that a composed config describes."""
     with job():
-        settings = to_run_config(config)
+        resolved = resolve(to_run_config(config))
         logging.info("loading torch and transformers")
         from eval.run.loop import compare, run  # not at the top: imports torch, only after the arguments are checked
 
-        _finished.extend(compare(settings) if settings.compare else [run(settings)])
+        _finished.extend(compare(resolved) if resolved.config.compare else [run(resolved)])
 
 
 def start(work: Callable[[DictConfig], None], arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> None:

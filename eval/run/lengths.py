@@ -10,7 +10,8 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from eval.benchmarks.suite import Dataset
-from eval.run.config import RunConfig, datasets_of, model_spec, prompt_limit
+from eval.run.config import prompt_limit
+from eval.run.resolved import Resolved
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
 
@@ -47,26 +48,26 @@ class Lengths:
 _KNOWN: dict[str, tuple[Lengths, ...]] = {}  # by config: the jobs of a sweep share their prompts
 
 
-def lengths_of(config: RunConfig) -> tuple[Lengths, ...]:
+def lengths_of(run: Resolved) -> tuple[Lengths, ...]:
     """The lengths of a run's datasets. Raises UserError if they can be neither counted nor guessed."""
-    here = replace(config.model, device="cpu", quantise=None, device_map=None)  # the machine that plans may be another
-    any_method = replace(config, model=here, method={"name": "baseline"}, compare={}, only=None)
-    key = repr(any_method)
+    # the machine that plans may be another
+    here = replace(run.config.model, device="cpu", quantise=None, device_map=None)
+    any_method = run.changed(model=here, method={"name": "baseline"}, compare={}, only=None)
+    key = repr(any_method.config)
     if key not in _KNOWN:
         _KNOWN[key] = _lengths_of(any_method)
     return _KNOWN[key]
 
 
-def _lengths_of(config: RunConfig) -> tuple[Lengths, ...]:
+def _lengths_of(run: Resolved) -> tuple[Lengths, ...]:
     from eval.run.prepare import prepare
 
     try:
-        cases = prepare(config).cases
+        cases = prepare(run).cases
     except UserError as error:
-        datasets = datasets_of(config)
-        if any(dataset.name not in _LONGBENCH for dataset in datasets):
+        if any(dataset.name not in _LONGBENCH for dataset in run.datasets):
             raise
-        return tuple(_guess(config, dataset, datasets, str(error)) for dataset in datasets)
+        return tuple(_guess(run, dataset, str(error)) for dataset in run.datasets)
     grouped = [list(group) for _, group in groupby(cases, lambda case: case.dataset)]
     return tuple(Lengths(group[0].dataset, _counted(group), group[0].max_new_tokens) for group in grouped)
 
@@ -75,20 +76,21 @@ def _counted(cases: Sequence[Case]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(len(message.token_ids) for message in (case.prompt, *case.prompt.turns)) for case in cases)
 
 
-def _guess(config: RunConfig, dataset: Dataset, datasets: tuple[Dataset, ...], why: str) -> Lengths:
+def _guess(run: Resolved, dataset: Dataset, why: str) -> Lengths:
     """Log-normal lengths around the published mean, cut to the model's limit."""
-    positions = load_config(replace(model_spec(config), load_format="dummy")).max_position_embeddings
+    config = run.config
+    positions = load_config(replace(run.spec, load_format="dummy")).max_position_embeddings
     limit = config.model.max_prompt_tokens or prompt_limit(positions)
     words, most = _LONGBENCH[dataset.name][1:]
     center = math.log(words * _TOKENS_PER_WORD["code" if dataset.task == "code" else "text"]) - _SPREAD**2 / 2
-    total = sum(_rows(config, other) for other in datasets)
-    rows = round(_rows(config, dataset) * min(1.0, (config.sample or total) / total))
+    total = sum(_rows(run, other) for other in run.datasets)
+    rows = round(_rows(run, dataset) * min(1.0, (config.sample or total) / total))
     drawn = [math.exp(center + _SPREAD * NormalDist().inv_cdf((row + 0.5) / rows)) for row in range(rows)]
     answer = min(most, config.max_new_tokens or most) + (config.model.thinking_tokens if dataset.chat_wrap else 0)
     return Lengths(dataset, tuple((min(limit, round(length)),) for length in drawn), answer, why)
 
 
-def _rows(config: RunConfig, dataset: Dataset) -> int:
+def _rows(run: Resolved, dataset: Dataset) -> int:
     rows = _LONGBENCH[dataset.name][0]
-    rows = min(rows, config.limit or rows)
-    return rows if config.half is None else rows // 2
+    rows = min(rows, run.config.limit or rows)
+    return rows if run.config.half is None else rows // 2

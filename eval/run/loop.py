@@ -22,12 +22,14 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from eval.analysis.known_methods import marked
-from eval.analysis.summary import Summary, compared_table, summarise, summary_table, to_json
+from eval.analysis.run_table import compared_table, run_json, run_table
+from eval.analysis.table import Table
 from eval.run import device_lock, identity
-from eval.run.config import DEFAULT_LABEL, RunConfig, datasets_of, model_spec
+from eval.run.config import DEFAULT_LABEL
 from eval.run.forecast import first_example, is_out_of_memory, what_fits
 from eval.run.measure import Bench, Case, trace
 from eval.run.prepare import Plan, prepare, within_reach
+from eval.run.resolved import Resolved
 from eval.run.wandb_run import Tracker, open_tracker, track_pictures
 from eval.store.folder import PLANNED, RunStore, fingerprint, open_store, planned_text, read_about
 from eval.store.record import Failure, Record, Trace
@@ -46,69 +48,68 @@ PROGRESS_EVERY_S = 10.0  # between lines of progress if there is no terminal
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run: its folder, and its table; None while other shards have examples to measure.
+    """A finished run: its folder, and its results; None while other shards have examples to measure.
 
     names: as in `Plan`.
     """
 
     folder: Path
-    summary: Summary | None
+    results: Results | None
     names: tuple[str, ...]
 
 
-def run(config: RunConfig, show: bool = True, load: Callable[[], PreTrainedModel] | None = None) -> RunResult:
+def run(run: Resolved, show: bool = True, load: Callable[[], PreTrainedModel] | None = None) -> RunResult:
     """Measure every example that the run folder does not hold yet, then summarise all of the run's examples.
 
     show: print the table. load: gives the model, if several runs share it. Raises UserError, before the model loads if
     possible.
     """
-    log.info("reading %s", ", ".join(dataset.name for dataset in datasets_of(config)))
-    plan = prepare(config)
+    log.info("reading %s", ", ".join(dataset.name for dataset in run.datasets))
+    plan, config = prepare(run), run.config
     with open_store(plan.folder, plan.identity, plan.about, plan.file_part) as store:
         _check_prompts(plan.cases, store)
         store.write(PLANNED, planned_text(_all_keys(plan, store)))
         group = config.label if config.label != DEFAULT_LABEL else None
         with open_tracker(config.tracker, _stored(plan, store), group, plan.file_part) as tracker:
-            _measure_missing(plan, store, tracker, load or partial(load_model, config))
+            _measure_missing(plan, store, tracker, load or partial(load_model, run))
             if plan.file_part:
                 store.reload()  # with the other shards' records so far
-            summary = _summarise(plan, store)
-            if summary is not None:
-                records = [store.records[key] for key in _all_keys(plan, store) if key in store.records]
+            results = _results(plan, store)
+            if results is not None:
+                table = _write_table(plan, store, results)
                 pictures = [] if config.tracker.name == "none" else _pictures(_stored(plan, store))
-                tracker.finish(summary, records, pictures)
-    if summary is not None and show:
-        console().print(summary_table(summary, plan.title).to_rich())
+                tracker.finish(table, results.runs[0].records, pictures)
+                if show:
+                    console().print(table.to_rich())
     if plan.skipped:
         log.warning("%s", plan.skipped)
-    return RunResult(plan.folder, summary, plan.names)
+    return RunResult(plan.folder, results, plan.names)
 
 
-def compare(config: RunConfig) -> list[RunResult]:
-    """Run each method of `config.compare`, then print one table of all; `runs/<label>-<model>.*` hold it too.
+def compare(comparison: Resolved) -> list[RunResult]:
+    """Run each method of a comparison, then print one table of all; `runs/<label>-<model>.*` hold it too.
 
-    With `config.only`, that method runs like any single run. A method that cannot reach its target speedup is left out.
+    With `only`, that method runs like any single run. A method that cannot reach its target speedup is left out.
     Raises UserError.
     """
-    methods = within_reach(config)
+    config, runs = comparison.config, within_reach(comparison)
     if config.only is not None:
-        return [run(replace(config, method=method, compare={})) for method in methods.values()]
-    if not methods:
+        return [run(one) for one in runs.values()]
+    if not runs:
         raise UserError(f"no method of {config.label} reaches its speedup on this model: give a lower one")
-    methods = {marked(label, method["name"]): method for label, method in methods.items()}
-    with _loaded_once(config) as load:
-        results = {name: run(replace(config, method=method), show=False, load=load) for name, method in methods.items()}
-    # every run has its table, as shards are refused with compare
-    summaries = {label: result.summary for label, result in results.items() if result.summary is not None}
+    runs = {marked(label, one.method["name"]): one for label, one in runs.items()}
+    with _loaded_once(comparison) as load:
+        results = {name: run(one, show=False, load=load) for name, one in runs.items()}
     title = config.label if config.half is None else f"{config.label}, {config.half} half"
     model = Path(config.model.name).name
     stem = Path("runs") / f"{config.label}-{model}"
-    table = compared_table(summaries, title)
-    runs = {label: read_about(result.folder / "run.json") for label, result in results.items()}
+    # every run has its results, as shards are refused with compare
+    table = compared_table({name: result.results for name, result in results.items() if result.results}, title)
+    abouts = {label: read_about(result.folder / "run.json") for label, result in results.items()}
     texts = {
         "md": table.to_markdown(),
         "csv": table.to_csv(),
-        "json": json.dumps({"config": asdict(config), "runs": runs}, indent=2, sort_keys=True, default=str) + "\n",
+        "json": json.dumps({"config": asdict(config), "runs": abouts}, indent=2, sort_keys=True, default=str) + "\n",
     }
     for suffix, text in texts.items():
         write_whole(Path(f"{stem}.{suffix}"), text)
@@ -118,7 +119,9 @@ def compare(config: RunConfig) -> list[RunResult]:
     if config.timing.paired:  # the picture is of speedups
         from eval.analysis.figures import plot_comparison, save  # not at the top: matplotlib is slow to import
 
-        pictures = save(plot_comparison(table.frame, f"{model}, {title}", methods), stem)
+        pictures = save(
+            plot_comparison(table.frame, f"{model}, {title}", {name: one.method for name, one in runs.items()}), stem
+        )
     track_pictures(config.tracker, Path("runs"), config.label, pictures)
     paths = [*(result.folder for result in results.values()), f"{stem}.md", *pictures]
     lines = ["Files:", *(f"  {path}" for path in paths)]
@@ -133,13 +136,13 @@ def show_together(results: Sequence[RunResult]) -> None:
     """Print one table of a sweep's runs, named by their differences."""
     differ = [len(set(column)) > 1 for column in zip(*(result.names for result in results), strict=True)]
     differ[1] = True  # the setting is always named
-    summaries = {
-        ", ".join(name for name, shown in zip(result.names, differ, strict=True) if name and shown): result.summary
+    runs = {
+        ", ".join(name for name, shown in zip(result.names, differ, strict=True) if name and shown): result.results
         for result in results
-        if result.summary is not None
+        if result.results is not None
     }
-    if len(summaries) > 1:
-        console().print(compared_table(summaries, "All runs of the sweep").to_rich())
+    if len(runs) > 1:
+        console().print(compared_table(runs, "All runs of the sweep").to_rich())
 
 
 def _stored(plan: Plan, store: RunStore) -> StoredRun:
@@ -183,11 +186,11 @@ def _noted(store: RunStore, devices: tuple[torch.device, ...], examples: int) ->
     end(None)
 
 
-def load_model(config: RunConfig) -> PreTrainedModel:
-    """The config's model, ready to be measured. Raises as `lazyllm.load_model`."""
-    log.info("loading %s", config.model.name)
-    model = load_weights(model_spec(config))
-    if config.model.device_map is not None:
+def load_model(run: Resolved) -> PreTrainedModel:
+    """The run's model, ready to be measured. Raises as `lazyllm.load_model`."""
+    log.info("loading %s", run.spec.name)
+    model = load_weights(run.spec)
+    if run.spec.device_map is not None:
         log.info("layers run on %s", ", ".join(map(str, devices_of(model))))
     return model
 
@@ -205,18 +208,18 @@ def released(devices: tuple[torch.device, ...]) -> Iterator[None]:
 
 
 @contextmanager
-def _loaded_once(config: RunConfig) -> Iterator[Callable[[], PreTrainedModel]]:
-    """A function that loads the config's model when it is first called. From then on until the block ends, its devices
+def _loaded_once(run: Resolved) -> Iterator[Callable[[], PreTrainedModel]]:
+    """A function that loads the run's model when it is first called. From then on until the block ends, its devices
     are held."""
     with ExitStack() as stack:
 
         @cache
         def load() -> PreTrainedModel:
-            devices = devices_in_use(model_spec(config))
-            stack.enter_context(device_lock.held(devices, f"process {os.getpid()} for {config.label}"))
+            devices = devices_in_use(run.spec)
+            stack.enter_context(device_lock.held(devices, f"process {os.getpid()} for {run.config.label}"))
             stack.enter_context(released(devices))
             stack.callback(load.cache_clear)
-            return load_model(config)
+            return load_model(run)
 
         yield load
 
@@ -238,14 +241,14 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker, load: Callab
 def _measure_on(
     model: PreTrainedModel, plan: Plan, todo: list[Case], untraced: list[Case], store: RunStore, tracker: Tracker
 ) -> None:
-    config = plan.config
-    bench = Bench(model, plan.tokenizer, plan.chat, plan.paired, config.fidelity is not None, config.evidence)
+    config = plan.run.config
+    bench = Bench(model, plan.tokenizer, plan.run.chat, plan.paired, config.fidelity is not None, config.evidence)
     if todo:
         _warm_up(bench, todo, config.timing.warmup)
     announced = False
     with progress(len(todo)) as advance:
         for number, case in enumerate(todo):
-            outcome = _measure(bench, model_spec(config), case, baseline_first=number % 2 == 0)
+            outcome = _measure(bench, plan.run.spec, case, baseline_first=number % 2 == 0)
             if isinstance(outcome, Failure):
                 log.warning("%s, row %s failed: %s", *outcome.key, outcome.reason)
                 store.fail(outcome)
@@ -344,8 +347,8 @@ def _all_keys(plan: Plan, store: RunStore) -> list[tuple[str, str]]:
     return list(dict.fromkeys([*(case.key for case in plan.cases), *store.records]))
 
 
-def _summarise(plan: Plan, store: RunStore) -> Summary | None:
-    """Write and return the table of all the run's examples; None while other shards have examples to measure.
+def _results(plan: Plan, store: RunStore) -> Results | None:
+    """All the run's examples, planned ones first; None while other shards have examples to measure.
 
     Raises UserError if all examples failed.
     """
@@ -368,13 +371,16 @@ def _summarise(plan: Plan, store: RunStore) -> Summary | None:
     if pending:
         log.info("%s: other shards have %d examples to measure; the last shard makes the table", plan.folder, pending)
         return None
-    summary = summarise(done, failed)
-    store.write("summary.json", to_json(summary, plan.about | {"identity": plan.identity}))
-    table = summary_table(summary, plan.title)
+    return Results([replace(_stored(plan, store), source=done)])
+
+
+def _write_table(plan: Plan, store: RunStore, results: Results) -> Table:
+    table = run_table(results, plan.title)
+    store.write("summary.json", run_json(table, plan.about | {"identity": plan.identity}))
     store.write("summary.csv", table.to_csv())
     store.write("summary.md", table.to_markdown())
     log.info("records, summary.json, .csv and .md are in %s", plan.folder)
-    return summary
+    return table
 
 
 def _pictures(stored: StoredRun) -> list[Path]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.chat_format import ChatFormat, post_process
-from eval.benchmarks.metrics import rouge_score_f, scored_text
+from eval.benchmarks.metrics import second_score
 from eval.benchmarks.prompts import BuiltPrompt, gold_token_ids
 from eval.benchmarks.suite import Dataset, Example
 from eval.store.record import PROMPT_END, LaterTurn, Measurement, Record, Trace, compact_counts
@@ -207,7 +207,7 @@ class Bench:
             text=text,
             token_ids=out.token_ids,
             score=SUITES[case.dataset.suite].score(case.dataset, text, answers, classes),
-            rouge_l=rouge_score_f(scored_text(case.dataset, text), answers) if case.dataset.metric == "rouge" else None,
+            rouge_l=second_score(case.dataset, text, answers),
             ttft_s=out.ttft_s,
             scoring_s=out.scoring_s,
             scoring_tokens=out.scoring_tokens,

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.run.config import RunConfig, build_method, model_spec
 from eval.run.cost import CPU, GPUS, Device, Memory, Work, memory, parameters_of, turn_work, weight_bytes, work
+from eval.run.resolved import Resolved, build_method
 from lazyllm.methods import Method
 from lazyllm.spec import ModelSpec, source_of
 
@@ -34,12 +34,12 @@ class Setup:
     corrections: Corrections
 
     @classmethod
-    def of(cls, config: RunConfig, gpu: str | None, runs: Path) -> Setup:
+    def of(cls, run: Resolved, gpu: str | None, runs: Path) -> Setup:
         """gpu: a key of `GPUS`; None for this machine. runs: the folder of stored runs. Raises UserError."""
         from eval.run.corrections import read_corrections
         from lazyllm.models.load import as_device, device_name, shape_of
 
-        spec = model_spec(config)
+        spec = run.spec
         shape, source = shape_of(spec), source_of(spec.name)
         name = GPUS[gpu].name if gpu else device_name(as_device(spec.device))
         device = GPUS[gpu] if gpu else next((known for known in GPUS.values() if known.name in name), CPU)
@@ -47,12 +47,6 @@ class Setup:
         same["model"] = spec.name if Path(source).is_dir() else source
         weights = weight_bytes(spec, parameters_of(shape))
         return cls(spec, shape, weights, name, device, read_corrections(runs, same, name, device, shape, spec, weights))
-
-    def resolved(self, config: RunConfig, lengths: Lengths) -> dict[str, Any]:
-        """The settings of the run's method on one dataset, targets replaced by numbers. Raises UserError."""
-        from eval.run.prepare import resolved, settings_at_depth  # not at the top: it imports torch
-
-        return resolved(config, settings_at_depth(config, self.config), lengths.dataset, self.config)
 
 
 @dataclass(frozen=True)
@@ -119,28 +113,30 @@ class Bill:
     guessed: tuple[str, ...]
 
 
-def name_of(config: RunConfig, method: dict[str, Any]) -> str:
+def name_of(run: Resolved) -> str:
     """A run's model and method, for people."""
     from eval.store.runs import label_of
 
-    settings = {key: value for key, value in method.items() if key != "name"}
-    return f"{Path(config.model.name).name}, {label_of(method['name'], settings)}"
+    settings = {key: value for key, value in run.method.items() if key != "name"}
+    return f"{Path(run.spec.name).name}, {label_of(run.method['name'], settings)}"
 
 
-def bill(config: RunConfig, gpu: str | None = None, runs: Path = Path("runs")) -> Bill:
+def bill(run: Resolved, gpu: str | None = None, runs: Path = Path("runs")) -> Bill:
     """The cost of one run on a GPU of `GPUS`, or on this machine. Raises UserError."""
     from eval.run.lengths import lengths_of
+    from eval.run.prepare import parameters_of  # not at the top: it imports torch
 
-    setup, lengths = Setup.of(config, gpu, runs), lengths_of(config)
-    paired = config.timing.paired and config.method["name"] != "baseline"
-    warm_ups = [config.timing.warmup, *[0] * (len(lengths) - 1)]
+    setup, lengths, timing = Setup.of(run, gpu, runs), lengths_of(run), run.config.timing
+    parameters = parameters_of(run, setup.config)
+    paired = timing.paired and run.method["name"] != "baseline"
+    warm_ups = [timing.warmup, *[0] * (len(lengths) - 1)]
     each = list(zip(lengths, warm_ups, strict=True))
-    own = [side(setup, setup.resolved(config, dataset), dataset, count) for dataset, count in each]
+    own = [side(setup, parameters[dataset.dataset.name], dataset, count) for dataset, count in each]
     beside = [side(setup, {"name": "baseline"}, dataset, count) for dataset, count in each if paired]
     seconds = sum(part.seconds for part in own + beside) + START_S + setup.weights / LOAD_BYTES_PER_S
     prompts = [sum(row) for dataset in lengths for row in dataset.rows]
     return Bill(
-        run=name_of(config, config.method),
+        run=name_of(run),
         examples=len(prompts),
         prompt_tokens=sum(prompts),
         longest=max(prompts),

@@ -16,12 +16,12 @@ import argparse
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval.run.config import compose_config, methods_of, to_run_config
+from eval.run.config import compose_config, to_run_config
 from eval.run.cost import CPU, GPUS
+from eval.run.resolved import resolve
 from eval.run.targets import OutOfReachError
 from lazyllm.errors import UserError
 
@@ -45,14 +45,13 @@ def bills(arguments: Sequence[str], gpu: str | None, runs: Path) -> list[Bill]:
     from eval.run.plan import bill, name_of
 
     whole = [argument for argument in arguments if not argument.startswith("shard=")]
-    configs = [to_run_config(compose_config(job)) for job in jobs_of(whole)]
     bills = []
-    for config in configs:
-        for method in methods_of(config):
+    for job in jobs_of(whole):
+        for run in resolve(to_run_config(compose_config(job))).runs.values():
             try:
-                bills.append(bill(replace(config, method=method, compare={}, only=None), gpu, runs))
+                bills.append(bill(run, gpu, runs))
             except OutOfReachError as error:
-                log.warning("left out: %s: %s", name_of(config, method), error)
+                log.warning("left out: %s: %s", name_of(run), error)
     if not bills:
         raise UserError("no run reaches its speedup on this model: give a lower one")
     return bills

@@ -1,4 +1,4 @@
-"""From a config to a plan of all examples. All checks that need no model are made here."""
+"""From a run to a plan of all its examples. All checks that need no weights are made here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from importlib.metadata import version
 from itertools import groupby, islice
 from pathlib import Path
@@ -15,22 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from eval.benchmarks import SUITES
-from eval.benchmarks.chat_format import ChatFormat
+from eval.benchmarks.datasets import load
 from eval.benchmarks.prompts import build_prompt, end_token_ids
 from eval.benchmarks.subsets import Shard, in_half, parse_shard, shard_numbers
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset
+from eval.benchmarks.suite import Example, LoadedDataset
 from eval.run import targets
-from eval.run.config import (
-    RunConfig,
-    build_method,
-    canonical,
-    chat_of,
-    data_settings,
-    datasets_of,
-    model_spec,
-    prompt_limit,
-)
+from eval.run.config import RunConfig, prompt_limit
 from eval.run.identity import (
     code_sha256,
     device_name,
@@ -41,15 +30,16 @@ from eval.run.identity import (
     weights_sha256,
 )
 from eval.run.measure import Case
+from eval.run.resolved import Resolved, build_method
 from eval.run.targets import OutOfReachError
 from eval.store.folder import fingerprint
 from eval.store.runs import label_of, settings_in
 from lazyllm.errors import UserError
 from lazyllm.files import git_commit
-from lazyllm.methods import Baseline, by_name, code_of
+from lazyllm.methods import Baseline, by_name, code_of, settings_of
 from lazyllm.models.load import check_loading, devices_in_use, load_config, load_end_ids, load_tokenizer_of
 from lazyllm.models.quantisation import quantised_by
-from lazyllm.spec import QUANTISATIONS, ModelSpec, source_of
+from lazyllm.spec import QUANTISATIONS, ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -67,6 +57,7 @@ class Identified:
     model may compute on. prompt_limit: tokens; longer prompts lose their middle.
     """
 
+    run: Resolved
     identity: dict[str, Any]
     parameters: dict[str, dict[str, Any]]
     examples: dict[str, list[Example]]
@@ -74,7 +65,6 @@ class Identified:
     model_config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
     end_ids: tuple[int, ...]
-    chat: ChatFormat
     prompt_limit: int
     devices: tuple[torch.device, ...]
     paired: bool
@@ -92,10 +82,8 @@ class Plan(Identified):
     names: for people: the model, the setting, its seed ("" without random numbers), the data. cases: all examples, in
     order. ours: keys of the examples that this job measures (`eval.benchmarks.subsets`). traced: keys of those to
     trace. about: config and provenance. file_part: the shard's part of its file names; "" for a run in one job.
-    skipped: a message about bad rows that were skipped; None for none.
     """
 
-    config: RunConfig
     folder: Path
     names: tuple[str, ...]
     cases: list[Case]
@@ -103,20 +91,27 @@ class Plan(Identified):
     traced: list[Case]
     about: dict[str, Any]
     file_part: str
-    skipped: str | None
 
     @property
     def title(self) -> str:
         return ", ".join(filter(None, self.names))
 
+    @property
+    def skipped(self) -> str | None:
+        """A message about bad rows that were left out; None for none."""
+        rows = [row for data in self.loaded for row in data.skipped]
+        if not rows:
+            return None
+        return f"{len(rows)} rows were skipped (data.on_error=skip), the first: {rows[0].where}: {rows[0].reason}"
 
-def prepare(config: RunConfig) -> Plan:
+
+def prepare(run: Resolved) -> Plan:
     """A run's plan, without the model's weights. Raises UserError."""
-    identified = identify(config)
-    loaded, identity = identified.loaded, identified.identity
-    cases = list(_cases(config, identified))
+    identified, config = identify(run), run.config
+    cases = list(_cases(identified))
+    data = _data_label(run)
     half = f", {config.half} half" if config.half is not None else ""
-    method = identity["method"]
+    method = identified.identity["method"]
     setting = label_of(method["name"], settings_in(method))
     seed = f"seed {method['seed']}" if "seed" in method else ""
     shard = parse_shard(config.shard) if config.shard is not None else None
@@ -124,11 +119,11 @@ def prepare(config: RunConfig) -> Plan:
     firsts = [
         case for _, group in groupby(cases, lambda case: case.dataset.name) for case in islice(group, config.trace)
     ]
+    name = f"{Path(config.model.name).name}-{method['name']}-{data}-{fingerprint(identified.identity)[:8]}"
     return Plan(
         **vars(identified),
-        config=config,
-        folder=Path(config.out) if config.out else Path("runs") / _folder_name(config, loaded, identity),
-        names=(config.model.name, setting, seed, _data_label(config, loaded) + half),
+        folder=Path(config.out) if config.out else Path("runs") / name,
+        names=(config.model.name, setting, seed, data + half),
         cases=cases,
         ours=ours,
         traced=[case for case in firsts if case.key in ours],
@@ -141,42 +136,53 @@ def prepare(config: RunConfig) -> Plan:
                 "started": now(),
             },
             # `limit` and `sample` choose from these
-            "examples": {rows.dataset.name: rows.total or len(rows.examples) for rows in loaded},
+            "examples": {rows.dataset.name: rows.total or len(rows.examples) for rows in identified.loaded},
         },
         file_part=shard.file_part if shard is not None else "",
-        skipped=_skipped(loaded),
     )
 
 
-def identify(config: RunConfig) -> Identified:
-    """The run of a config, without its prompts. Raises UserError."""
-    devices = devices_in_use(model_spec(config))
+def identify(run: Resolved) -> Identified:
+    """The run without its prompts. Raises UserError."""
+    config, model = run.config, run.config.model
+    devices = devices_in_use(run.spec)
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
-    model_config = check_loading(model_spec(config))
-    settings = settings_at_depth(config, model_config)
-    tokenizer = _tokenizer(config)
-    chat = chat_of(config)
-    limit = config.model.max_prompt_tokens or prompt_limit(model_config.max_position_embeddings)
-    _check_length(config, model_config)
-    loaded = [_rows(dataset, data_settings(config, dataset)) for dataset in datasets_of(config)]
-    end_ids = load_end_ids(model_spec(config))
-    if None in (config.model.max_prompt_tokens, config.model.chat):
+    model_config = check_loading(run.spec)
+    parameters = parameters_of(run, model_config)
+    tokenizer = load_tokenizer_of(run.spec)
+    if tokenizer is None:
+        raise UserError(
+            "random weights (model.load_format=dummy) download nothing, so the tokenizer must be given: "
+            "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
+        )
+    longest = model_config.max_position_embeddings
+    length = run.suite.length(run.data)
+    if length is not None and length > longest:  # before the rows are made
+        raise UserError(
+            f"{run.datasets[0].name}: {length} tokens of prompt and answer exceed the model's {longest} positions: "
+            f"{run.suite.shorter}"
+        )
+    limit = model.max_prompt_tokens or prompt_limit(longest)
+    if None in (model.max_prompt_tokens, model.chat):
         log.info(
             "%s: has %d positions, so prompts beyond %d tokens lose their middle; %s",
-            *(config.model.name, model_config.max_position_embeddings, limit),
+            *(model.name, longest, limit),
             "prompts have its own chat template"
-            if chat.uses_template(tokenizer)
+            if run.chat.uses_template(tokenizer)
             else "it has no chat template: prompts are plain text",
         )
-    paired = config.timing.paired and by_name(settings["name"]) is not Baseline
-    parameters = {data.dataset.name: resolved(config, settings, data.dataset, model_config) for data in loaded}
-    identity = _identity(config, loaded, model_config, tokenizer, end_ids, devices, paired) | {
-        **_chat_identity(config, chat, tokenizer),
+    loaded = [load(dataset, run.data) for dataset in run.datasets]
+    end_ids = load_end_ids(run.spec)
+    paired = config.timing.paired and by_name(run.method["name"]) is not Baseline
+    settings = settings_at_depth(run, model_config)
+    identity = _identity(run, loaded, model_config, tokenizer, end_ids, devices, paired) | {
+        **_chat_identity(run, tokenizer),
         "max_prompt_tokens": limit,
         "method": _plain(canonical(settings)),
         "parameters": _plain(parameters) if targets.uses_preset(settings) else None,
     }
     return Identified(
+        run=run,
         identity=identity,
         parameters=parameters,
         examples=_examples(config, loaded),
@@ -184,67 +190,60 @@ def identify(config: RunConfig) -> Identified:
         model_config=model_config,
         tokenizer=tokenizer,
         end_ids=end_ids,
-        chat=chat,
         prompt_limit=limit,
         devices=devices,
         paired=paired,
     )
 
 
-@lru_cache(maxsize=64)  # the runs of a comparison or a sweep share them
-def _rows(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    return SUITES[dataset.suite].load(dataset, settings)
-
-
-def _check_length(config: RunConfig, model_config: PreTrainedConfig) -> None:
-    """Refuse rows longer than the model's positions before they are made. Raises UserError."""
-    longest = model_config.max_position_embeddings
-    for dataset in datasets_of(config):
-        suite = SUITES[dataset.suite]
-        length = suite.length(data_settings(config, dataset))
-        if length is not None and length > longest:
-            raise UserError(
-                f"{dataset.name}: {length} tokens of prompt and answer exceed the model's {longest} positions: "
-                f"{suite.shorter}"
-            )
-
-
-def within_reach(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """{label: settings} of the methods of `config.compare`, or of `config.only`, that can reach their target speedups.
+def within_reach(run: Resolved) -> dict[str, Resolved]:
+    """{label: run} of the comparison's methods that can reach their target speedups.
 
     The others are left out, with a line in the log. All other errors in methods' settings are raised here, before the
     first method runs. Raises UserError.
     """
-    model_config = load_config(model_spec(config))
-    methods = {}
-    for label in config.compare if config.only is None else [config.only]:
-        method = config.compare[label]
-        settings = settings_at_depth(replace(config, method=method), model_config)
+    model_config = load_config(run.spec)
+    runs = {}
+    for label, one in run.runs.items():
         try:
-            for dataset in datasets_of(config):
-                resolved(config, settings, dataset, model_config)
+            parameters_of(one, model_config)
         except OutOfReachError as error:
             log.warning("left out: %s: %s", label, error)
         else:
-            methods[label] = method
-    return methods
+            runs[label] = one
+    return runs
 
 
-def settings_at_depth(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
+def settings_at_depth(run: Resolved, model_config: PreTrainedConfig) -> dict[str, Any]:
     """The method's settings at this model's depth. Raises UserError."""
     with _about_the_method():
-        return targets.at_depth(config.method, model_config.num_hidden_layers)
+        return targets.at_depth(run.method, model_config.num_hidden_layers)
 
 
-def resolved(
-    config: RunConfig, settings: dict[str, Any], dataset: Dataset, model_config: PreTrainedConfig
-) -> dict[str, Any]:
-    """The method's settings for one dataset, without targets, checked against the model's depth. Raises UserError."""
-    with _about_the_method():
-        length = SUITES[dataset.suite].length(data_settings(config, dataset))
-        resolved = targets.resolve(settings, dataset, model_config, config.model.paper, length)
-        build_method(resolved).check(model_config)
-    return resolved
+def parameters_of(run: Resolved, model_config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
+    """{dataset: the method's settings}, without targets, checked against the model's depth. Raises UserError."""
+    settings, length = settings_at_depth(run, model_config), run.suite.length(run.data)
+    parameters = {}
+    for dataset in run.datasets:
+        with _about_the_method():
+            solved = targets.solved(settings, dataset, model_config, run.config.model.paper, length)
+            build_method(solved).check(model_config)
+        parameters[dataset.name] = solved
+    return parameters
+
+
+def canonical(settings: dict[str, Any]) -> dict[str, Any]:
+    """A method's settings in a run's identity: equal for all ways to write the same method.
+
+    Hyperparameters at their default are left out, except the method's `dial` and `named` ones.
+    """
+    kind = by_name(settings["name"])
+    written = {"name": settings["name"]}
+    for key, default in settings_of(kind).items():
+        value = settings.get(key, default)
+        if key in (kind.dial, *kind.named) or value != default:
+            written[key] = value
+    return written
 
 
 @contextmanager
@@ -258,33 +257,23 @@ def _about_the_method() -> Iterator[None]:
         raise UserError(f"method: {error}") from error
 
 
-def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    tokenizer = load_tokenizer_of(model_spec(config))
-    if tokenizer is None:
-        raise UserError(
-            "random weights (model.load_format=dummy) download nothing, so the tokenizer must be given: "
-            "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
-        )
-    return tokenizer
-
-
-def _cases(config: RunConfig, identified: Identified) -> Iterator[Case]:
+def _cases(identified: Identified) -> Iterator[Case]:
     """Every example of the run with its prompt. Prompts that the model or the method cannot take are refused here."""
-    model_config, tokenizer = identified.model_config, identified.tokenizer
-    longest = model_config.max_position_embeddings
+    run, tokenizer = identified.run, identified.tokenizer
+    longest = identified.model_config.max_position_embeddings
     for rows in identified.loaded:
         dataset = rows.dataset
         method = build_method(identified.parameters[dataset.name])
         end_ids = end_token_ids(tokenizer, identified.end_ids, dataset)
-        thinking = identified.chat.thinking_tokens if dataset.chat_wrap else 0
-        max_new_tokens = min(rows.max_new_tokens, config.max_new_tokens or rows.max_new_tokens) + thinking
+        thinking = run.chat.thinking_tokens if dataset.chat_wrap else 0
+        max_new_tokens = min(rows.max_new_tokens, run.config.max_new_tokens or rows.max_new_tokens) + thinking
         for example in identified.examples[dataset.name]:
             prompt = build_prompt(
                 example,
                 rows.template,
                 tokenizer,
                 identified.prompt_limit if dataset.truncate else None,
-                identified.chat,
+                run.chat,
                 dataset.chat_wrap,
                 dataset.protected,
                 dataset.decode_halves,
@@ -301,7 +290,7 @@ def _cases(config: RunConfig, identified: Identified) -> Iterator[Case]:
                 raise UserError(
                     f"{dataset.name}, row {example.id}: {tokens} prompt tokens{of_turns} and up to {new_tokens} new "
                     f"ones exceed the model's {longest} positions: "
-                    f"{f'set {shorter}, or less' if dataset.truncate else SUITES[dataset.suite].shorter}"
+                    f"{f'set {shorter}, or less' if dataset.truncate else run.suite.shorter}"
                 )
             yield Case(dataset, example, prompt, method, max_new_tokens, end_ids)
 
@@ -340,7 +329,7 @@ def _keys_of(shard: Shard | None, cases: list[Case]) -> set[tuple[str, str]]:
 
 
 def _identity(
-    config: RunConfig,
+    run: Resolved,
     loaded: list[LoadedDataset],
     model_config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -349,15 +338,14 @@ def _identity(
     paired: bool,
 ) -> dict[str, Any]:
     """The facts that must agree for two records to share a folder. `limit` is not one of them and may be raised."""
-    source = source_of(config.model.name)
-    dummy = config.model.load_format == "dummy"
+    config, source = run.config, run.spec.source
     local = Path(source).is_dir()
-    beside = build_method(targets.check(config.method)).models()
+    others = run.other_models()
     code = code_of(config.method["name"])  # of lazyllm's own methods it is in "code"
     return {
         "model": config.model.name if local else source,
         "revision": config.model.revision or getattr(model_config, "_commit_hash", None),
-        "weights": f"random, seed {config.seed}" if dummy else weights_sha256(source),
+        "weights": f"random, seed {config.seed}" if run.spec.is_dummy else weights_sha256(source),
         "tokenizer": tokenizer_sha256(tokenizer)[:16],
         "end_ids": list(end_ids),
         "load_format": config.model.load_format,
@@ -369,29 +357,27 @@ def _identity(
         **({"turns": config.turns} if config.turns is not None else {}),
         **({"half": config.half} if config.half is not None else {}),  # halves share no table
         **({"fidelity": config.fidelity} if config.fidelity is not None and paired else {}),
-        **({"method_weights": [_weights_of(spec) for spec in beside]} if beside else {}),
-        "data": {data.dataset.name: _data_of(data) for data in loaded},
+        **({"method_weights": [_weights_of(spec) for spec in others]} if others else {}),
+        "data": {
+            data.dataset.name: f"{data.data_sha256[:16]} {data.config_sha256[:16]} v{run.suite.version}"
+            for data in loaded
+        },
         "max_new_tokens": config.max_new_tokens,
         "seed": config.seed,
         "paired": paired,
         "warmup": config.timing.warmup,
-        "versions": versions() | _version_of_quantiser(config, model_config),
+        "versions": versions() | _version_of_quantiser(run.spec, model_config),
         "code": code_sha256()[:16],
         "device": " + ".join(map(device_name, devices)),
         "threads": torch.get_num_threads() if devices[0].type == "cpu" else None,
     }
 
 
-def _data_of(loaded: LoadedDataset) -> str:
-    """A text that changes with a dataset's rows, template or scoring."""
-    version = SUITES[loaded.dataset.suite].version
-    return f"{loaded.data_sha256[:16]} {loaded.config_sha256[:16]} v{version}"
-
-
-def _chat_identity(config: RunConfig, chat: ChatFormat, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _chat_identity(run: Resolved, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The facts of the chat format that can change a number."""
+    chat = run.chat
     if not chat.uses_template(tokenizer):
-        return {"chat": config.model.chat or "none"}
+        return {"chat": run.config.model.chat or "none"}
     about = {
         "chat": "auto",
         "chat_args": chat.template_args(tokenizer),
@@ -407,10 +393,10 @@ def _weights_of(spec: ModelSpec) -> str | None:
     return weights_sha256(spec.source) or getattr(load_config(spec), "_commit_hash", None)
 
 
-def _version_of_quantiser(config: RunConfig, model_config: PreTrainedConfig) -> dict[str, str]:
+def _version_of_quantiser(spec: ModelSpec, model_config: PreTrainedConfig) -> dict[str, str]:
     """{package that quantises the weights: its version}; {} if `lazyllm.models.quantisation` does not quantise them."""
     packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
-    package = packages.get(config.model.quantise or quantised_by(model_config) or "")
+    package = packages.get(spec.quantise or quantised_by(model_config) or "")
     return {package: version(package)} if package is not None else {}
 
 
@@ -418,28 +404,13 @@ def _plain(value: Any) -> Any:
     return {str(key): _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _folder_name(config: RunConfig, loaded: list[LoadedDataset], identity: dict[str, Any]) -> str:
-    model = Path(config.model.name).name
-    return f"{model}-{config.method['name']}-{_data_label(config, loaded)}-{fingerprint(identity)[:8]}"
-
-
-def _data_label(config: RunConfig, loaded: list[LoadedDataset]) -> str:
+def _data_label(run: Resolved) -> str:
     """A short name for people: that of a dataset, a task or a suite, or the number of datasets."""
-    suite = SUITES[loaded[0].dataset.suite]
-    names = {data.dataset.name for data in loaded}
-    if len(names) == 1:
-        return next(iter(names))
-    tasks = {data.dataset.task for data in loaded}
+    tasks = {dataset.task for dataset in run.datasets}
+    if len(run.datasets) == 1:
+        return run.datasets[0].name
     if len(tasks) == 1:
         return next(iter(tasks))
-    if len(tasks) == len(suite.all_tasks) or suite.whole in config.dataset:
-        return suite.whole
-    return f"{len(names)}_datasets"
-
-
-def _skipped(loaded: list[LoadedDataset]) -> str | None:
-    skipped = [row for data in loaded for row in data.skipped]
-    if not skipped:
-        return None
-    first = f"{skipped[0].where}: {skipped[0].reason}"
-    return f"{len(skipped)} rows were skipped (data.on_error=skip), the first: {first}"
+    if len(tasks) == len(run.suite.all_tasks) or run.suite.whole in run.config.dataset:
+        return run.suite.whole
+    return f"{len(run.datasets)}_datasets"

@@ -7,14 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.benchmarks.datasets import official_rows
-from eval.run.config import (
-    check_arguments,
-    compose_config,
-    data_settings,
-    datasets_of,
-    register_schema,
-    to_run_config,
-)
+from eval.run.config import check_arguments, compose_config, register_schema, to_run_config
+from eval.run.resolved import resolve
 from lazyllm.errors import UserError
 
 USAGE = """usage: lazyllm-bench rows dataset=NAME out=FOLDER [limit=N] [KEY=VALUE ...]
@@ -30,12 +24,12 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     register_schema()
     check_arguments(arguments)
-    config = to_run_config(compose_config(arguments))
-    if config.out is None:
+    run = resolve(to_run_config(compose_config(arguments)))
+    if run.config.out is None:
         raise UserError("rows need a folder: give out=FOLDER")
-    for dataset in datasets_of(config):
-        lines = [json.dumps(row) for row in official_rows(dataset, data_settings(config, dataset))]
-        file = Path(config.out) / f"{dataset.name}.jsonl"
+    for dataset in run.datasets:
+        lines = [json.dumps(row) for row in official_rows(dataset, run.data)]
+        file = Path(run.config.out) / f"{dataset.name}.jsonl"
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

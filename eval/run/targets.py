@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 REFERENCE_TOKENS = {"llama2": 3376, "xgen": 7500}
 
 _EVAL = Path(__file__).parents[1]
-_TABLE1 = _EVAL / "paper" / "published" / "table1.csv"
+_TABLE1 = _EVAL / "analysis" / "published" / "table1.csv"
 _EXPERIMENT = _EVAL / "conf" / "experiment" / "table1.yaml"
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
 
@@ -87,7 +87,7 @@ def at_depth(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
     return settings | {"schedule": dict(Schedule.parse(schedule, num_layers).keep)}
 
 
-def resolve(
+def solved(
     settings: dict[str, Any], dataset: Dataset, model_config: Any, column: str | None, length: int | None = None
 ) -> dict[str, Any]:
     """A method's settings for one dataset and model, presets replaced by numbers.
@@ -141,13 +141,13 @@ def parameters() -> pd.DataFrame:
 
     compared = yaml.safe_load(_EXPERIMENT.read_text(encoding="utf-8"))["compare"].values()
     methods = {method["name"]: {key: value for key, value in method.items() if key != "seed"} for method in compared}
-    solved = [method for method in methods.values() if method.get(by_name(method["name"]).dial) == "table1"]
+    dialled = [method for method in methods.values() if method.get(by_name(method["name"]).dial) == "table1"]
     rows = []
     for column, tokens in REFERENCE_TOKENS.items():
         model_config = load_config(ModelSpec(column, "dummy"))
         for dataset in {data.task: data for data in DATASETS.values() if SUITES[data.suite].in_paper}.values():
-            for settings in solved:
-                solved_for = resolve(settings, dataset, model_config, column)
+            for settings in dialled:
+                solved_for = solved(settings, dataset, model_config, column)
                 name = solved_for.pop("name")
                 rows.append(
                     {

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from eval.analysis.summary import Summary, flat, row_columns
+from eval.analysis.table import Table
 from eval.run.config import TrackerConfig
 from eval.store.record import Record
 from eval.store.runs import StoredRun, example_rows
@@ -148,9 +148,9 @@ class Tracker:
         row = self._count(record)
         self._attempt("logging", lambda run: run.log(row))
 
-    def finish(self, summary: Summary, records: Sequence[Record], pictures: Sequence[Path] = ()) -> None:
+    def finish(self, table: Table, records: Sequence[Record], pictures: Sequence[Path] = ()) -> None:
         """Show the whole run: its table, every example in the table, pictures (PNG), and the folder."""
-        self._attempt("logging the summary", lambda run: run.summary.update(summary_keys(summary)))
+        self._attempt("logging the summary", lambda run: run.summary.update(summary_keys(table)))
         self._attempt("logging the examples", lambda run: run.log({"per_example": _table(records)}))
         self.show(pictures)
         self._attempt("logging the run folder", lambda run: run.log_artifact(_artifact(run.id, self._folder)))
@@ -284,11 +284,10 @@ def _artifact(name: str, folder: Path) -> Any:
     return artifact
 
 
-def summary_keys(summary: Summary) -> dict[str, float | int]:
+def summary_keys(table: Table) -> dict[str, float | int]:
     """{key: number} of the table: `multi_doc_qa/score`, its interval as `_low` and `_high`; `all/` is the mean."""
-    keys = {}
-    for row in summary.rows:
-        name = "all" if row.kind == "all" else row.name
-        values = flat(row_columns(row))
-        keys |= {f"{name}/{column}": value for column, value in values.items() if isinstance(value, (int, float))}
-    return keys
+    rows = table.frame.assign(name=table.frame["name"].where(table.frame["kind"] != "all", "all"))
+    values = rows.drop(columns=["kind", "task"]).set_index("name").to_dict("index")
+    return {
+        f"{name}/{column}": value for name, row in values.items() for column, value in row.items() if value == value
+    }

@@ -5,7 +5,7 @@ examples.json   {dataset: ids of the examples that the run's last job planned}
 records.jsonl   one `Record` per line, flushed to disk when its example is done
 failures.jsonl  one `Failure` per line, if any; the resumed run tries these examples again
 jobs.jsonl      when each job began and ended, how it ended, and the machine's load (`eval.run.device_lock`)
-summary.*       made from the records at the end (`eval.analysis.summary`)
+summary.*       made from the records at the end (`eval.analysis.run_table`)
 
 A shard of a run (`eval.benchmarks.subsets`) writes records-2-of-4.jsonl and so on; the run's records are those of all
 these files. A job that resumes the run removes a last line that a kill left incomplete, and sets damaged lines aside in

@@ -19,15 +19,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from eval.analysis.columns import forms
 from eval.analysis.figures.front import plot_front
 from eval.analysis.figures.style import save
-from eval.analysis.summary import summarise
 from eval.analysis.table import markdown_lines
 from eval.analysis.tables.cells import shown
 from eval.benchmarks.subsets import HELD_OUT, RULE
 from eval.run import identity
 from eval.run.config import TimingConfig
 from eval.run.loop import console, run
+from eval.run.resolved import resolve
 from eval.run.targets import FILE, as_yaml
 from eval.store.aggregate import rows_of
 from eval.store.folder import read_run
@@ -117,7 +118,7 @@ def _finalist(config: TuneConfig, study: Study, candidate: Candidate) -> list[Re
     folder = study.folder / "final" / candidate.name
     method = {**config.method, "schedule": candidate.schedule}
     timing = TimingConfig(paired=True, warmup=config.timing.warmup)
-    run(as_run(config, method=method, half=HELD_OUT, out=str(folder), timing=timing), show=False)
+    run(resolve(as_run(config, method=method, half=HELD_OUT, out=str(folder), timing=timing)), show=False)
     measured = StoredRun(folder, *read_run(folder))
     if measured.failures:  # a schedule without its failed examples cannot be compared
         first = measured.failures[0]
@@ -140,17 +141,17 @@ def _table(
     paper = records.get("paper")
     for name, candidate in finalists.items():
         row = _row(study.ideal, name, candidate, by_candidate.get(candidate), candidate in on_front)
-        held_out = summarise(records[name]).rows[-1]
+        held_out = rows_of(example_rows(records[name]).assign(seed=0))[-1]
         prompts = [(record.dataset, record.prompt_tokens) for record in records[name]]
         ideal = Ideal.of(study.ideal.model_config, prompts, study.ideal.method)
         row |= {
-            "held_out_examples": held_out.examples,
+            "held_out_examples": held_out["examples"],
             "held_out_ideal_speedup": ideal.speedup(candidate.schedule),
-            "baseline_score": held_out["baseline_score"].mean,
+            "baseline_score": held_out["baseline_score"],
         }
         compared = difference(records[name], paper) if paper is not None and name != "paper" else (math.nan,) * 3
-        measured = (held_out["score"], held_out["ttft_speedup"])
-        values = [*((value.mean, value.low, value.high) for value in measured), compared]
+        measured = [[held_out[form] for form in forms(name)] for name in ("score", "ttft_speedup")]
+        values = [*measured, compared]
         for column, (mean, low, high) in zip(_HELD_OUT, values, strict=True):
             row |= {column: mean, f"{column}_low": low, f"{column}_high": high}
         rows.append(row)

@@ -14,14 +14,16 @@ from typing import Any
 from filelock import FileLock
 from transformers import PreTrainedModel
 
-from eval.analysis.summary import summarise
 from eval.benchmarks.subsets import RULE, TUNING
 from eval.run import device_lock, identity
-from eval.run.config import TimingConfig, model_spec
+from eval.run.config import TimingConfig
 from eval.run.loop import free, load_model, released
 from eval.run.measure import Bench, Case
 from eval.run.prepare import Plan, prepare
+from eval.run.resolved import resolve
+from eval.store.aggregate import rows_of
 from eval.store.folder import RunStore, fingerprint
+from eval.store.runs import example_rows
 from eval.tune.findings import report
 from eval.tune.settings import TuneConfig, as_run
 from eval.tune.space import Candidate, Ideal, Space, references, with_schedule
@@ -43,8 +45,8 @@ def tune(config: TuneConfig) -> Path:
     """
     started = time.monotonic()
     # trials are compared by score only, so they need no paired baseline
-    plan = prepare(as_run(config, out=None, half=TUNING, timing=TimingConfig(paired=False, warmup=0)))
-    model_config = load_config(model_spec(plan.config))
+    plan = prepare(resolve(as_run(config, out=None, half=TUNING, timing=TimingConfig(paired=False, warmup=0))))
+    model_config = load_config(plan.run.spec)
     space = Space(model_config.num_hidden_layers, config.layers)
     prompts = [(case.dataset.name, len(case.prompt.token_ids)) for case in plan.cases]
     ideal = Ideal.of(model_config, prompts, plan.cases[0].method)
@@ -118,17 +120,17 @@ class _Scorer:
         with device_lock.held(self._plan.devices, f"process {os.getpid()} for {folder}"):  # disturb no timed run
             for case in todo:
                 self._measure(replace(case, method=with_schedule(case.method, candidate.schedule)), store)
-        rows = summarise([store.records[case.key] for case in self._plan.cases]).rows
+        rows = rows_of(example_rows([store.records[case.key] for case in self._plan.cases]).assign(seed=0))
         return Scored(
-            score=rows[-1]["score"].mean,
-            tasks={row.name: row["score"].mean for row in rows if row.kind == "task"},
+            score=rows[-1]["score"],
+            tasks={row["name"]: row["score"] for row in rows if row["level"] == "task"},
             examples=len(self._plan.cases),
         )
 
     def _measure(self, case: Case, store: RunStore) -> None:
         if self._model is None:
-            self._model = load_model(self._plan.config)
-        bench = Bench(self._model, self._plan.tokenizer, self._plan.chat, paired=False)
+            self._model = load_model(self._plan.run)
+        bench = Bench(self._model, self._plan.tokenizer, self._plan.run.chat, paired=False)
         try:
             store.append(bench.measure(case, baseline_first=True))
         except UserError:

@@ -37,16 +37,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Mamba": ("mamba", {}, "is not built like a Llama"),
     "Jamba": ("jamba", {}, "is not built like a Llama"),
     "LFM2 (convolutions)": ("lfm2", {}, "is not built like a Llama"),
-    "Qwen3-Next (linear attention)": ("qwen3_next", {}, "layers of type linear_attention"),
+    "Qwen3-Next (linear attention)": ("qwen3_next", {"num_experts": 4}, "layers of type linear_attention"),
     "MiniMax (linear attention)": ("minimax", {}, "layers of type linear_attention"),
     "Granite 4 hybrid (Mamba)": ("granitemoehybrid", {}, "layers of type linear_attention"),
     "Llama 4 (chunked attention)": ("llama4_text", {}, "layers of type chunked_attention"),
     "Gemma 3n (states between layers)": (
         "gemma3n_text",
-        {"num_kv_shared_layers": 0},
+        {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 97},
         "changes the hidden states between its layers",
     ),
-    "Gemma 4 (inputs by layer)": ("gemma4_text", {}, "gives its layers per_layer_input"),
+    "Gemma 4 (inputs by layer)": (
+        "gemma4_text",
+        {"vocab_size_per_layer_input": 97},
+        "gives its layers per_layer_input",
+    ),
     "GPT-OSS (attention sinks)": ("gpt_oss", {"num_local_experts": 4}, "attends with s_aux"),
     "DiffLlama (two attentions a layer)": ("diffllama", {}, "8 of 4 watched layers"),
 }

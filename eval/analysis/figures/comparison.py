@@ -16,7 +16,7 @@ def plot_comparison(table: pd.DataFrame, title: str, methods: Mapping[str, Mappi
     """Score against TTFT speedup, one colour per method.
 
     Small marks are tasks; the large one, with its intervals, is the mean over tasks.
-    table: the frame of `eval.analysis.summary.compared_table`. methods: {label in the table: the method's name and
+    table: the frame of `eval.analysis.run_table.compared_table`. methods: {label in the table: the method's name and
     settings}, for labels that are not method names; a method's first label that is not an ablation gets its style.
     Returns a matplotlib figure.
     """

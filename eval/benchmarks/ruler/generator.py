@@ -3,9 +3,6 @@
 Bisection finds a prompt's number of units (sentences, words, documents). Every try draws from the generators that later
 rows use. So all official tries are made here, but a try is tokenised only if an estimate cannot tell whether it fits
 (`_Gauge`).
-
-Ours: a context may have several questions (`turns`). Each asks for another needle, or for another chain of assignments;
-the context gets enough of these. With one question, rows equal the official ones.
 """
 
 from __future__ import annotations
@@ -40,8 +37,6 @@ if TYPE_CHECKING:
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
-WITH_TURNS = ("niah_multikey_1", "niah_multikey_2", "niah_multikey_3", "vt")
-"""The tasks whose contexts may have several questions."""
 
 _DEPTHS = [round(100 * step / 39) for step in range(40)]  # percent
 _EXAMPLE_VALUE = "12345"
@@ -53,34 +48,19 @@ _TRIES = 100  # how often a row of the smallest size is drawn again until it fit
 
 
 @dataclass(frozen=True)
-class Later:
-    """A later question on a row's context. Ours.
-
-    input: the part of the task's template after the context. outputs, answer_prefix: as in `Row`.
-    evidence: as in `Row`, but relative to the context's start.
-    """
-
-    input: str
-    outputs: tuple[str, ...]
-    answer_prefix: str
-    evidence: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
 class Row:
     """One row, with the official fields.
 
     index: for niah, the first gold answer's position in `input`, in characters; for other tasks, the row's number.
     input: the prompt, without the answer prefix and without a chat template.
     outputs: the gold answers.
-    length: tokens of input, answer prefix and answer (`max_new_tokens`), for all turns.
+    length: tokens of input, answer prefix and answer (`max_new_tokens`).
     length_w_model_temp: `length` plus the tokens reserved for a chat template.
     answer_prefix: the text after the chat template, which the answer continues; a part of the prompt.
     token_position_answer: number of tokens of `input` before the first gold answer; None except for niah.
     context: Ours: [start, end) of the context in `input`, in characters: the text that the question is about.
     evidence: Ours: [start, end) ranges in `input`, in characters, of the text that holds the answer: needles,
         assignments, every occurrence of a common word, documents.
-    turns: Ours: the later questions.
     """
 
     index: int
@@ -92,10 +72,9 @@ class Row:
     token_position_answer: int | None
     context: tuple[int, int]
     evidence: tuple[tuple[int, int], ...]
-    turns: tuple[Later, ...] = ()
 
     def official(self) -> dict[str, Any]:
-        """The fields of a line of the official `validation.jsonl`, in order; our `turns`, if any, comes last."""
+        """The fields of a line of the official `validation.jsonl`, in order."""
         fields = {
             "index": self.index,
             "input": self.input,
@@ -106,9 +85,6 @@ class Row:
         }
         if self.token_position_answer is not None:
             fields["token_position_answer"] = self.token_position_answer
-        if self.turns:
-            names = ("input", "outputs", "answer_prefix")
-            fields["turns"] = [{name: getattr(turn, name) for name in names} for turn in self.turns]
         return fields
 
 
@@ -121,18 +97,14 @@ def rows(
     seed: int = 42,
     sources: Sources | None = None,
     reserved: int = 0,
-    turns: int = 1,
-    reserved_later: int = 0,
 ) -> Iterator[Row]:
     """The first `count` rows of a task.
 
     task: a name of `TASKS`.
     tokenizer: counts tokens, special tokens not added.
-    length: most tokens of prompt, chat template and answer together.
+    length: the maximum number of tokens of prompt, chat template and answer together.
     sources: files for the tasks that need a corpus.
     reserved: tokens of `length` reserved for a chat template (officially `model_template_token`).
-    turns: number of questions on each context, for tasks in `WITH_TURNS`; they and their answers share `length`.
-    reserved_later: tokens of the chat template around each later question.
 
     Raises UserError: at once if the task is unknown or lacks a source; during iteration if `length` is too short for
         the task.
@@ -140,9 +112,7 @@ def rows(
     if task not in templates.tasks:
         raise UserError(f"unknown RULER task {task!r}: expected one of {', '.join(templates.tasks)}")
     spec = templates.tasks[task]
-    kept_free = (turns - 1) * (spec.max_new_tokens + reserved_later)
-    gauge, sources = _Gauge(tokenizer), sources or Sources()
-    setting = _Setting(spec, gauge, seed, length, length - reserved, sources, turns, kept_free)
+    setting = _Setting(spec, _Gauge(tokenizer), seed, length, length - reserved, sources or Sources())
     sampler = _SAMPLERS[spec.kind](setting)
     sampler.check_count(count)
     return _rows(sampler, count, reserved)
@@ -212,25 +182,12 @@ class _Gauge:
 
 
 class _Setting:
-    """What the samplers of a task share. length: selects the settings. budget: length minus the reserved tokens.
+    """What the samplers of a task share. length: selects the settings. budget: length minus the reserved tokens."""
 
-    kept_free: tokens of the budget for the answers of later turns, and for the chat template around their questions.
-    """
-
-    def __init__(
-        self,
-        task: Task,
-        gauge: _Gauge,
-        seed: int,
-        length: int,
-        budget: int,
-        sources: Sources,
-        turns: int,
-        kept_free: int,
-    ) -> None:
+    def __init__(self, task: Task, gauge: _Gauge, seed: int, length: int, budget: int, sources: Sources) -> None:
         import numpy as np
 
-        self.task, self.gauge, self.seed, self.turns, self.kept_free = task, gauge, seed, turns, kept_free
+        self.task, self.gauge, self.seed = task, gauge, seed
         self.length, self.budget, self.sources = length, budget, sources
         self.random, self.numbers = random.Random(seed), np.random.RandomState(seed)
 
@@ -261,7 +218,6 @@ class _Draft:
     """A prompt that may be too long.
 
     context: [start, end) of the context in `input`, in which `evidence` is searched.
-    later: the prompts of the later questions on the same context.
     """
 
     input: str
@@ -269,21 +225,11 @@ class _Draft:
     outputs: tuple[str, ...]
     context: tuple[int, int]
     evidence: tuple[str, ...]
-    later: tuple[_Draft, ...] = ()
 
     @property
     def text(self) -> str:
-        """The whole prompt, with the later questions appended."""
-        return self.input + self.answer_prefix + "".join(other.asking + other.answer_prefix for other in self.later)
-
-    @property
-    def asking(self) -> str:
-        """The part after the context."""
-        return self.input[self.context[1] :]
-
-    def as_turn(self) -> Later:
-        spans = tuple((start - self.context[0], stop - self.context[0]) for start, stop in self.spans())
-        return Later(self.asking, self.outputs, self.answer_prefix, spans)
+        """The whole prompt."""
+        return self.input + self.answer_prefix
 
     def behind(self, example: str) -> _Draft:
         """The same prompt with a worked example in front."""
@@ -308,7 +254,7 @@ class _Sampler(ABC):
         self.task = setting.task
         self.random = setting.random
         self.budget = setting.budget
-        self.limit = setting.budget - self.task.max_new_tokens - setting.kept_free  # tokens of all questions
+        self.limit = setting.budget - self.task.max_new_tokens  # tokens of the prompt
         self.example_tokens = 0  # tokens that `finished` puts in front
 
     @abstractmethod
@@ -354,10 +300,9 @@ class _Sampler(ABC):
         raise self.too_short()
 
     def too_short(self) -> UserError:
-        answers = self.setting.turns * self.task.max_new_tokens
         return UserError(
             f"ruler.length={self.setting.length} is too short for {self.task.name}: its smallest prompt, the chat "
-            f"template and {answers} answer tokens do not fit; give a larger ruler.length"
+            f"template and {self.task.max_new_tokens} answer tokens do not fit; give a larger ruler.length"
         )
 
     def filled(self, context: str, evidence: Sequence[str], outputs: Sequence[str], **fields: Any) -> _Draft:
@@ -379,7 +324,7 @@ class _Needles(_Sampler):
         self.essay = read_essay(self.task.name, setting.sources) if self.haystack == "essay" else None
         self.key, self.value = settings["type_needle_k"], settings["type_needle_v"]
         self.values, self.queries = settings["num_needle_v"], settings["num_needle_q"]
-        self.keys = max(settings["num_needle_k"], self.queries * setting.turns)
+        self.keys = max(settings["num_needle_k"], self.queries)
         if self.haystack != "essay":  # needles are put between lines, each at another place
             self.smallest = self.keys * settings["num_needle_v"]
             self.step = max(self.step, self.smallest)
@@ -399,16 +344,13 @@ class _Needles(_Sampler):
         shuffled = [needle for group in needles for needle in group]
         self.setting.shuffle(shuffled)
         context = self._in_essay(size, shuffled) if self.essay else self._in_lines(size, shuffled)
-        asked = self.random.sample(range(self.keys), self.queries * self.setting.turns)
-        drafts = []
-        for indices in (asked[start : start + self.queries] for start in range(0, len(asked), self.queries)):
-            names = [keys[index] for index in indices]
-            query = names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"
-            outputs = [value for index in indices for value in values[index]]
-            evidence = [needle for index in indices for needle in needles[index]]
-            fields = {"type_needle_v": self.kind, "query": query}
-            drafts.append(_filled(self.template, self.answer_prefix, context, evidence, outputs, fields))
-        return _in_turns(drafts)
+        asked = self.random.sample(range(self.keys), self.queries)
+        names = [keys[index] for index in asked]
+        query = names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"
+        outputs = [value for index in asked for value in values[index]]
+        evidence = [needle for index in asked for needle in needles[index]]
+        fields = {"type_needle_v": self.kind, "query": query}
+        return _filled(self.template, self.answer_prefix, context, evidence, outputs, fields)
 
     def _in_essay(self, size: int, needles: list[str]) -> str:
         assert self.essay is not None
@@ -446,7 +388,7 @@ class _Chains(_Sampler):
 
     def __init__(self, setting: _Setting) -> None:
         super().__init__(setting)
-        self.chains, self.hops = max(self.task.settings["num_chains"], setting.turns), self.task.settings["num_hops"]
+        self.chains, self.hops = self.task.settings["num_chains"], self.task.settings["num_hops"]
         self.step = 5 if setting.length < _SMALL else 10
         sampler = _ChainsExample(setting)
         draft, _ = sampler.fitted(sampler.size(), 0)
@@ -455,13 +397,8 @@ class _Chains(_Sampler):
 
     def draw(self, size: int, number: int) -> _Draft:
         del number
-        values = self._values()
-        while self.setting.turns > 1 and len(set(values)) < self.chains:  # else two chains would answer one question
-            values = self._values()
-        return self.chained(size, self.names(5), values, self.setting.turns)
-
-    def _values(self) -> list[str]:
-        return [str(self.setting.numbers.randint(10_000, 99_999)) for _ in range(self.chains)]
+        values = [str(self.setting.numbers.randint(10_000, 99_999)) for _ in range(self.chains)]
+        return self.chained(size, self.names(5), values)
 
     def names(self, letters: int) -> list[str]:
         """Distinct names for all variables."""
@@ -471,24 +408,21 @@ class _Chains(_Sampler):
             names.append(self._name(letters))
         return list(dict.fromkeys(names))
 
-    def chained(self, size: int, names: list[str], values: list[str], turns: int = 1) -> _Draft:
-        """A prompt with chains that assign `values` along `names`; questions ask for the first `turns` chains."""
+    def chained(self, size: int, names: list[str], values: list[str]) -> _Draft:
+        """A prompt with chains that assign `values` along `names`; it asks for the first chain."""
         length = self.hops + 1
         if size < length:
             raise self.too_short()
         chains = [names[start : start + length] for start in range(0, len(names), length)]
-        lines, evidence = [NOISE] * size, list[list[str]]()
+        lines, evidence = [NOISE] * size, list[str]()
         for chain, value in zip(chains, values, strict=True):
             assignments = [f"VAR {chain[0]} = {value}"]
             assignments += [f"VAR {name} = VAR {previous} " for previous, name in pairwise(chain)]
             places = sorted(self.random.sample(range(len(lines)), length))
             for offset, (place, assignment) in enumerate(zip(places, assignments, strict=True)):
                 lines.insert(place + offset, assignment)
-            evidence.append([assignment.strip() for assignment in assignments])
-        context, asked = "\n".join(lines), islice(zip(evidence, chains, values, strict=True), turns)
-        return _in_turns(
-            [self.filled(context, found, chain, query=value, num_v=length) for found, chain, value in asked]
-        )
+            evidence = evidence or [assignment.strip() for assignment in assignments]
+        return self.filled("\n".join(lines), evidence, chains[0], query=values[0], num_v=length)
 
     def finished(self, draft: _Draft) -> _Draft:
         example = self.example
@@ -678,7 +612,7 @@ def _rows(sampler: _Sampler, count: int, reserved: int) -> Iterator[Row]:
         if isinstance(sampler, _Needles):
             index = draft.input.find(draft.outputs[0])
             position = sampler.setting.gauge.count(draft.input[:index])
-        length = tokens + sampler.task.max_new_tokens + sampler.setting.kept_free
+        length = tokens + sampler.task.max_new_tokens
         yield Row(
             index,
             draft.input,
@@ -689,13 +623,7 @@ def _rows(sampler: _Sampler, count: int, reserved: int) -> Iterator[Row]:
             position,
             draft.context,
             draft.spans(),
-            tuple(other.as_turn() for other in draft.later),
         )
-
-
-def _in_turns(drafts: Sequence[_Draft]) -> _Draft:
-    """The first draft, with the others as its later questions."""
-    return replace(drafts[0], later=tuple(drafts[1:]))
 
 
 def _singular(template: str) -> str:

@@ -6,8 +6,7 @@ Ours: each dataset is a task of its own, so that the mean over tasks is RULER's 
 from __future__ import annotations
 
 import hashlib
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
@@ -15,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.downloads import cache_folder
+from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import tokenizer_for_rows, wrap_tokens
 from eval.benchmarks.rows import canonical
-from eval.benchmarks.ruler import scorers
-from eval.benchmarks.ruler.generator import WITH_TURNS, Row, rows
+from eval.benchmarks.ruler.generator import Row, rows
 from eval.benchmarks.ruler.sources import (
-    COMMIT,
     INSTALL,
     TASKS,
     Sources,
@@ -31,13 +29,11 @@ from eval.benchmarks.ruler.sources import (
     read_templates,
     words,
 )
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-log = logging.getLogger(__name__)
 
 ROWS = 500
 """The official number of rows of a task."""
@@ -48,7 +44,7 @@ TEMPLATE = "{instruction}{context}{input}"
 VERSION = 1
 
 
-@dataclass(unsafe_hash=True)  # not frozen: OmegaConf would refuse to change it
+@dataclass
 class RulerConfig:
     """length: most tokens of a prompt, its chat template and its answer together. seed: of the rows.
 
@@ -78,9 +74,7 @@ def check(dataset: Dataset, settings: DataSettings) -> None:
 
 
 def missing(dataset: Dataset, settings: DataSettings) -> str | None:
-    """Why a dataset's corpus or its later turns are not available; None if they are."""
-    if _turns(settings) > 1 and dataset.name not in WITH_TURNS:
-        return f"a context has one question only; turns={settings.turns} is for {', '.join(WITH_TURNS)}"
+    """Why a dataset's corpus is not available; None if it is."""
     return missing_corpus(_templates(settings.dir).tasks[dataset.name], _sources(settings))
 
 
@@ -90,8 +84,6 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     Raises UserError for what `check` refuses, a missing corpus, or a length that is too short for the task.
     """
     templates, options = _templates(settings.dir), _options(settings)
-    if not templates.official:
-        log.warning("RULER's templates in %s are not those of commit %s", settings.dir, COMMIT[:7])
     task = templates.tasks[dataset.name]
     made = list(_rows(dataset, settings))
     facts = {
@@ -103,7 +95,6 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         "templates": templates.sha256,
         "corpus": corpus_sha256(task, _sources(settings)),
         "first row": made[0].official(),
-        **({"turns": _turns(settings)} if _turns(settings) > 1 else {}),
     }
     return LoadedDataset(
         dataset=dataset,
@@ -123,11 +114,6 @@ def official_rows(dataset: Dataset, settings: DataSettings) -> Iterable[Mapping[
     return (row.official() for row in _rows(dataset, settings))
 
 
-def score(dataset: Dataset, answer: str, outputs: Sequence[str], all_classes: Sequence[str] | None = None) -> float:
-    """The official score of one answer, 0 to 1."""
-    return scorers.score(dataset.name, answer, outputs)
-
-
 SUITE = Suite(
     name="ruler",
     version=VERSION,
@@ -142,8 +128,9 @@ SUITE = Suite(
         for name in TASKS
     ),
     load=load,
-    score=score,
+    score=score_example,
     whole="ruler",
+    options=RulerConfig,
     check=check,
     missing=missing,
     rows=official_rows,
@@ -154,10 +141,6 @@ SUITE = Suite(
 
 def _options(settings: DataSettings) -> RulerConfig:
     return settings.options if settings.options is not None else RulerConfig()
-
-
-def _turns(settings: DataSettings) -> int:
-    return settings.turns or 1
 
 
 def _sources(settings: DataSettings) -> Sources:
@@ -181,8 +164,6 @@ def _rows(dataset: Dataset, settings: DataSettings) -> Iterator[Row]:
         options.seed,
         _sources(settings),
         _chat_tokens(settings),
-        _turns(settings),
-        _later_chat_tokens(settings) if _turns(settings) > 1 else 0,
     )
     return islice(made, count)
 
@@ -191,18 +172,12 @@ def _chat_tokens(settings: DataSettings) -> int:
     return wrap_tokens(_tokenizer(settings), settings.chat)
 
 
-def _later_chat_tokens(settings: DataSettings) -> int:
-    tokenizer = _tokenizer(settings)
-    return len(tokenizer.encode(settings.chat.later(tokenizer, ""), add_special_tokens=False))
-
-
 def _tokenizer(settings: DataSettings) -> PreTrainedTokenizerBase:
     return tokenizer_for_rows(settings.model, "ruler")
 
 
 def _example(dataset: Dataset, settings: DataSettings, number: int, row: Row) -> Example:
     options, (start, end) = _options(settings), row.context
-    is_wrapped = bool(row.turns) and _chat_tokens(settings) > 0
     return Example(
         dataset=dataset.name,
         id=f"{dataset.name}-{options.length}-{options.seed}-{number:04d}",
@@ -215,8 +190,4 @@ def _example(dataset: Dataset, settings: DataSettings, number: int, row: Row) ->
         instruction=row.input[:start],
         answer_prefix=row.answer_prefix,
         evidence=tuple((first - start, last - start) for first, last in row.evidence),
-        turns=tuple(
-            Turn(turn.input.lstrip() if is_wrapped else turn.input, turn.outputs, turn.answer_prefix, turn.evidence)
-            for turn in row.turns
-        ),
     )

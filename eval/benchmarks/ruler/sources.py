@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eval.benchmarks.downloads import fetched_once, load_from_hub, missing_from_hub
+from eval.benchmarks.downloads import bytes_sha256, fetched_once, load_from_hub, missing_from_hub
+from eval.benchmarks.rows import check_fields, is_text
 from lazyllm.errors import UserError
 
 COMMIT = "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a"
@@ -36,7 +37,7 @@ TASKS = (
 )
 
 _PROMPTS, _SETTINGS = "constants.py", "synthetic.yaml"
-_OFFICIAL = {  # file: (its path in the repository, its sha256)
+OFFICIAL = {
     _PROMPTS: (
         "scripts/data/synthetic/constants.py",
         "6296e901d495ec6200dc3f68993ea13d8282e3c0dbe1a8c47967f111105d1fde",
@@ -46,6 +47,7 @@ _OFFICIAL = {  # file: (its path in the repository, its sha256)
         "34bc71dcacdc41a829a170f04b528fbf48d62c616338005ab4991680fbf8cb0b",
     ),
 }
+"""{file: (its path in the repository, its sha256)}."""
 _ESSAYS, _ENGLISH = "PaulGrahamEssays.json", "english_words.json"
 _GIVE_ESSAY = f"give ruler.haystack=FILE or FOLDER of text, or data.dir=FOLDER with RULER's {_ESSAYS}"
 _HUB = {  # dataset of a qa task: (repository, configuration, file in data.dir)
@@ -53,23 +55,6 @@ _HUB = {  # dataset of a qa task: (repository, configuration, file in data.dir)
     "hotpotqa": ("hotpotqa/hotpot_qa", "distractor", "hotpotqa.json"),
 }
 INSTALL = "install it with: pip install 'lazyllm-bench[ruler]'"
-
-_NEEDLES = ("numbers", "words", "uuids")
-# {kind of task: {setting of its generator: type, or allowed values}}
-_FIELDS: dict[str, dict[str, type | tuple[str, ...]]] = {
-    "niah": {
-        "type_haystack": ("noise", "needle", "essay"),
-        "type_needle_k": _NEEDLES,
-        "type_needle_v": _NEEDLES,
-        "num_needle_k": int,
-        "num_needle_v": int,
-        "num_needle_q": int,
-    },
-    "variable_tracking": {"type_haystack": ("noise",), "num_chains": int, "num_hops": int},
-    "common_words_extraction": {"freq_cw": int, "freq_ucw": int, "num_cw": int},
-    "freq_words_extraction": {"alpha": float},
-    "qa": {"dataset": tuple(_HUB)},
-}
 
 
 @dataclass(frozen=True)
@@ -97,12 +82,10 @@ class Templates:
 
     tasks: by name, in the order of `TASKS`.
     sha256: of the two files.
-    official: whether both files are those of `COMMIT`.
     """
 
     tasks: Mapping[str, Task]
     sha256: str
-    official: bool
 
 
 @dataclass(frozen=True)
@@ -159,37 +142,16 @@ class Corpus:
 
 
 def read_templates(folder: str | Path) -> Templates:
-    """The prompts and settings in a folder with RULER's `constants.py` and `synthetic.yaml`, whose code is not run.
+    """The prompts and settings in a folder with RULER's `constants.py` and `synthetic.yaml`.
 
-    Raises UserError if a file is missing, cannot be parsed, or lacks a task or field.
+    Raises UserError if a file is missing, or is not that of `COMMIT`.
     """
     folder = Path(folder).expanduser()
-    content = {name: _content(folder / name) for name in _OFFICIAL}
-    prompts = _parsed_prompts(content[_PROMPTS], folder / _PROMPTS)
-    settings = _parsed_settings(content[_SETTINGS], folder / _SETTINGS)
-    tasks = {}
-    for name in TASKS:
-        source = folder / _SETTINGS
-        task = _field(settings, name, dict, source)
-        kind = _field(task, "task", tuple(_FIELDS), source, name)
-        args = _field(task, "args", dict, source, name)
-        for field, expected in _FIELDS[kind].items():
-            _field(args, field, expected, source, name)
-        source = folder / _PROMPTS
-        prompt = _field(prompts, kind, dict, source)
-        tasks[name] = Task(
-            name,
-            kind,
-            _field(prompt, "template", str, source, kind),
-            _field(prompt, "answer_prefix", str, source, kind),
-            _field(prompt, "tokens_to_generate", int, source, kind),
-            args,
-        )
-    return Templates(
-        tasks,
-        hashlib.sha256(b"".join(content.values())).hexdigest(),
-        all(hashlib.sha256(content[name]).hexdigest() == sha256 for name, (_, sha256) in _OFFICIAL.items()),
-    )
+    content = {name: _content(folder / name) for name in OFFICIAL}
+    for name, (path, sha256) in OFFICIAL.items():
+        if bytes_sha256(content[name]) != sha256:
+            raise UserError(f"{folder / name}: expected RULER's {path} at commit {COMMIT[:7]}, but its sha256 differs")
+    return parse_templates(content[_PROMPTS], content[_SETTINGS])
 
 
 def fetch_templates(folder: str | Path) -> Templates:
@@ -202,10 +164,28 @@ def fetch_templates(folder: str | Path) -> Templates:
         f"Either give data.dir=FOLDER with RULER's {_PROMPTS} and {_SETTINGS}, or run once with a network, which fills "
         f"{folder}"
     )
-    for name, (path, sha256) in _OFFICIAL.items():
+    for name, (path, sha256) in OFFICIAL.items():
         url = f"https://raw.githubusercontent.com/NVIDIA/RULER/{COMMIT}/{path}"
         fetched_once(folder / name, url, sha256, "RULER", f"RULER's {name}", ways_out)
     return read_templates(folder)
+
+
+def parse_templates(prompts: bytes, settings: bytes) -> Templates:
+    """The tasks of the two files; the code of `prompts` is not run."""
+    import yaml
+
+    assigned = {
+        ast.unparse(statement.targets[0]): statement.value
+        for statement in ast.parse(prompts).body
+        if isinstance(statement, ast.Assign)
+    }
+    kinds, chosen = ast.literal_eval(assigned["TASKS"]), yaml.safe_load(settings)
+    tasks = {}
+    for name in TASKS:
+        kind = chosen[name]["task"]
+        prompt = kinds[kind]["template"], kinds[kind]["answer_prefix"], kinds[kind]["tokens_to_generate"]
+        tasks[name] = Task(name, kind, *prompt, chosen[name]["args"])
+    return Templates(tasks, bytes_sha256(prompts + settings))
 
 
 def words(*kinds: Literal["noun", "adjective", "verb"]) -> list[list[str]]:
@@ -273,7 +253,10 @@ def read_essay(task: str, sources: Sources) -> Essay:
         raise UserError(f"{task} hides its needles in a text: {_GIVE_ESSAY}")
     path = path.expanduser()
     official = path.suffix == ".json"
-    text = _field(_json(path), "text", str, path) if official else read_text(path, "ruler.haystack")
+    text: Any = _json(path) if official else read_text(path, "ruler.haystack")
+    if official:
+        check_fields(text, (("text", is_text, f"a string, as in RULER's {_ESSAYS}"),))
+        text = text["text"]
     return Essay(re.sub(r"\s+", " ", text).split(" "), official)
 
 
@@ -430,36 +413,6 @@ def _punkt(text: str) -> list[str]:
         raise UserError(
             f"RULER's {_ESSAYS} is split by NLTK's punkt model, which is missing: python -m nltk.downloader punkt_tab"
         ) from error
-
-
-def _parsed_prompts(content: bytes, file: Path) -> Any:
-    """The value of `TASKS` in `constants.py`."""
-    try:
-        for statement in ast.parse(content).body:
-            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "TASKS":
-                return ast.literal_eval(statement.value)
-    except (SyntaxError, ValueError) as error:
-        raise UserError(f"{file}: cannot be parsed ({error}); expected RULER's {_OFFICIAL[_PROMPTS][0]}") from error
-    raise UserError(f"{file}: assigns no TASKS; expected RULER's {_OFFICIAL[_PROMPTS][0]}")
-
-
-def _parsed_settings(content: bytes, file: Path) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(content)
-    except yaml.YAMLError as error:
-        raise UserError(f"{file}: cannot be parsed ({error}); expected RULER's {_OFFICIAL[_SETTINGS][0]}") from error
-
-
-def _field(parsed: Any, name: str, expected: type | tuple[str, ...], file: Path, inside: str = "") -> Any:
-    """A field's value. expected: its type, or the allowed values. Raises UserError if it is missing or not expected."""
-    value = parsed.get(name) if isinstance(parsed, dict) else None
-    if value in expected if isinstance(expected, tuple) else isinstance(value, expected):
-        return value
-    where = f"{name} of {inside}" if inside else name
-    wanted = f"one of {', '.join(expected)}" if isinstance(expected, tuple) else f"of type {expected.__name__}"
-    raise UserError(f"{file}: {where} must be {wanted}, got {value!r:.80}")
 
 
 def _json(file: Path) -> Any:

@@ -16,12 +16,12 @@ from jinja2 import Environment
 from eval.benchmarks.chat_format import CHAT_FORMATS, chat_format, post_process
 from eval.benchmarks.prompts import Message, build_prompt, wrap_tokens
 from eval.benchmarks.suite import Turn
-from eval.run.config import chat_of, compose_config, register_schema, to_run_config
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.presets import PRESETS
 from lazyllm.spec import ModelSpec
 from tests.eval.benchmarks.test_prompts import ROW
+from tests.runs import run_of
 
 TURNS = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | trim }}<|end|>{% endfor %}"
 ASK = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -94,8 +94,7 @@ def test_a_prompt_is_the_same_tomorrow(template: str, monkeypatch) -> None:
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("tiny", "coder")])
 def test_a_presets_prompt_is_the_templates_own(preset: str) -> None:
     """As the template writes it for the preset's settings: without thoughts, on the day of its own fallback."""
-    register_schema()
-    chat = chat_of(to_run_config(compose_config([f"model={preset}"])))
+    chat = run_of(f"model={preset}").chat
     assert chat.from_tokenizer == (preset in KINDS)
     if preset not in KINDS:  # LongBench's own formats
         return

@@ -244,13 +244,13 @@ def test_other_templates_than_longbenchs_warn(folder):
     ("name", "text", "reason"),
     [
         (longbench.PROMPTS, "{", "not valid JSON"),
-        (longbench.PROMPTS, "[]", "an entry 'qasper'"),
-        (longbench.PROMPTS, '{"lcc": ""}', "an entry 'qasper'"),
-        (longbench.PROMPTS, '{"qasper": 1}', "must be a string"),
-        (longbench.PROMPTS, '{"qasper": ""}', "must be a string"),
-        (longbench.MAX_LENGTHS, '{"qasper": "9"}', "whole number of at least 1"),
-        (longbench.MAX_LENGTHS, '{"qasper": 0}', "whole number of at least 1"),
-        (longbench.MAX_LENGTHS, '{"qasper": true}', "whole number of at least 1"),
+        (longbench.PROMPTS, "[]", "expected a JSON object"),
+        (longbench.PROMPTS, '{"lcc": ""}', "'qasper' is missing"),
+        (longbench.PROMPTS, '{"qasper": 1}', "must be a prompt"),
+        (longbench.PROMPTS, '{"qasper": ""}', "must be a prompt"),
+        (longbench.MAX_LENGTHS, '{"qasper": "9"}', "number of tokens of at least 1"),
+        (longbench.MAX_LENGTHS, '{"qasper": 0}', "number of tokens of at least 1"),
+        (longbench.MAX_LENGTHS, '{"qasper": true}', "number of tokens of at least 1"),
     ],
 )
 def test_a_bad_config_file_is_named(folder, name, text, reason):
@@ -292,7 +292,7 @@ def test_names_are_resolved():
     ("names", "reason"),
     [
         ("hotpot", "unknown dataset 'hotpot': did you mean hotpotqa"),
-        ("xxxxxxxx", "known are all, "),
+        ("xxxxxxxx", "expected one of all, "),
         (["qasper", "summarisation"], "did you mean summarization"),
         ([], "no dataset: give"),
         ([["qasper"]], "named by a string"),

@@ -17,7 +17,8 @@ from eval.analysis.tables import TABLES
 from eval.benchmarks import downloads, longbench_v2
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.longbench import TemplateWarning
-from eval.benchmarks.longbench_v2 import SUITE, chosen
+from eval.benchmarks.longbench_v2 import SUITE
+from eval.benchmarks.metrics import chosen_letter
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings
 from eval.run.loop import run
@@ -25,8 +26,8 @@ from eval.store.folder import read_run
 from eval.store.results import Results
 from lazyllm.errors import UserError
 from tests.eval.benchmarks.test_prompts import Characters
-from tests.eval.run.test_configs import config_of
 from tests.hub_server import HubServer
+from tests.runs import run_of
 
 DATASET = DATASETS["longbench_v2"]
 # Our own prompt with the official placeholders: LongBench's must not enter the repository
@@ -163,13 +164,13 @@ ADVERSARIAL = [
 
 @pytest.mark.parametrize(("answer", "letter"), ADVERSARIAL)
 def test_the_answer_is_taken_as_officially(answer, letter):
-    assert chosen(answer) == slow_letter(answer) == letter
+    assert chosen_letter(answer) == slow_letter(answer) == letter
     assert [SUITE.score(DATASET, answer, [gold], None) for gold in "ABCD"] == [float(gold == letter) for gold in "ABCD"]
 
 
 @given(st.lists(st.sampled_from(["The correct answer is ", "(", ")", "*", "A", "D", "E", "a", " ", "\n"]), max_size=12))
 def test_any_answer_is_taken_as_officially(parts):
-    assert chosen("".join(parts)) == slow_letter("".join(parts))
+    assert chosen_letter("".join(parts)) == slow_letter("".join(parts))
 
 
 # ------------------------------------------------------------------------------------------------------------- rows
@@ -256,7 +257,7 @@ def test_without_a_folder_rows_come_from_the_hub_and_the_prompt_is_fetched_once(
 def test_offline_and_not_cached_there_are_two_ways_out(no_hub, monkeypatch):
     out = r"give data\.dir=FOLDER with LongBench v2's data\.json and prompts/0shot\.txt, or run once with a network"
     with pytest.raises(UserError, match=rf"THUDM/LongBench-v2 is not cached and cannot be downloaded: {out}"):
-        config_of("dataset=longbench_v2")
+        run_of("dataset=longbench_v2")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=rf"prompt is not cached yet and HF_HUB_OFFLINE is set\. Either {out}"):
         SUITE.load(DATASET, DataSettings())
@@ -279,11 +280,11 @@ def test_a_run_is_paired_resumed_and_sharded_and_scored_by_group(tmp_path, monke
     folder = write(tmp_path, *(row(number) for number in range(6)))
     arguments = ["dataset=longbench_v2", f"data.dir={folder}", "model.max_prompt_tokens=101", "max_new_tokens=2"]
     arguments += ["timing.warmup=0"]
-    run(config_of(*arguments, "limit=2", "out=one"))
+    run(run_of(*arguments, "limit=2", "out=one"))
     first = read_run(Path("one"))[1]
-    run(config_of(*arguments, "out=one"))
+    run(run_of(*arguments, "out=one"))
     for number in (1, 2):
-        run(config_of(*arguments, "out=two", f"shard={number}/2"))
+        run(run_of(*arguments, "out=two", f"shard={number}/2"))
     both = [read_run(Path(name))[1] for name in ("one", "two")]
     assert both[0][:2] == first
     prompts = [{record.id: (record.prompt_sha256, record.groups) for record in records} for records in both]
@@ -308,7 +309,7 @@ def test_the_suites_version_is_part_of_a_runs_identity(tmp_path, monkeypatch):
     from eval.run import prepare
 
     monkeypatch.chdir(tmp_path)
-    config = config_of("dataset=longbench_v2", f"data.dir={write(tmp_path, row(0))}", "model.max_prompt_tokens=101")
+    config = run_of("dataset=longbench_v2", f"data.dir={write(tmp_path, row(0))}", "model.max_prompt_tokens=101")
     before = prepare.identify(config).identity
     monkeypatch.setitem(prepare.SUITES, "longbench_v2", replace(SUITE, version=SUITE.version + 1))
     after = prepare.identify(config).identity

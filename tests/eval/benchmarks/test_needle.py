@@ -25,7 +25,7 @@ from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.eval.official import SHARED
-from tests.eval.run.test_configs import config_of
+from tests.runs import run_of
 
 DATASET = DATASETS["needle"]
 LLAMA2 = ModelSpec("tiny", tokenizer=str(SHARED / "tokenizers" / "llama2"))
@@ -163,7 +163,7 @@ def test_an_answer_must_contain_the_gold(answer, gold, expected):
 def test_settings_that_make_no_rows_are_refused(override, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
-        config_of("dataset=needle", override)
+        run_of("dataset=needle", override)
 
 
 def test_lengths_that_do_not_fit_are_refused(tmp_path, monkeypatch):
@@ -171,9 +171,9 @@ def test_lengths_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match=r"needle\.lengths: 20 is too short: needle, question and answer alone take \d+ tokens"
     ):
-        prepare(config_of("dataset=needle", "needle.lengths=[20]"))
+        prepare(run_of("dataset=needle", "needle.lengths=[20]"))
     with pytest.raises(UserError, match=r"exceed the model's 4096 positions: give smaller needle\.lengths"):
-        prepare(config_of("dataset=needle", "needle.lengths=[512,5000]"))
+        prepare(run_of("dataset=needle", "needle.lengths=[512,5000]"))
 
 
 def test_an_empty_text_is_refused(tmp_path):
@@ -188,10 +188,10 @@ def test_an_empty_text_is_refused(tmp_path):
 def test_tiny_finds_its_needles_and_the_map_shows_who_does_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ["dataset=needle", "needle.lengths=[256,512]", "needle.depths=[0,50,100]", "timing.warmup=0"]
-    run(config_of(*arguments, "limit=3", "out=runs/lazy"))
+    run(run_of(*arguments, "limit=3", "out=runs/lazy"))
     first = read_run(Path("runs/lazy"))[1]
-    run(config_of(*arguments, "out=runs/lazy"))
-    run(config_of(*arguments, "method=random_drop", "method.keep=0.3", "out=runs/random"))
+    run(run_of(*arguments, "out=runs/lazy"))
+    run(run_of(*arguments, "method=random_drop", "method.keep=0.3", "out=runs/random"))
     records = {name: read_run(Path("runs") / name)[1] for name in ("lazy", "random")}
     assert records["lazy"][:3] == first
     assert all(record.baseline is not None and record.baseline.score == 1 for record in records["lazy"])

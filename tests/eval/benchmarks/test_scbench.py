@@ -17,16 +17,16 @@ from eval.benchmarks import downloads, scbench
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import CHOICES, DATASETS
 from eval.benchmarks.longbench import TemplateWarning
+from eval.benchmarks.metrics import _ANY_PUNCTUATION
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.scbench import SUITE, TASKS, prompts_sha256
-from eval.benchmarks.scbench_scores import _PUNCTUATION
 from eval.benchmarks.suite import DataSettings
 from eval.run.loop import run
 from eval.store.folder import read_run
 from lazyllm.errors import UserError
 from tests.eval.benchmarks.test_prompts import Characters
-from tests.eval.run.test_configs import config_of
 from tests.hub_server import HubServer
+from tests.runs import run_of
 
 # Our own prompts with the official placeholders: SCBench's must not enter the repository
 OPTIONS = "A) {OPTION_A} B) {OPTION_B} C) {OPTION_C} D) {OPTION_D}"
@@ -157,7 +157,7 @@ def official_score(task: str, answer: str, gold: Any) -> float:
 
 def slow_f1(answer: str, gold: str) -> float:
     predicted, wanted = (
-        [letter for letter in text.lower() if ord(letter) not in _PUNCTUATION and not letter.isspace()]
+        [letter for letter in text.lower() if ord(letter) not in _ANY_PUNCTUATION and not letter.isspace()]
         for text in (answer, gold)
     )
     same = sum((Counter(predicted) & Counter(wanted)).values())
@@ -301,9 +301,9 @@ def test_tasks_that_cannot_be_had_or_scored_are_left_out_of_the_whole_and_refuse
     assert [name for name, reason in why.items() if reason is None] == ["scbench_kv"]
     assert len(why) == 12
     with pytest.raises(UserError, match=r"scbench_repoqa: its official score needs a parser of six languages"):
-        config_of("dataset=scbench_repoqa", f"data.dir={folder}")
+        run_of("dataset=scbench_repoqa", f"data.dir={folder}")
     with pytest.raises(UserError, match=r"scbench_vt: data\.dir=.* holds no <task>\.jsonl for it"):
-        config_of("dataset=scbench_vt", f"data.dir={folder}")
+        run_of("dataset=scbench_vt", f"data.dir={folder}")
 
 
 def test_without_a_folder_rows_come_from_the_hub_and_prompts_are_fetched_once(tmp_path, monkeypatch):
@@ -337,7 +337,7 @@ def test_without_a_folder_rows_come_from_the_hub_and_prompts_are_fetched_once(tm
 def test_offline_and_not_cached_there_are_two_ways_out(no_hub, monkeypatch):
     out = r"give data\.dir=FOLDER with SCBench's <task>\.jsonl and eval_utils\.py, or run once with a network"
     with pytest.raises(UserError, match=rf"microsoft/SCBench is not cached and cannot be downloaded: {out}"):
-        config_of("dataset=scbench_kv")
+        run_of("dataset=scbench_kv")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=rf"prompt file is not cached yet and HF_HUB_OFFLINE is set\. Either {out}"):
         SUITE.load(DATASETS["scbench_kv"], DataSettings())
@@ -360,7 +360,7 @@ def test_a_run_of_what_the_folder_holds(tmp_path, monkeypatch):
     for task in ("scbench_kv", "scbench_mf"):
         folder = write(tmp_path, task, row(task), row(task, 1))
     settings = [f"data.dir={folder}", "model.max_prompt_tokens=101", "max_new_tokens=2", "timing.warmup=0"]
-    run(config_of("dataset=scbench", "out=one", *settings))
+    run(run_of("dataset=scbench", "out=one", *settings))
     records = read_run(Path("one"))[1]
     assert [record.id for record in records] == [f"{task}-{n}" for task in ("scbench_kv", "scbench_mf") for n in (0, 1)]
     for record in records:

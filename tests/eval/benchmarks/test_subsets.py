@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,7 +16,7 @@ from eval.run.loop import run
 from eval.run.prepare import prepare
 from eval.store.results import find_runs
 from lazyllm.errors import UserError
-from tests.eval.run.test_loop import config_of
+from tests.runs import small_run
 
 IDS = st.lists(st.text(max_size=8), unique=True, max_size=40)
 
@@ -59,25 +58,25 @@ def test_the_hash_decides_and_not_the_place() -> None:
 
 
 def test_a_run_takes_its_half(tmp_path) -> None:
-    whole = config_of(tmp_path)
-    keys = {half: [case.key for case in prepare(replace(whole, limit=4, half=half)).cases] for half in (None, *HALVES)}
+    whole = small_run(tmp_path)
+    keys = {half: [case.key for case in prepare(whole.changed(limit=4, half=half)).cases] for half in (None, *HALVES)}
     assert {key[0] for half in HALVES for key in keys[half]} == {"lookup", "shots"}
     assert [len(keys[half]) for half in HALVES] == [4, 4]
     assert set(keys["tuning"]) | set(keys["held-out"]) == set(keys[None])
     with pytest.raises(UserError, match="leaves no example of lookup: give limit=2 or more"):
         for half in HALVES:  # a single example is in one half
-            prepare(replace(whole, dataset={"lookup": True}, limit=1, half=half))
+            prepare(whole.changed(dataset={"lookup": True}, limit=1, half=half))
 
 
 def test_halves_have_folders_of_their_own_and_share_no_table(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = replace(config_of(tmp_path), dataset={"lookup": True}, limit=2, out=None)
-    folders = {run(replace(config, half=half), show=False).folder for half in HALVES}
+    config = small_run(tmp_path).changed(dataset={"lookup": True}, limit=2, out=None)
+    folders = {run(config.changed(half=half), show=False).folder for half in HALVES}
     assert len(folders) == 2
     assert [len(find_runs([folder])[0].records) for folder in folders] == [1, 1]
     assert len({run.model for run in find_runs([tmp_path])}) == 2
     with pytest.raises(UserError, match=r"holds a run that differs \(half: "):
-        run(replace(config, half="tuning", out=str(run(replace(config, half="held-out"), show=False).folder)))
+        run(config.changed(half="tuning", out=str(run(config.changed(half="held-out"), show=False).folder)))
 
 
 # -------------------------------------------------------------------------------------------------------------- shards

@@ -33,9 +33,11 @@ import torch
 import eval.run.loop
 import eval.run.prepare
 from eval.benchmarks.datasets import load_rows
-from eval.run.config import ModelConfig, RunConfig, TimingConfig
+from eval.run.config import TimingConfig
+from eval.run.resolved import Resolved
 from eval.store.folder import read_run
 from eval.store.record import Measurement, Record
+from tests.runs import small_run
 
 EXAMPLES = 10  # of each of two datasets
 # columns with times, current memory, or values derived from them; and a run's facts about itself
@@ -63,18 +65,8 @@ class Counts:
     runs: int = 0
 
 
-def config_of() -> RunConfig:
-    """A quick run: short prompts, short answers, paired baseline."""
-    return RunConfig(
-        model=ModelConfig(name="tiny", dtype="float32", device="cpu", max_prompt_tokens=96),
-        method={"name": "lazy", "schedule": {2: 0.5}},
-        dataset={"lookup": True, "shots": True},
-        timing=TimingConfig(warmup=1),
-        limit=EXAMPLES,
-        max_new_tokens=4,
-        threads=1,
-        out="run",
-    )
+def quick_run() -> Resolved:
+    return small_run("run", timing=TimingConfig(warmup=1), limit=EXAMPLES, max_new_tokens=4)
 
 
 def job(folder: Path, before: Callable[[], None] = lambda: None) -> int:
@@ -86,7 +78,7 @@ def job(folder: Path, before: Callable[[], None] = lambda: None) -> int:
     try:
         os.chdir(folder)
         before()
-        eval.run.loop.run(config_of(), show=False)
+        eval.run.loop.run(quick_run(), show=False)
         status = 0
     finally:
         os._exit(status)
@@ -229,7 +221,7 @@ def main(kills: int = 100, seed: int = 0) -> None:
 
 
 def _datasets() -> dict[str, Any]:
-    return {dataset.name: dataset for dataset in eval.run.prepare.datasets_of(config_of())}
+    return {dataset.name: dataset for dataset in quick_run().datasets}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import logging
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,29 +17,21 @@ from eval.benchmarks.datasets import DATASETS
 from eval.run.config import (
     CONF,
     LAUNCHERS,
-    build_method,
-    check_arguments,
     compose_config,
-    datasets_of,
     register_schema,
     to_run_config,
 )
 from eval.run.prepare import prepare
+from eval.run.resolved import build_method
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop
 from lazyllm.models.load import load_config
 from lazyllm.presets import PRESETS
 from lazyllm.spec import ModelSpec
+from tests.runs import run_of
 
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
-
-
-def config_of(*overrides: str):
-    """The config of `python run.py ...`, checked as there."""
-    register_schema()
-    check_arguments(overrides)
-    return to_run_config(compose_config(overrides))
 
 
 @pytest.mark.filterwarnings(r"ignore:\s*'hydra/launcher:UserWarning")  # as eval.run.config does outside pytest
@@ -50,53 +41,54 @@ def test_every_file_opens_with_the_command_that_uses_it_and_composes(file: Path)
     assert lines[0].startswith("# python run.py")
     group, name = file.parent.as_posix(), file.stem
     if len(file.parts) == 1:
-        config_of()
+        run_of()
     elif group == "tuned":  # not a group to choose from: files that a schedule may refer to
         assert f"method.schedule=tuned/{name}" in lines[0]
-        config_of(f"method.schedule=tuned/{name}")
+        run_of(f"method.schedule=tuned/{name}")
     else:
         assert f"{group}={name}" in lines[0]
+        register_schema()
         register_schema()
         to_run_config(compose_config([f"{group}={name}", *(["model.name=tiny"] if name == "custom" else [])]))
 
 
 def test_a_name_means_the_same_in_the_library_and_in_the_configs() -> None:
     for name in PRESETS:
-        assert config_of(f"model={name}").model.name == name
+        assert run_of(f"model={name}").config.model.name == name
     for name, kind in METHODS.items():
-        assert isinstance(build_method(config_of(f"method={name}").method), kind)
+        assert isinstance(build_method(run_of(f"method={name}").method), kind)
     assert {file.stem for file in FILES if file.parts[0] == "method"} == set(METHODS)
-    tiny, llama2 = config_of("dataset=hops"), config_of("model=llama2", "dataset=hotpotqa")
-    for name in (name for name, dataset in DATASETS.items() if not SUITES[dataset.suite].may_lack):
-        assert [dataset.name for dataset in datasets_of(replace(tiny, dataset={name: True}))] == [name]
+    tiny, llama2 = run_of("dataset=hops"), run_of("model=llama2", "dataset=hotpotqa")
+    for name in (name for name, dataset in DATASETS.items() if SUITES[dataset.suite].missing is None):
+        assert [dataset.name for dataset in tiny.changed(dataset={name: True}).datasets] == [name]
     for task in SUITES["longbench"].tasks:
-        names = {dataset.name for dataset in datasets_of(replace(llama2, dataset={task: True}))}
+        names = {dataset.name for dataset in llama2.changed(dataset={task: True}).datasets}
         assert names == {
             name for name, dataset in DATASETS.items() if (dataset.task, dataset.suite) == (task, "longbench")
         }
     assert {file.stem for file in FILES if file.parent.as_posix() == "hydra/launcher"} == set(LAUNCHERS)
     for name, suite in {"all": "longbench", "embedded": "embedded"}.items():
-        names = {dataset.name for dataset in datasets_of(replace(tiny, dataset={name: True}))}
+        names = {dataset.name for dataset in tiny.changed(dataset={name: True}).datasets}
         assert names == {dataset.name for dataset in DATASETS.values() if dataset.suite == suite}
 
 
 def test_defaults() -> None:
-    config = config_of()
-    assert (config.model.name, build_method(config.method)) == ("tiny", Lazy("paper"))
-    assert {dataset.suite for dataset in datasets_of(config)} == {"embedded"}
-    assert {dataset.name for dataset in datasets_of(config_of("model=coder"))} == {"next_line", "cross_file"}
-    assert [dataset.name for dataset in datasets_of(config_of("model=coder", "dataset=lookup"))] == ["lookup"]
-    assert (config.timing.paired, config.timing.warmup) == (True, 5)
+    config = run_of()
+    assert (config.config.model.name, build_method(config.method)) == ("tiny", Lazy("paper"))
+    assert {dataset.suite for dataset in config.datasets} == {"embedded"}
+    assert {dataset.name for dataset in run_of("model=coder").datasets} == {"next_line", "cross_file"}
+    assert [dataset.name for dataset in run_of("model=coder", "dataset=lookup").datasets] == ["lookup"]
+    assert (config.config.timing.paired, config.config.timing.warmup) == (True, 5)
     for name, limit in (("llama2", 3500), ("xgen", 7500)):
-        config = config_of(f"model={name}")
-        assert (config.model.max_prompt_tokens, config.model.chat) == (limit, name)
-        assert {dataset.suite for dataset in datasets_of(config)} == {"longbench"}
-        assert len(datasets_of(config)) == 16
+        config = run_of(f"model={name}")
+        assert (config.config.model.max_prompt_tokens, config.config.model.chat) == (limit, name)
+        assert {dataset.suite for dataset in config.datasets} == {"longbench"}
+        assert len(config.datasets) == 16
 
 
 def test_presets_are_told_what_longbench_would_tell_them() -> None:
     others = {*PRESETS} - {"tiny", "coder", "llama2", "xgen"}
-    chats = {name: config_of(f"model={name}").model for name in PRESETS if name in others}
+    chats = {name: run_of(f"model={name}").config.model for name in PRESETS if name in others}
     assert {model.chat for name, model in chats.items() if name != "llama2-base"} == {"auto"}
     # LongBench's model2maxlen has 3500 for 4k, 7500 for 8k and 31500 for 32k
     limits = {"olmo2-7b": 3500, "gemma2-9b": 7500, "mistral-7b": 31_500, "qwen3-8b": 40_000, "llama3.1-8b": 130_000}
@@ -108,14 +100,14 @@ def test_presets_are_told_what_longbench_would_tell_them() -> None:
 
 
 def test_the_embedded_suite_is_a_first_look_unless_limit_says_otherwise() -> None:
-    assert (config_of("dataset=embedded").limit, config_of("dataset=embedded", "limit=3").limit) == (12, 3)
-    assert config_of("dataset=lookup").limit is config_of("dataset=all").limit is None
+    assert (run_of("dataset=embedded").config.limit, run_of("dataset=embedded", "limit=3").config.limit) == (12, 3)
+    assert run_of("dataset=lookup").config.limit is run_of("dataset=all").config.limit is None
 
 
 def test_several_datasets_and_one_left_out() -> None:
-    assert [dataset.name for dataset in datasets_of(config_of("dataset=[trec,qasper]"))] == ["trec", "qasper"]
-    assert [dataset.name for dataset in datasets_of(config_of("model=tiny", "dataset=multi_doc_qa"))] == ["hops"]
-    assert len(datasets_of(config_of("dataset=all", "dataset.trec=false"))) == 15
+    assert [dataset.name for dataset in run_of("dataset=[trec,qasper]").datasets] == ["trec", "qasper"]
+    assert [dataset.name for dataset in run_of("model=tiny", "dataset=multi_doc_qa").datasets] == ["hops"]
+    assert len(run_of("dataset=all", "dataset.trec=false").datasets) == 15
 
 
 @pytest.mark.parametrize(
@@ -129,8 +121,8 @@ def test_several_datasets_and_one_left_out() -> None:
     ],
 )
 def test_the_method_that_is_meant(overrides: list[str], method: object) -> None:
-    config = config_of(*overrides)
-    assert build_method(config.compare[config.only] if config.only else config.method) == method
+    (run,) = run_of(*overrides).runs.values()
+    assert build_method(run.method) == method
 
 
 @pytest.mark.parametrize(
@@ -201,22 +193,22 @@ def test_the_method_that_is_meant(overrides: list[str], method: object) -> None:
 )
 def test_refusals(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)) as caught:
-        config_of(*overrides)
+        run_of(*overrides)
     assert "\n" not in str(caught.value)
 
 
 def test_keys_that_a_method_or_a_dataset_has_a_use_for_are_taken() -> None:
-    assert config_of("experiment=field", "speedup=3x", "draft=tiny").compare["specprefill"]["draft"] == "tiny"
-    own = config_of("+compare={mine: {name: random_drop, keep: ${speedup}}}", "speedup=3x")
-    assert own.compare["mine"]["keep"] == "3x"
-    assert config_of("method=random_drop", "method.keep=${speedup}", "speedup=3x").method["keep"] == "3x"
-    assert config_of("dataset=needle", "needle.seed=3").needle.seed == 3
+    assert run_of("experiment=field", "speedup=3x", "draft=tiny").config.compare["specprefill"]["draft"] == "tiny"
+    own = run_of("+compare={mine: {name: random_drop, keep: ${speedup}}}", "speedup=3x")
+    assert own.config.compare["mine"]["keep"] == "3x"
+    assert run_of("method=random_drop", "method.keep=${speedup}", "speedup=3x").method["keep"] == "3x"
+    assert run_of("dataset=needle", "needle.seed=3").config.needle.seed == 3
 
 
 @pytest.mark.parametrize("experiment", ["demo", "claim"])
 @pytest.mark.parametrize("tokens", [512, 1024, 2048])
 def test_experiments_compare_at_the_same_ideal_speedup(experiment: str, tokens: int) -> None:
-    compared = config_of(f"experiment={experiment}").compare.values()
+    compared = run_of(f"experiment={experiment}").config.compare.values()
     methods = [method for method in compared if method["name"] != "prompt_compression"]  # which scores in a prefill
     assert len(methods) == {"claim": 4, "demo": 3}[experiment]
     speedups = [build_method(method).ideal_speedup(load_config(ModelSpec("tiny")), tokens) for method in methods]
@@ -241,17 +233,17 @@ def custom(folder: Path, template: str | None, turns: Sequence[dict] = (), **con
 @pytest.mark.filterwarnings("ignore::eval.benchmarks.longbench.TemplateWarning")
 def test_a_custom_models_limit_and_template_are_found_and_said(tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO)
-    bare = prepare(config_of(*custom(tmp_path, None))).identity
+    bare = prepare(run_of(*custom(tmp_path, None))).identity
     assert (bare["chat"], bare["max_prompt_tokens"]) == ("none", 3500)
     assert "has 4096 positions, so prompts beyond 3500 tokens lose their middle; it has no chat template" in caplog.text
     template = "{{ strftime_now('%Y') }}{% if enable_thinking %}!{% endif %}{{ messages[0]['content'] }}"
-    plan = prepare(config_of(*custom(tmp_path, template, max_position_embeddings=2048)))
+    plan = prepare(run_of(*custom(tmp_path, template, max_position_embeddings=2048)))
     assert plan.cases[0].prompt.text.startswith("2024")
     assert plan.identity.items() >= {
         "chat": "auto", "chat_args": {"enable_thinking": False}, "today": "2024-07-26", "max_prompt_tokens": 1024
     }.items()  # fmt: skip
     assert "prompts have its own chat template" in caplog.text
-    thinks = prepare(config_of(*custom(tmp_path, template), "model.thinking_tokens=100", "model.today=2025-01-01"))
+    thinks = prepare(run_of(*custom(tmp_path, template), "model.thinking_tokens=100", "model.today=2025-01-01"))
     assert thinks.cases[0].prompt.text.startswith("2025!")
     assert thinks.cases[0].max_new_tokens == plan.cases[0].max_new_tokens + 100
     assert (thinks.identity["today"], thinks.identity["thinking_tokens"]) == ("2025-01-01", 100)
@@ -264,26 +256,26 @@ def test_a_prompt_that_the_model_cannot_hold_is_refused_with_the_number_to_set(t
     turns = [{"input": "Why? " * 9, "answers": ["so"]}] * later
     arguments = custom(tmp_path, template, turns, max_position_embeddings=400)
     with pytest.raises(UserError, match="exceed the model's 400 positions") as refused:
-        prepare(config_of(*arguments, "model.max_prompt_tokens=390"))
+        prepare(run_of(*arguments, "model.max_prompt_tokens=390"))
     (fits,) = re.findall(r"set model.max_prompt_tokens=(\d+), or less", str(refused.value))
-    (case,) = prepare(config_of(*arguments, f"model.max_prompt_tokens={fits}")).cases
+    (case,) = prepare(run_of(*arguments, f"model.max_prompt_tokens={fits}")).cases
     tokens = [len(message.token_ids) for message in (case.prompt, *case.prompt.turns)]
     assert len(tokens) == 1 + later
     assert 0 <= 400 - sum(tokens) - len(tokens) * case.max_new_tokens < 8
     if later:
         assert (
-            prepare(config_of(*arguments, f"model.max_prompt_tokens={fits}", "turns=2")).cases[0].prompt.turns
+            prepare(run_of(*arguments, f"model.max_prompt_tokens={fits}", "turns=2")).cases[0].prompt.turns
             == (case.prompt.turns[:1])
         )
     else:
         with pytest.raises(UserError, match="turns=2: the rows of qasper hold one question each"):
-            prepare(config_of(*arguments, "turns=2"))
+            prepare(run_of(*arguments, "turns=2"))
 
 
 @pytest.mark.quantised
 def test_weights_and_devices_are_part_of_what_a_run_is() -> None:
     identities = {
-        setting: prepare(config_of("model=tiny", "dataset=lookup", "limit=1", *setting)).identity
+        setting: prepare(run_of("model=tiny", "dataset=lookup", "limit=1", *setting)).identity
         for setting in ((), ("model.quantise=int8",), ("model.device_map=auto",), ("+model.device_map.lm_head=cpu",))
     }
     assert len({fingerprint(identity) for identity in identities.values()}) == len(identities)

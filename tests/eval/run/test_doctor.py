@@ -79,7 +79,7 @@ def test_no_token_no_cache_and_no_network(broken, capsys) -> None:
     assert found["token"] == "missing     hf auth login (gated models need it)"
     assert found["hub"].startswith("missing     does not answer: on a machine with a network, lazyllm-bench fetch")
     assert "is not in the cache: lazyllm-bench fetch model=llama2" in found["llama2"]
-    assert "not in the cache: lazyllm-bench fetch dataset=all" in found["LongBench"]
+    assert "not in the cache: lazyllm-bench fetch dataset=all" in found["rows"]
     assert found["W&B"].startswith("not needed")
     assert found["scheduler"].startswith("not needed")
 
@@ -116,7 +116,7 @@ def test_what_nobody_foresaw_is_a_finding(broken, capsys, monkeypatch) -> None:
 
 def test_tiny_needs_nothing_but_torch(broken, monkeypatch) -> None:
     findings = {finding.thing: finding.state for finding in doctor.examine("tiny")}
-    assert {findings[thing] for thing in ("hub", "token", "LongBench", "GPU")} == {"not needed"}
+    assert {findings[thing] for thing in ("hub", "token", "rows", "GPU")} == {"not needed"}
     assert findings["tiny"] == "ok"
 
 
@@ -136,7 +136,7 @@ def test_what_a_model_does_not_need_is_not_missing(broken, capsys, monkeypatch, 
     assert found["token"] == "not needed  hf auth login (gated models need it)"
     assert found["scheduler"] == "not needed  Slurm without its launcher: pip install --editable '.[slurm]'"
     assert lines(capsys, "gemma3-1b")["token"].startswith("missing")
-    assert {finding.thing: finding.state for finding in doctor.examine("coder")}["LongBench"] == "not needed"
+    assert {finding.thing: finding.state for finding in doctor.examine("coder")}["rows"] == "not needed"
 
 
 def test_the_last_torch_for_an_old_driver_is_named(broken, capsys) -> None:

@@ -6,40 +6,28 @@ import gc
 import json
 import re
 import weakref
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import eval.run.measure
-from eval.analysis.summary import summarise
-from eval.run.config import ModelConfig, RunConfig, TimingConfig
+from eval.analysis.run_table import run_table
+from eval.run.config import TimingConfig
 from eval.run.loop import RunResult, compare, free, run, show_together
 from eval.run.prepare import within_reach
 from eval.store.folder import RunStore, read_failures, read_run
 from eval.store.record import Record
-from eval.store.results import as_frame, find_runs
+from eval.store.results import Results, as_frame, find_runs
 from lazyllm import Generation
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_weights
+from tests.eval.analysis.figures.made import stored
 from tests.eval.store.made import record
 from tests.eval.store.test_folder import full_disk
+from tests.runs import small_run
 
 generate = eval.run.measure.generate
-
-
-def config_of(out: Path) -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(name="tiny", dtype="float32", device="cpu", max_prompt_tokens=96),
-        method={"name": "lazy", "schedule": {2: 0.5}},
-        dataset={"lookup": True, "shots": True},
-        timing=TimingConfig(warmup=0),
-        limit=3,
-        max_new_tokens=2,
-        threads=1,
-        out=str(out),
-    )
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, errors: dict[int, Exception]) -> None:
@@ -65,7 +53,7 @@ def test_an_example_that_fails_is_written_down_and_the_others_go_on(tmp_path: Pa
     errors = {1: torch.OutOfMemoryError("CUDA out of memory.\nTried 2 GiB"), 7: FloatingPointError("logits not finite")}
     failing(monkeypatch, errors)
     caplog.set_level("INFO")
-    run(config_of(tmp_path / "run"), show=False)
+    run(small_run(tmp_path / "run"), show=False)
     _, records = read_run(tmp_path / "run")
     failures = [json.loads(line) for line in (tmp_path / "run" / "failures.jsonl").read_text().splitlines()]
     assert len(records) == 4
@@ -82,15 +70,15 @@ def test_an_example_that_fails_is_written_down_and_the_others_go_on(tmp_path: Pa
 
     monkeypatch.setattr(eval.run.measure, "generate", generate)
     caplog.clear()
-    run(config_of(tmp_path / "run"), show=False)  # tries them again
+    run(small_run(tmp_path / "run"), show=False)  # tries them again
     assert len(read_run(tmp_path / "run")[1]) == 6
     assert "failed" not in caplog.text
 
 
 def test_a_shard_in_which_all_fails_does_not_speak_for_the_others(tmp_path: Path, monkeypatch, caplog) -> None:
-    first, second = (replace(config_of(tmp_path / "run"), shard=f"{number}/2") for number in (1, 2))
+    first, second = (small_run(tmp_path / "run").changed(shard=f"{number}/2") for number in (1, 2))
     failing(monkeypatch, dict.fromkeys(range(99), RuntimeError("no kernel image")))
-    assert run(first, show=False).summary is None
+    assert run(first, show=False).results is None
     failed = len(read_failures(tmp_path / "run"))
     assert 0 < failed < 6
     assert f"{failed} of 6 examples failed and are not in the table" in caplog.text
@@ -104,9 +92,9 @@ def test_a_comparison_says_which_half_it_is_of(tmp_path: Path, monkeypatch, caps
     monkeypatch.setattr("eval.analysis.figures.save", lambda *_: [])
     titles = []
     monkeypatch.setattr("eval.analysis.figures.plot_comparison", lambda _, title, methods: titles.append(title))
-    config = replace(config_of(tmp_path), out=None, limit=2, dataset={"lookup": True}, label="two")
+    config = small_run(tmp_path).changed(out=None, limit=2, dataset={"lookup": True}, label="two")
     for half, title in (("held-out", "two, held-out half"), (None, "two")):
-        compare(replace(config, half=half, compare={"lazy": config.method}))
+        compare(config.changed(half=half, compare={"lazy": config.method}))
         assert capsys.readouterr().out.splitlines()[0].strip() == title
         assert (tmp_path / "runs" / "two-tiny.md").read_text().startswith(f"# {title}\n")
     assert titles == ["tiny, two, held-out half", "tiny, two"]
@@ -114,8 +102,8 @@ def test_a_comparison_says_which_half_it_is_of(tmp_path: Path, monkeypatch, caps
 
 def test_a_comparison_without_baselines_has_a_table_and_no_picture_of_speedups(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = replace(config_of(tmp_path), out=None, limit=2, dataset={"lookup": True}, label="alone")
-    config = replace(config, compare={"lazy": config.method}, timing=TimingConfig(paired=False, warmup=0))
+    config = small_run(tmp_path).changed(out=None, limit=2, dataset={"lookup": True}, label="alone")
+    config = config.changed(compare={"lazy": config.method}, timing=TimingConfig(paired=False, warmup=0))
     compare(config)
     assert "| lazy | 2 |" in (tmp_path / "runs" / "alone-tiny.md").read_text()
     assert not [*(tmp_path / "runs").glob("alone-tiny.*g")]
@@ -134,8 +122,8 @@ def test_a_comparison_loads_its_model_once_and_only_if_something_is_left_to_meas
         return model
 
     monkeypatch.setattr("eval.run.loop.load_weights", counted)
-    config = replace(config_of(tmp_path), out=None, limit=2, dataset={"lookup": True}, label="two")
-    config = replace(config, compare={"lazy": config.method, "random_drop": {"name": "random_drop", "keep": 0.5}})
+    config = small_run(tmp_path).changed(out=None, limit=2, dataset={"lookup": True}, label="two")
+    config = config.changed(compare={"lazy": config.method, "random_drop": {"name": "random_drop", "keep": 0.5}})
     for _ in range(2):
         assert len(compare(config)) == 2
         assert len(loaded) == 1
@@ -149,23 +137,23 @@ def test_what_cannot_be_as_fast_is_left_out_with_a_line(tmp_path: Path, caplog) 
         "fastkv": {"name": "fastkv", "keep": "2x"},  # a cut half-way leaves half of the layers whole
         "specprefill": {"name": "specprefill", "draft": None, "keep": "2x"},
     }
-    config = replace(config_of(tmp_path), out=None, compare=asked)
-    assert within_reach(config) == {"random_drop": asked["random_drop"]}
+    config = small_run(tmp_path).changed(out=None, compare=asked)
+    assert {label: one.method for label, one in within_reach(config).items()} == {"random_drop": asked["random_drop"]}
     assert "left out: fastkv: method 'fastkv' cannot reach an ideal TTFT speedup of 2.0 on 8 layers" in caplog.text
     assert "left out: specprefill" in caplog.text
     assert "name a draft" in caplog.text
-    assert compare(replace(config, only="fastkv")) == []  # of a sweep, this job does nothing
+    assert compare(config.changed(only="fastkv")) == []  # of a sweep, this job does nothing
     with pytest.raises(UserError, match="no method of comparison reaches its speedup"):
-        compare(replace(config, compare={"fastkv": asked["fastkv"]}))
+        compare(config.changed(compare={"fastkv": asked["fastkv"]}))
     with pytest.raises(UserError, match="takes no preset as layer=2x"):  # a mistake is one still
-        within_reach(replace(config, compare=asked | {"mine": {"name": "static_pruning", "layer": "2x", "keep": 0.5}}))
+        within_reach(config.changed(compare=asked | {"mine": {"name": "static_pruning", "layer": "2x", "keep": 0.5}}))
 
 
 def test_shards_measure_each_example_once_and_the_last_makes_the_table(tmp_path: Path) -> None:
-    whole = run(config_of(tmp_path / "whole"), show=False)
-    shards = [replace(config_of(tmp_path / "run"), shard=f"{number}/3") for number in (1, 2, 3)]
+    whole = run(small_run(tmp_path / "whole"), show=False)
+    shards = [small_run(tmp_path / "run").changed(shard=f"{number}/3") for number in (1, 2, 3)]
     results = [run(shard, show=False) for shard in shards]
-    assert [result.summary is None for result in results] == [True, True, False]
+    assert [result.results is None for result in results] == [True, True, False]
     about, records = read_run(tmp_path / "run")
     assert about["identity"] == read_run(tmp_path / "whole")[0]["identity"]
     assert about["config"]["shard"] is None
@@ -181,30 +169,31 @@ def test_shards_measure_each_example_once_and_the_last_makes_the_table(tmp_path:
 
     assert outcome("run") == outcome("whole")
     assert len(lines) == len(outcome("run")) == 6
-    assert whole.summary is not None
-    assert results[2].summary is not None
-    assert [row.examples for row in results[2].summary.rows] == [row.examples for row in whole.summary.rows]
+    assert whole.results is not None
+    assert results[2].results is not None
+    tables = [run_table(result.results, "").frame["examples"] for result in (results[2], whole) if result.results]
+    assert tables[0].tolist() == tables[1].tolist()
     assert len(as_frame(find_runs([tmp_path / "run"]))) == 6
 
 
 def test_what_other_shards_have_measured_is_not_measured_again(tmp_path: Path, monkeypatch) -> None:
     for shard in ("1/2", "1/1"):
-        run(replace(config_of(tmp_path / "run"), shard=shard), show=False)
+        run(small_run(tmp_path / "run").changed(shard=shard), show=False)
     counts = {
         name: (tmp_path / "run" / f"records-{name}.jsonl").read_text().count("\n") for name in ("1-of-2", "1-of-1")
     }
     assert sum(counts.values()) == 6
     assert min(counts.values()) >= 2
     failing(monkeypatch, dict.fromkeys(range(99), RuntimeError("measured again")))
-    assert run(config_of(tmp_path / "run"), show=False).summary is not None
+    assert run(small_run(tmp_path / "run"), show=False).results is not None
     # more shards than examples: some have nothing to do
-    assert run(replace(config_of(tmp_path / "new"), shard="7/7"), show=False).summary is None
+    assert run(small_run(tmp_path / "new").changed(shard="7/7"), show=False).results is None
 
 
 def test_a_job_that_breaks_off_says_why(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("eval.run.loop.load_weights", no_weights)
     with pytest.raises(UserError):
-        run(config_of(tmp_path / "run"), show=False)
+        run(small_run(tmp_path / "run"), show=False)
     begin, end = (json.loads(line) for line in (tmp_path / "run" / "jobs.jsonl").read_text().splitlines())
     assert (begin["event"], begin["examples"]) == ("begin", 6)
     assert (end["event"], end["error"]) == ("end", "UserError: no such weights")
@@ -226,7 +215,7 @@ def test_logits_that_are_not_finite_fail_their_example_only(tmp_path: Path, monk
         return model
 
     monkeypatch.setattr("eval.run.loop.load_weights", broken)
-    result = run(config_of(tmp_path / "run"), show=False)
+    result = run(small_run(tmp_path / "run"), show=False)
     failures = read_failures(tmp_path / "run")
     assert {failure.reason for failure in failures} == {
         "FloatingPointError: the model's logits are not finite (NaN or infinite)"
@@ -234,8 +223,8 @@ def test_logits_that_are_not_finite_fail_their_example_only(tmp_path: Path, monk
     records = read_run(tmp_path / "run")[1]
     assert {record.key for record in records}.isdisjoint(failure.key for failure in failures)
     assert len(records) + len(failures) == 6
-    assert result.summary is not None
-    assert result.summary.failed == len(failures) == 2
+    assert result.results is not None
+    assert run_table(result.results, "").frame["failed"].iloc[-1] == len(failures) == 2
 
 
 def test_what_a_failed_example_has_taken_is_given_back_before_the_next(tmp_path: Path, monkeypatch) -> None:
@@ -247,7 +236,7 @@ def test_what_a_failed_example_has_taken_is_given_back_before_the_next(tmp_path:
 
     monkeypatch.setattr("eval.run.loop.release_memory", release)
     failing(monkeypatch, {1: torch.OutOfMemoryError("CUDA out of memory"), 7: RuntimeError("an exception in a method")})
-    run(config_of(tmp_path / "run"), show=False)
+    run(small_run(tmp_path / "run"), show=False)
     assert freed == [0, 2, 4]  # at the first failure, at the second with two records since, and at the end
 
 
@@ -258,7 +247,7 @@ def test_a_device_that_does_not_recover_ends_the_run_with_what_is_safe(tmp_path:
     monkeypatch.setattr("eval.run.loop.release_memory", broken)
     failing(monkeypatch, {5: RuntimeError("CUDA error: an illegal memory access was encountered")})
     with pytest.raises(UserError, match=r"cpu does not recover .*illegal memory access.*give the same command again"):
-        run(config_of(tmp_path / "run"), show=False)
+        run(small_run(tmp_path / "run"), show=False)
     assert len(read_run(tmp_path / "run")[1]) == 2
     assert len(read_failures(tmp_path / "run")) == 1
     assert "its memory could not be freed" in caplog.text
@@ -280,8 +269,8 @@ def test_an_accelerator_is_asked_whether_it_still_answers(monkeypatch) -> None:
 
 
 def test_a_disk_that_fills_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) -> None:
-    config = config_of(tmp_path / "run")
-    run(replace(config, out=str(tmp_path / "whole")), show=False)
+    config = small_run(tmp_path / "run")
+    run(config.changed(out=str(tmp_path / "whole")), show=False)
     size = (tmp_path / "whole" / "records.jsonl").stat().st_size
     about = (tmp_path / "whole" / "run.json").stat().st_size
     assert about < 0.7 * size
@@ -311,12 +300,12 @@ def test_what_ended_a_job_is_told_even_if_it_cannot_be_noted(tmp_path: Path, mon
     monkeypatch.setattr("eval.run.loop.load_weights", no_weights)
     monkeypatch.setattr(RunStore, "note", full)
     with pytest.raises(UserError, match="no such weights"):
-        run(config_of(tmp_path / "run"), show=False)
+        run(small_run(tmp_path / "run"), show=False)
     assert "jobs.jsonl: no room" in caplog.text
 
 
 def test_resumed_run_sets_damaged_line_aside_and_measures_its_example_again(tmp_path: Path, monkeypatch) -> None:
-    config = config_of(tmp_path / "run")
+    config = small_run(tmp_path / "run")
     run(config, show=False)
     file = tmp_path / "run" / "records.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
@@ -331,15 +320,15 @@ def test_resumed_run_sets_damaged_line_aside_and_measures_its_example_again(tmp_
 
 
 def test_a_smaller_limit_leaves_the_table_of_a_wider_run_as_it_is(tmp_path: Path) -> None:
-    config = config_of(tmp_path / "run")
+    config = small_run(tmp_path / "run")
     run(config, show=False)
     before = {name: (tmp_path / "run" / name).read_text() for name in ("summary.csv", "examples.json")}
-    run(replace(config, limit=1), show=False)
+    run(config.changed(limit=1), show=False)
     assert {name: (tmp_path / "run" / name).read_text() for name in before} == before
 
 
 def test_a_sweep_ends_in_one_table_under_the_names_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
-    fast, slow = (summarise([record(0, score=score)]) for score in (0.5, 1.0))
+    fast, slow = (Results([stored([record(0, score=score)])]) for score in (0.5, 1.0))
     names = ("tiny", "lazy", "", "hops")
     show_together([RunResult(Path("a"), fast, names)])
     assert capsys.readouterr().out == ""  # it has been shown

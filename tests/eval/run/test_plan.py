@@ -11,11 +11,10 @@ from pandas import DataFrame
 
 import lazyllm
 from eval.benchmarks import SUITES
-from eval.run.config import compose_config, register_schema, to_run_config
 from eval.run.cost import GPUS, memory, parameters_of, turn_work, weight_bytes, work
 from eval.run.lengths import lengths_of
 from eval.run.loop import run
-from eval.run.plan import Bill, Setup, bill
+from eval.run.plan import Bill, bill
 from eval.run.plan_command import as_text, bills
 from eval.run.prepare import prepare
 from eval.store.runs import stored_runs
@@ -25,6 +24,7 @@ from lazyllm.methods import Baseline, FastKV, Method, StaticPruning
 from lazyllm.models.load import load_config, load_weights
 from lazyllm.spec import ModelSpec
 from tests.lazyllm.methods.method_matrix import ROWS
+from tests.runs import run_of
 
 ARGUMENTS = ["model=tiny", "dataset=lookup", "limit=3", "timing.warmup=0", "method.schedule={2: 0.3}"]
 OTHERS = [
@@ -50,8 +50,7 @@ def measured(tmp_path_factory) -> Path:
 
 
 def _run(arguments: list[str], folder: Path) -> Path:
-    register_schema()
-    run(replace(to_run_config(compose_config(arguments)), out=str(folder / "run")), show=False)
+    run(run_of(*arguments, f"out={folder / 'run'}"), show=False)
     return folder
 
 
@@ -89,10 +88,8 @@ def test_a_plan_is_what_the_run_then_measures(measured: Path) -> None:
 
 @pytest.mark.parametrize("data", [["dataset=lookup"], ["dataset=needle", "needle.lengths=[512]"]], ids=str)
 def test_a_target_is_solved_for_the_length_that_the_run_solves_it_for(data: list[str], tmp_path: Path) -> None:
-    register_schema()
-    config = to_run_config(compose_config(["model=tiny", "limit=1", "method=random_drop", "method.keep=2x", *data]))
-    setup, (lengths,) = Setup.of(config, "h100", tmp_path), lengths_of(config)
-    assert setup.resolved(config, lengths) == prepare(config).parameters[lengths.dataset.name]
+    run = run_of("model=tiny", "limit=1", "method=random_drop", "method.keep=2x", *data)
+    assert parameters_of(run, load_config(run.spec)) == prepare(run).parameters
 
 
 def test_a_plan_refuses_what_the_run_refuses(tmp_path: Path) -> None:
@@ -192,17 +189,16 @@ def offline(monkeypatch) -> None:
 
 def test_longbench_is_guessed_where_it_is_not(monkeypatch) -> None:
     offline(monkeypatch)
-    register_schema()
-    lengths = lengths_of(to_run_config(compose_config(["model=llama2"])))
+    lengths = lengths_of(run_of("model=llama2"))
     assert {each.dataset for each in lengths} == set(SUITES["longbench"].datasets)
     prompts = [n for each in lengths for (n,) in each.rows]
     assert len(prompts) == 3750
     assert sum(prompts) / 3750 == pytest.approx(3376, rel=0.02)  # the paper's mean for Llama 2
     assert max(prompts) == 3500
-    few = lengths_of(to_run_config(compose_config(["model=llama2", "limit=4", "max_new_tokens=9", "half=tuning"])))
+    few = lengths_of(run_of("model=llama2", "limit=4", "max_new_tokens=9", "half=tuning"))
     assert [(len(each.rows), each.max_new_tokens) for each in few] == [(2, 9)] * 16
     with pytest.raises(UserError, match="not in the hub's cache"):
-        lengths_of(to_run_config(compose_config(["model=tiny"])))
+        lengths_of(run_of("model=tiny"))
 
 
 def test_a_sweeps_jobs_and_what_was_assumed(monkeypatch, tmp_path: Path) -> None:
@@ -253,8 +249,7 @@ def test_methods_out_of_reach_are_left_out_with_a_line(caplog: pytest.LogCapture
 
 
 def test_a_pruned_runs_bill_is_below_its_baselines() -> None:
-    register_schema()
-    one = bill(to_run_config(compose_config(ARGUMENTS)), "h100")
+    one = bill(run_of(*ARGUMENTS), "h100")
     assert one.petaflops < one.baseline_petaflops
-    alone = bill(to_run_config(compose_config([*ARGUMENTS, "timing.paired=false"])), "h100")
+    alone = bill(run_of(*ARGUMENTS, "timing.paired=false"), "h100")
     assert (alone.petaflops, alone.baseline_petaflops) == (one.petaflops, 0)

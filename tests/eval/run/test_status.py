@@ -17,8 +17,8 @@ from eval.store.collect import collect
 from eval.store.folder import PLANNED, open_store, planned_text
 from eval.store.record import Failure
 from lazyllm.errors import UserError
-from tests.eval.run.test_configs import config_of
 from tests.eval.store.made import record, write_run
+from tests.runs import run_of
 
 BEGAN, ENDED = "2026-11-21T10:00:00Z", "2026-11-21T10:00:10Z"
 
@@ -250,7 +250,7 @@ def test_what_is_expected_is_what_a_job_makes_and_a_second_job_loads_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = config_of(*QUICK, "max_new_tokens=2")
+    config = run_of(*QUICK, "max_new_tokens=2")
     run(config, show=False)
     (jobs,) = tmp_path.glob("runs/*/jobs.jsonl")
     before = jobs.read_bytes()

@@ -10,7 +10,7 @@ import pytest
 
 from eval.benchmarks.datasets import DATASETS
 from eval.run import targets
-from eval.run.targets import at_depth, check, resolve, uses_preset
+from eval.run.targets import at_depth, check, solved, uses_preset
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
@@ -40,17 +40,17 @@ def test_the_parameters_reach_the_papers_speedup_by_hand() -> None:
             name: table.loc[(dataset.task, name), "llama2_ttft_speedup"]
             for name in ("lazy", "static_pruning", "random_drop")
         }
-        schedule = resolve(LAZY, dataset, LLAMA2, "llama2")["schedule"]
+        schedule = solved(LAZY, dataset, LLAMA2, "llama2")["schedule"]
         assert len(set(schedule.values())) == 1
         counts, left = [], n
         for layer in range(1, 33):
             counts.append(left)
             left = kept(schedule[layer], left) if layer in schedule else left
         assert flops([n] * 32) / flops(counts) == pytest.approx(speedup["lazy"], abs=0.005)
-        keep = resolve(STATIC, dataset, LLAMA2, "llama2")["keep"]
+        keep = solved(STATIC, dataset, LLAMA2, "llama2")["keep"]
         counts = [n] * 2 + [kept(keep, n)] * 30
         assert flops([n] * 32) / flops(counts) == pytest.approx(speedup["static_pruning"], abs=0.005)
-        drop = resolve(DROP, dataset, LLAMA2, "llama2")
+        drop = solved(DROP, dataset, LLAMA2, "llama2")
         counts = [kept(drop["keep"], n)] * 32
         assert flops([n] * 32) / flops(counts) == pytest.approx(speedup["random_drop"], abs=0.005)
         assert drop["seed"] == 3
@@ -65,23 +65,23 @@ def test_the_committed_table_is_what_the_code_gives() -> None:
 
 def test_tasks_models_and_suites_differ() -> None:
     qa, code = DATASETS["hotpotqa"], DATASETS["lcc"]
-    assert resolve(LAZY, qa, LLAMA2, "llama2") != resolve(LAZY, code, LLAMA2, "llama2")
-    assert resolve(LAZY, qa, LLAMA2, "llama2") != resolve(LAZY, qa, LLAMA2, "xgen")
-    assert resolve(LAZY, qa, LLAMA2, "llama2") == resolve(LAZY, DATASETS["musique"], LLAMA2, None)
-    assert resolve(LAZY, DATASETS["hops"], load_config(ModelSpec("tiny")), None)["schedule"].keys() == {2, 4, 7}
+    assert solved(LAZY, qa, LLAMA2, "llama2") != solved(LAZY, code, LLAMA2, "llama2")
+    assert solved(LAZY, qa, LLAMA2, "llama2") != solved(LAZY, qa, LLAMA2, "xgen")
+    assert solved(LAZY, qa, LLAMA2, "llama2") == solved(LAZY, DATASETS["musique"], LLAMA2, None)
+    assert solved(LAZY, DATASETS["hops"], load_config(ModelSpec("tiny")), None)["schedule"].keys() == {2, 4, 7}
 
 
 def test_a_speedup_is_a_preset_and_numbers_are_left_alone() -> None:
     qa = DATASETS["hotpotqa"]
-    found = resolve({"name": "random_drop", "keep": "2.0x"}, qa, LLAMA2, "llama2")["keep"]
+    found = solved({"name": "random_drop", "keep": "2.0x"}, qa, LLAMA2, "llama2")["keep"]
     assert flops([3376] * 32) / flops([kept(found, 3376)] * 32) == pytest.approx(2.0, abs=0.005)
     for settings in ({"name": "lazy", "schedule": "paper"}, {"name": "static_pruning", "layer": 2, "keep": 0.3}):
         assert not uses_preset(settings)
-        assert resolve(settings, qa, LLAMA2, None) is settings
+        assert solved(settings, qa, LLAMA2, None) is settings
 
 
 def test_early_depths_serve_what_late_ones_cannot_reach() -> None:
-    by_task = {task: resolve(LAZY, DATASETS[name], LLAMA2, "xgen")["schedule"] for task, name in
+    by_task = {task: solved(LAZY, DATASETS[name], LLAMA2, "xgen")["schedule"] for task, name in
                (("code", "lcc"), ("synthetic", "passage_count"))}  # fmt: skip
     assert list(by_task["code"]) == [6, 12, 19]  # 3.47 is beyond 0.3 at 30, 60 and 90 % (2.48) and at 20, 50, 80 %
     assert list(by_task["synthetic"]) == [3, 9, 16]  # 4.77
@@ -100,14 +100,14 @@ def test_presets_that_a_method_does_not_take_are_refused(settings: dict, message
     with pytest.raises(UserError, match=message):
         check(settings)
     with pytest.raises(UserError, match=message):
-        resolve(settings, DATASETS["lcc"], LLAMA2, None)
+        solved(settings, DATASETS["lcc"], LLAMA2, None)
 
 
 @pytest.mark.parametrize("target", ["40x", "0.5x"])
 def test_a_speedup_out_of_reach_is_refused(target: str) -> None:
     for settings in ({"name": "lazy", "schedule": target}, STATIC | {"keep": target}):
         with pytest.raises(UserError, match=f"cannot reach an ideal TTFT speedup of {float(target[:-1])}"):
-            resolve(settings, DATASETS["lcc"], LLAMA2, None)
+            solved(settings, DATASETS["lcc"], LLAMA2, None)
 
 
 def test_shares_of_the_depth_become_layers() -> None:
@@ -119,4 +119,4 @@ def test_shares_of_the_depth_become_layers() -> None:
 
 def test_compression_takes_its_authors_share() -> None:
     settings = {"name": "prompt_compression", "keep": "table1", "unit": "sentence"}
-    assert resolve(settings, DATASETS["lcc"], SimpleNamespace(num_hidden_layers=4), None)["keep"] == 0.5
+    assert solved(settings, DATASETS["lcc"], SimpleNamespace(num_hidden_layers=4), None)["keep"] == 0.5

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from eval.run.prepare import prepare
 from eval.run.targets import SHIPPED, as_yaml, at_depth, is_tuned, read_tuned
 from lazyllm.errors import UserError
-from tests.eval.run.test_loop import config_of
+from tests.runs import small_run
 
 SCHEDULES = st.dictionaries(st.integers(1, 31), st.integers(1, 100).map(lambda percent: percent / 100), min_size=1)
 
@@ -42,9 +42,7 @@ def test_a_run_with_it_is_a_run_with_its_schedule(tmp_path: Path) -> None:
     reference = written(tmp_path, {2: 0.3, 5: 0.55}, 8)
     plans = []
     for schedule in (reference, {2: 0.3, 5: 0.55}, {2: 0.3, 5: 0.5}):
-        config = config_of(tmp_path / "run")
-        config.method = {"name": "lazy", "schedule": schedule}
-        plans.append(prepare(config))
+        plans.append(prepare(small_run(tmp_path / "run", method={"name": "lazy", "schedule": schedule})))
     assert plans[0].identity == plans[1].identity
     assert plans[0].identity["method"]["schedule"] == {"2": 0.3, "5": 0.55}
     assert plans[0].identity != plans[2].identity
@@ -67,10 +65,8 @@ def test_refusals(tmp_path: Path, text: str | None, message: str) -> None:
         (tmp_path / "tuned.yaml").write_text(text)
     with pytest.raises(UserError, match=message):
         read_tuned(f"tuned/{tmp_path}", 8)
-    config = config_of(tmp_path / "run")
-    config.method = {"name": "lazy", "schedule": f"tuned/{tmp_path}"}
     with pytest.raises(UserError, match=message):  # before a model loads
-        prepare(config)
+        prepare(small_run(tmp_path / "run", method={"name": "lazy", "schedule": f"tuned/{tmp_path}"}))
 
 
 def test_the_shipped_ones_say_how_to_use_them() -> None:

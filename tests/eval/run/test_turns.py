@@ -12,10 +12,12 @@ import torch
 
 import eval.run.measure
 import lazyllm
-from eval.run.config import ModelConfig, RunConfig, TimingConfig, check_datasets, datasets_of
+from eval.analysis.run_table import run_table
+from eval.run.config import ModelConfig, RunConfig, TimingConfig
 from eval.run.loop import load_model, run
 from eval.run.measure import Bench, Case
 from eval.run.prepare import Plan, prepare
+from eval.run.resolved import Resolved, resolve
 from eval.store.folder import read_run
 from eval.store.record import Measurement, Record
 from eval.store.results import Results
@@ -28,7 +30,7 @@ TURNS, LAYERS = 3, 8
 CONTINUE, AGAIN = StaticPruning(layer=2, keep=0.5), StaticPruning(layer=2, keep=0.5, turns="again")
 
 
-def config_of(**changes: Any) -> RunConfig:
+def run_of(**changes: Any) -> Resolved:
     settings = dict(
         model=ModelConfig(name="tiny", dtype="float64", device="cpu"),
         method={"name": "static_pruning", "layer": 2, "keep": 0.5},
@@ -38,17 +40,17 @@ def config_of(**changes: Any) -> RunConfig:
         threads=1,
         turns=TURNS,
     )
-    return RunConfig(**(settings | changes))
+    return resolve(RunConfig(**(settings | changes)))
 
 
 @cache
 def plan() -> Plan:
-    return prepare(config_of())
+    return prepare(run_of())
 
 
 @cache
 def bench() -> Bench:
-    return Bench(load_model(config_of()), plan().tokenizer, plan().chat, paired=True)
+    return Bench(load_model(run_of()), plan().tokenizer, plan().run.chat, paired=True)
 
 
 def case(method: Method) -> Case:
@@ -189,7 +191,7 @@ def test_a_run_that_ends_in_a_turn_is_resumed_with_whole_rows(tmp_path: Path, mo
                 raise KeyboardInterrupt
             yield out
 
-    config = config_of(limit=2, out=str(tmp_path / "run"))
+    config = run_of(limit=2, out=str(tmp_path / "run"))
     with monkeypatch.context() as patch:
         patch.setattr(eval.run.measure, "converse", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -197,34 +199,36 @@ def test_a_run_that_ends_in_a_turn_is_resumed_with_whole_rows(tmp_path: Path, mo
     file = tmp_path / "run" / "records.jsonl"
     [line] = file.read_text().splitlines()
     file.write_text(f"{line}\n{line[: len(line) // 2]}")  # as after a kill in the middle of the second
-    summary = run(config, show=False).summary
+    results = run(config, show=False).results
     records = read_run(tmp_path / "run")[1]
     assert [record.key for record in records] == [case.key for case in prepare(config).cases]
     assert all([turn.turn for turn in record.by_turn] == [1, 2, 3] for record in records)
     frame = Results.read([tmp_path]).frame
     assert frame["turn"].tolist() == [1, 2, 3] * 2
     assert frame["prompt_tokens"].tolist() == [turn.prompt_tokens for record in records for turn in record.by_turn]
-    assert summary is not None
-    assert summary.rows[0].examples == 2
-    assert summary.rows[0]["score"].mean == pytest.approx(frame["score"].mean(), abs=0.01)
-    assert summary.rows[0]["ttft_speedup"].mean == pytest.approx(frame["baseline_ttft_s"].sum() / frame["ttft_s"].sum())
-    run(replace(config, limit=1), show=False)  # nothing is measured again
+    assert results is not None
+    row = run_table(results, "").frame.iloc[0]
+    assert row["examples"] == 2
+    assert row["score"] == pytest.approx(frame["score"].mean(), abs=0.01)
+    assert row["ttft_speedup"] == pytest.approx(frame["baseline_ttft_s"].sum() / frame["ttft_s"].sum())
+    run(config.changed(limit=1), show=False)  # nothing is measured again
     assert read_run(tmp_path / "run")[1] == records
 
 
-def test_what_cannot_be_asked_is_refused() -> None:
+def test_what_cannot_be_asked_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UserError, match="turns=9: a row of the embedded suite has up to 8 questions"):
-        check_datasets(config_of(turns=9))
+        run_of(turns=9)
     with pytest.raises(UserError, match="digest: a context has one question only"):
-        check_datasets(config_of(dataset={"digest": True}))
+        run_of(dataset={"digest": True})
     for whole in ({}, {"embedded": True, "digest": True, "lookup": True}):
-        assert [line.partition(":")[2][:8] for line in check_datasets(config_of(dataset=whole))] == [" digest:"]
-        assert "digest" not in [dataset.name for dataset in datasets_of(config_of(dataset=whole))]
+        caplog.clear()
+        assert "digest" not in [dataset.name for dataset in run_of(dataset=whole).datasets]
+        assert "left out: digest:" in caplog.text
 
 
 def test_one_turn_is_the_run_that_it_was() -> None:
-    alone = prepare(config_of(turns=None))
+    alone = prepare(run_of(turns=None))
     assert alone.cases[0].prompt.turns == ()
     assert alone.cases[0].prompt.token_ids == plan().cases[0].prompt.token_ids
     assert "turns" not in alone.identity
-    assert prepare(config_of(turns=1)).identity["data"] == alone.identity["data"] != plan().identity["data"]
+    assert prepare(run_of(turns=1)).identity["data"] == alone.identity["data"] != plan().identity["data"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import struct
 import subprocess
@@ -16,16 +17,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 
-from eval.analysis.summary import Summary, Value, summarise, to_json
+from eval.analysis.run_table import run_json, run_table
+from eval.analysis.table import Table
 from eval.run.config import TrackerConfig
 from eval.run.loop import run
 from eval.run.wandb_run import open_tracker, summary_keys, track_pictures
 from eval.store.folder import fingerprint, open_store, read_run
 from eval.store.record import Measurement, Record
+from eval.store.results import Results
 from eval.store.runs import StoredRun
-from tests.eval.run.test_configs import config_of
+from tests.runs import run_of
 
 ROOT = Path(__file__).resolve().parents[3]
 SECRET = "5ecret" * 8
@@ -84,9 +88,13 @@ AFTER_SECOND = {
 }  # fmt: skip
 
 
-def run_of(folder: Path, *stored: Record) -> StoredRun:
+def stored_of(folder: Path, *stored: Record) -> StoredRun:
     about = {"fingerprint": fingerprint(IDENTITY), "identity": IDENTITY, "config": CONFIG, "provenance": {"cpu": "X"}}
     return StoredRun(folder, about, list(stored))
+
+
+def table_of(*records: Record) -> Table:
+    return run_table(Results([stored_of(Path("none"), *records)]), "")
 
 
 def stored_folder(folder: Path, *records: Record) -> Path:
@@ -94,7 +102,7 @@ def stored_folder(folder: Path, *records: Record) -> Path:
     with open_store(folder, IDENTITY, {"config": CONFIG}) as store:
         for record in records:
             store.append(record)
-        store.write("summary.json", to_json(summarise(records), {"config": CONFIG}))
+        store.write("summary.json", run_json(table_of(*records), {"config": CONFIG}))
         store.write("summary.md", "| a table |\n")
     return folder
 
@@ -102,9 +110,9 @@ def stored_folder(folder: Path, *records: Record) -> Path:
 def tracked(folder: Path, config: TrackerConfig = OFFLINE, pictures: tuple[Path, ...] = ()) -> Path:
     """Track a run of two examples, of which an earlier call has measured the first. Returns the run's folder."""
     stored_folder(folder, FIRST, SECOND)
-    with open_tracker(config, run_of(folder, FIRST), "a-sweep") as tracker:
+    with open_tracker(config, stored_of(folder, FIRST), "a-sweep") as tracker:
         tracker.record(SECOND)
-        tracker.finish(summarise([FIRST, SECOND]), [FIRST, SECOND], pictures)
+        tracker.finish(table_of(FIRST, SECOND), [FIRST, SECOND], pictures)
     (offline,) = (folder / "wandb").glob("offline-run-*")
     return offline
 
@@ -256,24 +264,22 @@ def test_config_history_summary_table_and_artifact_lie_in_the_offline_file(tmp_p
 
 
 def test_every_number_of_the_table_is_in_the_summary_with_its_interval() -> None:
-    value = Value(1.5, 1.0, 2.0)
-    values = {"score": value, "baseline_score": None}
-    row = replace(summarise([SECOND]).rows[0], values=values, failed=1, score_failed_as_zero=1.25)
-    rows = (replace(row, kind="task", name="code"), replace(row, kind="all", name="mean over tasks"))
-    keys = summary_keys(Summary(rows))
+    values = {"score": 1.5, "score_low": 1.0, "score_high": 2.0, "failed": 1, "score_failed_as_zero": 1.25}
+    row = values | {"task": "code", "baseline_score": math.nan}
+    rows = [row | {"name": "code", "kind": "task"}, row | {"name": "mean over tasks", "kind": "all"}]
+    keys = summary_keys(replace(table_of(SECOND), frame=pd.DataFrame(rows)))
     for name in ("code", "all"):
-        expected = {"score": 1.5, "score_low": 1.0, "score_high": 2.0, "failed": 1, "score_failed_as_zero": 1.25}
-        assert {column: keys[f"{name}/{column}"] for column in expected} == expected
+        assert {column: keys[f"{name}/{column}"] for column in values} == values
         assert f"{name}/baseline_score" not in keys
 
 
 def test_without_a_paired_baseline_its_columns_are_empty(tmp_path: Path) -> None:
     alone = [replace(record, baseline=None) for record in (FIRST, SECOND)]
     stored_folder(tmp_path / "run", *alone)
-    with open_tracker(OFFLINE, run_of(tmp_path / "run")) as tracker:
+    with open_tracker(OFFLINE, stored_of(tmp_path / "run")) as tracker:
         for record in alone:
             tracker.record(record)
-        tracker.finish(summarise(alone), alone)
+        tracker.finish(table_of(*alone), alone)
     written = Written(*(tmp_path / "run" / "wandb").glob("offline-run-*"))
     assert written.running[-1] == {"examples": 2, "running/score": 50, "running/pct_prompt_tokens_computed": 60}
     assert [row["ttft_speedup"] for row in written.table()] == [None, None]
@@ -303,7 +309,7 @@ def test_pictures_and_traces_go_along(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_is_the_same_run_and_is_shown_whole(tmp_path: Path) -> None:
     folder = stored_folder(tmp_path / "run", FIRST)
-    with pytest.raises(KeyboardInterrupt), open_tracker(OFFLINE, run_of(folder)) as tracker:
+    with pytest.raises(KeyboardInterrupt), open_tracker(OFFLINE, stored_of(folder)) as tracker:
         tracker.record(FIRST)
         raise KeyboardInterrupt
     (stopped,) = (folder / "wandb").glob("offline-run-*")
@@ -329,7 +335,7 @@ def test_what_the_server_has_is_not_sent_again(tmp_path: Path, monkeypatch, resu
     sent = []
     online = fake_run(tmp_path, resumed=resumed, log=lambda row: sent.append(row["examples"]))
     monkeypatch.setattr(wandb, "init", lambda **_: online)
-    with open_tracker(OFFLINE, run_of(tmp_path / "run", FIRST)) as tracker:
+    with open_tracker(OFFLINE, stored_of(tmp_path / "run", FIRST)) as tracker:
         tracker.record(SECOND)
     assert sent == shown
 
@@ -390,7 +396,7 @@ def test_offline_nothing_is_asked_and_no_other_machine_is_called(tmp_path: Path,
     said = isolated(
         tmp_path,
         """
-        import test_tracking as t
+        import test_wandb_run as t
         import wandb
         t.tracked(Path("run"), t.TrackerConfig("wandb"))
         wandb.teardown()
@@ -423,11 +429,11 @@ def test_none_and_disabled_do_not_import_wandb(tmp_path: Path) -> None:
     said = isolated(
         tmp_path,
         """
-        import test_tracking as t
+        import test_wandb_run as t
         for config in (t.TrackerConfig(), t.TrackerConfig("wandb", mode="disabled")):
-            with t.open_tracker(config, t.run_of(Path("run"), t.FIRST)) as tracker:
+            with t.open_tracker(config, t.stored_of(Path("run"), t.FIRST)) as tracker:
                 tracker.record(t.SECOND)
-                tracker.finish(t.summarise([t.FIRST, t.SECOND]), [t.FIRST, t.SECOND])
+                tracker.finish(t.table_of(t.FIRST, t.SECOND), [t.FIRST, t.SECOND])
         print("wandb" in sys.modules, Path("run").exists())
         """,
     )
@@ -461,7 +467,7 @@ def test_the_mode(tmp_path: Path, monkeypatch, caplog, wanted: str, environment,
         (tmp_path / "home" / ".netrc").chmod(0o600)
     modes = []
     monkeypatch.setattr(wandb, "init", lambda mode, **_: modes.append(mode) or fake_run(tmp_path))
-    with open_tracker(TrackerConfig("wandb", mode=wanted), run_of(tmp_path / "run", FIRST)):
+    with open_tracker(TrackerConfig("wandb", mode=wanted), stored_of(tmp_path / "run", FIRST)):
         pass
     assert (modes or ["disabled"]) == [mode]
     assert ("needs a key" in caplog.text) == (wanted == "online" and mode == "offline")
@@ -484,7 +490,7 @@ def test_a_users_own_settings_are_kept(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("WANDB_CACHE_DIR", str(own / "cache"))
     before = dict(os.environ)
     stored_folder(tmp_path / "run", FIRST)
-    with open_tracker(OFFLINE, run_of(tmp_path / "run")) as tracker:
+    with open_tracker(OFFLINE, stored_of(tmp_path / "run")) as tracker:
         assert os.environ["WANDB_CACHE_DIR"] == str(own / "cache")
         assert os.environ["WANDB_SILENT"] == "true"
         tracker.record(FIRST)
@@ -524,10 +530,10 @@ FAULTS = ("import", "init", "log", "define_metric", "Table", "Artifact", "log_ar
 def test_a_fault_is_warned_of_once_and_never_raised(tmp_path: Path, monkeypatch, caplog, place: str) -> None:
     break_at(place, monkeypatch)
     folder = stored_folder(tmp_path / "run", FIRST, SECOND)
-    with open_tracker(OFFLINE, run_of(folder, FIRST)) as tracker:
+    with open_tracker(OFFLINE, stored_of(folder, FIRST)) as tracker:
         for _ in range(3):
             tracker.record(SECOND)
-        tracker.finish(summarise([FIRST, SECOND]), [FIRST, SECOND])
+        tracker.finish(table_of(FIRST, SECOND), [FIRST, SECOND])
     (warning,) = warnings(caplog)
     assert warning.startswith("W&B: ")
     assert "failed" in warning
@@ -536,7 +542,7 @@ def test_a_fault_is_warned_of_once_and_never_raised(tmp_path: Path, monkeypatch,
 
 def test_an_error_of_the_run_is_not_changed(tmp_path: Path, monkeypatch) -> None:
     break_at("log", monkeypatch)
-    with pytest.raises(ZeroDivisionError), open_tracker(OFFLINE, run_of(tmp_path / "run")) as tracker:
+    with pytest.raises(ZeroDivisionError), open_tracker(OFFLINE, stored_of(tmp_path / "run")) as tracker:
         tracker.record(FIRST)
         _ = 1 / 0
 
@@ -547,7 +553,7 @@ def test_an_error_of_the_run_is_not_changed(tmp_path: Path, monkeypatch) -> None
 def run_tracked(*overrides: str) -> list[Record]:
     """A run of the tiny model on two examples, as `python run.py tracker=wandb` makes it; its records."""
     quick = ["tracker=wandb", "dataset=lookup", "limit=2", "max_new_tokens=3", "timing.warmup=0", "out=run"]
-    run(config_of(*quick, *overrides))
+    run(run_of(*quick, *overrides))
     return read_run(Path("run"))[1]
 
 

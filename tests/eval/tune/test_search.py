@@ -14,8 +14,9 @@ from tests.eval.benchmarks.test_split import examples_of
 
 import eval.run.measure
 from eval.benchmarks.subsets import in_half
-from eval.run.config import build_method, check_arguments, compose_config, register_schema, to_run_config
+from eval.run.config import check_arguments, compose_config, register_schema
 from eval.run.prepare import prepare
+from eval.run.resolved import build_method
 from eval.run.targets import at_depth
 from eval.store.record import Record
 from eval.tune.findings import difference, told_apart
@@ -26,8 +27,8 @@ from eval.tune.study import Scored, Tried
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
-from tests.eval.run.test_loop import config_of as run_config_of
 from tests.eval.store.made import measurement
+from tests.runs import run_of, small_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("search")]  # one worker makes what they share
 
@@ -51,11 +52,6 @@ def config_of(*overrides: str):
         register_schema()
 
 
-def run_config(*overrides: str):
-    register_schema()
-    return to_run_config(compose_config(overrides))
-
-
 def ids_below(folder: Path) -> dict[str, list[tuple[str, str]]]:
     return {
         file.parent.name: [Record.from_json(line).key for line in file.read_text().splitlines()]
@@ -69,8 +65,7 @@ def study(tmp_path_factory) -> Path:
 
 
 def test_what_is_held_out_is_never_touched_by_the_search(study: Path) -> None:
-    run = run_config_of(study)
-    run.limit = 6
+    run = small_run(study, limit=6)
     ids = {
         name: [case.example.id for case in prepare(run).cases if case.dataset.name == name]
         for name in ("lookup", "shots")
@@ -113,7 +108,7 @@ def test_a_run_takes_what_was_found(study: Path) -> None:
     tuned = pd.read_csv(study / "front.csv").set_index("kind").loc["tuned", "schedule"]
     assert {str(layer): ratio for layer, ratio in content["schedule"].items()} == json.loads(str(tuned))
     assert (content["layers"], content["model"], content["target_speedup"]) == (8, "tiny", 2.0)
-    plan = prepare(run_config(f"method.schedule=tuned/{study}", "dataset=lookup", "limit=1"))
+    plan = prepare(run_of(f"method.schedule=tuned/{study}", "dataset=lookup", "limit=1"))
     assert plan.identity["method"]["schedule"] == json.loads(str(tuned))
 
 
@@ -260,9 +255,9 @@ def test_a_missing_optuna_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_experiment_compares_at_the_same_ideal_speedup() -> None:
-    experiment = run_config("experiment=tuned")
-    assert experiment.half == "held-out"
-    methods = {label: build_method(at_depth(method, 8)) for label, method in experiment.compare.items()}
+    experiment = run_of("experiment=tuned")
+    assert experiment.config.half == "held-out"
+    methods = {label: build_method(at_depth(method, 8)) for label, method in experiment.config.compare.items()}
     for tokens in (512, 1024, 2048):
         speedups = {
             label: method.ideal_speedup(load_config(ModelSpec("tiny")), tokens) for label, method in methods.items()

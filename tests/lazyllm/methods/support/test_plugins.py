@@ -15,8 +15,9 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException
 
 import lazyllm
-from eval.run.config import canonical, check_arguments, register_schema, to_run_config
-from eval.run.prepare import identify
+from eval.run.config import check_arguments, register_schema, to_run_config
+from eval.run.prepare import canonical, identify
+from eval.run.resolved import resolve
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Lazy, by_name, code_of, known, make
@@ -43,10 +44,10 @@ def installed(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         del sys.modules[name]
 
 
-def config_of(*overrides: str):
+def run_of(*overrides: str):
     register_schema()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return to_run_config(compose("config", overrides=list(overrides)))
+        return resolve(to_run_config(compose("config", overrides=list(overrides))))
 
 
 def test_the_worked_example_does_what_it_says() -> None:
@@ -74,18 +75,18 @@ def test_without_the_package_nothing_is_known_of_it() -> None:
 
 def test_its_config_is_the_dataclass(installed: Path) -> None:
     given = {"name": "keep_last", "layer": 3, "keep": 0.5}
-    assert config_of("method=keep_last", "method.layer=3").method == given | {"turns": "continue"}
+    assert run_of("method=keep_last", "method.layer=3").method == given | {"turns": "continue"}
     assert canonical(given | {"turns": "continue"}) == canonical(given) == {"name": "keep_last", "layer": 3}
-    lots = config_of("method=draws_lots", "seed=3").method
+    lots = run_of("method=draws_lots", "seed=3").method
     assert lots == {"name": "draws_lots", "layers": [1, 2], "seed": 3}  # the run's seed, as for lazyllm's own
-    assert config_of("method=draws_lots", "seed=3", "method.seed=5").method["seed"] == 5
+    assert run_of("method=draws_lots", "seed=3", "method.seed=5").method["seed"] == 5
     assert canonical(lots) == {"name": "draws_lots", "seed": 3}
     with pytest.raises(UserError, match=r"method\.layer has no default: give it on the command line"):
-        config_of("method=keep_last")
+        run_of("method=keep_last")
     with pytest.raises(Exception, match="kep"):  # Hydra's own error
-        config_of("method=keep_last", "method.layer=3", "method.kep=0.3")
+        run_of("method=keep_last", "method.layer=3", "method.kep=0.3")
     with pytest.raises(UserError, match=r"method 'keep_last': keep lies in \(0, 1\], got 2.0"):
-        config_of("method=keep_last", "method.layer=3", "method.keep=2.0")
+        run_of("method=keep_last", "method.layer=3", "method.keep=2.0")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_its_config_is_the_dataclass(installed: Path) -> None:
 def test_what_cannot_be_used_is_refused_when_it_is_asked_for_and_not_before(
     installed: Path, name: str, message: str
 ) -> None:
-    assert config_of("method=static_pruning").method["name"] == "static_pruning"
+    assert run_of("method=static_pruning").method["name"] == "static_pruning"
     check_arguments(["method=keep_last", "method.layer=3"])
     with pytest.raises(UserError, match=message):
         check_arguments([f"method={name}", "method.anything=1"])
@@ -123,7 +124,7 @@ def test_an_unknown_name_is_answered_with_all_that_are_known(installed: Path) ->
     with pytest.raises(UserError, match=r"'keep_first'; known are asl, baseline, .*static_pruning.*keep_last"):
         make("keep_first")
     with pytest.raises(MissingConfigException, match="keep_last"):  # in Hydra's list of options
-        config_of("method=keep_first")
+        run_of("method=keep_first")
 
 
 def test_settings_are_checked_by_name() -> None:
@@ -153,7 +154,7 @@ def test_two_drafts_never_share_a_run_folder(installed: Path, tmp_path: Path) ->
 
     def identity() -> dict:
         overrides = ("model=tiny", "dataset=lookup", "limit=1", "method=drafted", f"method.draft={draft}")
-        return identify(config_of(*overrides)).identity
+        return identify(run_of(*overrides)).identity
 
     first = identity()
     assert identity() == first

@@ -1,0 +1,23 @@
+"""What several test files need: random prompts, and the small model that is shipped."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+VOCABULARY = 97  # of the random models of tests/reference.py
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Random token ids for the models of `tests.reference`."""
+    return np.random.default_rng(seed).integers(0, VOCABULARY, length).tolist()
+
+
+@cache
+def tiny() -> tuple[Any, Any]:
+    """The model `tiny` in float32 on the CPU, and its tokenizer. Shared: a test leaves it as it was."""
+    import lazyllm
+
+    return lazyllm.load_model("tiny", dtype="float32", device="cpu")
