@@ -269,35 +269,40 @@ def test_no_tensor_of_a_prefill_is_quadratic_in_the_prompt(method: Method) -> No
 def test_no_tensor_of_a_generation_is_quadratic_in_the_prompt(
     monkeypatch: pytest.MonkeyPatch, method: Method, kv_heads: int, window: int | None, attention: str
 ) -> None:
-    n, block, row = 701, 2**15, 4 * max(64, WIDTH, VOCAB)  # bytes of a token's widest row
-    model = small_llama(kv_heads, dtype=torch.float32, window=window, attention=attention)
+    n, block, row = 401, 2**14, 4 * max(64, WIDTH, VOCAB)  # bytes of a token's widest row
+    model = small_llama(kv_heads, layers=6, dtype=torch.float32, window=window, attention=attention)
     whole = lazyllm.generate(model, prompt_of(n), method, 4, ())
     monkeypatch.setattr(masks, "BLOCK", block)
     with Seen() as seen:
         in_blocks = lazyllm.generate(model, prompt_of(n), method, 4, ())
     assert in_blocks.computed.tolist() == whole.computed.tolist()
     if isinstance(method, Lazy) and window is None:
-        assert (in_blocks.computed[1:] - in_blocks.computed[:-1]).max() > 100  # were revived at once
+        assert (in_blocks.computed[1:] - in_blocks.computed[:-1]).max() > 60  # were revived at once
     # the row of one query may cost more than a block
     assert n * row // 4 < seen.largest <= max(n * row, 2 * block) < n * n
 
 
 class Held(TorchDispatchMode):
-    """peak: the greatest number of bytes held at once, after any operation, by tensors that operations returned."""
+    """peak: the maximum number of bytes held at once, after any operation, by tensors that operations returned."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._sum = 0  # with tensors that are free by now: these are looked for only if the peak may grow
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else [out]:
             if torch.is_tensor(tensor):
                 storage = tensor.untyped_storage()
+                _, before = self._held.get(storage._cdata, (None, 0))
                 self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._held.values()))
+                self._sum += storage.nbytes() - before
+        if self._sum > self.peak:
+            self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
+            self._sum = sum(nbytes for _, nbytes in self._held.values())
+            self.peak = max(self.peak, self._sum)
         return out
 
 
@@ -312,7 +317,7 @@ def bytes_of_a_layer(model: MistralForCausalLM, n: int) -> int:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_two_turns_hold_their_caches_one_layer_and_one_block(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    model, n, m, block = small_llama(dtype=torch.float32), 2000, 700, 2**17
+    model, n, m, block = small_llama(dtype=torch.float32), 1000, 350, 2**17
     monkeypatch.setattr(masks, "BLOCK", block // 2)
     monkeypatch.setattr(attention, "BLOCK_ON_CPU", block // 8)  # cells
     whole = lazyllm.generate(model, prompt_of(n), Baseline(), 3, ()).kv_bytes
@@ -331,11 +336,11 @@ def test_two_turns_hold_their_caches_one_layer_and_one_block(monkeypatch: pytest
 def test_blocks_change_no_result(
     monkeypatch: pytest.MonkeyPatch, method: Method, kv_heads: int, window: int | None, attention: str
 ) -> None:
-    model = small_llama(kv_heads, window=window, attention=attention)
-    whole = lazyllm.generate(model, prompt_of(150), method, 5, ())
-    for block in (1, 5000, 40000):  # a query alone, some, many
+    model = small_llama(kv_heads, layers=6, window=window, attention=attention)
+    whole = lazyllm.generate(model, prompt_of(90), method, 4, ())
+    for block in (1, 4000, 30000):  # a query alone, some, many
         monkeypatch.setattr(masks, "BLOCK", block)
-        found = lazyllm.generate(model, prompt_of(150), method, 5, ())
+        found = lazyllm.generate(model, prompt_of(90), method, 4, ())
         assert (found.token_ids, found.selected) == (whole.token_ids, whole.selected)
         tolerance = 1e-9 if attention == "sdpa" else 1e-6  # eager's softmax is in float32
         torch.testing.assert_close(found.first_logits, whole.first_logits, rtol=0, atol=tolerance)

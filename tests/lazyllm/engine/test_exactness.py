@@ -50,9 +50,8 @@ def test_random_shapes_and_schedules(architecture: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("prompt_tokens", [1, 2, 3, 12])
-@pytest.mark.parametrize("where", ["first", "every", "last"])
-@pytest.mark.parametrize("ratio", [0.01, 0.5])
+@pytest.mark.parametrize("prompt_tokens", [1, 3, 12])
+@pytest.mark.parametrize(("where", "ratio"), [("first", 0.01), ("every", 0.01), ("every", 0.5), ("last", 0.5)])
 def test_edges(architecture: str, prompt_tokens: int, where: str, ratio: float) -> None:
     layers = 4
     model = random_model(architecture, 7, num_layers=layers)
@@ -63,8 +62,8 @@ def test_edges(architecture: str, prompt_tokens: int, where: str, ratio: float) 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("schedule", [{}, {2: 1.0}, {1: 1.0, 2: 1.0, 4: 1.0}], ids=str)
-@pytest.mark.parametrize("prompt_tokens", [1, 2, 3, 40])
+@pytest.mark.parametrize("schedule", [{}, {1: 1.0, 2: 1.0, 4: 1.0}], ids=str)
+@pytest.mark.parametrize("prompt_tokens", [1, 2, 40])
 def test_keeping_everything_is_the_model_itself(architecture, attention, schedule, prompt_tokens) -> None:
     model = random_model(architecture, 3, num_layers=4)
     model.set_attn_implementation(attention)

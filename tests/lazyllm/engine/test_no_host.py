@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from lazyllm.engine.architecture import find_layout
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.inputs import Prompt
-from lazyllm.methods import lazy
+from lazyllm.methods.support import lazy_session
 from tests.lazyllm.methods.method_matrix import ROWS, Row
 from tests.reference import random_model
 
@@ -73,7 +73,7 @@ CASES = {name: row for name, row in ROWS.items() if not (row.scores or row.decid
 @pytest.mark.parametrize("revived", [0, 3])
 @pytest.mark.parametrize("row", CASES.values(), ids=CASES.keys())
 def test_only_boundaries_ask_the_device(row: Row, revived: int, attention: str, monkeypatch) -> None:
-    monkeypatch.setattr(lazy, "MANY", 1)
+    monkeypatch.setattr(lazy_session, "MANY", 1)
     twin: Any = random_model("llama", 2, num_layers=4)
     twin.config._attn_implementation = attention
     layout = find_layout(twin)  # compares numbers

@@ -25,47 +25,57 @@ LOOKS = [
 ]
 
 
-def by_hand(model: Any, look: Look) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The scores of each observed layer, and the hidden states [N, D] after each layer; one token at a time."""
+def by_hand(model: Any) -> tuple[dict[bool, list[np.ndarray]], list[np.ndarray]]:
+    """{whether raw: the scores [h, N, N] of each layer}, and the hidden states [N, D] after each; token by token."""
     hand = HandModel(model)
     hidden = {p: hand.embed(token) for p, token in enumerate(PROMPT)}
-    found, states = [], []
+    scores: dict[bool, list[np.ndarray]] = {False: [], True: []}
+    states = []
     for layer in range(1, hand.num_layers + 1):
         kv = {p: hand.key_value(layer, hidden[p], p, N) for p in hidden}
-        scores = np.full((hand.num_heads, N, N), -np.inf if look.raw else 0.0)
+        weights, logits = (np.full((hand.num_heads, N, N), nothing) for nothing in (0.0, -np.inf))
         for p in range(N):
             seen = [other for other in range(N) if hand.sees(layer, p, other)]
-            hidden[p], probabilities, logits = hand.layer(layer, hidden[p], p, N, [kv[other] for other in seen])
-            scores[:, p, seen] = logits if look.raw else probabilities
+            hidden[p], weights[:, p, seen], logits[:, p, seen] = hand.layer(
+                layer, hidden[p], p, N, [kv[other] for other in seen]
+            )
         states.append(np.stack([hidden[p] for p in range(N)]))
-        if layer - 1 in look.layers:
-            scores = scores[:, -look.queries :]
-            scores = scores if look.per_head else scores.mean(axis=0)
-            found.append(scores[..., 0, :] if look.queries == 1 else scores)
-    return found, states
+        scores[False].append(weights)
+        scores[True].append(logits)
+    return scores, states
 
 
-@pytest.mark.parametrize(
-    ("architecture", "attention"),
-    [cell for cell in product(ARCHITECTURES, ("eager", "sdpa", "flash_attention_2")) if is_offered(*cell)],
-)
-def test_every_look(architecture: str, attention: str) -> None:
+def shown(scores: np.ndarray, look: Look) -> np.ndarray:
+    """The part of a layer's scores [h, N, N] that `look` describes."""
+    rows = scores[:, -look.queries :]
+    rows = rows if look.per_head else rows.mean(axis=0)
+    return rows[..., 0, :] if look.queries == 1 else rows
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_look(architecture: str) -> None:
     model = random_variant(architecture, 2, "eager")
-    model.config._attn_implementation = attention
-    with torch.inference_mode(), casts_in_float64(), flash_stand_in(), open_decoder(model) as decoder:
-        for look in LOOKS:
-            expected, states = by_hand(model, look)
-            hidden = run_layers(decoder, torch.tensor(PROMPT), look=look)
-            for ours, theirs in zip(decoder.probe.take_each(), expected, strict=True):
-                np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-9)
-            np.testing.assert_allclose(hidden[0].numpy(), states[-1], rtol=0, atol=1e-9)
-            run_layers(decoder, torch.tensor(PROMPT), look=look)
-            np.testing.assert_allclose(decoder.probe.take().numpy(), np.mean(expected, axis=0), rtol=0, atol=1e-9)
+    with casts_in_float64(), flash_stand_in():
+        scores, states = by_hand(model)
+        for implementation in ("eager", "sdpa", "flash_attention_2"):
+            if not is_offered(architecture, implementation):
+                continue
+            model.config._attn_implementation = implementation
+            with torch.inference_mode(), open_decoder(model) as decoder:
+                for look in LOOKS:
+                    expected = [shown(scores[look.raw][layer], look) for layer in look.layers]
+                    hidden = run_layers(decoder, torch.tensor(PROMPT), look=look)
+                    for ours, theirs in zip(decoder.probe.take_each(), expected, strict=True):
+                        np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-9)
+                    np.testing.assert_allclose(hidden[0].numpy(), states[-1], rtol=0, atol=1e-9)
+                    run_layers(decoder, torch.tensor(PROMPT), look=look)
+                    mean = decoder.probe.take().numpy()
+                    np.testing.assert_allclose(mean, np.mean(expected, axis=0), rtol=0, atol=1e-9)
 
 
 def test_the_first_layers_alone() -> None:
     model = random_model("llama", 4, num_layers=5)
-    _, states = by_hand(model, Look())
+    _, states = by_hand(model)
     with torch.inference_mode(), open_decoder(model) as decoder:
         calls = []
         for index, layer in enumerate(model.model.layers):

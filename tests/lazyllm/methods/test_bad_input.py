@@ -12,7 +12,7 @@ import torch
 import lazyllm
 from lazyllm.check import invariants
 from lazyllm.errors import UserError
-from lazyllm.methods import METHODS, SpecPrefill, make
+from lazyllm.methods import METHODS, SpecPrefill, by_name, make, settings_of
 from tests.reference import random_model, random_variant
 
 MODEL = random_model("llama", 1, num_layers=4)
@@ -27,14 +27,6 @@ USUAL: dict[str, dict[str, Any]] = {name: {} for name in METHODS} | {
     "specprefill": {"chunk": 4},
     "static_pruning": {"layer": 2, "keep": 0.5},
 }
-BEYOND_THE_MODEL: dict[str, dict[str, Any]] = {
-    "asl": {"first": 5},
-    "claa": {"layer": 5},
-    "fastkv": {"layer": 5},
-    "gemfilter": {"layer": 5},
-    "lazy": {"schedule": {5: 0.5}},
-    "static_pruning": {"layer": 5},
-}
 # A window, a chunk or a number of first tokens that is longer than any prompt here
 LONGER_THAN_THE_PROMPT: dict[str, dict[str, Any]] = {
     "asl": {"window": 99},
@@ -46,12 +38,40 @@ LONGER_THAN_THE_PROMPT: dict[str, dict[str, Any]] = {
     "pyramidinfer": {"first": 99},
     "specprefill": {"chunk": 99, "sound": True},
 }
+CUTS = {"asl": "first", "claa": "layer", "fastkv": "layer", "gemfilter": "layer"}
 TOO_MANY: dict[str, dict[str, Any]] = {name: {"keep": 10**6} for name in ("asl", "gemfilter", "oracle")}
-NO_SHARE: dict[str, dict[str, Any]] = {
-    **{name: {"keep": 1.5} for name in METHODS if name not in ("baseline", "lazy", "pyramidinfer")},
-    "lazy": {"schedule": {2: 1.5}},
-    "pyramidinfer": {"decay": 1.5},
-}
+# (method, its settings, what the message must name: the key, and the values that it takes)
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    *((name, {"keep": 1.5}, r"keep.*\(0, 1\].*1\.5") for name in METHODS if "keep" in settings_of(by_name(name))),
+    ("lazy", {"schedule": {2: 1.5}}, r"layer 2.*\(0, 1\].*1\.5"),
+    ("pyramidinfer", {"decay": 1.5}, r"decay.*\(0, 1\].*1\.5"),
+    ("random_drop", {"keep": 0}, r"keep.*\(0, 1\]"),
+    ("random_drop", {"keep": "half"}, "keep.*number"),
+    ("static_pruning", {"layer": 0}, "layer.*1 or more"),
+    ("static_pruning", {"layer": 1.5}, "layer.*1 or more"),
+    ("prompt_compression", {"unit": "word"}, "unit='word'.*token, sentence, phrase"),
+    ("prompt_compression", {"window": 1}, "window.*2 or more"),
+    ("prompt_compression", {"scorer": 3}, "scorer=3.*name of a model"),
+    ("gemfilter", {"layer": 0}, "layer.*1 or more"),
+    ("gemfilter", {"keep": 0}, "keep.*1 or more"),
+    ("gemfilter", {"pool": 4}, "pool=4.*odd"),
+    ("fastkv", {"retain": 2}, r"retain.*\(0, 1\]"),
+    ("fastkv", {"window": 0}, "window.*1 or more"),
+    ("fastkv", {"pooling": "sum"}, "pooling='sum'.*max or average"),
+    ("claa", {"retain": 0.5}, "retain=0.5.*null.*1"),
+    ("claa", {"layers": 0}, "layers.*1 or more"),
+    ("specprefill", {"draft": 3}, "draft=3.*name of a model"),
+    ("specprefill", {"lookahead": 0}, "lookahead.*1 or more"),
+    ("specprefill", {"chunk": 0}, "chunk.*1 or more"),
+    ("specprefill", {"text": True}, "draft=FOLDER_OR_HUB_ID"),
+    ("pyramidinfer", {"weight": 0}, "weight=0.*above 0"),
+    *(("asl", {"threshold": bad}, "threshold=.*above 0") for bad in (float("nan"), 0, -1.0, True, "0.3")),
+    ("asl", {"first": 0}, "first.*1 or more"),
+    ("oracle", {"answer": 0}, "answer.*1 or more"),
+    *((name, {key: 5}, f"{key}=5.*only 4 layers") for name, key in CUTS.items()),
+    ("lazy", {"schedule": {5: 0.5}}, "layer 5.*only 4 layers"),
+    ("static_pruning", {"layer": 5}, "layer 5.*only 4 layers"),
+]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -61,35 +81,16 @@ def test_short_prompts_and_long_windows(name: str, n: int) -> None:
         invariants.counts_what_it_computes(MODEL, make(name, USUAL[name] | edge), PROMPT[:n])
 
 
-@pytest.mark.parametrize("name", BEYOND_THE_MODEL)
-def test_a_layer_beyond_the_model(name: str) -> None:
-    with pytest.raises(ValueError, match=r"5.*only 4 layers") as refused:
-        make(name, USUAL[name] | BEYOND_THE_MODEL[name]).check(MODEL.config)
+@pytest.mark.parametrize(("name", "settings", "message"), REFUSED, ids=str)
+def test_method_refuses_bad_setting_in_one_line(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((UserError, ValueError), match=message) as refused:
+        make(name, USUAL[name] | settings).check(MODEL.config)
     assert "\n" not in str(refused.value)
-
-
-def test_a_layer_beyond_the_model_has_the_name_of_its_setting() -> None:
-    for name, key in (("asl", "first"), ("fastkv", "layer"), ("gemfilter", "layer")):
-        with pytest.raises(ValueError, match=f"^{key}=5, but the model has only 4 layers"):
-            make(name, USUAL[name] | {key: 5}).check(MODEL.config)
-
-
-@pytest.mark.parametrize("threshold", [float("nan"), 0, -1.0, True, "0.3"])
-def test_a_threshold_that_is_no_number_above_zero(threshold: object) -> None:
-    with pytest.raises(UserError, match=f"threshold={threshold!r}: give a number above 0"):
-        make("asl", {"threshold": threshold})
 
 
 @pytest.mark.parametrize("name", TOO_MANY)
 def test_more_tokens_than_there_are_is_all_of_them(name: str) -> None:
     invariants.is_the_model(MODEL, make(name, USUAL[name] | TOO_MANY[name]), PROMPT)
-
-
-@pytest.mark.parametrize("name", NO_SHARE)
-def test_a_share_above_one(name: str) -> None:
-    with pytest.raises((UserError, ValueError), match=r"\(0, 1\].*1\.5") as refused:
-        make(name, USUAL[name] | NO_SHARE[name]).check(MODEL.config)
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", METHODS)

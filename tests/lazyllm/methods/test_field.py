@@ -27,6 +27,7 @@ VARIANTS = ["llama", "mistral, window", "qwen2", "qwen3", "gemma2", "llama, dyna
 STEPS = 4
 LAYERS = 5
 TOLERANCE = 1e-9
+SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))]
 
 Case = tuple[Method, Callable[[PreTrainedModel, list[int]], FieldOutput]]
 
@@ -139,7 +140,7 @@ def hold(model: PreTrainedModel, method: Method, ids: list[int], expected: Field
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_cases(name: str, variant: str, seed: int) -> None:
     rng = random.Random(f"{name} {variant} {seed}")
     attention = rng.choice(["eager", attention_of(variant)])
@@ -166,7 +167,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "gemma2"])  # SDPA, as drafts are loaded
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_specprefill(variant: str, seed: int, drafts: Path) -> None:
     rng = random.Random(f"{variant} {seed}")
     ids, model = drawn_prompt(rng), model_of(variant, seed % 2, attention_of(variant))
@@ -233,45 +234,3 @@ def test_flops_of_what_selects_are_those_announced() -> None:
         if isinstance(method, SpecPrefill):
             pairs += 4 * (n + 3) * (n + 4) // 2
         assert counted == pytest.approx(announced - pairs * shape.pair_flops, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: GemFilter(0), "layer is a whole number of 1 or more"),
-        (lambda: GemFilter(keep=0), "keep is a whole number of 1 or more"),
-        (lambda: GemFilter(keep=1.5), r"keep lies in \(0, 1\]"),
-        (lambda: GemFilter(pool=4), "pool=4: give an odd number"),
-        (lambda: FastKV(keep=0.0), r"\(0, 1\]"),
-        (lambda: FastKV(retain=2), r"\(0, 1\]"),
-        (lambda: FastKV(window=0), "window is a whole number"),
-        (lambda: FastKV(pooling="sum"), "pooling='sum': give max or average"),
-        (lambda: CLAA(retain=0.5), "retain=0.5: give null"),
-        (lambda: CLAA(layers=0), "layers is a whole number"),
-        (lambda: SpecPrefill(draft=3), "name of a model"),  # type: ignore[arg-type]
-        (lambda: SpecPrefill(lookahead=0), "lookahead is a whole number"),
-        (lambda: SpecPrefill(chunk=0), "chunk is a whole number"),
-        (lambda: PyramidInfer(decay=0), r"\(0, 1\]"),
-        (lambda: PyramidInfer(weight=0), "weight=0: give a number above 0"),
-        (lambda: ASL(threshold=0), "threshold=0: give a number above 0"),
-        (lambda: ASL(first=0), "first is a whole number"),
-        (lambda: Oracle(answer=0), "answer is a whole number"),
-    ],
-)
-def test_bad_settings_are_refused(make: Callable[[], Method], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        make()
-
-
-def test_what_does_not_fit_the_model_is_refused_before_it_loads(drafts: Path) -> None:
-    config = random_variant("llama", 0).config
-    for method in (GemFilter(5), FastKV(5), CLAA(5), ASL(5)):
-        with pytest.raises(ValueError, match=r"(layer|first)=5, but the model has only 4 layers"):
-            method.check(config)
-    for name, message, own in (
-        ("vocabulary", "has 64 tokens in its vocabulary, the model 97", {"vocab_size": 64}),
-        ("size", "1.5 times as large as the model", {"num_hidden_layers": 6}),
-    ):
-        random_variant("llama", 0, **own).config.save_pretrained(drafts / name)
-        with pytest.raises(ValueError, match=message):
-            SpecPrefill(str(drafts / name)).check(config)
