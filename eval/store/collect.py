@@ -18,7 +18,6 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -27,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eval.store.comparable import add_choice, chosen, tell_apart
-from eval.store.folder import files_of, fingerprint, read_failures, read_planned
+from eval.store.folder import fingerprint, read_failures, read_planned
 from eval.store.record import SCHEMA
 from eval.store.results import as_frame, find_runs
 from eval.store.runs import CAMPAIGN, CAMPAIGN_RECORDS, CAMPAIGN_VERSION, StoredRun, counted, stored_runs
@@ -38,22 +37,12 @@ KEPT = ("run.json", "examples.json", "failures*.jsonl", "jobs*.jsonl", "traces/*
 _SHOWN = 3  # missing examples that are printed; campaign.json has all
 
 
-@dataclass(frozen=True)
-class Collected:
-    """One collected run. folder: its name in the campaign. files: number of its record files.
-
-    missing: its missing examples; None if the planned ones are unknown.
-    """
-
-    folder: str
-    records: int
-    files: int
-    missing: list[tuple[str, str]] | None
-    failed: int
-
-
-def collect(folders: Sequence[Path], out: Path, where: Sequence[str] = (), newest: bool = False) -> list[Collected]:
+def collect(
+    folders: Sequence[Path], out: Path, where: Sequence[str] = (), newest: bool = False
+) -> list[dict[str, Any]]:
     """Write the campaign of all runs in the folders and their subfolders, including runs without records.
+
+    Returns campaign.json's entries of the runs.
 
     where, newest: as in `eval.store.comparable.chosen`. Memory holds one run's records at a time. Raises UserError if
     there is no run, if a run is damaged, or if `out` is something other than a campaign or holds runs of its own.
@@ -65,19 +54,18 @@ def collect(folders: Sequence[Path], out: Path, where: Sequence[str] = (), newes
             raise UserError(f"{run.folder / 'run.json'}: the fingerprint differs from the identity's: it was edited")
     root = Path(os.path.commonpath([run.folder.parent.absolute() for run in runs])) if runs else Path()
     with _whole_folder(out) as partial:
-        entries, done = _write_records(runs, root, partial)
-        if not any(run.records for run in done):
+        entries = _write_records(runs, root, partial)
+        if not any(entry["records"] for entry in entries):
             raise UserError(f"no run with records in {', '.join(map(str, folders))}")
         content = {"schema": CAMPAIGN_VERSION, "runs": entries}
         write_whole(partial / CAMPAIGN, json.dumps(content, indent=1, sort_keys=True) + "\n")
         as_frame(find_runs([partial]))  # raises if two runs would share a table's cell
-    return done
+    return entries
 
 
-def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> tuple[list[dict[str, Any]], list[Collected]]:
-    """Write every run's records and files. Returns campaign.json's entries and the collected runs."""
+def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> list[dict[str, Any]]:
+    """Write every run's records and files. Returns campaign.json's entries."""
     entries: list[dict[str, Any]] = []
-    done: list[Collected] = []
     prompts: dict[tuple[str, str, str], str] = {}
     groups = 0
     options: Any = {"compression": "zstd", "use_dictionary": ["dataset"], "write_statistics": False}
@@ -89,16 +77,22 @@ def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> tuple[li
                 writer.write_table(table, row_group_size=len(table))
                 groups += 1
             name = run.folder.absolute().relative_to(root).as_posix()
-            _copy_files(run.folder, out / name)
+            for file in sorted(file for pattern in KEPT for file in run.folder.glob(pattern)):
+                target = out / name / file.relative_to(run.folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, target)
             keys = set(zip(table["dataset"].to_pylist(), table["id"].to_pylist(), strict=True))
             planned = read_planned(run.folder)
-            missing = None if planned is None else [key for key in planned if key not in keys]
-            failed = len({failure.key for failure in read_failures(run.folder)} - keys)
-            files = len(files_of(run.folder, "records"))  # 0 if the run is in a campaign already
-            done.append(Collected(name, len(table), files, missing, failed))
-            entry = {"row_groups": [first_group, groups], "records_sha256": run.records_sha256}
-            entries.append({"folder": name, "records": len(table), "missing": missing, **entry})
-    return entries, done
+            entry = {
+                "folder": name,
+                "records": len(table),
+                "row_groups": [first_group, groups],
+                "records_sha256": run.records_sha256,
+                "missing": None if planned is None else [key for key in planned if key not in keys],
+                "failed": len({failure.key for failure in read_failures(run.folder)} - keys),
+            }
+            entries.append(entry)
+    return entries
 
 
 def _check_prompts(run: StoredRun, table: pa.Table, prompts: dict[tuple[str, str, str], str]) -> None:
@@ -110,14 +104,6 @@ def _check_prompts(run: StoredRun, table: pa.Table, prompts: dict[tuple[str, str
                 f"{run.folder}: {dataset}, row {example} has another prompt than in earlier runs of {run.model}: the "
                 "folder holds another run's records, or the data has changed"
             )
-
-
-def _copy_files(folder: Path, out: Path) -> None:
-    for pattern in KEPT:
-        for file in sorted(folder.glob(pattern)):
-            target = out / file.relative_to(folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, target)
 
 
 def _check_out(out: Path, runs: Sequence[StoredRun]) -> None:
@@ -144,22 +130,24 @@ def _whole_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def describe(done: Sequence[Collected], out: Path) -> str:
-    """A summary to print: a line for each incomplete run, then the totals."""
+def describe(entries: Sequence[dict[str, Any]], out: Path) -> str:
+    """A summary to print: a line for each incomplete run, then the totals. entries: from `collect`."""
     lines = []
-    for run in done:
-        if run.missing:
-            named = ", ".join(f"{dataset}, row {row}" for dataset, row in run.missing[:_SHOWN])
-            more = f" and {len(run.missing) - _SHOWN} more" if len(run.missing) > _SHOWN else ""
-            failed = f" ({run.failed} failed)" if run.failed else ""
-            lines.append(f"{run.folder}: lacks {counted(len(run.missing), 'example')}{failed}: {named}{more}")
-        elif not run.records:
-            lines.append(f"{run.folder}: no records, {counted(run.failed, 'failed example')}")
-    unknown = sum(run.missing is None for run in done)
-    if unknown:
+    for run in entries:
+        if missing := run["missing"]:
+            named = ", ".join(f"{dataset}, row {row}" for dataset, row in missing[:_SHOWN])
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            failed = f" ({run['failed']} failed)" if run["failed"] else ""
+            lines.append(f"{run['folder']}: lacks {counted(len(missing), 'example')}{failed}: {named}{more}")
+        elif not run["records"]:
+            lines.append(f"{run['folder']}: no records, {counted(run['failed'], 'failed example')}")
+    if unknown := sum(run["missing"] is None for run in entries):
         lines.append(f"without a list of planned examples, so that missing ones are unknown: {counted(unknown, 'run')}")
-    records, files = (counted(sum(getattr(run, name + "s") for run in done), name) for name in ("record", "file"))
-    return "\n".join([*lines, f"{out}: {records} of {counted(len(done), 'run')}, from {files}"])
+    records, files = sum(run["records"] for run in entries), sum(len(run["records_sha256"]) for run in entries)
+    lines.append(
+        f"{out}: {counted(records, 'record')} of {counted(len(entries), 'run')}, from {counted(files, 'file')}"
+    )
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

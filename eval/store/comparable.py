@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +17,6 @@ from lazyllm.errors import UserError
 
 # Facts that may differ between runs that share a table
 _FREE = {"method", "parameters", "data", "seed", "paired", "warmup", "method_weights", "method_code", "fidelity"}
-_SHOWN = 12  # characters of a hash
 _ROWS = "rows of "  # a dataset's fact: the hashes of its rows and templates
 
 
@@ -37,25 +37,34 @@ def tell_apart(runs: Sequence[StoredRun]) -> list[StoredRun]:
         {fact: value.strip('"') for fact, value in own.items() if value != usual[run.model, fact]}
         for run, own in zip(runs, facts, strict=True)
     ]
-    named = {(run.model, *_in_words(facts)) for run, facts in zip(runs, odd, strict=True)}
-
-    def apart(model: str, words: Sequence[str]) -> str:
-        """The first words that no other run of the model begins with."""
-        begins = [(model, *words[:length]) for length in range(1, len(words) + 1)]
-        unique = [begin for begin in begins if sum(other[: len(begin)] == begin for other in named) == 1]
-        return f" ({', '.join((unique or begins[-1:])[0][1:])})" if words else ""
-
+    for digits in (4, 8, 64):  # of hashes, so that no two names are equal
+        words = [(run.model, *_in_words(facts, digits)) for run, facts in zip(runs, odd, strict=True)]
+        distinct = {(run.model, *facts.items()) for run, facts in zip(runs, odd, strict=True)}
+        if len(set(words)) == len(distinct):
+            break
     return [
-        replace(run, apart=apart(run.model, _in_words(facts)), facts=facts)
-        for run, facts in zip(runs, odd, strict=True)
+        replace(run, apart=_apart(own, set(words)), facts=facts)
+        for run, facts, own in zip(runs, odd, words, strict=True)
     ]
 
 
-def _in_words(facts: dict[str, str]) -> list[str]:
+def _apart(words: tuple[str, ...], others: set[tuple[str, ...]]) -> str:
+    """The first words after the model's name that tell a run from all others, in brackets."""
+    begins = [words[:length] for length in range(2, len(words) + 1)]
+    unique = [begin for begin in begins if sum(other[: len(begin)] == begin for other in others) == 1]
+    return f" ({', '.join((unique or begins[-1:])[0][1:])})" if begins else ""
+
+
+def _in_words(facts: dict[str, str], digits: int) -> list[str]:
     """The facts in short, hashes of rows as one and last."""
-    words = [f"{fact}={_short(value)}" for fact, value in facts.items() if not fact.startswith(_ROWS)]
+
+    def short(value: str) -> str:
+        shown = digits if re.fullmatch("[0-9a-f]{16,}", value) else 6 * digits
+        return value[:shown]
+
+    words = [f"{fact}={short(value)}" for fact, value in facts.items() if not fact.startswith(_ROWS)]
     rows = {fact: value for fact, value in facts.items() if fact.startswith(_ROWS)}
-    return [*words, f"rows {fingerprint(rows)[:4]}"] if rows else words
+    return [*words, f"rows {fingerprint(rows)[:digits]}"] if rows else words
 
 
 def _facts(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
@@ -88,10 +97,6 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 def as_text(values: dict[str, Any]) -> dict[str, str]:
     """{"machine.cpu": ...} of nested mappings, values in the command line's syntax."""
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in _flat(values)}
-
-
-def _short(value: str) -> str:
-    return value if len(value) <= 2 * _SHOWN else f"{value[:_SHOWN]}..."
 
 
 def _began(pair: tuple[StoredRun, Any]) -> str:

@@ -332,7 +332,8 @@ def _check_identity(folder: Path, identity: dict[str, Any], about: dict[str, Any
     if not file.exists():
         if any(folder.glob("records*.jsonl")):
             raise UserError(f"{folder}: holds records but no run.json; give another folder with out=FOLDER")
-        text = about_text(identity, about)
+        content = {"schema": VERSION, "fingerprint": fingerprint(identity), "identity": identity, **about}
+        text = json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
         write_whole(file, text)
         return json.loads(text)
     content = read_about(file)
@@ -349,12 +350,6 @@ def check_same(folder: Path, kind: str, before: dict[str, Any], now: dict[str, A
             f"{folder}: holds a {kind} that differs ({changes}). Their records cannot be mixed: give another "
             "folder with out=FOLDER, or omit out= for a new one"
         )
-
-
-def about_text(identity: dict[str, Any], about: dict[str, Any]) -> str:
-    """run.json's text."""
-    content = {"schema": VERSION, "fingerprint": fingerprint(identity), "identity": identity, **about}
-    return json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
 
 
 def read_about(file: Path) -> dict[str, Any]:

@@ -106,11 +106,6 @@ class Measurement:
     tokens_computed_so_far: float | None = None
     total_s_so_far: float | None = None
 
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> Self:
-        """The measurement from a stored line's values. Raises ValueError or TypeError for invalid ones."""
-        return _checked(cls(**values))
-
 
 def _columns(kind: type) -> list[Field[Any]]:
     return [field for field in fields(kind) if _type(field)[1] in ("int", "float")]
@@ -142,13 +137,8 @@ class Line:
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """The object of a line. Raises ValueError, TypeError or KeyError for an invalid one."""
-        return cls.of(_values(line))
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> Self:
-        """The object of a line's values. Raises as `from_json`."""
-        return _checked(cls(**values))
+        """The object of a line. Raises ValueError or TypeError for an invalid one."""
+        return _made(cls, _values(line))
 
     def to_json(self) -> str:
         """One line of JSON, without a newline at its end."""
@@ -165,10 +155,6 @@ class LaterTurn:
     baseline: Measurement | None
     prompt_end: str
     answers: list[str]
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> Self:
-        return _checked(cls(**values | _sides(values)))
 
 
 @dataclass(frozen=True)
@@ -192,12 +178,6 @@ class Record(Line):
     later: list[LaterTurn] | None = None
     turn: int = 1
 
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> Self:
-        later = values.get("later")
-        turns: dict[str, Any] = {"later": None if later is None else [LaterTurn.of(turn) for turn in later]}
-        return _checked(cls(**values | _sides(values) | turns))
-
     @property
     def by_turn(self) -> list[Record]:
         """A record for each turn, this one first. A later one's prompt is its message, which is never truncated."""
@@ -208,14 +188,6 @@ class Record(Line):
                 for number, turn in enumerate(self.later or (), start=2)
             ),
         ]
-
-
-def _sides(values: dict[str, Any]) -> dict[str, Any]:
-    baseline = values["baseline"]
-    return {
-        "method": Measurement.of(values["method"]),
-        "baseline": None if baseline is None else Measurement.of(baseline),
-    }
 
 
 @dataclass(frozen=True)
@@ -252,12 +224,20 @@ def _values(line: str) -> dict[str, Any]:
     return values
 
 
-def _checked(line: _Kind) -> _Kind:
-    """The object, if its values have the types of its fields and are finite. List items are not validated.
+def _made(kind: type[_Kind], values: Any) -> _Kind:
+    """The object of a class from JSON values, if they have the types of its fields and are finite.
 
-    Raises TypeError or ValueError.
+    Items of lists are not validated, but for turns. Raises TypeError or ValueError.
     """
-    for name, types in _allowed(type(line)):
+    if type(values) is not dict:
+        raise TypeError(f"{kind.__name__} is {type(values).__name__}, not dict")
+    for name, inner, is_list in _nested_in(kind):
+        value = values.get(name)
+        if value is not None:
+            made = [_made(inner, item) for item in value] if is_list else _made(inner, value)
+            values = {**values, name: made}
+    line = kind(**values)
+    for name, types in _allowed(kind):
         value = getattr(line, name)
         if type(value) not in types:  # JSON gives plain types; True is not a number
             expected = " or ".join(kind.__name__ for kind in types)
@@ -270,14 +250,22 @@ def _checked(line: _Kind) -> _Kind:
 
 
 @cache
+def _nested_in(kind: type) -> list[tuple[str, type, bool]]:
+    """(field, class of its values, whether it is a list of them) of the fields that hold other objects."""
+    return [(item.name, *_NESTED[name]) for item in fields(kind) if (name := _type(item)[1]) in _NESTED]
+
+
+@cache
 def _allowed(kind: type) -> list[tuple[str, tuple[type, ...]]]:
-    """(field, the types of its values) of all fields but nested ones, which check themselves."""
-    typed = [(field.name, *_type(field)) for field in fields(kind)]
-    return [
-        (name, (*_TYPES[kind][0], *((NoneType,) if optional else ())))
-        for name, optional, kind in typed
-        if kind in _TYPES
-    ]
+    """(field, the types of its values) of all fields."""
+    typed = [(item.name, *_type(item)) for item in fields(kind)]
+    nested = {name: (list if is_list else made,) for name, (made, is_list) in _NESTED.items()}
+    types = {name: types for name, (types, _) in _TYPES.items()} | nested
+    return [(name, (*types[kind], *((NoneType,) if optional else ()))) for name, optional, kind in typed]
+
+
+# The classes of nested fields, and whether a field holds a list of them
+_NESTED: dict[str, tuple[type, bool]] = {"Measurement": (Measurement, False), "list[LaterTurn]": (LaterTurn, True)}
 
 
 # ------------------------------------------------------------------------------------------------------------- columns
@@ -288,13 +276,13 @@ def _schema(kind: type) -> pa.Schema:
     columns = []
     for item in fields(kind):
         optional, name = _type(item)
-        if name == "Measurement":  # Arrow makes every part of a null struct null
-            parts = [part.with_nullable(optional or part.nullable) for part in _schema(Measurement)]
-            columns.append(pa.field(item.name, pa.struct(parts), nullable=optional))
-        elif name == "list[LaterTurn]":
-            columns.append(pa.field(item.name, pa.list_(pa.struct(_schema(LaterTurn))), nullable=optional))
+        if name in _NESTED:
+            inner, is_list = _NESTED[name]  # Arrow makes every part of a null struct null
+            parts = [part.with_nullable((optional and not is_list) or part.nullable) for part in _schema(inner)]
+            column: pa.DataType = pa.list_(pa.struct(parts)) if is_list else pa.struct(parts)
         else:
-            columns.append(pa.field(item.name, _TYPES[name][1], nullable=optional))
+            column = _TYPES[name][1]
+        columns.append(pa.field(item.name, column, nullable=optional))
     return pa.schema(columns)
 
 
@@ -318,8 +306,8 @@ def _nested(line: Record | LaterTurn) -> dict[str, Any]:
 
 
 def to_records(table: pa.Table) -> list[Record]:
-    """The records of a table with the columns of `SCHEMA`, all but those with defaults. Raises as `Record.of`."""
-    return [Record.of(values) for values in table.to_pylist()]
+    """The records of a table with the columns of `SCHEMA`, all but those with defaults. Raises as `from_json`."""
+    return [_made(Record, values) for values in table.to_pylist()]
 
 
 # -------------------------------------------------------------------------------------------------------------- traces
@@ -349,13 +337,6 @@ class Trace:
     def to_json(self) -> str:
         return json.dumps(vars(self), separators=(",", ":")) + "\n"
 
-    @classmethod
-    def from_json(cls, text: str) -> Trace:
-        """The trace in a file's text. Raises ValueError, TypeError or KeyError if it is not a trace."""
-        values: dict[str, Any] = json.loads(text)
-        values["selected"] = [{int(layer): kept for layer, kept in step.items()} for step in values["selected"]]
-        return cls(**values)
-
     @staticmethod
     def file_name(dataset: str, example: str) -> str:
         """The trace's file name. An example's id may be any text."""
@@ -366,6 +347,8 @@ class Trace:
 def read_trace(file: Path) -> Trace:
     """The trace in a file. Raises UserError if it is not a trace."""
     try:
-        return Trace.from_json(file.read_text(encoding="utf-8"))
-    except (ValueError, TypeError, KeyError) as error:
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        values["selected"] = [{int(layer): kept for layer, kept in step.items()} for step in values["selected"]]
+        return Trace(**values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{file}: not a trace ({type(error).__name__}: {error})") from error

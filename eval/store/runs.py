@@ -250,31 +250,20 @@ def _example_rows(table: pa.Table) -> pd.DataFrame:
     columns |= {name: table[name].to_numpy() for name in ("prompt_tokens", "turn")}
     for side, prefix in _SIDES.items():
         columns |= {f"{prefix}{name}": scale * _numbers(table[f"{side}.{name}"]) for name, scale in SCALES.items()}
-        columns[f"{prefix}step_s"] = _mean_of_each(table[f"{side}.decode_step_s"].combine_chunks())
-        columns[f"{prefix}generated_tokens"] = _numbers(_lengths(table[f"{side}.token_ids"]))
+        columns[f"{prefix}step_s"] = _means(table[f"{side}.decode_step_s"].to_pandas())
+        columns[f"{prefix}generated_tokens"] = _numbers(
+            pc.call_function("list_value_length", [table[f"{side}.token_ids"]])
+        )
         answered = pc.call_function("not_equal", [table[f"{side}.text"], pa.scalar("")])
-        columns[f"{prefix}pct_answered"] = 100 * _numbers(answered.cast(pa.int64()))
+        columns[f"{prefix}pct_answered"] = 100 * _numbers(answered)
     return pd.DataFrame(columns)
 
 
-def _lengths(lists: Any) -> Any:
-    return pc.call_function("list_value_length", [lists])
-
-
-def _numbers(column: pa.ChunkedArray) -> np.ndarray:
+def _numbers(column: pa.ChunkedArray) -> pd.Series:
     """[rows] the numbers; integers become floats only if one is missing (NaN)."""
-    if not column.null_count:
-        return column.to_numpy().astype(np.int64 if pa.types.is_integer(column.type) else np.float64)
-    return pc.fill_null(column.cast(pa.float64()), float("nan")).to_numpy()
+    return column.cast(column.type if pa.types.is_floating(column.type) else pa.int64()).to_pandas()
 
 
-def _mean_of_each(lists: pa.ListArray) -> np.ndarray:
-    """[rows] the mean of each list, as `numpy.mean` computes it; NaN if it is empty or missing."""
-    lengths = pc.fill_null(_lengths(lists), 0).to_numpy()
-    starts, values = lists.offsets.to_numpy()[:-1], lists.values.to_numpy()
-    means = np.full(len(lengths), np.nan)
-    for length in np.unique(lengths[lengths > 0]):
-        rows = np.flatnonzero(lengths == length)
-        # lists of equal length as rows of one array, so that each is summed as alone
-        means[rows] = values[starts[rows, None] + np.arange(length)].mean(axis=1)
-    return means
+def _means(lists: pd.Series) -> np.ndarray:
+    """[rows] the mean of each list; NaN if it is empty or missing."""
+    return np.array([np.nan if values is None or not len(values) else values.mean() for values in lists])

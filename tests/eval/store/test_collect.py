@@ -130,7 +130,7 @@ def test_shards_are_merged_and_equal_records_kept_once(tmp_path: Path, caplog: A
     shard(folder, "-1-of-2", record(0), record(1))
     shard(folder, "-2-of-2", record(2), record(1))
     (done,) = collect([tmp_path / "runs"], tmp_path / "out")
-    assert (done.records, done.files, done.missing) == (3, 2, None)
+    assert (done["records"], len(done["records_sha256"]), done["missing"]) == (3, 2, None)
     (run,) = find_runs([tmp_path / "out"])
     assert run.records == [record(0), record(1), record(2)]
     assert "records-2-of-2.jsonl:2: repeats" in caplog.text
@@ -218,7 +218,7 @@ def test_run_without_records_is_kept_with_its_failures(tmp_path: Path) -> None:
         for key in keys:
             store.fail(Failure(*key, "RuntimeError: no", ""))
     done = collect([tmp_path / "runs"], tmp_path / "once")
-    assert [(run.folder, run.records, run.missing, run.failed) for run in done] == [
+    assert [tuple(run[name] for name in ("folder", "records", "missing", "failed")) for run in done] == [
         ("a", 2, [], 0),
         ("b", 0, keys, 2),
         ("c", 2, [], 0),

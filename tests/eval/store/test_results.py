@@ -41,6 +41,7 @@ def test_no_run_is_refused(tmp_path: Path) -> None:
     [
         ({"code": "another"}, "code=another"),
         ({"load_format": "another"}, "load_format=another"),
+        ({"code": "0123456789abcdef"}, "code=0123"),
         ({"device": "another"}, "device=another"),
         ({"versions": {"torch": "3"}}, "versions.torch=3"),
         ({"max_new_tokens": 3}, "max_new_tokens=3"),
@@ -69,6 +70,12 @@ def test_model_name_has_more_facts_if_others_share_the_first(tmp_path: Path) -> 
         write_run(tmp_path / str(number), [record(0)], **{"dtype": "usual"} | identity)
     names = [run.model for run in find_runs([tmp_path])]
     assert names == ["tiny", "tiny", "tiny (code=2, dtype=x)", "tiny (code=2)", "tiny (dtype=x)"]
+
+
+def test_model_names_differ_though_their_hashes_begin_alike(tmp_path: Path) -> None:
+    for number, code in enumerate(["1", "1", "0123456789abcdef", "0123fedcba9876543"]):
+        write_run(tmp_path / str(number), [record(0)], code=code)
+    assert [run.model for run in find_runs([tmp_path])][2:] == ["tiny (code=01234567)", "tiny (code=0123fedc)"]
 
 
 def test_newest_of_equally_common_settings_has_the_plain_name(tmp_path: Path) -> None:
