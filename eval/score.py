@@ -102,18 +102,17 @@ _FIELDS: tuple[Field, ...] = (
 
 def _read(file: Path, dataset: Dataset) -> list[dict[str, Any]]:
     """The lines of one prediction file. Raises UserError that names file and line if a line cannot be scored."""
-
-    def check(row: Any) -> dict[str, Any]:
-        check_fields(row, _FIELDS)
-        problem = gold_problem(dataset, row["answers"], row["all_classes"])
-        if problem is not None:
-            raise UserError(problem)
-        return row
-
     rows = []
-    for where, row in read_lines(file.read_bytes(), str(file), check):
-        if isinstance(row, UserError):
-            raise UserError(f"{where}: {row}")
+    for where, row in read_lines(file.read_bytes(), str(file)):
+        try:
+            if isinstance(row, UserError):
+                raise row
+            check_fields(row, _FIELDS)
+            problem = gold_problem(dataset, row["answers"], row["all_classes"])
+            if problem is not None:
+                raise UserError(problem)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
         rows.append(row)
     if not rows:
         raise UserError(f"{file}: no lines; expected one JSON object a line")

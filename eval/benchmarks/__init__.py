@@ -1,7 +1,6 @@
 """Suites of datasets, their prompts and scorers. A new suite is a file or folder here, and an entry in `SUITES`."""
 
-from eval.benchmarks import embedded, longbench, longbench_v2, needle, scbench, stdlib
-from eval.benchmarks.ruler import ruler_suite
+from eval.benchmarks import embedded, longbench, longbench_v2, needle, ruler, scbench, stdlib
 from eval.benchmarks.suite import Suite
 
 _ALL = (
@@ -10,7 +9,7 @@ _ALL = (
     longbench_v2.SUITE,
     embedded.SUITE,
     stdlib.SUITE,
-    ruler_suite.SUITE,
+    ruler.SUITE,
     needle.SUITE,
     scbench.SUITE,
 )

@@ -120,8 +120,11 @@ def load_rows(dataset: Dataset, data_dir: str | Path | None = None, on_error: On
     """
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
-    settings = DataSettings(Path(data_dir) if data_dir is not None else None, on_error)
-    return SUITES[dataset.suite].load(dataset, settings)
+    suite = SUITES[dataset.suite]
+    options = suite.options() if suite.options is not None else None
+    return suite.load(
+        dataset, DataSettings(Path(data_dir) if data_dir is not None else None, on_error, options=options)
+    )
 
 
 def official_rows(dataset: Dataset, settings: DataSettings) -> Iterator[Mapping[str, Any]]:

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.downloads import (
@@ -29,7 +27,7 @@ from eval.benchmarks.downloads import (
 )
 from eval.benchmarks.longbench import TemplateWarning
 from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import Field, canonical, check_fields, is_text, parsed, usable
+from eval.benchmarks.rows import Field, check_fields, is_filled, is_text, sha256_of, shortened, usable
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
 
@@ -50,19 +48,19 @@ _PLACES = {"$Q$": "question", "$C_A$": "choice_A", "$C_B$": "choice_B", "$C_C$":
 _LETTERS = ("A", "B", "C", "D")
 
 
-def _one_of(*values: str) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: value in values, f"one of {', '.join(values)}"
+def _one_of(name: str, values: Iterable[str]) -> Field:
+    return name, lambda value: value in values, f"one of {', '.join(values)}"
 
 
 _FIELDS: tuple[Field, ...] = (
     ("_id", lambda value: is_text(value) and bool(value), "a string that is not empty"),
     ("domain", is_text, "a string"),
     ("sub_domain", is_text, "a string"),
-    ("difficulty", *_one_of("easy", "hard")),
-    ("length", *_one_of(*LENGTHS)),
+    _one_of("difficulty", ("easy", "hard")),
+    _one_of("length", tuple(LENGTHS)),
     *((field, is_text, "a string") for field in _PLACES.values()),
-    ("answer", *_one_of(*_LETTERS)),
-    ("context", lambda value: is_text(value) and bool(value.strip()), "a string that is not empty"),
+    _one_of("answer", _LETTERS),
+    ("context", is_filled, "a string that is not empty"),
 )
 
 
@@ -78,18 +76,17 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """
     template = _template(settings)
     rows, source, sha256 = _rows(settings)
-    outcomes = (
-        (where, row if isinstance(row, UserError) else parsed(row, lambda row: _example(dataset, row, template)))
-        for where, row in rows
+    expected = "an array of rows, as LongBench v2 has them"
+    examples, skipped = usable(
+        rows, lambda row, number: _example(dataset, row, template), source, settings.on_error, expected
     )
-    examples, skipped = usable(outcomes, source, settings.on_error, "an array of rows, as LongBench v2 has them")
     return LoadedDataset(
         dataset=dataset,
         examples=examples,
         template=TEMPLATE,
         max_new_tokens=MAX_NEW_TOKENS,
         data_sha256=sha256,
-        config_sha256=hashlib.sha256(canonical([template, MAX_NEW_TOKENS])).hexdigest(),
+        config_sha256=sha256_of([template, MAX_NEW_TOKENS]),
         source=source,
         skipped=skipped,
     )
@@ -139,7 +136,7 @@ def _template(settings: DataSettings) -> str:
     return template
 
 
-def _rows(settings: DataSettings) -> tuple[Iterable[tuple[str, Any]], str, str]:
+def _rows(settings: DataSettings) -> tuple[list[tuple[str, Any]], str, str]:
     """(place, parsed value or UserError) of each row; the source of all, and their hash. Raises UserError."""
     if settings.dir is None:
         return rows_from_hub(REPOSITORY, None, "train", _GIVE)
@@ -147,35 +144,14 @@ def _rows(settings: DataSettings) -> tuple[Iterable[tuple[str, Any]], str, str]:
     if not file.is_file():
         raise UserError(f"data.dir={settings.dir}: {ROWS} is missing; {_CONTENT}")
     data = file.read_bytes()
-    return _values(data, file), str(file), hashlib.sha256(data).hexdigest()
-
-
-_BETWEEN = re.compile(r"[\s,\[\]]*")  # between the values of an array, or lines of JSON
-
-
-def _values(data: bytes, file: Path) -> Iterator[tuple[str, Any]]:
-    """(file:line, value) of each value of a JSON array; `json.load` would not give the line."""
     try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text ({error})") from error
-    decode, place, line, counted = json.JSONDecoder().raw_decode, _next(text, 0), 1, 0
-    while place < len(text):
-        line, counted = line + text.count("\n", counted, place), place
-        where = f"{file}:{line}"
-        try:
-            row, end = decode(text, place)
-        except (ValueError, RecursionError) as error:
-            yield where, UserError(f"not valid JSON ({error}); later rows cannot be read")
-            return
-        yield where, row
-        place = _next(text, end)
-
-
-def _next(text: str, place: int) -> int:
-    found = _BETWEEN.match(text, place)
-    assert found is not None  # it also matches ""
-    return found.end()
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not valid JSON in UTF-8 ({error})") from error
+    if not isinstance(values, list):
+        raise UserError(f"{file}: expected an array of rows, as LongBench v2 has them, got {shortened(values)}")
+    rows = [(f"{file}, row {number}", row) for number, row in enumerate(values, 1)]
+    return rows, str(file), hashlib.sha256(data).hexdigest()
 
 
 def _example(dataset: Dataset, row: Any, template: str) -> Example:

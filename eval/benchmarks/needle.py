@@ -10,7 +10,6 @@ repeated if necessary.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 from bisect import bisect_left, bisect_right
@@ -25,7 +24,7 @@ from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import build_prompt, tokenizer_for_rows
-from eval.benchmarks.rows import canonical
+from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.ruler.generator import NEEDLE, NOISE
 from eval.benchmarks.ruler.sources import read_text
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
@@ -110,7 +109,7 @@ def _tiny() -> _Form:
 
 def check(dataset: Dataset, settings: DataSettings) -> None:
     """Refuse settings that allow no rows. Raises UserError."""
-    options = _options(settings)
+    options = settings.options
     for key, values, least, most in (("lengths", options.lengths, 1, 2**31), ("depths", options.depths, 0, 100)):
         if not values or len(set(values)) < len(values) or min(values) < least or max(values) > most:
             raise UserError(f"needle.{key}={values}: expected a list of different numbers from {least} to {most}")
@@ -127,7 +126,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
     Raises UserError for an unreadable text, or a length that is too short for needle, question and answer.
     """
-    options = _options(settings)
+    options = settings.options
     examples = tuple(_examples(dataset, settings))
     facts = [VERSION, options.lengths, options.depths, options.seed, repr(settings.chat), _text_sha256(options)]
     return LoadedDataset(
@@ -135,8 +134,8 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         examples=examples,
         template=TEMPLATE,
         max_new_tokens=_form(settings).max_new_tokens,
-        data_sha256=hashlib.sha256(canonical([*facts, _row(examples[0])])).hexdigest(),
-        config_sha256=hashlib.sha256(canonical([TEMPLATE, _form(settings).max_new_tokens])).hexdigest(),
+        data_sha256=sha256_of([*facts, _row(examples[0])]),
+        config_sha256=sha256_of([TEMPLATE, _form(settings).max_new_tokens]),
         source=f"needles, seed {options.seed}",
         skipped=(),
         total=options.repeats * len(options.lengths) * len(options.depths),
@@ -158,13 +157,9 @@ SUITE = Suite(
     options=NeedleConfig,
     check=check,
     rows=rows,
-    length=lambda settings: max(_options(settings).lengths),
+    length=lambda settings: max(settings.options.lengths),
     shorter="give smaller needle.lengths",
 )
-
-
-def _options(settings: DataSettings) -> NeedleConfig:
-    return settings.options if settings.options is not None else NeedleConfig()
 
 
 def _reads_no_english(settings: DataSettings) -> bool:
@@ -174,7 +169,7 @@ def _reads_no_english(settings: DataSettings) -> bool:
 def _form(settings: DataSettings) -> _Form:
     if _reads_no_english(settings):
         return _tiny()
-    path = _options(settings).haystack
+    path = settings.options.haystack
     sentences = _SENTENCE_END.split(NOISE) if path is None else _sentences(Path(path).expanduser())
     return _english(lambda rng: cycle(sentences))
 
@@ -192,12 +187,12 @@ def _sentences(path: Path) -> list[str]:
 def _text_sha256(options: NeedleConfig) -> str | None:
     if options.haystack is None:
         return None
-    return hashlib.sha256(canonical(_sentences(Path(options.haystack).expanduser()))).hexdigest()
+    return sha256_of(_sentences(Path(options.haystack).expanduser()))
 
 
 def _examples(dataset: Dataset, settings: DataSettings) -> Iterator[Example]:
     """An example for every length and depth; each repeat has other needles."""
-    options = _options(settings)
+    options = settings.options
     haystack = _Haystack(tokenizer_for_rows(settings.model, "needle"), settings.chat, _form(settings))
     places = product(range(options.repeats), options.lengths, options.depths)
     for repeat, length, depth in islice(places, settings.limit):

@@ -10,16 +10,14 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from eval.benchmarks.metrics import gold_problem
 from eval.benchmarks.suite import Dataset, Example, LoadedDataset, OnError, Skipped, Turn
 from lazyllm.errors import UserError
 
-Field = tuple[str, Callable[[Any], bool], str]
+Field = tuple[str, Callable[[Any], Any], str]
 """A required field: its name, a check of its value, and a description of allowed values."""
-
-Parsed = TypeVar("Parsed")
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _NAMED = 10  # bad rows in one message
@@ -30,6 +28,11 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str) and (value.isascii() or not _HALF_PAIR.search(value))
 
 
+def is_filled(value: Any) -> bool:
+    """Whether a value is such a string, and not just white space."""
+    return is_text(value) and bool(value.strip())
+
+
 def is_texts(value: Any) -> bool:
     """Whether a value is a list of such strings."""
     return isinstance(value, list) and all(map(is_text, value))
@@ -37,45 +40,32 @@ def is_texts(value: Any) -> bool:
 
 _FIELDS: tuple[Field, ...] = (
     ("input", is_text, "a string"),
-    ("context", lambda value: is_text(value) and bool(value.strip()), "a string that is not empty"),
+    ("context", is_filled, "a string that is not empty"),
     ("answers", is_texts, "a list of strings"),
     ("length", lambda value: type(value) is int and value >= 0, "a whole number"),
     ("dataset", is_text, "a string"),
     ("language", is_text, "a string"),
     ("all_classes", lambda value: value is None or is_texts(value), "a list of strings or null"),
 )
-
-
 _TURN_FIELDS: tuple[Field, ...] = (
-    ("input", lambda value: is_text(value) and bool(value.strip()), "a string that is not empty"),
+    ("input", is_filled, "a string that is not empty"),
     ("answers", is_texts, "a list of strings"),
 )
 
 
-def read_lines(data: bytes, source: str, parse: Callable[[Any], Parsed]) -> Iterator[tuple[str, Parsed | UserError]]:
-    """(source:line, parsed value or the reason why there is none) of every line that is not blank.
+def read_lines(data: bytes, source: str) -> Iterator[tuple[str, Any]]:
+    """(source:line, JSON value, or UserError with the reason why it is none) of every line that is not blank.
 
     Lines end at \\n only and are not normalised: rows hold \\r and other characters that end lines in text mode.
-    parse: from a JSON value; raises UserError.
     """
     for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
             continue
-        where = f"{source}:{number}"
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            yield where, UserError(f"not valid JSON in UTF-8 ({error})")
-            continue
-        yield where, parsed(row, parse)
-
-
-def parsed(row: Any, parse: Callable[[Any], Parsed]) -> Parsed | UserError:
-    """A JSON value parsed, or the reason why it cannot be. parse: as in `read_lines`."""
-    try:
-        return parse(row)
-    except (UserError, RecursionError) as error:  # nested too deeply to be shown
-        return UserError(str(error))
+            row = UserError(f"not valid JSON in UTF-8 ({error})")
+        yield f"{source}:{number}", row
 
 
 def check_fields(row: Any, fields: Sequence[Field]) -> None:
@@ -97,40 +87,46 @@ def load_examples(
     source: the origin of the rows in messages. Raises UserError for an unusable row (unless skipped), a repeated `_id`,
     or no usable row.
     """
-    outcomes = read_lines(data, source, lambda row: parse_example(dataset, row))
-    examples, skipped = usable(outcomes, source, on_error, "one JSON object a line in LongBench's format")
+    rows, expected = read_lines(data, source), "one JSON object a line in LongBench's format"
+    examples, skipped = usable(rows, lambda row, number: parse_example(dataset, row), source, on_error, expected)
     return LoadedDataset(
         dataset=dataset,
         examples=examples,
         template=template,
         max_new_tokens=max_new_tokens,
         data_sha256=hashlib.sha256(data).hexdigest(),
-        config_sha256=hashlib.sha256(canonical([template, max_new_tokens])).hexdigest(),
+        config_sha256=sha256_of([template, max_new_tokens]),
         source=source,
         skipped=skipped,
     )
 
 
 def usable(
-    outcomes: Iterable[tuple[str, Example | UserError]], source: str, on_error: OnError, expected: str
+    rows: Iterable[tuple[str, Any]],
+    parse: Callable[[Any, int], Example],
+    source: str,
+    on_error: OnError,
+    expected: str,
 ) -> tuple[tuple[Example, ...], tuple[Skipped, ...]]:
     """The examples, and the rows that were left out.
 
-    outcomes: (place, example or the reason why there is none) of each row. expected: the right content of `source`.
+    rows: (place, JSON value, or UserError with the reason why it is none). parse: from a value and its number, from 0;
+    raises UserError. expected: the right content of `source`.
     Raises UserError as `load_examples`, which names the first ten unusable rows.
     """
     examples: list[Example] = []
     skipped: list[Skipped] = []
     places: dict[str, str] = {}
-    for where, example in outcomes:
-        if isinstance(example, Example) and example.id in places:
-            place = places[example.id]
-            example = UserError(f"the same _id as in {place} ({example.id!r}); expected each row once")
-        if isinstance(example, Example):
-            places[example.id] = where
+    for number, (where, row) in enumerate(rows):
+        try:
+            if isinstance(row, UserError):
+                raise row
+            example = parse(row, number)
+            if (place := places.setdefault(example.id, where)) != where:
+                raise UserError(f"the same _id as in {place} ({example.id!r}); expected each row once")
             examples.append(example)
-        else:
-            skipped.append(Skipped(where, str(example)))
+        except (UserError, RecursionError) as error:  # nested too deeply to be shown
+            skipped.append(Skipped(where, str(error)))
     if skipped and on_error == "raise":
         named = "\n".join(f"{row.where}: {row.reason}" for row in skipped[:_NAMED])
         more = f"\n{len(skipped) - _NAMED} more unusable rows" if len(skipped) > _NAMED else ""
@@ -152,7 +148,7 @@ def parse_example(dataset: Dataset, row: Any) -> Example:
         raise UserError(problem)
     identity = row.get("_id")
     if identity is None:
-        identity = hashlib.sha256(canonical(row)).hexdigest()[:48]
+        identity = sha256_of(row)[:48]
     elif not is_text(identity) or not identity:
         raise UserError(f"field '_id' must be a string that is not empty, got {shortened(identity)}")
     return Example(
@@ -217,3 +213,8 @@ def shortened(value: Any) -> str:
 def canonical(value: Any) -> bytes:
     """JSON that is the same for equal values, in ASCII."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def sha256_of(value: Any) -> str:
+    """The sha256 of a value as canonical JSON."""
+    return hashlib.sha256(canonical(value)).hexdigest()

@@ -26,7 +26,7 @@ from typing import Any
 from eval.benchmarks.downloads import cache_folder, fetched_once, is_cached, missing_from_hub, rows_from_hub
 from eval.benchmarks.longbench import TemplateWarning
 from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import Field, canonical, check_fields, is_text, is_texts, parsed, read_lines, usable
+from eval.benchmarks.rows import check_fields, is_filled, is_texts, read_lines, sha256_of, usable
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn
 from lazyllm.errors import UserError
 
@@ -83,11 +83,8 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """
     prompts = _prompts(dataset, settings)
     rows, source, sha256 = _rows(dataset, settings)
-    outcomes = (
-        (where, row if isinstance(row, UserError) else parsed(row, partial(_example, dataset, prompts, number)))
-        for number, (where, row) in enumerate(rows)
-    )
-    examples, skipped = usable(outcomes, source, settings.on_error, "one JSON object per line, as in SCBench")
+    expected = "one JSON object a line, as in SCBench"
+    examples, skipped = usable(rows, partial(_example, dataset, prompts), source, settings.on_error, expected)
     max_new_tokens = TASKS[dataset.name][2]
     return LoadedDataset(
         dataset=dataset,
@@ -95,7 +92,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         template=TEMPLATE,
         max_new_tokens=max_new_tokens,
         data_sha256=sha256,
-        config_sha256=hashlib.sha256(canonical([*vars(prompts).values(), max_new_tokens])).hexdigest(),
+        config_sha256=sha256_of([*vars(prompts).values(), max_new_tokens]),
         source=source,
         skipped=skipped,
     )
@@ -111,7 +108,7 @@ def official_rows(dataset: Dataset, settings: DataSettings) -> Iterable[dict[str
 def prompts_sha256(content: bytes) -> str:
     """The sha256 of the prompts in `eval_utils.py` for `TASKS`. Raises UserError if it has none."""
     prompts = _parsed_prompts(content, PROMPTS)
-    return hashlib.sha256(canonical({task: [prompts[name][task] for name in _NAMES] for task in TASKS})).hexdigest()
+    return sha256_of({task: [prompts[name][task] for name in _NAMES] for task in TASKS})
 
 
 SUITE = Suite(
@@ -207,23 +204,19 @@ def _rows(dataset: Dataset, settings: DataSettings) -> tuple[Iterable[tuple[str,
         raise UserError(f"{dataset.name}: {problem}")
     file = settings.dir.expanduser() / f"{dataset.name}.jsonl"
     data = file.read_bytes()
-    return read_lines(data, str(file), lambda row: row), str(file), hashlib.sha256(data).hexdigest()
+    return read_lines(data, str(file)), str(file), hashlib.sha256(data).hexdigest()
 
 
 def _id(dataset: Dataset, number: int) -> str:
     return f"{dataset.name}-{number}"  # as officially
 
 
-def _is_filled(value: Any) -> bool:
-    return is_text(value) and bool(value.strip())
-
-
 def _is_context(value: Any) -> bool:
     numbers = isinstance(value, list) and bool(value) and all(type(number) is int for number in value)  # mf's
-    return _is_filled(value) or numbers
+    return is_filled(value) or numbers
 
 
-_TEXT = (_is_filled, "a string that is not empty")
+_TEXT = (is_filled, "a string that is not empty")
 _ANSWERS: dict[
     str, tuple[Callable[[Any], bool], str]
 ] = {  # {metric: (check, expected type)}, if the answer is not a string
@@ -232,7 +225,7 @@ _ANSWERS: dict[
 }
 
 
-def _example(dataset: Dataset, prompts: _Prompts, number: int, row: Any) -> Example:
+def _example(dataset: Dataset, prompts: _Prompts, row: Any, number: int) -> Example:
     """The example of a row. Raises UserError, with the reason, if the row cannot be used."""
     name = "input" if isinstance(row, dict) and "input" in row and "context" not in row else "context"
     turns = ("multi_turns", lambda value: isinstance(value, list) and bool(value), "a list of turns")
@@ -270,38 +263,21 @@ def _question(dataset: Dataset, number: int, turn: Any) -> tuple[dict[str, str],
         check_fields(turn, (("input", *_TEXT), ("answer", *_ANSWERS.get(dataset.metric, _TEXT))))
         text, answer = turn["input"], turn["answer"]
         fields = {"input": text, "question": text}
-        if dataset.metric == "choice":
-            return _options(turn, fields)
+        if dataset.metric == "choice":  # both the text and the letter of the right option are gold answers
+            is_one = lambda options: is_texts(options) and len(options) == 4 and answer in options  # noqa: E731
+            check_fields(turn, (("options", is_one, "4 strings, one the answer"),))
+            options = dict(zip("ABCD", turn["options"], strict=True))
+            letter = "ABCD"[turn["options"].index(answer)]
+            return fields | {f"OPTION_{name}": option for name, option in options.items()}, (answer, letter)
         if dataset.name == "scbench_mf":
-            return _with_prefix(text, fields), (str(answer),)
+            fits = ("input", _ASKED.search, "a text that names what it asks for, as 'The ... is'")
+            check_fields(turn, (fits,))
+            return fields | {"prefix": f"What is {_ASKED.findall(text)[0].lower()[:-3]}?"}, (str(answer),)
         if dataset.metric == "rouge_lsum_or_number":
-            _check_part(turn)
+            check_fields(turn, (("task", lambda task: task in _PARTS, f"one of {', '.join(_PARTS)}"),))
+            is_number = turn["task"] == _PARTS[1]
+            fits = ("answer", lambda answer: answer.isdigit() == is_number, f"a number for {_PARTS[1]} and only for it")
+            check_fields(turn, (fits,))
     except UserError as error:
         raise UserError(f"turn {number} of field 'multi_turns': {error}") from error
     return fields, tuple(answer) if isinstance(answer, list) else (answer,)
-
-
-def _options(turn: dict[str, Any], fields: dict[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """As `_question`; both the text and the letter of the right option are gold answers."""
-    answer = turn["answer"]
-    expected: tuple[Field, ...] = (
-        ("options", lambda value: is_texts(value) and len(value) == 4 and answer in value, "4 strings, one the answer"),
-    )
-    check_fields(turn, expected)
-    options = dict(zip("ABCD", turn["options"], strict=True))
-    letter = "ABCD"[turn["options"].index(answer)]
-    return fields | {f"OPTION_{name}": option for name, option in options.items()}, (answer, letter)
-
-
-def _with_prefix(text: str, fields: dict[str, str]) -> dict[str, str]:
-    asked = _ASKED.search(text)
-    if asked is None:
-        raise UserError(f"field 'input' must name what it asks for, as 'The ... is', got {text!r:.60}")
-    return fields | {"prefix": f"What is {asked[0].lower()[:-3]}?"}
-
-
-def _check_part(turn: dict[str, Any]) -> None:
-    expected: tuple[Field, ...] = (("task", lambda value: value in _PARTS, f"one of {', '.join(_PARTS)}"),)
-    check_fields(turn, expected)
-    if turn["answer"].isdigit() != (turn["task"] == _PARTS[1]):
-        raise UserError(f"field 'answer' must be a number for {_PARTS[1]} and only for it, got {turn['answer']!r:.60}")

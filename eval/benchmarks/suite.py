@@ -133,7 +133,7 @@ class DataSettings:
     dir: the folder with the suite's files (`data.dir`); None downloads or makes them.
     on_error: "raise" if a row is unusable, or "skip" such rows and list them in `LoadedDataset`.
     limit: the number of rows; a suite that makes rows makes no more; None for all.
-    options: the suite's own settings, of the type `Suite.options`; None for their defaults, or if it has none.
+    options: the suite's own settings, of the type `Suite.options`; None if it has none.
     model: names the tokenizer, for suites whose rows depend on it.
     chat: the format of prompts.
     turns: the number of questions asked of a row, for a suite that makes rows; None for all that a row has.

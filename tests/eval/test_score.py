@@ -71,14 +71,14 @@ def test_scores_by_hand(tmp_path):
     ]
 
 
-def test_the_last_lines_class_names_hold_for_all_lines(tmp_path):
+def test_last_lines_class_names_hold_for_all_lines(tmp_path):
     """As in the official eval.py, which reads them again with each line and scores after the last."""
     row = {"pred": "City and State", "answers": ["City"], "length": 3}
     write(tmp_path, "trec", row | {"all_classes": ["City", "State"]}, row | {"all_classes": ["City"]})
     assert score_folder(tmp_path).datasets[0].score == 100.0
 
 
-def test_the_embedded_suite_is_scored_in_tasks_of_its_own(tmp_path):
+def test_embedded_suite_is_scored_in_its_own_tasks(tmp_path):
     names = [name for name, dataset in DATASETS.items() if dataset.suite == "embedded" and dataset.metric == "f1"]
     write(tmp_path, names[0], GOOD)
     write(tmp_path, "qasper", GOOD | {"pred": "dog"})
@@ -96,7 +96,7 @@ def test_chinese_datasets_and_other_files_are_left_out(tmp_path):
     assert "dureader.jsonl" in as_text(scores)
 
 
-def test_lines_that_official_readers_take_are_taken(tmp_path):
+def test_lines_are_read_as_by_official_readers(tmp_path):
     row = {"pred": "cat\r\u2028cat", "answers": ["cat\u2028cat"], "all_classes": None}  # no length, no _id
     text = json.dumps(row, ensure_ascii=False)
     (tmp_path / "qasper.jsonl").write_bytes(f"{text}\r\n\n{text}".encode())
@@ -120,7 +120,7 @@ def test_lines_that_official_readers_take_are_taken(tmp_path):
         (GOOD | {"all_classes": "cat"}, "field 'all_classes' must be a list of strings or null"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, row, reason):
+def test_bad_line_is_named(tmp_path, row, reason):
     file = write(tmp_path, "qasper", GOOD, row, GOOD)
     with pytest.raises(UserError) as error:
         score_folder(tmp_path)
@@ -134,7 +134,7 @@ def test_bytes_that_are_no_utf8_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "reason"), [("trec", "all_classes"), ("passage_retrieval_en", "Paragraph <number>")])
-def test_a_gold_side_that_the_metric_cannot_score_is_named(tmp_path, name, reason):
+def test_unscorable_gold_answer_is_named(tmp_path, name, reason):
     write(tmp_path, name, GOOD)
     with pytest.raises(UserError, match=rf"{name}\.jsonl:1: .*{reason}"):
         score_folder(tmp_path)
@@ -150,7 +150,7 @@ def test_a_gold_side_that_the_metric_cannot_score_is_named(tmp_path, name, reaso
         ({"qasper": ["{"]}, "qasper.jsonl:1: not valid JSON"),
     ],
 )
-def test_a_bad_folder_ends_in_one_message_and_code_2(tmp_path, capsys, files, reason):
+def test_bad_folder_ends_with_one_message_and_code_2(tmp_path, capsys, files, reason):
     for name, rows in files.items():
         write(tmp_path, name, *rows)
     assert main([str(tmp_path)]) == 2
@@ -161,12 +161,12 @@ def test_a_bad_folder_ends_in_one_message_and_code_2(tmp_path, capsys, files, re
     assert len(shown.err.splitlines()) == 1
 
 
-def test_a_missing_folder_is_named(tmp_path, capsys):
+def test_missing_folder_is_refused(tmp_path, capsys):
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "nowhere: no such folder" in capsys.readouterr().err
 
 
-def test_the_command_prints_a_table_and_json(tmp_path, capsys):
+def test_command_prints_a_table_and_json(tmp_path, capsys):
     write(tmp_path, "qasper", GOOD, GOOD | {"pred": "dog"})
     command = [sys.executable, "-m", "eval.score", str(tmp_path)]
     table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -1,20 +1,173 @@
-"""RULER (Hsieh et al., arXiv 2404.06654): 13 synthetic tasks at any length, whose rows equal the official ones.
+"""RULER (Hsieh et al., arXiv 2404.06654): 13 synthetic tasks, with rows made for the run's tokenizer, length and seed.
 
-`read_templates` or `fetch_templates` gives the official prompts and settings, `rows` makes a task's rows.
-Source: https://github.com/NVIDIA/RULER at `COMMIT`; none of it is stored here.
+Rows equal the official ones. Prompts and settings come from https://github.com/NVIDIA/RULER at `sources.COMMIT`, and
+are not stored here. Ours: each dataset is a task, so that the mean over tasks is RULER's average over its 13 tasks.
 """
 
-from eval.benchmarks.ruler.generator import Row, rows
-from eval.benchmarks.ruler.sources import COMMIT, TASKS, Sources, Task, Templates, fetch_templates, read_templates
+from __future__ import annotations
 
-__all__ = [
-    "COMMIT",
-    "TASKS",
-    "Row",
-    "Sources",
-    "Task",
-    "Templates",
-    "fetch_templates",
-    "read_templates",
-    "rows",
-]
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval.benchmarks.metrics import score_example
+from eval.benchmarks.prompts import tokenizer_for_rows, wrap_tokens
+from eval.benchmarks.rows import sha256_of
+from eval.benchmarks.ruler.generator import Row, rows
+from eval.benchmarks.ruler.sources import (
+    INSTALL,
+    OFFICIAL_SHA256,
+    TASKS,
+    Sources,
+    corpus_sha256,
+    missing_corpus,
+    read_tasks,
+    words,
+)
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
+from lazyllm.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROWS = 500
+"""The official number of rows of a task."""
+
+TEMPLATE = "{instruction}{context}{input}"
+"""The template of every task, as a row holds its whole prompt."""
+
+VERSION = 1
+
+
+@dataclass
+class RulerConfig:
+    """length: most tokens of a prompt, its chat template and its answer together. seed: of the rows.
+
+    haystack: the text around the needles: a text file, a folder of .txt and .md files, or RULER's
+    PaulGrahamEssays.json; null for the latter in data.dir.
+    """
+
+    length: int = 4096
+    seed: int = 42
+    haystack: str | None = None
+
+
+def check(dataset: Dataset, settings: DataSettings) -> None:
+    """Refuse settings that allow no rows. Raises UserError."""
+    options = settings.options
+    if options.length < 1:
+        raise UserError(f"ruler.length={options.length}: expected a number of tokens of at least 1")
+    if options.seed < 0 or options.seed >= 2**32:
+        raise UserError(f"ruler.seed={options.seed}: expected 0 to 4294967295, the seeds of NumPy's generator")
+    if options.haystack is not None and not Path(options.haystack).expanduser().exists():
+        raise UserError(f"ruler.haystack={options.haystack}: expected a text file or a folder, but it does not exist")
+    task = read_tasks(settings.dir)[dataset.name]
+    if task.kind == "common_words_extraction" or "words" in task.settings.values():
+        words("noun")
+    if task.kind == "freq_words_extraction" and find_spec("scipy") is None:
+        raise UserError(f"{dataset.name} needs the package scipy; {INSTALL}")
+
+
+def missing(dataset: Dataset, settings: DataSettings) -> str | None:
+    """Why a dataset's corpus is not available; None if it is."""
+    return missing_corpus(read_tasks(settings.dir)[dataset.name], _sources(settings))
+
+
+def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
+    """The first rows of one dataset. `data_sha256` covers all that rows are made from, independent of their number.
+
+    Raises UserError for what `check` refuses, a missing corpus, or a length that is too short for the task.
+    """
+    task, options = read_tasks(settings.dir)[dataset.name], settings.options
+    made = list(_rows(dataset, settings))
+    facts = {
+        "suite": VERSION,
+        "task": task.name,
+        "length": options.length,
+        "seed": options.seed,
+        "chat tokens": _chat_tokens(settings),
+        "templates": OFFICIAL_SHA256,
+        "corpus": corpus_sha256(task, _sources(settings)),
+        "first row": made[0].official(),
+    }
+    return LoadedDataset(
+        dataset=dataset,
+        examples=tuple(_example(dataset, settings, number, row) for number, row in enumerate(made)),
+        template=TEMPLATE,
+        max_new_tokens=task.max_new_tokens,
+        data_sha256=sha256_of(facts),
+        config_sha256=sha256_of([TEMPLATE, task.max_new_tokens]),
+        source=f"RULER, {dataset.name}, {options.length} tokens, seed {options.seed}",
+        skipped=(),
+        total=max(ROWS, len(made)),
+    )
+
+
+def official_rows(dataset: Dataset, settings: DataSettings) -> Iterable[Mapping[str, Any]]:
+    """The lines of the official `validation.jsonl`. Raises UserError like `load`."""
+    return (row.official() for row in _rows(dataset, settings))
+
+
+SUITE = Suite(
+    name="ruler",
+    version=VERSION,
+    datasets=tuple(
+        Dataset(
+            name,
+            task=name,
+            metric="string_match_part" if name.startswith("qa_") else "string_match_all",
+            suite="ruler",
+            truncate=False,
+        )
+        for name in TASKS
+    ),
+    load=load,
+    score=score_example,
+    whole="ruler",
+    options=RulerConfig,
+    check=check,
+    missing=missing,
+    rows=official_rows,
+    length=lambda settings: settings.options.length,
+    shorter="give a smaller ruler.length",
+)
+
+
+def _sources(settings: DataSettings) -> Sources:
+    haystack = settings.options.haystack
+    return Sources(settings.dir, Path(haystack) if haystack is not None else None)
+
+
+def _rows(dataset: Dataset, settings: DataSettings) -> Iterator[Row]:
+    options = settings.options
+    count = ROWS if settings.limit is None else settings.limit
+    task = read_tasks(settings.dir)[dataset.name]
+    reserved = _chat_tokens(settings)
+    return rows(task, _tokenizer(settings), options.length, count, options.seed, _sources(settings), reserved)
+
+
+def _chat_tokens(settings: DataSettings) -> int:
+    return wrap_tokens(_tokenizer(settings), settings.chat)
+
+
+def _tokenizer(settings: DataSettings) -> PreTrainedTokenizerBase:
+    return tokenizer_for_rows(settings.model, "ruler")
+
+
+def _example(dataset: Dataset, settings: DataSettings, number: int, row: Row) -> Example:
+    options, (start, end) = settings.options, row.context
+    return Example(
+        dataset=dataset.name,
+        id=f"{dataset.name}-{options.length}-{options.seed}-{number:04d}",
+        input=row.input[end:],
+        context=row.input[start:end],
+        answers=row.outputs,
+        all_classes=(),
+        length=row.length,
+        language="en",
+        instruction=row.input[:start],
+        answer_prefix=row.answer_prefix,
+        evidence=tuple((first - start, last - start) for first, last in row.evidence),
+    )

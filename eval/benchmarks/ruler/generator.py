@@ -1,8 +1,7 @@
 """RULER's rows: the same random draws in the same order as in `scripts/data/synthetic/*.py`, so the same text.
 
 Bisection finds a prompt's number of units (sentences, words, documents). Every try draws from the generators that later
-rows use. So all official tries are made here, but a try is tokenised only if an estimate cannot tell whether it fits
-(`_Gauge`).
+rows use, so all official tries are made here.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import re
 import string
 import uuid
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, pairwise
@@ -24,7 +22,6 @@ from eval.benchmarks.ruler.sources import (
     QaQuestion,
     Sources,
     Task,
-    Templates,
     english_words,
     read_corpus,
     read_essay,
@@ -41,8 +38,6 @@ NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _DEPTHS = [round(100 * step / 39) for step in range(40)]  # percent
 _EXAMPLE_VALUE = "12345"
 _CODE_LETTERS = 6
-_WORD = re.compile(r"\s*\S+")
-_IN_FRONT = "x"  # precedes a word that is tokenised alone, as some tokenizers put a space in front of a text
 _SMALL = 4096  # below this length, some tasks have smaller settings
 _TRIES = 100  # how often a row of the smallest size is drawn again until it fits; officially there is no limit
 
@@ -89,105 +84,38 @@ class Row:
 
 
 def rows(
-    task: str,
+    task: Task,
     tokenizer: PreTrainedTokenizerBase,
     length: int,
     count: int,
-    templates: Templates,
     seed: int = 42,
     sources: Sources | None = None,
     reserved: int = 0,
 ) -> Iterator[Row]:
     """The first `count` rows of a task.
 
-    task: a name of `TASKS`.
     tokenizer: counts tokens, special tokens not added.
     length: the maximum number of tokens of prompt, chat template and answer together.
     sources: files for the tasks that need a corpus.
     reserved: tokens of `length` reserved for a chat template (officially `model_template_token`).
 
-    Raises UserError: at once if the task is unknown or lacks a source; during iteration if `length` is too short for
-        the task.
+    Raises UserError: at once if the task lacks a source; during iteration if `length` is too short for the task.
     """
-    if task not in templates.tasks:
-        raise UserError(f"unknown RULER task {task!r}: expected one of {', '.join(templates.tasks)}")
-    spec = templates.tasks[task]
-    setting = _Setting(spec, _Gauge(tokenizer), seed, length, length - reserved, sources or Sources())
-    sampler = _SAMPLERS[spec.kind](setting)
+    setting = _Setting(task, tokenizer, seed, length, length - reserved, sources or Sources())
+    sampler = _SAMPLERS[task.kind](setting)
     sampler.check_count(count)
     return _rows(sampler, count, reserved)
-
-
-class _MisjudgedError(Exception):
-    """An estimate was too far from the count."""
-
-
-class _Gauge:
-    """Counts tokens, and decides whether a text fits from an estimate if that is safe.
-
-    The estimate is the sum of the tokens of the text's words (each tokenised only once) times a ratio: count over sum
-    of the text counted last. It is exact for most tokenizers, which do not merge across whitespace.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.trusted = True  # whether estimates are used
-        self._tokenizer = tokenizer
-        self._sizes: dict[str, int] = {}  # tokens of a word with the whitespace in front
-        self._alone = self.count(_IN_FRONT)
-        self._ratio, self._counted = 1.0, 0  # the ratio and the tokens of the text counted last
-        self._estimated: dict[bool, tuple[str, int]] = {}  # the last text that fits and the last that does not
-
-    def count(self, text: str) -> int:
-        return len(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
-
-    def calibrate(self, text: str) -> int:
-        """Count a text's tokens, and base the next estimates on it."""
-        self._counted = self.count(text)
-        self._ratio = self._counted / max(1, self._sum(text))
-        return self._counted
-
-    def fits(self, text: str, limit: int) -> bool:
-        """Whether a text has at most `limit` tokens.
-
-        Tokens are estimated if the limit is out of reach of an error of 16 tokens plus 2 % of the difference to the
-        text counted last; else they are counted. Raises _MisjudgedError if the error is more than half of that.
-        """
-        if not self.trusted:
-            return self.count(text) <= limit
-        estimate = self._ratio * self._sum(text)
-        margin = 16 + 0.02 * abs(estimate - self._counted)
-        if abs(estimate - limit) > margin:
-            self._estimated[estimate < limit] = (text, limit)
-            return estimate < limit
-        tokens = self.calibrate(text)
-        if abs(tokens - estimate) > margin / 2:
-            raise _MisjudgedError
-        self._estimated.pop(tokens <= limit, None)
-        return tokens <= limit
-
-    def confirm(self) -> None:
-        """Count the two texts that a search ended with. Raises _MisjudgedError if one of the estimates was wrong."""
-        for fits, (text, limit) in self._estimated.items():
-            if (self.count(text) <= limit) != fits:
-                raise _MisjudgedError
-        self._estimated.clear()
-
-    def _sum(self, text: str) -> int:
-        words = Counter(_WORD.findall(text))
-        new = [word for word in words if word not in self._sizes]
-        if new:
-            encoded: Any = self._tokenizer([_IN_FRONT + word for word in new], add_special_tokens=False)
-            self._sizes |= {word: len(ids) - self._alone for word, ids in zip(new, encoded["input_ids"], strict=True)}
-        return sum(self._sizes[word] * count for word, count in words.items())
 
 
 class _Setting:
     """What the samplers of a task share. length: selects the settings. budget: length minus the reserved tokens."""
 
-    def __init__(self, task: Task, gauge: _Gauge, seed: int, length: int, budget: int, sources: Sources) -> None:
+    def __init__(
+        self, task: Task, tokenizer: PreTrainedTokenizerBase, seed: int, length: int, budget: int, sources: Sources
+    ) -> None:
         import numpy as np
 
-        self.task, self.gauge, self.seed = task, gauge, seed
+        self.task, self._tokenizer, self.seed = task, tokenizer, seed
         self.length, self.budget, self.sources = length, budget, sources
         self.random, self.numbers = random.Random(seed), np.random.RandomState(seed)
 
@@ -195,22 +123,8 @@ class _Setting:
         """Shuffle with a new generator, seeded as the task's."""
         random.Random(self.seed).shuffle(items)
 
-    def found(self, search: Callable[[], int]) -> int:
-        """The size that a search finds with estimates. If one was wrong, the search is repeated, counting every text.
-
-        The search ends with a size that fits and the next larger one that does not. If counting confirms these two, no
-        other size was misjudged, as longer texts have more tokens.
-        """
-        state = self.random.getstate(), self.numbers.get_state()
-        try:
-            size = search()
-            self.gauge.confirm()
-        except _MisjudgedError:
-            self.gauge.trusted = False
-            self.random.setstate(state[0])
-            self.numbers.set_state(state[1])
-            size = search()
-        return size
+    def count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 
 @dataclass(frozen=True)
@@ -267,7 +181,7 @@ class _Sampler(ABC):
 
     def upper_bound(self) -> int:
         """The largest size to try."""
-        tokens = self.setting.gauge.calibrate(self.draw(self.step, 0).text)
+        tokens = self.setting.count(self.draw(self.step, 0).text)
         return int(self.budget / (tokens / self.step) * 3)
 
     def check_count(self, count: int) -> None:  # noqa: B027  # most tasks have unlimited rows
@@ -275,14 +189,10 @@ class _Sampler(ABC):
 
     def size(self) -> int:
         """The largest size that fits, by bisection from `step` to `upper_bound`; `step` if none fits."""
-        bound = max(self.upper_bound(), 2 * self.step)
-        return self.setting.found(lambda: self._bisect(bound))
-
-    def _bisect(self, bound: int) -> int:
-        low, high = self.step, bound
+        low, high = self.step, max(self.upper_bound(), 2 * self.step)
         while low <= high:
             size = (low + high) // 2
-            if self.setting.gauge.fits(self.draw(size, 0).text, self.limit - self.example_tokens):
+            if self.setting.count(self.draw(size, 0).text) <= self.limit - self.example_tokens:
                 low = size + 1
             else:
                 high = size - 1
@@ -292,7 +202,7 @@ class _Sampler(ABC):
         """A prompt of at most `size` that fits, and its tokens."""
         for _ in range(size // self.step + _TRIES):
             draft = self.finished(self.draw(size, number))
-            tokens = self.setting.gauge.count(draft.text)
+            tokens = self.setting.count(draft.text)
             if tokens <= self.limit:
                 return draft, tokens
             if size - self.step >= self.smallest:
@@ -393,7 +303,7 @@ class _Chains(_Sampler):
         sampler = _ChainsExample(setting)
         draft, _ = sampler.fitted(sampler.size(), 0)
         self.example = f"{draft.text} {' '.join(draft.outputs)}\n"
-        self.example_tokens = setting.gauge.count(self.example)
+        self.example_tokens = setting.count(self.example)
 
     def draw(self, size: int, number: int) -> _Draft:
         del number
@@ -474,7 +384,7 @@ class _CommonWords(_Sampler):
             self.repeats, self.example = (settings["freq_cw"], settings["freq_ucw"]), (40, 10, 3)
 
     def upper_bound(self) -> int:
-        tokens = self.setting.gauge.calibrate(self.draw(4096, 0).text)
+        tokens = self.setting.count(self.draw(4096, 0).text)
         return int(self.budget // (tokens / 4096)) * 2
 
     def draw(self, size: int, number: int) -> _Draft:
@@ -517,12 +427,8 @@ class _FrequentWords(_Sampler):
     def size(self) -> int:
         """The largest size, in steps from the first, at which the prompt is below the limit."""
         vocabulary = self._vocabulary()
-        self.setting.gauge.calibrate(self._coded(self.limit // _CODE_LETTERS, vocabulary).text)
-        return self.setting.found(lambda: self._climb(vocabulary))
-
-    def _climb(self, vocabulary: list[str]) -> int:
         size = self.limit // _CODE_LETTERS
-        while self.setting.gauge.fits(self._coded(size, vocabulary).text, self.limit - 1):
+        while self.setting.count(self._coded(size, vocabulary).text) < self.limit:
             size += self.step
         return size - self.step
 
@@ -534,7 +440,7 @@ class _FrequentWords(_Sampler):
         vocabulary = self._vocabulary()
         while size > 0:
             draft = self._coded(size, vocabulary)
-            tokens = self.setting.gauge.count(draft.text)
+            tokens = self.setting.count(draft.text)
             if tokens <= self.limit:
                 return draft, tokens
             size -= self.step
@@ -611,7 +517,7 @@ def _rows(sampler: _Sampler, count: int, reserved: int) -> Iterator[Row]:
         index, position = number, None
         if isinstance(sampler, _Needles):
             index = draft.input.find(draft.outputs[0])
-            position = sampler.setting.gauge.count(draft.input[:index])
+            position = sampler.setting.count(draft.input[:index])
         length = tokens + sampler.task.max_new_tokens
         yield Row(
             index,

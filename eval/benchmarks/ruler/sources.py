@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eval.benchmarks.downloads import bytes_sha256, fetched_once, load_from_hub, missing_from_hub
+from eval.benchmarks.downloads import bytes_sha256, cache_folder, fetched_once, load_from_hub, missing_from_hub
 from eval.benchmarks.rows import check_fields, is_text
 from lazyllm.errors import UserError
 
@@ -36,18 +36,20 @@ TASKS = (
     "qa_2",
 )
 
-_PROMPTS, _SETTINGS = "constants.py", "synthetic.yaml"
 OFFICIAL = {
-    _PROMPTS: (
+    "constants.py": (
         "scripts/data/synthetic/constants.py",
         "6296e901d495ec6200dc3f68993ea13d8282e3c0dbe1a8c47967f111105d1fde",
     ),
-    _SETTINGS: (
+    "synthetic.yaml": (
         "scripts/synthetic.yaml",
         "34bc71dcacdc41a829a170f04b528fbf48d62c616338005ab4991680fbf8cb0b",
     ),
 }
 """{file: (its path in the repository, its sha256)}."""
+
+OFFICIAL_SHA256 = "92afc45cbdaddfd043fb3cc4706500f8cf8811508ed14cfee8be345b8eaaa08b"
+"""Of both files, one after the other."""
 _ESSAYS, _ENGLISH = "PaulGrahamEssays.json", "english_words.json"
 _GIVE_ESSAY = f"give ruler.haystack=FILE or FOLDER of text, or data.dir=FOLDER with RULER's {_ESSAYS}"
 _HUB = {  # dataset of a qa task: (repository, configuration, file in data.dir)
@@ -74,18 +76,6 @@ class Task:
     answer_prefix: str
     max_new_tokens: int
     settings: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Templates:
-    """All tasks of the two official files.
-
-    tasks: by name, in the order of `TASKS`.
-    sha256: of the two files.
-    """
-
-    tasks: Mapping[str, Task]
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -141,37 +131,27 @@ class Corpus:
     documents: Sequence[str]
 
 
-def read_templates(folder: str | Path) -> Templates:
-    """The prompts and settings in a folder with RULER's `constants.py` and `synthetic.yaml`.
+def read_tasks(folder: Path | None) -> dict[str, Task]:
+    """{name: task}, from a folder with RULER's `constants.py` and `synthetic.yaml`; None downloads these files once.
 
-    Raises UserError if a file is missing, or is not that of `COMMIT`.
+    Raises UserError if a file is missing, cannot be downloaded, or is not that of `COMMIT`.
     """
-    folder = Path(folder).expanduser()
-    content = {name: _content(folder / name) for name in OFFICIAL}
+    cache = cache_folder() / "ruler"
+    ways_out = f"Either give data.dir=FOLDER with RULER's {' and '.join(OFFICIAL)}, or run once with a network, which"
+    content = {}
     for name, (path, sha256) in OFFICIAL.items():
+        file = folder.expanduser() / name if folder is not None else cache / name
+        if folder is None:
+            url = f"https://raw.githubusercontent.com/NVIDIA/RULER/{COMMIT}/{path}"
+            fetched_once(file, url, sha256, "RULER", f"RULER's {name}", f"{ways_out} fills {cache}")
+        content[name] = _content(file)
         if bytes_sha256(content[name]) != sha256:
-            raise UserError(f"{folder / name}: expected RULER's {path} at commit {COMMIT[:7]}, but its sha256 differs")
-    return parse_templates(content[_PROMPTS], content[_SETTINGS])
+            raise UserError(f"{file}: expected RULER's {path} at commit {COMMIT[:7]}, but its sha256 differs")
+    return parse_tasks(*content.values())
 
 
-def fetch_templates(folder: str | Path) -> Templates:
-    """The official prompts and settings in a cache folder, downloaded from RULER's repository if missing.
-
-    Raises UserError if they cannot be downloaded, or if a file differs from that of `COMMIT`.
-    """
-    folder = Path(folder).expanduser()
-    ways_out = (
-        f"Either give data.dir=FOLDER with RULER's {_PROMPTS} and {_SETTINGS}, or run once with a network, which fills "
-        f"{folder}"
-    )
-    for name, (path, sha256) in OFFICIAL.items():
-        url = f"https://raw.githubusercontent.com/NVIDIA/RULER/{COMMIT}/{path}"
-        fetched_once(folder / name, url, sha256, "RULER", f"RULER's {name}", ways_out)
-    return read_templates(folder)
-
-
-def parse_templates(prompts: bytes, settings: bytes) -> Templates:
-    """The tasks of the two files; the code of `prompts` is not run."""
+def parse_tasks(prompts: bytes, settings: bytes) -> dict[str, Task]:
+    """The tasks of `constants.py`, whose code is not run, and `synthetic.yaml`."""
     import yaml
 
     assigned = {
@@ -185,7 +165,7 @@ def parse_templates(prompts: bytes, settings: bytes) -> Templates:
         kind = chosen[name]["task"]
         prompt = kinds[kind]["template"], kinds[kind]["answer_prefix"], kinds[kind]["tokens_to_generate"]
         tasks[name] = Task(name, kind, *prompt, chosen[name]["args"])
-    return Templates(tasks, bytes_sha256(prompts + settings))
+    return tasks
 
 
 def words(*kinds: Literal["noun", "adjective", "verb"]) -> list[list[str]]:
@@ -253,10 +233,12 @@ def read_essay(task: str, sources: Sources) -> Essay:
         raise UserError(f"{task} hides its needles in a text: {_GIVE_ESSAY}")
     path = path.expanduser()
     official = path.suffix == ".json"
-    text: Any = _json(path) if official else read_text(path, "ruler.haystack")
     if official:
-        check_fields(text, (("text", is_text, f"a string, as in RULER's {_ESSAYS}"),))
-        text = text["text"]
+        content = _json(path)
+        check_fields(content, (("text", is_text, f"a string, as in RULER's {_ESSAYS}"),))
+        text = content["text"]
+    else:
+        text = read_text(path, "ruler.haystack")
     return Essay(re.sub(r"\s+", " ", text).split(" "), official)
 
 

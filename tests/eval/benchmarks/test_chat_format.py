@@ -81,7 +81,7 @@ def text_of(template: str, **settings: Any) -> str:
     return build_prompt(ROW, "{input}", tokenizer_with(template), chat=chat).text
 
 
-def test_a_prompt_is_the_same_tomorrow(template: str, monkeypatch) -> None:
+def test_prompt_is_the_same_on_another_day(template: str, monkeypatch) -> None:
     today = text_of(template)
     assert "Who?" in today
     monkeypatch.setattr(time, "time", lambda: 2e9)
@@ -92,7 +92,7 @@ def test_a_prompt_is_the_same_tomorrow(template: str, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("tiny", "coder")])
-def test_a_presets_prompt_is_the_templates_own(preset: str) -> None:
+def test_presets_prompt_is_the_templates_own(preset: str) -> None:
     """As the template writes it for the preset's settings: without thoughts, on the day of its own fallback."""
     chat = run_of(f"model={preset}").chat
     assert chat.from_tokenizer == (preset in KINDS)
@@ -108,7 +108,7 @@ def test_a_presets_prompt_is_the_templates_own(preset: str) -> None:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_later_turn_is_what_the_template_writes_behind_the_answer(template: str) -> None:
+def test_later_turn_is_the_templates_text_after_the_answer(template: str) -> None:
     tokenizer, row = (
         tokenizer_with(template),
         replace(ROW, turns=(Turn(" Why? ", ("so",), "Because"), Turn("How?", ()))),
@@ -125,12 +125,12 @@ def test_a_later_turn_is_what_the_template_writes_behind_the_answer(template: st
         assert list(prompt.turns[turn].token_ids) == tokenizer(text, add_special_tokens=False).input_ids
 
 
-def test_a_template_without_earlier_answers_has_no_later_turns() -> None:
+def test_template_without_earlier_answers_is_refused_for_turns() -> None:
     with pytest.raises(UserError, match="leaves earlier answers out"):
         build_prompt(replace(ROW, turns=(Turn("Why?", ()),)), "", tokenizer_with(FORGETS), chat=chat_format("auto"))
 
 
-def test_what_follows_an_answer_changes_no_hash_of_rows() -> None:
+def test_repr_of_a_format_is_the_one_in_hashes_of_rows() -> None:
     """The hash of needle rows includes the chat format's `repr`, which stored runs contain."""
     assert repr(CHAT_FORMATS["llama2"]) == (
         "ChatFormat(before='[INST]', after='[/INST]', from_tokenizer=False, or_none=False, args={}, system=None, "
@@ -138,7 +138,7 @@ def test_what_follows_an_answer_changes_no_hash_of_rows() -> None:
     )
 
 
-def test_an_end_token_is_not_written_twice() -> None:
+def test_end_token_is_not_written_twice() -> None:
     turn = Message("", (2, 5, 6), "")
     assert turn.behind([7, 2], (2,)) == (5, 6)
     assert turn.behind([7, 3], (2, 3)) == (2, 5, 6)  # the model has ended in another way
@@ -146,7 +146,7 @@ def test_an_end_token_is_not_written_twice() -> None:
     assert Message("", (7, 5), "").behind([7], (2,)) == (7, 5)  # a word
 
 
-def test_the_pinned_date_is_the_templates_own_fallback() -> None:
+def test_pinned_date_is_the_templates_own_fallback() -> None:
     assert "Today: 26 Jul 2024<" in text_of("llama3.1")
     assert text_of("llama3.2") == text_of("llama3.1")
     assert "Today's Date: July 26, 2024." in text_of("granite")
@@ -163,19 +163,19 @@ def test_thinking_is_off_unless_it_is_given_tokens() -> None:
     assert chat_format("auto").template_args(tokenizer_with("llama3.2")) == {}
 
 
-def test_a_system_prompt_stands_in_front() -> None:
+def test_system_prompt_comes_first() -> None:
     assert text_of("qwen3", system="Be brief.").startswith("<|system|>Be brief.<|end|><|user|>Who?")
     with pytest.raises(UserError, match=r"refuses the messages \(System role not supported\): see model.system"):
         text_of("gemma", system="Be brief.")
 
 
-def test_the_wraps_tokens_are_those_around_the_prompt(template: str) -> None:
+def test_wrap_tokens_counts_the_tokens_around_the_prompt(template: str) -> None:
     tokenizer, chat = tokenizer_with(template), chat_format("auto")
     whole = len(build_prompt(ROW, "{input}", tokenizer, chat=chat).token_ids)
     assert whole == wrap_tokens(tokenizer, chat) + len(tokenizer("Who?", add_special_tokens=False).input_ids)
 
 
-def test_null_is_the_own_template_or_none() -> None:
+def test_null_format_is_the_tokenizers_template_or_none() -> None:
     chat, bare = chat_format(None), tokenizer_with(None)
     assert build_prompt(ROW, "{input}", bare, chat=chat) == build_prompt(ROW, "{input}", bare)
     assert wrap_tokens(bare, chat) == 0
@@ -193,11 +193,11 @@ def test_null_is_the_own_template_or_none() -> None:
         ("auto", "\n a</think>\n", "\n a</think>\n"),
     ],
 )
-def test_answers_are_cleaned_as_per_model(chat: str, text: str, expected: str) -> None:
+def test_answers_are_cleaned_by_format(chat: str, text: str, expected: str) -> None:
     assert post_process(text, CHAT_FORMATS[chat]) == expected
 
 
-def test_the_answer_comes_after_the_thought() -> None:
+def test_answer_is_the_text_after_the_thought() -> None:
     chat = chat_format("auto", thinking_tokens=100)
     assert post_process("<think>Is it 3? No.</think>\n\n4", chat) == "4"
     assert post_process("Is it 3? No.</think> 3 </think> 4 ", chat) == "4 "
@@ -214,6 +214,6 @@ def test_the_answer_comes_after_the_thought() -> None:
         ("auto", {"today": "tomorrow"}, "model.today=tomorrow: expected a date, YYYY-MM-DD"),
     ],
 )
-def test_refusals(name: str, settings: dict[str, Any], message: str) -> None:
+def test_chat_format_refuses_bad_settings(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         chat_format(name, **settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import replace
 from functools import cache
@@ -95,11 +94,8 @@ def real_prompt(name: str, example: Example, template: str, limit: int | None) -
 @official.needs(LLAMA2)
 @official.needs(official.LONGBENCH)
 @pytest.mark.parametrize("name", LONGBENCH_NAMES)
-def test_on_real_rows_only_words_of_the_context_may_go(name: str) -> None:
-    limits = itertools.cycle([3500, 1200, None])
-    for (example, row, template), limit in zip(all_rows(name), limits, strict=False):
-        if limit is None and len(example.context) > 60_000:
-            limit = 3500
+def test_only_words_of_a_real_rows_context_may_go(name: str) -> None:
+    for (example, row, template), limit in zip(all_rows(name), (1200, 3500), strict=False):
         prompt = real_prompt(name, example, template, limit)
         assert prompt.spans is not None
         may_go = droppable(prompt.as_input()).tolist()
@@ -115,10 +111,11 @@ def test_on_real_rows_only_words_of_the_context_may_go(name: str) -> None:
             place += len(line)
 
 
+@pytest.mark.slow
 @official.needs(LLAMA2)
 @official.needs(official.LONGBENCH)
 @pytest.mark.parametrize("name", LONGBENCH_NAMES)
-def test_real_prompts_are_compressed_and_question_and_instruction_are_untouched(name: str) -> None:
+def test_compression_of_real_prompts_leaves_question_and_instruction_untouched(name: str) -> None:
     for example, row, template in all_rows(name):
         prompt = real_prompt(name, example, template, 3500)
         head, tail = (part.format(**row) for part in template.split("{context}"))
@@ -158,7 +155,7 @@ def test_real_prompts_are_compressed_and_question_and_instruction_are_untouched(
 
 @official.needs(LLAMA2)
 @official.needs(official.LONGBENCH)
-def test_real_examples_are_all_found() -> None:
+def test_every_real_few_shot_example_is_protected() -> None:
     """One answer per `Question:`, `Passage:` or `Dialogue:` line; contexts are whole, so no line is cut."""
     for name, label in (("trec", "Question:"), ("triviaqa", "Passage:"), ("samsum", "Dialogue:")):
         for example, row, _ in all_rows(name):
@@ -173,7 +170,7 @@ def test_real_examples_are_all_found() -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_embedded_prompts(name: str) -> None:
+def test_only_words_of_an_embedded_rows_context_may_go(name: str) -> None:
     tokenizer: Any = load_tokenizer_of(ModelSpec("tiny"))
     for row in rows(name, count=6):
         example = Example(name, row["_id"], row["input"], row["context"], ("",), (), 5, "en")
@@ -219,13 +216,13 @@ def context_of(template: str = TEMPLATE, row: Example = ROW, tokenizer: Any = No
         (6, []),  # "Q:" and "ho?": the cut reaches into both
     ],
 )
-def test_the_context_after_the_cut(limit: int | None, context: list[str]) -> None:
+def test_context_after_the_cut(limit: int | None, context: list[str]) -> None:
     assert context_of(max_prompt_tokens=limit) == context
     assert context_of(max_prompt_tokens=limit, chat=CHAT_FORMATS["llama2"]) == context
     assert context_of(max_prompt_tokens=limit, chat=CHAT_FORMATS["xgen"]) == context
 
 
-def test_a_long_question_leaves_no_end_of_the_context_in_the_right_half() -> None:
+def test_long_question_leaves_no_context_in_the_right_half() -> None:
     row = replace(ROW, context="0123", input="a very long question")
     prompt = build_prompt(row, TEMPLATE, Characters(), 20)  # type: ignore[arg-type]
     assert prompt.text == "Q: 0123|a" + "g question"
@@ -234,13 +231,13 @@ def test_a_long_question_leaves_no_end_of_the_context_in_the_right_half() -> Non
     assert context_of("a very long instruction {context}|{input}", row, max_prompt_tokens=10) == ["123"]
 
 
-def test_every_context_of_a_template_counts_and_another_field_does_not() -> None:
+def test_context_is_every_place_of_its_field_and_no_other() -> None:
     assert context_of("{context}-{input}-{context}") == ["0123456789"] * 2
     assert context_of("{input}{{context}}") == []
     assert context_of("{input}", replace(ROW, input="0123456789")) == []
 
 
-def test_what_is_protected_splits_the_context_also_where_it_is_cut() -> None:
+def test_protected_text_splits_the_context_also_at_the_cut() -> None:
     row = replace(ROW, context="q: aa\nA: bb\nq: cc\nA: dd")
     settings: dict[str, Any] = dict(row=row, protected="^A:.*")
     assert context_of(**settings) == ["q: aa\n", "\nq: cc\n"]
@@ -254,7 +251,7 @@ def test_what_is_protected_splits_the_context_also_where_it_is_cut() -> None:
     ).token_ids  # fmt: skip
 
 
-def test_the_tokenizers_own_chat_template() -> None:
+def test_context_is_found_in_the_tokenizers_chat_template() -> None:
     tokenizer = Characters()
     tokenizer.chat_template = "given"
     settings: dict[str, Any] = dict(tokenizer=tokenizer, chat=CHAT_FORMATS["auto"])
@@ -268,7 +265,7 @@ def test_the_tokenizers_own_chat_template() -> None:
         PromptCompression(0.5).check_prompt(prompt.as_input())
 
 
-def test_a_slow_tokenizer_is_refused_where_it_matters() -> None:
+def test_slow_tokenizer_is_refused_by_methods_that_need_offsets() -> None:
     tokenizer: Any = Characters()
     tokenizer.is_fast = False
     prompt = build_prompt(ROW, TEMPLATE, tokenizer)
@@ -279,7 +276,7 @@ def test_a_slow_tokenizer_is_refused_where_it_matters() -> None:
 
 
 @official.needs(LLAMA2)
-def test_a_character_that_the_cut_goes_through_belongs_to_no_context() -> None:
+def test_character_at_the_cut_belongs_to_no_context() -> None:
     row = replace(ROW, context="ha \U0001f602" * 30, input="\nWho?")  # four byte tokens each
     broken = 0
     for limit in range(60, 76):
@@ -296,7 +293,7 @@ def test_a_character_that_the_cut_goes_through_belongs_to_no_context() -> None:
 
 
 @official.needs(LLAMA2)
-def test_llama2s_tokens_are_what_they_say() -> None:
+def test_llama2_spans_are_the_tokens_texts() -> None:
     text = "  Hi  there \U0001f602\r\n    return x\n\tfoo(\u30d0) of a[0]"
     prompt = build_prompt(replace(ROW, context=text), "{context}", llama2())
     assert prompt.spans is not None

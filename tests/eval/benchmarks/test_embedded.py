@@ -6,6 +6,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,11 @@ def tokenizer():
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(ROOT / "lazyllm" / "models" / "tiny")
+
+
+@cache
+def rows_of(name: str) -> list[dict]:
+    return embedded.rows(name, count=120)
 
 
 def needle(row: dict) -> str:
@@ -45,7 +51,7 @@ def depth(row: dict) -> float:
     return row["context"].index(needle(row)) / len(row["context"])
 
 
-def test_one_dataset_for_each_task():
+def test_suite_has_one_dataset_a_task():
     suite = [dataset for dataset in DATASETS.values() if dataset.suite == "embedded"]
     assert [dataset.name for dataset in suite] == list(embedded.NAMES)
     assert [dataset.task for dataset in suite] == list(SUITES["longbench"].tasks)
@@ -53,7 +59,7 @@ def test_one_dataset_for_each_task():
     assert set(embedded.TEMPLATES) == set(embedded.MAX_NEW_TOKENS) == set(embedded.NAMES)
 
 
-def test_rows_and_templates_are_those_of_the_stored_runs():
+def test_rows_and_templates_equal_those_of_the_stored_runs():
     """The hashes in the identity of the runs in `results/`, made by earlier code."""
     stored = json.loads((ROOT / "results" / "demo" / "demo.json").read_bytes())["runs"]["lazy"]["identity"]["data"]
     loaded = {name: load_rows(DATASETS[name]) for name in embedded.NAMES}
@@ -62,11 +68,9 @@ def test_rows_and_templates_are_those_of_the_stored_runs():
 
 
 @EVERY
-def test_rows_are_the_same_every_time_and_for_every_count(name):
-    rows = embedded.rows(name, count=9)
-    assert rows == embedded.rows(name, count=9)
-    assert rows[:4] == embedded.rows(name, count=4)
-    assert len({json.dumps(row) for row in rows}) == 9
+def test_rows_are_the_same_for_every_count(name):
+    assert embedded.rows(name, count=4) == rows_of(name)[:4]
+    assert len({json.dumps(row) for row in rows_of(name)}) == 120
 
 
 def test_rows_are_generated_once_and_again_if_the_file_is_damaged(tmp_path, monkeypatch):
@@ -92,7 +96,7 @@ def test_rows_are_generated_once_and_again_if_the_file_is_damaged(tmp_path, monk
     assert len(load_rows(DATASETS["lookup"]).examples) == 4
 
 
-def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch, caplog):
+def test_unwritable_cache_only_warns(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(embedded, "ROWS", 3)
@@ -101,7 +105,7 @@ def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("name", [name for name in embedded.NAMES if name != "digest"])
-def test_a_row_asks_of_eight_needles_as_training_does(name, tokenizer, monkeypatch, tmp_path):
+def test_turns_ask_for_eight_needles_as_training_does(name, tokenizer, monkeypatch, tmp_path):
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(embedded, "ROWS", 6)
     examples = {turns: embedded.load(DATASETS[name], DataSettings(turns=turns)).examples for turns in (None, 1, 3, 8)}
@@ -129,8 +133,8 @@ def test_a_row_asks_of_eight_needles_as_training_does(name, tokenizer, monkeypat
 
 
 @EVERY
-def test_schema(name):
-    for index, row in enumerate(embedded.rows(name, count=6)):
+def test_rows_have_longbenchs_fields(name):
+    for index, row in enumerate(rows_of(name)[:6]):
         assert set(row) == FIELDS
         assert row["dataset"] == name
         assert row["_id"] == f"{name}-test-{embedded.LENGTHS[index % 3]}-{index:04d}"
@@ -141,15 +145,9 @@ def test_schema(name):
 
 
 @EVERY
-def test_prompts_have_exactly_the_stated_tokens(name, tokenizer):
-    for row in embedded.rows(name, count=12):
-        prompt = embedded.TEMPLATES[name].format(**row)
-        assert len(tokenizer(prompt).input_ids) == embedded.token_length(row)
-
-
-@EVERY
-def test_answers_fit_the_limit_of_new_tokens(name, tokenizer):
-    for row in embedded.rows(name, count=12):
+def test_prompts_have_exactly_the_stated_tokens_and_answers_fit(name, tokenizer):
+    for row in rows_of(name)[:12]:
+        assert len(tokenizer(embedded.TEMPLATES[name].format(**row)).input_ids) == embedded.token_length(row)
         said = row["answers"][0].strip().removeprefix("Paragraph ")
         ids = tokenizer(f" {said}", add_special_tokens=False).input_ids
         assert len(ids) + 2 <= embedded.MAX_NEW_TOKENS[name]  # full stop and end token
@@ -157,7 +155,7 @@ def test_answers_fit_the_limit_of_new_tokens(name, tokenizer):
 
 @EVERY
 def test_needles_at_all_depths(name):
-    depths = [depth(row) for row in embedded.rows(name, count=120)]
+    depths = [depth(row) for row in rows_of(name)]
     if name in ("digest", "shots"):  # the first of several: earlier
         assert min(depths) < 0.1
         assert max(depths) > 0.6
@@ -169,19 +167,19 @@ def test_needles_at_all_depths(name):
 
 
 @EVERY
-def test_the_answer_is_decided_by_the_context(name):
+def test_context_holds_the_answers_needle_once(name):
     """The needle occurs once (three times if there are examples), whatever the distractors are."""
-    for row in embedded.rows(name, count=12):
+    for row in rows_of(name)[:12]:
         assert row["context"].count(needle(row)) == (3 if name == "shots" else 1)
 
 
-def test_a_chain_of_hops_has_its_second_link():
-    for row in embedded.rows("hops", count=12):
+def test_hops_context_holds_the_second_link():
+    for row in rows_of("hops")[:12]:
         assert row["context"].count(f" entry {row['answers'][0]}.") == 1
 
 
-def test_what_a_digest_refers_to_is_explained_earlier():
-    for row in embedded.rows("digest", count=12):
+def test_digest_points_are_explained_earlier():
+    for row in rows_of("digest")[:12]:
         for ordinal, said in zip(
             ("first", "second", "third"), re.split(r"\. (?:second|third) ", row["answers"][0]), strict=True
         ):
@@ -194,12 +192,12 @@ def test_what_a_digest_refers_to_is_explained_earlier():
     ("name", "form", "least"),
     [("lookup", "entry ", 16), ("hops", "link ", 8), ("digest", "aside ", 5), ("complete", "proc ", 8)],
 )
-def test_distractors_of_the_needles_form(name, form, least):
-    assert all(row["context"].count(form) >= least for row in embedded.rows(name, count=6))
+def test_context_holds_distractors_of_the_needles_form(name, form, least):
+    assert all(row["context"].count(form) >= least for row in rows_of(name)[:6])
 
 
 @EVERY
-def test_evidence_is_the_needles_that_answer(name):
+def test_evidence_is_the_needles_of_the_answer(name):
     """The places, found by their form alone, of the asked key's entry and of the key that it leads to."""
     for example in load_rows(DATASETS[name]).examples[:12]:
         asked, answer = example.input.split()[-1], example.answers[0]
@@ -219,22 +217,20 @@ def test_evidence_is_the_needles_that_answer(name):
 
 
 @EVERY
-def test_splits_are_disjoint(name):
-    def texts(split: str) -> set[str]:
-        return {row["context"] + "\0" + row["input"] for row in embedded.rows(name, split, 30)}
-
-    assert not texts("test") & texts("train")
-    context, questions = embedded.GENERATORS[name](random.Random(1), embedded.Level(400, 16))
-    assert len(context) == 400
-    assert all(embedded.is_test(context, question) in (True, False) for question in questions)
+def test_splits_are_disjoint_by_the_hash_of_a_row(name):
+    texts = {}
+    for split, rows in (("test", rows_of(name)[:30]), ("train", embedded.rows(name, "train", 30))):
+        texts[split] = {row["context"] + "\0" + row["input"] for row in rows}
+        for row in rows[:6]:
+            assert embedded.is_test([row["context"]], embedded.Question([row["input"]], [], [])) == (split == "test")
+    assert not texts["test"] & texts["train"]
 
 
 @EVERY
-def test_the_hash_of_a_row_says_its_split(name):
-    for split in ("test", "train"):
-        for row in embedded.rows(name, split, 6):
-            question = embedded.Question([row["input"]], [], [])
-            assert embedded.is_test([row["context"]], question) == (split == "test")
+def test_context_has_exactly_its_levels_tokens(name):
+    context, questions = embedded.GENERATORS[name](random.Random(1), embedded.Level(400, 16))
+    assert len(context) == 400
+    assert questions
 
 
 def test_words_of_different_roles_are_different():

@@ -15,7 +15,7 @@ from eval.benchmarks import SUITES
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import BuiltPrompt, build_prompt
-from eval.benchmarks.ruler.ruler_suite import RulerConfig
+from eval.benchmarks.ruler import RulerConfig
 from eval.benchmarks.suite import Dataset, DataSettings, Example
 from eval.run.measure import Bench, Case
 from eval.store.record import Record
@@ -72,7 +72,7 @@ def prompts() -> list[tuple[Dataset, Example, BuiltPrompt]]:
     ]
 
 
-def test_the_rows_are_all_there() -> None:
+def test_rows_and_methods_are_complete() -> None:
     names = [dataset.name for dataset, _, _ in prompts()]
     assert len(names) == len(set(names)) == 16 + 6
     assert {name.split(",")[0] for name in LISTED} == set(METHODS)
@@ -87,7 +87,7 @@ def measured(method: Method) -> list[tuple[Dataset, Example, Record]]:
 
 
 @pytest.mark.parametrize("name", LISTED)
-def test_every_row_is_measured_by_every_method(name: str) -> None:
+def test_every_method_measures_every_row(name: str) -> None:
     for dataset, example, record in measured(LISTED[name].pruning):
         assert Record.from_json(record.to_json()) == record
         assert len(record.method.token_ids) == ANSWER_TOKENS
@@ -98,7 +98,7 @@ def test_every_row_is_measured_by_every_method(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KEEPING)
-def test_every_method_that_keeps_everything_gives_the_baselines_records(name: str) -> None:
+def test_method_that_keeps_everything_gives_the_baselines_records(name: str) -> None:
     for _, _, record in measured(KEEPING[name]):
         assert record.baseline is not None
         same = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import subprocess
 import sys
 import warnings
 import zipfile
@@ -14,13 +15,19 @@ from typing import Any
 
 import pytest
 
+from eval import cli
+from eval.analysis.tables import TABLES
 from eval.benchmarks import downloads, longbench
 from eval.benchmarks.datasets import DATASETS, load_rows, resolve_datasets
 from eval.benchmarks.longbench import TemplateWarning
+from eval.benchmarks.metrics import dataset_score
 from eval.benchmarks.rows import official_row
 from eval.benchmarks.suite import Example, LoadedDataset, OnError, Turn
+from eval.store.results import Results
+from eval.store.runs import StoredRun
 from lazyllm.errors import UserError
 from tests.eval import official
+from tests.eval.store.made import record
 from tests.hub_server import HubServer, Repository
 
 LONGBENCH_NAMES = [name for name, dataset in DATASETS.items() if dataset.suite == "longbench"]
@@ -103,7 +110,7 @@ def test_real_rows_keep_their_carriage_returns():
 # ------------------------------------------------------------------------------------------------------ rows by hand
 
 
-def test_a_row_becomes_an_example(folder):
+def test_row_becomes_an_example(folder):
     write_rows(folder, ROW)
     loaded = load(folder)
     assert loaded.examples == (Example("qasper", "one", "Who?", "A cat\r\nsat.\u2028", ("cat", "a cat"), (), 3, "en"),)
@@ -111,7 +118,7 @@ def test_a_row_becomes_an_example(folder):
     assert loaded.dataset is QASPER
 
 
-def test_a_row_with_later_turns_becomes_an_example_and_a_row_again(folder):
+def test_row_with_later_turns_becomes_an_example_and_a_row_again(folder):
     row = ROW | {"turns": [TURN, TURN | {"input": "Where?", "answer_prefix": "On"}]}
     write_rows(folder, row)
     [example] = load(folder).examples
@@ -120,7 +127,7 @@ def test_a_row_with_later_turns_becomes_an_example_and_a_row_again(folder):
     assert official_row(replace(example, turns=())) == ROW
 
 
-def test_lines_end_at_newlines_only_and_blank_ones_hold_nothing(folder):
+def test_lines_end_at_newlines_only_and_blank_ones_are_ignored(folder):
     first, second = as_line(ROW), as_line(ROW | {"_id": "two"}).replace(", ", ",\r", 1)
     (folder / "qasper.jsonl").write_bytes(f"\n{first}\r\n  \n{second}".encode())
     assert [example.id for example in load(folder).examples] == ["one", "two"]
@@ -168,7 +175,7 @@ BAD_ROWS = [
 
 
 @pytest.mark.parametrize(("row", "reason"), BAD_ROWS)
-def test_a_bad_row_is_named_or_skipped(folder, row, reason):
+def test_bad_row_is_named_or_skipped(folder, row, reason):
     file = write_rows(folder, ROW, row, ROW | {"_id": "three"})
     with pytest.raises(UserError) as error:
         load(folder)
@@ -180,7 +187,38 @@ def test_a_bad_row_is_named_or_skipped(folder, row, reason):
     assert loaded.skipped[0].reason.startswith(reason)
 
 
-def test_rows_nested_to_the_last_level_that_can_be_read_are_named(folder):
+def test_first_ten_bad_rows_are_named_at_once(folder):
+    bad = [ROW | {"_id": f"{number}", "input": number} for number in range(12)]
+    file = write_rows(folder, ROW, *bad)
+    with pytest.raises(UserError) as error:
+        load(folder)
+    lines = str(error.value).split("\n")
+    assert [line.split(": ")[0] for line in lines[:10]] == [f"{file}:{number}" for number in range(2, 12)]
+    assert lines[10].startswith("2 more unusable rows. Fix these rows, or skip them by data.on_error=skip")
+    assert len(lines) == 11
+
+
+CHECK = """
+import sys
+from eval.run.config import compose_config, register_schema, to_run_config
+from eval.run.resolved import resolve
+from lazyllm.errors import UserError
+register_schema()
+try:
+    resolve(to_run_config(compose_config(["model=llama2", "dataset=qasper", f"data.dir={sys.argv[1]}"])))
+except UserError as error:
+    print(str(error).split(". Fix")[0], sorted({"torch", "transformers"} & set(sys.modules)))
+"""
+
+
+def test_bad_rows_of_a_folder_are_refused_before_torch_is_imported(folder):
+    file = write_rows(folder, ROW, ROW | {"_id": "two", "answers": []})
+    command = [sys.executable, "-W", "ignore", "-c", CHECK, str(folder)]
+    shown = subprocess.run(command, cwd=Path(__file__).resolve().parents[3], capture_output=True, text=True)
+    assert shown.stdout == f"{file}:2: answers is empty: there is nothing to score against []\n", shown.stderr
+
+
+def test_rows_nested_too_deeply_are_skipped(folder):
     """At some depth, JSON can still be parsed, but the value cannot be shown a few calls deeper."""
     marked = json.dumps({key: value for key, value in ROW.items() if key != "_id"} | {"input": "@"})
     nested = [marked.replace('"@"', "[" * depth + "]" * depth) for depth in range(1, sys.getrecursionlimit() + 10)]
@@ -203,7 +241,7 @@ def test_no_usable_row_is_an_error_also_when_skipping(folder, rows):
         load(folder, "skip")
 
 
-def test_class_names_are_needed_where_the_metric_needs_them(folder):
+def test_classification_rows_need_class_names(folder):
     (folder / "trec.jsonl").write_text(as_line(ROW | {"dataset": "trec"}))
     (folder / "config" / longbench.PROMPTS).write_text('{"trec": "{context}"}')
     (folder / "config" / longbench.MAX_LENGTHS).write_text('{"trec": 9}')
@@ -211,7 +249,7 @@ def test_class_names_are_needed_where_the_metric_needs_them(folder):
         load_rows(DATASETS["trec"], folder)
 
 
-def test_an_unknown_way_with_errors_is_refused(folder):
+def test_load_rows_refuses_an_unknown_on_error(folder):
     with pytest.raises(ValueError, match="'raise' or 'skip'"):
         load_rows(QASPER, folder, "ignore")  # type: ignore[arg-type]
 
@@ -220,7 +258,7 @@ def test_an_unknown_way_with_errors_is_refused(folder):
 
 
 @pytest.mark.parametrize("missing", ["qasper.jsonl", f"config/{longbench.PROMPTS}", f"config/{longbench.MAX_LENGTHS}"])
-def test_a_folder_without_a_file_says_what_it_must_hold(folder, missing):
+def test_incomplete_folder_is_refused_with_its_content(folder, missing):
     write_rows(folder, ROW)
     (folder / missing).unlink()
     with pytest.raises(UserError) as error:
@@ -229,12 +267,12 @@ def test_a_folder_without_a_file_says_what_it_must_hold(folder, missing):
     assert "must hold qasper.jsonl, config/dataset2prompt.json and config/dataset2maxlen.json" in str(error.value)
 
 
-def test_a_missing_folder_is_named(tmp_path):
+def test_missing_folder_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"data\.dir=.*nowhere: no such folder"):
         load(tmp_path / "nowhere")
 
 
-def test_other_templates_than_longbenchs_warn(folder):
+def test_other_templates_warn(folder):
     write_rows(folder, ROW)
     with pytest.warns(TemplateWarning, match=r"dataset2prompt.json and dataset2maxlen.json differ"):
         load_rows(QASPER, folder)
@@ -253,7 +291,7 @@ def test_other_templates_than_longbenchs_warn(folder):
         (longbench.MAX_LENGTHS, '{"qasper": true}', "number of tokens of at least 1"),
     ],
 )
-def test_a_bad_config_file_is_named(folder, name, text, reason):
+def test_bad_config_file_is_refused(folder, name, text, reason):
     write_rows(folder, ROW)
     (folder / "config" / name).write_text(text)
     with pytest.raises(UserError, match=reason) as error:
@@ -261,7 +299,7 @@ def test_a_bad_config_file_is_named(folder, name, text, reason):
     assert name in str(error.value)
 
 
-def test_the_config_hash_tells_templates_and_lengths_apart(folder):
+def test_config_hash_depends_on_template_and_length(folder):
     write_rows(folder, ROW)
     hashes = {load(folder).config_sha256}
     (folder / "config" / longbench.MAX_LENGTHS).write_text('{"qasper": 10}')
@@ -274,7 +312,7 @@ def test_the_config_hash_tells_templates_and_lengths_apart(folder):
 # --------------------------------------------------------------------------------------------------------------- names
 
 
-def test_names_are_resolved():
+def test_names_are_resolved_to_datasets():
     def names(of):
         return [dataset.name for dataset in resolve_datasets(of)]
 
@@ -333,7 +371,7 @@ def server(tmp_path, monkeypatch):
     served.close()
 
 
-def test_rows_and_templates_are_fetched_once_and_then_read_offline(server, monkeypatch):
+def test_rows_and_templates_are_fetched_once_then_read_offline(server, monkeypatch):
     loaded = load_rows(QASPER)
     assert [example.id for example in loaded.examples] == ["one"]
     assert loaded.template == json.loads(CONFIG[longbench.PROMPTS])["qasper"]
@@ -355,7 +393,7 @@ def place_of(server: HubServer, name: str) -> tuple[dict[str, bytes], str]:
 
 
 @pytest.mark.parametrize("name", FETCHED)
-def test_other_files_than_the_pinned_ones_are_refused(server, tmp_path, name):
+def test_downloads_other_than_the_pinned_files_are_refused(server, tmp_path, name):
     files, path = place_of(server, name)
     files[path] += b" "
     with pytest.raises(UserError, match=rf"{name}: .*not LongBench's"):
@@ -376,7 +414,7 @@ def test_changed_files_in_the_caches_are_refused(server, tmp_path):
 
 
 @pytest.mark.parametrize("name", FETCHED)
-def test_a_failed_download_is_named_with_the_ways_out(server, name):
+def test_failed_download_is_refused_with_two_ways_out(server, name):
     files, path = place_of(server, name)
     del files[path]
     with pytest.raises(
@@ -386,7 +424,7 @@ def test_a_failed_download_is_named_with_the_ways_out(server, name):
     assert "\n" not in str(error.value)
 
 
-def test_offline_and_not_cached_names_both_ways_out(server, tmp_path, monkeypatch):
+def test_missing_files_are_refused_offline_with_two_ways_out(server, tmp_path, monkeypatch):
     server.close()
     with pytest.raises(UserError) as error:
         load_rows(QASPER)
@@ -400,10 +438,94 @@ def test_offline_and_not_cached_names_both_ways_out(server, tmp_path, monkeypatc
         load_rows(QASPER)
 
 
-def test_the_pinned_files_are_longbenchs():
+def test_pinned_files_are_longbenchs():
     """The checksums that LongBench's description gives (../shared/longbench/README.md), and its commit."""
     assert longbench.CONFIG_SHA256 == {
         "dataset2prompt.json": "56d22ad4f382169c2b8a11ff4c982a4a1bea096c8152b0f0b85b64686b157c30",
         "dataset2maxlen.json": "72966b3c0933e214591637fb085798c5e687ebff4ddaab5d99bbc31120532022",
     }
     assert "/2e00731f8d0bff23dc4325161044d0ed8af94c1e/LongBench/config/" in longbench.CONFIG_URL
+
+
+# ---------------------------------------------------------------------------------------------------------- LongBench-E
+
+# LongBench's README: LongBench-E has these 13
+E_NAMES = """
+    qasper multifieldqa_en hotpotqa 2wikimqa gov_report multi_news trec triviaqa samsum passage_count
+    passage_retrieval_en lcc repobench-p
+""".split()  # noqa: SIM905
+
+
+def write_e(folder, *rows):
+    (folder / "qasper_e.jsonl").write_text("".join(f"{as_line(row)}\n" for row in rows))
+
+
+def test_longbench_e_differs_from_longbench_in_rows_only():
+    assert [f"{name}_e" for name in E_NAMES] == [dataset.name for dataset in longbench.SUITE_E.datasets]
+    for name in E_NAMES:
+        same = replace(DATASETS[f"{name}_e"], name=name, suite="longbench", prompt_of="")
+        assert same == DATASETS[name]
+
+
+@pytest.mark.filterwarnings("ignore::eval.benchmarks.longbench.TemplateWarning")
+def test_longbench_e_groups_rows_by_length(folder):
+    lengths = [0, 3999, 4000, 7999, 8000, 70_000]
+    write_e(folder, *(ROW | {"length": length, "_id": f"{length}"} for length in lengths))
+    loaded = load_rows(DATASETS["qasper_e"], folder)
+    assert [example.groups for example in loaded.examples] == [
+        ("length=0-4k",), ("length=0-4k",), ("length=4-8k",), ("length=4-8k",), ("length=8k+",), ("length=8k+",)
+    ]  # fmt: skip
+    assert (loaded.template, loaded.max_new_tokens) == ("Read: {context}\nAsk: {input} ", 9)
+    write_e(folder, ROW | {"dataset": "qasper_e"})
+    assert len(load_rows(DATASETS["qasper_e"], folder).examples) == 1
+
+
+@pytest.mark.filterwarnings("ignore::eval.benchmarks.longbench.TemplateWarning")
+def test_longbench_e_names_a_malformed_row_by_file_line_and_field(folder):
+    write_e(folder, ROW, ROW | {"length": "long"})
+    with pytest.raises(UserError, match=r"qasper_e\.jsonl:2: field 'length' must be a whole number"):
+        load_rows(DATASETS["qasper_e"], folder)
+    with pytest.raises(UserError, match=r"hotpotqa_e\.jsonl is missing; the folder must hold hotpotqa_e\.jsonl"):
+        load_rows(DATASETS["hotpotqa_e"], folder)
+
+
+def test_longbench_e_rows_come_from_the_same_archive(server: HubServer, monkeypatch):
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as opened:
+        opened.writestr("data/qasper_e.jsonl", as_line(ROW))
+    files, path = place_of(server, "data.zip")
+    files[path] = packed.getvalue()
+    monkeypatch.setattr(longbench, "HUB_SHA256", hashlib.sha256(packed.getvalue()).hexdigest())
+    assert load_rows(DATASETS["qasper_e"]).source.endswith("data.zip:data/qasper_e.jsonl")
+
+
+@pytest.mark.filterwarnings("ignore::eval.benchmarks.longbench.TemplateWarning")
+def test_rows_command_writes_rows_that_can_be_read_again(folder, tmp_path):
+    write_e(folder, ROW, ROW | {"_id": "two", "length": 5000})
+    out = tmp_path / "out"
+    assert cli.main(["rows", "dataset=qasper_e", f"data.dir={folder}", f"out={out}"]) == 0
+    assert [json.loads(line)["length"] for line in (out / "qasper_e.jsonl").read_text().splitlines()] == [3, 5000]
+    (out / "config").symlink_to(folder / "config")
+    assert load_rows(DATASETS["qasper_e"], out).examples == load_rows(DATASETS["qasper_e"], folder).examples
+
+
+def test_longbench_e_scores_by_length_are_official(tmp_path):
+    """Against `scorer_e` of `eval.py`: by dataset and length, the mean times 100, rounded to 2 digits."""
+    scores = {"0-4k": [0.5, 0.25, 1 / 3], "4-8k": [1.0], "8k+": [0.0, 0.125]}
+    records = [
+        replace(record(number, "qasper_e", score=score), id=f"{group}-{number}", groups=[f"length={group}"])
+        for group, of_group in scores.items()
+        for number, score in enumerate(of_group)
+    ]
+    about = {
+        "fingerprint": "f",
+        "identity": {"method": {"name": "lazy"}, "seed": 0, "paired": True},
+        "config": {"model": {"name": "tiny", "paper": None}},
+    }
+    frame = TABLES["groups"](Results([StoredRun(tmp_path, about, records)])).frame
+    rows = frame[(frame["method"] == "lazy") & (frame["level"] == "dataset")]
+    expected = {f"length={group}": round(100 * sum(of_group) / len(of_group), 2) for group, of_group in scores.items()}
+    everything = [score for of_group in scores.values() for score in of_group]
+    assert dict(zip(rows["group"], rows["score"], strict=True)) == expected | {"all": dataset_score(everything)}
+    assert list(rows["group"]) == ["all", "length=0-4k", "length=4-8k", "length=8k+"]
+    assert list(rows["examples"]) == [6, 3, 1, 2]

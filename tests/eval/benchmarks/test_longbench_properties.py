@@ -117,7 +117,7 @@ def test_arbitrary_files_are_refused_line_by_line(content: bytes) -> None:
 
 
 @given(ROWS, st.data())
-def test_a_row_with_any_other_value_is_read_if_it_fits_and_else_named(row: dict[str, Any], data: st.DataObject) -> None:
+def test_row_with_any_other_value_is_read_if_it_fits_and_else_named(row: dict[str, Any], data: st.DataObject) -> None:
     bad = dict(row)
     for _ in range(data.draw(st.integers(1, 2))):
         field = data.draw(st.sampled_from(sorted(ROW)) | st.text(max_size=8))
@@ -144,7 +144,7 @@ def test_a_row_with_any_other_value_is_read_if_it_fits_and_else_named(row: dict[
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=8))
-def test_of_rows_with_one_id_the_first_counts(ids: list[str]) -> None:
+def test_first_of_rows_with_one_id_counts(ids: list[str]) -> None:
     rows = [ROW | {"_id": row_id, "length": number} for number, row_id in enumerate(ids)]
     first = {row_id: ids.index(row_id) for row_id in ids}
     with folder_with("\n".join(map(json.dumps, rows)).encode()) as folder:

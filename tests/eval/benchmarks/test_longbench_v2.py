@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from eval.benchmarks.metrics import chosen_letter
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings
 from eval.run.loop import run
+from eval.run.prepare import identify
 from eval.store.folder import read_run
 from eval.store.results import Results
 from lazyllm.errors import UserError
@@ -49,10 +51,10 @@ def row(number: int, **changes: Any) -> dict[str, Any]:
     return values | changes
 
 
-def write(folder: Path, *rows: Any, indent: int | None = None) -> Path:
+def write(folder: Path, *rows: Any) -> Path:
     (folder / "prompts").mkdir(exist_ok=True)
     (folder / "prompts" / "0shot.txt").write_text(PROMPT)
-    (folder / "data.json").write_text(json.dumps(rows, indent=indent, ensure_ascii=False))
+    (folder / "data.json").write_text(json.dumps(rows, ensure_ascii=False))
     return folder
 
 
@@ -76,7 +78,7 @@ def official_prompt(values: dict[str, Any]) -> str:
     return prompt
 
 
-def test_prompts_are_the_official_ones(tmp_path):
+def test_prompts_are_official(tmp_path):
     rows = [row(0), row(1, question="$C_A$ or $DOC$?", choice_A="$C_B$", context="\u2028$C_D$ end\r\n")]
     loaded = load(write(tmp_path, *rows))
     assert loaded.max_new_tokens == 128
@@ -89,7 +91,7 @@ def test_prompts_are_the_official_ones(tmp_path):
 
 
 @given(st.text("ab c\n", max_size=40), st.integers(2, 50))
-def test_the_middle_is_cut_as_officially(context, limit):
+def test_prompts_lose_their_middle_as_officially(context, limit):
     """`ids[:limit // 2] + ids[-limit // 2:]`, decoded together."""
     example = load_one(row(0, context=f"x{context}"))
     tokenizer: Any = Characters()
@@ -106,7 +108,7 @@ def load_one(values: dict[str, Any]):
     return longbench_v2._example(DATASET, values, PROMPT)
 
 
-def test_halves_that_are_decoded_together_keep_the_space_between_them():
+def test_halves_decoded_together_keep_the_space_between_them():
     """Sentencepiece drops the space in front of a text: decoded alone, the second half would lose it."""
     from tests.eval.official import SHARED
 
@@ -163,20 +165,20 @@ ADVERSARIAL = [
 
 
 @pytest.mark.parametrize(("answer", "letter"), ADVERSARIAL)
-def test_the_answer_is_taken_as_officially(answer, letter):
+def test_answers_letter_is_the_official_one(answer, letter):
     assert chosen_letter(answer) == slow_letter(answer) == letter
     assert [SUITE.score(DATASET, answer, [gold], None) for gold in "ABCD"] == [float(gold == letter) for gold in "ABCD"]
 
 
 @given(st.lists(st.sampled_from(["The correct answer is ", "(", ")", "*", "A", "D", "E", "a", " ", "\n"]), max_size=12))
-def test_any_answer_is_taken_as_officially(parts):
+def test_any_answers_letter_is_the_official_one(parts):
     assert chosen_letter("".join(parts)) == slow_letter("".join(parts))
 
 
 # ------------------------------------------------------------------------------------------------------------- rows
 
 
-def test_malformed_rows_are_named_by_file_line_and_field(tmp_path):
+def test_malformed_row_is_named_by_file_number_and_field(tmp_path):
     cases = [
         (row(1, answer="E"), "field 'answer' must be one of A, B, C, D, got 'E'"),
         (row(1, length="tiny"), "field 'length' must be one of short, medium, long"),
@@ -188,35 +190,31 @@ def test_malformed_rows_are_named_by_file_line_and_field(tmp_path):
         ("text", "expected a JSON object, got str"),
     ]
     for bad, message in cases:
-        write(tmp_path, row(0), bad, indent=1)
-        line = 2 + 1 + len(row(0)) + 1  # "[", "{", its fields, "},"
-        with pytest.raises(UserError, match=rf"data\.json:{line}: {re.escape(message)}"):
+        write(tmp_path, row(0), bad)
+        with pytest.raises(UserError, match=rf"data\.json, row 2: {re.escape(message)}"):
             load(tmp_path)
         skipped = load(tmp_path, on_error="skip")
         assert [example.id for example in skipped.examples] == ["id-0"]
-        assert [row.where for row in skipped.skipped] == [f"{tmp_path / 'data.json'}:{line}"]
+        assert [row.where for row in skipped.skipped] == [f"{tmp_path / 'data.json'}, row 2"]
 
 
-def test_what_is_no_json_is_named_by_its_line(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[\n{'a': 1}\n]", r"data\.json: not valid JSON .*line 2"),
+        (b"[\xff]", r"data\.json: not valid JSON in UTF-8"),
+        (b"{}", r"data\.json: expected an array of rows"),
+        (b"[]", r"data\.json: no usable row; expected an array of rows"),
+    ],
+)
+def test_malformed_file_is_refused(content, message, tmp_path):
     write(tmp_path)
-    (tmp_path / "data.json").write_text(f"[\n{json.dumps(row(0))},\n{{'a': 1}}\n]")
-    with pytest.raises(UserError, match=r"data\.json:3: not valid JSON"):
-        load(tmp_path)
-    (tmp_path / "data.json").write_bytes(b"[\xff]")
-    with pytest.raises(UserError, match=r"data\.json: not UTF-8"):
-        load(tmp_path)
-    (tmp_path / "data.json").write_text("[]")
-    with pytest.raises(UserError, match=r"data\.json: no usable row; expected an array of rows"):
+    (tmp_path / "data.json").write_bytes(content)
+    with pytest.raises(UserError, match=message):
         load(tmp_path)
 
 
-def test_lines_of_json_are_read_as_an_array_is(tmp_path):
-    expected = load(write(tmp_path, row(0), row(1))).examples
-    (tmp_path / "data.json").write_text("".join(f"{json.dumps(row(number))}\n" for number in range(2)))
-    assert load(tmp_path).examples == expected
-
-
-def test_a_folder_that_lacks_something_is_refused(tmp_path):
+def test_incomplete_folder_is_refused(tmp_path):
     write(tmp_path, row(0))
     (tmp_path / "prompts" / "0shot.txt").write_text("$DOC$")
     with pytest.warns(TemplateWarning), pytest.raises(UserError, match=r"0shot\.txt: .* with the place \$Q\$"):
@@ -230,7 +228,7 @@ def test_a_folder_that_lacks_something_is_refused(tmp_path):
         load(tmp_path)
 
 
-def test_without_a_folder_rows_come_from_the_hub_and_the_prompt_is_fetched_once(tmp_path, monkeypatch):
+def test_rows_come_from_the_hub_and_the_prompt_is_fetched_once(tmp_path, monkeypatch):
     import datasets
 
     server = HubServer({}, {"/0shot.txt": PROMPT.encode()})
@@ -254,7 +252,7 @@ def test_without_a_folder_rows_come_from_the_hub_and_the_prompt_is_fetched_once(
     server.close()
 
 
-def test_offline_and_not_cached_there_are_two_ways_out(no_hub, monkeypatch):
+def test_missing_files_are_refused_offline_with_two_ways_out(no_hub, monkeypatch):
     out = r"give data\.dir=FOLDER with LongBench v2's data\.json and prompts/0shot\.txt, or run once with a network"
     with pytest.raises(UserError, match=rf"THUDM/LongBench-v2 is not cached and cannot be downloaded: {out}"):
         run_of("dataset=longbench_v2")
@@ -263,7 +261,7 @@ def test_offline_and_not_cached_there_are_two_ways_out(no_hub, monkeypatch):
         SUITE.load(DATASET, DataSettings())
 
 
-def test_the_command_writes_the_official_rows(tmp_path, monkeypatch):
+def test_rows_command_writes_the_official_rows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [row(number) for number in range(3)]
     folder = write(tmp_path, *rows)
@@ -275,7 +273,7 @@ def test_the_command_writes_the_official_rows(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------------------- runs
 
 
-def test_a_run_is_paired_resumed_and_sharded_and_scored_by_group(tmp_path, monkeypatch, capsys):
+def test_run_is_paired_resumed_sharded_and_scored_by_group(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     folder = write(tmp_path, *(row(number) for number in range(6)))
     arguments = ["dataset=longbench_v2", f"data.dir={folder}", "model.max_prompt_tokens=101", "max_new_tokens=2"]
@@ -303,14 +301,8 @@ def test_a_run_is_paired_resumed_and_sharded_and_scored_by_group(tmp_path, monke
     assert "longbench_v2" in capsys.readouterr().out
 
 
-def test_the_suites_version_is_part_of_a_runs_identity(tmp_path, monkeypatch):
-    from dataclasses import replace
-
-    from eval.run import prepare
-
-    monkeypatch.chdir(tmp_path)
-    config = run_of("dataset=longbench_v2", f"data.dir={write(tmp_path, row(0))}", "model.max_prompt_tokens=101")
-    before = prepare.identify(config).identity
-    monkeypatch.setitem(prepare.SUITES, "longbench_v2", replace(SUITE, version=SUITE.version + 1))
-    after = prepare.identify(config).identity
-    assert [key for key in before if before[key] != after[key]] == ["data"]
+def test_suites_version_is_part_of_a_runs_identity(tmp_path):
+    before = run_of("dataset=longbench_v2", f"data.dir={write(tmp_path, row(0))}", "model.max_prompt_tokens=101")
+    after = replace(before, suite=replace(SUITE, version=SUITE.version + 1))
+    identities = [identify(run).identity for run in (before, after)]
+    assert [key for key in identities[0] if identities[0][key] != identities[1][key]] == ["data"]

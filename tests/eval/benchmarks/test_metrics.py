@@ -33,7 +33,7 @@ from tests.eval import official
 ROOT = Path(__file__).resolve().parents[3]
 SCORED = official.LONGBENCH / "scored"
 
-FIXED = settings(max_examples=150, deadline=None, derandomize=True)
+FIXED = settings(max_examples=60, deadline=None, derandomize=True)
 WORDS = st.one_of(
     st.sampled_from(["a", "an", "the", "The", "cat", "sat", "on", "mat", "7", "12", "two", "Paragraph", "x = 1"]),
     st.sampled_from([".", "..", "_", "-", "`", "#", "//", "```python", "\n", " ", "\r", "\t", "\u2028"]),
@@ -47,7 +47,7 @@ TEXTS = st.one_of(st.lists(WORDS, max_size=40).map(" ".join), st.lists(WORDS, ma
 
 @official.needs(SCORED)
 @pytest.mark.parametrize("name", [n for n, d in DATASETS.items() if d.suite == "longbench"])
-def test_scores_equal_the_official_scorer_on_real_answers(name):
+def test_real_answers_have_the_official_scores(name):
     rows = official.shared_rows("scored")[name]
     ours = [score_example(DATASETS[name], r["pred"], r["answers"], r["all_classes"]) for r in rows]
     assert ours == [r["official_score"] for r in rows]
@@ -144,7 +144,7 @@ if __name__ == "__main__":
 """
 
 
-def test_rouge_fails_at_the_same_length_as_the_official_script(tmp_path):
+def test_rouge_scores_0_from_the_length_at_which_the_official_script_fails(tmp_path):
     """The package recurses once per step; a stretch too long for Python's stack scores 0."""
     script = tmp_path / "official_calls.py"
     script.write_text(OFFICIAL_CALLS)
@@ -161,12 +161,12 @@ def test_rouge_fails_at_the_same_length_as_the_official_script(tmp_path):
     assert rouge("cat " * (failing + 1), "cat " * (failing + 1)) == 0.0
 
 
-def test_rouge_equals_the_package_itself_on_long_texts():
-    """Texts of up to 400 words; longer ones cost the package minutes."""
+def test_rouge_equals_the_package_on_long_texts():
+    """Texts of up to 120 words; longer ones cost the package minutes."""
     from rouge import Rouge
 
     rng = random.Random(0)
-    for size in (1, 7, 60, 200):
+    for size in (1, 7, 60):
         for words in (["cat", "dog"], [f"w{number}" for number in range(50)], ["a.", "b", "c.", "d"]):
             texts = [" ".join(rng.choices(words, k=rng.randint(1, 2 * size))) for _ in range(2)]
             found = Rouge(metrics=["rouge-l"]).get_scores(*([text] for text in texts), avg=True)
@@ -183,7 +183,7 @@ def test_rouge_equals_the_package_itself_on_long_texts():
         ("", ["cat"], 0.0),
     ],
 )
-def test_rouge_score_beside_by_hand(prediction, answers, expected):
+def test_second_score_by_hand(prediction, answers, expected):
     assert second_score(DATASETS["qmsum"], prediction, answers) == pytest.approx(expected, abs=1e-12)
 
 
@@ -355,19 +355,19 @@ def test_code_similarity_is_difflibs_with_and_without_levenshtein(environment, i
 # ------------------------------------------------------------------------------------------------ examples, datasets
 
 
-def test_the_best_gold_answer_counts():
+def test_score_is_that_of_the_best_gold_answer():
     assert score_example(DATASETS["qasper"], "cat sat", ["dog", "cat", "cat sat mat"]) == pytest.approx(4 / 5)
 
 
 @pytest.mark.parametrize("name", ["trec", "triviaqa", "samsum"])
-def test_only_the_first_line_counts_where_it_should(name):
+def test_few_shot_scores_the_first_line_only(name):
     assert scored_text(DATASETS[name], "\n\nCity\nState") == "City"
     assert scored_text(DATASETS[name], "\n\n") == ""
     assert scored_text(DATASETS[name], " \nCity") == " "
     assert scored_text(DATASETS[name], "\r\nCity\rx") == "\r"
 
 
-def test_all_lines_count_elsewhere():
+def test_other_datasets_score_all_lines():
     first_line = {name for name, dataset in DATASETS.items() if dataset.first_line and dataset.suite == "longbench"}
     assert first_line == {"trec", "triviaqa", "samsum"}
     assert scored_text(DATASETS["qasper"], "\n\nCity\nState") == "\n\nCity\nState"
@@ -384,15 +384,10 @@ def test_all_lines_count_elsewhere():
         ("passage_retrieval_en", ["Paragraph 1", "12"], None, "'12'"),
     ],
 )
-def test_gold_sides_that_cannot_be_scored_are_refused(name, answers, classes, reason):
+def test_unscorable_gold_answers_are_refused(name, answers, classes, reason):
     assert reason in (gold_problem(DATASETS[name], answers, classes) or "")
     with pytest.raises(ValueError, match=reason):
         score_example(DATASETS[name], "12", answers, classes)
-
-
-def test_gold_sides_that_can_be_scored_are_not():
-    assert gold_problem(DATASETS["trec"], ["City"], ["City"]) is None
-    assert gold_problem(DATASETS["qasper"], [""], None) is None
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def needle_of(example) -> str:
 
 @pytest.mark.parametrize("model", MODELS, ids=["tiny", "llama2"])
 @pytest.mark.parametrize("chat", ["none", "llama2"])
-def test_every_length_at_every_depth(model, chat):
+def test_rows_have_every_length_at_every_depth(model, chat):
     """Counted from the whole prompt: it fits, and one more sentence would not."""
     lengths, depths = [300, 701], [0, 33, 100]
     loaded = SUITE.load(DATASET, settings_of(model, chat, lengths=lengths, depths=depths, repeats=2))
@@ -75,7 +75,7 @@ def test_every_length_at_every_depth(model, chat):
 
 
 @NEEDS_LLAMA2
-def test_the_haystack_is_noise_or_the_users_text(tmp_path):
+def test_haystack_is_noise_or_the_users_text(tmp_path):
     noise = SUITE.load(DATASET, settings_of(LLAMA2, lengths=[400], depths=[50])).examples[0]
     rest = noise.context.replace(f"{needle_of(noise)} ", "")
     assert (f"{NOISE} " * 30).startswith(rest)
@@ -89,7 +89,7 @@ def test_the_haystack_is_noise_or_the_users_text(tmp_path):
 
 
 @NEEDS_LLAMA2
-def test_a_haystack_without_sentences_is_filled_too(tmp_path):
+def test_haystack_without_sentences_is_filled(tmp_path):
     (tmp_path / "one.txt").write_text("word " * 3000)
     options: Any = {"lengths": [1000], "depths": [0, 50], "haystack": str(tmp_path / "one.txt")}
     loaded = SUITE.load(DATASET, settings_of(LLAMA2, **options))
@@ -100,7 +100,7 @@ def test_a_haystack_without_sentences_is_filled_too(tmp_path):
         assert 1000 - 42 < tokens <= 1000
 
 
-def test_the_data_hash_depends_on_every_setting_and_not_on_the_number_of_rows():
+def test_data_hash_depends_on_every_setting_but_not_on_the_number_of_rows():
     def data(chat: str = "none", limit: int | None = None, **options: Any) -> str:
         options = {"lengths": [300], "depths": [0, 50]} | options
         return SUITE.load(DATASET, settings_of(chat=chat, limit=limit, **options)).data_sha256
@@ -110,7 +110,7 @@ def test_the_data_hash_depends_on_every_setting_and_not_on_the_number_of_rows():
 
 
 @NEEDS_LLAMA2
-def test_the_command_writes_rows(tmp_path, monkeypatch):
+def test_rows_command_writes_needles(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ["needle.lengths=[300,400]", "needle.depths=[0,100]", f"model.tokenizer={LLAMA2.tokenizer}", "out=made"]
     assert cli.main(["rows", "dataset=needle", *arguments]) == 0
@@ -142,7 +142,7 @@ def slow_score(answer: str, gold: str) -> float:
         ("amber  lemon fox", "amber lemon fox", 0),
     ],
 )
-def test_an_answer_must_contain_the_gold(answer, gold, expected):
+def test_answer_must_contain_the_gold(answer, gold, expected):
     assert SUITE.score(DATASET, answer, [gold], None) == slow_score(answer, gold) == expected
 
 
@@ -160,7 +160,7 @@ def test_an_answer_must_contain_the_gold(answer, gold, expected):
         ("needle.haystack=.", r"tiny knows only the words of the embedded suite"),
     ],
 )
-def test_settings_that_make_no_rows_are_refused(override, message, tmp_path, monkeypatch):
+def test_settings_without_rows_are_refused(override, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
         run_of("dataset=needle", override)
@@ -176,7 +176,7 @@ def test_lengths_that_do_not_fit_are_refused(tmp_path, monkeypatch):
         prepare(run_of("dataset=needle", "needle.lengths=[512,5000]"))
 
 
-def test_an_empty_text_is_refused(tmp_path):
+def test_empty_haystack_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text(" \n")
     with pytest.raises(UserError, match=r"no text to hide needles in; give needle\.haystack=FILE"):
         SUITE.load(DATASET, settings_of(LLAMA2, haystack=str(tmp_path)))
@@ -185,7 +185,7 @@ def test_an_empty_text_is_refused(tmp_path):
 # ------------------------------------------------------------------------------------------------------------- runs
 
 
-def test_tiny_finds_its_needles_and_the_map_shows_who_does_not(tmp_path, monkeypatch):
+def test_tiny_finds_its_needles_and_the_map_shows_misses(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ["dataset=needle", "needle.lengths=[256,512]", "needle.depths=[0,50,100]", "timing.warmup=0"]
     run(run_of(*arguments, "limit=3", "out=runs/lazy"))
@@ -211,7 +211,7 @@ def test_tiny_finds_its_needles_and_the_map_shows_who_does_not(tmp_path, monkeyp
     assert panels[0].get_ylim() == (3, 0)  # depth 0 on top
 
 
-def test_the_tiny_models_needle_is_lookups():
+def test_tiny_models_needle_is_lookups():
     example = SUITE.load(DATASET, settings_of(lengths=[300], depths=[50])).examples[0]
     key = example.input.removeprefix("\nQuestion: entry ")
     assert key in set(embedded.keys())

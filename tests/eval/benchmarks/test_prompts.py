@@ -102,7 +102,7 @@ def official_llama2_prompt(name: str, row: dict[str, Any], template: str, limit:
 @official.needs(LLAMA2)
 @official.needs(official.LONGBENCH)
 @pytest.mark.parametrize("name", LONGBENCH_NAMES)
-def test_real_llama2_prompts_equal_the_sentencepiece_pipelines(name):
+def test_llama2_prompts_equal_the_sentencepiece_pipelines(name):
     dataset = DATASETS[name]
     loaded = load_rows(dataset, official.LONGBENCH)
     templates = json.loads((official.LONGBENCH / "config" / "dataset2prompt.json").read_bytes())
@@ -115,21 +115,7 @@ def test_real_llama2_prompts_equal_the_sentencepiece_pipelines(name):
 
 
 @official.needs(LLAMA2)
-@official.needs(official.LONGBENCH)
-def test_real_prompts_have_their_true_lengths():
-    templates = json.loads((official.LONGBENCH / "config" / "dataset2prompt.json").read_bytes())
-    lengths = [
-        len(llama2()(templates[name].format(**row)).input_ids)
-        for name, rows in official.shared_rows().items()
-        for row in rows
-    ]
-    assert len(lengths) == 89
-    assert min(lengths) == 1309  # ../shared/longbench/README.md
-    assert round(sum(length > 3500 for length in lengths) / len(lengths), 1) == 0.8  # "4 of 5"
-
-
-@official.needs(LLAMA2)
-def test_later_turns_of_llama2_equal_the_sentencepiece_pipelines():
+def test_llama2_later_turns_equal_the_sentencepiece_pipelines():
     row = replace(ROW, turns=(Turn("Why, you?", ()), Turn("\nAsk: why", (), " Because")))
     wrapped, bare = (build_prompt(row, "{input}", llama2(), chat=CHAT_FORMATS["llama2"], chat_wrap=is_wrapped)
                      for is_wrapped in (True, False))  # fmt: skip
@@ -144,7 +130,7 @@ def test_later_turns_of_llama2_equal_the_sentencepiece_pipelines():
 # ---------------------------------------------------------------------------------------------------- the order by hand
 
 
-def test_a_short_prompt_is_rendered_and_wrapped():
+def test_short_prompt_is_rendered_and_wrapped():
     prompt = prompt_of(max_prompt_tokens=50, chat=CHAT_FORMATS["llama2"])
     text = "[INST]Q: A cat\r\nsat.|Who?[/INST]"
     assert prompt.text == text
@@ -165,7 +151,7 @@ def test_a_short_prompt_is_rendered_and_wrapped():
         (None, "Q: A cat\r\nsat.|Who?"),
     ],
 )
-def test_the_middle_is_cut_out(limit, text):
+def test_long_prompt_loses_its_middle(limit, text):
     prompt = prompt_of(max_prompt_tokens=limit)
     assert prompt.text == text
     assert prompt.token_ids == (1, *map(ord, text))
@@ -173,25 +159,25 @@ def test_the_middle_is_cut_out(limit, text):
     assert prompt.truncated == (limit not in (20, None))
 
 
-def test_the_wrap_comes_after_the_cut_and_is_not_cut():
+def test_chat_format_comes_after_the_cut():
     prompt = prompt_of(max_prompt_tokens=7, chat=CHAT_FORMATS["llama2"])
     assert prompt.text == "[INST]Q:ho?[/INST]"
     assert len(prompt.token_ids) == 19
 
 
-def test_exempt_datasets_are_cut_and_not_wrapped():
+def test_exempt_datasets_are_cut_but_not_wrapped():
     for chat in CHAT_FORMATS.values():
         assert prompt_of(max_prompt_tokens=7, chat=chat, chat_wrap=False).text == "Q:ho?"
     exempt = {name for name in LONGBENCH_NAMES if not DATASETS[name].chat_wrap}
     assert exempt == EXEMPT
 
 
-def test_spaces_and_newlines_at_the_end_of_a_template_stay():
+def test_template_keeps_spaces_and_newlines_at_its_end():
     assert prompt_of("{context}\nAnswer: ", chat=CHAT_FORMATS["llama2"]).text == "[INST]A cat\r\nsat.\nAnswer: [/INST]"
     assert prompt_of("{context}\n").text == "A cat\r\nsat.\n"
 
 
-def test_the_hash_tells_prompts_apart():
+def test_hash_tells_prompts_apart():
     hashes = {token_ids_sha256(ids) for ids in ([1, 23], [12, 3], [123], [1, 2, 3], [23, 1])}
     assert len(hashes) == 5
     assert token_ids_sha256([1, 23]) == hashlib.sha256(b"1,23").hexdigest()
@@ -201,12 +187,12 @@ def test_the_hash_tells_prompts_apart():
 
 
 @official.needs(official.LONGBENCH)
-def test_xgens_wrap_is_its_published_format():
+def test_xgen_format_is_the_published_one():
     header = (official.LONGBENCH / "config" / "xgen_header.txt").read_bytes().decode()
     assert prompt_of("{input}", chat=CHAT_FORMATS["xgen"]).text == header + " ### Human: Who?\n###"
 
 
-def test_a_later_turn_in_xgens_format_and_one_without_tokens():
+def test_later_turn_has_xgens_format_and_is_refused_without_tokens():
     row = replace(ROW, turns=(Turn("Why?", ()),))
     [turn] = build_prompt(row, "{input}", Characters(), chat=CHAT_FORMATS["xgen"]).turns
     assert turn.text == "\n### Human: Why?\n###"
@@ -216,7 +202,7 @@ def test_a_later_turn_in_xgens_format_and_one_without_tokens():
         build_prompt(replace(ROW, turns=(Turn("", ()),)), "{input}", Characters())
 
 
-def test_the_tokenizers_own_chat_template_brings_its_own_special_tokens():
+def test_tokenizers_chat_template_brings_its_own_special_tokens():
     tokenizer = Characters()
     tokenizer.chat_template = "given"
     prompt = prompt_of("{input}", tokenizer, chat=CHAT_FORMATS["auto"])
@@ -228,7 +214,7 @@ def test_the_tokenizers_own_chat_template_brings_its_own_special_tokens():
     )
 
 
-def test_a_real_tokenizers_chat_template_gives_one_bos():
+def test_real_tokenizers_chat_template_gives_one_bos():
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -245,7 +231,7 @@ def test_a_real_tokenizers_chat_template_gives_one_bos():
 # ----------------------------------------------------------------------------------------------------------- end tokens
 
 
-def test_the_newline_ends_samsums_answers_only():
+def test_newline_ends_samsums_answers_only():
     newline_ends = {name for name in LONGBENCH_NAMES if DATASETS[name].newline_ends}
     assert newline_ends == {"samsum"}
     tokenizer: Any = Characters()
@@ -258,7 +244,7 @@ def test_the_newline_ends_samsums_answers_only():
 
 
 @official.needs(LLAMA2)
-def test_llama2s_newline_is_its_byte_token():
+def test_llama2_newline_is_its_byte_token():
     # sentencepiece puts a space token in front of the newline; the official pipeline takes the last one.
     assert sentencepiece().encode("\n")[-1] == sentencepiece().piece_to_id("<0x0A>") == 13
     assert end_token_ids(llama2(), 2, DATASETS["samsum"]) == (2, 13)
@@ -281,36 +267,38 @@ def test_llama2s_newline_is_its_byte_token():
         ("context}", "literal braces"),
     ],
 )
-def test_a_template_with_another_placeholder_is_refused(template, reason):
+def test_template_refuses_other_placeholders(template, reason):
     with pytest.raises(UserError) as error:
         prompt_of(template)
     assert reason in str(error.value)
     assert "qasper" in str(error.value)
 
 
-def test_every_field_of_a_row_is_a_placeholder():
+def test_template_accepts_every_field_of_a_row():
     template = "{input}{context}{answers}{length}{dataset}{language}{all_classes}{_id}{{}}"
     assert prompt_of(template).text == "Who?A cat\r\nsat.['cat']3qasperenNoneone{}"
 
 
-def test_braces_in_a_row_are_text():
+def test_braces_in_a_row_stay_text():
     row = replace(ROW, context="{input} {x} {{")
     tokenizer: Any = Characters()
     assert build_prompt(row, "{context}", tokenizer).text == "{input} {x} {{"
 
 
-@pytest.mark.parametrize("limit", [1, 0, -3])
-def test_a_limit_without_tokens_is_refused(limit):
-    with pytest.raises(UserError, match="max_prompt_tokens must be at least 2"):
-        prompt_of(max_prompt_tokens=limit)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_prompt_tokens": 1}, "max_prompt_tokens must be at least 2"),
+        ({"max_prompt_tokens": -3}, "max_prompt_tokens must be at least 2"),
+        ({"chat": CHAT_FORMATS["auto"]}, "chat=auto .* has none; use one of none, llama2, xgen"),
+    ],
+)
+def test_build_prompt_refuses_bad_settings(arguments, message):
+    with pytest.raises(UserError, match=message):
+        prompt_of(**arguments)
 
 
-def test_a_tokenizer_without_chat_template_is_refused():
-    with pytest.raises(UserError, match=r"chat=auto .* has none; use one of none, llama2, xgen"):
-        prompt_of(chat=CHAT_FORMATS["auto"])
-
-
-def test_a_prompt_without_tokens_is_refused():
+def test_prompt_without_tokens_is_refused():
     class NoBos(Characters):
         is_fast = False
 
@@ -321,7 +309,7 @@ def test_a_prompt_without_tokens_is_refused():
         build_prompt(replace(ROW, input=""), "{input}", NoBos())  # type: ignore[arg-type]
 
 
-def test_a_tokenizer_without_newline_is_refused_for_samsum():
+def test_samsum_refuses_a_tokenizer_without_newline():
     class NoNewline(Characters):
         def __call__(self, text: str, **_: Any) -> dict[str, Any]:
             return {"input_ids": []}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.resources
 import io
 import json
@@ -11,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from eval.benchmarks import downloads, ruler
-from eval.benchmarks.ruler import TASKS, Sources, fetch_templates, generator, read_templates, sources
-from eval.benchmarks.ruler.generator import _Gauge
+from eval.benchmarks import downloads
+from eval.benchmarks.ruler import generator, sources
+from eval.benchmarks.ruler.sources import TASKS, Sources, read_tasks
 from lazyllm.errors import UserError
 
 SHARED = Path(__file__).resolve().parents[4] / "shared"
 OFFICIAL_ROWS = sorted((SHARED / "ruler" / "rows").glob("*/*.jsonl"))
-LONG = 131_072
+NEEDS_SHARED = pytest.mark.skipif(not OFFICIAL_ROWS, reason="../shared/ruler is absent")
 
 PROMPTS = {  # our own words, with the official placeholders
     "niah": (
@@ -94,23 +95,9 @@ class WordTokenizer:
 
     pattern = re.compile(r"[A-Za-z]{1,5}|\d|[^\w\s]|_|\n")
 
-    def __init__(self) -> None:
-        self.encoded: list[int] = []  # characters of every text that was encoded alone
-
     def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[str]:
         assert not add_special_tokens
-        self.encoded.append(len(text))
         return self.pattern.findall(text)
-
-    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[str]]]:
-        assert not add_special_tokens
-        return {"input_ids": [self.pattern.findall(text) for text in texts]}
-
-
-class BlockTokenizer(WordTokenizer):
-    """Tokens depend on letters across words, so that words alone give poor estimates."""
-
-    pattern = re.compile(r"(?s)[^e]{0,4}e{0,2}(?!^)")
 
 
 def write_templates(folder: Path) -> Path:
@@ -134,18 +121,18 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def templates(folder):
-    return sources.parse_templates(*((folder / name).read_bytes() for name in sources.OFFICIAL))
+def tasks(folder):
+    return sources.parse_tasks(*((folder / name).read_bytes() for name in sources.OFFICIAL))
 
 
 @pytest.fixture
-def make(folder, templates):
+def make(folder, tasks):
     """Rows from the made templates and corpora."""
     pytest.importorskip("wonderwords", reason="the package wonderwords ([ruler]) is not installed")
 
-    def made(task, length, count=2, tokenizer=None, **options):
+    def made(task, length, count=2, **options):
         options.setdefault("sources", Sources(folder, folder / "essay.txt"))
-        return list(ruler.rows(task, tokenizer or WordTokenizer(), length, count, templates, **options))
+        return list(generator.rows(tasks[task], WordTokenizer(), length, count, **options))
 
     return made
 
@@ -157,48 +144,34 @@ def llama2():
     return load_tokenizer(SHARED / "tokenizers" / "llama2")
 
 
-@pytest.mark.skipif(not OFFICIAL_ROWS, reason="../shared/ruler is absent")
-def test_18_official_rows_are_there():
-    assert sum(len(file.read_text().splitlines()) for file in OFFICIAL_ROWS) == 18
-    assert {file.stem for file in OFFICIAL_ROWS} == {
-        "niah_single_1",
-        "niah_multikey_2",
-        "niah_multikey_3",
-        "vt",
-        "cwe",
-        "fwe",
-    }
-
-
-@pytest.mark.skipif(not OFFICIAL_ROWS, reason="../shared/ruler is absent")
+@NEEDS_SHARED
 @pytest.mark.parametrize("file", OFFICIAL_ROWS, ids=lambda file: f"{file.stem}-{file.parent.name}")
-def test_rows_are_the_official_ones_byte_for_byte(file, llama2):
+def test_rows_equal_the_official_ones_byte_for_byte(file, llama2):
     pytest.importorskip("wonderwords", reason="the package wonderwords ([ruler]) is not installed")
-    templates = read_templates(SHARED / "ruler" / "official")
     lines = file.read_text().splitlines()
-    made = ruler.rows(file.stem, llama2, int(file.parent.name), len(lines), templates)
+    task = read_tasks(SHARED / "ruler" / "official")[file.stem]
+    made = generator.rows(task, llama2, int(file.parent.name), len(lines))
     assert [json.dumps(row.official()) for row in made] == lines
 
 
-@pytest.mark.skipif(not OFFICIAL_ROWS, reason="../shared/ruler is absent")
-def test_the_answer_lengths_are_official():
-    tasks = read_templates(SHARED / "ruler" / "official").tasks
+@NEEDS_SHARED
+def test_answer_lengths_are_official():
+    tasks = read_tasks(SHARED / "ruler" / "official")
     limits = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
     assert {name: task.max_new_tokens for name, task in tasks.items()} == {
         name: limits[name.split("_")[0]] for name in TASKS
     }
 
 
-@pytest.mark.parametrize("seed", [42, 7])
-@pytest.mark.parametrize("length", [2500, 6000])
+@pytest.mark.parametrize(("length", "seed"), [(2500, 42), (6000, 7)])
 @pytest.mark.parametrize("task", TASKS)
-def test_a_row_fits_and_holds_its_answers(task, length, seed, make, templates):
+def test_row_fits_and_holds_its_answers(task, length, seed, make, tasks):
     tokenizer = WordTokenizer()
     reserved = 17
     for row in make(task, length, seed=seed, reserved=reserved):
         prompt = row.input + row.answer_prefix
         counted = len(tokenizer.encode(prompt, add_special_tokens=False, verbose=False))
-        assert row.length == counted + templates.tasks[task].max_new_tokens
+        assert row.length == counted + tasks[task].max_new_tokens
         assert length * 0.5 < row.length_w_model_temp == row.length + reserved <= length
         evidence = [row.input[start:end] for start, end in row.evidence]
         assert evidence
@@ -207,35 +180,11 @@ def test_a_row_fits_and_holds_its_answers(task, length, seed, make, templates):
         assert "{" not in prompt
 
 
-@pytest.mark.parametrize("tokenizer", [WordTokenizer, BlockTokenizer])
-@pytest.mark.parametrize("task", TASKS)
-def test_estimates_change_no_row(task, tokenizer, make, monkeypatch):
-    length = 9000
-    estimated = make(task, length, tokenizer=tokenizer())
-    initialise = _Gauge.__init__
-
-    def untrusting(self, tokenizer):
-        initialise(self, tokenizer)
-        self.trusted = False
-
-    monkeypatch.setattr(_Gauge, "__init__", untrusting)
-    assert make(task, length, tokenizer=tokenizer()) == estimated
-
-
-@pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2", "vt", "cwe", "fwe"])
-def test_few_texts_of_128k_tokens_are_tokenised(task, make):
-    tokenizer = WordTokenizer()
-    row = make(task, LONG, count=1, tokenizer=tokenizer)[0]
-    assert row.length > 0.9 * LONG
-    long_texts = [size for size in tokenizer.encoded if size > len(row.input) // 2]
-    assert len(long_texts) <= 9  # bisection alone takes 14 and more
-
-
 def test_rows_do_not_depend_on_their_number(make):
     assert make("vt", 3000, count=4)[:2] == make("vt", 3000, count=2)
 
 
-def test_needles_stand_between_the_sentences_of_the_text(make, folder):
+def test_needles_stand_between_sentences(make, folder):
     row = make("niah_multiquery", 3000, count=1)[0]
     assert len(row.outputs) == len(set(row.outputs)) == len(row.evidence) == 4
     text = row.input.split("\n")[1]
@@ -246,7 +195,7 @@ def test_needles_stand_between_the_sentences_of_the_text(make, folder):
     assert words == (" ".join(SENTENCES).split() * 9)[: len(words)]  # the text is repeated
 
 
-def test_a_folder_of_texts_is_one_text(make, folder, tmp_path):
+def test_folder_of_texts_is_one_text(make, folder, tmp_path):
     half = len(SENTENCES) // 2
     (tmp_path / "in").mkdir()
     (tmp_path / "a.txt").write_text("\n".join(SENTENCES[:half]))
@@ -255,7 +204,7 @@ def test_a_folder_of_texts_is_one_text(make, folder, tmp_path):
     assert make("niah_single_2", 3000, sources=Sources(haystack=tmp_path)) == make("niah_single_2", 3000)
 
 
-def test_a_question_stands_among_its_own_documents_first(make):
+def test_qa_question_has_its_own_documents_first(make):
     row = make("qa_1", 2500, count=3)[2]
     assert row.input.endswith("Question: Who is in 2 of 0?")
     assert row.outputs == ("2 wolves", "wolves")
@@ -269,12 +218,12 @@ def test_a_question_stands_among_its_own_documents_first(make):
     ]
 
 
-def test_documents_are_repeated_if_they_are_too_few(make):
+def test_qa_documents_repeat_if_they_are_too_few(make):
     row = make("qa_2", 30_000, count=1)[0]
     assert row.input.count("Title 7-4\n") >= 2
 
 
-def test_the_hubs_rows_give_what_the_official_files_give(make, folder, monkeypatch):
+def test_hub_rows_give_the_same_rows_as_the_official_files(make, folder, monkeypatch):
     import datasets
 
     squad = [
@@ -316,7 +265,7 @@ def test_the_hubs_rows_give_what_the_official_files_give(make, folder, monkeypat
     ]
 
 
-def test_lists_longer_than_wonderwords_need_a_second_list(make, tmp_path, monkeypatch):
+def test_cwe_needs_a_second_list_for_more_words_than_wonderwords(make, tmp_path, monkeypatch):
     monkeypatch.setattr(
         generator, "words", lambda *kinds: [[f"{kind}{number}" for number in range(99)] for kind in kinds]
     )
@@ -339,60 +288,66 @@ def test_pairs_are_all_pairs_sorted():
         pairs[len(pairs)]
 
 
-def test_templates_other_than_the_pinned_ones_are_refused(tmp_path):
+def test_templates_other_than_the_pinned_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"constants\.py: cannot be read"):
-        read_templates(tmp_path)
+        read_tasks(tmp_path)
     write_templates(tmp_path)
     with pytest.raises(UserError, match=r"constants\.py: expected RULER's .*constants\.py at commit c3f5e3b"):
-        read_templates(tmp_path)
+        read_tasks(tmp_path)
 
 
-def test_offline_and_not_cached_there_are_two_ways_out(tmp_path, monkeypatch):
+@pytest.fixture
+def web(tmp_path, monkeypatch):
+    """An empty cache, and the addresses of the downloads, whose content is {file: bytes}."""
+    content, urls = {}, []
+
+    def urlopen(url, timeout):
+        urls.append(url)
+        return io.BytesIO(content[Path(url).name])
+
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(downloads, "require_network", lambda *_: None)
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    return content, urls
+
+
+def test_templates_are_refused_offline_with_two_ways_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=r"Either give data\.dir=FOLDER .* or run once with a network"):
-        fetch_templates(tmp_path)
+        read_tasks(None)
     assert not list(tmp_path.iterdir())
 
 
-def serve(monkeypatch, content):
-    """Downloads give `content` of their address."""
-    monkeypatch.setattr(downloads, "require_network", lambda *_: None)
-    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: io.BytesIO(content(url)))
-
-
-def test_a_fetched_file_that_is_not_the_pinned_one_is_refused(tmp_path, monkeypatch):
-    serve(monkeypatch, lambda url: b"TASKS = {}")
+def test_templates_are_refused_if_the_download_is_not_the_pinned_file(tmp_path, web):
+    web[0]["constants.py"] = b"TASKS = {}"
     with pytest.raises(UserError, match=r"constants\.py: the content is not RULER's"):
-        fetch_templates(tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
+        read_tasks(None)
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(not OFFICIAL_ROWS, reason="../shared/ruler is absent")
-def test_templates_are_fetched_once_and_checked_again(tmp_path, monkeypatch):
-    urls = []
-
-    def fetched(url):
-        urls.append(url)
-        return (SHARED / "ruler" / "official" / Path(url).name).read_bytes()
-
-    serve(monkeypatch, fetched)
-    assert fetch_templates(tmp_path) == fetch_templates(tmp_path)
+@NEEDS_SHARED
+def test_templates_are_fetched_once_and_checked_again(tmp_path, web):
+    content, urls = web
+    content |= {name: (SHARED / "ruler" / "official" / name).read_bytes() for name in sources.OFFICIAL}
+    assert read_tasks(None) == read_tasks(None) == read_tasks(SHARED / "ruler" / "official")
     assert [url.split("/RULER/")[1] for url in urls] == [
-        f"{ruler.COMMIT}/scripts/data/synthetic/constants.py",
-        f"{ruler.COMMIT}/scripts/synthetic.yaml",
+        f"{sources.COMMIT}/scripts/data/synthetic/constants.py",
+        f"{sources.COMMIT}/scripts/synthetic.yaml",
     ]
-    (tmp_path / "synthetic.yaml").write_text("vt: {}")
+    assert hashlib.sha256(b"".join(content.values())).hexdigest() == sources.OFFICIAL_SHA256
+    (tmp_path / "ruler" / "synthetic.yaml").write_text("vt: {}")
     with pytest.raises(UserError, match=r"synthetic\.yaml: not RULER's own .* delete it"):
-        fetch_templates(tmp_path)
+        read_tasks(None)
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_a_length_that_is_too_short_is_refused(task, make):
+@pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2", "vt", "cwe", "fwe", "qa_1"])
+def test_length_that_is_too_short_is_refused(task, make):
     with pytest.raises(UserError, match=rf"ruler\.length=140 is too short for {task}: .* give a larger"):
         make(task, 140)
 
 
-def test_a_tokenizer_that_the_example_of_vt_is_too_long_for_is_named(make):
+def test_vt_refuses_a_tokenizer_for_which_its_example_is_too_long(make):
     with pytest.raises(UserError, match=r"vt cannot be made with this tokenizer: its worked example .* 500 tokens"):
         make("vt", 4096, reserved=450)
 
@@ -400,16 +355,15 @@ def test_a_tokenizer_that_the_example_of_vt_is_too_long_for_is_named(make):
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [
-        ("niah", {}, "unknown RULER task 'niah': expected one of niah_single_1, "),
         ("niah_single_3", {"sources": Sources()}, r"niah_single_3 hides its needles in a text: give ruler\.haystack="),
         ("niah_single_3", {"sources": Sources(haystack=Path("nowhere"))}, "nowhere: cannot be read"),
         ("qa_2", {"count": 31}, "qa_2 has 30 questions, but 31 rows were requested"),
     ],
 )
-def test_what_is_missing_is_said_before_any_row(task, options, message, folder, templates):
+def test_rows_refuse_a_missing_source_at_once(task, options, message, folder, tasks):
     options = {"count": 1, "sources": Sources(folder)} | options
     with pytest.raises(UserError, match=message):
-        ruler.rows(task, WordTokenizer(), 4096, templates=templates, **options)
+        generator.rows(tasks[task], WordTokenizer(), 4096, **options)
 
 
 @pytest.mark.parametrize(
@@ -421,24 +375,24 @@ def test_what_is_missing_is_said_before_any_row(task, options, message, folder, 
         ("hotpotqa.json", '[{"question": "Why?"}]', "not in the official format of hotpotqa"),
     ],
 )
-def test_malformed_corpora_are_refused(name, content, message, tmp_path, templates):
+def test_malformed_corpora_are_refused(name, content, message, tmp_path, tasks):
     (tmp_path / name).write_text(content)
-    task = "qa_1" if name == "squad.json" else "qa_2"
+    task = tasks["qa_1" if name == "squad.json" else "qa_2"]
     with pytest.raises(UserError, match=rf"{name}: {message}"):
-        ruler.rows(task, WordTokenizer(), 4096, 1, templates, sources=Sources(tmp_path))
+        generator.rows(task, WordTokenizer(), 4096, 1, sources=Sources(tmp_path))
 
 
-def test_without_a_network_the_hubs_datasets_are_one_line(templates, monkeypatch):
+def test_hub_datasets_are_refused_in_one_line_without_a_network(tasks, monkeypatch):
     downloads.hub_is_reachable.cache_clear()
     monkeypatch.setattr(downloads, "is_reachable", lambda url: False)
     with pytest.raises(UserError, match=r"rajpurkar/squad_v2 is not cached .* data\.dir=FOLDER with RULER's squad"):
-        ruler.rows("qa_1", WordTokenizer(), 4096, 1, templates)
+        generator.rows(tasks["qa_1"], WordTokenizer(), 4096, 1)
 
 
-def test_a_missing_package_is_named_with_its_extra(templates, monkeypatch):
+def test_missing_package_is_named_with_its_extra(tasks, monkeypatch):
     def missing(package):
         raise ModuleNotFoundError(package)
 
     monkeypatch.setattr(importlib.resources, "files", missing)
     with pytest.raises(UserError, match=r"wonderwords, which is missing; .*lazyllm-bench\[ruler\]"):
-        ruler.rows("niah_single_1", WordTokenizer(), 4096, 1, templates)
+        generator.rows(tasks["niah_single_1"], WordTokenizer(), 4096, 1)

@@ -15,20 +15,18 @@ from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.prompts import build_prompt
-from eval.benchmarks.ruler import TASKS, sources
-from eval.benchmarks.ruler.ruler_suite import SUITE, RulerConfig
+from eval.benchmarks.ruler import SUITE, TASKS, RulerConfig, sources
 from eval.benchmarks.suite import DataSettings, Example
 from eval.run.loop import run
 from eval.store.folder import read_run
 from lazyllm.errors import UserError
 from lazyllm.spec import ModelSpec
 from tests.eval.benchmarks.test_prompts import Characters
-from tests.eval.benchmarks.test_ruler import OFFICIAL_ROWS, SHARED, SQUAD, write_templates
+from tests.eval.benchmarks.test_ruler import NEEDS_SHARED, OFFICIAL_ROWS, SHARED, SQUAD, write_templates
 from tests.runs import run_of
 
 pytest.importorskip("wonderwords", reason="the package wonderwords ([ruler]) is not installed")
 
-NEEDS_SHARED = pytest.mark.skipif(not OFFICIAL_ROWS, reason="../shared/ruler is absent")
 ESSAYS = {"niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery"}
 QUESTIONS = {"qa_1", "qa_2"}
 NIAH, FWE = DATASETS["niah_single_1"], DATASETS["fwe"]
@@ -61,7 +59,7 @@ def settings_of(folder: Path, options: RulerConfig | None = None, **settings) ->
 
 @NEEDS_SHARED
 @pytest.mark.parametrize("length", [2048, 4096])
-def test_the_command_writes_the_official_rows(length, tmp_path, caplog, capsys):
+def test_rows_command_writes_the_official_rows(length, tmp_path, caplog, capsys):
     rows = 1 + (length == 2048)
     shared = [f"model.tokenizer={SHARED / 'tokenizers' / 'llama2'}", f"data.dir={SHARED / 'ruler' / 'official'}"]
     command = ["rows", "dataset=ruler", f"limit={rows}", f"ruler.length={length}", "out=made", *shared]
@@ -75,7 +73,7 @@ def test_the_command_writes_the_official_rows(length, tmp_path, caplog, capsys):
 
 
 @NEEDS_SHARED
-def test_other_suites_rows_are_those_of_their_files(tmp_path):
+def test_rows_command_writes_other_suites_rows_as_in_their_files(tmp_path):
     file = SHARED / "longbench" / "trec.jsonl"
     assert cli.main(["rows", "dataset=trec", "limit=2", f"data.dir={file.parent}", "out=made"]) == 0
     expected = [json.loads(line) for line in file.read_bytes().split(b"\n")[:2]]
@@ -88,7 +86,7 @@ def test_other_suites_rows_are_those_of_their_files(tmp_path):
 # ------------------------------------------------------------------------------------------------------------- runs
 
 
-def test_a_run_goes_on_with_more_rows_and_is_scored_officially(folder, monkeypatch, capsys):
+def test_run_resumes_with_more_rows_and_is_scored_officially(folder, monkeypatch, capsys):
     arguments = ["dataset=niah_single_1", "ruler.length=1024", f"data.dir={folder}", "max_new_tokens=2"]
     arguments += ["timing.warmup=0", "out=run"]
     scored = []
@@ -123,7 +121,7 @@ def cli_suites():
     return eval.run.measure.SUITES
 
 
-def test_the_data_hash_depends_on_every_setting_and_not_on_the_number_of_rows(folder):
+def test_data_hash_depends_on_every_setting_but_not_on_the_number_of_rows(folder):
     def data(**settings):
         loaded = SUITE.load(NIAH, settings_of(folder, **settings))
         assert (loaded.max_new_tokens, loaded.total) == (128, 500)
@@ -143,7 +141,7 @@ def test_the_data_hash_depends_on_every_setting_and_not_on_the_number_of_rows(fo
     )
 
 
-def test_the_corpus_is_part_of_the_data_hash(folder):
+def test_data_hash_depends_on_the_corpus(folder):
     hashes = set()
     for last in ("The end.", "The end of it."):
         Path("text.txt").write_text("The wolves of Oslo ran. " * 2000 + last)
@@ -152,7 +150,7 @@ def test_the_corpus_is_part_of_the_data_hash(folder):
     assert len(hashes) == 2
 
 
-def test_every_example_is_its_row_and_its_context_can_be_shortened(folder):
+def test_examples_equal_their_rows_and_their_contexts_can_be_shortened(folder):
     settings = settings_of(folder, RulerConfig(3000), limit=2)
     for dataset in (NIAH, DATASETS["niah_multikey_2"], DATASETS["cwe"], FWE):
         loaded = SUITE.load(dataset, settings)
@@ -165,7 +163,7 @@ def test_every_example_is_its_row_and_its_context_can_be_shortened(folder):
             assert example.context not in example.instruction + example.input
 
 
-def test_a_chat_template_takes_its_tokens_from_the_length(folder):
+def test_chat_template_takes_its_tokens_from_the_length(folder):
     """Llama 2's wrap around nothing is `[INST][/INST]`."""
     from lazyllm.models.load import load_tokenizer_of
 
@@ -192,7 +190,7 @@ ROW = Example("vt", "one", " Who?", "0123456789", ("1",), (), 3, "en", "In: ", "
         ("auto", "\x01<user>In: 0123456789 Who?<model> Answer: it is"),
     ],
 )
-def test_the_answer_prefix_stands_behind_the_chat_template(chat, text):
+def test_answer_prefix_follows_the_chat_template(chat, text):
     tokenizer = Characters()
     tokenizer.chat_template = "given"
     prompt = build_prompt(ROW, "{instruction}{context}{input}", tokenizer, chat=CHAT_FORMATS[chat])  # type: ignore[arg-type]
@@ -204,7 +202,7 @@ def test_the_answer_prefix_stands_behind_the_chat_template(chat, text):
     assert len(prompt.spans) == len(prompt.token_ids)
 
 
-def test_no_limit_of_a_model_cuts_a_prompt(folder):
+def test_prompts_are_never_truncated_but_refused_beyond_the_positions(folder):
     arguments = ["dataset=niah_single_1", "ruler.length=1024", f"data.dir={folder}", "limit=1"]
     from eval.run.prepare import prepare
 
@@ -214,7 +212,7 @@ def test_no_limit_of_a_model_cuts_a_prompt(folder):
         prepare(run_of(*arguments, "ruler.length=6000"))
 
 
-def test_a_target_speedup_is_solved_for_the_length(folder):
+def test_target_speedup_is_solved_for_the_length(folder):
     from eval.run.prepare import identify
 
     def keep(length):
@@ -228,7 +226,7 @@ def test_a_target_speedup_is_solved_for_the_length(folder):
 # --------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_what_has_no_corpus_is_left_out_of_the_suite_and_refused_by_name(folder):
+def test_task_without_corpus_is_left_out_of_the_suite_and_refused_by_name(folder):
     arguments = [f"data.dir={folder}", "dataset=ruler"]
     others = set(TASKS) - ESSAYS
     assert {dataset.name for dataset in run_of(*arguments).datasets} == others - QUESTIONS
@@ -246,12 +244,12 @@ def test_what_has_no_corpus_is_left_out_of_the_suite_and_refused_by_name(folder)
             run_of(f"data.dir={folder}", f"dataset={names}")
 
 
-def test_templates_that_are_not_there_are_refused_with_two_ways_out():
+def test_missing_templates_are_refused_with_two_ways_out():
     with pytest.raises(UserError, match=r"Either give data\.dir=FOLDER .* or run once with a network, which fills .*"):
         run_of("dataset=vt")
 
 
-def test_a_missing_package_is_named_with_its_extra(folder, monkeypatch):
+def test_missing_package_is_refused_before_the_run(folder, monkeypatch):
     files = importlib.resources.files
 
     def missing(package):

@@ -105,7 +105,7 @@ def official_prompts(task: str, values: dict[str, Any], later: dict[str, str]) -
 
 @pytest.mark.parametrize("chat", ["none", "llama2"])
 @pytest.mark.parametrize("task", TASKS)
-def test_prompts_are_the_official_ones(task, chat, tmp_path):
+def test_prompts_are_official(task, chat, tmp_path):
     values = [row(task), row(task, 1)]
     loaded = load(write(tmp_path, task, *values), task, chat=CHAT_FORMATS[chat])
     assert loaded.max_new_tokens == TASKS[task][2]
@@ -121,13 +121,13 @@ def test_prompts_are_the_official_ones(task, chat, tmp_path):
         assert example.answer_prefix == ""
 
 
-def test_evidence_is_every_place_of_the_gold_value(tmp_path):
+def test_evidence_holds_every_place_of_the_gold_value(tmp_path):
     (example,) = load(write(tmp_path, "scbench_kv", row("scbench_kv")), "scbench_kv").examples
     spans = [example.evidence, *(turn.evidence for turn in example.turns)]
     assert [[example.context[start:end] for start, end in turn] for turn in spans] == [["a-1", "a-1"], ["b-2"], []]
 
 
-def test_a_context_may_be_named_input_as_officially(tmp_path):
+def test_context_may_be_named_input(tmp_path):
     values = row("scbench_vt")
     values["input"] = values.pop("context")
     assert load(write(tmp_path, "scbench_vt", values), "scbench_vt").examples[0].context == values["input"]
@@ -210,10 +210,10 @@ PIECES += ["7", "7.9", "３", "3", "-", "AAA", "bbb", "ccc", "a-1", "ab", "xyz",
 
 
 @given(st.sampled_from(SCORED), st.lists(st.sampled_from(PIECES), max_size=9), st.integers(0, 2))
-def test_any_answer_is_scored_as_officially(task, pieces, place):
+def test_scores_of_any_answer_are_official(task, pieces, place):
     answer = "".join(pieces)
     values = row(task)
-    example = scbench._example(DATASETS[task], scbench._Prompts("{context}", "{input}", ""), 0, values)
+    example = scbench._example(DATASETS[task], scbench._Prompts("{context}", "{input}", ""), values, 0)
     golds = (example.answers, *(turn.answers for turn in example.turns))[place]
     expected = official_score(task, answer, values["multi_turns"][place]["answer"])
     assert SUITE.score(DATASETS[task], answer, golds, None) == expected
@@ -238,7 +238,7 @@ def test_any_answer_is_scored_as_officially(task, pieces, place):
         ("scbench_summary_with_needles", "one went", ("One went.",), 1),
     ],
 )
-def test_scores_counted_by_hand(task, answer, golds, expected):
+def test_scores_by_hand(task, answer, golds, expected):
     assert SUITE.score(DATASETS[task], answer, golds, None) == pytest.approx(expected)
 
 
@@ -256,7 +256,7 @@ BAD_TURNS = [
     ("kv", {"input": None}, "'input' must be a string that is not empty, got None"),
     ("vt", {"answer": "AAA"}, "'answer' must be a list of strings, got 'AAA'"),
     ("mf", {"answer": "7"}, "'answer' must be a number, got '7'"),
-    ("mf", {"input": "What?"}, "'input' must name what it asks for, as 'The ... is', got 'What?'"),
+    ("mf", {"input": "What?"}, "'input' must be a text that names what it asks for, as 'The ... is', got 'What?'"),
     ("choice_eng", {"answer": "x"}, "'options' must be 4 strings, one the answer"),
     ("summary_with_needles", {"task": "kv"}, "'task' must be one of scbench_summary, scbench_passkey, got 'kv'"),
     ("summary_with_needles", {"answer": "x"}, "'answer' must be a number for scbench_passkey and only for it"),
@@ -270,7 +270,7 @@ def bad_turn(name: str, fields: dict[str, Any], message: str) -> tuple[str, dict
 
 
 @pytest.mark.parametrize(("name", "bad", "message"), [*BAD_ROWS, *(bad_turn(*case) for case in BAD_TURNS)])
-def test_malformed_rows_are_named_by_file_line_and_field(name, bad, message, tmp_path):
+def test_malformed_row_is_named_by_file_line_and_field(name, bad, message, tmp_path):
     task = f"scbench_{name}"
     write(tmp_path, task, row(task), bad)
     with pytest.raises(UserError, match=rf"{task}\.jsonl:2: {re.escape(message)}"):
@@ -280,7 +280,7 @@ def test_malformed_rows_are_named_by_file_line_and_field(name, bad, message, tmp
     assert [left.where for left in skipped.skipped] == [f"{tmp_path / task}.jsonl:2"]
 
 
-def test_prompts_that_are_others_or_none_are_told(tmp_path):
+def test_other_prompts_warn_and_malformed_ones_are_refused(tmp_path):
     write(tmp_path, "scbench_kv", row("scbench_kv"))
     file = tmp_path / "eval_utils.py"
     file.write_text(PROMPTS.replace("Novel", "Book"))
@@ -295,7 +295,7 @@ def test_prompts_that_are_others_or_none_are_told(tmp_path):
         load(tmp_path, "scbench_kv")
 
 
-def test_tasks_that_cannot_be_had_or_scored_are_left_out_of_the_whole_and_refused_by_name(tmp_path):
+def test_task_without_rows_or_scorer_is_left_out_of_the_suite_and_refused_by_name(tmp_path):
     folder = write(tmp_path, "scbench_kv", row("scbench_kv"))
     why = {dataset.name: SUITE.missing(dataset, DataSettings(dir=folder)) for dataset in CHOICES["scbench"]}
     assert [name for name, reason in why.items() if reason is None] == ["scbench_kv"]
@@ -306,7 +306,7 @@ def test_tasks_that_cannot_be_had_or_scored_are_left_out_of_the_whole_and_refuse
         run_of("dataset=scbench_vt", f"data.dir={folder}")
 
 
-def test_without_a_folder_rows_come_from_the_hub_and_prompts_are_fetched_once(tmp_path, monkeypatch):
+def test_rows_come_from_the_hub_and_prompts_are_fetched_once(tmp_path, monkeypatch):
     import datasets
 
     server = HubServer({}, {"/eval_utils.py": PROMPTS.encode()})
@@ -334,7 +334,7 @@ def test_without_a_folder_rows_come_from_the_hub_and_prompts_are_fetched_once(tm
         SUITE.load(DATASETS["scbench_mf"], DataSettings())
 
 
-def test_offline_and_not_cached_there_are_two_ways_out(no_hub, monkeypatch):
+def test_missing_files_are_refused_offline_with_two_ways_out(no_hub, monkeypatch):
     out = r"give data\.dir=FOLDER with SCBench's <task>\.jsonl and eval_utils\.py, or run once with a network"
     with pytest.raises(UserError, match=rf"microsoft/SCBench is not cached and cannot be downloaded: {out}"):
         run_of("dataset=scbench_kv")
@@ -343,7 +343,7 @@ def test_offline_and_not_cached_there_are_two_ways_out(no_hub, monkeypatch):
         SUITE.load(DATASETS["scbench_kv"], DataSettings())
 
 
-def test_the_command_writes_the_official_rows(tmp_path, monkeypatch):
+def test_rows_command_writes_the_official_rows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [row("scbench_kv", number) for number in range(3)]
     folder = write(tmp_path, "scbench_kv", *rows)
@@ -355,7 +355,7 @@ def test_the_command_writes_the_official_rows(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------------------- runs
 
 
-def test_a_run_of_what_the_folder_holds(tmp_path, monkeypatch):
+def test_run_takes_the_tasks_of_the_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for task in ("scbench_kv", "scbench_mf"):
         folder = write(tmp_path, task, row(task), row(task, 1))

@@ -31,12 +31,12 @@ def named(text: str) -> set[str]:
 
 
 @EVERY
-def test_rows_are_the_same_everywhere(name: str) -> None:
+def test_rows_are_the_same_on_every_python(name: str) -> None:
     assert load_rows(DATASETS[name]).data_sha256 == SHA256[name]
 
 
 @EVERY
-def test_a_row_asks_for_the_line_behind_its_prompt(name: str) -> None:
+def test_row_asks_for_the_line_after_its_prompt(name: str) -> None:
     rows = stdlib.rows(name)
     assert Counter(int(row["_id"].split("-")[1]) for row in rows) == dict.fromkeys(stdlib.LENGTHS, stdlib.ROWS // 3)
     assert len({row["_id"].split("-", 2)[2] for row in rows}) == stdlib.ROWS
@@ -54,14 +54,14 @@ def test_a_row_asks_for_the_line_behind_its_prompt(name: str) -> None:
         assert 0.4 * length < row["length"] == len(prompt) <= length + len(f"# {path}\n")
 
 
-def test_a_line_of_next_line_names_something_far() -> None:
+def test_next_line_names_something_far_away() -> None:
     for row in stdlib.rows("next_line"):
         wanted = named(row["answers"][0])
         assert wanted <= named(row["context"])
         assert not wanted <= named("\n".join(row["context"].split("\n")[-stdlib.RECENT - 1 :]))
 
 
-def test_a_line_of_cross_file_names_something_that_only_other_files_name() -> None:
+def test_cross_file_names_something_that_only_other_files_name() -> None:
     for row in stdlib.rows("cross_file"):
         path = row["_id"].split("-", 2)[2].split(":")[0]
         assert named(row["answers"][0]) - named(row["input"]) - named(path)
@@ -81,14 +81,14 @@ def test_files_are_held_out_by_module() -> None:
 
 
 @pytest.mark.skipif(platform.python_version() != "3.11.7", reason="the files are those of CPython 3.11.7")
-def test_the_files_are_the_librarys() -> None:
+def test_files_equal_the_library() -> None:
     library = Path(sysconfig.get_paths()["stdlib"])
     for path, lines in stdlib.held_out_files().items():
         assert "".join(lines) == (library / path).read_text(encoding="utf-8")
 
 
 @EVERY
-def test_the_gold_line_scores_1_and_another_less(name: str) -> None:
+def test_gold_line_scores_1_and_another_less(name: str) -> None:
     row, other = stdlib.rows(name, 2)
     assert score_example(DATASETS[name], row["answers"][0] + "\n", row["answers"]) == 1
     assert score_example(DATASETS[name], other["answers"][0], row["answers"]) < 1

@@ -30,7 +30,7 @@ def ids_of(dataset: str, examples: list[Example], half: str | None) -> list[str]
 
 
 @given(IDS, st.sampled_from(["lookup", "hops"]))
-def test_each_example_is_in_one_half_and_the_halves_are_of_one_size(ids: list[str], dataset: str) -> None:
+def test_each_example_is_in_one_of_two_equal_halves(ids: list[str], dataset: str) -> None:
     examples = examples_of(ids)
     tuning, held_out = (ids_of(dataset, examples, half) for half in HALVES)
     assert not set(tuning) & set(held_out)
@@ -41,7 +41,7 @@ def test_each_example_is_in_one_half_and_the_halves_are_of_one_size(ids: list[st
 
 
 @given(IDS, st.integers(0, 40))
-def test_an_example_stays_in_its_half_whatever_the_limit_is(ids: list[str], limit: int) -> None:
+def test_half_of_an_example_does_not_depend_on_the_limit(ids: list[str], limit: int) -> None:
     examples = examples_of(ids)
     for half in HALVES:
         assert ids_of("lookup", examples[:limit], half) == [
@@ -49,7 +49,7 @@ def test_an_example_stays_in_its_half_whatever_the_limit_is(ids: list[str], limi
         ]
 
 
-def test_the_hash_decides_and_not_the_place() -> None:
+def test_half_depends_on_the_hash_and_not_the_place() -> None:
     firsts = {in_half("lookup", examples_of([f"row-{number}", "second"]), "tuning")[0].id for number in range(40)}
     assert "second" in firsts
     assert len(firsts) > 10
@@ -57,7 +57,7 @@ def test_the_hash_decides_and_not_the_place() -> None:
     assert halves[0] != halves[1]
 
 
-def test_a_run_takes_its_half(tmp_path) -> None:
+def test_run_takes_its_half(tmp_path) -> None:
     whole = small_run(tmp_path)
     keys = {half: [case.key for case in prepare(whole.changed(limit=4, half=half)).cases] for half in (None, *HALVES)}
     assert {key[0] for half in HALVES for key in keys[half]} == {"lookup", "shots"}
@@ -104,7 +104,7 @@ def test_each_example_is_in_one_shard(lengths: list[int], count: int) -> None:
 
 
 @given(LENGTHS, st.integers(1, 8), st.randoms(use_true_random=False))
-def test_the_order_of_the_examples_does_not_matter(lengths: list[int], count: int, rng: random.Random) -> None:
+def test_shards_do_not_depend_on_the_order_of_examples(lengths: list[int], count: int, rng: random.Random) -> None:
     tokens = keyed(lengths)
     shuffled = list(tokens.items())
     rng.shuffle(shuffled)
@@ -119,24 +119,24 @@ def test_shards_are_within_4_3_of_the_best_of_all_splits(lengths: list[int], cou
     assert 3 * fullest(tokens, shard_numbers(tokens, count)) <= 4 * best
 
 
-def test_more_shards_than_examples_cost_nothing() -> None:
+def test_further_shards_are_empty() -> None:
     assert shard_numbers(keyed([3, 2, 1]), 10**12) == shard_numbers(keyed([3, 2, 1]), 3)
     assert shard_numbers({}, 10**12) == {}
 
 
-def test_a_split_by_hand() -> None:
+def test_shards_by_hand() -> None:
     tokens = {("trec", "a"): 100, ("trec", "b"): 60, ("trec", "c"): 50, ("trec", "d"): 30}
     # a to the first; b to the second, now 60; c joins it, 110; d joins a, 130
     assert shard_numbers(tokens, 2) == {("trec", "a"): 1, ("trec", "b"): 2, ("trec", "c"): 2, ("trec", "d"): 1}
 
 
-def test_a_shard_is_read_and_written() -> None:
+def test_shard_is_read_and_written() -> None:
     assert parse_shard("2/4") == Shard(2, 4)
     assert str(parse_shard("2/4")) == "2/4"
     assert parse_shard("10/10").file_part == "-10-of-10"
 
 
 @pytest.mark.parametrize("text", ["", "2", "0/4", "5/4", "1/0", "-1/4", "1/4/2", "a/b", "1.0/4", " 1/4"])
-def test_other_shards_are_refused(text: str) -> None:
+def test_malformed_shards_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="written i/n"):
         parse_shard(text)

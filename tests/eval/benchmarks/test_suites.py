@@ -25,7 +25,7 @@ print(sorted(heavy & set(sys.modules)))
 """
 
 
-def test_every_name_is_told_apart_and_every_dataset_can_be_scored() -> None:
+def test_names_are_unique_and_every_dataset_can_be_scored() -> None:
     datasets = [dataset for suite in SUITES.values() for dataset in suite.datasets]
     assert len(DATASETS) == len(datasets)
     assert all(dataset.suite == name for name, suite in SUITES.items() for dataset in suite.datasets)
@@ -41,7 +41,7 @@ def test_every_name_is_told_apart_and_every_dataset_can_be_scored() -> None:
     assert set(tasks) <= set(TASKS)
 
 
-def test_the_room_imports_nothing_heavy_and_warns_of_nothing() -> None:
+def test_room_imports_nothing_heavy_and_does_not_warn() -> None:
     shown = subprocess.run([sys.executable, "-W", "error", "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True)
     assert (shown.returncode, shown.stdout, shown.stderr) == (0, "[]\n", "")
 
