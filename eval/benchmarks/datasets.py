@@ -53,17 +53,14 @@ def resolve_datasets(names: str | Iterable[str]) -> tuple[Dataset, ...]:
     wanted = [names] if isinstance(names, str) else list(names)
     if not wanted:
         raise UserError(f"no dataset: give a dataset, a task, {', '.join(map(repr, _WHOLE))}, or a list of these")
-    return tuple(dict.fromkeys(dataset for name in wanted for dataset in _resolve(name)))
-
-
-def _resolve(name: Any) -> tuple[Dataset, ...]:
-    if not isinstance(name, str):
-        raise UserError(f"a dataset is named by a string, got {name!r}")
-    if name in CHOICES:
-        return CHOICES[name]
-    close = difflib.get_close_matches(name, CHOICES)
-    meant = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(CHOICES)}"
-    raise UserError(f"unknown dataset {name!r}: {meant}")
+    for name in wanted:
+        if not isinstance(name, str):
+            raise UserError(f"a dataset is named by a string, got {name!r}")
+        if name not in CHOICES:
+            close = difflib.get_close_matches(name, CHOICES)
+            meant = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(CHOICES)}"
+            raise UserError(f"unknown dataset {name!r}: {meant}")
+    return tuple(dict.fromkeys(dataset for name in wanted for dataset in CHOICES[name]))
 
 
 def default_suite(model: str) -> Suite:

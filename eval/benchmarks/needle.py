@@ -43,7 +43,7 @@ _FRONT = "x"  # precedes a sentence whose tokens are counted, as it follows othe
 
 @dataclass
 class NeedleConfig:
-    """lengths: most tokens of a prompt, its chat template and its answer together.
+    """lengths: the maximum number of tokens of a prompt, its chat template and its answer together.
 
     depths: per cent of the haystack before the needle. repeats: number of rows for each length and depth.
     seed: of the needles. haystack: a text file, or a folder of .txt and .md files; null for noise.
@@ -128,7 +128,8 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """
     options = settings.options
     examples = tuple(_examples(dataset, settings))
-    facts = [VERSION, options.lengths, options.depths, options.seed, repr(settings.chat), _text_sha256(options)]
+    text = sha256_of(_sentences(Path(options.haystack).expanduser())) if options.haystack is not None else None
+    facts = [VERSION, options.lengths, options.depths, options.seed, repr(settings.chat), text]
     return LoadedDataset(
         dataset=dataset,
         examples=examples,
@@ -182,12 +183,6 @@ def _sentences(path: Path) -> list[str]:
     for words in (sentence.split(" ") for sentence in sentences):
         parts += [" ".join(words[start : start + _WORDS]) for start in range(0, len(words), _WORDS)]
     return parts
-
-
-def _text_sha256(options: NeedleConfig) -> str | None:
-    if options.haystack is None:
-        return None
-    return sha256_of(_sentences(Path(options.haystack).expanduser()))
 
 
 def _examples(dataset: Dataset, settings: DataSettings) -> Iterator[Example]:

@@ -43,7 +43,7 @@ VERSION = 1
 
 @dataclass
 class RulerConfig:
-    """length: most tokens of a prompt, its chat template and its answer together. seed: of the rows.
+    """length: the maximum number of tokens of a prompt, its chat template and its answer together. seed: of the rows.
 
     haystack: the text around the needles: a text file, a folder of .txt and .md files, or RULER's
     PaulGrahamEssays.json; null for the latter in data.dir.

@@ -291,12 +291,13 @@ def read_corpus(dataset: str, sources: Sources) -> Corpus:
     dataset: "squad" or "hotpotqa", read from its file in `data.dir` if it exists, else by the package `datasets`.
     Raises UserError if the file is malformed, or if the dataset is neither cached nor downloadable.
     """
-    name = _HUB[dataset][2]
+    source, configuration, name = _HUB[dataset]
     file = sources.folder / name if sources.folder else None
     if file is not None and file.is_file():
         content, source = _json(file), str(file)
     else:
-        content, source = _from_hub(dataset), _HUB[dataset][0]
+        loaded = load_from_hub(source, configuration, "validation", _give(name))
+        content = _squad_file(loaded) if dataset == "squad" else _hotpotqa_file(loaded)
     try:
         corpus = _squad(content) if dataset == "squad" else _hotpotqa(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -338,13 +339,6 @@ def _hotpotqa(content: Any) -> Corpus:
         )
         questions.append(QaQuestion(asked["question"], (asked["answer"],), numbers, (), evidence))
     return Corpus(questions, documents)
-
-
-def _from_hub(dataset: str) -> Any:
-    """A development set in the format of its official JSON file, from rows of the hub's dataset."""
-    repository, configuration, name = _HUB[dataset]
-    loaded = load_from_hub(repository, configuration, "validation", _give(name))
-    return _squad_file(loaded) if dataset == "squad" else _hotpotqa_file(loaded)
 
 
 def _give(name: str) -> str:

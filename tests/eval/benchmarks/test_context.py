@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import cache
-from math import ceil
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import lazyllm
 from eval.benchmarks.chat_format import CHAT_FORMATS
@@ -26,16 +22,6 @@ from tests.eval import official
 from tests.eval.benchmarks.test_prompts import LLAMA2, LONGBENCH_NAMES, Characters, llama2
 
 CHAT = CHAT_FORMATS["llama2"]
-
-
-@cache
-def small_llama() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=32000, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
 
 
 def letters_of_examples_answers(name: str, context: str) -> set[int]:
@@ -109,48 +95,6 @@ def test_only_words_of_a_real_rows_context_may_go(name: str) -> None:
             assert not letters & set(range(place, first))  # indentation
             assert not letters & {place + i for i, sign in enumerate(line) if sign in "\r\n"}
             place += len(line)
-
-
-@pytest.mark.slow
-@official.needs(LLAMA2)
-@official.needs(official.LONGBENCH)
-@pytest.mark.parametrize("name", LONGBENCH_NAMES)
-def test_compression_of_real_prompts_leaves_question_and_instruction_untouched(name: str) -> None:
-    for example, row, template in all_rows(name):
-        prompt = real_prompt(name, example, template, 3500)
-        head, tail = (part.format(**row) for part in template.split("{context}"))
-        if DATASETS[name].chat_wrap:
-            head, tail = CHAT.before + head, tail + CHAT.after
-        if prompt.text.endswith(tail):
-            break
-    else:  # one question of repobench-p's is so long that LongBench's cut goes through it, but not every one
-        pytest.fail("no row whose question is whole")
-    ids, n = list(prompt.token_ids), len(prompt.token_ids)
-    assert prompt.spans is not None
-    assert prompt.text.startswith(head)
-    # tokens that hold any of the instruction, or of the question
-    before = sum(start < len(head) for start, _ in prompt.spans.tolist())
-    after = sum(stop > len(prompt.text) - len(tail) for _, stop in prompt.spans.tolist())
-    stay = untouchable(name, row, template, prompt, 3500)
-    c = len(droppable(prompt.as_input()))
-    for unit in ("token", "sentence"):
-        out = lazyllm.generate(small_llama(), prompt.as_input(), PromptCompression(0.5, unit), 1, ())
-        kept = out.selected[0][0]
-        assert kept[:before] == list(range(before))
-        assert kept[-after:] == list(range(n - after, n))
-        decode = llama2().decode
-        assert decode([ids[position] for position in kept[:before]]) == decode(ids[:before])
-        assert decode([ids[position] for position in kept[-after:]]) == decode(ids[-after:])
-        left = "".join(prompt.text[slice(*prompt.spans[position])] for position in kept)
-        assert left.startswith(head)
-        assert left.endswith(tail)
-        for sign in "\n\r":
-            assert left.count(sign) == prompt.text.count(sign)
-        kept_letters = {place for position in kept for place in range(*prompt.spans[position])}
-        assert stay <= kept_letters
-        expected = n - c + ceil(c / 2)
-        assert len(kept) == expected if unit == "token" else expected <= len(kept) < n
-        assert out.computed[0].tolist() == [len(kept)] * 2
 
 
 @official.needs(LLAMA2)

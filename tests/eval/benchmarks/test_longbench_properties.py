@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from eval.benchmarks.datasets import DATASETS, load_rows
-from eval.benchmarks.longbench import MAX_LENGTHS, PROMPTS, TemplateWarning
+from eval.benchmarks.longbench import TemplateWarning
 from lazyllm.errors import UserError
 from tests.eval.benchmarks.test_longbench import CONFIG, ROW
 from tests.eval.store.test_folder_properties import JSON
@@ -141,25 +141,3 @@ def test_row_with_any_other_value_is_read_if_it_fits_and_else_named(row: dict[st
             assert [row.where for row in loaded.skipped] == [f"{folder / 'qasper.jsonl'}:2"]
             with pytest.raises(UserError, match=r"qasper\.jsonl:2: .*on_error=skip"):
                 load_rows(QASPER, folder)
-
-
-@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=8))
-def test_first_of_rows_with_one_id_counts(ids: list[str]) -> None:
-    rows = [ROW | {"_id": row_id, "length": number} for number, row_id in enumerate(ids)]
-    first = {row_id: ids.index(row_id) for row_id in ids}
-    with folder_with("\n".join(map(json.dumps, rows)).encode()) as folder:
-        loaded = load_rows(QASPER, folder, "skip")
-        assert [(example.id, example.length) for example in loaded.examples] == list(first.items())
-        assert [(int(row.where.rpartition(":")[2]) - 1) for row in loaded.skipped] == [
-            number for number, row_id in enumerate(ids) if first[row_id] != number
-        ]
-
-
-@given(
-    st.sampled_from([PROMPTS, MAX_LENGTHS]), st.binary(max_size=40) | JSON.map(lambda value: json.dumps(value).encode())
-)
-def test_arbitrary_config_files_are_refused_by_name(name: str, content: bytes) -> None:
-    with folder_with(json.dumps(ROW).encode()) as folder:
-        (folder / "config" / name).write_bytes(content)
-        with pytest.raises(UserError, match=name):
-            load_rows(QASPER, folder)

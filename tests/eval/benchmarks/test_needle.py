@@ -121,31 +121,6 @@ def test_rows_command_writes_needles(tmp_path, monkeypatch):
         assert row["input"][start:end].endswith(f"is: {row['outputs'][0]}.")
 
 
-# ----------------------------------------------------------------------------------------------------------- scores
-
-
-def slow_score(answer: str, gold: str) -> float:
-    """RULER's words: stripped, control characters made newlines, stripped; then containment, in lower case."""
-    cleaned = "".join("\n" if ord(letter) < 32 else letter for letter in answer.strip()).strip().lower()
-    return float(any(cleaned[start:].startswith(gold.lower()) for start in range(len(cleaned) + 1)))
-
-
-@pytest.mark.parametrize(
-    ("answer", "gold", "expected"),
-    [
-        (" 7374122.", "7374122", 1),
-        ("73741 22", "7374122", 0),
-        ("737\t4122", "7374122", 0),
-        ("no 173741229", "7374122", 1),
-        ("", "7374122", 0),
-        ("AMBER lemon Fox.", "amber lemon fox", 1),
-        ("amber  lemon fox", "amber lemon fox", 0),
-    ],
-)
-def test_answer_must_contain_the_gold(answer, gold, expected):
-    assert SUITE.score(DATASET, answer, [gold], None) == slow_score(answer, gold) == expected
-
-
 # --------------------------------------------------------------------------------------------------------- refusals
 
 

@@ -143,37 +143,6 @@ def test_spans_of_a_real_tokenizer_are_its_tokens_texts(context: str, question: 
     assert all(done or letter.isspace() for letter, done in zip(prompt.text, covered, strict=True))
 
 
-@given(REAL_TEXT, REAL_TEXT, REAL_TEMPLATES, LIMITS)
-def test_truncation_with_a_real_tokenizer_keeps_both_ends(
-    context: str, question: str, template: str, limit: int | None
-) -> None:
-    row = row_of(context, question)
-    whole = template.format(**fields_of(row))
-    ids = tiny()(whole)["input_ids"]
-    prompt = build_prompt(row, template, tiny(), limit)
-    assert prompt.tokens_before_truncation == len(ids)
-    assert prompt.truncated == (limit is not None and len(ids) > limit)
-    assert prompt.token_ids == tuple(tiny()(prompt.text)["input_ids"])
-    if not prompt.truncated:
-        assert prompt.text == whole
-        return
-    assert limit is not None
-    half = limit // 2
-    left, right = (tiny().decode(end, skip_special_tokens=True) for end in (ids[:half], ids[-half:]))
-    assert prompt.text == left + right
-    # each range is an end of the remaining context
-    kept = [prompt.text[start:stop] for start, stop in prompt.context]
-    assert len(kept) <= 2
-    if len(kept) == 2:
-        assert context.startswith(kept[0])
-        assert context.endswith(kept[1])
-    elif kept:
-        (only,) = kept
-        begin = next((n for n, (a, b) in enumerate(zip(only, context, strict=False)) if a != b), len(only))
-        assert context.endswith(only[begin:])
-    marked(prompt)  # ascending, disjoint
-
-
 @given(st.text(max_size=30))
 def test_special_tokens_text_becomes_that_token(text: str) -> None:
     """As in the official pipeline: rows are text, and the tokenizer decides which parts are special tokens."""

@@ -187,26 +187,28 @@ def slow_choice(answer: str, golds: list[str]) -> bool:
 
 
 SCORED = [task for task in TASKS if "summary" not in task]
-PIECES = [
-    "A",
-    "B",
-    "C",
-    "D",
-    "AB",
-    "a fox",
-    "a",
-    "answer is",
-    "answer:",
-    "option is",
-    ":",
-    " ",
-    "\n",
-    "{",
-    ".",
-    "(",
+PIECES = ["A", "B", "C", "D", "AB", "a fox", "a", "answer is", "answer:", "option is", ":", " ", "\n", "{", "."]
+PIECES += ["(", "7"]
+PIECES += [
     ")",
+    "7",
+    "7.9",
+    "３",
+    "3",
+    "-",
+    "AAA",
+    "bbb",
+    "ccc",
+    "a-1",
+    "ab",
+    "xyz",
+    "ann",
+    "安",
+    "娜",
+    "，",
+    "bob",
+    "e",
 ]
-PIECES += ["7", "7.9", "３", "3", "-", "AAA", "bbb", "ccc", "a-1", "ab", "xyz", "ann", "安", "娜", "，", "bob", "e"]
 
 
 @given(st.sampled_from(SCORED), st.lists(st.sampled_from(PIECES), max_size=9), st.integers(0, 2))
