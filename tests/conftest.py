@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,6 +28,14 @@ def shared() -> Path:
     if not (folder / "longbench").is_dir():
         pytest.skip(f"real LongBench rows are not here: {folder.name}/ beside the repository is absent")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny() -> tuple[Any, Any]:
+    """`tests.helpers.tiny` for tests that take fixtures."""
+    from tests.helpers import tiny
+
+    return tiny()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

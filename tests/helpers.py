@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 
 VOCABULARY = 97  # of the random models of tests/reference.py
 
@@ -13,6 +14,11 @@ VOCABULARY = 97  # of the random models of tests/reference.py
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     """Random token ids for the models of `tests.reference`."""
     return np.random.default_rng(seed).integers(0, VOCABULARY, length).tolist()
+
+
+def prompt_tensor(length: int) -> torch.Tensor:
+    """The same as a tensor, other tokens for each length."""
+    return torch.tensor(prompt_of(length, seed=length))
 
 
 @cache

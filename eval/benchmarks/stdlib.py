@@ -9,7 +9,7 @@
 Every name of a gold line occurs in its prompt, so distant parts of the prompt matter. The files come from the standard
 library of CPython 3.11.7: the modules that `is_held_out` selects. They are part of this package
 (`stdlib_held_out.json.xz`; copyright Python Software Foundation, PSF License 2), so that rows do not depend on the
-installed version of Python. `scripts/dev/train_coder.py` leaves the same modules out of training.
+installed version of Python. `scripts/dev/train.py` leaves the same modules out of training.
 
 Chunks of other files are chosen without the gold line: those that share most names with the lines before it, the best
 one last.

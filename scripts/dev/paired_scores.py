@@ -15,7 +15,6 @@ import pandas as pd
 
 from eval.store.aggregate import mean_interval
 from eval.store.results import Results
-from scripts.dev.training import write_rows
 
 _RESAMPLES = 10_000
 
@@ -42,9 +41,9 @@ def paired(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 def main() -> None:
     folder, out = map(Path, sys.argv[1:])
-    rows = paired(Results.read([folder]).frame)
-    write_rows(out, rows)
-    print(pd.DataFrame(rows).to_string(index=False))
+    rows = pd.DataFrame(paired(Results.read([folder]).frame))
+    rows.to_csv(out, index=False)
+    print(rows.to_string(index=False))
 
 
 if __name__ == "__main__":

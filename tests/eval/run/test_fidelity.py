@@ -21,9 +21,10 @@ from lazyllm.methods import Baseline, Lazy, Method, StaticPruning
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests import reference_fidelity
+from tests.helpers import tiny
 from tests.reference import lazy_reference, random_model
 
-MODEL, TOKENIZER = lazyllm.load_model("tiny", dtype="float32", device="cpu")
+MODEL, TOKENIZER = tiny()
 RNG = np.random.default_rng(0)
 KEPT_ALL = {"kl": 0, "top1_agrees": 1, "edit_similarity": 1, "same_answer": 1}
 FORCED = ("answer_kl", "answer_log_likelihood", "gold_kl", "gold_log_likelihood")

@@ -15,8 +15,9 @@ from eval.store.record import Trace, read_trace
 from lazyllm.methods import Lazy, Method, RandomDrop
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
+from tests.helpers import tiny
 
-MODEL, TOKENIZER = lazyllm.load_model("tiny", dtype="float32", device="cpu")
+MODEL, TOKENIZER = tiny()
 
 
 def case_of(name: str, method: Method) -> Case:

@@ -22,6 +22,7 @@ from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.inputs import Prompt
 from lazyllm.engine.session import Session
 from lazyllm.methods import ASL, CLAA, METHODS, Baseline, FastKV, Lazy, Method, PyramidInfer, make
+from tests.helpers import prompt_tensor
 
 LAYERS, WIDTH, HEADS, VOCAB = 10, 48, 4, 97
 # Settings that drop something, of methods that need them or keep every token of a short prompt
@@ -49,10 +50,6 @@ def small_llama(
         sliding_window=window,
     )  # fmt: skip
     return MistralForCausalLM(config).to(dtype).eval()
-
-
-def prompt_of(n: int) -> torch.Tensor:
-    return torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n))
 
 
 class Seen(TorchDispatchMode):
@@ -121,8 +118,8 @@ def steps_of(model: MistralForCausalLM, method: Method, n: int, steps: int) -> t
     """The operations of each decoding step, and the number of tokens that it revives, over all layers."""
     seen = []
     with torch.inference_mode(), open_decoder(model) as decoder:
-        session = method.start(decoder, Prompt(prompt_of(n)), steps + 1)
-        session.prefill(prompt_of(n))
+        session = method.start(decoder, Prompt(prompt_tensor(n)), steps + 1)
+        session.prefill(prompt_tensor(n))
         for _ in range(steps):
             with Seen() as step:
                 session.step(7)
@@ -150,7 +147,7 @@ def test_operations_of_a_step_in_which_nothing_is_revived(kv_heads: int) -> None
 @pytest.mark.parametrize("kv_heads", [HEADS, 1])
 def test_the_baseline_does_no_more_than_the_model_itself(kv_heads: int) -> None:
     """Each large operation runs as often as in `model(...)`; of small ones two more in prefill, no more in a step."""
-    model, prompt = small_llama(kv_heads, dtype=torch.bfloat16), prompt_of(200)
+    model, prompt = small_llama(kv_heads, dtype=torch.bfloat16), prompt_tensor(200)
     with torch.inference_mode():
         with Seen() as their_prefill:
             cache = model(prompt[None], use_cache=True, logits_to_keep=1).past_key_values
@@ -202,7 +199,7 @@ def test_a_prompt_that_is_computed_everywhere_costs_no_search_for_what_to_revive
 def test_waits(method: Method, boundaries: int) -> None:
     model, n, steps = small_llama(dtype=torch.float32), 60, 6
     with torch.inference_mode(), open_decoder(model) as decoder:
-        prompt = prompt_of(n)
+        prompt = prompt_tensor(n)
         with Waits() as waits:
             session = method.start(decoder, Prompt(prompt), steps)
             session.prefill(prompt)
@@ -215,9 +212,9 @@ def test_waits(method: Method, boundaries: int) -> None:
             assert waits.found or not boundaries  # the counter sees them
     before, after = Waits(), Waits()
     with before:
-        one = lazyllm.generate(model, prompt_of(n), method, 1, ())
+        one = lazyllm.generate(model, prompt_tensor(n), method, 1, ())
     with after:
-        many = lazyllm.generate(model, prompt_of(n), method, steps, ())
+        many = lazyllm.generate(model, prompt_tensor(n), method, steps, ())
     assert (len(one.token_ids), len(many.token_ids)) == (1, steps)
     # besides those at boundaries, and of the lists at the end, each token costs one transfer
     lists = sum(len(step) for step in many.selected[1:])
@@ -235,9 +232,9 @@ def test_every_flop_of_a_pruned_prefill_is_one_that_was_announced() -> None:
     for method in (Baseline(), Lazy(schedule)):
         tokens = method.tokens_per_layer(LAYERS, n)
         with torch.inference_mode(), open_decoder(model) as decoder:
-            session = method.start(decoder, Prompt(prompt_of(n)), 1)
+            session = method.start(decoder, Prompt(prompt_tensor(n)), 1)
             with FlopCounterMode(display=False) as counter:
-                session.prefill(prompt_of(n))
+                session.prefill(prompt_tensor(n))
         by_name: Counter[str] = Counter()
         for operation, flops in counter.get_flop_counts()["Global"].items():
             by_name["attention" if "attention" in str(operation) else "products"] += flops
@@ -255,9 +252,9 @@ def test_no_tensor_of_a_prefill_is_quadratic_in_the_prompt(method: Method) -> No
     n = 701
     assert n > max(VOCAB, WIDTH, 64)  # so that only tokens make a dimension so long
     with torch.inference_mode(), open_decoder(small_llama(dtype=torch.float32)) as decoder:
-        session = method.start(decoder, Prompt(prompt_of(n)), 1)
+        session = method.start(decoder, Prompt(prompt_tensor(n)), 1)
         with Seen() as seen:
-            session.prefill(prompt_of(n))
+            session.prefill(prompt_tensor(n))
     entering = set(method.tokens_per_layer(LAYERS, n))
     assert any(n in shape for shape in seen.shapes)
     assert not [shape for shape in seen.shapes if sum(size in entering or size >= n for size in shape) > 1]
@@ -271,10 +268,10 @@ def test_no_tensor_of_a_generation_is_quadratic_in_the_prompt(
 ) -> None:
     n, block, row = 401, 2**14, 4 * max(64, WIDTH, VOCAB)  # bytes of a token's widest row
     model = small_llama(kv_heads, layers=6, dtype=torch.float32, window=window, attention=attention)
-    whole = lazyllm.generate(model, prompt_of(n), method, 4, ())
+    whole = lazyllm.generate(model, prompt_tensor(n), method, 4, ())
     monkeypatch.setattr(masks, "BLOCK", block)
     with Seen() as seen:
-        in_blocks = lazyllm.generate(model, prompt_of(n), method, 4, ())
+        in_blocks = lazyllm.generate(model, prompt_tensor(n), method, 4, ())
     assert in_blocks.computed.tolist() == whole.computed.tolist()
     if isinstance(method, Lazy) and window is None:
         assert (in_blocks.computed[1:] - in_blocks.computed[:-1]).max() > 60  # were revived at once
@@ -320,9 +317,9 @@ def test_two_turns_hold_their_caches_one_layer_and_one_block(monkeypatch: pytest
     model, n, m, block = small_llama(dtype=torch.float32), 1000, 350, 2**17
     monkeypatch.setattr(masks, "BLOCK", block // 2)
     monkeypatch.setattr(attention, "BLOCK_ON_CPU", block // 8)  # cells
-    whole = lazyllm.generate(model, prompt_of(n), Baseline(), 3, ()).kv_bytes
-    with lazyllm.start(model, prompt_of(n), make(name, DROPPING.get(name, {}))) as session:
-        for more in (None, prompt_of(m)):
+    whole = lazyllm.generate(model, prompt_tensor(n), Baseline(), 3, ()).kv_bytes
+    with lazyllm.start(model, prompt_tensor(n), make(name, DROPPING.get(name, {}))) as session:
+        for more in (None, prompt_tensor(m)):
             with Held() as held:
                 out = session.answer(more, 3, ())
             # two methods read the whole prompt with the whole model to choose from it
@@ -337,10 +334,10 @@ def test_blocks_change_no_result(
     monkeypatch: pytest.MonkeyPatch, method: Method, kv_heads: int, window: int | None, attention: str
 ) -> None:
     model = small_llama(kv_heads, layers=6, window=window, attention=attention)
-    whole = lazyllm.generate(model, prompt_of(90), method, 4, ())
+    whole = lazyllm.generate(model, prompt_tensor(90), method, 4, ())
     for block in (1, 4000, 30000):  # a query alone, some, many
         monkeypatch.setattr(masks, "BLOCK", block)
-        found = lazyllm.generate(model, prompt_of(90), method, 4, ())
+        found = lazyllm.generate(model, prompt_tensor(90), method, 4, ())
         assert (found.token_ids, found.selected) == (whole.token_ids, whole.selected)
         tolerance = 1e-9 if attention == "sdpa" else 1e-6  # eager's softmax is in float32
         torch.testing.assert_close(found.first_logits, whole.first_logits, rtol=0, atol=tolerance)
@@ -349,8 +346,8 @@ def test_blocks_change_no_result(
 @pytest.mark.parametrize(("kv_heads", "layers"), [(HEADS, 32), (HEADS, 16), (1, 16), (HEADS, 10)])
 def test_bytes_at_the_end_of_prefill_with_figure_4s_schedule(kv_heads: int, layers: int) -> None:
     model, n = small_llama(kv_heads, layers), 200
-    ours = lazyllm.generate(model, prompt_of(n), Lazy(), 1, ())
-    theirs = lazyllm.generate(model, prompt_of(n), Baseline(), 1, ())
+    ours = lazyllm.generate(model, prompt_tensor(n), Lazy(), 1, ())
+    theirs = lazyllm.generate(model, prompt_tensor(n), Baseline(), 1, ())
     one, two, three = (layers * tenths // 10 for tenths in (3, 6, 9))
     row = 2 * kv_heads * (WIDTH // HEADS) * 8  # K and V of one token in one layer, float64
     # 200, 140, 98, 69 tokens enter the groups
@@ -363,8 +360,8 @@ def test_bytes_at_the_end_of_prefill_with_figure_4s_schedule(kv_heads: int, laye
 @pytest.mark.parametrize("aux_device", [None, "cpu"])
 def test_the_aux_cache_may_live_on_the_host(aux_device: str | None) -> None:
     model = small_llama()
-    here = lazyllm.generate(model, prompt_of(40), Lazy({3: 0.5, 6: 0.5}), 8, ())
-    there = lazyllm.generate(model, prompt_of(40), Lazy({3: 0.5, 6: 0.5}, aux_device=aux_device), 8, ())
+    here = lazyllm.generate(model, prompt_tensor(40), Lazy({3: 0.5, 6: 0.5}), 8, ())
+    there = lazyllm.generate(model, prompt_tensor(40), Lazy({3: 0.5, 6: 0.5}, aux_device=aux_device), 8, ())
     assert (here.computed[-1] > here.computed[0]).any()  # something was revived
     assert (there.token_ids, there.selected, there.aux_bytes) == (here.token_ids, here.selected, here.aux_bytes)
     with pytest.raises(ValueError, match=r"aux_device='disk': give None .* or 'cpu'"):

@@ -31,11 +31,6 @@ SUMMARY = re.compile(
 SMALL = ["--dtype", "float32", "--device", "cpu", "--max-new-tokens", "6"]
 
 
-@pytest.fixture(scope="module")
-def tiny() -> tuple[Any, Any]:
-    return lazyllm.load_model("tiny", dtype="float32", device="cpu")
-
-
 def generated(tiny: tuple[Any, Any], text: str, method: Any = METHOD) -> tuple[lazyllm.Generation, str]:
     model, tokenizer = tiny
     out = lazyllm.generate(model, tokenizer(text).input_ids, method, 6)

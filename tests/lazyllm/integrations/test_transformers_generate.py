@@ -334,11 +334,6 @@ def test_streamers_get_what_transformers_gives_them() -> None:
             MODEL.generate(**BATCH, max_new_tokens=8, streamer=Put())
 
 
-@pytest.fixture(scope="module")
-def tiny() -> tuple[Any, Any]:
-    return lazyllm.load_model("tiny", dtype="float32", device="cpu")
-
-
 TEXT = "entry zanur lantern copper. the old house was quiet. Question: entry zanur"
 
 

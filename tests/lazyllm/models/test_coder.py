@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.benchmarks import embedded, stdlib
 from lazyllm.presets import PRESETS
-from scripts.dev import train_tiny
+from scripts.dev import train
 
 CODER = Path(PRESETS["coder"].source)
 
@@ -36,7 +36,7 @@ def test_the_tokenizer_is_lossless(tokenizer, text: str) -> None:
 
 
 def test_the_embedded_tasks_have_tinys_tokens(tokenizer) -> None:
-    tiny = train_tiny.build_tokenizer()
+    tiny = train.tiny_tokenizer()
     for name in embedded.NAMES:
         for row in embedded.rows(name, count=3):
             text = embedded.TEMPLATES[name].format(**row)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 import lazyllm
@@ -25,6 +25,7 @@ from lazyllm.models import load, quantisation
 from lazyllm.models.load import devices_in_use, load_weights
 from lazyllm.models.quantisation import quantisation_config
 from lazyllm.spec import ModelSpec
+from tests.helpers import prompt_tensor
 from tests.lazyllm.methods.method_matrix import KEEPING, PRUNING
 from tests.lazyllm.models.pretend_devices import Placed, Pretending
 from tests.reference import random_model
@@ -35,10 +36,6 @@ STEPS = 6
 DTYPES = ["float32", "bfloat16", "float16"]
 ATTENTION = ["sdpa", "eager"]
 ALL_METHODS = {f"{name}, keeping": method for name, method in KEEPING.items()} | PRUNING
-
-
-def prompt_of(n: int = 30) -> Tensor:
-    return torch.randint(0, 97, (n,), generator=torch.Generator().manual_seed(n))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +61,7 @@ def same(one: lazyllm.Generation, other: lazyllm.Generation) -> None:
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_int8_weights_in_every_method(saved: str, dtype: str, attention: str) -> None:
     model = load_weights(ModelSpec(saved, dtype=dtype, device="cpu", attn_implementation=attention, quantise="int8"))
-    prompt = prompt_of()
+    prompt = prompt_tensor(30)
     # the model's own generation is the oracle if everything is kept
     theirs = model.generate(prompt[None], max_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=0)
     for name, method in KEEPING.items():
@@ -120,11 +117,11 @@ def test_quantised_weights_keep_their_own_products(saved: str, monkeypatch: pyte
     """oneDNN's products support float32 weights only, and would misread others."""
     model = load_weights(ModelSpec(saved, dtype="float32", device="cpu", quantise="int8"))
     method = Lazy({1: 0.6, 2: 0.6})
-    expected = lazyllm.generate(model, prompt_of(), method, STEPS, ())
+    expected = lazyllm.generate(model, prompt_tensor(30), method, STEPS, ())
     revived = expected.computed[1:] - expected.computed[:-1]
     assert (revived > 1).any()
     monkeypatch.setattr(devices, "LARGE_MATRIX", 1)
-    found = lazyllm.generate(model, prompt_of(), method, STEPS, ())
+    found = lazyllm.generate(model, prompt_tensor(30), method, STEPS, ())
     assert (found.token_ids, found.selected) == (expected.token_ids, expected.selected)
 
 
@@ -136,7 +133,9 @@ def test_a_checkpoint_that_is_quantised_loads_as_it_is(saved: str, tmp_path: Pat
     weights = [model.model.layers[1].mlp.up_proj.weight for model in (once, again)]
     assert torch.equal(weights[0].qdata, weights[1].qdata)
     assert torch.equal(weights[0].scale, weights[1].scale)
-    one, two = (lazyllm.generate(model, prompt_of(), Lazy({1: 0.6, 3: 0.5}), STEPS, ()) for model in (once, again))
+    one, two = (
+        lazyllm.generate(model, prompt_tensor(30), Lazy({1: 0.6, 3: 0.5}), STEPS, ()) for model in (once, again)
+    )
     assert (one.token_ids, one.selected) == (two.token_ids, two.selected)
     # not bit for bit: the memory alignment of a file's bytes determines the CPU's order of summation
     torch.testing.assert_close(one.first_logits, two.first_logits, rtol=1e-5, atol=1e-5)
@@ -235,8 +234,8 @@ def test_weights_on_disk_change_nothing(saved: str, which: str, dtype: str) -> N
         assert devices_of(model) == (home_of(model),) == (torch.device("cpu"),)
         for method in ALL_METHODS.values():
             same(
-                lazyllm.generate(model, prompt_of(), method, 3, ()),
-                lazyllm.generate(plain, prompt_of(), method, 3, ()),
+                lazyllm.generate(model, prompt_tensor(30), method, 3, ()),
+                lazyllm.generate(plain, prompt_tensor(30), method, 3, ()),
             )
 
 
@@ -303,10 +302,10 @@ def test_no_tensors_of_two_devices_meet(which: str, attention: str, synchronised
         check_same_as_model(model)
     on_host = {"lazy, Aux Cache on the host": Lazy({1: 0.6, 3: 0.5}, aux_device="cpu")}
     for method in (ALL_METHODS | on_host).values():
-        expected = lazyllm.generate(plain, prompt_of(), method, STEPS, ())
+        expected = lazyllm.generate(plain, prompt_tensor(30), method, STEPS, ())
         synchronised.clear()
         with Pretending():
-            found = lazyllm.generate(model, prompt_of(), method, STEPS, ())
+            found = lazyllm.generate(model, prompt_tensor(30), method, STEPS, ())
             assert found.first_logits.device == FIRST
         same(replace(found, first_logits=found.first_logits.held), expected)
         assert set(synchronised) == used
@@ -319,7 +318,7 @@ def test_a_spread_model_costs_one_move_a_boundary_between_devices(synchronised: 
     with Pretending():
         check_same_as_model(model)  # as `load_model` does: else the first generation would
     with Pretending() as pretended:
-        lazyllm.generate(model, prompt_of(), lazyllm.methods.Baseline(), STEPS, ())
+        lazyllm.generate(model, prompt_tensor(30), lazyllm.methods.Baseline(), STEPS, ())
     # there: hidden states, positions, cos and sin before layer 3 (not again before layer 4), the same but cos and sin
     # before the rotary embedding, the last token's before the norm; back: cos and sin, hidden states, logits. And once,
     # before the clock starts: one token's hidden state and position before the rotary embedding, to find the layout
@@ -335,7 +334,7 @@ def test_pretended_devices_tell_when_something_is_not_moved(monkeypatch, synchro
         torch.ones(2, device=FIRST) + torch.ones(2)
     monkeypatch.setattr(decoder, "moved", lambda value, device: value)
     with Pretending(), pytest.raises(RuntimeError, match="met"):
-        lazyllm.generate(model, prompt_of(), Lazy({1: 0.6, 3: 0.5}), STEPS, ())
+        lazyllm.generate(model, prompt_tensor(30), Lazy({1: 0.6, 3: 0.5}), STEPS, ())
 
 
 def test_peaks_of_several_devices_add_up_and_the_clock_waits_for_each(monkeypatch, synchronised) -> None:

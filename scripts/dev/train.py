@@ -1,0 +1,663 @@
+"""Train the two small models that are shipped, on the CPU: `lazyllm/models/tiny` and `lazyllm/models/coder`.
+
+    nice -n 10 python -m scripts.dev.train tiny --work FOLDER                    # train, or resume FOLDER's checkpoint
+    nice -n 10 python -m scripts.dev.train coder --work FOLDER --tokens 16_000_000
+    python -m scripts.dev.train coder --work FOLDER --save lazyllm/models/coder  # write the checkpoint as a model
+    python -m scripts.dev.train coder --held-out FILE    # eval/benchmarks/stdlib_held_out.json.xz, the suite's files
+
+tiny learns the embedded suite (`eval/benchmarks/embedded.py`). Half of the early sequences are copying (random tokens,
+of which segments are repeated at varying distance), half are contexts of the suite with several questions. Contexts
+start short, with few facts, keys and words; they grow when the running accuracy of the answers' first tokens, mean over
+tasks, passes `ADVANCE`. The loss is on answers only. No question of the test split is asked.
+
+coder learns Python: the standard library of the running Python and its tests, without the modules that
+`eval.benchmarks.stdlib.is_held_out` picks. It starts as tiny with 4 more layers, whose outputs are 0 at first, and a
+larger vocabulary in which every token of tiny keeps its id. Its rate falls in the last fifth of `--tokens`. To train
+longer, copy `before_fall.pt` over `checkpoint.pt` and call again with more `--tokens`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import random
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from eval.benchmarks import embedded, stdlib
+from lazyllm.presets import PRESETS
+
+IGNORE = -100  # the label of a token without a loss
+SPECIALS = (embedded.PAD, embedded.BEGIN, embedded.END)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A training. rate: the peak learning rate. tokens: of coder's whole training. steps: stop there; 0: at the end."""
+
+    work: Path
+    rate: float
+    tokens: int = 20_000_000
+    steps: int = 0
+    threads: int = 1
+    seed: int = 0
+    warmup: int = 100  # steps
+    tokens_per_step: int = 4096
+    stage_tokens: int = 400_000  # least tokens in a stage of tiny's curriculum
+    log_every: int = 20
+    save_every: int = 100
+
+
+# ----------------------------------------------------------------------------------------------------- both: a training
+
+
+class Trainer:
+    """Model, optimisers, random state and counters: the content of a checkpoint.
+
+    A subclass adds `update` (one step, which calls `descend`), `done`, `row` (its columns of the log), and the names of
+    its counters.
+    """
+
+    counters: ClassVar[tuple[str, ...]] = ("step", "tokens", "seconds", "log")
+
+    def __init__(self, model: Any, settings: Settings) -> None:
+        self.model, self.settings = model, settings
+        self.rng = random.Random(settings.seed)
+        parameters = dict(model.named_parameters())
+        matrices = [p for n, p in parameters.items() if p.ndim == 2 and "embed" not in n]
+        others = [p for n, p in parameters.items() if p.ndim != 2 or "embed" in n]
+        self.optimizers: list[torch.optim.Optimizer] = [  # Muon needs torch 2.9
+            torch.optim.Muon(matrices, lr=1.0, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self.step = self.tokens = 0
+        self.seconds = 0.0  # of CPU time
+        self.log: list[dict[str, Any]] = []
+
+    def update(self) -> None:
+        """One step."""
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        """Whether the training is over."""
+        raise NotImplementedError
+
+    def row(self) -> dict[str, Any]:
+        """The subclass's columns of the log."""
+        raise NotImplementedError
+
+    def logits(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [wanted, vocabulary] before every label that is not IGNORE, and the mask of these: [b, n - 1]."""
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+            wanted = labels[:, 1:] != IGNORE
+            return self.model.lm_head(hidden[:, :-1][wanted]).float(), wanted
+
+    def descend(self, loss: Tensor, rate: float, tokens: int) -> None:
+        """Make the optimisers' step by the gradient of a loss, clipped to norm 1."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.tokens += tokens
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint, completely or not at all."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "rng": self.rng.getstate(),
+            "counters": {key: getattr(self, key) for key in self.counters},
+        }
+        torch.save(state, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)
+
+    def train(self) -> None:
+        """Resume the checkpoint, if there is one; train to the end, and log and save meanwhile."""
+        settings, checkpoint = self.settings, self.settings.work / "checkpoint.pt"
+        if checkpoint.exists():
+            state = torch.load(checkpoint, weights_only=False)
+            self.model.load_state_dict(state["model"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            self.rng.setstate(state["rng"])
+            vars(self).update(state["counters"])
+            print(f"resumed at step {self.step}", flush=True)
+        while not self.done() and (not settings.steps or self.step < settings.steps):
+            started = time.process_time()
+            self.update()
+            self.step += 1
+            self.seconds += time.process_time() - started
+            if self.step % settings.log_every == 0:
+                row = {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 1), **self.row()}
+                self.log.append(row)
+                print(json.dumps(row), f"{self.tokens / self.seconds:.0f} tokens/s", flush=True)
+                pd.DataFrame(self.log).to_csv(settings.work / "log.csv", index=False)
+            if self.step % settings.save_every == 0:
+                self.save(checkpoint)
+        self.save(checkpoint)
+
+
+def byte_level_bpe(words: Sequence[str], merges: Sequence[tuple[str, str]], split: Any) -> Any:
+    """A lossless byte-level BPE in which a pre-token that is a word is one token (`ignore_merges`, as in Llama 3).
+
+    Ids: specials, 256 bytes, words, results of merges. split: the pre-tokenizer, ending in a ByteLevel one.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    written = [word.replace(" ", "\u0120") for word in words]
+    tokens = dict.fromkeys([*SPECIALS, *alphabet, *written, *(left + right for left, right in merges)])
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges), ignore_merges=True))
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{embedded.BEGIN} $A", special_tokens=[(embedded.BEGIN, vocabulary[embedded.BEGIN])]
+    )
+    return tokenizer
+
+
+# ----------------------------------------------------------------------------------- tiny: model, curriculum, sequences
+
+FAMILIES = (*embedded.NAMES, "copy")
+ADVANCE = 0.9
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the curriculum.
+
+    length: tokens of a sequence. facts, keys, values: as in `embedded.Level`. copying: share of copy sequences.
+    tokens: of the stage; 0: until ADVANCE is passed (and at least `Settings.stage_tokens`).
+    rate: share of the learning rate at its start. decay: tokens in which the full rate would fall to 0; 0: constant.
+    direct: whether digest has its easier form (`embedded.WARM_UP`).
+    """
+
+    length: int
+    facts: int
+    keys: int
+    values: int
+    copying: float
+    tokens: int = 0
+    rate: float = 1.0
+    decay: int = 0
+    direct: bool = False
+
+
+_ALL = len(embedded.VALUES)
+STAGES = (
+    Stage(64, 3, 8, 16, 0.5, direct=True),
+    Stage(128, 6, 8, 24, 0.5, direct=True),
+    Stage(192, 8, 24, 64, 0.5, direct=True),
+    Stage(256, 16, 64, 128, 0.4, direct=True),
+    Stage(256, 16, 256, _ALL, 0.3, direct=True),
+    Stage(512, 16, 256, _ALL, 0.2, direct=True),
+    Stage(1024, 32, 256, _ALL, 0.15, direct=True),
+    Stage(2048, 64, 256, _ALL, 0.1, tokens=3_104_768, decay=6_000_000, direct=True),
+    Stage(128, 8, 256, _ALL, 0.1, rate=0.7),
+    Stage(256, 16, 256, _ALL, 0.1, rate=0.7),
+    Stage(512, 16, 256, _ALL, 0.1, rate=0.7),
+    Stage(1024, 32, 256, _ALL, 0.1, rate=0.7),
+    Stage(2048, 64, 256, _ALL, 0.1, tokens=600_000, rate=0.7, decay=4_571_429),
+    Stage(2048, 64, 256, _ALL, 0.1, tokens=1_200_000, rate=0.57, decay=2_180_000),
+)
+
+
+def tiny_tokenizer() -> Any:
+    """Words of the suite and the newline are single tokens, other text is bytes. No merges."""
+    from tokenizers import pre_tokenizers
+
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    return byte_level_bpe(embedded.vocabulary(), (), split)
+
+
+@cache
+def token_ids() -> dict[str, int]:
+    """{text of a token: id}, "\\n" for the newline, " amber" for a word."""
+    vocabulary = tiny_tokenizer().get_vocab()
+    return {token.replace("\u0120", " ").replace("\u010a", "\n"): i for token, i in vocabulary.items()}
+
+
+def tiny_model(seed: int) -> Any:
+    """A randomly initialised model: 8 layers, 128 wide, 4 query heads on 2 key/value heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ids = token_ids()
+    config = LlamaConfig(
+        vocab_size=len(ids), hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.05, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, dtype="float32",
+        pad_token_id=ids[embedded.PAD], bos_token_id=ids[embedded.BEGIN], eos_token_id=ids[embedded.END],
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config)
+
+
+# Sequences. ids and labels are lists of the same length; labels are IGNORE for tokens without a loss.
+
+
+def copy_sequence(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
+    """Random tokens, then repeated segments at random distance; loss on each segment but its start."""
+    size, first = len(token_ids()), 3  # the specials come first
+    pool = list(range(first, size)) if rng.random() < 0.75 else rng.sample(range(first, size), 48)
+    ids = [token_ids()[embedded.BEGIN], *rng.choices(pool, k=length // 3)]
+    labels = [IGNORE] * len(ids)
+    while len(ids) < length:
+        span = rng.randint(4, max(8, min(32, length // 8)))
+        start = rng.randrange(1, len(ids) - span)
+        segment = ids[start : start + span]
+        gap = rng.choices(pool, k=rng.randint(0, 4))
+        ids += gap + segment
+        # the first tokens only identify the segment: one token in a large pool, two in a small one
+        known = 1 if len(pool) > 48 else 2
+        labels += [IGNORE] * (len(gap) + known) + segment[known:]
+    return ids[:length], labels[:length]
+
+
+def task_sequence(rng: random.Random, name: str, stage: Stage) -> tuple[list[int], list[int], list[int]]:
+    """A context of a task, and questions drawn with replacement until the sequence is full; loss on the answers.
+
+    Returns ids, labels, and the positions of each question's first answer token.
+    """
+    ids = token_ids()
+    before, between = embedded.head(name), embedded.tail(name)
+    asked = {"digest": 24, "shots": stage.length // 3, "retrieve": stage.length // 3}.get(name, int(stage.length * 0.4))
+    level = embedded.Level(stage.length - len(before) - min(asked, 240), stage.facts, stage.keys, stage.values)
+    generators = embedded.WARM_UP if stage.direct else embedded.GENERATORS
+    context, questions = generators[name](rng, level)
+    questions = [question for question in questions if not embedded.is_test(context, question)]
+    tokens = [*before, *context]
+    answers: list[tuple[int, int]] = []
+    for question in rng.choices(questions, k=24) if questions else []:
+        asking = [*between, *question.input]
+        stop = len(tokens) + len(asking) + len(question.answer) + 1
+        if stop > stage.length:
+            break
+        tokens += [*asking, *question.answer, embedded.END]
+        answers.append((stop - len(question.answer) - 1, stop))
+        if name == "digest":
+            break
+    sequence = [ids[token] for token in tokens]
+    labels = [IGNORE] * len(sequence)
+    for start, stop in answers:
+        labels[start:stop] = sequence[start:stop]
+    padding = stage.length - len(sequence)
+    return sequence + [ids[embedded.PAD]] * padding, labels + [IGNORE] * padding, [start for start, _ in answers]
+
+
+class TinyTrainer(Trainer):
+    """Adds the curriculum: the stage, and each family's running accuracy."""
+
+    counters = (*Trainer.counters, "stage", "stage_tokens", "loss", "accuracy")
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(tiny_model(settings.seed), settings)
+        self.stage = self.stage_tokens = 0
+        self.accuracy = [0.0] * len(FAMILIES)
+        self.loss = 0.0
+
+    def rate(self) -> float:
+        """Learning rate: warm-up, then the stage's, at least 2 % of the full rate."""
+        stage = STAGES[self.stage]
+        rate = self.settings.rate * min(1.0, (self.step + 1) / self.settings.warmup)
+        return rate * max(0.02, stage.rate - (self.stage_tokens / stage.decay if stage.decay else 0.0))
+
+    def done(self) -> bool:
+        return self.stage == len(STAGES) - 1 and self.stage_tokens >= STAGES[-1].tokens
+
+    def pick_stage(self) -> Stage:
+        """The stage of a batch: the current one, or in one batch of four an earlier one of the same form."""
+        current = STAGES[self.stage]
+        earlier = [stage for stage in STAGES[: self.stage] if stage.length >= 256 and stage.direct == current.direct]
+        return self.rng.choice(earlier) if earlier and self.rng.random() < 0.25 else current
+
+    def batch(self, stage: Stage) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """ids, labels, each label's index into FAMILIES, whether it is an answer's first token: [sequences, length]."""
+        rows, families = [], []
+        count = max(1, self.settings.tokens_per_step // stage.length)
+        first = torch.zeros(count, stage.length, dtype=torch.bool)
+        offset = self.rng.randrange(len(embedded.NAMES))
+        for i in range(count):
+            if self.rng.random() < stage.copying:
+                families.append(len(FAMILIES) - 1)
+                ids, labels = copy_sequence(self.rng, stage.length)
+                first[i] = torch.tensor(labels) != IGNORE
+            else:
+                families.append((offset + i) % len(embedded.NAMES))
+                ids, labels, starts = task_sequence(self.rng, FAMILIES[families[-1]], stage)
+                first[i, starts] = True
+            rows.append((ids, labels))
+        ids, labels = (torch.tensor(column) for column in zip(*rows, strict=True))
+        return ids, labels, torch.tensor(families)[:, None].expand(count, stage.length), first
+
+    def update(self) -> None:
+        """One step: batch, loss on the answers, running means of some 30 steps, curriculum."""
+        stage = self.pick_stage()
+        ids, labels, family, first = self.batch(stage)
+        logits, wanted = self.logits(ids, labels)
+        labels = labels[:, 1:][wanted]
+        loss = nn.functional.cross_entropy(logits, labels)
+        self.descend(loss, self.rate(), ids.numel())
+        self.loss += (loss.item() - self.loss) * (0.03 if self.step else 1.0)
+        if stage == STAGES[self.stage]:
+            right, family, first = logits.argmax(-1) == labels, family[:, 1:][wanted], first[:, 1:][wanted]
+            for i in range(len(FAMILIES)):
+                if len(chosen := right[(family == i) & first]):
+                    self.accuracy[i] += (chosen.float().mean().item() - self.accuracy[i]) * 0.03
+        self.stage_tokens += ids.numel()
+        current, tasks = STAGES[self.stage], self.accuracy[: len(embedded.NAMES)]
+        if self.stage + 1 == len(STAGES) or self.stage_tokens < (current.tokens or self.settings.stage_tokens):
+            return
+        if current.tokens or sum(tasks) / len(tasks) >= ADVANCE:
+            self.stage += 1
+            self.stage_tokens = 0
+            self.accuracy = [value * 0.5 for value in self.accuracy]
+
+    def row(self) -> dict[str, Any]:
+        accuracy = {name: round(value, 4) for name, value in zip(FAMILIES, self.accuracy, strict=True)}
+        shown = {"stage": self.stage, "length": STAGES[self.stage].length, "lr": f"{self.rate():.3g}"}
+        return {**shown, "loss": round(self.loss, 4), **accuracy}
+
+
+# ---------------------------------------------------------------------------------------- coder: text, model, sequences
+
+# Folders of the library that are left out: tests, tables of characters, other packages
+NO_CODE = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "ensurepip", "__pycache__"}
+MERGES = 2100  # including those that make a token of tiny
+LENGTHS = (512, 1024, 2048, 4096)
+SHARES = (0.74, 0.18, 0.06, 0.02)  # of the lengths while the rate is constant: short sequences cost less per token
+LAST_SHARES = (0.4, 0.3, 0.2, 0.1)  # while the rate falls
+KINDS = {"file": 0.38, "cross": 0.37, "tasks": 0.2, "copy": 0.05}
+"""Shares of the sequences: windows of files, windows after chunks of related files, embedded tasks, copying."""
+ANSWER_WEIGHT = 4.0  # loss weight of a token of an answer or a copy; a token of code has 1
+BLOCK = 128  # queries in a block of attention
+NEW_LAYERS = (2, 5, 8, 11)  # of 12; the others are tiny's
+
+
+def read_files(chosen: Callable[[str], bool]) -> dict[str, str]:
+    """Files of the running Python's library, by their paths in its folder."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    names = [path.relative_to(library).as_posix() for path in sorted(library.rglob("*.py"))]
+    return {name: (library / name).read_text(encoding="utf-8", errors="replace") for name in names if chosen(name)}
+
+
+def library_files() -> dict[str, str]:
+    """Every file of the library, without `NO_CODE`."""
+    return read_files(lambda name: not NO_CODE & {*name.split("/")} and "sysconfigdata" not in name)
+
+
+def test_files(modules: set[str]) -> dict[str, str]:
+    """The library's tests of other modules than these, without tables (files of more than 400,000 characters)."""
+    untouched = tuple(f"test/test_{module}" for module in modules)
+    tests = read_files(lambda name: name.startswith("test/test_") and not name.startswith(untouched))
+    return {name: text for name, text in tests.items() if len(text) < 400_000}
+
+
+def coder_tokenizer(texts: list[str]) -> Any:
+    """tiny's tokenizer with merges learned on these texts: tiny's tokens keep their ids."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    split = pre_tokenizers.Sequence([
+        pre_tokenizers.Split("\n", "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+    ])  # fmt: skip
+    learned = Tokenizer(models.BPE())
+    learned.pre_tokenizer = split
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    size = len(alphabet) + MERGES
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    learned.train_from_iterator(texts, trainer)
+    merges = [(left, right) for left, right in json.loads(learned.to_str())["model"]["merges"]]
+    # two full stops in a row must stay two tokens, as in the tasks
+    return byte_level_bpe(embedded.vocabulary(), [pair for pair in merges if ".." not in "".join(pair)], split)
+
+
+def block_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any):
+    """Causal attention in blocks of queries: in training on a CPU, twice as fast as torch's own.
+
+    query: [b, h, n, d]; key, value: [b, kv, n, d]. Returns [b, n, h, d].
+    """
+    (b, h, n, d), kv = query.shape, key.shape[1]
+    future = torch.full((BLOCK, BLOCK), float("-inf"), dtype=query.dtype).triu(1)
+    keys, values = (part.reshape(b * kv, n, d).split(BLOCK, 1) for part in (key, value))
+    blocks = []
+    for i, queries in enumerate((query * scaling).reshape(b * kv, h // kv, n, d).split(BLOCK, 2)):
+        rows = queries.shape[2]
+        past = torch.zeros(rows, i * BLOCK, dtype=query.dtype)
+        bias = torch.cat([past, future[:rows, :rows]], 1).repeat(h // kv, 1)
+        visible = torch.cat(keys[: i + 1], 1).transpose(1, 2)
+        weights = torch.baddbmm(bias, queries.reshape(b * kv, -1, d), visible).softmax(-1)
+        blocks.append(torch.bmm(weights, torch.cat(values[: i + 1], 1)).view(b * kv, h // kv, rows, d))
+    return torch.cat(blocks, 2).view(b, h, n, d).transpose(1, 2).contiguous(), None
+
+
+def coder_model(vocabulary: int, seed: int) -> Any:
+    """tiny with four more layers whose outputs are zero, and a larger vocabulary."""
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+    AttentionInterface.register("blocks", block_attention)
+    torch.manual_seed(seed)
+    tiny = LlamaForCausalLM.from_pretrained(PRESETS["tiny"].source, dtype=torch.float32)
+    layers = tiny.config.num_hidden_layers + len(NEW_LAYERS)
+    sizes = {"vocab_size": vocabulary, "num_hidden_layers": layers, "max_position_embeddings": 8192}
+    model: Any = LlamaForCausalLM(LlamaConfig.from_dict(tiny.config.to_dict() | sizes))
+    model.set_attn_implementation("blocks")
+    old, new = tiny.model.embed_tokens.weight.data, model.model.embed_tokens.weight.data
+    new.normal_().mul_(old.std(0)).add_(old.mean(0))
+    new[: len(old)] = old
+    model.model.norm.load_state_dict(tiny.model.norm.state_dict())
+    old_layers = iter(tiny.model.layers)
+    for i, layer in enumerate(model.model.layers):
+        if i in NEW_LAYERS:
+            layer.self_attn.o_proj.weight.data.zero_()
+            layer.mlp.down_proj.weight.data.zero_()
+        else:
+            layer.load_state_dict(next(old_layers).state_dict())
+    return model
+
+
+class Sequences:
+    """Draws sequences of each kind in KINDS.
+
+    Files are drawn in proportion to their tokens, the library's twice as often as its tests.
+    """
+
+    def __init__(self, tokenizer: Any, texts: dict[str, str], rng: random.Random) -> None:
+        def encode(text: str) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=False).ids
+
+        encoded = tokenizer.encode_batch([*texts.values()], add_special_tokens=False)
+        files = {name: code.ids for name, code in zip(texts, encoded, strict=True)}
+        self.files = {name: ids for name, ids in files.items() if len(ids) > 100}
+        self.related = {name: stdlib.related(name, texts[name], self.files) for name in self.files}
+        self.headers = {name: encode(stdlib.header(name)) for name in self.files}
+        self.newline = encode("\n")[0]
+        self.weights = [len(ids) * (0.5 if name.startswith("test/") else 1.0) for name, ids in self.files.items()]
+        self.rng = rng
+
+    def draw(self) -> str:
+        """The name of a file."""
+        return self.rng.choices([*self.files], self.weights)[0]
+
+    def window(self, name: str, size: int) -> list[int]:
+        """A header with the path, then tokens of the file from the start of a line; at most `size` tokens together."""
+        ids, header = self.files[name], self.headers[name]
+        room = max(1, size - len(header))
+        start = self.rng.randrange(max(1, len(ids) - room + 1))
+        while start and ids[start - 1] != self.newline:
+            start -= 1
+        return [*header, *ids[start : start + room]][:size]
+
+    def file(self, length: int) -> tuple[list[int], list[int]]:
+        """A window of a file, or of several if they are short."""
+        ids = [SPECIALS.index(embedded.BEGIN)]
+        while len(ids) < length:
+            ids += self.window(self.draw(), length - len(ids))
+        return ids, ids
+
+    def cross(self, length: int) -> tuple[list[int], list[int]]:
+        """Chunks of related files, then a window; each chunk is the best of four by tokens shared with the window."""
+        while not self.related[name := self.draw()]:
+            pass
+        target = self.window(name, self.rng.randint(length // 3, length // 2))
+        common = len(SPECIALS) + 256 + len(embedded.vocabulary())  # bytes and tiny's words, which most texts share
+        wanted = {token for token in target if token >= common}
+        ids = [SPECIALS.index(embedded.BEGIN)]
+        while (room := length - len(ids) - len(target)) > 40:
+            size = min(room, self.rng.randint(150, 500))
+            drawn = [self.window(self.rng.choice(self.related[name]), size) for _ in range(4)]
+            ids += max(drawn, key=lambda chunk: len(wanted & {*chunk}) / (len({*chunk}) + 20))
+        ids = (ids + target + self.window(name, length))[:length]
+        return ids, ids
+
+    def tasks(self, length: int) -> tuple[list[int], list[int]]:
+        """A context of an embedded task with several questions; its loss is on the answers."""
+        length = min(length, max(embedded.LENGTHS))
+        stage = Stage(length, length // 32, 256, len(embedded.VALUES), 0.0)
+        return task_sequence(self.rng, self.rng.choice(embedded.NAMES), stage)[:2]
+
+    def copy(self, length: int) -> tuple[list[int], list[int]]:
+        """Random words of tiny, then segments of them again; its loss is on these segments."""
+        return copy_sequence(self.rng, length)
+
+    def batch(self, tokens: int, shares: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """ids and labels [sequences, length], and each sequence's kind."""
+        length = self.rng.choices(LENGTHS, shares)[0]
+        kinds = self.rng.choices(range(len(KINDS)), [*KINDS.values()], k=max(1, tokens // length))
+        rows = []
+        for kind in kinds:
+            ids, labels = getattr(self, [*KINDS][kind])(length)
+            padding = length - len(ids)
+            rows.append((ids + [SPECIALS.index(embedded.PAD)] * padding, labels + [IGNORE] * padding))
+        ids, labels = (torch.tensor(column) for column in zip(*rows, strict=True))
+        return ids, labels, torch.tensor(kinds)
+
+
+class CoderTrainer(Trainer):
+    """Adds the running mean of the loss of each kind of sequence. Its tokenizer is in `work`, made if necessary."""
+
+    counters = (*Trainer.counters, "means")
+
+    def __init__(self, settings: Settings) -> None:
+        from tokenizers import Tokenizer
+
+        library = library_files()
+        held_out = {stdlib.module_of(name) for name in library if stdlib.is_held_out(name)}
+        texts = {name: text for name, text in library.items() if not stdlib.is_held_out(name)}
+        path = settings.work / "tokenizer.json"
+        if not path.exists():
+            coder_tokenizer([*texts.values()]).save(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
+        super().__init__(coder_model(tokenizer.get_vocab_size(), settings.seed), settings)
+        self.sequences = Sequences(tokenizer, texts | test_files(held_out), self.rng)
+        self.means = [0.0] * len(KINDS)
+
+    def left(self) -> float:
+        """The remaining tokens / a fifth of all: below 1, the rate falls."""
+        return (self.settings.tokens - self.tokens) / (0.2 * self.settings.tokens)
+
+    def rate(self) -> float:
+        """Learning rate: warm-up, constant, then falling to 2 %."""
+        return self.settings.rate * min(1.0, (self.step + 1) / self.settings.warmup, max(0.02, self.left()))
+
+    def done(self) -> bool:
+        return self.tokens >= self.settings.tokens
+
+    def update(self) -> None:
+        """One step; keeps the checkpoint before the rate falls."""
+        left = self.left()
+        ids, labels, kinds = self.sequences.batch(self.settings.tokens_per_step, SHARES if left >= 1 else LAST_SHARES)
+        logits, wanted = self.logits(ids, labels)
+        losses = nn.functional.cross_entropy(logits, labels[:, 1:][wanted], reduction="none")
+        kind = kinds[:, None].expand_as(wanted)[wanted]
+        weights = torch.where(kind >= list(KINDS).index("tasks"), ANSWER_WEIGHT, 1.0)
+        self.descend((losses * weights).sum() / weights.sum(), self.rate(), ids.numel())
+        for i in range(len(KINDS)):
+            if len(chosen := losses[kind == i]):
+                self.means[i] += (chosen.mean().item() - self.means[i]) * (0.03 if self.means[i] else 1.0)
+        if left >= 1 > self.left():
+            self.save(self.settings.work / "before_fall.pt")
+
+    def row(self) -> dict[str, Any]:
+        means = {name: round(value, 4) for name, value in zip(KINDS, self.means, strict=True)}
+        return {"lr": f"{self.rate():.3g}", **means}
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+# With their peak learning rates
+TRAINERS: dict[str, tuple[type[TinyTrainer | CoderTrainer], float]] = {
+    "tiny": (TinyTrainer, 3e-3),
+    "coder": (CoderTrainer, 2e-3),
+}
+
+
+def train(name: str, settings: Settings) -> TinyTrainer | CoderTrainer:
+    """Train to the end, or to `settings.steps`."""
+    torch.set_num_threads(settings.threads)
+    settings.work.mkdir(parents=True, exist_ok=True)
+    trainer = TRAINERS[name][0](settings)
+    trainer.train()
+    return trainer
+
+
+def save(name: str, work: Path, folder: Path) -> None:
+    """Write the checkpoint in `work` and its tokenizer in `from_pretrained` form: tiny in float32, coder in float16."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = tiny_tokenizer() if name == "tiny" else Tokenizer.from_file(str(work / "tokenizer.json"))
+    model = tiny_model(0) if name == "tiny" else coder_model(tokenizer.get_vocab_size(), 0).half()
+    model.load_state_dict(torch.load(work / "checkpoint.pt", weights_only=False)["model"])
+    model.save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=embedded.PAD, bos_token=embedded.BEGIN, eos_token=embedded.END,
+        clean_up_tokenization_spaces=False, model_max_length=model.config.max_position_embeddings,
+    )  # fmt: skip
+    fast.save_pretrained(folder)
+    # transformers 5 writes the name of a new class; this one exists in every version
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", choices=[*TRAINERS])
+    add("--work", type=Path, help="folder of checkpoint and log (/tmp/train_MODEL)")
+    add("--tokens", type=int, default=Settings.tokens, help="of coder's whole training")
+    add("--steps", type=int, default=0, help="stop after this step (0: at the end)")
+    add("--threads", type=int, default=1)
+    add("--save", type=Path, help="write the checkpoint in --work into this folder as a model, and stop")
+    add("--held-out", type=Path, help="write the held-out files of this Python's library into this file, and stop")
+    args = parser.parse_args()
+    work = args.work or Path(f"/tmp/train_{args.model}")
+    if args.save:
+        save(args.model, work, args.save)
+    elif args.held_out:
+        files = {name: text for name, text in library_files().items() if stdlib.is_held_out(name)}
+        args.held_out.write_bytes(lzma.compress(json.dumps(files).encode(), preset=9 | lzma.PRESET_EXTREME))
+    else:
+        train(args.model, Settings(work, TRAINERS[args.model][1], args.tokens, args.steps, args.threads))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""`scripts/dev/train.py` and the shipped tiny model: tokenizers, sequences, first models, resuming."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eval.benchmarks import embedded, stdlib
+from lazyllm.presets import PRESETS
+from scripts.dev import train
+from scripts.dev.train import IGNORE, STAGES, Settings
+
+TINY = Path(PRESETS["tiny"].source)
+TEXTS = {
+    f"{package}/{name}.py": "".join(
+        f"def {name}_{i}(self, value):\n    return self.{package}[value] + {i}\n" for i in range(40)
+    )
+    for package in ("json", "email")
+    for name in ("reader", "writer")
+}
+AWKWARD = [
+    "a\r\nb\r",
+    "\n\n\n  x",
+    "def f(x):\n\treturn x  # é\n",
+    "日本語 😀\u200d",
+    " lead",
+    "trail ",
+    "amber.amber;",
+]
+
+
+@pytest.fixture(scope="module")
+def tiny_tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture(scope="module")
+def coder_tokenizer():
+    return train.coder_tokenizer([*TEXTS.values()])
+
+
+@pytest.fixture(scope="module")
+def sequences(coder_tokenizer) -> train.Sequences:
+    return train.Sequences(coder_tokenizer, TEXTS, random.Random(0))
+
+
+# ---------------------------------------------------------------------------------------------------------- tokenizers
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text() | st.sampled_from(AWKWARD) | st.text(alphabet="ab \n\r\t.;_'{}"))
+def test_tokenizers_are_lossless(coder_tokenizer, text: str) -> None:
+    if not any(special in text for special in train.SPECIALS):  # the specials are not text
+        for tokenizer in (coder_tokenizer, train.tiny_tokenizer()):
+            assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
+
+
+def test_shipped_tokenizer_is_lossless_and_the_one_of_the_script(tiny_tokenizer) -> None:
+    for text in AWKWARD:
+        assert tiny_tokenizer.decode(tiny_tokenizer(text).input_ids, skip_special_tokens=True) == text
+    assert tiny_tokenizer.get_vocab() == train.tiny_tokenizer().get_vocab()
+
+
+def test_shipped_tokenizer_keeps_real_rows(tiny_tokenizer, shared: Path) -> None:
+    for path in sorted((shared / "longbench").glob("**/*.jsonl"))[:16]:
+        row = json.loads(path.read_text(encoding="utf-8").split("\n")[0])
+        text = str(row.get("context", row.get("pred", "")))[:20_000]
+        assert tiny_tokenizer.decode(tiny_tokenizer(text).input_ids, skip_special_tokens=True) == text
+
+
+def test_suite_words_newline_and_specials_are_single_tokens(tiny_tokenizer) -> None:
+    for word in [*embedded.vocabulary(), "\n", ".", ";", ":"]:
+        assert len(tiny_tokenizer(word, add_special_tokens=False).input_ids) == 1, word
+    assert tiny_tokenizer("x").input_ids[0] == tiny_tokenizer.bos_token_id
+    assert tiny_tokenizer.eos_token == embedded.END
+
+
+def test_coder_tokenizer_gives_tasks_the_tokens_of_tiny(coder_tokenizer) -> None:
+    tiny = train.tiny_tokenizer()
+    assert coder_tokenizer.get_vocab().items() >= tiny.get_vocab().items()
+    for name in embedded.NAMES:
+        for row in embedded.rows(name, count=3):
+            text = embedded.TEMPLATES[name].format(**row)
+            assert coder_tokenizer.encode(text).ids == tiny.encode(text).ids
+    assert coder_tokenizer.encode("    return self\n", add_special_tokens=False).tokens[-2:] == ["Ġself", "Ċ"]
+
+
+# -------------------------------------------------------------------------------------------------------------- models
+
+
+def test_shipped_tiny_is_small_and_has_the_shape_of_the_script(tiny_tokenizer) -> None:
+    from transformers import AutoConfig
+
+    assert sum(path.stat().st_size for path in TINY.iterdir()) < 20 * 2**20
+    config, made = AutoConfig.from_pretrained(TINY), train.tiny_model(0).config
+    for name in ("num_hidden_layers", "hidden_size", "num_key_value_heads", "vocab_size", "rope_parameters"):
+        assert getattr(config, name) == getattr(made, name)
+    assert config.vocab_size == len(tiny_tokenizer)
+
+
+def test_first_coder_model_computes_what_tiny_does(coder_tokenizer) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = train.coder_model(coder_tokenizer.get_vocab_size(), seed=0).double()
+    tiny = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float64)
+    ids = torch.randint(3, 923, (2, 300), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        assert model.config.num_hidden_layers == 12
+        torch.testing.assert_close(model(ids).logits[..., :923], tiny(ids).logits, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("length", [1, 128, 300])
+def test_block_attention_is_causal_attention(length: int) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, length, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 2, 2, length, 8, dtype=torch.float64)
+    ours, _ = train.block_attention(torch.nn.Identity(), query, key, value, None, scaling=0.3)
+    key, value = (tensor.repeat_interleave(2, dim=1) for tensor in (key, value))
+    theirs = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3)
+    torch.testing.assert_close(ours, theirs.transpose(1, 2), rtol=0, atol=1e-12)
+
+
+# ----------------------------------------------------------------------------------------------------------- sequences
+
+
+@pytest.mark.parametrize("stage", [STAGES[0], STAGES[7], STAGES[-1]])
+@pytest.mark.parametrize("name", embedded.NAMES)
+def test_task_sequence_has_its_length_labels_and_questions(stage: train.Stage, name: str) -> None:
+    rng, questions = random.Random(5), 0
+    for _ in range(3):
+        ids, labels, starts = train.task_sequence(rng, name, stage)
+        assert len(ids) == len(labels) == stage.length
+        assert all(label in (IGNORE, token) for token, label in zip(ids, labels, strict=True))
+        assert all(labels[start] == ids[start] for start in starts)
+        questions += len(starts)
+    assert questions
+
+
+def test_training_question_is_written_as_the_suite_writes_it(tiny_tokenizer) -> None:
+    """Context, question and answer of the first question of a sequence, decoded, are the template filled in."""
+    for name in embedded.NAMES:
+        ids, _, starts = train.task_sequence(random.Random(9), name, STAGES[4])
+        text = tiny_tokenizer.decode(ids[1 : starts[0]])
+        before, between = (part.strip(" ") for part in embedded.TEMPLATES[name].split("{context}"))
+        assert text.startswith(before)
+        assert between.removesuffix("{input}").strip() in text
+        assert tiny_tokenizer(text).input_ids == ids[: starts[0]]
+
+
+def test_task_sequence_never_asks_a_question_of_the_test_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "is_test", lambda context, question: True)
+    _, labels, starts = train.task_sequence(random.Random(0), "lookup", STAGES[4])
+    assert not starts
+    assert set(labels) == {IGNORE}
+
+
+def test_copy_sequence_repeats_what_came_before() -> None:
+    for seed in range(20):
+        ids, labels = train.copy_sequence(random.Random(seed), 128)
+        assert len(ids) == len(labels) == 128
+        for i, label in enumerate(labels):
+            if label != IGNORE:
+                assert (ids[i - 1], label) in [(ids[j - 1], ids[j]) for j in range(1, i)]
+
+
+@pytest.mark.parametrize("kind", [*train.KINDS])
+def test_coder_sequence_has_its_length_and_labels(sequences: train.Sequences, kind: str) -> None:
+    for length in (512, 1024):
+        ids, labels = getattr(sequences, kind)(length)
+        assert len(ids) == len(labels) == length
+        assert all(label in (IGNORE, token) for token, label in zip(ids, labels, strict=True))
+        assert any(label != IGNORE for label in labels)
+
+
+def test_cross_sequence_ends_in_a_file_behind_files_of_its_package(sequences, coder_tokenizer) -> None:
+    text = coder_tokenizer.decode(sequences.cross(1024)[0])
+    assert {"json", "email"} - {line.split("/")[0][2:] for line in text.split("\n") if line.startswith("# ")}
+    assert text.count("# ") > 1
+
+
+def test_training_text_holds_no_held_out_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http/client.py", "http/test/x.py", "json/decoder.py", "test/test_http.py", "test/test_json/a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("pass\n")
+    monkeypatch.setattr(train.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert {name for name in train.library_files() if stdlib.is_held_out(name)} == {"http/client.py"}
+    assert [*train.library_files()] == ["http/client.py", "json/decoder.py"]
+    assert [*train.test_files({"http"})] == ["test/test_json/a.py"]
+
+
+# ------------------------------------------------------------------------------------------------------------ trainings
+
+
+@pytest.mark.parametrize("name", [*train.TRAINERS])
+def test_resumed_training_is_bit_identical(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "library_files", lambda: TEXTS)
+    monkeypatch.setattr(train, "test_files", lambda modules: {})
+    monkeypatch.setattr(train, "LENGTHS", (128,) * 4)
+    quick = Settings(tmp_path, 1e-3, tokens=640, warmup=2, log_every=1, save_every=1, tokens_per_step=128)
+
+    def run(work: str, steps: int) -> Any:
+        return train.train(name, replace(quick, work=tmp_path / work, steps=steps))
+
+    at_once = run("whole", 2)
+    run("parts", 1)
+    resumed = run("parts", 2)
+    for a, b in zip(at_once.model.state_dict().values(), resumed.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    assert at_once.rng.getstate() == resumed.rng.getstate()
+    for counter in set(train.TRAINERS[name][0].counters) - {"seconds", "log"}:
+        assert getattr(at_once, counter) == getattr(resumed, counter)
+    assert [len((tmp_path / work / "log.csv").read_text().splitlines()) for work in ("whole", "parts")] == [3, 3]
+    if name == "coder":
+        assert not (tmp_path / "parts" / "before_fall.pt").exists()
+        assert run("parts", 0).done()
+        assert (tmp_path / "parts" / "before_fall.pt").exists()
+    train.save(name, tmp_path / "parts", tmp_path / "model")
+    assert 0 < (tmp_path / "model" / "model.safetensors").stat().st_size < 20e6
