@@ -377,7 +377,7 @@ def test_rows_and_templates_are_fetched_once_then_read_offline(server, monkeypat
     assert loaded.template == json.loads(CONFIG[longbench.PROMPTS])["qasper"]
     assert loaded.data_sha256 == hashlib.sha256(as_line(ROW).encode()).hexdigest()
     assert loaded.source.endswith("data.zip:data/qasper.jsonl")
-    files = [f"/storage/{REPOSITORY}/{longbench.HUB_SHA256}", *server.others]
+    files = [f"/datasets/{REPOSITORY}/resolve/{longbench.HUB_REVISION}/data.zip", *server.others]
     assert [server.asked.count(("GET", path)) for path in files] == [1, 1, 1]
     server.asked.clear()
     monkeypatch.setattr(downloads, "is_reachable", lambda *_: pytest.fail("the network was asked for"))
