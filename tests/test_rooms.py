@@ -6,7 +6,6 @@ Read from the code by `ast`, imports inside functions and for type checkers alon
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,12 +98,3 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
     for module in arrows:
         visit(module, [])
-
-
-def test_no_two_public_classes_share_a_name() -> None:
-    by_name = defaultdict(list)
-    for module, file in modules().items():
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                by_name[node.name].append(module)
-    assert {name: found for name, found in by_name.items() if len(found) > 1} == {}
