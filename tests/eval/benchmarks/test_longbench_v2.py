@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval import cli
 from eval.analysis.tables import TABLES
 from eval.benchmarks import downloads, longbench_v2
-from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.datasets import DATASETS, official_rows
 from eval.benchmarks.longbench import TemplateWarning
 from eval.benchmarks.longbench_v2 import SUITE
 from eval.benchmarks.metrics import chosen_letter
@@ -24,7 +23,6 @@ from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings
 from eval.run.loop import run
 from eval.run.prepare import identify
-from eval.store.folder import read_run
 from eval.store.results import Results
 from lazyllm.errors import UserError
 from tests.eval.benchmarks.test_prompts import Characters
@@ -261,34 +259,19 @@ def test_missing_files_are_refused_offline_with_two_ways_out(no_hub, monkeypatch
         SUITE.load(DATASET, DataSettings())
 
 
-def test_rows_command_writes_the_official_rows(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_official_rows_are_those_of_the_file(tmp_path):
     rows = [row(number) for number in range(3)]
-    folder = write(tmp_path, *rows)
-    assert cli.main(["rows", "dataset=longbench_v2", "limit=2", f"data.dir={folder}", "out=made"]) == 0
-    lines = (tmp_path / "made" / "longbench_v2.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == rows[:2]
+    assert list(official_rows(DATASET, DataSettings(write(tmp_path, *rows), limit=2))) == rows[:2]
 
 
 # ------------------------------------------------------------------------------------------------------------- runs
 
 
-def test_run_is_paired_resumed_sharded_and_scored_by_group(tmp_path, monkeypatch, capsys):
+def test_run_is_scored_by_group(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = write(tmp_path, *(row(number) for number in range(6)))
-    arguments = ["dataset=longbench_v2", f"data.dir={folder}", "model.max_prompt_tokens=101", "max_new_tokens=2"]
-    arguments += ["timing.warmup=0"]
-    run(run_of(*arguments, "limit=2", "out=one"))
-    first = read_run(Path("one"))[1]
-    run(run_of(*arguments, "out=one"))
-    for number in (1, 2):
-        run(run_of(*arguments, "out=two", f"shard={number}/2"))
-    both = [read_run(Path(name))[1] for name in ("one", "two")]
-    assert both[0][:2] == first
-    prompts = [{record.id: (record.prompt_sha256, record.groups) for record in records} for records in both]
-    assert prompts[0] == prompts[1]
-    assert len(prompts[0]) == 6
-    assert all(record.baseline is not None for record in both[0])
+    arguments = [f"data.dir={folder}", "model.max_prompt_tokens=101", "max_new_tokens=2", "timing.warmup=0", "out=one"]
+    run(run_of("dataset=longbench_v2", *arguments))
     table = TABLES["groups"](Results.read([Path("one")]))
     assert [line[2:4] for line in table.cells.to_numpy().tolist() if line[1] != "baseline"] == [
         ["all", "6"],
@@ -298,7 +281,6 @@ def test_run_is_paired_resumed_sharded_and_scored_by_group(tmp_path, monkeypatch
         ["length=medium (32-128k words)", "2"],
         ["length=long (128k-2M words)", "2"],
     ]
-    assert "longbench_v2" in capsys.readouterr().out
 
 
 def test_suites_version_is_part_of_a_runs_identity(tmp_path):

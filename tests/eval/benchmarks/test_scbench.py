@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval import cli
 from eval.benchmarks import downloads, scbench
 from eval.benchmarks.chat_format import CHAT_FORMATS
-from eval.benchmarks.datasets import CHOICES, DATASETS
+from eval.benchmarks.datasets import CHOICES, DATASETS, official_rows
 from eval.benchmarks.longbench import TemplateWarning
 from eval.benchmarks.metrics import _ANY_PUNCTUATION
 from eval.benchmarks.prompts import build_prompt
@@ -345,13 +344,10 @@ def test_missing_files_are_refused_offline_with_two_ways_out(no_hub, monkeypatch
         SUITE.load(DATASETS["scbench_kv"], DataSettings())
 
 
-def test_rows_command_writes_the_official_rows(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_official_rows_are_those_of_the_file(tmp_path):
     rows = [row("scbench_kv", number) for number in range(3)]
-    folder = write(tmp_path, "scbench_kv", *rows)
-    assert cli.main(["rows", "dataset=scbench_kv", "limit=2", f"data.dir={folder}", "out=made"]) == 0
-    lines = (tmp_path / "made" / "scbench_kv.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == rows[:2]
+    settings = DataSettings(write(tmp_path, "scbench_kv", *rows), limit=2)
+    assert list(official_rows(DATASETS["scbench_kv"], settings)) == rows[:2]
 
 
 # ------------------------------------------------------------------------------------------------------------- runs

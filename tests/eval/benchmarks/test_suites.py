@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import CHOICES, DATASETS, TASKS
 from eval.benchmarks.metrics import METRICS, score_example
+from eval.run.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -46,11 +48,18 @@ def test_room_imports_nothing_heavy_and_does_not_warn() -> None:
     assert (shown.returncode, shown.stdout, shown.stderr) == (0, "[]\n", "")
 
 
-def test_no_other_room_compares_the_name_of_a_suite() -> None:
+def test_settings_of_every_suite_are_keys_of_a_run() -> None:
+    keys = {item.name: item.default_factory for item in fields(RunConfig)}
+    options = {name: suite.options for name, suite in SUITES.items() if suite.options is not None}
+    assert options
+    assert options.items() <= keys.items()
+
+
+def test_no_other_room_compares_the_name_of_a_suite_or_metric() -> None:
     for file in (ROOT / "eval").rglob("*.py"):
         if "benchmarks" in file.parts:
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Compare):
                 constants = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
-                assert not constants & set(SUITES), f"{file}:{node.lineno}"
+                assert not constants & {*SUITES, "f1", "rouge", "classification"}, f"{file}:{node.lineno}"
