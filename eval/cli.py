@@ -12,7 +12,7 @@ from lazyllm.errors import UserError
 # Verb -> (module whose `main(arguments)` returns the exit code, summary)
 VERBS = {
     "run": ("eval.run.job", "measure a method beside its baseline: model=tiny method=lazy dataset=hotpotqa ..."),
-    "plan": ("eval.run.plan_command", "show the cost of a run or a sweep: tokens, FLOPs, memory, hours; nothing runs"),
+    "plan": ("eval.run.plan", "show the cost of a run or a sweep: tokens, FLOPs, memory, hours; nothing runs"),
     "doctor": ("eval.run.doctor", "check whether this machine is ready, with the command that fixes each problem"),
     "fetch": ("eval.run.fetch", "download what a run needs, for machines without a network: model=... dataset=..."),
     "rows": ("eval.run.rows", "write a dataset's rows in its suite's format, without a model"),
@@ -24,7 +24,7 @@ VERBS = {
     "report": ("eval.report.__main__", "make one HTML page of stored runs"),
     "methods": ("lazyllm.methods.__main__", "list all methods with their hyperparameters and defaults"),
     "check": ("lazyllm.check.__main__", "run all invariants of methods on one method: check my_method keep=0.5"),
-    "tune": ("eval.tune.command", "search for a schedule: the best score at a TTFT speedup"),
+    "tune": ("eval.tune", "search for a schedule: the best score at a TTFT speedup"),
     "bench": ("lazyllm.bench.__main__", "time prefill and decode on random weights, compared with their FLOPs"),
     "chat": ("lazyllm.integrations.chat", "chat with a model, with TTFT and the share of tokens computed"),
     "lm-eval": ("lazyllm.integrations.lm_eval", "lm-evaluation-harness' command line with the model `lazyllm`"),

@@ -151,7 +151,7 @@ def test_doctor_names_what_is_missing_until_it_is_there(played: Played) -> None:
     for step, token, rows in (("doctor", "missing", "missing"), ("doctor again", "ok", "ok")):
         lines = [line.split() for line in played.steps[step]["out"].splitlines() if line.strip()]
         states = {line[0]: line[1] for line in lines if len(line) > 1}
-        assert (states["token"], states["LongBench"]) == (token, rows)
+        assert (states["token"], states["rows"]) == (token, rows)
     assert "hf auth login" in played.steps["doctor"]["out"]
     assert "lazyllm-bench fetch dataset=all" in played.steps["doctor"]["out"]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
@@ -313,6 +314,26 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
             return compose("config", list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise one_line(error) from error
+
+
+def jobs_of(arguments: Sequence[str]) -> list[list[str]]:
+    """The overrides of each job of a run or a sweep. Raises UserError for arguments that neither takes."""
+    register_schema()
+    overrides = [
+        word for word in arguments if not word.startswith(("hydra/", "hydra.")) and word not in ("-m", "--multirun")
+    ]
+    check_arguments(overrides)
+    parser = OverridesParser.create()
+    try:
+        parsed = parser.parse_overrides(overrides)
+        fixed = [override.input_line or "" for override in parsed if not override.is_sweep_override()]
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            swept = compose("config", fixed, return_hydra_config=True).hydra.sweeper.params or {}  # an experiment's
+        overrides = [*(f"{key}={value}" for key, value in swept.items()), *overrides]
+        (jobs,) = BasicSweeper.split_arguments(parser.parse_overrides(overrides), None)
+    except HydraException as error:
+        raise one_line(error) from error
+    return jobs
 
 
 def one_line(error: Exception) -> UserError:

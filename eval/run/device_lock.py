@@ -8,12 +8,14 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from filelock import FileLock, Timeout
 
 from eval.benchmarks.downloads import cache_folder
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -71,16 +73,24 @@ def load(*devices: torch.device) -> dict[str, Any]:
 def _gpu_processes(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
-    query = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader", f"--id=GPU-{_device_id(device)}"]
+    listed = nvidia_smi("--query-compute-apps=pid", f"--id=GPU-{_device_id(device)}")
+    return None if listed is None else len(listed)
+
+
+def nvidia_smi(*query: str) -> list[str] | None:
+    """The lines that nvidia-smi answers; None if it is absent (ROCm, a bare container), fails or hangs."""
+    command = ["nvidia-smi", *query, "--format=csv,noheader"]
     try:
-        listed = subprocess.run(query, check=True, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S).stdout
-    except (OSError, subprocess.SubprocessError):  # nvidia-smi is absent (ROCm, a bare container) or hangs
+        run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return len(listed.split())
+    return run.stdout.splitlines()
 
 
 def _device_id(device: torch.device) -> str:
     """The device's id: the same in all processes, whatever number it has there."""
     if device.type == "cuda":
+        import torch  # not at the top: `doctor` asks nvidia-smi without it
+
         return str(torch.cuda.get_device_properties(device).uuid)
     return f"{device.type}-{device.index or 0}"

@@ -3,42 +3,128 @@
     lazyllm-bench doctor                 # for Llama 2 on LongBench
     lazyllm-bench doctor --model qwen3-8b
 
-Nothing is downloaded, no model is loaded, and torch is not imported. `missing`: the run needs it and would not find it.
-`not needed`: the run works without it. The exit code is 0 if nothing is missing, else 1.
+Nothing is downloaded, no network is needed, and torch is not imported. `missing`: the run needs it and would not find
+it. `not needed`: the run works without it. The exit code is 0 if nothing is missing, else 2.
 """
 
 from __future__ import annotations
 
 import argparse
+import platform
+import re
+import shutil
+import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
-from eval.run.finding import MISSING, Finding
-from eval.run.hub_checks import (
-    check_hub,
-    check_model,
-    check_rows,
-    check_token,
-    check_wandb,
-    hub_answers,
-    is_cached,
-)
-from eval.run.machine_checks import (
-    check_disk,
-    check_flash_attention,
-    check_gpu,
-    check_memory,
-    check_python,
-    check_scheduler,
-    check_torch,
-    find_gpu,
-)  # fmt: skip
+from eval.benchmarks.datasets import default_suite
+from eval.run.device_lock import nvidia_smi
 from lazyllm.engine.flops import LayerShape
 from lazyllm.presets import PRESETS
 from lazyllm.spec import source_of
 
+OK, MISSING, NOT_NEEDED = "ok", "missing", "not needed"
+DATA_GB = 2  # LongBench, and runs
+# Major version of CUDA -> (its oldest driver by NVIDIA's release notes, the torch for it and its index), ascending
+CUDA = {11: (450, "torch==2.7.1", "cu118"), 12: (525, "torch", "cu126"), 13: (580, "torch", "cu130")}
 
-def gigabytes(model: str) -> float:
+State = tuple[str, str]  # `OK`, `MISSING` or `NOT_NEEDED`, and a sentence: what was found, or how to fix it
+
+
+def check_python() -> State:
+    if (3, 11) <= sys.version_info[:2] <= (3, 13):
+        return OK, platform.python_version()
+    return MISSING, f"{platform.python_version()}: 3.11 to 3.13 are supported; uv venv --python 3.12 makes one"
+
+
+def check_torch(gpu: list[str] | None) -> State:
+    """Whether the installed torch fits the driver. gpu: name, driver and memory, as nvidia-smi says."""
+    try:
+        installed, spec = version("torch"), find_spec("torch")
+    except PackageNotFoundError:
+        return MISSING, "pip install --editable . (in the repository's folder)"
+    file = Path((spec.origin if spec else None) or "").with_name("version.py")
+    built = re.search(r"^cuda[^=\n]*= *'(\d+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    cuda, wheel = (int(built[1]), f"for CUDA {built[1]}") if built else (None, "for the CPU")
+    if gpu is None:
+        return OK, f"{installed}, {wheel}"
+    driver = int(gpu[1].split(".")[0])
+    if cuda is not None and driver >= CUDA[cuda][0]:
+        return OK, f"{installed}, {wheel}, driver {gpu[1]}"
+    needs = f"needs driver {CUDA[cuda][0]} or later, found {gpu[1]}" if cuda is not None else f"but there is {gpu[0]}"
+    fits = [(package, index) for least, package, index in CUDA.values() if driver >= least]
+    url = "https://download.pytorch.org/whl/"
+    remedy = (
+        f"pip install --force-reinstall {fits[-1][0]} --index-url {url}{fits[-1][1]}" if fits else "update the driver"
+    )
+    return MISSING, f"{installed}, {wheel}, {needs}: {remedy}"
+
+
+def check_gpu(gpu: list[str] | None, gigabytes: float) -> State:
+    """gigabytes: of the model's weights."""
+    if gpu is None:
+        return NOT_NEEDED, "no NVIDIA GPU: runs use the CPU, which is enough for model=tiny"
+    has = int(gpu[2].split()[0]) * 2**20 / 1e9
+    if has < gigabytes:
+        return MISSING, f"{gpu[0]}, {has:.0f} GB: less than {gigabytes:.0f}: try model.quantise=int8"
+    return OK, f"{gpu[0]}, {has:.0f} GB"
+
+
+def check_disk(gigabytes: float) -> State:
+    """gigabytes: of the files to download."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = next(parent for parent in (Path(HF_HUB_CACHE), *Path(HF_HUB_CACHE).parents) if parent.exists())
+    free, needed = shutil.disk_usage(folder).free / 1e9, gigabytes + DATA_GB
+    if free < needed:
+        return (
+            MISSING,
+            f"{free:.1f} GB free in {folder}, {needed:.0f} GB needed: export HF_HOME=FOLDER_ON_A_LARGER_DISK",
+        )
+    return OK, f"{free:.0f} GB free in {folder}"
+
+
+def is_cached(model: str) -> bool:
+    """Whether a checkpoint is a folder, or its config and weights are in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    def holds(file: str) -> bool:
+        return isinstance(try_to_load_from_cache(source_of(model), file), str)
+
+    weights = ("model.safetensors.index.json", "model.safetensors")
+    return Path(source_of(model)).is_dir() or (holds("config.json") and any(map(holds, weights)))
+
+
+def check_token(gated: bool) -> State:
+    from huggingface_hub import get_token
+
+    if get_token() is not None:
+        return OK, "the hub's client has one"
+    return MISSING if gated else NOT_NEEDED, "hf auth login (gated models need it)"
+
+
+def check_weights(model: str, cached: bool, gated: bool) -> State:
+    source = source_of(model)
+    if cached:
+        return OK, f"{source} is here"
+    first = f"ask for access at https://huggingface.co/{source}, then " if gated else ""
+    return MISSING, f"{source} is not in the cache: {first}lazyllm-bench fetch model={model}, with a network"
+
+
+def check_rows(model: str) -> State:
+    suite = default_suite(model)
+    if suite.cached is None:
+        return NOT_NEEDED, f"{model} takes the suite {suite.name}, which makes its own"
+    if suite.cached():
+        return OK, f"{suite.name} is in the cache"
+    advice = f"lazyllm-bench fetch dataset={suite.whole}, or give data.dir=FOLDER"
+    return MISSING, f"{suite.name} is not in the cache: {advice}"
+
+
+def gigabytes_of(model: str) -> float:
     """Gigabytes of a preset's weights in 16 bits; 0 for other models, whose shapes are unknown here."""
     preset = PRESETS.get(model)
     if preset is None or preset.architecture is None:
@@ -48,33 +134,28 @@ def gigabytes(model: str) -> float:
     return 2 * (shape.linear_flops // 2 * config["num_hidden_layers"] + embeddings) / 1e9
 
 
-def examine(model: str) -> list[Finding]:
-    """Every finding, in order. Raises UserError for an unknown model."""
-    source_of(model)
-    gpu, reachable, cached, size = find_gpu(), hub_answers(), is_cached(model), gigabytes(model)
-    checks: dict[str, Callable[[], Finding]] = {
+def examine(model: str) -> dict[str, State]:
+    """The state of each thing. Raises UserError for an unknown model."""
+    listed = nvidia_smi("--query-gpu=name,driver_version,memory.total")
+    gpu = [field.strip() for field in listed[0].split(",")] if listed else None
+    cached, size = is_cached(model), gigabytes_of(model)
+    gated = not cached and model in PRESETS and PRESETS[model].gated
+    checks: dict[str, Callable[[], State]] = {
         "Python": check_python,
         "torch": lambda: check_torch(gpu),
         "GPU": lambda: check_gpu(gpu, size),
-        "memory": lambda: check_memory(gpu, size),
         "disk": lambda: check_disk(0 if cached else size),
-        "hub": lambda: check_hub(reachable, needed=not cached or check_rows(model).state == MISSING),
-        "token": lambda: check_token(model, cached),
-        model: lambda: check_model(model, cached, reachable),
+        "token": lambda: check_token(gated),
+        model: lambda: check_weights(model, cached, gated),
         "rows": lambda: check_rows(model),
-        "FlashAttention": lambda: check_flash_attention(gpu),
-        "scheduler": check_scheduler,
-        "W&B": check_wandb,
     }
-    return [_safely(thing, check) for thing, check in checks.items()]
-
-
-def _safely(thing: str, check: Callable[[], Finding]) -> Finding:
-    """The check's finding; if a broken machine makes the check fail, that is the finding."""
-    try:
-        return check()
-    except Exception as error:
-        return Finding(thing, MISSING, f"could not be examined ({type(error).__name__}: {error})")
+    states = {}
+    for thing, check in checks.items():
+        try:
+            states[thing] = check()
+        except Exception as error:  # a broken machine makes a check fail, which is its finding
+            states[thing] = MISSING, f"could not be examined ({type(error).__name__}: {error})"
+    return states
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="lazyllm-bench doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="llama2", metavar="NAME", help="preset, folder or hub id; default: llama2")
-    findings = examine(parser.parse_args(arguments).model)
-    for finding in findings:
-        print(f"{finding.thing:<15}{finding.state:<12}{finding.says}")
-    return int(any(finding.state == MISSING for finding in findings))
+    states = examine(parser.parse_args(arguments).model)
+    for thing, (state, says) in states.items():
+        print(f"{thing:<15}{state:<12}{says}")
+    return 2 if any(state == MISSING for state, _ in states.values()) else 0

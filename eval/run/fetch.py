@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from eval.run.config import compose_config, to_run_config
+from eval.run.config import compose_config, jobs_of, to_run_config
 from eval.run.resolved import Resolved, resolve
-from lazyllm.spec import ModelSpec
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -21,30 +20,23 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
-    from eval.run.expect import jobs_of
-
-    lines = (line for job in jobs_of(arguments) for line in fetched(resolve(to_run_config(compose_config(job)))))
-    seen: set[str] = set()
-    for line in lines:
-        if line not in seen:
-            print(line, flush=True)
-        seen.add(line)
+    printed: set[str] = set()
+    for job in jobs_of(arguments):
+        for line in fetched(resolve(to_run_config(compose_config(job)))):
+            if line not in printed:
+                print(line, flush=True)
+            printed.add(line)
     return 0
 
 
 def fetched(run: Resolved) -> Iterator[str]:
     """Download everything that a run needs; yields a line for each thing afterwards. Raises UserError."""
-    others = [spec for one in run.runs.values() for spec in one.other_models()]
-    for spec in (run.spec, *others):
-        yield _checkpoint(spec)
+    from lazyllm.models.load import check_loading, checkpoint_folder, load_tokenizer_of
+
+    for spec in (run.spec, *(spec for one in run.runs.values() for spec in one.other_models())):
+        config = check_loading(spec)
+        load_tokenizer_of(spec)
+        yield f"{spec.name}: {'shapes only' if spec.is_dummy else checkpoint_folder(spec, config)}"
     for dataset in run.datasets:
         rows = run.suite.load(dataset, run.data)
         yield f"{dataset.name}: {rows.total or len(rows.examples)} examples"
-
-
-def _checkpoint(spec: ModelSpec) -> str:
-    from lazyllm.models.load import check_loading, checkpoint_folder, load_tokenizer_of
-
-    config = check_loading(spec)
-    load_tokenizer_of(spec)
-    return f"{spec.name}: {'shapes only' if spec.is_dummy else checkpoint_folder(spec, config)}"

@@ -26,7 +26,6 @@ from eval.analysis.run_table import compared_table, run_json, run_table
 from eval.analysis.table import Table
 from eval.run import device_lock, identity
 from eval.run.config import DEFAULT_LABEL
-from eval.run.forecast import first_example, is_out_of_memory, what_fits
 from eval.run.measure import Bench, Case, trace
 from eval.run.prepare import Plan, prepare, within_reach
 from eval.run.resolved import Resolved
@@ -39,7 +38,6 @@ from lazyllm.engine.devices import devices_of, read_clock, release_memory
 from lazyllm.errors import UserError, reason_of
 from lazyllm.files import write_whole
 from lazyllm.models.load import devices_in_use, load_weights
-from lazyllm.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +96,7 @@ def compare(comparison: Resolved) -> list[RunResult]:
     if not runs:
         raise UserError(f"no method of {config.label} reaches its speedup on this model: give a lower one")
     runs = {marked(label, one.method["name"]): one for label, one in runs.items()}
-    with _loaded_once(comparison) as load:
+    with loaded_once(comparison) as load:
         results = {name: run(one, show=False, load=load) for name, one in runs.items()}
     title = config.label if config.half is None else f"{config.label}, {config.half} half"
     model = Path(config.model.name).name
@@ -208,7 +206,7 @@ def released(devices: tuple[torch.device, ...]) -> Iterator[None]:
 
 
 @contextmanager
-def _loaded_once(run: Resolved) -> Iterator[Callable[[], PreTrainedModel]]:
+def loaded_once(run: Resolved) -> Iterator[Callable[[], PreTrainedModel]]:
     """A function that loads the run's model when it is first called. From then on until the block ends, its devices
     are held."""
     with ExitStack() as stack:
@@ -245,10 +243,9 @@ def _measure_on(
     bench = Bench(model, plan.tokenizer, plan.run.chat, plan.paired, config.fidelity is not None, config.evidence)
     if todo:
         _warm_up(bench, todo, config.timing.warmup)
-    announced = False
     with progress(len(todo)) as advance:
         for number, case in enumerate(todo):
-            outcome = _measure(bench, plan.run.spec, case, baseline_first=number % 2 == 0)
+            outcome = _measure(bench, case, baseline_first=number % 2 == 0)
             if isinstance(outcome, Failure):
                 log.warning("%s, row %s failed: %s", *outcome.key, outcome.reason)
                 store.fail(outcome)
@@ -256,23 +253,25 @@ def _measure_on(
             else:
                 store.append(outcome)
                 tracker.record(outcome)
-                if not announced:
-                    log.info("%s", first_example(outcome, todo[number + 1 :]))
-                    announced = True
             advance(case.dataset.name)
     for case in untraced:
         if case.key in store.records:
             _trace_case(bench, case, store)
 
 
-def _measure(bench: Bench, spec: ModelSpec, case: Case, baseline_first: bool) -> Record | Failure:
+def _measure(bench: Bench, case: Case, baseline_first: bool) -> Record | Failure:
     """The example's record, or a failure: out of memory, logits that are not finite, an error in a method."""
     try:
         return bench.measure(case, baseline_first)
     except UserError:
         raise  # all other examples would fail too
     except Exception as error:
-        advice = f"; {what_fits(bench.model, spec, case, bench.paired)}" if is_out_of_memory(error) else ""
+        advice = ""
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):  # of a device, or of the host
+            advice = (
+                f"; out of memory at {len(case.prompt.token_ids)} prompt tokens: lower model.max_prompt_tokens, or "
+                "give model.quantise=int8, model.device_map=auto, or method.aux_device=cpu (lazy)"
+            )
         return Failure(*case.key, reason_of(error) + advice, traceback.format_exc())
 
 

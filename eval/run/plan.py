@@ -1,101 +1,188 @@
-"""The cost of a run before it starts: tokens, FLOPs, bytes, memory, hours."""
+"""The cost of a run or a sweep before it starts: jobs, tokens, FLOPs, bytes, memory, hours.
+
+    lazyllm-bench plan model=llama2 method=lazy dataset=hotpotqa --gpu a100
+    lazyllm-bench plan experiment=table1 model=llama2,xgen --gpu h100
+    lazyllm-bench plan experiment=demo             # without hours
+
+The arguments are those of a run or a sweep. Nothing is downloaded and no model runs: data and tokenizers are in the
+caches (lazyllm-bench fetch). Prompts, FLOPs and bytes are counted, with the paired baseline, warm-ups, later turns and
+other models; answers have their maximum length, and decoding has no revivals. Hours follow from one rate: half of the
+FLOP/s and of the bytes per second in the GPU's data sheet.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from eval.run.cost import CPU, GPUS, Device, Memory, Work, memory, parameters_of, turn_work, weight_bytes, work
-from eval.run.resolved import Resolved, build_method
-from lazyllm.methods import Method
-from lazyllm.spec import ModelSpec, source_of
+from eval.run.config import compose_config, jobs_of, to_run_config
+from eval.run.resolved import Resolved, build_method, resolve
+from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.errors import UserError
+from lazyllm.methods import Baseline, Method
+from lazyllm.spec import ModelSpec
 
-if TYPE_CHECKING:
-    from eval.run.corrections import Corrections
-    from eval.run.lengths import Lengths
-
-START_S = 20  # assumed: seconds of a job before it loads weights
-LOAD_BYTES_PER_S = 1e9  # assumed, from a disk
-WARM_UP_STEPS = 3
+RATE = 0.5  # the assumed share of a data sheet's FLOP/s and bytes per second
+_BYTES = {"float64": 8, "float32": 4}  # of a number; 2 in all other dtypes
+_QUANTISED_BYTES = {"int8": 1, "bnb_int8": 1, "int4": 0.5, "bnb_nf4": 0.5}
 
 
 @dataclass(frozen=True)
-class Setup:
-    """A model on a device. name: a part of the driver's device name. weights: bytes. corrections: of assumed rates."""
+class Work:
+    """FLOPs, and bytes of weights, K and V that are read."""
+
+    flops: int
+    read: int
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.read + other.read)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of GPU. flops_per_s, bytes_per_s: of its data sheet, dense bfloat16. gigabytes: its memory."""
+
+    name: str
+    flops_per_s: float
+    bytes_per_s: float
+    gigabytes: float
+
+    def seconds(self, work: Work) -> float:
+        """Seconds at the assumed rate: of the computation or of the reading, whichever takes longer."""
+        return max(work.flops / self.flops_per_s, work.read / self.bytes_per_s) / RATE
+
+
+GPUS = {
+    "h100": Device("H100", 989e12, 3.35e12, 80),
+    "a100": Device("A100", 312e12, 2.04e12, 80),
+    "rtx4090": Device("RTX 4090", 165e12, 1.01e12, 24),
+    "l4": Device("L4", 121e12, 0.3e12, 24),
+}
+
+
+# --------------------------------------------------------------------------------------------------- cost of one prompt
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's shapes (a transformers config), and the bytes of its weights."""
 
     spec: ModelSpec
     config: Any
     weights: int
-    name: str
-    device: Device
-    corrections: Corrections
 
     @classmethod
-    def of(cls, run: Resolved, gpu: str | None, runs: Path) -> Setup:
-        """gpu: a key of `GPUS`; None for this machine. runs: the folder of stored runs. Raises UserError."""
-        from eval.run.corrections import read_corrections
-        from lazyllm.models.load import as_device, device_name, shape_of
+    def of(cls, spec: ModelSpec) -> Model:
+        """The shapes of a preset need no files. Raises UserError."""
+        config, parameters, linear = _parameters(replace(spec, device="cpu", device_map=None, quantise=None))
+        size = _BYTES.get(spec.dtype, 2)
+        return cls(
+            spec, config, int((parameters - linear) * size + linear * _QUANTISED_BYTES.get(spec.quantise or "", size))
+        )
 
-        spec = run.spec
-        shape, source = shape_of(spec), source_of(spec.name)
-        name = GPUS[gpu].name if gpu else device_name(as_device(spec.device))
-        device = GPUS[gpu] if gpu else next((known for known in GPUS.values() if known.name in name), CPU)
-        same = {key: getattr(spec, key) for key in ("load_format", "dtype", "attn_implementation", "quantise")}
-        same["model"] = spec.name if Path(source).is_dir() else source
-        weights = weight_bytes(spec, parameters_of(shape))
-        return cls(spec, shape, weights, name, device, read_corrections(runs, same, name, device, shape, spec, weights))
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V of one token in one layer."""
+        shape = LayerShape.of(self.config)
+        return 2 * shape.kv_heads * shape.head_dim * _BYTES.get(self.spec.dtype, 2)
+
+    def prefill(self, method: Method, n: int) -> Work:
+        """The work on n prompt tokens up to the first new token, that of other models included."""
+        tokens = method.tokens_per_layer(self.config.num_hidden_layers, n)
+        return Work(prefill_flops(self.config, tokens) + method.scoring_flops(self.config, n), self.weights)
+
+    def more(self, method: Method, n: int, since: int, m: int, passes: int = 1) -> Work:
+        """The work on m more tokens over the stored ones, in one pass (a later turn) or one at a time (decoding).
+
+        n: prompt tokens. since: tokens that ran since the prompt.
+        """
+        layers, shape = self.config.num_hidden_layers, LayerShape.of(self.config)
+        before, after = (method.stored_per_layer(layers, n, later) for later in (since, since + m))
+        flops = prefill_flops(self.config, after, passes) - prefill_flops(self.config, before, 0)
+        linear = layers * m * shape.linear_flops + passes * 2 * shape.width * self.config.vocab_size
+        # tokens whose K and V are read, in all layers: for each decoding step, or once for all tokens of a pass
+        attended = (flops - linear) // shape.pair_flops if passes == m else sum(after)
+        return Work(flops, passes * self.weights + attended * self.kv_bytes)
+
+    def conversation(self, method: Method, messages: Sequence[int], new_tokens: int) -> list[Work]:
+        """Prefill, decoding, and the same of each later turn. messages: tokens of each, the prompt first."""
+        n, since, works = messages[0], 0, [self.prefill(method, messages[0])]
+        for turn, message in enumerate(messages):
+            if turn > 0:
+                m = 1 + message  # the last token of the answer before runs with the message
+                if method.turns == "continue":
+                    works.append(self.more(method, n, since, m))
+                    since += m
+                else:
+                    n, since = n + since + m, 0
+                    works.append(self.prefill(method, n))
+            works.append(self.more(method, n, since, new_tokens - 1, passes=new_tokens - 1))
+            since += new_tokens - 1
+        return works
+
+    def memory(self, method: Method, n: int, new_tokens: int) -> dict[str, int]:
+        """Bytes of each part at the peak of a generation; "working" is one layer of the prefill besides its input."""
+        shape, layers, size = LayerShape.of(self.config), self.config.num_hidden_layers, _BYTES.get(self.spec.dtype, 2)
+        tokens = method.tokens_per_layer(layers, n)
+        working = tokens[0] * (3 * shape.width + 3 * shape.mlp_width)
+        if self.spec.attn_implementation == "eager":
+            working = max(working, 2 * shape.heads * tokens[0] ** 2)
+        others = [Model.of(replace(other, dtype=self.spec.dtype)) for other in method.models()]
+        held = [other.weights + n * other.config.num_hidden_layers * other.kv_bytes for other in others]
+        return {
+            "weights": self.weights,
+            "other models": sum(held),
+            "K and V": (sum(tokens) + layers * new_tokens) * self.kv_bytes,
+            "Aux Cache": method.hidden_stored(layers, n) * shape.width * size,
+            "working": working * size,
+        }
+
+
+@cache
+def _parameters(spec: ModelSpec) -> tuple[Any, int, int]:
+    """(shapes, number of parameters, number of those in the layers' linear maps), from a model without memory."""
+    import torch  # this and others not at the top: planning refuses arguments before it imports torch
+    from transformers import AutoModelForCausalLM
+
+    from lazyllm.models.load import shape_of
+
+    config = shape_of(spec)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    linear = LayerShape.of(config).linear_flops // 2 * config.num_hidden_layers
+    return config, sum(parameter.numel() for parameter in model.parameters()), linear
+
+
+# --------------------------------------------------------------------------------------------------------- cost of runs
 
 
 @dataclass(frozen=True)
-class Side:
-    """The cost of one method on one dataset's prompts. answers: tokens."""
+class Rows:
+    """`count` rows of a dataset with messages of these numbers of tokens, the prompt first, and maximum answers."""
 
-    flops: float
-    read: float
-    seconds: float
-    answers: float
-    peak: Memory
+    dataset: str
+    messages: tuple[int, ...]
+    new_tokens: int
+    count: int
 
-
-def side(setup: Setup, settings: dict[str, Any], lengths: Lengths, warm_ups: int) -> Side:
-    """The cost of a method on these prompts, and `warm_ups` times on the first one."""
-    name, found, device = settings["name"], setup.corrections, setup.device
-    method = build_method(settings)
-    new = found.answers.get((name, lengths.dataset.name), float(lengths.max_new_tokens))
-    works = [part for row in lengths.rows for part in _works(setup, method, row, round(new))]
-    longest = max(sum(row) + (len(row) - 1) * lengths.max_new_tokens for row in lengths.rows)
-    ttft, step = (found.of(name, kind) for kind in ("ttft", "step"))
-    rounds = [(answer, new - 1) for answer in works] + [(works[0], WARM_UP_STEPS)] * warm_ups
-    return Side(
-        flops=sum(answer.prefill_flops + (new - 1) * answer.step_flops for answer in works),
-        read=sum(setup.weights + (new - 1) * answer.step_bytes for answer in works),
-        seconds=sum(answer.ttft_s(device) * ttft + steps * answer.step_s(device) * step for answer, steps in rounds),
-        answers=new * len(works),
-        peak=memory(setup.config, setup.spec, method, longest, lengths.max_new_tokens, setup.weights),
-    )
-
-
-def _works(setup: Setup, method: Method, row: Sequence[int], new_tokens: int) -> Iterator[Work]:
-    """The work of each answer to a row's messages, which have these numbers of tokens."""
-    shapes, n = (setup.config, setup.spec, method), row[0]
-    yield work(*shapes, n, new_tokens, setup.weights)
-    since = new_tokens - 1
-    for message in row[1:]:
-        m = 1 + message  # the last token of the answer before it runs with the message
-        yield turn_work(*shapes, n, since, m, new_tokens, setup.weights)
-        since += m + new_tokens - 1
+    @property
+    def length(self) -> int:
+        """Tokens of the last turn's text."""
+        return sum(self.messages) + (len(self.messages) - 1) * self.new_tokens
 
 
 @dataclass(frozen=True)
-class Bill:
-    """The cost of one run, its paired baseline included.
+class Cost:
+    """The cost of one run, its paired baseline and warm-ups included.
 
-    prompt_tokens, answer_tokens: sums over examples and their turns. longest: tokens of the longest prompt, all turns
-    included. gigabytes: of each part of memory at the longest prompt and its answers. hours: None if no rate is known.
-    corrected_by: number of stored runs. guessed: reasons why prompts were not counted.
+    prompt_tokens, answer_tokens: sums over examples and their turns. longest: tokens of the longest prompt, with all
+    turns. memory: bytes of each part, at the longest prompt. seconds: 0 without a device.
     """
 
     run: str
@@ -103,65 +190,142 @@ class Bill:
     prompt_tokens: int
     longest: int
     answer_tokens: int
-    petaflops: float
-    baseline_petaflops: float
-    read_terabytes: float
-    baseline_read_terabytes: float
-    gigabytes: dict[str, float]
-    hours: float | None
-    corrected_by: int
-    guessed: tuple[str, ...]
+    method: Work
+    baseline: Work
+    memory: dict[str, int]
+    seconds: float
+
+    @property
+    def peak(self) -> int:
+        return sum(self.memory.values())
 
 
-def name_of(run: Resolved) -> str:
-    """A run's model and method, for people."""
-    from eval.store.runs import label_of
+def rows_of(run: Resolved) -> list[Rows]:
+    """The run's rows, the first example's first. Raises UserError if data or tokenizer are not in the caches."""
+    from eval.run.prepare import prepare
 
-    settings = {key: value for key, value in run.method.items() if key != "name"}
-    return f"{Path(run.spec.name).name}, {label_of(run.method['name'], settings)}"
+    # the machine that plans may lack the run's devices
+    here = replace(run.config.model, device="cpu", quantise=None, device_map=None)
+    try:
+        cases = prepare(run.changed(model=here, method={"name": "baseline"}, compare={}, only=None)).cases
+    except UserError as error:
+        raise UserError(f"{error}. A plan counts the run's own prompts: lazyllm-bench fetch gets them") from error
+    counts = Counter(
+        (
+            case.dataset.name,
+            tuple(len(part.token_ids) for part in (case.prompt, *case.prompt.turns)),
+            case.max_new_tokens,
+        )
+        for case in cases
+    )
+    return [Rows(*key, count) for key, count in counts.items()]
 
 
-def bill(run: Resolved, gpu: str | None = None, runs: Path = Path("runs")) -> Bill:
-    """The cost of one run on a GPU of `GPUS`, or on this machine. Raises UserError."""
-    from eval.run.lengths import lengths_of
-    from eval.run.prepare import parameters_of  # not at the top: it imports torch
+def cost(run: Resolved, rows: Sequence[Rows], device: Device | None) -> Cost:
+    """The cost of one run. rows: of `rows_of`. Raises UserError, as the run would."""
+    from eval.run.measure import WARMUP_TOKENS
+    from eval.run.prepare import parameters_of
+    from eval.store.runs import label_of, settings_in
 
-    setup, lengths, timing = Setup.of(run, gpu, runs), lengths_of(run), run.config.timing
-    parameters = parameters_of(run, setup.config)
-    paired = timing.paired and run.method["name"] != "baseline"
-    warm_ups = [timing.warmup, *[0] * (len(lengths) - 1)]
-    each = list(zip(lengths, warm_ups, strict=True))
-    own = [side(setup, parameters[dataset.dataset.name], dataset, count) for dataset, count in each]
-    beside = [side(setup, {"name": "baseline"}, dataset, count) for dataset, count in each if paired]
-    seconds = sum(part.seconds for part in own + beside) + START_S + setup.weights / LOAD_BYTES_PER_S
-    prompts = [sum(row) for dataset in lengths for row in dataset.rows]
-    return Bill(
-        run=name_of(run),
-        examples=len(prompts),
-        prompt_tokens=sum(prompts),
-        longest=max(prompts),
-        answer_tokens=round(sum(part.answers for part in own)),
-        petaflops=sum(part.flops for part in own) / 1e15,
-        baseline_petaflops=sum(part.flops for part in beside) / 1e15,
-        read_terabytes=sum(part.read for part in own) / 1e12,
-        baseline_read_terabytes=sum(part.read for part in beside) / 1e12,
-        gigabytes=_gigabytes([part.peak for part in own + beside], setup.device is CPU),
-        hours=seconds / 3600 if setup.device is not CPU or setup.corrections.runs else None,
-        corrected_by=setup.corrections.runs,
-        guessed=tuple(dict.fromkeys(dataset.guessed for dataset in lengths if dataset.guessed)),
+    model = Model.of(run.spec)
+    methods: dict[str, Method] = {
+        name: build_method(settings) for name, settings in parameters_of(run, model.config).items()
+    }
+    sides = [methods]
+    if run.config.timing.paired and run.method["name"] != "baseline":
+        sides.append(dict.fromkeys(methods, Baseline()))
+    first = rows[0]
+    warm_up = Rows(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), run.config.timing.warmup)
+    longest = {row.dataset: row for row in sorted(rows, key=lambda row: row.length)}.values()
+    works, seconds, peaks = [Work(0, 0), Work(0, 0)], 0.0, []
+    for side, by_dataset in enumerate(sides):
+        for row in (*rows, warm_up):
+            for work in model.conversation(by_dataset[row.dataset], row.messages, row.new_tokens):
+                works[side] += Work(row.count * work.flops, row.count * work.read)
+                seconds += row.count * device.seconds(work) if device is not None else 0
+        peaks += [model.memory(by_dataset[row.dataset], row.length, row.new_tokens) for row in longest]
+    return Cost(
+        run=f"{Path(run.spec.name).name}, {label_of(run.method['name'], settings_in(run.method))}",
+        examples=sum(row.count for row in rows),
+        prompt_tokens=sum(row.count * sum(row.messages) for row in rows),
+        longest=max(sum(row.messages) for row in rows),
+        answer_tokens=sum(row.count * len(row.messages) * row.new_tokens for row in rows),
+        method=works[0],
+        baseline=works[1],
+        memory=max(peaks, key=lambda parts: sum(parts.values())),
+        seconds=seconds,
     )
 
 
-def _gigabytes(peaks: Sequence[Memory], on_cpu: bool) -> dict[str, float]:
-    """Parts of the greatest peak. On a CPU the process is a part (Python, torch and this command), and other models are
-    never moved away.
+def costs(arguments: Sequence[str], device: Device | None) -> list[Cost]:
+    """The cost of each run of the arguments. Raises UserError.
+
+    Runs that cannot reach their target speedup are left out, with a line in the log.
     """
-    parts = asdict(max(peaks, key=lambda peak: peak.total))
-    if on_cpu:
-        parts |= {"beside": max(peak.beside for peak in peaks), "process": _resident_bytes()}
-    return {part: size / 1e9 for part, size in parts.items() if size}
+    whole = [argument for argument in arguments if not argument.startswith("shard=")]
+    jobs = [resolve(to_run_config(compose_config(job))) for job in jobs_of(whole)]
+    from eval.run.prepare import within_reach
+
+    known: dict[str, list[Rows]] = {}  # by settings: the runs of a sweep share their prompts
+    planned = []
+    for job in jobs:
+        key = repr(replace(job.config, method={}, compare={}, only=None))
+        for run in within_reach(job).values():
+            rows = known[key] = known.get(key) or rows_of(run)
+            planned.append(cost(run, rows, device))
+    if not planned:
+        raise UserError("no run reaches its speedup on this model: give a lower one")
+    return planned
 
 
-def _resident_bytes() -> int:
-    pages = Path("/proc/self/statm").read_text().split()[1] if Path("/proc/self/statm").exists() else 0
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+# --------------------------------------------------------------------------------------------------------- command line
+
+
+def as_text(planned: Sequence[Cost], device: Device | None) -> str:
+    """A Markdown table, and the assumptions below it."""
+    from eval.analysis.table import markdown_lines  # not at the top: it imports pandas
+
+    headings = ["run", "examples", "prompt tokens", "longest", "answer tokens", "PFLOP", "of baseline"]
+    headings += ["TB read", "of baseline", "GB", "hours"]
+    rows = [
+        [
+            *(one.run, str(one.examples), f"{one.prompt_tokens:,}", f"{one.longest:,}", f"{one.answer_tokens:,}"),
+            *(f"{work.flops / 1e15:.4g}" for work in (one.method, one.baseline)),
+            *(f"{work.read / 1e12:.4g}" for work in (one.method, one.baseline)),
+            *(f"{one.peak / 1e9:.3g}", "?" if device is None else f"{one.seconds / 3600:.2g}"),
+        ]
+        for one in planned
+    ]
+    largest = max(planned, key=lambda one: one.peak)
+    parts = ", ".join(f"{part} {size / 1e9:.3g}" for part, size in largest.memory.items() if size)
+    lines = [
+        *markdown_lines(headings, rows, 1),
+        "",
+        f"most memory: {largest.peak / 1e9:.3g} GB ({parts}), {largest.run}; Python and torch take more",
+    ]
+    if device is None:
+        return "\n".join([*lines, f"{len(planned)} runs; for hours, give --gpu {', '.join(GPUS)}"])
+    rates = f"{device.flops_per_s / 1e12:.0f} TFLOP/s and {device.bytes_per_s / 1e12:.3g} TB/s"
+    hours = sum(one.seconds for one in planned) / 3600
+    lines.append(f"{len(planned)} runs, {hours:.2g} hours one after the other at {RATE:.0%} of {device.name}'s {rates}")
+    if largest.peak > 0.95e9 * device.gigabytes:
+        lines.append(
+            f"does not fit into {device.gigabytes:.0f} GB: try model.quantise=int8, a smaller "
+            "model.max_prompt_tokens, method.aux_device=cpu (lazy), or model.device_map=auto"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The verb `plan`. Returns the exit code. Raises UserError."""
+    parser = argparse.ArgumentParser(
+        prog="lazyllm-bench plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", nargs="*", metavar="KEY=VALUE", help="as of lazyllm-bench run")
+    parser.add_argument("--gpu", choices=GPUS, help="for hours on this GPU")
+    parser.add_argument("-m", action="store_true", help="no effect: all jobs of a sweep are planned anyway")
+    options = parser.parse_intermixed_args(arguments)
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's client is imported: planning downloads nothing
+    device = GPUS.get(options.gpu)
+    print(as_text(costs(options.run, device), device))
+    return 0

@@ -37,7 +37,7 @@ from eval.store.runs import label_of, settings_in
 from lazyllm.errors import UserError
 from lazyllm.files import git_commit
 from lazyllm.methods import Baseline, by_name, code_of, settings_of
-from lazyllm.models.load import check_loading, devices_in_use, load_config, load_end_ids, load_tokenizer_of
+from lazyllm.models.load import check_loading, devices_in_use, load_config, load_end_ids, load_tokenizer_of, shape_of
 from lazyllm.models.quantisation import quantised_by
 from lazyllm.spec import QUANTISATIONS, ModelSpec
 
@@ -202,7 +202,7 @@ def within_reach(run: Resolved) -> dict[str, Resolved]:
     The others are left out, with a line in the log. All other errors in methods' settings are raised here, before the
     first method runs. Raises UserError.
     """
-    model_config = load_config(run.spec)
+    model_config = shape_of(run.spec)
     runs = {}
     for label, one in run.runs.items():
         try:

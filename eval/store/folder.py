@@ -36,6 +36,11 @@ log = logging.getLogger(__name__)
 VERSION = 2  # of run.json's layout, stored there as `schema`
 PLANNED = "examples.json"
 
+
+class InUseError(UserError):
+    """Another process works in the run folder."""
+
+
 # Exceptions raised by parsing an invalid line
 NO_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
@@ -145,7 +150,7 @@ def _locked(file: Path, timeout: float = 0) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout as error:
-        raise UserError(f"{file.parent}: another process is working in this run folder") from error
+        raise InUseError(f"{file.parent}: another process is working in this run folder") from error
     except OSError as error:  # some cluster file systems do not support locks
         log.warning("%s: cannot be locked (%s); make sure that only one process works in it", file.parent, error)
     try:

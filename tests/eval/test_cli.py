@@ -67,7 +67,7 @@ COMMANDS = {
     "chat --method gemfilter=5": (1, "error: unknown method 'gemfilter=5'; known are asl, baseline"),
     "chat --model nothing": (1, "error: 'nothing' is not a model: no such folder"),
     "tune target=2": (2, "error: unknown key target: did you mean target_speedup?"),
-    "tune method=baseline": (2, "error: method=baseline: has no schedule to search"),
+    "tune method=baseline": (2, "error: method.name=baseline: expected method=lazy"),
 }
 
 

@@ -1,0 +1,500 @@
+"""The verb `tune`: search pruning layers and keep ratios on one half of the examples; report on the other half.
+
+lazyllm-bench tune model=tiny dataset=embedded target_speedup=2.3      the best score at an ideal TTFT speedup
+lazyllm-bench tune model=tiny dataset=embedded                         the whole front of score against speedup
+lazyllm-bench tune -m worker=1,2,3,4 hydra/launcher=joblib ...         four processes on one study
+lazyllm-bench tune --help                                              every setting
+
+Every schedule is measured by an ordinary run, which is stored, locked and resumed as any other. The finalists are an
+ordinary comparison in runs/. The same command resumes a study that was stopped or killed. The study's folder holds
+
+journal.log                        Optuna's journal of all trials
+trials/SCHEDULE/                   the run of a schedule on the tuning half, without the baseline
+front.csv, .svg, .pdf, .png        every measured schedule on the tuning half; finalists also on the held-out half
+tuned.yaml, tuned-1.80x.yaml, ...  schedules for `method.schedule=tuned/...`: the best at the target, or the front
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import time
+import warnings
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+from omegaconf import DictConfig, OmegaConf
+
+from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.subsets import HELD_OUT, TUNING
+from eval.run.config import RunConfig, TimingConfig, TrackerConfig, to_run_config
+from eval.run.job import job, start
+from eval.run.resolved import resolve
+from eval.run.targets import FILE, as_yaml
+from lazyllm.engine.flops import prefill_flops
+from lazyllm.errors import UserError
+from lazyllm.files import write_whole
+from lazyllm.methods import METHODS, Method, by_name
+from lazyllm.methods.lazy import DEPTHS
+
+if TYPE_CHECKING:
+    import optuna
+    import pandas as pd
+
+    from eval.run.prepare import Plan
+
+log = logging.getLogger(__name__)
+
+IN_VAIN = 100  # the search ends after N candidates in a row that are refused or already measured
+CODE = ("eval/tune.py", "eval/store/aggregate.py")  # what can change a study besides the code that can change a record
+_NOT_HERE = ("compare", "only", "shard", "half", "trace")  # keys of a run that a search refuses
+_POWERS = 2**12  # steps of a schedule's strength
+
+Cuts = tuple[tuple[int, int], ...]  # a schedule: (pruning layer, per cent kept), in the order of layers
+
+
+# ------------------------------------------------------------------------------------------------------------ settings
+
+
+@dataclass
+class TuneConfig(RunConfig):
+    """A run's settings (`eval.run.config.RunConfig`), and the search's.
+
+    target_speedup: the ideal TTFT speedup that a schedule must reach; null searches the whole front of score against
+        speedup. trials: number of schedules to measure. layers: maximum number of pruning layers of a schedule.
+    finalists: number of schedules of a front to measure on the held-out half.
+    timeout_s: seconds after which this process begins no further trial; null for no limit.
+    worker: the number of this process; a sweep over it (-m worker=1,2,3,4) starts N processes on one study.
+    `seed` is also the search's. `out` is the study's folder; null makes studies/<name>-<fingerprint>.
+    """
+
+    target_speedup: float | None = None
+    trials: int = 64
+    layers: int = 3
+    finalists: int = 6
+    timeout_s: float | None = None
+    worker: int | None = None
+
+
+def to_tune_config(config: DictConfig) -> TuneConfig:
+    """The composed config, checked as far as possible without a model. Raises UserError."""
+    plain, default = to_run_config(config), TuneConfig()
+    assert isinstance(plain, TuneConfig)
+    searched = " or ".join(name for name, kind in METHODS.items() if kind.dial == "schedule")
+    target, timeout = plain.target_speedup, plain.timeout_s
+    expected = {
+        **{key: (getattr(plain, key) == getattr(default, key), "no such key in a search") for key in _NOT_HERE},
+        "timing.paired": (plain.timing.paired, "true, as the finalists of a search are paired"),
+        "method.name": (
+            by_name(plain.method["name"]).dial == "schedule",
+            f"method={searched}, with a schedule to find",
+        ),
+        "method.schedule": (plain.method.get("schedule", "paper") == "paper", "no such key: the search finds it"),
+        "target_speedup": (target is None or target > 1, "more than 1, or null for the whole front"),
+        "timeout_s": (timeout is None or timeout > 0, "more than 0 seconds, or null"),
+        **{key: (getattr(plain, key) >= 1, "1 or more") for key in ("trials", "layers", "finalists")},
+    }
+    for key, (holds, instead) in expected.items():
+        if not holds:
+            raise UserError(f"{key}={OmegaConf.select(config, key)}: expected {instead}")
+    return plain
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The verb `tune`. Returns the exit code. Raises UserError."""
+    if not {"-h", "--help"} & set(arguments):
+        try:
+            version("optuna")
+        except PackageNotFoundError as error:
+            install = "run pip install --editable '.[tune]' in the repository's folder"
+            raise UserError(f"the search needs the package optuna: {install}") from error
+    start(tune_job, arguments, TuneConfig)
+    return 0
+
+
+def tune_job(config: DictConfig) -> None:
+    """One process's part in the search of a composed config."""
+    with job():
+        tune(to_tune_config(config))
+
+
+# ----------------------------------------------------------------------------------------------------------- schedules
+
+
+def schedule_of(cuts: Cuts) -> dict[int, float]:
+    """{layer: keep ratio}."""
+    return {layer: percent / 100 for layer, percent in cuts}
+
+
+@dataclass(frozen=True)
+class Space:
+    """Schedules of 1 to `max_cuts` pruning layers that reach `target`, and their ideal TTFT speedups on many prompts.
+
+    lengths: {dataset: {prompt tokens: number of prompts}}. method: takes the schedules. ratios: per cent, ascending.
+    """
+
+    model_config: Any
+    method: Method
+    lengths: Mapping[str, Mapping[int, int]]
+    max_cuts: int
+    target: float | None
+    ratios: range = range(5, 96)
+
+    @classmethod
+    def of(cls, plan: Plan, config: TuneConfig) -> Space:
+        """The search's space. Raises UserError if it cannot reach the target."""
+        depth, lengths = plan.model_config.num_hidden_layers, dict[str, Counter[int]]()
+        for case in plan.cases:
+            lengths.setdefault(case.dataset.name, Counter())[len(case.prompt.token_ids)] += 1
+        space = cls(plan.model_config, plan.cases[0].method, lengths, config.layers, config.target_speedup)
+        fastest = tuple((layer, space.ratios[0]) for layer in range(1, min(config.layers + 1, depth)))
+        if space.reaches(fastest):
+            return space
+        raise UserError(
+            f"target_speedup={config.target_speedup}: out of reach. The best ideal speedup of a schedule with "
+            f"layers={config.layers} here is {space.speedup(fastest):.2f}: lower it or raise layers"
+        )
+
+    def speedup(self, cuts: Cuts) -> float:
+        """The ideal speedup, aggregated as measured ones are (`eval.store.aggregate`): a dataset's is the baseline's
+        summed FLOPs over the schedule's, a task's the mean over its datasets, the total the mean over tasks."""
+        method: Method = replace(self.method, schedule=schedule_of(cuts))  # type: ignore[type-var]  # a dataclass
+        layers = self.model_config.num_hidden_layers
+        tasks: dict[str, list[float]] = {}
+        for name, counts in self.lengths.items():
+            entering = [([n] * layers, method.tokens_per_layer(layers, n), times) for n, times in counts.items()]
+            whole = sum(times * prefill_flops(self.model_config, tokens) for tokens, _, times in entering)
+            pruned = sum(times * prefill_flops(self.model_config, tokens) for _, tokens, times in entering)
+            tasks.setdefault(DATASETS[name].task, []).append(whole / pruned)
+        return mean(map(mean, tasks.values()))
+
+    def reaches(self, cuts: Cuts) -> bool:
+        return self.target is None or self.speedup(cuts) >= self.target
+
+    def draw(self, trial: optuna.Trial) -> Cuts:
+        """A schedule drawn by the trial's sampler, and fitted to the target."""
+        cuts = {}
+        for number in range(1, trial.suggest_int("cuts", 1, self.max_cuts) + 1):
+            layer = trial.suggest_int(f"layer_{number}", 1, self.model_config.num_hidden_layers - 1)
+            cuts[layer] = trial.suggest_int(f"keep_{number}", self.ratios[0], self.ratios[-1], step=self.ratios.step)
+        return self.fitted(tuple(sorted(cuts.items())))
+
+    def fitted(self, cuts: Cuts) -> Cuts:
+        """The schedule with all keep ratios raised to the least power that reaches the target, then rounded to a ratio.
+
+        So no model runs for a schedule that prunes more than necessary. If the schedule's layers cannot reach the
+        target, the result prunes most at these layers. Without a target, the schedule as it is.
+        """
+        if self.target is None:
+            return cuts
+        greatest = math.log(self.ratios[0] / 100) / math.log(self.ratios[-1] / 100)  # takes the highest to the lowest
+
+        def raised(step: int) -> Cuts:
+            keeps = [(layer, 100 * (percent / 100) ** (step / _POWERS * greatest)) for layer, percent in cuts]
+            return tuple((layer, min(self.ratios, key=lambda ratio: abs(ratio - keep))) for layer, keep in keeps)
+
+        return raised(bisect_left(range(_POWERS), True, key=lambda step: self.reaches(raised(step))))
+
+    def references(self) -> dict[str, Cuts]:
+        """Schedules to compare the tuned one with, {"paper": ..., "uniform": ...}, without those that miss the target.
+
+        paper: pruning after 30, 60 and 90 % of the depth (Figure 4), or after the next earlier layers of
+        `lazyllm.methods.lazy.DEPTHS` that reach the target. uniform: after `max_cuts` evenly spaced layers, or the
+        fewest more that reach it. Each has one keep ratio: the highest that reaches the target; without a target the
+        paper's 70 %.
+        """
+        depth, most = self.model_config.num_hidden_layers, self.max_cuts
+        even = [[depth * number // (cuts + 1) for number in range(1, cuts + 1)] for cuts in range(most, depth)]
+        places = {"paper": [[depth * share // 100 for share in shares] for shares in DEPTHS], "uniform": even}
+        references = {}
+        for name, choices in places.items():
+            equal = (self.fitted(tuple((layer, 70) for layer in sorted({*layers} - {0}))) for layers in choices)
+            if (cuts := next(filter(self.reaches, equal), None)) is not None:
+                references[name] = cuts
+        return references
+
+
+# -------------------------------------------------------------------------------------------------------------- search
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A schedule measured on the tuning half. score: 0 to 100, mean over tasks."""
+
+    cuts: Cuts
+    speedup: float
+    score: float
+
+
+def tune(config: TuneConfig) -> Path:
+    """Search, then report; returns the study's folder. Raises UserError, before a model loads if possible."""
+    from eval.run.loop import loaded_once, run  # not at the top, as all heavy imports: arguments are checked first
+    from eval.run.prepare import prepare
+    from eval.store.aggregate import rows_of
+    from eval.store.folder import fingerprint, read_about
+    from eval.store.runs import StoredRun
+
+    deadline = time.monotonic() + (math.inf if config.timeout_s is None else config.timeout_s)
+    plain = RunConfig(**{key.name: getattr(config, key.name) for key in fields(RunConfig)})
+    unpaired = TimingConfig(paired=False, warmup=0)  # trials are compared by score only
+    trial = replace(
+        plain, half=TUNING, out=None, timing=unpaired, tracker=TrackerConfig(), fidelity=None, evidence=False
+    )
+    plan = prepare(resolve(trial))
+    space = Space.of(plan, config)
+    identity = study_identity(config, plan)
+    aim = "front" if config.target_speedup is None else f"{config.target_speedup:g}x"
+    name = f"{plan.folder.name.rpartition('-')[0]}-{aim}-{fingerprint(identity)[:8]}"
+    folder = Path(config.out or f"studies/{name}")
+    study = open_study(folder, identity, config)
+    log.info("%s: %d examples to tune on, %d schedules measured", folder, len(plan.cases), len(tried_in(study)))
+    with loaded_once(plan.run) as load:
+
+        def score(cuts: Cuts) -> float | None:
+            out = folder / "trials" / "-".join(f"{layer}_{percent}" for layer, percent in cuts)
+            method = {**config.method, "schedule": schedule_of(cuts)}
+            run(plan.run.changed(method=method, out=str(out)), show=False, load=load)
+            stored = StoredRun(out, read_about(out / "run.json"))
+            return None if stored.failures else rows_of(stored.examples.assign(seed=0))[-1]["score"]
+
+        search(study, space, score, config.trials, deadline)
+    if tried_in(study):
+        with FileLock(folder / "report.lock"):  # other processes of the study report too, when they end
+            report(config, replace(plain, half=HELD_OUT, out=None), space, study, folder)
+    else:
+        log.warning("%s: no schedule has been measured; the same command resumes the search", folder)
+    return folder
+
+
+def study_identity(config: TuneConfig, plan: Plan) -> dict[str, Any]:
+    """Everything that must agree to resume a study: the run's identity, the examples, the objective and the space.
+
+    The number of trials is not part of it and may be raised.
+    """
+    from eval.run.identity import code_sha256
+
+    keys = "\n".join(f"{dataset}\0{example}" for dataset, example in sorted(case.key for case in plan.cases))
+    run = {key: value for key, value in plan.identity.items() if key not in ("parameters", "paired", "warmup")}
+    return run | {
+        "method": {key: value for key, value in plan.identity["method"].items() if key != "schedule"},
+        "tuned_on": f"{len(plan.cases)} examples, {hashlib.sha256(keys.encode()).hexdigest()[:16]}",
+        "search_code": code_sha256(CODE)[:16],
+        "target_speedup": config.target_speedup,
+        "layers": config.layers,
+    }
+
+
+def open_study(folder: Path, identity: dict[str, Any], config: TuneConfig) -> optuna.Study:
+    """The study in a folder, made if there is none. Raises UserError for another identity, or a bad folder."""
+    import numpy as np
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    from eval.store.folder import check_same
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    journal, goals = folder / "journal.log", [optuna.study.StudyDirection.MAXIMIZE]
+    goals *= 1 if config.target_speedup is not None else 2  # else also the speedup
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # the kernel frees this lock if its process is killed; Optuna's own lock expires after half a minute
+        lock: Any = FileLock(folder / "journal.lock")
+        with lock:
+            journal.touch()
+            with journal.open("r+b") as opened:  # Optuna cannot read a line that a full disk left incomplete
+                opened.truncate(opened.read().rfind(b"\n") + 1)
+        storage = optuna.storages.JournalStorage(JournalFileBackend(str(journal), lock))
+        study = optuna.create_study(storage=storage, study_name="schedules", directions=goals, load_if_exists=True)
+        now = json.loads(json.dumps(identity, default=str))
+        check_same(folder, "study", study.user_attrs.get("identity", now), now)
+        study.set_user_attr("identity", now)
+    except OSError as error:
+        raise UserError(f"{folder}: the study cannot be written ({error}): give another folder with out=") from error
+    # another seed for each process, and for a resumed search
+    seed = np.random.SeedSequence([config.seed, config.worker or 0, len(study.trials)]).generate_state(1)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        # group: the set of parameters depends on the number of cuts
+        study.sampler = optuna.samplers.TPESampler(seed=int(seed), multivariate=True, group=True)
+    return study
+
+
+def tried_in(study: optuna.Study) -> list[Tried]:
+    """All measured schedules, in order."""
+    trials = [trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
+    return [Tried(_cuts_of(trial), trial.user_attrs["ideal_speedup"], trial.values[0]) for trial in trials]
+
+
+def _cuts_of(trial: Any) -> Cuts:
+    return tuple((layer, percent) for layer, percent in trial.user_attrs.get("cuts", ()))
+
+
+def search(
+    study: optuna.Study, space: Space, score: Callable[[Cuts], float | None], trials: int, deadline: float
+) -> None:
+    """Measure schedules until the study has `trials` of them, or until `deadline` (`time.monotonic`).
+
+    score: None if the schedule could not be measured; it counts as a trial of this process. References come first, then
+    trials that an earlier process left unfinished. Several processes may measure a few schedules more.
+    """
+    from optuna.trial import TrialState
+
+    from eval.store.folder import InUseError
+
+    known = {point.cuts for point in tried_in(study)}
+    broken = [_cuts_of(trial) for trial in study.trials if trial.state in (TrialState.RUNNING, TrialState.FAIL)]
+    for cuts in [*space.references().values(), *broken] if len(known) < trials else ():
+        if 0 < len(cuts) <= space.max_cuts and cuts not in known:
+            drawn = {f"layer_{number}": layer for number, (layer, _) in enumerate(cuts, start=1)}
+            drawn |= {f"keep_{number}": percent for number, (_, percent) in enumerate(cuts, start=1)}
+            study.enqueue_trial({"cuts": len(cuts), **drawn})
+    failed = vain = 0
+    while len(known) + failed < trials and vain < IN_VAIN and time.monotonic() < deadline:
+        trial = study.ask()
+        cuts = space.draw(trial)
+        speedup = space.speedup(cuts)
+        trial.set_user_attr("cuts", cuts)
+        trial.set_user_attr("ideal_speedup", speedup)
+        if space.target is not None:
+            trial.set_constraint("ideal speedup that is missing", space.target - speedup)
+        vain += 1
+        if cuts in known or not space.reaches(cuts):
+            study.tell(trial, state=TrialState.PRUNED)  # a repeated score would attract the sampler
+            continue
+        log.info("trial %d: schedule %s", trial.number, schedule_of(cuts))
+        try:
+            value = score(cuts)
+        except InUseError:  # another process measures the same schedule
+            study.tell(trial, state=TrialState.PRUNED)
+            continue
+        vain = 0
+        if value is None:
+            log.warning("trial %d failed: schedule %s", trial.number, schedule_of(cuts))
+            study.tell(trial, state=TrialState.FAIL)
+            failed += 1
+            continue
+        log.info("trial %d: score %.2f", trial.number, value)
+        study.tell(trial, [value] if space.target is not None else [value, speedup])
+        known = {point.cuts for point in tried_in(study)}
+    if vain == IN_VAIN:
+        log.info("%d schedules in a row were refused or already measured: end of the search", vain)
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def front(tried: Sequence[Tried]) -> list[Tried]:
+    """The Pareto front of score and speedup, the slowest first."""
+    points: list[Tried] = []
+    for point in sorted(tried, key=lambda point: (-point.speedup, -point.score)):
+        if not points or point.score > points[-1].score:
+            points.append(point)
+    return points[::-1]
+
+
+def winners(tried: Sequence[Tried], target: float | None, count: int) -> dict[str, Cuts]:
+    """{file name: schedule} to report: the best score at the target, or at most `count` points spread over the front.
+
+    Of equal scores, and of points of one name, the slowest counts.
+    """
+    if target is not None:
+        return {"tuned": max(tried, key=lambda point: (point.score, -point.speedup)).cuts}
+    points = {f"tuned-{point.speedup:.2f}x": point.cuts for point in reversed(front(tried))}
+    names = list(points)[::-1]
+    count = min(count, len(names))
+    return {(name := names[round(n * (len(names) - 1) / max(count - 1, 1))]): points[name] for n in range(count)}
+
+
+def report(config: TuneConfig, held_out: RunConfig, space: Space, study: optuna.Study, folder: Path) -> None:
+    """Compare the finalists on the held-out half, and write the study's files. Raises UserError.
+
+    front.csv: kind ("trial", or a finalist's name), schedule, ideal_speedup (on the tuning half), tuning_score; of
+    finalists on the held-out half, with `_low` and `_high`: score, and difference, the score minus that of "paper".
+    """
+    import numpy as np
+    import pandas as pd
+
+    from eval.analysis.figures.style import save
+    from eval.run.loop import compare
+    from eval.store.aggregate import drawn_means, on_common_examples
+    from eval.store.folder import fingerprint, read_about
+    from eval.store.runs import StoredRun
+
+    tried = tried_in(study)
+    winning = winners(tried, config.target_speedup, config.finalists)
+    finalists = space.references() | winning
+    methods = {name: {**config.method, "schedule": schedule_of(cuts)} for name, cuts in finalists.items()}
+    results = compare(resolve(replace(held_out, method={}, compare=methods, label=folder.name)))
+    runs = [StoredRun(result.folder, read_about(result.folder / "run.json")) for result in results]
+    if any(stored.failures for stored in runs):
+        raise UserError("held-out examples failed, so no schedule is written: the same command tries them again")
+    examples = [stored.examples.assign(label=name) for name, stored in zip(finalists, runs, strict=True)]
+    scores = on_common_examples(pd.concat(examples), "score")
+    drawn = dict(zip(scores.columns, drawn_means(scores).T, strict=True))
+    tuning = {point.cuts: point.score for point in tried}
+    rows: list[dict[str, Any]] = []
+    for kind, cuts in [*(("trial", point.cuts) for point in tried), *finalists.items()]:
+        row = {"kind": kind, "schedule": json.dumps(schedule_of(cuts)), "ideal_speedup": space.speedup(cuts)}
+        values = (
+            {"score": drawn[kind], "difference": drawn[kind] - drawn.get("paper", math.nan)} if kind in drawn else {}
+        )
+        for column, value in values.items():
+            low, high = np.percentile(value[1:], [2.5, 97.5])
+            row |= {column: value[0], f"{column}_low": low, f"{column}_high": high}
+        rows.append(row | {"tuning_score": tuning.get(cuts, math.nan)})
+    frame = pd.DataFrame(rows)
+    write_whole(folder / "front.csv", frame.to_csv(index=False, lineterminator="\n"))
+    save(plot_front(frame, folder.name), folder / "front", ("svg", "pdf", "png"))
+    for row in rows:
+        if row["kind"] not in winning:
+            continue
+        about = {
+            "model": Path(config.model.name).name,
+            "datasets": sorted(space.lengths),
+            "target_speedup": config.target_speedup,
+            "ideal_speedup": round(row["ideal_speedup"], 3),
+            "tuning_score": round(row["tuning_score"], 2),
+            "held_out_score": [round(row[f"score{end}"], 2) for end in ("", "_low", "_high")],
+            "study": fingerprint(study.user_attrs["identity"]),
+        }
+        shipped = folder.name + row["kind"].removeprefix("tuned")  # its name if it is copied to conf/tuned
+        schedule = schedule_of(winning[row["kind"]])
+        file = folder / (FILE if row["kind"] == "tuned" else f"{row['kind']}.yaml")
+        write_whole(file, as_yaml(shipped, schedule, space.model_config.num_hidden_layers, about))
+        less, low, high = (row[f"difference{end}"] for end in ("", "_low", "_high"))
+        score = f"{row['kind']} {schedule}: ideal speedup {row['ideal_speedup']:.2f}, held-out score {row['score']:.2f}"
+        print(score + (f", {less:+.2f} [{low:+.2f}, {high:+.2f}] to paper's" if "paper" in finalists else ""))
+        print(f"Run it: python run.py method.schedule=tuned/{folder if file.name == FILE else file}")
+
+
+def plot_front(table: pd.DataFrame, title: str) -> Any:
+    """All schedules tried, and the finalists on the held-out half with intervals. table: of `report`."""
+    from eval.analysis.figures.style import COLOURS, GREY, around, grid, legend_beside, new_figure, styled
+
+    @styled
+    def draw() -> Any:
+        figure = new_figure(7.2, 4.2)
+        axes: Any = figure.subplots()
+        dots: Any = {"color": GREY, "linestyle": "none", "marker": "o"}
+        trials: Any = table[table["kind"] == "trial"]
+        axes.plot(trials["ideal_speedup"], trials["tuning_score"], markersize=3, label="tried (tuning half)", **dots)
+        finalists: Any = table[table["kind"] != "trial"]
+        for number, (_, row) in enumerate(finalists.iterrows()):
+            dots |= {"color": COLOURS[number % len(COLOURS)], "label": f"{row['kind']} (held out, 95 %)"}
+            axes.errorbar(row["ideal_speedup"], row["score"], yerr=around(row, "score"), capsize=2.5, **dots)
+        axes.set(xlabel="ideal TTFT speedup (FLOPs) on the tuning half", ylabel="score (0 to 100), mean over tasks")
+        axes.set_title(title)
+        grid(axes)
+        legend_beside(axes)
+        return figure
+
+    return draw()

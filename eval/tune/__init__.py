@@ -1,1 +1,0 @@
-"""Pruning schedules by search: `lazyllm-bench tune`."""

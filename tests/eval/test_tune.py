@@ -1,0 +1,251 @@
+"""The verb `tune`: its space by hand, its search against an exhaustive one, and a study of real runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from itertools import combinations, product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import yaml
+
+import eval.run.measure
+from eval.run.config import check_arguments, compose_config, register_schema
+from eval.run.prepare import prepare
+from eval.store.folder import InUseError
+from eval.store.record import Record
+from eval.tune import Cuts, Space, Tried, TuneConfig, front, open_study, search, to_tune_config, tried_in, tune, winners
+from lazyllm.errors import UserError
+from lazyllm.methods import Lazy
+from tests.runs import run_of
+
+SHAPE = SimpleNamespace(
+    num_hidden_layers=8, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
+    intermediate_size=32, vocab_size=64,
+)  # fmt: skip
+QUICK = (
+    "dataset=[lookup,shots]",
+    "limit=4",
+    "max_new_tokens=2",
+    "timing.warmup=0",
+    "threads=1",
+    "trials=2",
+    "layers=2",
+)
+
+
+def space_of(target: float | None, layers: int = 8, cuts: int = 3, lengths: dict | None = None, **settings) -> Space:
+    shape = SimpleNamespace(**{**vars(SHAPE), "num_hidden_layers": layers})
+    return Space(shape, Lazy(), lengths or {"lookup": {512: 1}}, cuts, target, **settings)
+
+
+def config_of(*overrides: str) -> TuneConfig:
+    register_schema(TuneConfig)
+    try:
+        check_arguments(overrides, TuneConfig)
+        return to_tune_config(compose_config(overrides))
+    finally:
+        register_schema()
+
+
+# --------------------------------------------------------------------------------------------------------------- space
+
+
+def flops(counts: list[int]) -> int:
+    """q and o 16 x 16, k and v 16 x 8, the MLP three times 16 x 32; 4 * 16 a causal pair; one row of logits."""
+    weights = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32
+    return sum(2 * weights * n + 4 * 16 * n * (n + 1) // 2 for n in counts) + 2 * 16 * 64
+
+
+def test_speedup_is_aggregated_as_measured_ones_are() -> None:
+    counts = {n: [n] * 2 + [n // 2] * 4 + [-(-n // 2 * 3 // 10)] * 2 for n in (100, 200, 40)}
+    whole, pruned = ({n: flops(layers_of(n)) for n in counts} for layers_of in (lambda n: [n] * 8, counts.get))
+    lookup = (2 * whole[100] + whole[200]) / (2 * pruned[100] + pruned[200])
+    space = space_of(None, lengths={"lookup": {100: 2, 200: 1}, "hops": {40: 1}})  # of two tasks
+    assert space.speedup(((2, 50), (6, 30))) == pytest.approx((lookup + whole[40] / pruned[40]) / 2)
+    both = space_of(None, lengths={"qasper": {100: 1}, "narrativeqa": {40: 1}})  # of one task
+    assert both.speedup(((2, 50), (6, 30))) == pytest.approx((whole[100] / pruned[100] + whole[40] / pruned[40]) / 2)
+
+
+def test_references_reach_the_target_and_no_more() -> None:
+    plain = space_of(None).references()
+    assert plain == {"paper": ((2, 70), (4, 70), (7, 70)), "uniform": ((2, 70), (4, 70), (6, 70))}
+    space = space_of(2.0)
+    for cuts in space.references().values():
+        assert space.reaches(cuts)
+        assert not space.reaches(tuple((layer, percent + 1) for layer, percent in cuts))
+    late = max(space.speedup(tuple((layer, 5) for layer in layers)) for layers in ((2, 4, 7), (2, 4, 6)))
+    earlier = space_of(late + 0.01).references()
+    assert [layer for layer, _ in earlier["paper"]] == [1, 4, 6]  # 20, 50, 80 % of 8
+    assert [layer for layer, _ in earlier["uniform"]] == [1, 3, 4, 6]  # fifths of 8
+    assert space_of(99.0).references() == {}
+
+
+@pytest.mark.parametrize("target", [1.3, 2.0])
+@pytest.mark.parametrize("cuts", [((2, 50),), ((2, 5), (5, 95)), ((3, 95), (4, 90), (6, 70))], ids=str)
+def test_fitted_schedule_prunes_as_little_as_reaches_the_target(cuts: Cuts, target: float) -> None:
+    space = space_of(target)
+    fitted = space.fitted(cuts)
+    assert [layer for layer, _ in fitted] == [layer for layer, _ in cuts]
+    assert target <= space.speedup(fitted) < 1.03 * target
+    order = sorted(range(len(cuts)), key=lambda index: cuts[index][1])
+    assert [fitted[index][1] for index in order] == sorted(percent for _, percent in fitted)  # the shape stays
+
+
+def test_layers_that_cannot_reach_the_target_prune_most() -> None:
+    space = space_of(3.0)
+    fitted = space.fitted(((6, 50), (7, 95)))
+    assert (fitted, space.reaches(fitted)) == (((6, 5), (7, 5)), False)
+
+
+# -------------------------------------------------------------------------------------------------------------- search
+
+EVERY: list[Cuts] = [
+    tuple(zip(layers, percents, strict=True))
+    for number in (1, 2)
+    for layers in combinations(range(1, 5), number)
+    for percents in product(range(20, 81, 20), repeat=number)
+]
+
+
+def quality(cuts: Cuts) -> float:
+    """Lower for more pruning, much lower for early pruning."""
+    return 100 - sum((100 - percent) ** 1.2 / (3 * layer) for layer, percent in cuts)
+
+
+def searched(
+    folder: Path, space: Space, trials: int, score: Callable[[Cuts], float | None] = quality, **identity: str
+) -> list[Tried]:
+    study = open_study(folder, identity, TuneConfig(target_speedup=space.target))
+    search(study, space, score, trials, deadline=math.inf)
+    return tried_in(study)
+
+
+@pytest.mark.slow
+def test_best_schedule_is_that_of_an_exhaustive_search(tmp_path: Path) -> None:
+    space = space_of(2.0, layers=5, cuts=2, ratios=range(20, 81, 20))
+    feasible = [cuts for cuts in EVERY if space.reaches(cuts)]
+    tried = searched(tmp_path, space, 24)
+    names = [point.cuts for point in tried]
+    assert len(names) == len(set(names)) <= 24 < len(feasible) / 2  # no schedule twice
+    assert set(names) <= set(feasible)
+    (best,) = winners(tried, 2.0, 1).values()
+    assert quality(best) == max(map(quality, feasible))
+
+
+def test_front_is_that_of_an_exhaustive_search(tmp_path: Path) -> None:
+    space = space_of(None, layers=4, cuts=1, ratios=range(30, 71, 20))
+    every = [((layer, percent),) for layer in (1, 2, 3) for percent in space.ratios]
+    tried = searched(tmp_path, space, len(every))
+    assert {point.cuts for point in tried} == set(every)
+    points = [(quality(cuts), space.speedup(cuts)) for cuts in every]
+    best = {(q, s) for q, s in points if not any(a >= q and b >= s and (a, b) != (q, s) for a, b in points)}
+    assert {(point.score, point.speedup) for point in front(tried)} == best
+
+
+def test_winners_are_spread_over_the_front_and_named_by_speedup() -> None:
+    points = [(1.0, 90), (2.0, 95), (3.0, 80), (3.0, 85), (4.0, 85), (4.001, 84), (5.0, 10)]
+    tried = [Tried(((number, 50),), *point) for number, point in enumerate(points, start=1)]
+    assert [(point.speedup, point.score) for point in front(tried)] == [(2.0, 95), (4.0, 85), (4.001, 84), (5.0, 10)]
+    assert winners(tried, None, 2) == {"tuned-2.00x": ((2, 50),), "tuned-5.00x": ((7, 50),)}
+    assert list(winners(tried, None, 9)) == ["tuned-2.00x", "tuned-4.00x", "tuned-5.00x"]
+    assert winners([*tried, Tried(((9, 50),), 2.5, 95)], 1.5, 1) == {"tuned": ((2, 50),)}  # nearest to the target
+
+
+def test_study_resumes_with_references_and_broken_trials_first(tmp_path: Path) -> None:
+    space = space_of(2.0)
+    first = [cuts for cuts in space.references().values() if len(cuts) <= 3]
+    assert [point.cuts for point in searched(tmp_path, space, 2)] == first
+    asked: list[Cuts] = []
+
+    def stopped(cuts: Cuts) -> float:
+        asked.append(cuts)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        searched(tmp_path, space, 4, stopped)
+    with (tmp_path / "journal.log").open("a") as journal:
+        journal.write('{"op_code": 5, "half a li')  # of a full disk
+    tried = searched(tmp_path, space, 4)
+    assert [point.cuts for point in tried][:3] == [*first, *asked]
+    assert searched(tmp_path, space, 4, stopped) == tried  # nothing is left to do
+
+
+def test_failed_and_busy_schedules_have_no_score(tmp_path: Path) -> None:
+    space, asked = space_of(None), list[Cuts]()
+
+    def score(cuts: Cuts) -> float | None:
+        asked.append(cuts)
+        if len(asked) == 1:
+            raise InUseError("another process is working in this run folder")
+        return None if len(asked) == 2 else quality(cuts)
+
+    tried = searched(tmp_path, space, 4, score)
+    assert [point.cuts for point in tried] == asked[2:]
+    assert len(tried) == 3  # the failed one counts
+
+
+def test_study_of_another_identity_is_refused(tmp_path: Path) -> None:
+    searched(tmp_path, space_of(2.0), 1, code="one")
+    with pytest.raises(UserError, match=re.escape('code: "one" there, "two" now')):
+        searched(tmp_path, space_of(2.0), 1, code="two")
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["2.0", "null"])
+def test_study_of_real_runs(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert tune(config_of(*QUICK, f"target_speedup={target}", "out=study", "finalists=1")) == Path("study")
+    keys = {
+        name: {Record.from_json(line).key for file in Path(name).glob("*/records.jsonl") for line in file.open()}
+        for name in ("study/trials", "runs")
+    }
+    both = {case.key for case in prepare(run_of("dataset=[lookup,shots]", "limit=4")).cases}
+    assert len(keys["study/trials"]) == len(keys["runs"]) == 4
+    assert keys["study/trials"] | keys["runs"] == both  # nothing held out is touched by the search
+    table = pd.read_csv("study/front.csv")
+    assert list(table["kind"][:4]) == ["trial", "trial", "paper", "uniform"]
+    (file,) = Path("study").glob("tuned*.yaml")
+    content, tuned = yaml.safe_load(file.read_text()), table[table["kind"] == file.stem].iloc[0]
+    assert {str(layer): ratio for layer, ratio in content["schedule"].items()} == json.loads(tuned["schedule"])
+    assert (content["layers"], content["model"]) == (8, "tiny")
+    run = run_of(f"method.schedule=tuned/{file}", "dataset=lookup", "limit=1")
+    assert prepare(run).identity["method"]["schedule"] == json.loads(tuned["schedule"])
+    assert Path("study/front.svg").stat().st_size > 1000
+    monkeypatch.setattr(eval.run.measure, "generate", None)  # nothing is measured again
+    tune(config_of(*QUICK, f"target_speedup={target}", "out=study", "finalists=1"))
+    for changed, named in (("seed=1", "seed: 0 there"), ("limit=2", "tuned_on: "), ("method.revive=false", "method: ")):
+        with pytest.raises(UserError, match=named):
+            tune(config_of(*QUICK, f"target_speedup={target}", "out=study", changed))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["method=baseline"], "expected method=lazy"),
+        (["method.schedule={2: 0.3}"], "method.schedule"),
+        (["target_speedup=1"], "target_speedup=1.0: expected more than 1"),
+        (["trials=0"], "trials=0: expected 1 or more"),
+        (["timeout_s=0"], "timeout_s=0"),
+        (["half=tuning"], "half=tuning"),
+        (["timing.paired=false"], "timing.paired="),
+        (["shard=1/2"], "shard=1/2"),
+        (["experiment=demo"], "compare="),
+        ([*QUICK, "target_speedup=40"], "best ideal speedup .* is 7.*raise layers"),
+    ],
+)
+def test_tune_refuses_before_a_model_loads(
+    overrides: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=named):
+        tune(config_of(*overrides))
+    assert not any(tmp_path.iterdir())
