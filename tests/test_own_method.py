@@ -33,7 +33,7 @@ def call(folder: Path, installed: Path, *overrides: str) -> subprocess.Completed
 
 
 @pytest.mark.slow
-def test_from_the_command_to_the_table_and_never_two_versions_in_one(tmp_path: Path) -> None:
+def test_installed_method_runs_and_two_versions_never_share_a_table(tmp_path: Path) -> None:
     older = install_own_package(tmp_path)
     done = call(tmp_path, older, *OWN, "out=run")
     assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,12 +50,15 @@ def room_of(module: str) -> str:
     return next((room for room in sorted(BELOW, key=len, reverse=True) if f"{module}.".startswith(f"{room}.")), module)
 
 
+@cache
+def imports() -> dict[str, set[str]]:
+    """{module: modules of both packages that it names in an import}."""
+    known = modules()
+    return {module: {name for name in imports_of(file, known) if name != module} for module, file in known.items()}
+
+
 def imports_of(file: Path, known: dict[str, Path]) -> Iterator[str]:
-    """The modules of both packages that a file imports when it runs."""
-    nodes: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
-    while nodes:
-        node = nodes.pop()
-        nodes.extend(ast.iter_child_nodes(node))
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -70,31 +74,26 @@ def imports_of(file: Path, known: dict[str, Path]) -> Iterator[str]:
 
 
 def test_each_room_imports_only_rooms_below_it() -> None:
-    known = modules()
     wrong = []
-    for module, file in known.items():
+    for module, others in imports().items():
         room = room_of(module)
-        if room not in BELOW:  # the command line (`eval.cli`) may import every room
-            continue
-        for imported in imports_of(file, known):
-            other = room_of(imported)
+        for other in map(room_of, others):
             into_library = room.startswith("eval") and other.startswith("lazyllm")
-            if other != room and other not in BELOW[room] and not into_library:
-                wrong.append(f"{module} imports {imported}")
+            # the command line (`eval.cli`) may import every room
+            if room in BELOW and other != room and other not in BELOW[room] and not into_library:
+                wrong.append(f"{module} imports {other}")
     assert not wrong
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    known = modules()
-    arrows = {module: {name for name in imports_of(file, known) if name != module} for module, file in known.items()}
     done: set[str] = set()
 
     def visit(module: str, path: list[str]) -> None:
         assert module not in path, " -> ".join([*path[path.index(module) :], module])
         if module not in done:
-            for imported in arrows[module]:
+            for imported in imports()[module]:
                 visit(imported, [*path, module])
             done.add(module)
 
-    for module in arrows:
+    for module in imports():
         visit(module, [])

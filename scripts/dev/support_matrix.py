@@ -8,7 +8,6 @@ cells pass.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,64 +83,26 @@ def table(holds: Mapping[Cell, bool]) -> str:
     return "\n".join(lines)
 
 
-def document(holds: Mapping[Cell, bool]) -> str:
-    """docs/architectures.md."""
-    number = len(holds)
-    refused = "\n".join(f"| {name} | {reason} |" for name, (_, _, reason) in REFUSED.items())
-    return f"""# Which models work
-
-Written by `python -m scripts.dev.support_matrix` with torch {torch.__version__.split("+")[0]} and transformers \
-{transformers.__version__} on a CPU: {number} combinations, all of which hold.
-
-Support does not depend on a model's name. At start-up, its own code is run once without its layers, which shows what
-enters layer 1, which cos, sin and mask each layer gets, and how logits are made (`lazyllm/engine/architecture.py`).
-Then a prompt and two decoding steps run through the loop over layers and through `model(...)`, and must give the same
-logits (`check_same_as_model`). So other decoders of the same structure (Ministral, OLMo 3, Cohere 2, Mixtral,
-Nemotron, ...) work too; only those of the table are checked against an independent reference. FLOPs and ideal speedups
-are counted for gated MLPs without experts.
-
-## What is checked in each cell
-
-Small random models of 4 layers, a prompt longer than every sliding window, and lengths that cross those at which a RoPE
-changes ("Llama 3 RoPE", "YaRN", ... are the `rope_type`s of transformers).
-
-- Every cell: with parameters that keep everything, the tokens are those of `model.generate` and the first logits are
-  those of `model(...)`, bit for bit; with parameters that prune, the number of computed tokens is the declared one.
-- float64 and float32: pruned tokens, selections and the logits of all steps are those of the reference
-  (`tests/reference.py`: dictionaries of tokens, numpy, float64), the logits to 1e-9 and 1e-3; in float32 only if the
-  reference has no two importances closer than 1e-5 at the edge of a selection.
-- Columns "flash": **not FlashAttention itself**, which needs a GPU, but a stand-in by PyTorch with its conventions
-  (no masks, windows counted in slots, softcaps).
-- "n/a": transformers builds no such model (SDPA cannot cap attention logits: Gemma 2 needs
-  `model.attn_implementation=eager` or FlashAttention).
-
-## What to know
-
-- **Sliding windows** count positions: a token attends to the stored tokens whose positions are in its window, even if
-  tokens between them were pruned. Outside the newest token's window the importance of Eq. 1 is 0, and ties go to the
-  lower position: in models with both kinds of layers (Gemma 2 and 3), prune after layers with full attention. K and V
-  of tokens that have left a window are kept.
-- **Dynamic NTK**: a token keeps the frequencies of the step that computed it, as in `model.generate`. Every prompt
-  starts with the original frequencies. **LongRoPE** (Phi-3): a text that would cross the length at which the
-  frequencies change is refused before it starts; a text below or above that length throughout is exact.
-- Gemma 3 as `Gemma3ForCausalLM` (text); the models with images are refused.
-
-## The matrix
-
-{table(holds)}
-
-## What is refused at start-up
-
-| architecture | reason |
-|---|---|
-{refused}
-"""
+def document(text: str, holds: Mapping[Cell, bool]) -> str:
+    """docs/architectures.md with its three written parts made anew: versions, matrix, refusals."""
+    versions = f"torch {torch.__version__.split('+')[0]} and transformers {transformers.__version__}"
+    reasons = [f"| {name} | {reason} |" for name, (_, _, reason) in REFUSED.items()]
+    written = (
+        f"Written by `python -m scripts.dev.support_matrix` with {versions} on a CPU: {len(holds)} combinations, all"
+    )
+    parts = {
+        "written": f"{written} of which hold.",
+        "matrix": table(holds),
+        "refused": "\n".join(["| architecture | reason |", "|---|---|", *reasons]),
+    }
+    for name, part in parts.items():
+        before, found, rest = text.partition(f"<!-- {name} -->\n")
+        text = before + found + part + "\n" + rest[rest.index("<!-- end -->") :]
+    return text
 
 
 def main() -> int:
     """Check every cell; write the document if all pass."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
     torch.set_num_threads(1)
     holds = {}
     for cell in cells():
@@ -155,8 +116,7 @@ def main() -> int:
     if not all(holds.values()) or not_refused:
         print(f"not written: see above; not refused as expected: {not_refused}", file=sys.stderr)
         return 1
-    OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text(document(holds), encoding="utf-8")
+    OUT.write_text(document(OUT.read_text(encoding="utf-8"), holds), encoding="utf-8")
     print(f"{OUT.name}: {len(holds)} combinations")
     return 0
 

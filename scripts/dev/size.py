@@ -1,0 +1,49 @@
+"""Lines of Python by room, and whether the house has outgrown what was agreed: `python -m scripts.dev.size`.
+
+Every line of every tracked file counts, docstrings and blank ones too. To grow on purpose, raise `LIMITS` in the same
+change, and say in its message what the lines buy.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+# The base of issue 23. Later issues add what they agree on
+LIMITS = {"code": 21_500, "tests": 20_000}
+
+ROOT = Path(__file__).parents[2]
+
+
+def lines_by_room() -> dict[str, Counter[str]]:
+    """{"code" or "tests": {room: lines}}; a room is a folder of `lazyllm` or `eval`, or what stands outside both."""
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    lines: dict[str, Counter[str]] = {kind: Counter() for kind in LIMITS}
+    for name in listed.stdout.split():
+        if (ROOT / name).exists():  # else deleted, and not committed yet
+            folders = name.split("/")[:-1]
+            kind = "tests" if folders[:1] == ["tests"] else "code"
+            room = "/".join(folders[kind == "tests" :][: 1 if "scripts" in folders else 2]) or "top"
+            lines[kind][room] += (ROOT / name).read_bytes().count(b"\n")
+    return lines
+
+
+def main() -> int:
+    """Print the table; exit code 1 above a limit."""
+    lines = lines_by_room()
+    print(f"{'room':<24}{'code':>8}{'tests':>8}")
+    for room in sorted({*lines["code"], *lines["tests"]}):
+        print(f"{room:<24}{lines['code'][room]:>8,}{lines['tests'][room]:>8,}")
+    totals = {kind: counts.total() for kind, counts in lines.items()}
+    for heading, numbers in (("in all", totals), ("at most", LIMITS)):
+        print(f"{heading:<24}{numbers['code']:>8,}{numbers['tests']:>8,}")
+    too_many = [f"{totals[kind] - limit:,} of {kind}" for kind, limit in LIMITS.items() if totals[kind] > limit]
+    if too_many:
+        print(f"too many lines: {', '.join(too_many)}; take some out, or raise LIMITS in size.py", file=sys.stderr)
+    return bool(too_many)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
