@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -97,8 +98,9 @@ def source_of(name: str) -> str:
     if path.is_dir():
         return str(path)
     if "/" not in name or name.startswith((".", "/", "~")) or len(path.parts) > 2:
+        close = "".join(f"; did you mean {preset}?" for preset in get_close_matches(name, PRESETS, 1))
         raise UserError(
             f"{name!r} is not a model: no such folder, not a hub id (owner/name), not one of the presets "
-            f"{', '.join(PRESETS)}"
+            f"{', '.join(PRESETS)}{close}"
         )
     return name

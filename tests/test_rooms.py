@@ -13,10 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 # {room: rooms that it may import}. `eval` may import all of `lazyllm`; the command line, `eval.cli`, anything.
-_BASE = ["lazyllm.errors", "lazyllm.presets", "lazyllm.spec"]
+_BASE = ["lazyllm.errors", "lazyllm.machine", "lazyllm.presets", "lazyllm.spec"]
 _LIBRARY = [*_BASE, "lazyllm.engine", "lazyllm.models", "lazyllm.methods"]
 BELOW = {
     "lazyllm.errors": [],
+    "lazyllm.machine": [],
     "lazyllm.presets": ["lazyllm.errors"],
     "lazyllm.spec": ["lazyllm.errors", "lazyllm.presets"],
     "lazyllm.engine": _BASE,

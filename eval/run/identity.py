@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lazyllm.models.load import device_name
+from lazyllm.machine import device_name
+from lazyllm.machine import git_commit as git_commit  # callers read it here, beside the other facts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

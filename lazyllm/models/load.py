@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -179,19 +178,6 @@ def as_device(name: str) -> torch.device:
             f"device {name!r}: torch {torch.__version__} sees none: give device=cpu (in a run model.device=cpu)"
         )
     return device
-
-
-def device_name(device: torch.device) -> str:
-    """The accelerator's name, or the processor's."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return device.type
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _folder(spec: ModelSpec, files: Iterable[str]) -> Path:
