@@ -25,7 +25,7 @@ VERBS = {
     "methods": ("lazyllm.methods.__main__", "list all methods with their hyperparameters and defaults"),
     "check": ("lazyllm.check.__main__", "run all invariants of methods on one method: check my_method keep=0.5"),
     "tune": ("eval.tune", "search for a schedule: the best score at a TTFT speedup"),
-    "bench": ("lazyllm.bench.__main__", "time prefill and decode on random weights, compared with their FLOPs"),
+    "bench": ("lazyllm.bench", "time methods on random weights: against the baseline, FLOPs and transformers"),
     "chat": ("lazyllm.integrations.chat", "chat with a model, with TTFT and the share of tokens computed"),
     "lm-eval": ("lazyllm.integrations.lm_eval", "lm-evaluation-harness' command line with the model `lazyllm`"),
 }

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lazyllm.errors import UserError
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -181,3 +183,30 @@ PRESETS: dict[str, Preset] = {
     "tiny": Preset(str(Path(__file__).parent / "models" / "tiny")),
     "coder": Preset(str(Path(__file__).parent / "models" / "coder")),
 }  # fmt: skip
+
+SIZES = {
+    "layers": "num_hidden_layers", "width": "hidden_size", "mlp": "intermediate_size", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "vocab": "vocab_size",
+}  # fmt: skip
+
+
+def fields_of(shape: str) -> dict[str, Any]:
+    """A config's fields, of a preset or of sizes such as "layers=16,width=1024,heads=16,kv_heads=4".
+
+    Default sizes: heads of width 64, as many key heads, an MLP of 8/3 of the width, 32,000 words. "llama-1b" is Llama
+    3.2 1B. Raises UserError for another shape.
+    """
+    preset = PRESETS.get("llama3.2-1b" if shape == "llama-1b" else shape)
+    if preset is not None and preset.architecture is not None:
+        return dict(preset.architecture)
+    sizes = {name: value for name, _, value in (part.partition("=") for part in shape.split(","))}
+    if not {"layers", "width"} <= sizes.keys() <= SIZES.keys() or not all(map(str.isdecimal, sizes.values())):
+        shapes = [name for name, preset in PRESETS.items() if preset.architecture is not None]
+        raise UserError(
+            f"shape {shape}: expected one of {', '.join(shapes)}, or sizes such as layers=16,width=1024, of "
+            f"{', '.join(SIZES)}, layers and width at least"
+        )
+    width = int(sizes["width"])
+    heads = sizes.get("heads", max(1, width // 64))
+    default = {"mlp": -(-width * 8 // 3 // 64) * 64, "heads": heads, "kv_heads": heads, "vocab": 32000}
+    return {"model_type": "llama", **{SIZES[name]: int(value) for name, value in (default | sizes).items()}}

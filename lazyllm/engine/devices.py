@@ -5,7 +5,9 @@ A model computes on one device, or accelerate spreads its layers over several (`
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -98,8 +100,11 @@ def _peak(device: torch.device) -> int | None:
 
 
 def release_memory(*devices: torch.device) -> None:
-    """Free the memory that a failed example left."""
+    """Return the memory that nothing uses any more to the system, so that a peak shows new use of it."""
     gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # glibc has it, musl has not
+        trim(0)
     if any(device.type == "cuda" for device in devices):
         torch.cuda.empty_cache()  # of all GPUs
 

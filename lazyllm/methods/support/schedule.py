@@ -89,12 +89,14 @@ class Schedule:
 
 def _mapping_of(text: str) -> dict[str, float]:
     """{layer: ratio} of a schedule's text."""
-    pairs = [pair.rpartition(":") for pair in re.split(r"[,+]", text.strip().strip("{}"))]
+    inner = text.strip()
+    inner = inner[1:-1] if inner[:1] + inner[-1:] == "{}" else inner
+    pairs = [pair.rpartition(":") for pair in re.split(r"[,+]", inner)]
     try:
         mapping = {layer.strip(" '\""): float(ratio) for layer, _, ratio in pairs}
     except ValueError:
         mapping = {}
-    if not mapping or "" in mapping or len(mapping) < len(pairs):
+    if not mapping or "" in mapping or len(mapping) < len(pairs) or set(inner) & {"{", "}"}:
         raise ValueError(
             f"schedule {text!r}: expected 'paper', 'none', or a keep ratio for each pruning layer, as "
             "{9: 0.7, 19: 0.7} or 9:0.7+19:0.7"

@@ -1,0 +1,449 @@
+"""Time methods on random weights: against the baseline, against their FLOPs, and against transformers.
+
+One process makes a model of random weights and a random prompt. The baseline and a method take turns token by token, so
+a slow spell of the machine slows both; both KV caches are in memory. Ratios are taken within such a pair; a table shows
+their median and quartiles. With one CPU thread, seconds are the process's CPU time.
+
+    lazyllm-bench bench --shape llama-1b --threads 1 --tokens 2000 --new-tokens 33 --method paper --against hf
+    lazyllm-bench bench --shape layers=16,width=1024 --dtype float32 --method '{2: 0.4, 5: 0.5}' --json out.json
+    lazyllm-bench bench --field --threads 1 --tokens 2000 4000 --new-tokens 9 --repeats 2
+    lazyllm-bench bench --turn 64 256 --threads 1 --tokens 2000 --repeats 5 --against hf
+
+A method is a schedule: `paper` (Figure 4's), `none`, `keep1` (Figure 4's layers, keep ratio 1), or
+{layer: keep ratio, ...}. Random weights attend to all tokens alike, so LazyLLM revives in nearly every step until
+nothing is left to revive. --field times all methods instead, each at the ideal speedups that it reaches.
+
+--against hf also times transformers' own `model(...)` and `generate(...)`, each after a generation of the baseline.
+--turn times the second turn of a session, of N tokens after the prompt and one answer token. The sessions of a pair run
+one after the other; transformers continues from its KV cache. --repeats 0 takes one generation of each, alone, for
+prompts that take many minutes.
+
+Columns: "ideal" is the TTFT speedup by FLOPs. "without revival" compares the steps in which LazyLLM revives nothing,
+"whole" the whole generation. "revived" counts tokens, mean over layers. "stored" is the KV and Aux Cache after the
+prefill, over the baseline's KV. The peaks of memory are beyond the weights; the last one is the baseline's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib.metadata import version
+from itertools import pairwise, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.engine.inputs import Prompt
+from lazyllm.errors import UserError
+from lazyllm.machine import device_name, git_commit
+from lazyllm.methods import METHODS, Baseline, Lazy, Method, make
+from lazyllm.methods.support.schedule import Schedule
+from lazyllm.presets import fields_of
+from lazyllm.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+Kept = dict[int, list[int]]  # {pruning layer: positions of the tokens that enter the next layer}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One generation, or the second turn of a session.
+
+    step_s: seconds of each decoding step; of transformers' `generate` only the mean step is known.
+    flops: up to the first token, scoring included (`lazyllm.engine.flops`).
+    revived: prompt tokens that each step computed, mean over layers; empty for transformers.
+    kv_bytes, aux_bytes: held after the prefill; 0 of transformers, and of a second turn.
+    """
+
+    token_ids: list[int]
+    ttft_s: float
+    step_s: list[float]
+    total_s: float
+    flops: int
+    revived: list[float]
+    kv_bytes: int = 0
+    aux_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs on the same prompt: in turns token by token, or one after the other."""
+
+    baseline: Run
+    other: Run
+
+    def ttft_speedup(self) -> float:
+        return self.baseline.ttft_s / self.other.ttft_s
+
+    def step_ratio(self) -> float | None:
+        """The mean step over the baseline's mean step; None if only one token was generated."""
+        if not self.other.step_s:
+            return None
+        return statistics.fmean(self.other.step_s) / statistics.fmean(self.baseline.step_s)
+
+    def idle_step_ratio(self) -> float | None:
+        """The median of (seconds / seconds of the baseline's same step) over the steps that revive nothing, if any."""
+        steps = zip(self.other.step_s, self.baseline.step_s, self.other.revived, strict=False)
+        ratios = [seconds / of_baseline for seconds, of_baseline, revived in steps if not revived]
+        return statistics.median(ratios) if ratios else None
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """A method, or transformers itself ("hf"), against the baseline. turn: tokens of the second turn, if any.
+
+    peak, baseline_peak: bytes beyond the weights of a generation alone; None if they are not known.
+    """
+
+    name: str
+    tokens: int
+    turn: int
+    new_tokens: int
+    pairs: list[Pair]
+    peak: int | None
+    baseline_peak: int | None
+
+
+# {heading: (whether quartiles are shown, quantity)}
+COLUMNS: dict[str, tuple[bool, Callable[[Pair], float | None]]] = {
+    "TTFT, s": (False, lambda pair: pair.other.ttft_s),
+    "TTFT speedup": (True, Pair.ttft_speedup),
+    "ideal": (False, lambda pair: pair.baseline.flops / pair.other.flops),
+    "share of ideal": (False, lambda pair: pair.ttft_speedup() * pair.other.flops / pair.baseline.flops),
+    "step / baseline's": (True, Pair.step_ratio),
+    "without revival": (False, Pair.idle_step_ratio),
+    "whole / baseline's": (True, lambda pair: pair.other.total_s / pair.baseline.total_s),
+    "revived": (False, lambda pair: sum(pair.other.revived)),
+    "stored": (
+        False,
+        lambda pair: (pair.other.kv_bytes + pair.other.aux_bytes) / (pair.baseline.kv_bytes or 1) or None,
+    ),
+}
+HEADINGS = ("method", "prompt", "turn", "new", *COLUMNS, "peak, GB", "baseline's")
+WIDTHS = [24, 6, 6, 6, *(22 if quartiles else len(heading) for heading, (quartiles, _) in COLUMNS.items()), 8, 10]
+
+
+def row(cells: Iterable[str]) -> str:
+    """A row of the Markdown table."""
+    return f"| {' | '.join(map(str.rjust, cells, WIDTHS))} |"
+
+
+def cells_of(case: BenchCase) -> list[str]:
+    """A case's row: medians over the pairs, of ratios with quartiles; "-" for what no pair has."""
+    cells = [case.name, *map(str, (case.tokens, case.turn, case.new_tokens))]
+    for has_quartiles, quantity in COLUMNS.values():
+        values = [value for pair in case.pairs if (value := quantity(pair)) is not None]
+        cells.append(f"{statistics.median(values):.4g}" if values else "-")
+        if has_quartiles and len(values) > 1:
+            low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+            cells[-1] += f" [{low:.4g}, {high:.4g}]"
+    return [*cells, *("-" if peak is None else f"{peak / 1e9:.4g}" for peak in (case.peak, case.baseline_peak))]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The command. Raises UserError, for bad arguments before torch is imported."""
+    options = _parser().parse_args(arguments)
+    spec = ModelSpec(
+        options.shape, "dummy", options.dtype, options.device, attn_implementation=options.attention, seed=options.seed
+    )
+    spec.check()
+    if options.field and (options.method or options.against or options.turn):
+        raise UserError("--field times all methods: leave out --method, --against and --turn")
+    if options.repeats == 0 and (options.against or options.turn):
+        raise UserError("--repeats 0 is one generation of each method, alone: leave out --against and --turn")
+    fields, named = fields_of(options.shape), dict[str, Method]()
+    for text in options.method or ["paper"]:
+        try:
+            schedule = Schedule.parse("paper" if text == "keep1" else text, fields["num_hidden_layers"])
+        except (ValueError, TypeError) as error:
+            raise UserError(f"--method {text}: {error}") from error
+        named[text] = Lazy(Schedule(dict.fromkeys(schedule.keep, 1.0)) if text == "keep1" else schedule)
+
+    import torch  # after the arguments are checked, as it takes seconds
+    from transformers import AutoConfig
+
+    from lazyllm.engine.checks import check_same_as_model
+    from lazyllm.models.load import as_device, random_weights
+
+    device = as_device(options.device)
+    torch.set_num_threads(options.threads or torch.get_num_threads())
+    fields["max_position_embeddings"] = max(tokens + turn + 1 + new for tokens, turn, new in _sizes(options))
+    config = AutoConfig.for_model(**fields)
+    about: dict[str, Any] = {
+        "settings": {key: value for key, value in vars(options).items() if key != "json"},
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "commit": git_commit(),
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+    }
+    cases: list[BenchCase] = []
+    with TemporaryDirectory() as draft:
+        if options.field:
+            save_draft(config, spec, draft)
+        contenders = {n: field(config, n, options.speedups, draft) if options.field else named for n in options.tokens}
+        print(forecast(options, config, max(map(len, contenders.values())), device), flush=True)
+        model = random_weights(config, spec).eval()
+        check_same_as_model(model)
+        print("", row(HEADINGS), row(f"{'-' * (width - 1)}:" for width in WIDTHS), sep="\n")
+        for case in measure(options, model, contenders):
+            cases.append(case)
+            print(row(cells_of(case)), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps({**about, "cases": list(map(asdict, cases))}) + "\n")
+
+
+def measure(options: Any, model: PreTrainedModel, contenders: dict[int, dict[str, Method]]) -> Iterator[BenchCase]:
+    """Every method, and transformers, against the baseline. contenders: {prompt tokens: {name: method}}."""
+    import torch
+
+    draw = torch.Generator().manual_seed(options.seed)
+    for tokens, turn, new_tokens in _sizes(options):
+        text = torch.randint(0, model.config.vocab_size, (tokens + turn,), generator=draw)
+        prompt, later = text[:tokens], text[tokens:]
+        alone, peak = (None, None) if turn else run_alone(model, Baseline(), prompt, new_tokens)
+        named: dict[str, Method | None] = {**contenders[tokens], **({"hf": None} if options.against else {})}
+        for name, method in named.items():
+            own, own_peak = run_alone(model, method, prompt, new_tokens) if alone and method else (None, None)
+            pairs = [Pair(alone, own)] if alone and own and not options.repeats else []
+            for number in range(options.warmup + options.repeats if options.repeats else 0):
+                # transformers' prefill is the last that it runs, so the baseline's is next to it
+                baseline_first = number % 2 == 0 and method is not None
+                order = [Baseline(), method] if baseline_first else [method, Baseline()]
+                if turn:
+                    runs = [second_turn(model, contender, prompt, later) for contender in order]
+                else:
+                    runs = in_turns(model, order, prompt, new_tokens)
+                if number >= options.warmup:
+                    pairs.append(Pair(*(runs if baseline_first else runs[::-1])))
+            yield BenchCase(name, tokens, turn, new_tokens, pairs, own_peak, peak)
+
+
+def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: Tensor, new_tokens: int) -> list[Run]:
+    """Continue the prompt [n] by each method: all first tokens, then all second tokens, and so on.
+
+    None is transformers itself, which runs before the others. All KV caches are in memory at once. Raises
+    FloatingPointError if logits are not finite.
+    """
+    import torch
+
+    from lazyllm.engine.decoder import open_decoder
+    from lazyllm.engine.generation import greedy
+
+    device, config, choose = model.device, model.config, greedy()
+
+    def token_by_token(method: Method) -> Iterator[Run | None]:
+        """The generation of `lazyllm.generate`: each `next` generates a token; the last one gives the run."""
+        began = read_clock(device)
+        session = method.start(decoder, Prompt(prompt), new_tokens)
+        token_id, _ = choose(session.prefill(prompt.to(device)))
+        token_ids, seconds = [token_id], [read_clock(device) - began - session.uncounted_s]
+        held = session.kv_bytes, session.aux_bytes
+        for _ in range(new_tokens - 1):
+            yield None
+            began = read_clock(device)
+            token_id, _ = choose(session.step(token_id))
+            seconds.append(read_clock(device) - began)
+            token_ids.append(token_id)
+        computed = [[int(count) for count in step] for step in session.computed]
+        revived = [after - before for before, after in pairwise(map(statistics.fmean, computed))]
+        flops = prefill_flops(config, computed[0]) + method.scoring_flops(config, len(prompt))
+        yield Run(token_ids, seconds[0], seconds[1:], sum(seconds), flops, revived, *held)
+
+    first = [_transformers(model, prompt, new_tokens) for method in methods if method is None]
+    for method in filter(None, methods):
+        method.prepare(model)
+    with torch.inference_mode(), open_decoder(model) as decoder:
+        generations = [token_by_token(method) for method in methods if method is not None]
+        for generation in generations * (new_tokens - 1):
+            next(generation)
+        return first + [run for run in map(next, generations) if run is not None]
+
+
+def run_alone(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int) -> tuple[Run, int | None]:
+    """A generation, and the peak of its memory in bytes beyond what was held before; None if it is unknown."""
+    from lazyllm.engine.devices import read_peak, release_memory, reset_peak
+
+    release_memory(model.device)
+    reset_peak(model.device)
+    before = read_peak(model.device)
+    [run] = in_turns(model, [method], prompt, new_tokens)
+    peak = read_peak(model.device)
+    return run, None if peak is None or before is None else peak - before
+
+
+def _transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> Run:
+    """The mean step of `model.generate`, then the prefill by `model(...)`, logits of the last token only."""
+    import torch
+
+    token_ids = prompt[None].to(model.device)
+
+    def timed(call: Callable[[], Tensor]) -> tuple[float, list[int]]:
+        began = read_clock(model.device)
+        tokens = call().cpu()
+        return read_clock(model.device) - began, tokens.tolist()
+
+    def generate(count: int) -> Tensor:
+        options = dict(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+        return model.generate(token_ids, **options)[0, len(prompt) :]  # type: ignore[operator]
+
+    with torch.inference_mode():
+        whole_s, tokens = timed(lambda: generate(new_tokens)) if new_tokens > 1 else (0.0, [])
+        first_s, _ = timed(lambda: generate(1)) if new_tokens > 1 else (0.0, [])
+        ttft_s, token = timed(lambda: model(token_ids, use_cache=True, logits_to_keep=1).logits[0].argmax(-1))
+    flops = prefill_flops(model.config, [len(prompt)] * model.config.num_hidden_layers)
+    if new_tokens == 1:
+        return Run(token, ttft_s, [], ttft_s, flops, [])
+    return Run(tokens, ttft_s, [(whole_s - first_s) / (new_tokens - 1)], whole_s, flops, [])
+
+
+def second_turn(model: PreTrainedModel, method: Method | None, prompt: Tensor, turn: Tensor) -> Run:
+    """The first token after a turn [m] that follows a prompt [n] and an answer of one token; None is transformers."""
+    import torch
+
+    from lazyllm.engine.generation import start
+
+    before, after, revived = Kept(), Kept(), 0.0
+    if method is None:
+        with torch.inference_mode():
+            output = model(prompt[None].to(model.device), use_cache=True, logits_to_keep=1)
+            text = torch.cat([output.logits[0].argmax(-1).cpu(), turn])[None]
+            began = read_clock(model.device)
+            output = model(text.to(model.device), past_key_values=output.past_key_values, logits_to_keep=1)
+            token_ids = output.logits[0].argmax(-1).tolist()
+            seconds = read_clock(model.device) - began
+    else:
+        with start(model, prompt, method) as session:
+            before = session.answer(None, 1, ()).selected[0]
+            began = read_clock(model.device)
+            second = session.answer(turn, 1, ())
+            seconds = read_clock(model.device) - began
+        token_ids, after, revived = second.token_ids, second.selected[0], float(second.revived.mean())
+    flops = turn_flops(model.config, before, after, len(prompt), len(turn))
+    return Run(token_ids, seconds, [], seconds, flops, [revived])
+
+
+def turn_flops(config: Any, first: Kept, second: Kept, n: int, m: int) -> int:
+    """FLOPs of a second turn of m tokens after n and one of the answer, counted as in `prefill_flops`.
+
+    A layer runs the tokens of the second turn's selection that it has not stored in the first; each attends to the
+    selection up to itself.
+    """
+    layers, shape = config.num_hidden_layers, LayerShape.of(config)
+    flops = prefill_flops(config, [0] * layers)  # the logits
+    for begin, end in pairwise([0, *(cut for cut in second if cut < layers), layers]):
+        present = second[begin] if begin else range(n + m + 1)
+        stored = set(first[begin]) if begin else set(range(n))
+        rows = [position for position in present if position not in stored]
+        pairs = sum(bisect_right(present, position) for position in rows)
+        flops += (end - begin) * (len(rows) * shape.linear_flops + pairs * shape.pair_flops)
+    return flops
+
+
+def field(config: Any, n: int, speedups: Sequence[float], draft: str) -> dict[str, Method]:
+    """Every method at each ideal TTFT speedup that its dial reaches on n prompt tokens; once if it has no dial."""
+    needed: dict[str, dict[str, Any]] = {  # besides the dial; all else is the authors' default
+        "asl": {"threshold": 1e9},  # on random weights ranks never settle: cut at the earliest layer
+        "prompt_compression": {"keep": 0.5, "unit": "token"},
+        "specprefill": {"draft": draft},
+        "static_pruning": {"layer": max(1, config.num_hidden_layers * 3 // 10)},
+    }
+    methods: dict[str, Method] = {}
+    for name, kind in METHODS.items():
+        settings, dial = needed.get(name, {}), kind.dial
+        if kind is Baseline or kind.diagnostic:
+            continue
+        if dial is None:
+            methods[name] = make(name, settings)
+            continue
+        for target in speedups:
+            if (value := kind.solve(settings, config, n, target)) is not None:
+                methods[f"{name} {target:g}x"] = make(name, settings | {dial: value})
+    return methods
+
+
+def save_draft(config: PreTrainedConfig, spec: ModelSpec, folder: str) -> None:
+    """Save a draft with random weights: a quarter of the model's layers, half as wide."""
+    from lazyllm.models.load import random_weights
+
+    halved = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    sizes: dict[str, Any] = {name: max(1, getattr(config, name) // 2) for name in halved}
+    sizes |= {"num_hidden_layers": max(1, config.num_hidden_layers // 4), "layer_types": None}
+    random_weights(type(config)(**(config.to_dict() | sizes)), spec).save_pretrained(folder)
+
+
+def forecast(options: argparse.Namespace, config: Any, contenders: int, device: torch.device) -> str:
+    """What the measurement will take: memory, and time at the rate at which this device multiplies matrices.
+
+    A method's generation is taken to last as long as the baseline's, as it may revive what it has not computed.
+    """
+    import torch
+
+    shape, layers, dtype = LayerShape.of(config), config.num_hidden_layers, getattr(torch, options.dtype)
+    parameters = config.vocab_size * shape.width * (2 - config.tie_word_embeddings) + layers * shape.linear_flops // 2
+    weight = torch.rand(shape.width, shape.mlp_width, device=device).to(dtype)
+    seconds = []  # of products with one weight
+    for tokens in (1000, 1):
+        rows = torch.rand(tokens, shape.width, device=device).to(dtype)
+        torch.mm(rows, weight)  # the first product is slower
+        began = read_clock(device)
+        torch.mm(rows, weight)
+        seconds.append((read_clock(device) - began) / weight.numel())
+    total_s = (contenders * (2 * (options.warmup + options.repeats) * bool(options.repeats) + 1) + 1) * sum(
+        prefill_flops(config, [tokens + turn] * layers) * seconds[0] / 2000 + (new - 1) * parameters * seconds[1]
+        for tokens, turn, new in _sizes(options)
+    )
+    kv = max(options.tokens) * layers * 2 * shape.kv_heads * shape.head_dim
+    return (
+        f"{options.shape}, {options.dtype}, on {device_name(device)}, {torch.get_num_threads()} CPU thread(s): about "
+        f"{timedelta(seconds=round(total_s))}, {(parameters + 2 * kv) * dtype.itemsize / 1e9:.2f} GB of weights and KV"
+    )
+
+
+def _sizes(options: argparse.Namespace) -> Iterator[tuple[int, int, int]]:
+    """(prompt tokens, tokens of the second turn, new tokens) of every measurement."""
+    return product(options.tokens, options.turn or [0], [1] if options.turn else options.new_tokens)
+
+
+def read_clock(device: torch.device) -> float:
+    """Seconds, read after the device has finished all its work; CPU time of this process with one CPU thread."""
+    import torch
+
+    from lazyllm.engine import devices
+
+    is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time() if is_one_thread else devices.read_clock(device)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lazyllm-bench bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--shape", default="llama-1b", help="a preset, or sizes: layers=16,width=1024,...")
+    add("--dtype", default="bfloat16")
+    add("--device", default="auto")
+    add("--attention", default="sdpa", help="sdpa, eager or flash_attention_2")
+    add("--tokens", type=int, nargs="+", default=[2000], help="prompt lengths")
+    add("--new-tokens", type=int, nargs="+", default=[17], help="answer lengths")
+    add("--method", action="append", help="a schedule, see above; may be repeated; default paper")
+    add("--field", action="store_true", help="all methods, at the ideal speedups of --speedups")
+    add("--turn", type=int, nargs="+", default=[], help="tokens of a second turn, which is measured")
+    add("--speedups", type=float, nargs="+", default=[1.5, 2, 3], help="of --field")
+    add("--against", choices=["hf"], help="also time transformers' own model(...) and generate(...)")
+    add("--repeats", type=int, default=7, help="timed pairs; 0: one generation of each, alone")
+    add("--warmup", type=int, default=2, help="pairs before the timed ones")
+    add("--seed", type=int, default=0)
+    add("--threads", type=int, help="CPU threads")
+    add("--json", type=Path, help="file for all samples, settings and versions")
+    return parser
