@@ -247,7 +247,7 @@ def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: T
         began = read_clock(device)
         session = method.start(decoder, Prompt(prompt), new_tokens)
         token_id, _ = choose(session.prefill(prompt.to(device)))
-        token_ids, seconds = [token_id], [read_clock(device) - began - session.uncounted_s]
+        token_ids, seconds = [token_id], [read_clock(device) - began - session.scoring.uncounted_s]
         held = session.kv_bytes, session.aux_bytes
         for _ in range(new_tokens - 1):
             yield None
