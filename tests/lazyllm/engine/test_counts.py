@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import MistralConfig, MistralForCausalLM
 
 import lazyllm
-from lazyllm.bench.clock import Waits
 from lazyllm.engine import attention, masks
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
@@ -23,6 +22,7 @@ from lazyllm.engine.inputs import Prompt
 from lazyllm.engine.session import Session
 from lazyllm.methods import ASL, CLAA, METHODS, Baseline, FastKV, Lazy, Method, PyramidInfer, make
 from tests.helpers import prompt_tensor
+from tests.waits import Waits
 
 LAYERS, WIDTH, HEADS, VOCAB = 10, 48, 4, 97
 # Settings that drop something, of methods that need them or keep every token of a short prompt
@@ -366,3 +366,22 @@ def test_the_aux_cache_may_live_on_the_host(aux_device: str | None) -> None:
     assert (there.token_ids, there.selected, there.aux_bytes) == (here.token_ids, here.selected, here.aux_bytes)
     with pytest.raises(ValueError, match=r"aux_device='disk': give None .* or 'cpu'"):
         Lazy(aux_device="disk")
+
+
+@pytest.mark.parametrize(
+    ("call", "waits"),
+    [
+        (lambda x: x.nonzero(), 1),
+        (lambda x: x[x > 1], 1),
+        (lambda x: float(x.sum()), 1),
+        (lambda x: bool((x > 1).any()), 1),
+        (lambda x: x.tolist(), 1),
+        (lambda x: x[torch.tensor([0])] + x.sum(), 0),
+        (lambda x: torch.where(x > 1, x, 0).argsort(), 0),
+    ],
+)
+def test_waits_are_counted(call, waits: int) -> None:
+    numbers = torch.arange(3.0)
+    with Waits() as counter:
+        call(numbers)
+    assert len(counter.found) == waits
