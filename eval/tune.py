@@ -20,7 +20,6 @@ import hashlib
 import json
 import logging
 import math
-import time
 import warnings
 from bisect import bisect_left
 from collections import Counter
@@ -243,7 +242,6 @@ def tune(config: TuneConfig) -> Path:
     from eval.store.folder import fingerprint, read_about
     from eval.store.runs import StoredRun
 
-    deadline = time.monotonic() + (math.inf if config.timeout_s is None else config.timeout_s)
     plain = RunConfig(**{key.name: getattr(config, key.name) for key in fields(RunConfig)})
     unpaired = TimingConfig(paired=False, warmup=0)  # trials are compared by score only
     trial = replace(
@@ -266,7 +264,7 @@ def tune(config: TuneConfig) -> Path:
             stored = StoredRun(out, read_about(out / "run.json"))
             return None if stored.failures else rows_of(stored.examples.assign(seed=0))[-1]["score"]
 
-        search(study, space, score, config.trials, deadline)
+        search(study, space, score, config.trials, config.timeout_s)
     if tried_in(study):
         with FileLock(folder / "report.lock"):  # other processes of the study report too, when they end
             report(config, replace(plain, half=HELD_OUT, out=None), space, study, folder)
@@ -339,54 +337,58 @@ def _cuts_of(trial: Any) -> Cuts:
 
 
 def search(
-    study: optuna.Study, space: Space, score: Callable[[Cuts], float | None], trials: int, deadline: float
+    study: optuna.Study,
+    space: Space,
+    score: Callable[[Cuts], float | None],
+    trials: int,
+    timeout_s: float | None = None,
 ) -> None:
-    """Measure schedules until the study has `trials` of them, or until `deadline` (`time.monotonic`).
+    """Measure schedules until the study has `trials` of them; none begins after `timeout_s` seconds.
 
     score: None if the schedule could not be measured; it counts as a trial of this process. References come first, then
     trials that an earlier process left unfinished. Several processes may measure a few schedules more.
     """
+    from optuna import TrialPruned
     from optuna.trial import TrialState
 
     from eval.store.folder import InUseError
 
-    known = {point.cuts for point in tried_in(study)}
+    known, begun = {point.cuts for point in tried_in(study)}, len(study.trials)
+    if len(known) >= trials:
+        return
     broken = [_cuts_of(trial) for trial in study.trials if trial.state in (TrialState.RUNNING, TrialState.FAIL)]
-    for cuts in [*space.references().values(), *broken] if len(known) < trials else ():
+    for cuts in [*space.references().values(), *broken]:
         if 0 < len(cuts) <= space.max_cuts and cuts not in known:
             drawn = {f"layer_{number}": layer for number, (layer, _) in enumerate(cuts, start=1)}
             drawn |= {f"keep_{number}": percent for number, (_, percent) in enumerate(cuts, start=1)}
             study.enqueue_trial({"cuts": len(cuts), **drawn})
-    failed = vain = 0
-    while len(known) + failed < trials and vain < IN_VAIN and time.monotonic() < deadline:
-        trial = study.ask()
+
+    def objective(trial: optuna.Trial) -> Any:
         cuts = space.draw(trial)
         speedup = space.speedup(cuts)
         trial.set_user_attr("cuts", cuts)
         trial.set_user_attr("ideal_speedup", speedup)
         if space.target is not None:
             trial.set_constraint("ideal speedup that is missing", space.target - speedup)
-        vain += 1
-        if cuts in known or not space.reaches(cuts):
-            study.tell(trial, state=TrialState.PRUNED)  # a repeated score would attract the sampler
-            continue
-        log.info("trial %d: schedule %s", trial.number, schedule_of(cuts))
+        if not space.reaches(cuts) or cuts in {point.cuts for point in tried_in(study)}:
+            raise TrialPruned  # a repeated score would attract the sampler
         try:
             value = score(cuts)
-        except InUseError:  # another process measures the same schedule
-            study.tell(trial, state=TrialState.PRUNED)
-            continue
-        vain = 0
-        if value is None:
-            log.warning("trial %d failed: schedule %s", trial.number, schedule_of(cuts))
-            study.tell(trial, state=TrialState.FAIL)
-            failed += 1
-            continue
-        log.info("trial %d: score %.2f", trial.number, value)
-        study.tell(trial, [value] if space.target is not None else [value, speedup])
-        known = {point.cuts for point in tried_in(study)}
-    if vain == IN_VAIN:
-        log.info("%d schedules in a row were refused or already measured: end of the search", vain)
+        except InUseError as error:  # another process measures the same schedule
+            raise TrialPruned from error
+        log.info("trial %d: schedule %s, score %s", trial.number, schedule_of(cuts), value)
+        return value if space.target is not None else (value, speedup)
+
+    def stop(study: optuna.Study, _: Any) -> None:
+        all_trials = study.get_trials(deepcopy=False)
+        failed = sum(trial.state == TrialState.FAIL and trial.number >= begun for trial in all_trials)
+        in_vain = [trial.state for trial in all_trials[begun:][-IN_VAIN:]] == [TrialState.PRUNED] * IN_VAIN
+        if in_vain:
+            log.info("%d schedules in a row were refused or already measured: end of the search", IN_VAIN)
+        if in_vain or len(tried_in(study)) + failed >= trials:
+            study.stop()
+
+    study.optimize(objective, timeout=timeout_s, callbacks=[stop])
 
 
 # -------------------------------------------------------------------------------------------------------------- report
