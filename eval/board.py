@@ -142,8 +142,8 @@ def board_page(board: Sequence[Submission], beside: Path) -> str:
     """The page in Markdown. beside: the folder that its links are relative to."""
     import pandas as pd
 
+    from eval.analysis.columns import in_order
     from eval.analysis.table import markdown_lines
-    from eval.analysis.tables.cells import in_order
 
     lines = [_INTRODUCTION.format(records=sum(len(submission.results.frame) for submission in board))]
     lines += [_described(submission, beside) for submission in board]
@@ -172,8 +172,8 @@ def _described(submission: Submission, beside: Path) -> str:
 
 def _settings(submission: Submission) -> pd.DataFrame:
     """A row for each setting: its mean over tasks, its method's effective keep rate, the folders of its runs."""
-    from eval.analysis.tables.cells import SECTION, random_models
-    from eval.analysis.tables.effective_keep import effective_keep
+    from eval.analysis.columns import SECTION, random_models
+    from eval.analysis.effective_keep import effective_keep
 
     results = submission.results
     means = results.by_task[results.by_task["level"] == "all"]
@@ -188,21 +188,23 @@ def _settings(submission: Submission) -> pd.DataFrame:
 
 
 def _cells(row: dict[str, Any], beside: Path) -> dict[str, str]:
-    from eval.analysis.tables.cells import shown
+    from eval.analysis.columns import EXAMPLES, LABEL, Column
 
     folder = row["submission"]
     runs = (
         [] if isinstance(row["folders"], float) else map(Path, row["folders"])
     )  # NaN for a paired baseline, which has no run
     links = [_link(f"{folder.name} {run.name.rpartition('-')[2]}", run, beside) for run in runs]
-    return {
-        "method": row["label"],
-        "n": str(row["examples"]),
-        "score": shown(row, "score", 2, missing="-"),
-        "KL, nats": shown(row, "kl", 5, missing="-"),
-        "TTFT speedup": shown(row, "ttft_speedup", 2, missing="-"),
-        "ideal": shown(row, "ideal_ttft_speedup", 2, missing="-"),
-        "effective keep, %": shown(row, "keep", 1, missing="-"),
+    columns = (
+        LABEL,
+        EXAMPLES,
+        Column("score", "score", 2),
+        Column("kl", "KL, nats", 5),
+        Column("ttft_speedup", "TTFT speedup", 2),
+        Column("ideal_ttft_speedup", "ideal", 2),
+        Column("keep", "effective keep, %", 1),
+    )
+    return {column.heading: column.text(row) for column in columns} | {
         "records": ", ".join(links) or _link(folder.name, folder, beside),
     }
 

@@ -425,7 +425,7 @@ def report(config: TuneConfig, held_out: RunConfig, space: Space, study: optuna.
     import numpy as np
     import pandas as pd
 
-    from eval.analysis.figures.style import save
+    from eval.analysis.style import save
     from eval.run.loop import compare
     from eval.store.aggregate import drawn_means, on_common_examples
     from eval.store.folder import fingerprint, read_about
@@ -480,7 +480,7 @@ def report(config: TuneConfig, held_out: RunConfig, space: Space, study: optuna.
 
 def plot_front(table: pd.DataFrame, title: str) -> Any:
     """All schedules tried, and the finalists on the held-out half with intervals. table: of `report`."""
-    from eval.analysis.figures.style import COLOURS, GREY, around, grid, legend_beside, new_figure, styled
+    from eval.analysis.style import COLOURS, GREY, around, grid, legend_beside, new_figure, styled
 
     @styled
     def draw() -> Any:

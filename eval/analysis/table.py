@@ -1,16 +1,19 @@
-"""A table, and its forms: Markdown, terminal, CSV at full precision, LaTeX."""
+"""A table, and its forms: Markdown, terminal, CSV at full precision, LaTeX. A figure: data and a plot of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pandas as pd
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure as MplFigure
     from rich.table import Table as RichTable
+
+    from eval.store.results import Results
 
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
@@ -99,7 +102,24 @@ class Table:
         return [group != following for group, following in zip(groups, [*groups[1:], *groups[-1:]], strict=True)]
 
 
-def cell(mean: float, low: float | None, high: float | None, digits: int, sign: str = "") -> str:
+@dataclass(frozen=True)
+class Figure:
+    """name: the stem of its files. title, caption: for people; the caption names averages and omissions.
+
+    data: makes the table behind the picture, which is also its CSV; empty if no run has the necessary data.
+    plot: draws the picture from this table alone, so also from the CSV; never called with an empty table.
+    opens_report: the report opens with the first of these figures that has data.
+    """
+
+    name: str
+    title: str
+    caption: str
+    data: Callable[[Results], pd.DataFrame]
+    plot: Callable[[pd.DataFrame], MplFigure]
+    opens_report: bool = False
+
+
+def with_interval(mean: float, low: float | None, high: float | None, digits: int, sign: str = "") -> str:
     """`25.30 ±1.20`: a value and half of its interval, if it has one. sign: "+" to sign positive values too."""
     text = f"{mean:{sign}.{digits}f}"
     if low is None or high is None or math.isnan(low) or math.isnan(high):

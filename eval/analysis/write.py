@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,60 +21,34 @@ from eval.store.results import Results
 from lazyllm.files import write_whole
 
 if TYPE_CHECKING:
-    from eval.analysis.figures import Figure
-    from eval.analysis.table import Table
+    from eval.analysis.registry import Subject
+    from eval.analysis.table import Figure, Table
 
-Save = Callable[[Any, Path, Sequence[str]], list[Path]]
-MakeTable = Callable[[Results], "Table"]
-
-# {table or figure: the command whose runs give its data}
-_COMMANDS = {
-    "field": "python run.py -m experiment=field model=tiny",
-    "claims": "python run.py model=custom model.name=FOLDER_OR_HUB_ID method=gemfilter",
-    "table1": "python run.py -m experiment=table1 model=llama2,xgen",
-    "table2": "python run.py -m experiment=table2 model=llama2,xgen",
-    "figure2": "python run.py experiment=figure2 model=llama2 dataset=hotpotqa",
-    "figure5": "python run.py -m experiment=figure5 model=llama2,xgen",
-    "figure6": "python run.py -m experiment=figure6 model=llama2,xgen",
-    "figure7": "python run.py experiment=figure7 model=llama2",
-    "mechanism": "python run.py experiment=figure2 model=tiny",
-    "needle": "python run.py dataset=needle",
-    "turns": "python run.py experiment=turns",
-    "sensitivity": "python run.py -m experiment=figure6 model=tiny",
-    "ranking": "python run.py -m experiment=figure5 model=tiny",
-    "effective_keep": "python run.py -m experiment=figure5 model=tiny",
-}
-_ANY_RUN = "python run.py model=tiny method=lazy"
 _TABLE_FILES = ("md", "csv", "tex")
 _PICTURES = ("svg", "pdf", "png")
 
 
-def write_paper(
-    results: Results, out: Path, tables: Mapping[str, MakeTable], figures: Mapping[str, Figure], save: Save
-) -> list[Path]:
+def write_paper(results: Results, out: Path, subjects: Mapping[str, Subject]) -> list[Path]:
     """Write everything into `out`, created if missing. Returns the paths, README.md first.
 
-    tables, figures: by name. save: `eval.analysis.figures.save`. Raises UserError if a file cannot be written.
+    subjects: such as `eval.analysis.registry.SUBJECTS`. Raises UserError if a file cannot be written.
     """
     paths, sections, missing = [], [], []
-    for name, make in tables.items():
-        table = make(results)
-        paths += _write_table(table, out / "tables" / name)
-        sections.append(_table_section(table))
-        missing += [f"{table.title}: {what}" for what in _without_run(table)]
-    for name, figure in figures.items():
-        written = _write_figure(figure, results, out / "figures" / name, save)
-        paths += written
-        sections.append(_figure_section(figure, has_run=bool(written)))
-        missing += [] if written else [figure.title]
+    for name, subject in subjects.items():
+        if subject.table is not None:
+            table = subject.table(results)
+            paths += _write_table(table, out / "tables" / name)
+            sections.append(_table_section(table, subject.command))
+            missing += [f"{table.title}: {what}" for what in _without_run(table)]
+    for name, subject in subjects.items():
+        if subject.figure is not None:
+            written = _write_figure(subject.figure, results, out / "figures" / name)
+            paths += written
+            sections.append(_figure_section(subject.figure, subject.command, has_run=bool(written)))
+            missing += [] if written else [subject.figure.title]
     write_whole(out / "provenance.json", json.dumps(provenance(results), indent=2, sort_keys=True) + "\n")
     write_whole(out / "README.md", _index(results, sections, missing))
     return [out / "README.md", out / "provenance.json", *paths]
-
-
-def command_for(name: str) -> str:
-    """The command whose runs give the data of a table or figure."""
-    return _COMMANDS.get(name, _ANY_RUN)
 
 
 def provenance(results: Results) -> list[dict[str, Any]]:
@@ -103,7 +78,7 @@ def _write_table(table: Table, stem: Path) -> list[Path]:
     return paths
 
 
-def _write_figure(figure: Figure, results: Results, stem: Path, save: Save) -> list[Path]:
+def _write_figure(figure: Figure, results: Results, stem: Path) -> list[Path]:
     """Write the figure's files. If no run has its data, write nothing and remove files of an earlier call."""
     data = figure.data(results)
     table = stem.with_name(f"{stem.name}.csv")
@@ -111,6 +86,8 @@ def _write_figure(figure: Figure, results: Results, stem: Path, save: Save) -> l
         for path in (table, *(stem.with_name(f"{stem.name}.{suffix}") for suffix in _PICTURES)):
             path.unlink(missing_ok=True)
         return []
+    from eval.analysis.style import save  # not at the top: importing matplotlib is slow and writes caches
+
     write_whole(table, data.to_csv(index=False, lineterminator="\n"))
     return [table, *save(figure.plot(data), stem, _PICTURES)]
 
@@ -137,13 +114,12 @@ def _share(method: str, absent: Sequence[bool]) -> str:
     return method if all(absent) else f"{method} ({sum(absent)} of {len(absent)} tasks)"
 
 
-def _table_section(table: Table) -> str:
+def _table_section(table: Table, command: str) -> str:
     files = " ".join(f"[{suffix}](tables/{table.name}.{suffix})" for suffix in _TABLE_FILES)
-    return f"{table.to_markdown('##')}\n{files}; `{command_for(table.name)}`\n"
+    return f"{table.to_markdown('##')}\n{files}; `{command}`\n"
 
 
-def _figure_section(figure: Figure, has_run: bool) -> str:
-    command = command_for(figure.name)
+def _figure_section(figure: Figure, command: str, has_run: bool) -> str:
     if not has_run:
         return f"## {figure.title}\n\nNo run for this figure. Command: `{command}`\n"
     files = " ".join(f"[{suffix}](figures/{figure.name}.{suffix})" for suffix in (*_PICTURES, "csv"))
@@ -178,10 +154,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     options = parser.parse_args(argv)
     results = Results.read(options.runs, options.where, options.newest)
-    from eval.analysis.figures import FIGURES, save  # not at the top: importing matplotlib is slow and writes caches
-    from eval.analysis.tables import TABLES, effective_keep
+    from eval.analysis.effective_keep import effective_keep  # not at the top: importing matplotlib is slow
+    from eval.analysis.registry import SUBJECTS
 
-    tables = {**TABLES, "effective_keep": partial(effective_keep, within=options.within)}
-    paths = write_paper(results, options.out, tables, FIGURES, save)
+    keep = replace(SUBJECTS["effective_keep"], table=partial(effective_keep, within=options.within))
+    paths = write_paper(results, options.out, SUBJECTS | {"effective_keep": keep})
     print(f"{len(paths)} files from {len(results.runs)} runs: {paths[0]}")
     return 0

@@ -23,11 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     results = Results.read(options.runs, options.where, options.newest)
-    from eval.analysis.figures import FIGURES  # not at the top: slow to import
-    from eval.analysis.tables import TABLES
+    from eval.analysis.registry import SUBJECTS  # not at the top: slow to import
     from eval.report.page import render
 
-    page = render(results, TABLES, FIGURES, options.records)
+    page = render(results, SUBJECTS, options.records)
     write_whole(options.out, page)
     size = len(page.encode()) / 1e6
     print(f"{options.out} ({size:.1f} MB): open it in a browser; it needs no other file")

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import io
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,8 @@ import matplotlib as mpl
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from eval.analysis.figures import Figure
-from eval.analysis.table import Table
-from eval.analysis.write import command_for
+from eval.analysis.registry import Subject
+from eval.analysis.table import Figure, Table
 from eval.report import overview
 from eval.report.grid import Grid, grid
 from eval.report.record_browser import embed_records, embed_traces
@@ -34,18 +33,18 @@ _IDS = re.compile(r'(\bid="|url\(#|href="#)')
 
 def render(
     results: Results,
-    tables: Mapping[str, Callable[[Results], Table]],
-    figures: Mapping[str, Figure],
+    subjects: Mapping[str, Subject],
     most: int | None = None,
 ) -> str:
     """The page of some runs.
 
-    tables, figures: by name, like `eval.analysis.tables.TABLES` and `eval.analysis.figures.FIGURES`. most: number of
-    records shown for each run and dataset, None for all. Raises UserError if a trace cannot be read.
+    subjects: such as `eval.analysis.registry.SUBJECTS`. most: number of records shown for each run and dataset, None
+    for all. Raises UserError if a trace cannot be read.
     """
     runs = results.runs
     common, differing = overview.provenance(runs)
-    pictures = [_as_picture(figure, results) for figure in figures.values()]
+    figures = [(subject.figure, subject.command) for subject in subjects.values() if subject.figure is not None]
+    pictures = [_as_picture(figure, command, results) for figure, command in figures]
     first = next((picture for picture in pictures if picture["svg"] and picture["opens_report"]), None)
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     return _template().render(
@@ -58,7 +57,7 @@ def render(
         common=common,
         differing=differing,
         findings=overview.findings(results),
-        tables=[_as_grid(make(results)) for make in tables.values()],
+        tables=[_as_grid(subject.table(results)) for subject in subjects.values() if subject.table is not None],
         first=first,
         pictures=[picture for picture in pictures if picture is not first],
         records=embed_records(runs, most),
@@ -83,11 +82,11 @@ def _as_grid(table: Table) -> Grid:
     return grid(f"table-{table.name}", table.title, table.caption, table.cells, keys=table.keys, has_run=has_run)
 
 
-def _as_picture(figure: Figure, results: Results) -> dict[str, Any]:
+def _as_picture(figure: Figure, command: str, results: Results) -> dict[str, Any]:
     """The figure's texts, its svg (None without data), and the command of a run that gives the data."""
     frame, name = figure.data(results), f"figure-{figure.name}"
     svg = None if frame.empty else inline_svg(figure.plot(frame), name)
-    return {**vars(figure), "name": name, "svg": svg, "command": command_for(figure.name)}
+    return {**vars(figure), "name": name, "svg": svg, "command": command}
 
 
 def inline_svg(figure: Any, name: str) -> Markup:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.analysis.token_states import step_sets
+from eval.analysis.mechanism import step_sets
 from eval.store.record import Measurement, Record, Trace, read_trace
 from eval.store.results import first_turns
 from eval.store.runs import StoredRun

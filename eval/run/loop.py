@@ -115,7 +115,8 @@ def compare(comparison: Resolved) -> list[RunResult]:
     screen.print(table.to_rich())
     pictures: list[Path] = []
     if config.timing.paired:  # the picture is of speedups
-        from eval.analysis.figures import plot_comparison, save  # not at the top: matplotlib is slow to import
+        from eval.analysis.field import plot_comparison  # not at the top: matplotlib is slow to import
+        from eval.analysis.style import save
 
         pictures = save(
             plot_comparison(table.frame, f"{model}, {title}", {name: one.method for name, one in runs.items()}), stem
@@ -384,7 +385,8 @@ def _write_table(plan: Plan, store: RunStore, results: Results) -> Table:
 
 def _pictures(stored: StoredRun) -> list[Path]:
     """All figures that need only one run, as PNG in its folder."""
-    from eval.analysis.figures import FIGURES, save  # not at the top: matplotlib is slow to import
+    from eval.analysis.registry import FIGURES  # not at the top: matplotlib is slow to import
+    from eval.analysis.style import save
 
     folder = stored.folder / "figures"
     folder.mkdir(exist_ok=True)

@@ -15,7 +15,7 @@ from eval.analysis.table import Table
 from eval.store.folder import open_store
 from eval.store.record import Failure, Record
 from eval.store.results import Results
-from tests.eval.analysis.figures.made import stored
+from tests.eval.analysis.made import stored
 from tests.eval.store.made import measurement
 
 

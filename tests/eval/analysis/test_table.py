@@ -5,7 +5,8 @@ import io
 import pandas as pd
 import pytest
 
-from eval.analysis.table import Table, cell, latex
+from eval.analysis.columns import Column, cells
+from eval.analysis.table import Table, latex, with_interval
 
 TABLE = Table(
     "two",
@@ -75,7 +76,23 @@ def test_latex_takes_nothing_for_its_own(text: str, escaped: str) -> None:
     assert latex(text) == escaped
 
 
-def test_cells() -> None:
+def test_value_with_interval() -> None:
     nan = float("nan")
-    assert cell(25.304, 24.0, 26.5, 2) == "25.30 ±1.25"
-    assert cell(2.346, None, None, 1) == cell(2.346, nan, nan, 1) == "2.3"
+    assert with_interval(25.304, 24.0, 26.5, 2) == "25.30 ±1.25"
+    assert with_interval(2.346, None, None, 1) == with_interval(2.346, nan, nan, 1) == "2.3"
+    assert with_interval(2.346, None, None, 1, "+") == "+2.3"
+
+
+def test_columns_show_values_with_their_intervals() -> None:
+    nan = float("nan")
+    values = pd.DataFrame({"n": [3, 4], "x": [2e6, nan], "x_low": [1e6, nan], "x_high": [4e6, nan], "y": [-1.0, 1.0]})
+    columns = [
+        Column("n", "count"),
+        Column("x", "x, MB", 1, missing="unpaired", scale=1e6),
+        Column("x", "alone", 0, interval=False),
+        Column("y", "y", 2, sign="+"),
+    ]
+    table = cells(values, columns)
+    assert list(table) == ["count", "x, MB", "alone", "y"]
+    assert table.to_numpy().tolist() == [["3", "2.0 ±1.5", "2000000", "-1.00"], ["4", "unpaired", "-", "+1.00"]]
+    assert list(cells(values[:0], columns)) == list(table)

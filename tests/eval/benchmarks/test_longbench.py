@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from eval import cli
-from eval.analysis.tables import TABLES
+from eval.analysis.registry import TABLES
 from eval.benchmarks import downloads, longbench
 from eval.benchmarks.datasets import DATASETS, load_rows, resolve_datasets
 from eval.benchmarks.longbench import TemplateWarning

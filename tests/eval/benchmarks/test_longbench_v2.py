@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.analysis.tables import TABLES
+from eval.analysis.registry import TABLES
 from eval.benchmarks import downloads, longbench_v2
 from eval.benchmarks.datasets import DATASETS, official_rows
 from eval.benchmarks.longbench import TemplateWarning

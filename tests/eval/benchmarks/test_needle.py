@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eval.analysis.figures import FIGURES
+from eval.analysis.registry import FIGURES
 from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS, official_rows

@@ -20,11 +20,10 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 from eval.report.page import render
 from eval.store.results import Results
 from tests.eval.report.test_report import (
-    FIGURES,
     HOSTILE,
     LAST_LAYERS,
     REVIVED,
-    TABLES,
+    SUBJECTS,
     TRACE,
     make_runs,
 )
@@ -60,7 +59,7 @@ def browser() -> Iterator[webdriver.Chrome]:
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    (folder / "page.html").write_text(render(Results(make_runs(folder / "runs")), TABLES, FIGURES), encoding="utf-8")
+    (folder / "page.html").write_text(render(Results(make_runs(folder / "runs")), SUBJECTS), encoding="utf-8")
     return folder / "page.html"
 
 

@@ -17,9 +17,9 @@ import pytest
 import eval.report
 import lazyllm
 from eval import cli
-from eval.analysis.figures import Figure
-from eval.analysis.figures.style import new_figure
-from eval.analysis.table import Table
+from eval.analysis.registry import Subject
+from eval.analysis.style import new_figure
+from eval.analysis.table import Figure, Table
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt
 from eval.report import __main__ as command
@@ -361,7 +361,7 @@ def test_figures_in_one_page_share_no_id() -> None:
 
 
 def hand_table(results: Results) -> Table:
-    """A table as `eval.analysis.tables` makes them; its cells and words are hostile."""
+    """A table as `eval.analysis` makes them; its cells and words are hostile."""
     names = ["b", "a", HOSTILE, "d", "e"]
     cells = pd.DataFrame({f"name {HOSTILE}": names, "score": ["10.5 ±1", "9", "no run", "100", "9"]})
     return Table("hand", f"By hand {HOSTILE}", f"Caption {HOSTILE}", cells, cells)
@@ -380,12 +380,10 @@ def draw(frame: pd.DataFrame) -> Any:
     return figure
 
 
-TABLES = {"hand": hand_table, "bare": bare_table}
-FIGURES = {
-    "full": Figure(
-        "full", f"Drawn {HOSTILE}", f"Caption {HOSTILE}", lambda results: pd.DataFrame({"x": [1.0, 2.0]}), draw
-    ),
-    "empty": Figure("empty", "Not drawn", "", lambda results: pd.DataFrame(), draw),
+FULL = Figure("full", f"Drawn {HOSTILE}", f"Caption {HOSTILE}", lambda results: pd.DataFrame({"x": [1.0, 2.0]}), draw)
+SUBJECTS = {
+    "hand": Subject(hand_table, FULL),
+    "bare": Subject(bare_table, Figure("empty", "Not drawn", "", lambda results: pd.DataFrame(), draw)),
 }
 
 
@@ -407,7 +405,7 @@ def make_runs(folder: Path) -> list[StoredRun]:
 
 
 def test_page_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
-    page = render(Results(make_runs(tmp_path)), TABLES, FIGURES)
+    page = render(Results(make_runs(tmp_path)), SUBJECTS)
     style_and_script = re.findall(r"(?s)<style>.*?</style>|<script>.*</script>", page)
     assert not any(re.search(r"https?:|url\(|@import|fetch\(|XMLHttp", part) for part in style_and_script)
     references = re.findall(r"\b(?:src|href|action|data|poster|srcset)=[\"']?([^\"'\s>]*)", page)
@@ -417,7 +415,7 @@ def test_page_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
 
 
 def test_page_escapes_hostile_text(tmp_path: Path) -> None:
-    page = render(Results(make_runs(tmp_path)), TABLES, FIGURES)
+    page = render(Results(make_runs(tmp_path)), SUBJECTS)
     assert page.count("</script>") == page.count("<script") == 3  # two with data and one with code
     assert "<img" not in page
     assert "<!--<script" not in page
@@ -466,8 +464,7 @@ def test_wheel_holds_every_file_of_the_page() -> None:
 
 def test_report_writes_the_page_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     make_runs(tmp_path / "runs")
-    monkeypatch.setattr("eval.analysis.tables.TABLES", TABLES)
-    monkeypatch.setattr("eval.analysis.figures.FIGURES", FIGURES)
+    monkeypatch.setattr("eval.analysis.registry.SUBJECTS", SUBJECTS)
     monkeypatch.chdir(tmp_path)  # a clone that ignores runs/ stays clean
     assert command.main(["runs"]) == 0
     assert Path("runs/report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -481,8 +478,7 @@ def test_report_refuses_bad_arguments_and_traces(tmp_path: Path, monkeypatch: py
     assert cli.main(["report", str(tmp_path / "none")]) == 2
     assert "no such folder" in capsys.readouterr().err
     make_runs(tmp_path / "runs")
-    monkeypatch.setattr("eval.analysis.tables.TABLES", {})
-    monkeypatch.setattr("eval.analysis.figures.FIGURES", {})
+    monkeypatch.setattr("eval.analysis.registry.SUBJECTS", {})
     (tmp_path / "runs" / "lazy" / "traces" / "two.json").write_text("{}")
     assert cli.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html")]) == 2
     assert "two.json: not a trace" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from eval.store.results import Results, as_frame, find_runs
 from lazyllm import Generation
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_weights
-from tests.eval.analysis.figures.made import stored
+from tests.eval.analysis.made import stored
 from tests.eval.store.made import record
 from tests.eval.store.test_folder import full_disk
 from tests.runs import small_run
@@ -87,9 +87,9 @@ def test_a_shard_in_which_all_fails_does_not_speak_for_the_others(tmp_path: Path
 
 def test_a_comparison_says_which_half_it_is_of(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("eval.analysis.figures.save", lambda *_: [])
+    monkeypatch.setattr("eval.analysis.style.save", lambda *_: [])
     titles = []
-    monkeypatch.setattr("eval.analysis.figures.plot_comparison", lambda _, title, methods: titles.append(title))
+    monkeypatch.setattr("eval.analysis.field.plot_comparison", lambda _, title, methods: titles.append(title))
     config = small_run(tmp_path).changed(out=None, limit=2, dataset={"lookup": True}, label="two")
     for half, title in (("held-out", "two, held-out half"), (None, "two")):
         compare(config.changed(half=half, compare={"lazy": config.method}))
@@ -111,7 +111,7 @@ def test_a_comparison_loads_its_model_once_and_only_if_something_is_left_to_meas
     tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("eval.analysis.figures.save", lambda *_: [])
+    monkeypatch.setattr("eval.analysis.style.save", lambda *_: [])
     loaded: list[weakref.ref] = []
 
     def counted(spec):

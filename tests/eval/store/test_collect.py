@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from eval import cli
-from eval.analysis.figures import FIGURES
-from eval.analysis.tables import TABLES
+from eval.analysis.registry import FIGURES, TABLES
 from eval.report.__main__ import main as report
 from eval.store import aggregate
 from eval.store.collect import collect, describe, main
@@ -21,7 +20,7 @@ from eval.store.record import SCHEMA, Failure
 from eval.store.results import Results, find_runs
 from eval.store.runs import stored_runs
 from lazyllm.errors import UserError
-from tests.eval.analysis.figures.made import small_trace, with_traces
+from tests.eval.analysis.made import small_trace, with_traces
 from tests.eval.store.made import LAZY, PROVENANCE, record, with_turns, write_run
 
 
@@ -69,8 +68,7 @@ def test_tables_and_figures_are_equal_from_raw_and_collected(campaign: Path, col
 
 
 def test_report_is_equal_from_raw_and_collected(campaign: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("eval.analysis.figures.FIGURES", {})
-    monkeypatch.setattr("eval.analysis.tables.TABLES", {})
+    monkeypatch.setattr("eval.analysis.registry.SUBJECTS", {})
     pages = []
     for name in ("runs", "collected"):
         assert report([str(campaign / name), "--out", str(tmp_path / name), "--records", "1"]) == 0

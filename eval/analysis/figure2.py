@@ -1,0 +1,117 @@
+"""Figure 2: the attention of a prompt's last token to each token, in each layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure as MplFigure
+from matplotlib.ticker import MaxNLocator
+
+from eval.analysis.style import COLOURS, grid, new_figure, styled, traced_example
+from eval.analysis.table import Figure
+from eval.store.record import Trace
+from eval.store.results import Results
+
+COLUMNS = 700  # of the heat map; more would not be visible in print
+_FAINTEST = 0.01  # as a share of 1/n: scores below it have the darkest colour
+
+
+def importance_frame(trace: Trace) -> pd.DataFrame:
+    """part "map": s[l, i] (Eq. 1) by layer and column; a column is the maximum over `width` neighbouring tokens, from
+    token i on. part "mean": each token's mean over the layers. Positions count from 0.
+    """
+    scores = np.array(trace.importance)
+    n = scores.shape[1]
+    width = -(-n // COLUMNS)
+    starts = np.arange(0, n, width)
+    columns = np.maximum.reduceat(scores, starts, axis=1)  # a mean would hide peaks, which are one token wide
+    layer, column = np.indices(columns.shape).reshape(2, -1)
+    of_map = {"part": "map", "layer": layer + 1, "position": starts[column], "importance": columns.ravel()}
+    of_mean = {"part": "mean", "position": np.arange(n), "importance": scores.mean(axis=0)}
+    frame: Any = pd.concat([pd.DataFrame(of_map), pd.DataFrame(of_mean)], ignore_index=True)
+    frame["layer"] = frame["layer"].astype("Int64")
+    about = {"dataset": trace.dataset, "id": trace.id, "prompt_tokens": n, "width": width}
+    return frame.assign(**about)[[*about, *frame.columns]]
+
+
+def data(results: Results) -> pd.DataFrame:
+    """`importance_frame` of one traced example, which was not pruned, with a column `model`."""
+    example = traced_example(results)
+    if example is None:
+        return pd.DataFrame()
+    run, trace = example
+    frame = importance_frame(trace)
+    frame.insert(0, "model", run.model)
+    return frame
+
+
+@styled
+def plot(frame: Any) -> MplFigure:
+    """The heat map on the left, the distribution of the tokens' mean scores on the right."""
+    figure = new_figure(10, 3.4, wspace=0.06)
+    left, right = figure.subplots(1, 2, width_ratios=(2.1, 1))
+    _draw_map(figure, left, frame)
+    _draw_distribution(right, frame)
+    return figure
+
+
+def _draw_map(figure: MplFigure, axes: Any, frame: Any) -> None:
+    cells = frame[frame["part"] == "map"].pivot(index="layer", columns="position", values="importance")
+    n, width = int(frame["prompt_tokens"].iloc[0]), int(frame["width"].iloc[0])
+    layers = len(cells)
+    picture = axes.imshow(
+        cells.to_numpy(), aspect="auto", interpolation="none", cmap="viridis",
+        norm=LogNorm(_FAINTEST / n, cells.to_numpy().max(), clip=True), extent=(0.5, n + 0.5, layers + 0.5, 0.5),
+    )  # fmt: skip
+    axes.set(xlabel="prompt token", ylabel="layer")
+    axes.set_title(f"a  Importance by layer and token ({frame['model'].iloc[0]}, {frame['dataset'].iloc[0]})")
+    axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 4, 8, 10]))
+    if width > 1:
+        axes.set_xlabel(f"prompt token (each column: the largest of {width} neighbours)")
+    bar = figure.colorbar(picture, ax=axes, extend="min", pad=0.015, aspect=28)
+    bar.set_label("last token's attention, mean over heads", fontsize=8.5)
+    bar.ax.axhline(1 / n, color="white", linewidth=1.2)
+    bar.ax.annotate(
+        "1/n", (0, 1 / n), xycoords=("axes fraction", "data"), xytext=(-3, 0), textcoords="offset points",
+        ha="right", va="center", fontsize=7,
+    )  # fmt: skip
+
+
+def _draw_distribution(axes: Any, frame: Any) -> None:
+    scores = np.sort(frame.loc[frame["part"] == "mean", "importance"].to_numpy(dtype=float))[::-1]
+    n = len(scores)
+    edges = np.geomspace(max(scores.min(), _FAINTEST / n), scores.max() * 1.001, 31)
+    counts, _ = np.histogram(np.maximum(scores, edges[0]), bins=edges)
+    axes.stairs(100 * counts / n, edges, fill=True, color=COLOURS[0], alpha=0.85)
+    axes.set_xscale("log")
+    axes.set(xlabel="mean score of a token over the layers", ylabel="% of the prompt tokens")
+    top = -(-n // 10)
+    axes.set_title("b  Distribution of the mean score", pad=30)
+    axes.annotate(
+        f"{100 * (scores < 1 / n).mean():.0f} % of the tokens get less than an equal share;\n"
+        f"the top 10 % get {100 * scores[:top].sum() / scores.sum():.0f} % of the attention",
+        (0, 1.02), xycoords="axes fraction", va="bottom", fontsize=8,
+    )  # fmt: skip
+    highest = 100 * counts.max() / n
+    axes.plot([1 / n] * 2, [0, 1.08 * highest], color="black", linewidth=1, linestyle=(0, (4, 2)))
+    axes.annotate(f"1/n = {1 / n:.2g}", (1 / n, 1.1 * highest), ha="left", va="bottom", fontsize=7.5)
+    axes.set_ylim(0, 1.2 * highest)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    grid(axes, "y")
+
+
+FIGURE = Figure(
+    name="figure2",
+    title="Most prompt tokens matter little to the next one (the paper's Figure 2)",
+    caption=(
+        "Importance (Eq. 1) of every token of one prompt, without pruning. Left: by layer, on a log scale; "
+        "if there are more tokens than columns, a column shows the largest score of its tokens. Scores below 1 % of "
+        "an equal share (1/n) have the darkest colour. Right: distribution of the tokens' mean scores over the "
+        "layers; the first bar includes all lower scores."
+    ),
+    data=data,
+    plot=plot,
+)

@@ -1,0 +1,57 @@
+"""All tables and figures by name: the one place where a new one is registered.
+
+Every one needs stored results only. Rows are joined by key: model, suite, method, settings, task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from eval.analysis import evidence, field, figure2, figure5, figure7, mechanism, needle, sensitivity, ttft_share, turns
+from eval.analysis.effective_keep import effective_keep
+from eval.analysis.groups import groups
+from eval.analysis.paper_tables import claims, table1, table2
+from eval.analysis.ranking import ranking
+from eval.analysis.table import Figure, Table
+from eval.store.results import Results
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is shown of a subject: a table, a figure, or both. command: its runs give the data."""
+
+    table: Callable[[Results], Table] | None = None
+    figure: Figure | None = None
+    command: str = "python run.py model=tiny method=lazy"
+
+
+SUBJECTS = {
+    "field": Subject(field.field, field.FIGURE, "python run.py -m experiment=field model=tiny"),
+    "claims": Subject(claims, command="python run.py model=custom model.name=FOLDER_OR_HUB_ID method=gemfilter"),
+    "table1": Subject(table1, command="python run.py -m experiment=table1 model=llama2,xgen"),
+    "table2": Subject(table2, command="python run.py -m experiment=table2 model=llama2,xgen"),
+    "mechanism": Subject(figure=mechanism.FIGURE, command="python run.py experiment=figure2 model=tiny"),
+    "figure2": Subject(figure=figure2.FIGURE, command="python run.py experiment=figure2 model=llama2 dataset=hotpotqa"),
+    "figure5": Subject(figure=figure5.FIGURE, command="python run.py -m experiment=figure5 model=llama2,xgen"),
+    "figure6": Subject(figure=sensitivity.FIGURE6, command="python run.py -m experiment=figure6 model=llama2,xgen"),
+    "figure7": Subject(figure=figure7.FIGURE, command="python run.py experiment=figure7 model=llama2"),
+    "groups": Subject(groups),
+    "turns": Subject(turns.turns, turns.FIGURE, "python run.py experiment=turns"),
+    "memory": Subject(field.memory),
+    "ttft_share": Subject(ttft_share.ttft_share, ttft_share.FIGURE),
+    "sensitivity": Subject(
+        sensitivity.sensitivity, sensitivity.FIGURE, "python run.py -m experiment=figure6 model=tiny"
+    ),
+    "needle": Subject(figure=needle.FIGURE, command="python run.py dataset=needle"),
+    "ranking": Subject(ranking, command="python run.py -m experiment=figure5 model=tiny"),
+    "effective_keep": Subject(effective_keep, command="python run.py -m experiment=figure5 model=tiny"),
+    "evidence": Subject(evidence.evidence, evidence.FIGURE),
+}
+TABLES = {name: subject.table for name, subject in SUBJECTS.items() if subject.table is not None}
+FIGURES = {name: subject.figure for name, subject in SUBJECTS.items() if subject.figure is not None}
+
+
+def command_for(name: str) -> str:
+    """The command whose runs give the data of a table or figure."""
+    return SUBJECTS[name].command

@@ -1,0 +1,232 @@
+"""Sensitivity of score, KL and speed to the schedule of the method under study.
+
+The table has every schedule; Figure 6 and the heat maps have those with a single pruning layer.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure as MplFigure
+
+from eval.analysis.columns import EXAMPLES, MODEL, SECTION, SETTING, Column, cells, forms, overall
+from eval.analysis.known_methods import STUDIED
+from eval.analysis.style import (
+    GREY,
+    REFERENCE,
+    draw,
+    grid,
+    heat_map,
+    legend_beside,
+    look_of,
+    new_figure,
+    shade_of,
+    styled,
+)
+from eval.analysis.table import COMPUTED, Figure, Table
+from eval.store.results import Results
+from eval.store.runs import is_ablation, label_of
+
+_SLOPE = "score_change_per_0.1_keep"
+_COLUMNS = (
+    MODEL,
+    Column("schedule", "schedule"),
+    EXAMPLES,
+    Column("ttft_speedup", "TTFT speedup", 2, missing="unpaired"),
+    Column("score", "score", 2),
+    Column("score_change", "score - baseline", 2, missing="unpaired", sign="+"),
+    Column("pct_prompt_tokens_computed", "% tokens computed", 1),
+    Column("kl", "KL, nats", 5),
+    Column(_SLOPE, "points per 0.1 keep", 2, sign="+"),
+)
+
+
+def sensitivity(results: Results) -> Table:
+    """Score, KL and TTFT speedup of every schedule, and the score lost from the next higher keep ratio."""
+    frame = overall(results.where(lambda run: run.method == STUDIED))
+    frame = frame[frame["method"] == STUDIED].copy()
+    frame["score_change"] = frame["score"] - frame["baseline_score"]
+    schedules = [_schedule(settings) for settings in frame["settings"]]
+    frame = frame.join(pd.DataFrame(schedules, index=frame.index, columns=["layers", "keep", "others"]))
+    frame[_SLOPE] = _slopes(frame)
+    frame = frame.sort_values([*SECTION, "ttft_speedup"], kind="stable").reset_index(drop=True)
+    values = forms("score", "ttft_speedup", "pct_prompt_tokens_computed", "kl")
+    frame = frame[[*SETTING, "layers", "keep", "examples", *values, "baseline_score", "score_change", _SLOPE]]
+    labels = [label.removeprefix(f"{STUDIED}, ").removeprefix("schedule=") for label in frame["label"]]
+    caption = (
+        "Every schedule of LazyLLM that was run ({layer: keep ratio}), by speedup; mean over tasks. Points per 0.1 "
+        "keep: change of the score per 0.1 less of the prompt kept after a single pruning layer, relative to the next "
+        "higher ratio that was run after the same layer, or to keeping everything (the baseline); - "
+        f"for schedules of several layers. % tokens computed: {COMPUTED}. KL: of the first token's distribution from "
+        "the paired baseline's. ±: half of the 95 % bootstrap interval over examples."
+    )
+    title = "Sensitivity of score, KL and speed to the schedule"
+    table = cells(frame.assign(schedule=labels), _COLUMNS, results)
+    return Table("sensitivity", title, caption, frame, table, keys=2)
+
+
+def _schedule(settings: str) -> dict[str, Any]:
+    """The layers that prune, the share of the prompt that the last layers keep, and the other settings."""
+    values = json.loads(settings)
+    schedule = values.pop("schedule", None)
+    others = label_of("", values)
+    if not isinstance(schedule, dict):
+        return {"layers": None, "keep": np.nan, "others": others}
+    layers = " ".join(sorted(schedule, key=int))
+    return {"layers": layers, "keep": float(np.prod(list(schedule.values()))), "others": others}
+
+
+def _slopes(frame: pd.DataFrame) -> pd.Series:
+    """Change of score per 0.1 of keep, relative to the next higher keep (at most 1) after the same layer.
+
+    NaN for schedules of several pruning layers, as several ratios differ. Scores are differences to the baseline's.
+    """
+    slopes = pd.Series(np.nan, index=frame.index)
+    single = frame["layers"].notna() & ~frame["layers"].astype(str).str.contains(" ")
+    points: Any = frame[single & (frame["keep"] < 1)]
+    for _, group in points.groupby([*SECTION, "layers", "others"]):
+        gentler_keep, gentler_change = 1.0, 0.0  # keeping everything is the baseline
+        for index, row in group.sort_values("keep", ascending=False).iterrows():
+            slopes[index] = 0.1 * (row["score_change"] - gentler_change) / (gentler_keep - row["keep"])
+            gentler_keep, gentler_change = row["keep"], row["score_change"]
+    return slopes
+
+
+# ------------------------------------------------------------------------------------------------------------ Figure 6
+
+
+def single_points(results: Results) -> pd.DataFrame:
+    """Means over tasks of LazyLLM's runs with one pruning layer and default settings: model, suite, layer, keep (0 to
+    1), examples, and score, baseline_score, relative_score, ttft_speedup, kl, with `_low` and `_high`.
+    """
+    table: Any = results.by_task
+    table = table[(table["level"] == "all") & (table["method"] == STUDIED)]
+    values = forms("score", "baseline_score", "relative_score", "ttft_speedup", "kl")
+    points = [_single_point(json.loads(settings)) for settings in table["settings"]]
+    points = pd.DataFrame(points, index=table.index, columns=["layer", "keep"])
+    table = table.join(points).dropna(subset="layer").astype({"layer": int, "keep": float})
+    table = table.sort_values([*SECTION, "keep", "layer"])
+    return table[[*SECTION, "layer", "keep", "examples", *values]].reset_index(drop=True)
+
+
+def _single_point(settings: dict[str, Any]) -> tuple[int | None, float | None]:
+    """(layer, keep), or (None, None) for other settings."""
+    schedule = settings["schedule"]
+    if is_ablation(settings) or not isinstance(schedule, dict) or len(schedule) != 1:
+        return None, None
+    ((layer, keep),) = schedule.items()
+    return int(layer), float(keep)
+
+
+@styled
+def plot_figure6(frame: Any) -> MplFigure:
+    """One panel per model and suite, with one curve per kept share; below it a panel of KL, if it was measured."""
+    panels = list(frame.groupby(SECTION, sort=False))
+    has_kl = frame["kl"].notna().any()
+    figure = new_figure(5.6 * len(panels), 4 + 3.4 * has_kl)
+    columns = figure.subplots(1 + has_kl, len(panels), squeeze=False).T
+    for column, ((model, suite), rows) in zip(columns, panels, strict=True):
+        low, high = rows["examples"].min(), rows["examples"].max()
+        counts = low if low == high else f"{low} to {high}"
+        _draw_scores(column[0], rows)
+        column[0].set_title(f"{model}, {suite}: mean over tasks, {counts} examples")
+        if has_kl:
+            _draw_curves(column[1], rows, "kl", "KL from the baseline's first token, nats")
+            column[1].set_yscale("log", nonpositive="clip")
+    return figure
+
+
+def _draw_scores(axes: Any, rows: Any) -> None:
+    values = rows[["score", "score_low", "score_high", "baseline_score"]].to_numpy()
+    low, high = np.nanmin(values), np.nanmax(values)  # intervals and baseline may be missing
+    margin = 0.06 * max(high - low, 1)
+    axes.set(ylim=(low - margin, high + margin))
+    baseline = float(np.mean(rows["baseline_score"]))
+    if np.isfinite(baseline):
+        axes.axhline(baseline, label="baseline", **REFERENCE)
+    _draw_curves(axes, rows, "score", "score (0 to 100)")
+
+
+def _draw_curves(axes: Any, rows: Any, column: str, label: str) -> None:
+    shares = sorted(set(rows["keep"]))
+    for number, keep in enumerate(shares):
+        look = {"color": shade_of(number, len(shares)), "markersize": 5, **look_of(number)}
+        draw(axes, rows[rows["keep"] == keep], "layer", column, label=f"keep {100 * keep:g} %", **look)
+    axes.set_xticks(sorted(set(rows["layer"])))
+    axes.set(xlabel="layer after which tokens are pruned, once", ylabel=label)
+    legend_beside(axes)
+    grid(axes)
+
+
+FIGURE6 = Figure(
+    name="figure6",
+    title="Score against the layer of a single pruning point (the paper's Figure 6)",
+    caption=(
+        "LazyLLM with one pruning layer, mean over tasks, with 95 % bootstrap intervals over examples: the score, and "
+        "on a log scale the KL divergence of the first token's distribution from the paired baseline's. The paper "
+        "claims that scores fall if fewer tokens are kept and rise if pruning is later; it gives no numbers to "
+        "overlay."
+    ),
+    data=single_points,
+    plot=plot_figure6,
+)
+
+# ----------------------------------------------------------------------------------------------------------- heat maps
+
+_PANELS = (
+    ("relative_score", "Score, % of the paired baseline's", "{:.0f}", None),
+    ("ttft_speedup", "TTFT speedup over the baseline", "{:.2f}", None),
+    ("kl", "KL, first token, nats", "{:.1g}", LogNorm),
+)  # (column, title, form of a number, scale of colours)
+
+
+def data(results: Results) -> pd.DataFrame:
+    """`single_points` of each model and suite that has several."""
+    points: Any = single_points(results)
+    return points[points.duplicated(SECTION, keep=False)].reset_index(drop=True)
+
+
+@styled
+def plot(frame: Any) -> MplFigure:
+    """One row per model and suite: maps of score, speedup and, if measured, KL, by layer and kept share."""
+    rows = list(frame.groupby(SECTION, sort=False))
+    layers = max(points["layer"].nunique() for _, points in rows)
+    panels = [panel for panel in _PANELS if frame[panel[0]].notna().any()]
+    figure = new_figure(max(7.0, len(panels) * (1.6 + 0.52 * layers)), 0.5 + 2.6 * len(rows))
+    lines = figure.subplots(len(rows), len(panels), squeeze=False)
+    for line, ((model, suite), points) in zip(lines, rows, strict=True):
+        for axes, (column, title, form, scale) in zip(line, panels, strict=True):
+            values = points.pivot(index="keep", columns="layer", values=column).rename(lambda keep: f"{100 * keep:g} %")
+            _draw_map(axes, values, form, scale() if scale else None)
+            axes.set_title(f"{title}\n{model}, {suite}, mean over tasks")
+    return figure
+
+
+def _draw_map(axes: Any, values: Any, form: str, norm: Any) -> None:
+    numbers = values.to_numpy()
+    shown = np.ma.masked_invalid(numbers) if norm is None else np.ma.masked_less_equal(numbers, 0)
+    picture = heat_map(axes, values, shown, norm=norm, linewidth=1)
+    for row, column in np.ndindex(*numbers.shape):
+        number = numbers[row, column]
+        text, colour = "no run", GREY
+        if np.isfinite(number):
+            text, colour = form.format(number), "white" if picture.norm(number) < 0.55 else "black"
+        axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=8, color=colour)
+    axes.set(xlabel="pruned after layer", ylabel="kept share")
+
+
+FIGURE = Figure(
+    name="sensitivity",
+    title="How sensitive score, speed and KL are to the schedule",
+    caption=(
+        "LazyLLM with a single pruning layer: the share of the score that it keeps, the TTFT speedup, and the KL "
+        "divergence of the first token's distribution from the paired baseline's, for every layer and kept share that "
+        "was run, mean over tasks. The paper's reviewers asked for this; intervals are in the CSV."
+    ),
+    data=data,
+    plot=plot,
+)

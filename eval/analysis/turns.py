@@ -1,0 +1,183 @@
+"""Later questions on the same context: quality, time saved, and the turn from which a method no longer pays off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure as MplFigure
+from matplotlib.ticker import MaxNLocator
+
+from eval.analysis.columns import EXAMPLES, LABEL, MB, MODEL, SECTION, SETTING, Column, cells, forms, in_order
+from eval.analysis.known_methods import BASELINE
+from eval.analysis.style import (
+    LINES,
+    REFERENCE,
+    draw,
+    grid,
+    legend_beside,
+    log_scale,
+    new_figure,
+    styled,
+    styles_of,
+    titled_parts,
+)  # fmt: skip
+from eval.analysis.table import Figure, Table
+from eval.store.aggregate import rows_of
+from eval.store.results import Results
+
+_VALUES = (
+    "score", "baseline_score", "kl", "ttft_speedup", "speedup_so_far", "tokens_computed", "tokens_computed_so_far",
+    "revived_tokens", "kv_bytes", "aux_bytes", "total_s_so_far", "baseline_total_s_so_far",
+)  # fmt: skip
+_TURNS = (1, 2, 4, 8, 16, 32)  # in the table as shown; the CSV has all
+_COLUMNS = (
+    MODEL,
+    LABEL,
+    Column("turn", "turn"),
+    EXAMPLES,
+    Column("score", "score", 2),
+    Column("baseline_score", "baseline score", 2),
+    Column("kl", "KL, nats", 4, missing="unpaired"),
+    Column("ttft_speedup", "TTFT speedup", 2),
+    Column("speedup_so_far", "speedup so far", 2),
+    Column("tokens_computed", "computed", 1, interval=False),
+    Column("revived_tokens", "revived", 1, interval=False),
+    Column("stored_bytes", "KV + Aux, MB", 2, scale=MB),
+)
+
+
+def turns(results: Results) -> Table:
+    """Every setting by turn. frame: datasets, tasks and their mean; cells: the mean."""
+    frame: Any = by_turn(results)
+    shown = frame[(frame["level"] == "all") & frame["turn"].isin(_TURNS)]
+    caption = (
+        "Mean over tasks of rows with several questions, by question. Each later turn continues from the method's own "
+        "earlier answers, and the baseline from its own; KL and speedups compare the two in the same turn. TTFT "
+        "speedup: of this turn alone. Speedup so far: of whole answers, all turns up to this one; below 1, the method "
+        "has cost more time than the baseline. Computed, revived: prompt tokens in this turn, mean over layers. "
+        "turns=again: each turn runs the whole text anew. ±: half of the 95 % bootstrap interval over rows. The other "
+        "turns, datasets and tasks are in the CSV."
+    )
+    table = cells(shown.assign(stored_bytes=shown["kv_bytes"] + shown["aux_bytes"]), _COLUMNS, results)
+    return Table("turns", "Later questions on the same context, by turn", caption, frame, table, keys=3)
+
+
+def by_turn(results: Results) -> pd.DataFrame:
+    """A row for each setting, turn, and dataset, task or "all", for settings with several questions.
+
+    speedup_so_far: the baseline's time for all turns up to this one, divided by the method's. Other values: as in
+    `eval.store.aggregate.by_task`, over rows with such a turn. turns: what the method does in later turns.
+    """
+    frame: Any = results.frame
+    frame = frame[(frame["method"] != BASELINE) & frame["baseline_ttft_s"].notna()]
+    rows = [
+        {**dict(zip(SETTING, setting, strict=True)), "turn": turn, **row}
+        for setting, examples in in_order(frame).groupby(SETTING, sort=False)
+        for turn, part in _parts(examples)
+        for row in rows_of(part)
+    ]
+    for row in rows:
+        row["turns"] = json.loads(row["settings"]).get("turns", "continue")
+        row |= {f"speedup_so_far{end}": row[f"generation_speedup{end}"] for end in ("", "_low", "_high")}
+    columns = [*SETTING, "turns", "turn", "level", "name", "task", "examples", *forms(*_VALUES)]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _parts(examples: Any) -> Iterator[tuple[int, Any]]:
+    """Each turn and its rows, if there are several turns. Their times are sums over all turns so far."""
+    if examples["turn"].max() > 1:
+        so_far = {name: examples[f"{name}_so_far"] for name in ("total_s", "baseline_total_s")}
+        yield from examples.assign(**so_far).groupby("turn")
+
+
+# -------------------------------------------------------------------------------------------------------------- figure
+
+_PANELS = {  # {value: (axis label, whether the axis is logarithmic)}
+    "score": ("score", False),
+    "kl": ("KL to the baseline, nats", False),
+    "ttft_speedup": ("TTFT speedup of the turn", True),
+    "speedup_so_far": ("speedup of all turns so far", True),
+    "revived_tokens": ("revived tokens, mean over layers", False),
+}
+_TITLES = {"continue": "each later turn goes on", "again": "each later turn runs the whole text again"}
+_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 1.5, 2, 3, 5, 10)
+
+
+def data(results: Results) -> pd.DataFrame:
+    """model, suite, method, label, turns (continue or again), turn, examples, and the means over tasks of score,
+    baseline_score, kl, ttft_speedup, speedup_so_far and revived_tokens, with `_low` and `_high`."""
+    frame = by_turn(results)
+    values = forms("score", "baseline_score", "kl", "ttft_speedup", "speedup_so_far", "revived_tokens")
+    columns = [*SECTION, "method", "label", "turns", "turn", "examples", *values]
+    return frame.loc[frame["level"] == "all", columns].reset_index(drop=True)
+
+
+@styled
+def plot(frame: Any) -> MplFigure:
+    """One block per model and suite, one row per value; left, methods that continue; right, those that start again."""
+    blocks = list(frame.groupby(SECTION, sort=False))
+    figure = new_figure(9.5, 2.3 * len(_PANELS) * len(blocks))
+    parts = titled_parts(figure, [f"{model}, {suite}, mean over tasks" for (model, suite), _ in blocks])
+    for part, (_, rows) in zip(parts, blocks, strict=True):
+        panels = part.subplots(len(_PANELS), 2, sharex=True, sharey="row", squeeze=False)
+        for column, (turns, title) in enumerate(_TITLES.items()):
+            of_kind = rows[rows["turns"] == turns]
+            for axes, (value, (label, is_log)) in zip(panels[:, column], _PANELS.items(), strict=True):
+                _draw_panel(axes, of_kind, value, styles_of(rows["method"]))
+                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+                if is_log:
+                    log_scale(axes, "y", _TICKS)
+                else:
+                    axes.set_ylim(bottom=0, top=104 if value == "score" else None)
+                grid(axes)
+                if column == 0:
+                    axes.set_ylabel(label)
+            panels[0, column].set_title(title)
+            panels[-1, column].set_xlabel("question")
+        lines = {
+            label: line for axes in panels[0] for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        names = dict.fromkeys([*map(_name, rows["label"]), "baseline"])
+        legend_beside(panels[0, 1], handles=[lines[name] for name in names], labels=list(names))
+    return figure
+
+
+def _draw_panel(axes: Any, rows: Any, value: str, styles: Any) -> None:
+    counts: dict[str, int] = {}
+    curves = {str(label): curve for label, curve in rows.groupby("label", sort=False)}
+    for label in sorted(curves, key=len):  # a method's simplest setting gets the method's own style
+        curve = curves[label]
+        method = curve["method"].iloc[0]
+        number = counts[method] = counts.get(method, -1) + 1
+        look = styles[method].drawn | {"label": _name(label), "elinewidth": 0.7, "capsize": 1.5, "markersize": 4}
+        if number:
+            look |= {"linestyle": LINES[number % len(LINES)], "markerfacecolor": "white"}
+        draw(axes, curve, "turn", value, **look)
+    if value == "score" and len(rows):
+        baseline = rows.groupby("turn")["baseline_score"].mean()
+        axes.plot(baseline.index, baseline, label="baseline", **REFERENCE)
+    elif value.startswith(("ttft_", "speedup")):
+        axes.axhline(1, **REFERENCE)
+
+
+def _name(label: str) -> str:
+    """The label without the setting that the column names."""
+    return label.replace(", turns=again", "")
+
+
+FIGURE = Figure(
+    name="turns",
+    title="Later questions on the same context",
+    caption=(
+        "Rows with several questions, mean over tasks by question. Left: each turn continues from what the method has "
+        "stored. Right: each turn runs the whole text again and selects tokens for the new question. KL and speedups "
+        "compare with the baseline's same turn, which continues from its whole KV cache. Speedup so far: of whole "
+        "answers, all turns up to this one; below the dotted line, the method has cost more time than the baseline. "
+        "Bars: 95 % bootstrap intervals over rows."
+    ),
+    data=data,
+    plot=plot,
+)

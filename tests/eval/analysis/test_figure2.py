@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eval.analysis.figure2 import COLUMNS, FIGURE, importance_frame
+from eval.store.results import Results
+from tests.eval.analysis.made import drawn, small_trace, stored, texts, with_traces
+
+
+def test_figure2_by_hand(tmp_path: Path) -> None:
+    run = with_traces(stored([]), tmp_path, small_trace())
+    frame = FIGURE.data(Results([run]))
+    about = frame[["model", "dataset", "id", "prompt_tokens", "width"]].drop_duplicates()
+    assert about.to_numpy().tolist() == [["tiny", "lookup", "a", 3, 1]]
+    of_map = frame[frame["part"] == "map"]
+    assert of_map[["layer", "position", "importance"]].to_numpy().tolist() == [
+        [1, 0, 0.2], [1, 1, 0.3], [1, 2, 0.5], [2, 0, 0.6], [2, 1, 0.4], [2, 2, 0.0],
+    ]  # fmt: skip
+    of_mean = frame[frame["part"] == "mean"]
+    assert of_mean["position"].tolist() == [0, 1, 2]
+    assert of_mean["importance"].tolist() == pytest.approx([0.4, 0.35, 0.25])
+    assert of_mean["layer"].isna().all()
+
+
+def test_figure2_columns_show_the_peaks_of_many_tokens() -> None:
+    n = 2 * COLUMNS + 1
+    peaked = np.full(n, 0.1 / n)
+    peaked[777] = 0.9
+    trace = replace(small_trace(), tokens=["a"] * n, importance=[peaked.tolist(), (peaked / 2).tolist()])
+    frame = importance_frame(trace)
+    of_map = frame[frame["part"] == "map"]
+    assert set(frame["width"]) == {3}
+    assert of_map.groupby("layer").size().tolist() == [467, 467]  # 1401 tokens in threes
+    assert of_map.loc[of_map["importance"] > 0.1, ["layer", "position"]].to_numpy().tolist() == [[1, 777], [2, 777]]
+    assert (frame["part"] == "mean").sum() == n
+
+
+def test_figure2_draws_map_and_distribution(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    importance = rng.dirichlet(np.full(40, 0.1), size=12)
+    trace = replace(small_trace(), tokens=["a"] * 40, importance=importance.tolist())
+    picture = drawn(FIGURE, FIGURE.data(Results([with_traces(stored([]), tmp_path, trace)])))
+    left, right = picture.axes[:2]
+    image = left.images[0]
+    np.testing.assert_allclose(image.get_array(), importance)
+    assert image.get_extent() == [0.5, 40.5, 12.5, 0.5]  # layer 1 on top, tokens from 1
+    assert right.patches[0].get_data().values.sum() == pytest.approx(100)
+    written = " ".join(texts(picture))
+    below = 100 * (importance.mean(axis=0) < 1 / 40).mean()
+    top = 100 * np.sort(importance.mean(axis=0))[-4:].sum()
+    assert f"{below:.0f} % of the tokens get less" in written
+    assert f"the top 10 % get {top:.0f} %" in written
+    for text in ("layer", "prompt token", "% of the prompt tokens", "1/n = 0.025", "tiny, lookup"):
+        assert text in written

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import csv
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from eval.analysis.figure5 import FIGURE, _undominated, paper_points
+from eval.analysis.paper_tables import PUBLISHED
+from eval.store.results import Results
+from tests.eval.analysis.made import drawn, example, stored, texts
+
+
+def lazy(keep: float) -> dict[str, Any]:
+    return {"schedule": {"2": keep}, "prune_generated": False, "revive": True}
+
+
+def runs(**where: Any) -> list:
+    """Two tasks; two settings of LazyLLM, and one of random token drop with two seeds."""
+    return [
+        stored([example("hotpotqa", "a", score=0.5, ttft_s=0.2), example("trec", "a", score=1.0, ttft_s=0.1)],
+               settings=lazy(0.3), **where),
+        stored([example("hotpotqa", "a", score=0.9, ttft_s=0.25), example("trec", "a", score=0.8, ttft_s=0.4)],
+               settings=lazy(0.5), **where),
+        stored([example("hotpotqa", "a", score=0.2, ttft_s=0.1)], "random_drop", {"keep": 0.5}, **where),
+        stored([example("hotpotqa", "a", score=0.4, ttft_s=0.3)], "random_drop", {"keep": 0.5}, seed=1, **where),
+    ]  # fmt: skip
+
+
+def test_figure5_by_hand() -> None:
+    frame: Any = FIGURE.data(Results(runs()))
+    measured = frame[frame["source"] == "measured"].set_index(["task", "label"])
+    found = measured[["relative_score", "ttft_speedup", "on_curve", "seeds"]]
+    one, other, drop = "lazy, schedule={2: 0.3}", "lazy, schedule={2: 0.5}", "random_drop, keep=0.5"
+    expected = {
+        ("multi_doc_qa", one): [50, 2.0, True, 1],
+        ("multi_doc_qa", other): [90, 1.6, True, 1],
+        ("few_shot", one): [100, 4.0, True, 1],
+        ("few_shot", other): [80, 1.0, False, 1],  # slower and worse than the first
+        ("all", one): [75, 3.0, True, 1],
+        ("all", other): [85, 1.3, True, 1],
+        ("multi_doc_qa", drop): [30, 2.0, True, 2],  # (0.4 + 0.4) / (0.1 + 0.3)
+        ("all", drop): [30, 2.0, True, 2],
+    }
+    assert set(found.index) == set(expected)
+    for key, values in expected.items():
+        assert found.loc[key].tolist() == pytest.approx(values), key
+
+
+def test_figure5_draws_kl_in_panels_without_published_points() -> None:
+    frame = FIGURE.data(Results([stored([example("hotpotqa", "a", ttft_s=0.2, kl=0.02)], settings=lazy(0.3))]))
+    assert frame.loc[frame["source"] == "measured", "kl"].tolist() == [0.02, 0.02]
+    picture = drawn(FIGURE, frame)
+    scales = [axes.get_yscale() for axes in picture.axes if axes.get_title(loc="left") == "multi_doc_qa"]
+    assert scales == ["linear", "log"]
+    below = [axes for axes in picture.axes if axes.get_yscale() == "log" and axes.get_title(loc="left")]
+    assert [line.get_xydata().tolist() for axes in below for line in axes.lines if len(line.get_xydata()) == 1] == [
+        [[2, 0.02]], [[2, 0.02]],
+    ]  # fmt: skip
+    assert "KL from the baseline's first token, nats" in texts(picture)
+
+
+def test_paper_points_are_those_of_the_papers_table() -> None:
+    with (PUBLISHED / "table1.csv").open() as opened:
+        cells = {(row["task"], row["method"]): row for row in csv.DictReader(opened)}
+    tasks = sorted({task for task, _ in cells})
+    for model in ("llama2", "xgen"):
+        points = paper_points(model, [*tasks, "all"])
+        table = points[points["source"] == "paper, Table 1"].set_index(["task", "method"])
+        assert len(table) == 7 * 4
+        for task, method in cells:
+            if method != "baseline":
+                score, baseline = (float(cells[task, side][f"{model}_score"]) for side in (method, "baseline"))
+                assert table.loc[(task, method), "relative_score"] == pytest.approx(100 * score / baseline)
+                speedup = float(cells[task, method][f"{model}_ttft_speedup"])
+                assert table.loc[(task, method), "ttft_speedup"] == speedup
+    llama = paper_points("llama2", ["all", "multi_doc_qa"])
+    mean = llama[(llama["task"] == "all") & (llama["method"] == "lazy")].iloc[0]
+    assert mean["ttft_speedup"] == pytest.approx((1.36 + 2.34 + 1.46 + 2.19 + 2.89 + 1.94) / 6)
+    scores, baselines = 25.59 + 22.31 + 24.75 + 62.81 + 4.98 + 53.30, 25.79 + 22.43 + 24.65 + 62.90 + 4.97 + 55.18
+    assert mean["relative_score"] == pytest.approx(100 * scores / baselines)
+    claims = llama[llama["source"] == "paper, text"]
+    assert claims[["task", "ttft_speedup", "relative_score"]].to_numpy().tolist() == [
+        ["multi_doc_qa", 2.34, 99], ["multi_doc_qa", 3.0, 90],
+    ]  # fmt: skip
+    assert "paper, text" not in set(paper_points("xgen", tasks)["source"])
+
+
+@pytest.mark.parametrize(("model", "paper", "column"), [("tiny", None, "llama2"), ("xgen", "xgen", "xgen")])
+def test_figure5_draws_the_published_points_of_the_model(model: str, paper: str | None, column: str) -> None:
+    frame: Any = FIGURE.data(Results(runs(model=model, paper=paper)))
+    published = frame[frame["source"] == "paper, Table 1"]
+    assert set(published["paper_model"]) == {column}
+    assert set(published["task"]) == {"multi_doc_qa", "few_shot", "all"}
+    picture = drawn(FIGURE, frame)
+    written = " ".join(texts(picture))
+    own = {"tiny": "the paper's (of Llama 2 7B,\non LongBench)", "xgen": "the paper's, XGen 7B"}
+    assert own[model] in written
+    assert ("the paper's claims:\n2.34x at 99 %, 3x at 90 %" in written) == (model == "tiny")
+    for text in ("LazyLLM", "random token drop", "static pruning (the paper's only)", "multi_doc_qa", "mean over tasks",
+                 "TTFT speedup over the paired baseline (times)", "score, % of the paired baseline's"):  # fmt: skip
+        assert text in written
+    panel = next(axes for axes in picture.axes if axes.get_title(loc="left") == "multi_doc_qa")
+    hollow = {
+        (round(line.get_xdata()[0], 4), round(line.get_ydata()[0], 4))
+        for line in panel.lines if line.get_markerfacecolor() == "none"
+    }  # fmt: skip
+    in_panel = published[published["task"] == "multi_doc_qa"]
+    assert hollow == set(zip(in_panel["ttft_speedup"].round(4), in_panel["relative_score"].round(4), strict=True))
+    curves = [np.round(bars.lines[0].get_xydata(), 6).tolist() for bars in panel.containers]
+    assert curves == [[[1.6, 90], [2, 50]], [[2, 30]]]
+
+
+def test_figure5_has_panels_for_each_model_and_suite() -> None:
+    embedded = stored([example("hops", "a", score=0.5, ttft_s=0.2)])
+    frame = FIGURE.data(Results([*runs(), embedded, *runs(model="llama2", paper="llama2")]))
+    assert list(dict.fromkeys(zip(frame["model"], frame["suite"], strict=True))) == [
+        ("tiny", "longbench"), ("tiny", "embedded"), ("llama2", "longbench"),
+    ]  # fmt: skip
+    written = texts(drawn(FIGURE, frame))
+    assert {"tiny, longbench", "tiny, embedded", "llama2, longbench"} <= set(written)
+
+
+def test_figure5_leaves_out_scores_without_a_share() -> None:
+    without = example("hotpotqa", "a", baseline={"score": 0.0})
+    assert FIGURE.data(Results([stored([without])])).empty  # no share of nothing
+    assert FIGURE.data(Results([stored([example("hotpotqa", "a")], "baseline")])).empty
+
+
+def test_figure5_joins_settings_given_by_a_speedup() -> None:
+    swept = [
+        stored([example("trec", "a", score=score, ttft_s=ttft)], settings={"schedule": name, "revive": True})
+        for name, score, ttft in (("1.5x", 0.3, 0.2), ("2.0x", 0.4, 0.1), ("table1", 0.9, 0.05))
+    ]
+    frame: Any = FIGURE.data(Results(swept))
+    measured = frame[(frame["source"] == "measured") & (frame["task"] == "few_shot")]
+    assert dict(zip(measured["label"], measured["on_curve"], strict=True)) == {
+        "lazy, schedule=1.5x": True, "lazy, schedule=2.0x": True, "lazy, schedule=table1": False,
+    }  # fmt: skip
+
+
+def test_undominated_by_hand() -> None:
+    points = [(1.0, 100.0), (2.0, 90.0), (2.0, 95.0), (3.0, 95.0), (4.0, 20.0), (3.5, 10.0), (0.5, 100.0)]
+    table = pd.DataFrame(points, columns=["ttft_speedup", "relative_score"])
+    assert _undominated(table).tolist() == [True, False, False, True, True, False, False]

@@ -1,0 +1,209 @@
+"""The states of tokens, against a slow replay with sets and against the reference implementation; and their picture."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.patches import PathPatch
+
+import lazyllm
+from eval.analysis import mechanism
+from eval.analysis.mechanism import (
+    FIGURE,
+    WINDOW,
+    State,
+    counts_per_layer,
+    layer_groups,
+    mechanism_frame,
+    plot_mechanism,
+    token_states,
+)
+from eval.store.record import Trace, compact_counts
+from eval.store.results import Results
+from lazyllm.methods import Baseline, Lazy, Method, RandomDrop, StaticPruning
+from tests.eval.analysis.made import drawn, small_trace, stored, texts, with_traces
+from tests.reference import lazy_reference, random_model
+
+LAYERS = 5
+
+
+METHODS: dict[str, Method] = {
+    "baseline": Baseline(),
+    "lazy": Lazy({1: 0.6, 3: 0.5}),
+    "lazy, every layer": Lazy(dict.fromkeys(range(1, LAYERS + 1), 0.8)),
+    "lazy, keeps all at first": Lazy({1: 1.0, 3: 0.3}),
+    "lazy, prune_generated": Lazy({2: 0.5, 4: 0.5}, prune_generated=True),
+    "lazy, without revival": Lazy({1: 0.6, 3: 0.5}, revive=False),
+    "random_drop": RandomDrop(0.5, seed=3),
+    "static_pruning": StaticPruning(2, 0.4),
+    "static_pruning, after the last layer": StaticPruning(LAYERS, 0.4),
+}
+
+
+def traced(method: Method, prompt: list[int], steps: int, seed: int = 0) -> Trace:
+    model = random_model("llama", seed, num_layers=LAYERS)
+    out = lazyllm.generate(model, prompt, method, steps, eos_token_ids=())
+    starts, computed = compact_counts(out.computed)
+    texts = [f"t{number}" for number in range(len(prompt))]
+    importance = [[1 / len(prompt)] * len(prompt)] * LAYERS
+    return Trace("lookup", "a", texts, ["g"] * len(out.token_ids), importance, out.selected, starts, computed)
+
+
+def replay(trace: Trace, forgets: bool) -> list[list[list[str]]]:
+    """The same by hand: the set of stored positions per layer, step by step and token by token.
+
+    forgets: tokens pruned in prefill are discarded in all layers, and later steps select nothing.
+    """
+    n, steps = len(trace.tokens), len(trace.computed)
+    stored: list[set[int]] = [set() for _ in trace.importance]
+    everything = []
+    for step in range(steps):
+        present = set(range(n + step))
+        if forgets and step > 0:
+            present &= set(list(trace.selected[0].values())[-1]) | set(range(n, n + step))
+            stored = [positions & present for positions in stored]
+        of_step = []
+        for layer in range(1, len(trace.importance) + 1):
+            if layer - 1 in trace.selected[step]:
+                present = set(trace.selected[step][layer - 1])
+            row = []
+            for position in range(n + steps - 1):
+                if position > n + step - 1:
+                    row.append("FUTURE")
+                elif position in present and position in stored[layer - 1]:
+                    row.append("CACHED")
+                elif position in present:
+                    is_new = step == 0 or position == n + step - 1
+                    row.append("COMPUTED" if is_new else "REVIVED")
+                elif position in stored[layer - 1]:
+                    row.append("STORED")
+                else:
+                    row.append("PRUNED")
+            stored[layer - 1] |= present
+            of_step.append(row)
+        everything.append(of_step)
+    return everything
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_token_states_are_those_of_a_replay_with_sets(name: str) -> None:
+    rng = random.Random(name)
+    for length in (1, 2, 23):
+        trace = traced(METHODS[name], rng.choices(range(97), k=length), steps=rng.randint(2, 7))
+        states = [[[State(state).name for state in row] for row in step] for step in token_states(trace)]
+        assert states == replay(trace, forgets=name.startswith(("random", "static")))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_revived_tokens_are_those_that_the_reference_takes_from_its_aux_cache(seed: int) -> None:
+    rng = random.Random(seed)
+    prompt = rng.choices(range(97), k=21)
+    schedule = {1: 0.6, 3: 0.5}
+    expected = lazy_reference(random_model("llama", seed, num_layers=LAYERS), prompt, schedule, 6)
+    states = token_states(traced(Lazy(schedule), prompt, 6, seed))
+    for step, revived in enumerate(expected.revived):
+        for layer in range(1, LAYERS + 1):
+            passed = [cut for cut in schedule if cut < layer and step > 0]
+            came_back = {position for cut in passed for position in revived[cut]}
+            here = came_back & set(expected.selected[step][max(passed)]) if passed else set()
+            assert set(np.flatnonzero(states[step, layer - 1] == State.REVIVED)) == here
+    assert any(positions for step in expected.revived[1:] for positions in step.values())
+
+
+def test_token_states_by_hand() -> None:
+    """Three tokens, two layers, and one boundary, which keeps one token, and another one in the second step."""
+    trace = small_trace()
+    p, s, c, n, r, f = State.PRUNED, State.STORED, State.CACHED, State.COMPUTED, State.REVIVED, State.FUTURE
+    assert token_states(trace).tolist() == [
+        [[n, n, n, f, f], [p, p, n, f, f]],
+        [[c, c, c, n, f], [r, p, s, n, f]],
+        [[c, c, c, c, n], [c, p, s, c, n]],
+    ]
+    assert layer_groups(trace) == [range(1, 2), range(2, 3)]
+    assert counts_per_layer(trace).tolist() == [[3, 1], [3, 2], [3, 2]]
+    with pytest.raises(
+        ValueError, match=r"row a: .* 2 prompt tokens computed in layer 2 by step 1, its counters say 3"
+    ):
+        token_states(replace(trace, computed=[[3, 1], [3, 3], [3, 3]]))
+
+
+def test_layer_groups_lie_between_pruning_layers() -> None:
+    assert layer_groups(traced(METHODS["lazy"], [1, 2, 3], 1)) == [range(1, 2), range(2, 4), range(4, 6)]
+    assert layer_groups(traced(METHODS["lazy, every layer"], [1, 2, 3], 1))[-1] == range(5, 6)
+    assert layer_groups(traced(METHODS["random_drop"], [1, 2, 3], 1)) == [range(1, 6)]
+    assert layer_groups(traced(METHODS["baseline"], [1, 2, 3], 1)) == [range(1, 6)]
+
+
+def long_trace() -> Trace:
+    """A boundary after layer 2; the second step revives positions 70 to 79 and no others."""
+    n, layers, steps = 120, 6, 5
+    kept = [5, 70, n - 1]
+    selected = [{2: kept}, {2: [*range(70, 80), n]}, *({2: [5, *range(n, n + step)]} for step in range(2, steps))]
+    counts = [[n, 3], *([n, 12] for _ in range(steps - 1))]
+    importance = [[1 / n] * n] * layers
+    return Trace("lookup", "long", [f"w{i}" for i in range(n)], list("vwxyz"), importance, selected, [1, 3], counts)
+
+
+def test_mechanism_rows_are_the_states() -> None:
+    trace = small_trace()
+    frame = mechanism_frame(trace)
+    states = token_states(trace)
+    assert len(frame) == 2 * (3 + 4 + 5)  # generated tokens appear one by one
+    for row in frame.itertuples():
+        assert State[row.state.upper()] == states[row.step, row.layer - 1, row.position]
+        assert row.group == row.layer  # the boundary lies between the two
+        assert row.kind == ("prompt" if row.position < 3 else "generated")
+    assert frame.drop_duplicates("position")["text"].tolist() == ["A", " $B$", "C\n", "D", "E"]
+    assert frame.drop_duplicates(["step", "layer"])["computed"].tolist() == [3, 1, 3, 2, 3, 2]
+
+
+def test_mechanism_shows_the_first_steps_and_the_window_with_most_revived() -> None:
+    frame = mechanism_frame(long_trace())
+    assert sorted(set(frame["step"])) == [0, 1, 2, 3]
+    assert sorted(set(frame.query("kind == 'generated'")["position"])) == [120, 121, 122]
+    shown = sorted(set(frame.query("kind == 'prompt'")["position"]))
+    assert len(shown) == WINDOW
+    assert set(range(71, 80)) <= set(shown)  # 70 was computed in prefill
+    assert mechanism._busiest(np.full((2, 3, WINDOW + 9), State.PRUNED)) == range(WINDOW)
+
+
+def test_mechanism_figure_shows_every_cell(tmp_path: Path) -> None:
+    frame = FIGURE.data(Results([stored([], "static_pruning"), with_traces(stored([]), tmp_path, long_trace())]))
+    picture = drawn(FIGURE, frame)
+    assert len(picture.axes) == 4
+    for step, axes in enumerate(picture.axes):
+        counts = {
+            patch.get_facecolor(): len(patch.get_path().codes) // 5
+            for patch in axes.patches if isinstance(patch, PathPatch)
+        }  # fmt: skip
+        counted = frame[frame["step"] == step]["state"].value_counts()
+        assert sorted(counts.values()) == sorted(counted)
+        assert sum(counts.values()) == 6 * (WINDOW + step)
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["layers 1–2", "layers 3–6"]
+    written = texts(picture)
+    for text in ("Prefill", "Decoding step 1: the newest token is “v”", "prompt tokens computed so far, of 120", "120",
+                 "3", "12", "w75", *mechanism._NAMES.values()):  # fmt: skip
+        assert text in written
+
+
+def test_mechanism_figure_writes_any_token() -> None:
+    picture = plot_mechanism(replace(small_trace(), generated=["$x_1$", "\n\t", "F"]))
+    written = texts(picture)
+    for text in ("A", "$B$", "C↵", "$x_1$", "↵⇥"):
+        assert text in written
+    assert mechanism._shown(" ") == "␣"
+    assert mechanism._shown("abcdefghijklmnop") == "abcdefghijk…"
+    assert mechanism._shown(float("nan")) == "␣"  # an empty text of a CSV
+
+
+def test_states_differ_in_lightness_or_mark() -> None:
+    lightness = {state: np.dot(to_rgb(fill), [0.2126, 0.7152, 0.0722]) for state, fill in mechanism._FILL.items()}
+    for first, second in combinations(mechanism._NAMES, 2):
+        marks = (first in mechanism._MARK) != (second in mechanism._MARK)
+        assert marks or abs(lightness[first] - lightness[second]) > 0.2

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from eval.analysis.paper_tables import claims, paper_values, table1, table2
+from eval.store.record import Record
+from eval.store.results import Results
+from eval.store.runs import StoredRun
+from tests.eval.analysis.made import PRESETS, line, over, preset, stored
+
+MULTI_DOC_QA = ("hotpotqa", "2wikimqa", "musique")
+
+
+def llama2(method: str, records: list[Record], **about: Any) -> StoredRun:
+    return preset(method, records, model="llama2", paper="llama2", **about)
+
+
+def test_paper_values_are_read_by_key() -> None:
+    values = paper_values()
+    assert len(values) == 2 * 6 * 5 * 2 + 2 * 6 * 2
+    # read off the paper's Tables 1 and 2
+    assert values["llama2", "multi_doc_qa", "lazy", "ttft_speedup"] == 2.34
+    assert values["xgen", "synthetic", "lazy", "score"] == 5.66
+    assert values["llama2", "code", "prompt_compression", "score"] == 17.45
+    assert values["xgen", "few_shot", "lazy", "pct_prompt_tokens_computed"] == 65.30
+    assert values["llama2", "synthetic", "lazy", "generation_speedup"] == 1.79
+
+
+def test_table1_by_hand() -> None:
+    runs = [llama2("lazy", over(MULTI_DOC_QA, score=0.25, ttft_s=0.1))]
+    table = table1(Results(runs))
+    found = line(table.frame, model="llama2", task="multi_doc_qa", method="lazy")
+    assert (found["status"], found["examples"], found["datasets"]) == ("measured", 6, 3)
+    assert (found["score"], found["paper_score"]) == (25, 22.31)
+    assert found["score_difference"] == pytest.approx(2.69)
+    assert found["ttft_speedup"] == pytest.approx(4)  # 0.4 s to 0.1 s
+    assert found["ttft_speedup_difference"] == pytest.approx(4 - 2.34)
+    cells = line(table.cells, model="llama2", task="multi_doc_qa", method="lazy")
+    assert list(cells.values())[3:] == ["6", "25.00 ±0.00", "22.31", "+2.69", "4.00 ±0.00", "2.34", "+1.66", "-"]
+    baseline = line(table.frame, model="llama2", task="multi_doc_qa", method="baseline")
+    assert (baseline["score"], baseline["ttft_speedup"], baseline["paper_score"]) == (100, 1, 22.43)
+
+
+def test_table1_says_what_was_not_run() -> None:
+    table = table1(Results([llama2("lazy", over(MULTI_DOC_QA))]))
+    assert len(table.frame) == 2 * 6 * 5
+    for key in (
+        {"model": "llama2", "task": "multi_doc_qa", "method": "static_pruning"},
+        {"model": "llama2", "task": "code", "method": "lazy"},
+        {"model": "xgen", "task": "multi_doc_qa", "method": "lazy"},
+    ):
+        found, cells = line(table.frame, **key), line(table.cells, **key)
+        assert found["status"] == "no run"
+        assert math.isnan(found["score"])
+        assert math.isnan(found["score_difference"])
+        assert (cells["score"], cells["TTFT speedup"], cells["score, Δ"], cells["n"]) == ("no run", "no run", "-", "-")
+        assert cells["score, paper"] == f"{found['paper_score']:.2f}"
+
+
+def test_table1_leaves_out_other_settings_than_the_preset() -> None:
+    other = {"schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
+    table = table1(Results([stored(over(MULTI_DOC_QA), "lazy", other, model="llama2", paper="llama2")]))
+    assert set(table.frame["status"]) == {"no run"}
+
+
+def test_table1_does_not_compare_part_of_a_task() -> None:
+    table = table1(Results([llama2("lazy", over(("hotpotqa",), score=0.25))]))
+    found = line(table.frame, model="llama2", task="multi_doc_qa", method="lazy")
+    assert (found["status"], found["score"], found["paper_score"]) == ("1 of 3 datasets", 25, 22.31)
+    assert math.isnan(found["score_difference"])
+    cells = line(table.cells, model="llama2", task="multi_doc_qa", method="lazy")
+    assert (cells["n"], cells["score, Δ"]) == ("2 (1 of 3 datasets)", "-")
+
+
+def test_table1_averages_seeds_and_keeps_their_deviation() -> None:
+    runs = [llama2("random_drop", over(MULTI_DOC_QA, score=score), seed=seed) for seed, score in enumerate((0.1, 0.4))]
+    found = line(table1(Results(runs)).frame, model="llama2", task="multi_doc_qa", method="random_drop")
+    assert (found["seeds"], found["examples"], found["score"]) == (2, 6, 25)
+    assert found["score_seed_std"] == pytest.approx(math.sqrt(2 * 15**2))  # of 10 and 40
+
+
+def test_table1_has_no_published_number_of_other_models() -> None:
+    table = table1(Results([preset("lazy", over(("hops",)))]))
+    found = line(table.frame, model="tiny", task="multi_doc_qa", method="lazy")
+    assert (found["suite"], found["status"], found["score"]) == ("embedded", "measured", 50)
+    cells = line(table.cells, model="tiny (embedded)", task="multi_doc_qa", method="lazy")
+    assert (cells["score"], cells["score, paper"], cells["score, Δ"]) == ("50.00 ±0.00", "-", "-")
+    # the paper's model on another suite is not the paper's experiment either
+    frame = table1(Results([llama2("lazy", over(("hops",)))])).frame
+    assert line(frame, suite="longbench", task="multi_doc_qa", method="lazy", model="llama2")["status"] == "no run"
+    embedded = line(frame, suite="embedded", task="multi_doc_qa", method="lazy")
+    assert math.isnan(embedded["paper_score"])
+
+
+def test_table1_names_settings_of_one_method() -> None:
+    ablation = PRESETS["lazy"] | {"revive": False}
+    runs = [preset("lazy", over(("hops",))), stored(over(("hops",), score=0.2), "lazy", ablation)]
+    table = table1(Results(runs))
+    rows = table.frame[(table.frame["method"] == "lazy") & (table.frame["task"] == "multi_doc_qa")]
+    rows = rows[rows["model"] == "tiny"]
+    assert dict(zip(rows["label"], rows["score"], strict=True)) == {
+        "lazy, schedule=table1": 50,
+        "lazy, schedule=table1, revive=false": 20,
+    }
+    assert "lazy, schedule=table1, revive=false" in set(table.cells["method"])
+
+
+def test_table1_keeps_the_parameters_of_a_preset() -> None:
+    run = preset("lazy", over(("hops",)))
+    run.identity["parameters"] = {"hops": {"name": "lazy", "schedule": {"2": 0.4}, "revive": True}}
+    found = line(table1(Results([run])).frame, model="tiny", task="multi_doc_qa", method="lazy")
+    assert json.loads(found["parameters"]) == {"schedule": {"2": 0.4}, "revive": True}
+
+
+def test_table1_has_kl_without_a_published_one() -> None:
+    runs = [llama2("lazy", over(MULTI_DOC_QA, kl=0.002)), llama2("static_pruning", over(MULTI_DOC_QA))]
+    table = table1(Results(runs))
+    assert line(table.frame, model="llama2", task="multi_doc_qa", method="lazy")["kl"] == pytest.approx(0.002)
+    methods = ("lazy", "static_pruning", "baseline")  # older records and the baseline itself have no value
+    cells = [line(table.cells, model="llama2", task="multi_doc_qa", method=method)["KL, nats"] for method in methods]
+    assert cells == ["0.00200 ±0.00000", "-", "-"]
+    assert "paper_kl" not in table.frame
+
+
+def test_table2_by_hand() -> None:
+    table = table2(Results([llama2("lazy", over(MULTI_DOC_QA, total_s=0.2, pct_prompt_tokens_computed=60.0))]))
+    assert set(table.frame["method"]) == {"lazy"}
+    found = line(table.frame, model="llama2", task="multi_doc_qa")
+    assert (found["pct_prompt_tokens_computed"], found["paper_pct_prompt_tokens_computed"]) == (60, 63.94)
+    assert found["pct_prompt_tokens_computed_difference"] == pytest.approx(-3.94)
+    assert found["generation_speedup"] == pytest.approx(4)  # 0.8 s to 0.2 s
+    assert found["generation_speedup_difference"] == pytest.approx(4 - 1.56)
+
+
+def test_claims_are_joined_with_runs_of_the_same_settings() -> None:
+    settings = {"keep": 1024, "sound": False}
+    model = {"model": "Meta-Llama-3.1-8B-Instruct"}
+    runs = [
+        stored(over(("trec",), score=0.4), "gemfilter", settings, **model),
+        stored(over(("trec", "qasper"), score=0.1), "gemfilter", settings | {"sound": True}, **model),
+        stored(over(("trec",), score=0.3), "gemfilter", settings | {"keep": 512}, **model),
+    ]
+    cells = claims(Results(runs)).cells
+    found = line(cells, model="Llama-3.1-8B-Instruct", setting="keep=1024")
+    assert (found["score"], found["full"], found["score, ours"]) == ("34.50", "36.72", "40.00 ±0.00")
+    assert "no chat template" in found["why they differ"]
+    assert set(cells[cells["score, ours"] != "40.00 ±0.00"]["score, ours"]) == {"no run"}

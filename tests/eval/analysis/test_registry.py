@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from eval.analysis.registry import FIGURES, TABLES
+from eval.store.results import Results
+from tests.eval.analysis.made import LONG, SHORT, over, preset, small_trace, stored, swept, with_traces
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_table_without_runs_says_so(name: str) -> None:
+    table = TABLES[name](Results([]))
+    shown = table.to_markdown()
+    assert shown.count("no run") == 2 * {"table1": 60, "table2": 12}.get(name, 0)
+    assert ("No run for this table." in shown) == (name not in ("table1", "table2"))
+    assert table.name == name
+    assert len(pd.read_csv(io.StringIO(table.to_csv()))) == len(table.frame) == len(table.cells)
+    assert table.to_latex()
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_figure_has_a_caption_and_no_data_without_runs(name: str) -> None:
+    figure = FIGURES[name]
+    assert figure.name == name
+    assert figure.title
+    assert figure.caption.endswith(".")
+    assert figure.data(Results([])).empty
+
+
+def test_tables_do_not_depend_on_the_order_of_runs() -> None:
+    runs = [
+        preset("lazy", over(("hotpotqa", "musique"), score=0.25), model="llama2", paper="llama2"),
+        preset("static_pruning", over(("hotpotqa", "musique"), score=0.3), model="llama2", paper="llama2"),
+        preset("lazy", over(("hops", "lookup"))),
+    ]
+    for make in TABLES.values():
+        assert make(Results(runs)).to_csv() == make(Results(runs[::-1])).to_csv()
+
+
+def test_tables_name_random_weights() -> None:
+    flops = {"prefill_flops": 50, "baseline": {"prefill_flops": 100}}
+    measured = {"kl": 0.1, "evidence_prefill": [1.0], "evidence_revived": [0.0]} | flops
+    runs = [preset("lazy", over(("hops",), **measured)), swept("lazy", "1.5x", [0.1], [1])]
+    for run in runs:
+        run.identity["load_format"] = "dummy"
+    for name in TABLES.keys() - {"groups", "claims", "turns"}:  # no group, no published model, one question each
+        assert "tiny (embedded, random weights)" in set(TABLES[name](Results(runs)).cells["model"])
+
+
+@pytest.mark.parametrize("name", ["figure5", "figure7", "mechanism", "sensitivity", "ttft_share"])
+@pytest.mark.parametrize("changed", [{"revive": False}, {"prune_generated": True}])
+def test_figures_leave_out_ablations(name: str, changed: dict, tmp_path: Path) -> None:
+    """Neither alone nor with more examples than the method itself."""
+    usual = {"schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
+    layers = [{"schedule": {str(layer): 0.5}} for layer in (2, 4)]
+    method = [with_traces(stored([SHORT], settings=usual | layer), tmp_path / "method", small_trace())
+              for layer in layers]  # fmt: skip
+    ablation = [
+        with_traces(stored([LONG, SHORT], settings=usual | changed | layer), tmp_path / "ablation", small_trace("b"))
+        for layer in layers
+    ]
+    figure = FIGURES[name]
+    assert figure.data(Results(ablation)).empty
+    pd.testing.assert_frame_equal(figure.data(Results([*ablation, *method])), figure.data(Results(method)))

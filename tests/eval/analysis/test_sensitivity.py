@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from eval.analysis.sensitivity import FIGURE, FIGURE6, sensitivity
+from eval.store.results import Results
+from eval.store.runs import StoredRun
+from tests.eval.analysis.made import drawn, example, over, stored, texts
+
+
+def test_sensitivity_by_hand() -> None:
+    def run(schedule: Any, score: float, ttft_s: float, **others: Any) -> StoredRun:
+        settings = {"schedule": schedule, "prune_generated": False, "revive": True} | others
+        return stored(over(("hops",), score=score, ttft_s=ttft_s), "lazy", settings)
+
+    table = sensitivity(
+        Results(
+            [
+                run({"2": 0.5}, 0.8, 0.2),
+                run({"2": 0.8}, 0.9, 0.3),
+                run({"2": 0.5, "10": 0.4}, 0.6, 0.1),
+                run({"2": 0.5}, 0.4, 0.2, revive=False),
+                run("paper", 0.95, 0.25),
+            ]
+        )
+    )
+    rows = {row["label"]: row for row in table.frame.to_dict("records")}
+    assert [row["ttft_speedup"] for row in rows.values()] == pytest.approx([0.4 / 0.3, 1.6, 2, 2, 4])
+    slope = "score_change_per_0.1_keep"
+    assert rows["lazy, schedule={2: 0.8}"]["score_change"] == -10
+    assert rows["lazy, schedule={2: 0.8}"][slope] == pytest.approx(-5)  # 10 points for the first 0.2
+    assert rows["lazy, schedule={2: 0.5}"][slope] == pytest.approx(-10 / 3)  # 10 more for the next 0.3
+    assert rows["lazy, schedule={2: 0.5}, revive=false"][slope] == pytest.approx(-12)  # 60 for 0.5, on its own
+    several = rows["lazy, schedule={2: 0.5, 10: 0.4}"]
+    assert several["keep"] == pytest.approx(0.2)
+    assert several["layers"] == "2 10"
+    assert math.isnan(several[slope])  # two ratios have no one slope
+    assert math.isnan(rows["lazy, schedule=paper"][slope])
+    assert table.cells["schedule"].tolist()[:2] == ["{2: 0.8}", "paper"]
+
+
+def single(layer: int, keep: float, scores: tuple[float, float] = (0.5, 1.0), **where: Any):
+    settings = {"schedule": {str(layer): keep}, "prune_generated": False, "revive": True}
+    records = [
+        example("hotpotqa", "a", score=scores[0], ttft_s=0.2), example("trec", "a", score=scores[1], ttft_s=0.1),
+    ]  # fmt: skip
+    return stored(records, settings=settings, **where)
+
+
+RUNS = [
+    single(4, 0.5, (0.6, 0.8)), single(2, 0.5, (0.2, 0.4)), single(2, 0.1, (0.0, 0.1)), single(4, 0.1, (0.5, 0.5)),
+]  # fmt: skip
+
+
+def test_figure6_by_hand() -> None:
+    others = [
+        stored([example("hotpotqa", "a")]),  # Figure 4's schedule
+        stored([example("hotpotqa", "a")], settings={"schedule": {"2": 0.5, "4": 0.5}}),
+        stored([example("hotpotqa", "a")], settings={"schedule": {"2": 0.5}, "revive": False}),
+        stored([example("hotpotqa", "a")], settings={"schedule": {"2": 0.5}, "prune_generated": True}),
+        stored([example("hotpotqa", "a")], "static_pruning", {"layer": 2, "keep": 0.5}),
+    ]
+    frame = FIGURE6.data(Results([*RUNS, *others]))
+    columns = ["model", "suite", "layer", "keep", "examples", "score", "relative_score", "ttft_speedup"]
+    assert frame[columns].to_numpy().tolist() == [
+        ["tiny", "longbench", 2, 0.1, 2, 5, 5, 3], ["tiny", "longbench", 4, 0.1, 2, 50, 50, 3],
+        ["tiny", "longbench", 2, 0.5, 2, pytest.approx(30), pytest.approx(30), 3],
+        ["tiny", "longbench", 4, 0.5, 2, pytest.approx(70), pytest.approx(70), 3],
+    ]  # fmt: skip
+    assert FIGURE6.data(Results(others)).empty
+
+
+def test_figure6_draws_a_curve_for_each_share() -> None:
+    frame = FIGURE6.data(Results([*RUNS, single(2, 0.5, model="llama2", paper="llama2")]))
+    picture = drawn(FIGURE6, frame)
+    assert len(picture.axes) == 2
+    axes = next(panel for panel in picture.axes if panel.get_title(loc="left").startswith("tiny"))
+    curves = [bars.lines[0].get_xydata().tolist() for bars in axes.containers]
+    assert curves[0] == [[2, 5], [4, 50]]
+    assert curves[1] == [[2, pytest.approx(30)], [4, pytest.approx(70)]]
+    assert len({bars.lines[0].get_marker() for bars in axes.containers}) == 2
+    written = texts(picture)
+    for text in ("keep 10 %", "keep 50 %", "baseline", "layer after which tokens are pruned, once",
+                 "score (0 to 100)", "tiny, longbench: mean over tasks, 2 examples"):  # fmt: skip
+        assert text in written
+
+
+def test_figure6_draws_kl_on_a_log_scale() -> None:
+    run = stored([example("hotpotqa", "a", kl=0.02), example("trec", "a", kl=0.04)], settings=single(2, 0.5).settings)
+    frame = FIGURE6.data(Results([run]))
+    assert frame["kl"].tolist() == [pytest.approx(0.03)]
+    picture = drawn(FIGURE6, frame)
+    scores, divergences = picture.axes
+    assert (scores.get_yscale(), divergences.get_yscale()) == ("linear", "log")
+    assert divergences.containers[0].lines[0].get_xydata().tolist() == [[2, pytest.approx(0.03)]]
+    maps = drawn(FIGURE, frame)
+    assert [text.get_text() for axes in maps.axes for text in axes.texts] == ["50", "2.00", "0.03"]
+
+
+def test_sensitivity_map_shows_each_point_and_where_there_is_none() -> None:
+    picture = drawn(FIGURE, FIGURE.data(Results([*RUNS, single(6, 0.1, (0.9, 0.9))])))
+    scores, speedups = ([text.get_text() for text in axes.texts] for axes in picture.axes)
+    assert scores == ["5", "50", "90", "30", "70", "no run"]  # row by row, the smallest share first
+    assert speedups == ["3.00"] * 5 + ["no run"]
+    written = texts(picture)
+    for text in ("pruned after layer", "kept share", "10 %", "50 %", "6"):
+        assert text in written
+    assert FIGURE.data(Results([stored([example("trec", "a")])])).empty
+    lone = single(2, 0.5, model="big")  # one cell is no map
+    assert set(FIGURE.data(Results([*RUNS, lone]))["model"]) == {"tiny"}
+    assert FIGURE.data(Results([lone])).empty

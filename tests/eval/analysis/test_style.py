@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from matplotlib.colors import to_rgb
+
+from eval.analysis.style import around, new_figure, save, styled, styles_of
+from lazyllm.methods import METHODS
+
+# {how a colour-blind reader sees linear RGB}: Machado et al. 2009, severity 1
+
+
+DEUTERANOPIA = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+
+
+PROTANOPIA = [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+
+
+def simulated(colour: str, matrix: list[list[float]]) -> np.ndarray:
+    """The colour as a colour-blind reader sees it, in linear RGB (Machado et al. 2009, severity 1)."""
+    part = np.array(to_rgb(colour))
+    linear = np.where(part <= 0.04045, part / 12.92, ((part + 0.055) / 1.055) ** 2.4)
+    return np.clip(np.array(matrix) @ linear, 0, 1)
+
+
+def test_methods_differ_without_colour_and_for_the_colour_blind() -> None:
+    styles = styles_of([*METHODS, "one", "two"])
+    assert len({style.marker for style in styles.values()}) == len(styles)
+    paper = [style for name, style in styles.items() if name not in ("one", "two", "baseline")]
+    assert len({str(style.line) for style in paper}) == len(paper)
+    for matrix in (DEUTERANOPIA, PROTANOPIA):
+        seen = [simulated(style.colour, matrix) for style in paper]
+        assert min(np.abs(colour - other).max() for colour, other in combinations(seen, 2)) > 0.1
+
+
+def test_style_of_a_method_depends_on_no_other() -> None:
+    assert styles_of(["lazy"])["lazy"] == styles_of(["mine", "baseline", "lazy"])["lazy"]
+    assert styles_of(["mine", "other"])["mine"] == styles_of(["other", "mine"])["mine"]
+    assert styles_of(["mine", "other"])["mine"] != styles_of(["mine", "other"])["other"]
+    assert list(styles_of(["mine", "lazy", "random_drop", "baseline"])) == ["baseline", "random_drop", "lazy", "mine"]
+    for name, kind in METHODS.items():
+        style = styles_of([name])[name]
+        assert (style.name, style.colour, style.marker) == (kind.label, kind.colour, kind.marker)
+
+
+def test_saved_files_are_equal_and_undated(tmp_path: Path) -> None:
+    def drawn(name: str) -> list[bytes]:
+        figure = new_figure(2, 2)
+        figure.subplots().plot([1, 2], label="a line")
+        paths = save(figure, tmp_path / name, ("svg", "pdf", "png"))
+        assert [path.name for path in paths] == [f"{name}.svg", f"{name}.pdf", f"{name}.png"]
+        return [path.read_bytes() for path in paths]
+
+    first, second = drawn("first"), drawn("second")
+    assert first == second
+    assert b"<text" not in first[0]  # drawn as paths, which need no fonts
+    assert b"dc:date" not in first[0]
+    assert b"CreationDate" not in first[1]
+
+
+def test_styled_restores_matplotlibs_settings() -> None:
+    before = dict(mpl.rcParams)
+
+    @styled
+    def plot():
+        assert mpl.rcParams["font.size"] == 9
+        return new_figure(1, 1)
+
+    plot()
+    assert dict(mpl.rcParams) == before
+
+
+def test_around_gives_distances_and_nan_without_interval() -> None:
+    rows = pd.DataFrame({"x": [5.0, 5.0], "x_low": [4.0, np.nan], "x_high": [7.5, np.nan]})
+    assert np.array_equal(around(rows, "x"), [[1, np.nan], [2.5, np.nan]], equal_nan=True)
+    assert around(rows.iloc[0], "x").tolist() == [[1], [2.5]]
