@@ -1,4 +1,4 @@
-"""Files written whole, and the commit of the code that writes them."""
+"""Files written whole, the cache, and the commit of the code that writes them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def write_whole(file: Path, content: str | bytes) -> None:
             f"{file}: could not be written ({error}). An earlier file of this name is unchanged: fix the cause (such "
             "as a full disk), then run the same command again"
         ) from error
+
+
+def cache_folder() -> Path:
+    """The folder of files that are downloaded or made once: `$LAZYLLM_BENCH_CACHE` or `~/.cache/lazyllm-bench`."""
+    return Path(os.environ.get("LAZYLLM_BENCH_CACHE") or "~/.cache/lazyllm-bench").expanduser()
 
 
 def git_commit() -> str | None:

@@ -39,11 +39,12 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.downloads import cache_folder, made_once
+from eval.benchmarks.downloads import made_once
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import canonical, load_examples
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
+from lazyllm.files import cache_folder
 
 LENGTHS = (512, 1024, 2048)
 """Prompt lengths in tokens of the tiny tokenizer, in turn over the rows."""

@@ -23,11 +23,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.downloads import cache_folder, fetched_once, file_sha256, require_network
+from eval.benchmarks.downloads import fetched_once, file_sha256, require_network
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import Field, check_fields, load_examples
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
 from lazyllm.errors import UserError, reason_of
+from lazyllm.files import cache_folder
 
 HUB_REPOSITORY, HUB_FILE = "THUDM/LongBench", "data.zip"
 HUB_REVISION = "5e628be450b7e67fb7ae6e201bd6d8f7056f7672"

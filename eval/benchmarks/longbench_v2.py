@@ -17,19 +17,18 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from eval.benchmarks.downloads import (
-    cache_folder,
-    fetched_once,
-    file_sha256,
-    is_cached,
-    missing_from_hub,
-    rows_from_hub,
-)
+<<<<<<< HEAD
+from eval.benchmarks.downloads import fetched_once, file_sha256, is_cached, missing_from_hub, rows_from_hub
+from lazyllm.files import cache_folder
+=======
+from eval.benchmarks.downloads import fetched_once, file_sha256, missing_from_hub, rows_from_hub
+>>>>>>> 9baedcd (Convert a hub repository's pickled weights once into the cache, tensors only, so that model=xgen runs)
 from eval.benchmarks.longbench import TemplateWarning
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import Field, check_fields, is_filled, is_text, sha256_of, shortened, usable
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
+from lazyllm.files import cache_folder
 
 REPOSITORY = "THUDM/LongBench-v2"
 ROWS, PROMPT = "data.json", "prompts/0shot.txt"

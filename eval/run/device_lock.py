@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from eval.benchmarks.downloads import cache_folder
+from lazyllm.files import cache_folder
 
 if TYPE_CHECKING:
     import torch

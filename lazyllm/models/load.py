@@ -20,7 +20,8 @@ from transformers import (
 
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError
-from lazyllm.models.checkpoint import CONFIGS, WEIGHTS, check_files, hub_folder
+from lazyllm.models.checkpoint import CONFIGS, INDEX, WEIGHTS, check_files, hub_folder
+from lazyllm.models.convert import converted
 from lazyllm.models.quantisation import check_quantise, check_quantised, quantisation_config, quantised_by, require
 from lazyllm.models.tokenizers import load_tokenizer
 from lazyllm.presets import PRESETS
@@ -198,6 +199,8 @@ def checkpoint_folder(spec: ModelSpec, config: PreTrainedConfig) -> Path:
     """The folder of the checkpoint's files, fetched from the hub if necessary, and checked. Raises UserError."""
     folder = _folder(spec, [*CONFIGS, *WEIGHTS, _weights_file(config) or "model.safetensors"])
     if str(folder) != spec.source:  # a local folder has been checked already
+        if not any((folder / name).is_file() for name in ("model.safetensors", INDEX)) and not _weights_file(config):
+            folder = converted(spec.source, folder, spec.revision) or folder
         check_files(folder, spec.source, _weights_file(config))
     return folder
 

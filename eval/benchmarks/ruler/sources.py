@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eval.benchmarks.downloads import bytes_sha256, cache_folder, fetched_once, load_from_hub, missing_from_hub
+from eval.benchmarks.downloads import bytes_sha256, fetched_once, load_from_hub, missing_from_hub
 from eval.benchmarks.rows import check_fields, is_text
 from lazyllm.errors import UserError
+from lazyllm.files import cache_folder
 
 COMMIT = "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a"
 """The commit of NVIDIA/RULER that prompts, settings and rows follow."""
