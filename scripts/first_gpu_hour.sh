@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# The first hour on a GPU: scripts/first_gpu_hour.sh OUT [part ...]
+#
+# Parts of at most nine minutes each, at most eight small files in OUT. A part whose file is in OUT is left out, so the
+# same command resumes. Needs Python >= 3.11 with torch, transformers, numpy, filelock and safetensors; no network and no
+# checkpoint, as weights are random: times depend on shapes, not on values. SHAPES=tiny tries it on a CPU in a minute.
+set -euo pipefail
+out=$(mkdir -p "${1:?give a folder for the results}" && cd "$1" && pwd)
+cd "$(dirname "$0")/.."
+exec "${PYTHON:-python3}" -m scripts.gpu_hour "$out" "${@:2}"

@@ -1,0 +1,207 @@
+"""The parts of scripts/first_gpu_hour.sh: exactness, waits and memory on the device, then times at true shapes.
+
+Each part is a process of its own, killed after nine minutes, and writes one JSON file; `summary.md` shows all files.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+PART_S = 540  # of a part; machines that are lent by the call often end one after ten minutes
+
+# Dense peak rates in TFLOP/s, in 16 bits, by a part of the device's name (the makers' data sheets)
+PEAKS = {"H100": 989, "H200": 989, "A100": 312, "L40S": 362, "RTX 4090": 165, "L4": 121}
+
+_TINY = "layers=4,width=64,heads=4,kv_heads=2"
+_FIELD = ["--field", "--speedups", "1.5", "2", "--repeats", "3", "--warmup", "1"]
+_ALONE = ["--repeats", "3", "--warmup", "1", "--against", "hf"]
+# {part: arguments of `lazyllm-bench bench`}, the most wanted first
+PARTS: dict[str, list[str]] = {
+    "llama2": ["--shape", "llama2", "--tokens", "3500", "--new-tokens", "17", *_FIELD],
+    "xgen": ["--shape", "xgen", "--tokens", "7500", "--new-tokens", "17", *_FIELD],
+    "llama2_hf": ["--shape", "llama2", "--tokens", "1000", "3500", "--new-tokens", "33", "--method", "paper", *_ALONE],
+    "llama3.1-8b": ["--shape", "llama3.1-8b", "--tokens", "4000", "32000", "--new-tokens", "9", *_FIELD],
+    "qwen3-8b": ["--shape", "qwen3-8b", "--tokens", "4000", "32000", "--new-tokens", "9", *_FIELD],
+    "long": ["--shape", "llama3.1-8b", "--tokens", "128000", "--new-tokens", "2", "--method", "paper", *_ALONE],
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the parts that OUT lacks. Returns 1 if one failed."""
+    out, wanted = Path(arguments[0]), arguments[1:] or ["checks", *PARTS]
+    failed = []
+    for part in wanted:
+        file = out / f"{part}.json"
+        if file.is_file():
+            continue
+        print(f"--- {part}", flush=True)
+        partial = file.with_suffix(".partial")
+        command = [sys.executable, "-c", _COMMAND, part, str(partial)]
+        try:
+            subprocess.run(command, check=True, timeout=PART_S, env=os.environ | {"TOKENIZERS_PARALLELISM": "false"})
+            partial.replace(file)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            print(f"{part}: {error}", flush=True)  # what it had measured stays in the partial file
+            failed.append(part)
+    (out / "summary.md").write_text("\n".join(summary(out)) + "\n", encoding="utf-8")
+    print((out / "summary.md").read_text(encoding="utf-8"))
+    return int(bool(failed))
+
+
+_COMMAND = "import sys; from scripts.gpu_hour import run_part; run_part(*sys.argv[1:])"
+
+
+def run_part(part: str, file: str) -> None:
+    """Measure one part and write its file."""
+    if part == "checks":
+        Path(file).write_text(json.dumps(checks(), indent=1) + "\n", encoding="utf-8")
+        return
+    from lazyllm.bench import main as bench
+
+    arguments = PARTS[part]
+    if os.environ.get("SHAPES") == "tiny":
+        small = {"--shape": _TINY, "--tokens": "60", "--new-tokens": "3", "--repeats": "1", "--warmup": "0"}
+        arguments = [small.get(before, word) for before, word in zip(["", *arguments], arguments, strict=False)]
+        arguments = [word for word in arguments if not (word.isdecimal() and int(word) >= 1000)]
+    bench([*arguments, "--json", file])
+
+
+def checks() -> dict[str, Any]:
+    """What only a device can show: results as on the CPU, no waits in prefill, the attention kernel, memory."""
+    import torch
+    from transformers import AutoConfig
+
+    from lazyllm.engine.generation import generate
+    from lazyllm.methods import Baseline, make
+    from lazyllm.models.load import as_device, random_weights
+    from lazyllm.presets import fields_of
+    from lazyllm.spec import ModelSpec
+
+    device = as_device("auto")
+    on_gpu = device.type == "cuda"
+    shape = _TINY if os.environ.get("SHAPES") == "tiny" else "layers=8,width=512,heads=8,kv_heads=4"
+    config = AutoConfig.for_model(**fields_of(shape) | {"max_position_embeddings": 4096})
+    prompt = torch.randint(0, config.vocab_size, (600,), generator=torch.Generator().manual_seed(0))
+    methods = {
+        "baseline": Baseline(),
+        "lazy": make("lazy", {"schedule": {1: 0.6, 3: 0.5}}),
+        "static_pruning": make("static_pruning", {"layer": 2, "keep": 0.5}),
+        "fastkv": make("fastkv", {"layer": 2, "keep": 0.5}),
+        "gemfilter": make("gemfilter", {"layer": 2, "keep": 0.5}),
+    }
+    about: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "capability": torch.cuda.get_device_capability() if on_gpu else None,
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
+        "results": {},
+    }
+    exact = random_weights(config, ModelSpec(shape, "dummy", "float64", "cpu")).eval()
+    for name, method in methods.items():
+        expected = generate(exact, prompt, method, 4, ())
+        found: dict[str, Any] = {}
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):  # the last one is used below
+            model = copy.deepcopy(exact).to(device, dtype)
+            got = generate(model, prompt, method, 4, ())
+            error = (got.first_logits.double().cpu() - expected.first_logits).abs().max().item()
+            found[str(dtype)] = {
+                "largest_error_of_first_logits": error,
+                "same_tokens": got.token_ids == expected.token_ids,
+                "same_counts": bool((got.computed[0] == expected.computed[0]).all()),
+            }
+        if on_gpu:
+            found["waits_in_prefill"] = _waits(model, prompt, method)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            generate(model, prompt, method, 2, ())
+            found["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+        found["kernels"] = _kernels(model, prompt, method, on_gpu)
+        about["results"][name] = found
+    return about
+
+
+def _waits(model: Any, prompt: Any, method: Any) -> int:
+    """How often the host waits for the device between the prompt's arrival there and the first logits."""
+    import warnings
+
+    import torch
+
+    from lazyllm.engine.decoder import open_decoder
+    from lazyllm.engine.inputs import Prompt
+
+    with torch.inference_mode(), open_decoder(model) as decoder:
+        method.prepare(model)
+        on_device = prompt.to(decoder.device)
+        for is_counted in (False, True):
+            session = method.start(decoder, Prompt(prompt), 2)
+            torch.cuda.synchronize()
+            if not is_counted:
+                session.prefill(on_device)
+                continue
+            torch.cuda.set_sync_debug_mode("warn")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                session.prefill(on_device)
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+def _kernels(model: Any, prompt: Any, method: Any, on_gpu: bool) -> list[str]:
+    """The names of the attention kernels that ran in one generation of a token."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from lazyllm.engine.generation import generate
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as recorded:
+        generate(model, prompt, method, 1, ())
+    words = ("flash", "fmha", "attention", "cudnn", "sdpa")
+    return sorted({event.key[:120] for event in recorded.key_averages() if any(w in event.key.lower() for w in words)})
+
+
+def summary(out: Path) -> Iterator[str]:
+    """A table of the baseline's and the methods' times, with model FLOPs utilisation, from the files."""
+    yield "# The first hour on a GPU: random weights, time only"
+    for file in sorted(out.glob("*.json")):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if "cases" not in data:
+            yield f"\n## {file.stem}: {data['device']}\n"
+            for name, found in data["results"].items():
+                yield f"- {name}: {json.dumps(found)}"
+            continue
+        peak = next((rate for name, rate in PEAKS.items() if name in data["device"]), None)
+        yield f"\n## {file.stem}: {data['device']}, {data['settings']['shape']}, {data['settings']['dtype']}\n"
+        yield "| method | prompt | TTFT, s | MFU % | baseline, s | MFU % | TTFT speedup | ideal | step / baseline's |"
+        yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+        for case in data["cases"]:
+            own, base = (_middle([pair[key] for pair in case["pairs"]]) for key in ("other", "baseline"))
+            steps = [
+                sum(pair["other"]["step_s"]) / len(pair["other"]["step_s"]) * len(pair["baseline"]["step_s"])
+                / sum(pair["baseline"]["step_s"])
+                for pair in case["pairs"]
+                if pair["other"]["step_s"] and pair["baseline"]["step_s"]
+            ]  # fmt: skip
+            used, base_used = (
+                f"{100 * run['flops'] / run['ttft_s'] / peak / 1e12:.1f}" if peak else "-" for run in (own, base)
+            )
+            cells = [
+                case["name"], str(case["tokens"]), f"{own['ttft_s']:.4f}", used, f"{base['ttft_s']:.4f}", base_used,
+                f"{base['ttft_s'] / own['ttft_s']:.2f}", f"{base['flops'] / own['flops']:.2f}",
+                f"{sorted(steps)[len(steps) // 2]:.2f}" if steps else "-",
+            ]  # fmt: skip
+            yield f"| {' | '.join(cells)} |"
+
+
+def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run with the median TTFT."""
+    return sorted(runs, key=lambda run: run["ttft_s"])[len(runs) // 2]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
