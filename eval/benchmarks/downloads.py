@@ -16,7 +16,7 @@ from typing import Any
 
 from eval.benchmarks.rows import canonical
 from lazyllm.errors import UserError, reason_of
-from lazyllm.files import cache_folder, write_whole
+from lazyllm.files import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,6 @@ def missing_from_hub(repository: str, other_way: str) -> str | None:
     return f"{repository} is not cached and cannot be downloaded: give {other_way}, or run once with a network"
 
 
-<<<<<<< HEAD
 def made_once(file: Path, key: str, make: Callable[[], bytes]) -> bytes:
     """The result of `make`, from `file` if an earlier call wrote it there with the same key.
 

@@ -17,12 +17,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-<<<<<<< HEAD
 from eval.benchmarks.downloads import fetched_once, file_sha256, is_cached, missing_from_hub, rows_from_hub
-from lazyllm.files import cache_folder
-=======
-from eval.benchmarks.downloads import fetched_once, file_sha256, missing_from_hub, rows_from_hub
->>>>>>> 9baedcd (Convert a hub repository's pickled weights once into the cache, tensors only, so that model=xgen runs)
 from eval.benchmarks.longbench import TemplateWarning
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import Field, check_fields, is_filled, is_text, sha256_of, shortened, usable

@@ -23,12 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-<<<<<<< HEAD
 from eval.benchmarks.downloads import fetched_once, is_cached, missing_from_hub, rows_from_hub
-from lazyllm.files import cache_folder
-=======
-from eval.benchmarks.downloads import fetched_once, missing_from_hub, rows_from_hub
->>>>>>> 9baedcd (Convert a hub repository's pickled weights once into the cache, tensors only, so that model=xgen runs)
 from eval.benchmarks.longbench import TemplateWarning
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import check_fields, is_filled, is_texts, read_lines, sha256_of, usable
