@@ -20,12 +20,13 @@ class Preset:
 
     source: hub id or folder. architecture: the shapes and RoPE of the checkpoint's `config.json`, for
     `load_format="dummy"`; None if this package holds the checkpoint. gated: the hub gives it only to those whom its
-    owner has granted access.
+    owner has granted access. pickled: its weights on the hub are pickles, which are converted once.
     """
 
     source: str
     architecture: Mapping[str, Any] | None = field(default=None, hash=False)
     gated: bool = False
+    pickled: bool = False
 
 
 def _shape(
@@ -80,7 +81,7 @@ _XGEN = _shape("llama", 32, 4096, 11008, 32, 32, 51_200, 8192, bos_token_id=50_2
 PRESETS: dict[str, Preset] = {
     "llama2": Preset("meta-llama/Llama-2-7b-chat-hf", _LLAMA2, gated=True),
     "llama2-base": Preset("meta-llama/Llama-2-7b-hf", _LLAMA2, gated=True),
-    "xgen": Preset("Salesforce/xgen-7b-8k-inst", _XGEN),
+    "xgen": Preset("Salesforce/xgen-7b-8k-inst", _XGEN, pickled=True),
     "llama3.1-8b": Preset(
         "meta-llama/Llama-3.1-8B-Instruct",
         _shape("llama", 32, 4096, 14336, 32, 8, 128_256, 131_072, **_llama3(8.0)),

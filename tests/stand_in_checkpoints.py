@@ -1,10 +1,11 @@
-"""Stand-ins for checkpoints of Llama 2 7B chat and Llama 3.1 8B Instruct: the same kinds of files and settings.
+"""Stand-ins for checkpoints of Llama 2 7B chat, Llama 3.1 8B Instruct and XGen 7B: the same kinds of files.
 
-Only the width is small, and the weights give one answer to every prompt.
+Settings are those of the originals. Only the width is small, and the weights give one answer to every prompt.
 """
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import load
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -29,6 +31,9 @@ LLAMA31 = LLAMA2 | dict(
         original_max_position_embeddings=8192, rope_type="llama3",
     ),
     bos_token_id=128000, eos_token_id=[128001, 128008, 128009],
+)  # fmt: skip
+XGEN = LLAMA2 | dict(
+    max_position_embeddings=8192, rms_norm_eps=1e-6, bos_token_id=50256, eos_token_id=50256, vocab_size=51200,
 )  # fmt: skip
 SAMPLING = dict(do_sample=True, temperature=0.6, top_p=0.9)
 
@@ -78,6 +83,28 @@ def llama31(answer: str) -> dict[str, bytes]:
         "tokenizer_config.json": _json(settings),
         "original/consolidated.00.pth": b"a pickle that nobody opens",
         "README.md": b"# A model card",
+    }
+
+
+def xgen(answer: Sequence[int]) -> dict[str, bytes]:
+    """Files as of `Salesforce/xgen-7b-8k-inst`, by path: its weights are pickles, its tokenizer is code."""
+    settings = dict(
+        tokenizer_class="XgenTokenizer", auto_map=dict(AutoTokenizer=["tokenization_xgen.XgenTokenizer", None]),
+        add_special_tokens=True, eos_token="<|endoftext|>", model_max_length=8192, pad_token=None,
+    )  # fmt: skip
+    files = _weights(XGEN, [*answer, 50256])
+    shards = {name: name.replace("model", "pytorch_model").replace(".safetensors", ".bin") for name in files}
+    index = json.loads(files.pop("model.safetensors.index.json"))
+    index["weight_map"] = {tensor: shards[name] for tensor, name in index["weight_map"].items()}
+    for name in [name for name in files if name.endswith(".safetensors")]:
+        pickled = io.BytesIO()
+        torch.save(load(files.pop(name)), pickled)
+        files[shards[name]] = pickled.getvalue()
+    return files | {
+        "pytorch_model.bin.index.json": _json(index),
+        "generation_config.json": _json(dict(bos_token_id=50256, eos_token_id=50256)),
+        "tokenization_xgen.py": b"raise AssertionError('remote code was run')",
+        "tokenizer_config.json": _json(settings),
     }
 
 

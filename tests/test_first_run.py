@@ -24,13 +24,15 @@ import pytest
 from eval.benchmarks import longbench
 from eval.store.folder import read_run
 from eval.store.record import Record
+from lazyllm.models.xgen_tokenizer import GPT2
 from tests.hub_server import HubServer, Repository
-from tests.stand_in_checkpoints import llama2, llama3_tokenizer, llama31
+from tests.stand_in_checkpoints import llama2, llama3_tokenizer, llama31, xgen
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("first run")]  # one worker plays both days, once
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA2, LLAMA31 = "meta-llama/Llama-2-7b-chat-hf", "meta-llama/Llama-3.1-8B-Instruct"
+XGEN = "Salesforce/xgen-7b-8k-inst"
 TOKEN = "hf_of_a_reader"
 SHORT = ["dataset=hotpotqa", "model.max_prompt_tokens=600", "timing.warmup=1"]
 FIRST = ["run", "model=llama2", "method=lazy", *SHORT]
@@ -45,12 +47,15 @@ DAY_ONE = {
     "more": ("", [*FIRST, "limit=2"]),
     "sweep": ("", ["run", "-m", "model=llama2", "method=lazy,static_pruning", *SHORT, "limit=2"]),
     "llama 3.1": ("", [*LLAMA31_RUN, "limit=2"]),
+    "fetch xgen": ("", ["fetch", "model=xgen", "dataset=hotpotqa"]),
+    "two models": ("", ["run", "-m", "experiment=table2", "model=llama2,xgen", *SHORT, "limit=1"]),
     "report": ("", ["report", "runs"]),
 }
 DAY_TWO = {
     "doctor again": ("", ["doctor"]),
     "the same": ("", [*FIRST, "limit=2"]),
     "more of 3.1": ("", [*LLAMA31_RUN, "limit=3"]),
+    "more of both": ("", ["run", "-m", "experiment=table2", "model=llama2,xgen", *SHORT, "limit=2"]),
     "never fetched": ("", ["run", "model=llama2-base", *SHORT, "limit=1"]),
 }
 REFUSED = ("no token", "no access", "never fetched")
@@ -83,8 +88,8 @@ class Played:
     folder: Path
 
     def records(self, model: str, method: str) -> list[Record]:
-        (folder,) = (self.folder / "runs").glob(f"{model}-{method}-*")
-        return read_run(folder)[1]
+        """Of the longest run."""
+        return max((read_run(folder)[1] for folder in (self.folder / "runs").glob(f"{model}-{method}-*")), key=len)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +104,8 @@ def played(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Played:
     vocabulary = shared / "tokenizers" / "llama2" / "tokenizer.model"
     repositories = {
         LLAMA2: Repository(llama2(vocabulary, first), gated=readers),
+        XGEN: Repository(xgen([50, 60])),
+        GPT2: Repository({"merges.txt": (shared / "tokenizers" / "gpt2" / "merges.txt").read_bytes()}),
         LLAMA31: Repository(llama31(second), gated=readers, commit="89abcdef" * 5),
         longbench.HUB_REPOSITORY: Repository(
             {longbench.HUB_FILE: packed.getvalue()}, kind="datasets", commit=longbench.HUB_REVISION
@@ -209,7 +216,20 @@ def test_each_file_is_fetched_once_and_no_pickle_at_all(played: Played) -> None:
     fetched = [path for method, path in played.hub.asked if method == "GET" and "/resolve/" in path]
     assert len(fetched) == len({*fetched})
     assert sum(path.endswith("config.json") and "generation" not in path for path in fetched) >= 2
-    assert not [path for path in asked if path.endswith((".bin", ".pth", "README.md"))]
+    unwanted = [path for path in asked if path.endswith((".bin", ".pth", "README.md"))]
+    assert all("xgen" in path for path in unwanted)  # only its weights come as pickles
+
+
+def test_sweep_over_both_models_of_the_paper_gives_two_runs_and_one_table(played: Played) -> None:
+    """XGen's weights are pickles on the hub, converted by the fetch; the next day it is found offline."""
+    checkpoint, _ = played.steps["fetch xgen"]["out"].splitlines()
+    assert re.fullmatch(r"xgen: .*/converted/Salesforce--xgen-7b-8k-inst/[0-9a-f]{40}", checkpoint)
+    for step in ("two models", "more of both"):
+        joint = played.steps[step]["out"].partition("All runs of the sweep")[2]
+        assert "llama2" in joint
+        assert "xgen" in joint
+    assert [len(played.records(model, "lazy")) for model in ("xgen", "llama2")] == [2, 2]
+    assert {tuple(record.method.token_ids) for record in played.records("xgen", "lazy")} == {(50, 60, 50256)}
 
 
 def test_report_shows_all_models(played: Played) -> None:

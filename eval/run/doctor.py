@@ -88,14 +88,17 @@ def check_disk(gigabytes: float) -> State:
 
 
 def is_cached(model: str) -> bool:
-    """Whether a checkpoint is a folder, or its config and weights are in the hub's cache."""
+    """Whether a checkpoint is a folder, or its config and weights are in the hub's cache, or converted in ours."""
     from huggingface_hub import try_to_load_from_cache
+
+    from lazyllm.models.convert import is_converted
 
     def holds(file: str) -> bool:
         return isinstance(try_to_load_from_cache(source_of(model), file), str)
 
     weights = ("model.safetensors.index.json", "model.safetensors")
-    return Path(source_of(model)).is_dir() or (holds("config.json") and any(map(holds, weights)))
+    is_here = any(map(holds, weights)) or is_converted(source_of(model))
+    return Path(source_of(model)).is_dir() or (holds("config.json") and is_here)
 
 
 def check_token(gated: bool) -> State:
@@ -106,12 +109,13 @@ def check_token(gated: bool) -> State:
     return MISSING if gated else NOT_NEEDED, "hf auth login (gated models need it)"
 
 
-def check_weights(model: str, cached: bool, gated: bool) -> State:
+def check_weights(model: str, cached: bool, gated: bool, pickled: bool) -> State:
     source = source_of(model)
     if cached:
         return OK, f"{source} is here"
     first = f"ask for access at https://huggingface.co/{source}, then " if gated else ""
-    return MISSING, f"{source} is not in the cache: {first}lazyllm-bench fetch model={model}, with a network"
+    then = ", which also converts its pickled weights" if pickled else ""
+    return MISSING, f"{source} is not in the cache: {first}lazyllm-bench fetch model={model}, with a network{then}"
 
 
 def check_rows(model: str) -> State:
@@ -140,13 +144,14 @@ def examine(model: str) -> dict[str, State]:
     gpu = [field.strip() for field in listed[0].split(",")] if listed else None
     cached, size = is_cached(model), gigabytes_of(model)
     gated = not cached and model in PRESETS and PRESETS[model].gated
+    pickled = model in PRESETS and PRESETS[model].pickled
     checks: dict[str, Callable[[], State]] = {
         "Python": check_python,
         "torch": lambda: check_torch(gpu),
         "GPU": lambda: check_gpu(gpu, size),
-        "disk": lambda: check_disk(0 if cached else size),
+        "disk": lambda: check_disk(0 if cached else size * (4 if pickled else 1)),  # pickles in 32 bits, converted ones
         "token": lambda: check_token(gated),
-        model: lambda: check_weights(model, cached, gated),
+        model: lambda: check_weights(model, cached, gated, pickled),
         "rows": lambda: check_rows(model),
     }
     states = {}

@@ -14,15 +14,16 @@ import shutil
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from filelock import FileLock
-from torch import Tensor
 
 from lazyllm.errors import UserError
 from lazyllm.files import cache_folder, write_whole
 from lazyllm.models.checkpoint import CONFIGS, INDEX, hub_folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ def _folder(hub_id: str, commit: str) -> Path:
 
 def _convert(pickle: Path, file: Path) -> None:
     """Write a shard's tensors as safetensors, completely or not at all."""
+    import torch
     from safetensors.torch import save_file
 
     _check_hash(pickle)
