@@ -97,8 +97,8 @@ def is_cached(model: str) -> bool:
         return isinstance(try_to_load_from_cache(source_of(model), file), str)
 
     weights = ("model.safetensors.index.json", "model.safetensors")
-    is_here = any(map(holds, weights)) or is_converted(source_of(model))
-    return Path(source_of(model)).is_dir() or (holds("config.json") and is_here)
+    source = source_of(model)
+    return Path(source).is_dir() or (holds("config.json") and (any(map(holds, weights)) or is_converted(source)))
 
 
 def check_token(gated: bool) -> State:
