@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,6 +152,7 @@ def read_tasks(folder: Path | None) -> dict[str, Task]:
     return parse_tasks(*content.values())
 
 
+@cache  # 13 datasets are checked, loaded and asked for their corpus
 def parse_tasks(prompts: bytes, settings: bytes) -> dict[str, Task]:
     """The tasks of `constants.py`, whose code is not run, and `synthetic.yaml`."""
     import yaml

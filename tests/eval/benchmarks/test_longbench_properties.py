@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eval.benchmarks.datasets import DATASETS, load_rows
@@ -21,6 +21,7 @@ from lazyllm.errors import UserError
 from tests.eval.benchmarks.test_longbench import CONFIG, ROW
 from tests.eval.store.test_folder_properties import JSON
 
+FEW = settings(max_examples=30, deadline=None)  # each writes a folder
 QASPER = DATASETS["qasper"]
 ROWS = st.fixed_dictionaries(
     {
@@ -86,6 +87,7 @@ def is_usable(row: Any) -> bool:
     )
 
 
+@FEW
 @given(
     st.lists(ROWS, min_size=1, max_size=4, unique_by=lambda row: row["_id"]),
     st.booleans(),
@@ -104,6 +106,7 @@ def test_rows_are_read_as_they_are_written(
         assert [fields(example) for example in load_rows(QASPER, folder).examples] == [expected(row) for row in rows]
 
 
+@FEW
 @given(st.binary(max_size=300) | st.lists(JSON.map(json.dumps)).map(lambda lines: "\n".join(lines).encode()))
 @example(b"\xff\xfe{\x00}\x00\n")
 @example(b'{"a":' * 2000)
@@ -116,6 +119,7 @@ def test_arbitrary_files_are_refused_line_by_line(content: bytes) -> None:
             load_rows(QASPER, folder)
 
 
+@FEW
 @given(ROWS, st.data())
 def test_row_with_any_other_value_is_read_if_it_fits_and_else_named(row: dict[str, Any], data: st.DataObject) -> None:
     bad = dict(row)

@@ -7,7 +7,9 @@ import platform
 import re
 import sysconfig
 from collections import Counter
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,11 @@ SHA256 = {
 }
 
 
+@cache
+def rows_of(name: str) -> list[dict[str, Any]]:
+    return stdlib.rows(name)
+
+
 def named(text: str) -> set[str]:
     """The names of three or more letters in a text."""
     words = {word for word in re.split(r"\W+", text) if len(word) > 2 and not word[0].isdigit()}
@@ -37,7 +44,7 @@ def test_rows_are_the_same_on_every_python(name: str) -> None:
 
 @EVERY
 def test_row_asks_for_the_line_after_its_prompt(name: str) -> None:
-    rows = stdlib.rows(name)
+    rows = rows_of(name)
     assert Counter(int(row["_id"].split("-")[1]) for row in rows) == dict.fromkeys(stdlib.LENGTHS, stdlib.ROWS // 3)
     assert len({row["_id"].split("-", 2)[2] for row in rows}) == stdlib.ROWS
     for row in rows:
@@ -55,14 +62,14 @@ def test_row_asks_for_the_line_after_its_prompt(name: str) -> None:
 
 
 def test_next_line_names_something_far_away() -> None:
-    for row in stdlib.rows("next_line"):
+    for row in rows_of("next_line"):
         wanted = named(row["answers"][0])
         assert wanted <= named(row["context"])
         assert not wanted <= named("\n".join(row["context"].split("\n")[-stdlib.RECENT - 1 :]))
 
 
 def test_cross_file_names_something_that_only_other_files_name() -> None:
-    for row in stdlib.rows("cross_file"):
+    for row in rows_of("cross_file"):
         path = row["_id"].split("-", 2)[2].split(":")[0]
         assert named(row["answers"][0]) - named(row["input"]) - named(path)
         assert named(row["answers"][0]) <= named(row["context"]) | named(row["input"])
@@ -89,6 +96,6 @@ def test_files_equal_the_library() -> None:
 
 @EVERY
 def test_gold_line_scores_1_and_another_less(name: str) -> None:
-    row, other = stdlib.rows(name, 2)
+    row, other = rows_of(name)[:2]
     assert score_example(DATASETS[name], row["answers"][0] + "\n", row["answers"]) == 1
     assert score_example(DATASETS[name], other["answers"][0], row["answers"]) < 1
