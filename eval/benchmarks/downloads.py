@@ -69,6 +69,32 @@ def rows_from_hub(
     return [(f"{source}, row {number}", row) for number, row in enumerate(rows, 1)], source, sha256
 
 
+def rows_from_files(folder: Path, pattern: str) -> tuple[list[tuple[str, dict[str, Any]]], str, str]:
+    """`rows_from_hub` from a folder's parquet or JSON files whose names match `pattern`. Raises UserError."""
+    folder = folder.expanduser()
+    files = sorted(folder.glob(pattern))
+    if not files:
+        raise UserError(f"data.dir={folder}: no file {pattern} is there; expected the dataset's own files")
+    import pandas as pd
+
+    rows: list[tuple[str, dict[str, Any]]] = []
+    for file in files:
+        try:
+            frame = pd.read_parquet(file) if file.suffix == ".parquet" else pd.read_json(file)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file}: not a table of rows ({reason_of(error)})") from error
+        values = frame.to_dict("records")
+        rows += [
+            (
+                f"{file}, row {number}",
+                {str(key): value.tolist() if hasattr(value, "tolist") else value for key, value in row.items()},
+            )
+            for number, row in enumerate(values, 1)
+        ]
+    sha256 = hashlib.sha256(b"\n".join(canonical(row) for _, row in rows)).hexdigest()
+    return rows, str(folder), sha256
+
+
 def missing_from_hub(repository: str, other_way: str) -> str | None:
     """Why a dataset cannot be loaded, without importing `datasets`; None if it can.
 
