@@ -4,6 +4,7 @@ a network."""
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import threading
@@ -72,25 +73,18 @@ def rows_from_hub(
 def rows_from_files(folder: Path, pattern: str) -> tuple[list[tuple[str, dict[str, Any]]], str, str]:
     """`rows_from_hub` from a folder's parquet or JSON files whose names match `pattern`. Raises UserError."""
     folder = folder.expanduser()
+    import pyarrow.parquet as pq  # not at the top: it is slow to import
+
     files = sorted(folder.glob(pattern))
     if not files:
         raise UserError(f"data.dir={folder}: no file {pattern} is there; expected the dataset's own files")
-    import pandas as pd
-
     rows: list[tuple[str, dict[str, Any]]] = []
     for file in files:
         try:
-            frame = pd.read_parquet(file) if file.suffix == ".parquet" else pd.read_json(file)
+            values = json.loads(file.read_bytes()) if file.suffix == ".json" else pq.read_table(file).to_pylist()
         except (OSError, ValueError) as error:
             raise UserError(f"{file}: not a table of rows ({reason_of(error)})") from error
-        values = frame.to_dict("records")
-        rows += [
-            (
-                f"{file}, row {number}",
-                {str(key): value.tolist() if hasattr(value, "tolist") else value for key, value in row.items()},
-            )
-            for number, row in enumerate(values, 1)
-        ]
+        rows += [(f"{file}, row {number}", row) for number, row in enumerate(values, 1)]
     sha256 = hashlib.sha256(b"\n".join(canonical(row) for _, row in rows)).hexdigest()
     return rows, str(folder), sha256
 

@@ -1,0 +1,164 @@
+"""BABILong (arXiv 2406.10149): facts of bAbI's tasks 1 to 5, scattered over the text of books; short answers.
+
+`data.dir=FOLDER` gives a folder with `data/<task>/<length>.json`, as on the hub, and `prompts.py`. Without it, rows
+come through the package `datasets` (`RMT-team/babilong`), and prompts from a commit of the authors' repository; only
+their dictionary of these tasks is read, and checked by sha256. Prompts and scores are those of `babilong/prompts.py`
+(commit ffa075f) and `babilong/metrics.py` (eeec607); an answer has at most 20 tokens.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from eval.benchmarks.downloads import (
+    cache_folder,
+    fetched_once,
+    is_cached,
+    missing_from_hub,
+    rows_from_files,
+    rows_from_hub,
+)
+from eval.benchmarks.rows import canonical, check_fields, is_text, parsed, usable
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
+from lazyllm.errors import UserError
+
+REPOSITORY = "RMT-team/babilong"
+PROMPTS = "prompts.py"
+PROMPTS_URL = (
+    "https://raw.githubusercontent.com/booydar/babilong/ffa075fb7aff504275037efc04d3aeaa5b1f65b0/babilong/prompts.py"
+)
+PROMPTS_SHA256 = "f4eba1cfd14199ef40809dcb25ee732307a13200a0e19e4e8953a1972ead38aa"
+"""`prompts_sha256` of the official file."""
+
+TEMPLATE = "{instruction}{context}{input}"
+MAX_NEW_TOKENS = 20
+LENGTHS = ("0k", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k", "256k", "512k", "1M", "10M")
+
+_PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
+LABELS = dict.fromkeys(("qa1", "qa2", "qa3", "qa4"), _PLACES) | {
+    "qa5": ("bill", "fred", "jeff", "mary", "apple", "football", "milk")
+}
+_PARTS = ("instruction", "examples", "post_prompt")
+_GIVE = f"data.dir=FOLDER with data/<task>/<length>.json and {PROMPTS}"
+_FIELDS = tuple((name, is_text, "a string") for name in ("input", "question", "target"))
+
+
+@dataclass
+class BabilongConfig:
+    """lengths: names of the dataset's lengths, from 0k to 10M."""
+
+    lengths: list[str] = field(default_factory=lambda: ["4k"])
+
+
+def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Sequence[str] | None = None) -> float:
+    """1 if the first sentence names the gold label and no other one. all_classes: labels that the question lacks."""
+    sentence = answer.lower().split(".")[0].split("<context>")[0].split("<example>")[0]
+    return float([label for label in all_classes or () if label in sentence] == [answers[0].lower()])
+
+
+def check(dataset: Dataset, settings: DataSettings) -> None:
+    """Refuse unknown lengths. Raises UserError."""
+    lengths = _lengths(settings)
+    if not lengths or not set(lengths) <= set(LENGTHS):
+        raise UserError(f"babilong.lengths={lengths}: expected a list of {', '.join(LENGTHS)}")
+
+
+def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
+    """One task's rows at all lengths. Raises UserError for an unusable row or file, and without cache and network."""
+    task = dataset.name.removeprefix("babilong_")
+    prompts = read_prompts(_prompts_file(settings))[task]
+    files = [_rows(task, length, settings) for length in _lengths(settings)]
+
+    def outcomes() -> Iterator[tuple[str, Example | UserError]]:
+        for length, (rows, _, _) in zip(_lengths(settings), files, strict=True):
+            for number, (where, row) in enumerate(rows):
+                yield where, parsed(row, partial(_example, dataset, prompts, f"{length}-{number}", length))
+
+    examples, skipped = usable(outcomes(), files[0][1], settings.on_error, "rows with input, question and target")
+    return LoadedDataset(
+        dataset=dataset,
+        examples=examples,
+        template=TEMPLATE,
+        max_new_tokens=MAX_NEW_TOKENS,
+        data_sha256=hashlib.sha256(canonical([sha256 for _, _, sha256 in files])).hexdigest(),
+        config_sha256=hashlib.sha256(canonical([prompts, MAX_NEW_TOKENS])).hexdigest(),
+        source=files[0][1],
+        skipped=skipped,
+    )
+
+
+def read_prompts(content: bytes) -> dict[str, dict[str, str]]:
+    """The official prompts of the five tasks, from their Python file, which is not run. Raises UserError."""
+    try:
+        for node in ast.parse(content).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "DEFAULT_PROMPTS":
+                prompts = ast.literal_eval(node.value)
+                return {task: {part: prompts[task][part] for part in _PARTS} for task in LABELS}
+    except (SyntaxError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{PROMPTS}: not BABILong's prompts ({type(error).__name__}: {error})") from error
+    raise UserError(f"{PROMPTS}: not BABILong's prompts: it has no DEFAULT_PROMPTS")
+
+
+def prompts_sha256(content: bytes) -> str:
+    """The sha256 of the five tasks' prompts."""
+    return hashlib.sha256(canonical(read_prompts(content))).hexdigest()
+
+
+SUITE = Suite(
+    name="babilong",
+    version=1,
+    datasets=tuple(
+        Dataset(f"babilong_{task}", "facts_in_books", "label", suite="babilong", decode_halves=False) for task in LABELS
+    ),
+    load=load,
+    score=score,
+    whole="babilong",
+    options=BabilongConfig,
+    check=check,
+    missing=lambda dataset, settings: None if settings.dir is not None else missing_from_hub(REPOSITORY, _GIVE),
+    cached=partial(is_cached, REPOSITORY),
+)
+
+
+def _lengths(settings: DataSettings) -> list[str]:
+    return (settings.options or BabilongConfig()).lengths
+
+
+def _prompts_file(settings: DataSettings) -> bytes:
+    if settings.dir is not None:
+        file = settings.dir.expanduser() / PROMPTS
+        if not file.is_file():
+            raise UserError(f"data.dir={settings.dir}: {PROMPTS} is missing; give {_GIVE}")
+        return file.read_bytes()
+    file = cache_folder() / "babilong" / PROMPTS
+    ways_out = f"Either give {_GIVE}, or run once with a network, which fills {file.parent}"
+    return fetched_once(file, PROMPTS_URL, PROMPTS_SHA256, "BABILong", PROMPTS, ways_out, prompts_sha256).read_bytes()
+
+
+def _rows(task: str, length: str, settings: DataSettings) -> tuple[list[tuple[str, dict[str, Any]]], str, str]:
+    if settings.dir is not None:
+        return rows_from_files(settings.dir, f"data/{task}/{length}.json")
+    return rows_from_hub(REPOSITORY, length, task, _GIVE)
+
+
+def _example(dataset: Dataset, prompts: dict[str, str], identity: str, length: str, row: Any) -> Example:
+    """The row's example. Raises UserError."""
+    check_fields(row, _FIELDS)
+    labels = LABELS[dataset.name.removeprefix("babilong_")]
+    return Example(
+        dataset=dataset.name,
+        id=identity,
+        input=f"\n</context>\n\nQuestion: {row['question']}".rstrip(),
+        context=row["input"].strip(),
+        answers=(row["target"],),
+        all_classes=tuple(label for label in labels if label not in row["question"].lower()),
+        length=len(row["input"]),
+        language="en",
+        instruction="\n\n".join([*(prompts[part] for part in _PARTS), "<context>\n"]),
+        groups=(f"length={length}",),
+    )

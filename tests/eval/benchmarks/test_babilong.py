@@ -1,0 +1,104 @@
+"""BABILong: the scorer against the official rule in other words, prompts and rows from made files."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from eval.benchmarks.babilong import LABELS, PROMPTS, SUITE, BabilongConfig, read_prompts, score
+from eval.benchmarks.suite import DataSettings
+from lazyllm.errors import UserError
+
+PARTS = {"instruction": "Do {this}.", "examples": "<example>\nA\n</example>", "post_prompt": "One word."}
+ROW = {"input": " John went to the office. Text. ", "question": "Where is John? ", "target": "office"}
+
+
+def official(target: str, output: str, question: str, task: str) -> bool:
+    """The rule: labels in the first sentence, without those in the question, are exactly the target."""
+    for mark in (".", "<context>", "<example>"):
+        output = output.lower().partition(mark)[0]
+    named = {label for label in LABELS[task] if label in output} - {
+        label for label in LABELS[task] if label in question.lower()
+    }
+    return named == {target.lower()}
+
+
+def folder(path: Path, *rows: object) -> Path:
+    (path / "data" / "qa1").mkdir(parents=True)
+    (path / "data" / "qa1" / "4k.json").write_text(json.dumps(list(rows)))
+    (path / PROMPTS).write_text(f"X = 1\nDEFAULT_PROMPTS = {dict.fromkeys(LABELS, PARTS)!r}\n")
+    return path
+
+
+def loaded(path: Path, lengths: tuple[str, ...] = ("4k",)):
+    return SUITE.load(SUITE.datasets[0], DataSettings(dir=path, options=BabilongConfig(list(lengths))))
+
+
+@pytest.mark.parametrize(
+    ("answer", "target", "question", "task", "right"),
+    [
+        ("The most recent location of John is office.", "office", "Where is John?", "qa1", True),
+        ("OFFICE", "office", "Where is John?", "qa1", True),
+        ("office or garden", "office", "Where is John?", "qa1", False),
+        ("I think so. office", "office", "Where is John?", "qa1", False),
+        ("office <example> garden", "office", "Where is John?", "qa1", True),
+        ("Before the kitchen it was in the garden.", "garden", "Where was it before the kitchen?", "qa3", True),
+        ("kitchen", "kitchen", "Where was it before the kitchen?", "qa3", False),
+        ("Fred gave it", "Fred", "Who gave the apple to Bill?", "qa5", True),
+        ("Question: office", "office", "Where is John?", "qa1", True),
+        ("", "office", "Where is John?", "qa1", False),
+    ],
+)
+def test_score_is_the_official_rule(
+    tmp_path: Path, answer: str, target: str, question: str, task: str, right: bool
+) -> None:
+    assert official(target, answer, question, task) == right
+    dataset = next(dataset for dataset in SUITE.datasets if dataset.name == f"babilong_{task}")
+    path = folder(tmp_path)
+    (path / "data" / task).mkdir(exist_ok=True)
+    (path / "data" / task / "4k.json").write_text(json.dumps([ROW | {"question": question, "target": target}]))
+    (example,) = SUITE.load(dataset, DataSettings(dir=path)).examples
+    assert score(dataset, answer, example.answers, example.all_classes) == right
+
+
+def test_score_of_random_answers_is_the_official_rule() -> None:
+    rng, dataset = random.Random(0), SUITE.datasets[4]
+    words = [*LABELS["qa5"], "Bill", "the", ".", "<context>", "Question"]
+    for _ in range(300):
+        answer, question = (" ".join(rng.choices(words, k=rng.randint(0, 4))) for _ in range(2))
+        target = rng.choice(LABELS["qa5"])
+        classes = [label for label in LABELS["qa5"] if label not in question.lower()]
+        assert score(dataset, answer, (target,), classes) == official(target, answer, question, "qa5")
+
+
+def test_prompt_is_the_official_one(tmp_path: Path) -> None:
+    (example,) = loaded(folder(tmp_path, ROW)).examples
+    assert example.instruction + example.context + example.input == (
+        "Do {this}.\n\n<example>\nA\n</example>\n\nOne word.\n\n"
+        "<context>\nJohn went to the office. Text.\n</context>\n\nQuestion: Where is John?"
+    )
+    assert example.groups == ("length=4k",)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows", "named"),
+    [
+        (("4k",), [{"input": "x", "question": "y"}], "target"),
+        (("8k",), [ROW], "8k.json"),
+        (("4k",), [], "no usable row"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, lengths: tuple[str, ...], rows: list[object], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        loaded(folder(tmp_path, *rows), lengths)
+
+
+def test_unknown_lengths_and_prompts_are_refused() -> None:
+    with pytest.raises(UserError, match=r"babilong\.lengths"):
+        SUITE.check(SUITE.datasets[0], DataSettings(options=BabilongConfig(["3k"])))
+    for content in (b"x = (", b"x = 1", b"DEFAULT_PROMPTS = {'qa1': {}}"):
+        with pytest.raises(UserError, match="not BABILong's prompts"):
+            read_prompts(content)
