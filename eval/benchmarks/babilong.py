@@ -9,8 +9,7 @@ their dictionary of these tasks is read, and checked by sha256. Prompts and scor
 from __future__ import annotations
 
 import ast
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from eval.benchmarks.downloads import (
     rows_from_files,
     rows_from_hub,
 )
-from eval.benchmarks.rows import canonical, check_fields, is_text, parsed, usable
+from eval.benchmarks.rows import check_fields, is_text, sha256_of, usable
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
 
@@ -72,22 +71,19 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """One task's rows at all lengths. Raises UserError for an unusable row or file, and without cache and network."""
     task = dataset.name.removeprefix("babilong_")
     prompts = read_prompts(_prompts_file(settings))[task]
-    files = [_rows(task, length, settings) for length in _lengths(settings)]
-
-    def outcomes() -> Iterator[tuple[str, Example | UserError]]:
-        for length, (rows, _, _) in zip(_lengths(settings), files, strict=True):
-            for number, (where, row) in enumerate(rows):
-                yield where, parsed(row, partial(_example, dataset, prompts, f"{length}-{number}", length))
-
-    examples, skipped = usable(outcomes(), files[0][1], settings.on_error, "rows with input, question and target")
+    files = {length: _rows(task, length, settings) for length in _lengths(settings)}
+    rows = [(where, (length, row)) for length, (rows, _, _) in files.items() for where, row in rows]
+    source = next(source for _, source, _ in files.values())
+    expected = "rows with input, question and target"
+    examples, skipped = usable(rows, partial(_example, dataset, prompts), source, settings.on_error, expected)
     return LoadedDataset(
         dataset=dataset,
         examples=examples,
         template=TEMPLATE,
         max_new_tokens=MAX_NEW_TOKENS,
-        data_sha256=hashlib.sha256(canonical([sha256 for _, _, sha256 in files])).hexdigest(),
-        config_sha256=hashlib.sha256(canonical([prompts, MAX_NEW_TOKENS])).hexdigest(),
-        source=files[0][1],
+        data_sha256=sha256_of([sha256 for _, _, sha256 in files.values()]),
+        config_sha256=sha256_of([prompts, MAX_NEW_TOKENS]),
+        source=source,
         skipped=skipped,
     )
 
@@ -106,7 +102,7 @@ def read_prompts(content: bytes) -> dict[str, dict[str, str]]:
 
 def prompts_sha256(content: bytes) -> str:
     """The sha256 of the five tasks' prompts."""
-    return hashlib.sha256(canonical(read_prompts(content))).hexdigest()
+    return sha256_of(read_prompts(content))
 
 
 SUITE = Suite(
@@ -146,13 +142,14 @@ def _rows(task: str, length: str, settings: DataSettings) -> tuple[list[tuple[st
     return rows_from_hub(REPOSITORY, length, task, _GIVE)
 
 
-def _example(dataset: Dataset, prompts: dict[str, str], identity: str, length: str, row: Any) -> Example:
-    """The row's example. Raises UserError."""
+def _example(dataset: Dataset, prompts: dict[str, str], at_length: tuple[str, Any], number: int) -> Example:
+    """The example of a row at a length. Raises UserError."""
+    length, row = at_length
     check_fields(row, _FIELDS)
     labels = LABELS[dataset.name.removeprefix("babilong_")]
     return Example(
         dataset=dataset.name,
-        id=identity,
+        id=f"{length}-{number}",
         input=f"\n</context>\n\nQuestion: {row['question']}".rstrip(),
         context=row["input"].strip(),
         answers=(row["target"],),

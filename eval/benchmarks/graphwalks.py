@@ -8,7 +8,6 @@ the dataset's: F1 of the nodes in the last line, `Final Answer: [a, b]`.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 from eval.benchmarks.downloads import is_cached, missing_from_hub, rows_from_files, rows_from_hub
 from eval.benchmarks.prompts import build_prompt, tokenizer_for_rows
-from eval.benchmarks.rows import canonical, check_fields, is_text, is_texts, parsed, usable
+from eval.benchmarks.rows import check_fields, is_filled, is_texts, sha256_of, usable
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
 
@@ -38,7 +37,7 @@ _QUESTIONS = {
 }
 _FORM = "\nEnd with a line of this form, with all of these nodes: Final Answer: [node, node]\n"
 _FIELDS = (
-    ("prompt", lambda value: is_text(value) and bool(value.strip()), "a string that is not empty"),
+    ("prompt", is_filled, "a string that is not empty"),
     ("answer_nodes", is_texts, "a list of strings"),
     ("problem_type", lambda value: value in _QUESTIONS, f"one of {', '.join(_QUESTIONS)}"),
 )
@@ -88,25 +87,23 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         examples, max_new_tokens = tuple(_made(dataset, settings, options)), ANSWER_TOKENS["made"]
         source, total = f"made graphs, seed {options.seed}", options.repeats * len(options.lengths)
         facts = [VERSION, options.lengths, options.seed, repr(settings.chat), row_of(examples[0])]
-        sha256 = hashlib.sha256(canonical(facts)).hexdigest()
+        sha256 = sha256_of(facts)
     else:
         folder, max_new_tokens = settings.dir, ANSWER_TOKENS["hub"]
         rows, source, sha256 = (
             rows_from_hub(REPOSITORY, None, "train", _GIVE) if folder is None else rows_from_files(folder, "*.parquet")
         )
-        outcomes = (
-            (where, parsed(row, partial(_example, dataset, number)))
-            for number, (where, row) in enumerate(rows)
-            if row.get("problem_type") not in set(_QUESTIONS) - {_kind(dataset)}
-        )
-        examples, skipped = usable(outcomes, source, settings.on_error, "prompt, answer_nodes and problem_type")
+        others = set(_QUESTIONS) - {_kind(dataset)}
+        mine = [(where, row) for where, row in rows if row.get("problem_type") not in others]
+        expected = "prompt, answer_nodes and problem_type"
+        examples, skipped = usable(mine, partial(_example, dataset), source, settings.on_error, expected)
     return LoadedDataset(
         dataset=dataset,
         examples=examples,
         template=TEMPLATE,
         max_new_tokens=max_new_tokens,
         data_sha256=sha256,
-        config_sha256=hashlib.sha256(canonical([TEMPLATE, max_new_tokens])).hexdigest(),
+        config_sha256=sha256_of([TEMPLATE, max_new_tokens]),
         source=source,
         skipped=skipped,
         total=total,
@@ -149,7 +146,7 @@ def _kind(dataset: Dataset) -> str:
     return dataset.name.removeprefix("graphwalks_")
 
 
-def _example(dataset: Dataset, number: int, row: Any) -> Example:
+def _example(dataset: Dataset, row: Any, number: int) -> Example:
     """A hub's row. Methods may shorten what precedes the last operation. Raises UserError."""
     check_fields(row, _FIELDS)
     context, operation, question = row["prompt"].rpartition("Operation:")
