@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from eval.benchmarks.downloads import (
-    cache_folder,
     fetched_once,
     is_cached,
     missing_from_hub,
@@ -25,6 +24,7 @@ from eval.benchmarks.downloads import (
 from eval.benchmarks.rows import check_fields, is_text, sha256_of, usable
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
+from lazyllm.files import cache_folder
 
 REPOSITORY = "RMT-team/babilong"
 PROMPTS = "prompts.py"
