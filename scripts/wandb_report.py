@@ -178,9 +178,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--group", help="only runs of this group: the label of a comparison or a sweep")
     parser.add_argument("--title", default="LazyLLM on LongBench")
     options = parser.parse_args(argv)
-    if not options.out and not options.publish:
-        parser.error("give --out FILE for the spec, or --publish")
     try:
+        if not options.out and not options.publish:
+            raise UserError("give --out FILE for the spec, or --publish")
         if options.publish and not options.entity:
             raise UserError("--publish needs --entity NAME (or WANDB_ENTITY): the user or team of the project")
         if options.publish:

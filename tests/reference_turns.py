@@ -20,14 +20,14 @@ LazyLLM
  5. ``revive=False``: later turns' tokens run over what the first prefill selected, and nothing is selected again.
     Nothing waits in the Aux Cache.
  6. RoPE that depends on the length: a token keeps the length of the text in the step in which it entered layer 1.
- 7. Chunks run through the first group one after the other; they see the length of the whole step (6). Only the last
-    one selects, among the rows of all. So chunks change no number.
+ 7. Chunks of a prompt see the length of the whole step (6), and only the last one selects, among the rows of all. So
+    chunks change no number, and there are none here.
 
 Methods that drop for good
  8. Continue: the pending token and the m new ones run in every layer over what is left of its cache, and stay there.
     Nothing is selected or dropped again; no draft or scoring model runs. Positions are those of the text. If turn 1
     renumbered the kept tokens, positions go on behind them, and so do lengths (6). The baseline: nothing was dropped.
- 9. Again: a first turn on the whole text so far, all of it a prompt.
+ 9. Again: a first turn on the whole text so far, all of it a prompt. So it needs no oracle of its own.
 
 Counters
 10. Bytes are of what is held, not of what is reserved: keys and values in the model's dtype, of each layer and head;
@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -95,21 +95,14 @@ class LazyTurns:
     Args:
         model: a Hugging Face model that :class:`HandModel` knows; only its weights are used.
         schedule: {pruning layer, from 1: keep ratio in (0, 1]}.
-        prune_generated, revive, eos_token_ids: as of :func:`tests.reference.lazy_reference`.
-        chunk: most rows of a step that run through the first group at once; None: all.
+        prune_generated, revive: as of :func:`tests.reference.lazy_reference`.
     """
 
     def __init__(
-        self,
-        model: Model,
-        schedule: Mapping[int, float],
-        prune_generated: bool = False,
-        revive: bool = True,
-        eos_token_ids: Collection[int] = (),
-        chunk: int | None = None,
+        self, model: Model, schedule: Mapping[int, float], prune_generated: bool = False, revive: bool = True
     ) -> None:
-        self.model, self.hand, self.schedule, self.chunk = model, HandModel(model), dict(schedule), chunk
-        self.prune_generated, self.revive, self.eos_token_ids = prune_generated, revive, eos_token_ids
+        self.model, self.hand, self.schedule = model, HandModel(model), dict(schedule)
+        self.prune_generated, self.revive = prune_generated, revive
         self.layers = range(1, self.hand.num_layers + 1)
         ends = sorted({*schedule, self.hand.num_layers})
         self.groups = [range(start + 1, end + 1) for start, end in zip([0, *ends], ends, strict=False)]
@@ -124,26 +117,18 @@ class LazyTurns:
         self.first_selected: dict[int, set[int]] = {}  # by the first prefill
         self.first_length = 0
 
-    def fork(self) -> LazyTurns:
-        """A copy; what one of the two does, the other does not see."""
-        return copy.deepcopy(self, {id(self.hand): self.hand, id(self.model): self.model})
-
-    def answer(self, new_ids: Ids, max_new_tokens: int, forced: Ids = ()) -> TurnOutput:
-        """Append a turn's tokens to the text and generate greedily. The first ``forced`` tokens are given."""
+    def answer(self, new_ids: Ids, max_new_tokens: int) -> TurnOutput:
+        """Append a turn's tokens to the text and generate greedily."""
         _check(new_ids, max_new_tokens)
         out, computed = TurnOutput(), []
         self.prompt |= set(range(len(self.text), len(self.text) + len(new_ids)))
         self.text += new_ids
         self.first_length = self.first_length or len(self.text)
-        while True:
+        while len(out.token_ids) < max_new_tokens:
             self._step(out)
             computed.append([len(self.prompt & set(self.after[layer])) for layer in self.layers])
-            step = len(out.token_ids)
-            token = forced[step] if step < len(forced) else int(np.argmax(out.logits[-1]))  # the lowest id wins ties
-            out.token_ids.append(token)
-            self.text.append(token)
-            if token in self.eos_token_ids or len(out.token_ids) == max_new_tokens:
-                break
+            out.token_ids.append(int(np.argmax(out.logits[-1])))  # the lowest id wins ties
+            self.text.append(out.token_ids[-1])
         assert max(self.counts.values()) == 1, "a token was computed twice in a layer"
         out.computed = np.array(computed, dtype=np.int64)
         out.aux = {boundary: self._waiting(boundary) for boundary in sorted(self.schedule)}
@@ -170,12 +155,10 @@ class LazyTurns:
 
         active = set(range(len(self.text)))  # the step's set
         for group in self.groups:
-            chunk = self.chunk if group.start == 1 and self.chunk else len(rows)
             importance: Scores = {}
             before = set(self.after[group[-1]])
-            for end in [*range(rows.start + chunk, rows.stop, chunk), rows.stop]:
-                for layer in group:
-                    importance = self._enter(layer, {p for p in active if p < end})
+            for layer in group:
+                importance = self._enter(layer, active)
             boundary = group[-1]
             if boundary not in self.schedule:
                 continue
@@ -285,14 +268,3 @@ class ContinuedTurns:
         newest, _ = run_token(self.hand, self.cache, token, self.position, reach)
         self.position += 1
         return newest
-
-
-def again_turns(run: Callable[[Ids], FieldOutput], turns: Sequence[Ids]) -> list[FieldOutput]:
-    """Every turn as a first turn: ``run`` generates from the whole text so far."""
-    text: list[int] = []
-    outputs = []
-    for new_ids in turns:
-        _check(new_ids, 1)
-        outputs.append(run([*text, *new_ids]))
-        text += [*new_ids, *outputs[-1].token_ids]
-    return outputs

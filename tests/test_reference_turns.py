@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from transformers import PreTrainedModel
 from tests.field_oracles import FieldOutput, gemfilter
 from tests.helpers import prompt_of
 from tests.reference import VARIANTS, casts_in_float64, lazy_reference
-from tests.reference_turns import ContinuedTurns, LazyTurns, TurnOutput, again_turns, on_the_rest
+from tests.reference_turns import ContinuedTurns, LazyTurns, TurnOutput, on_the_rest
 from tests.test_field_oracles import model_of
 from tests.test_reference import uniform_attention_model
 
@@ -65,7 +63,7 @@ def test_two_turns_by_counting():
     assert set(session.counts.values()) == {1}
 
 
-def test_generated_tokens_of_all_turns_are_candidates_when_asked():
+def test_generated_tokens_of_all_turns_are_candidates_with_prune_generated():
     session = LazyTurns(uniform_attention_model(2), {1: 0.5}, prune_generated=True)
     session.answer(prompt_of(6), 3)  # 6 and 7 are run, 8 is pending
     out = session.answer(prompt_of(2), 2)  # 9 and 10
@@ -76,7 +74,7 @@ def test_generated_tokens_of_all_turns_are_candidates_when_asked():
 
 @pytest.mark.parametrize("prune_generated", [False, True])
 @pytest.mark.parametrize("variant", ["llama", "mistral, window", "gemma2", *sorted(LENGTH_DEPENDENT)])
-def test_the_first_turn_is_the_reference(variant: str, prune_generated: bool):
+def test_first_turn_equals_the_reference(variant: str, prune_generated: bool):
     model, schedule = model_of(variant, 1), {1: 0.7, 3: 0.5}
     out = LazyTurns(model, schedule, prune_generated).answer(prompt_of(20), 4)
     expected = lazy_reference(model, prompt_of(20), schedule, 4, prune_generated=prune_generated)
@@ -107,7 +105,7 @@ def continuation(model: PreTrainedModel, turns: list[list[int]]) -> list[tuple[l
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_keeping_everything_is_transformers_continuation(variant: str):
+def test_keeping_everything_equals_transformers_continuation(variant: str):
     model = model_of(variant, 1)
     outputs = answers(LazyTurns(model, {1: 1.0, 3: 1.0}))
     for out, (tokens, logits) in zip(outputs, continuation(model, TURNS), strict=True):
@@ -118,67 +116,7 @@ def test_keeping_everything_is_transformers_continuation(variant: str):
     assert outputs[-1].computed[-1].tolist() == [sum(map(len, TURNS))] * 4
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in LENGTH_DEPENDENT])
-def test_keeping_everything_is_generate_on_the_whole_text(variant: str):
-    model: Any = model_of(variant, 1)
-    text, outputs = [], answers(LazyTurns(model, {2: 1.0}))
-    for turn, out in zip(TURNS, outputs, strict=True):
-        text += turn
-        ids = torch.tensor([text])
-        with casts_in_float64():
-            whole = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=STEPS, do_sample=False,
-                return_dict_in_generate=True, output_logits=True,
-            )  # fmt: skip
-        assert whole.sequences[0, len(text) :].tolist() == out.token_ids
-        np.testing.assert_allclose(torch.cat(whole.logits).numpy(), out.logits, rtol=0, atol=TOLERANCE)
-        text += out.token_ids
-
-
-@pytest.mark.parametrize("variant", ["mistral, window", *sorted(LENGTH_DEPENDENT)])
-def test_chunks_change_no_number(variant: str):
-    model = model_of(variant, 1)
-    for schedule in ({1: 0.7, 3: 0.5}, {}):
-        whole = answers(LazyTurns(model, schedule))
-        for chunk in (1, 3):
-            assert_same(answers(LazyTurns(model, schedule, chunk=chunk)), whole, TOLERANCE)
-
-
-def test_an_end_token_is_text():
-    model = model_of("llama", 1)
-    end = LazyTurns(model, {}).answer(TURNS[0], 5).token_ids[2]
-    session = LazyTurns(model, {2: 1.0}, eos_token_ids={end})
-    first, second = session.answer(TURNS[0], 5), session.answer(TURNS[1], 1)
-    assert first.token_ids[-1] == end
-    with torch.no_grad(), casts_in_float64():
-        logits = model(torch.tensor([[*TURNS[0], *first.token_ids, *TURNS[1]]])).logits[0, -1]
-    np.testing.assert_allclose(second.logits[0], logits.numpy(), rtol=0, atol=TOLERANCE)
-
-
-def test_forced_tokens_are_text():
-    model, forced = model_of("llama", 1), [7, 7, 3]
-    session = LazyTurns(model, {2: 1.0})
-    session.answer(TURNS[0], 2, forced=[1, 2])
-    out = session.answer(TURNS[1], 3, forced=forced)
-    with torch.no_grad(), casts_in_float64():
-        logits = model(torch.tensor([[*TURNS[0], 1, 2, *TURNS[1], *forced[:-1]]])).logits[0, -3:]
-    assert out.token_ids == forced
-    np.testing.assert_allclose(out.logits, logits.numpy(), rtol=0, atol=TOLERANCE)
-
-
-def test_branches_do_not_see_each_other():
-    model, schedule = model_of("llama", 1), {1: 0.7, 3: 0.5}
-    session = LazyTurns(model, schedule)
-    session.answer(TURNS[0], STEPS)
-    branch = session.fork()
-    branch.answer(TURNS[3], STEPS)
-    alone = LazyTurns(model, schedule)
-    alone.answer(TURNS[0], STEPS)
-    assert_same(answers(session, TURNS[1:2]), answers(alone, TURNS[1:2]))
-    assert_same(answers(branch, TURNS[2:]), answers(LazyTurns(model, schedule), [TURNS[0], TURNS[3], *TURNS[2:]])[2:])
-
-
-def test_without_revival_later_turns_run_over_what_is_left():
+def test_later_turns_without_revival_run_over_what_is_left():
     schedule = {1: 0.7, 3: 0.5}
     for variant in ("llama", "mistral, window", "llama, dynamic NTK"):
         model = model_of(variant, 1)
@@ -212,7 +150,7 @@ RENUMBERING: dict[str, Run] = {
 
 @pytest.mark.parametrize("method", RENUMBERING)
 @pytest.mark.parametrize("variant", ["qwen3", "mistral, window", *sorted(LENGTH_DEPENDENT)])
-def test_continued_turns_behind_renumbered_tokens_are_the_plain_model(variant: str, method: str):
+def test_continued_turns_after_renumbered_tokens_equal_the_plain_model(variant: str, method: str):
     model = model_of(variant, 1)
     first = RENUMBERING[method](model, TURNS[0])
     [kept] = first.selected.values()
@@ -226,18 +164,7 @@ def test_continued_turns_behind_renumbered_tokens_are_the_plain_model(variant: s
     assert len(first.stored[1][0]) == len(kept) + STEPS - 1
 
 
-def test_turns_again_are_first_turns_on_the_whole_text():
-    model = model_of("llama", 1)
-    outputs = again_turns(partial(RENUMBERING["baseline"], model), TURNS)
-    plain = answers(LazyTurns(model, {}))
-    assert [out.token_ids for out in outputs] == [out.token_ids for out in plain]
-    outputs = again_turns(lambda ids: gemfilter(model, ids, 2, 6, steps=STEPS), TURNS[:2])
-    text = [*TURNS[0], *gemfilter(model, TURNS[0], 2, 6, steps=STEPS).token_ids, *TURNS[1]]
-    assert outputs[1].token_ids == gemfilter(model, text, 2, 6, steps=STEPS).token_ids
-    assert outputs[1].passes == [[len(text), len(text), 0, 0], [6] * 4]
-
-
-def test_a_turn_has_tokens():
+def test_turns_refuse_no_tokens():
     model = model_of("llama", 1)
     first = on_the_rest(model, TURNS[0], range(14), STEPS, renumber=False)
     for session in (LazyTurns(model, {}), ContinuedTurns(model, first)):

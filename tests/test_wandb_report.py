@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 from dataclasses import replace
@@ -23,8 +22,8 @@ pytest.importorskip("wandb_workspaces", reason="the extra wandb-report is not in
 @pytest.fixture(autouse=True)
 def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """No key, and no access to other machines."""
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
+    for name in ("WANDB_API_KEY", "WANDB_ENTITY", "WANDB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
     monkeypatch.chdir(tmp_path)
@@ -56,67 +55,49 @@ def panels_of(file: Path) -> list[dict[str, Any]]:
     return [panel for grid in grids for panel in grid["metadata"]["panelBankSectionConfig"]["panels"]]
 
 
-def filters_of(file: Path) -> list[dict[tuple[str, str], Any]]:
-    """Of each panel grid: {(section, key): value}."""
-    sets = [grid["metadata"]["runSets"][0]["filters"]["filters"] for grid in blocks_of(file, "panel-grid")]
-    return [{(entry["key"]["section"], entry["key"]["name"]): entry["value"] for entry in filters} for filters in sets]
-
-
-def test_the_spec_of_stored_runs(tmp_path: Path, capsys) -> None:
+def test_report_of_stored_runs_holds_their_table_and_panels(tmp_path: Path, capsys) -> None:
     lazy = store(tmp_path / "runs" / "a", {"name": "lazy", "schedule": {"2": 0.3}}, 1.0, 0.2)
     more = store(tmp_path / "runs" / "b", {"name": "lazy", "schedule": {"2": 0.3}}, 0.5, 0.3, dataset="lcc")
-    static = store(tmp_path / "runs" / "c", {"name": "static_pruning", "layer": 2, "keep": 0.3}, 0.25, 0.1)
+    seeds = [
+        store(tmp_path / f"runs/{seed}", {"name": "random_drop", "keep": 0.5, "seed": seed}, score, 0.1)
+        for seed, score in ((0, 0.5), (1, 0.25))
+    ]
     out = tmp_path / "spec.json"
     wandb_report.main([str(tmp_path / "runs"), "--out", str(out), "--title", "A title"])
     assert capsys.readouterr().out.strip() == str(out)
     assert json.loads(out.read_text())["displayName"] == "A title"
 
     # one line a setting and task; the runs of one setting on several datasets are one method: scores 100 and 50,
-    # speedups 0.6 / 0.2 and 0.6 / 0.3
+    # speedups 0.6 / 0.2 and 0.6 / 0.3; seeds are told apart
     (table,) = [block["content"] for block in blocks_of(out, "markdown-block")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "|" in line]
     rows = {(row[0], row[1]): [row[cells[0].index(name)] for name in ("n", "score", "TTFT speedup")] for row in cells}
     assert rows["multi_doc_qa", "lazy, schedule={2: 0.3}"] == ["1", "100.00", "3.00"]
     assert rows["code", "lazy, schedule={2: 0.3}"] == ["1", "50.00", "2.00"]
     assert rows["mean over tasks", "lazy, schedule={2: 0.3}"] == ["2", "75.00", "2.50"]
-    assert rows["multi_doc_qa", "static_pruning, keep=0.3, layer=2"] == ["1", "25.00", "6.00"]
-    assert ("code", "static_pruning, keep=0.3, layer=2") not in rows
+    assert rows["multi_doc_qa", "random_drop, keep=0.5, seed 0"] == ["1", "50.00", "6.00"]
+    assert rows["multi_doc_qa", "random_drop, keep=0.5, seed 1"] == ["1", "25.00", "6.00"]
+    assert ("code", "random_drop, keep=0.5, seed 0") not in rows
 
-    assert all(
-        entry == {("run", "jobType"): "run", ("config", "fingerprint"): [lazy, more, static]}
-        for entry in filters_of(out)
-    )
+    for grid in blocks_of(out, "panel-grid"):
+        entries = grid["metadata"]["runSets"][0]["filters"]["filters"]
+        shown = {entry["key"]["name"]: entry["value"] for entry in entries}
+        assert {*shown["fingerprint"]} == {lazy, more, *seeds}
     panels = panels_of(out)
-    (scatter,) = [panel["config"] for panel in panels if panel["viewType"] == "Scatter Plot"]
-    assert (scatter["xAxis"], scatter["yAxis"]) == ("summary:all/ttft_speedup", "summary:all/score")
     bars = {metric for panel in panels if panel["viewType"] == "Bar Chart" for metric in panel["config"]["metrics"]}
     columns = ("score", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kv_bytes", "aux_bytes")
     assert bars == {f"{task}/{column}" for task in ("multi_doc_qa", "code", "all") for column in columns}
-    assert sum(panel["viewType"] == "Run Comparer" for panel in panels) == 1
     assert "per_example" in json.dumps(panels)
-    lines = [panel["config"] for panel in panels if panel["viewType"] == "Run History Line Plot"]
-    assert {tuple(line["metrics"]) for line in lines} == {("running/score",), ("running/ttft_speedup",)}
-    assert {line["xAxis"] for line in lines} == {"examples"}
     text = json.dumps(blocks_of(out, "paragraph"))
-    assert "3 runs of tiny on 2 examples; device: a device; commit: abc" in text
+    assert "4 runs of tiny on 2 examples; device: a device; commit: abc" in text
 
 
-def test_seeds_are_told_apart(tmp_path: Path) -> None:
-    for seed, score in ((0, 0.5), (1, 0.25)):
-        store(tmp_path / f"runs/{seed}", {"name": "random_drop", "keep": 0.5, "seed": seed}, score, 0.2)
-    wandb_report.main([str(tmp_path / "runs"), "--out", "spec.json"])
-    (table,) = [block["content"] for block in blocks_of(Path("spec.json"), "markdown-block")]
-    assert "| random_drop, keep=0.5, seed 0 | 1 | 50.00 |" in table
-    assert "| random_drop, keep=0.5, seed 1 | 1 | 25.00 |" in table
-
-
-def test_a_project_without_runs_here_has_every_task(tmp_path: Path) -> None:
+def test_report_of_a_project_has_every_task(tmp_path: Path) -> None:
     wandb_report.main(["--out", "spec.json", "--group", "table1", "--project", "mine"])
     spec = json.loads(Path("spec.json").read_text())
     assert spec["project"] == {"name": "mine", "entityName": ""}
     assert blocks_of(Path("spec.json"), "markdown-block") == []
-    filters = {("run", "jobType"): "run", ("run", "group"): "table1"}
-    assert all(entry == filters for entry in filters_of(Path("spec.json")))
+    assert all('"table1"' in json.dumps(grid["metadata"]) for grid in blocks_of(Path("spec.json"), "panel-grid"))
     text = json.dumps(panels_of(Path("spec.json")))
     assert all(f'"{task}/score"' in text for task in (*TASKS, "all"))
 
@@ -127,27 +108,22 @@ def test_a_project_without_runs_here_has_every_task(tmp_path: Path) -> None:
         (["--publish"], "--publish needs --entity NAME"),
         (["--publish", "--entity", "me"], "--publish needs a key"),
         (["nosuch", "--out", "x.json"], "no such folder"),
+        ([], "give --out FILE for the spec, or --publish"),
     ],
 )
-def test_refusals_say_what_to_do(arguments: list[str], message: str, capsys: Any) -> None:
+def test_report_refuses_with_what_to_do(arguments: list[str], message: str, capsys: Any) -> None:
     assert wandb_report.main(arguments) == 2
     assert message in capsys.readouterr().err
     assert not Path("x.json").exists()
 
 
-def test_one_of_out_and_publish_is_needed(capsys) -> None:
-    with pytest.raises(SystemExit):
-        wandb_report.main([])
-    assert "give --out FILE for the spec, or --publish" in capsys.readouterr().err
-
-
-def test_without_the_extra_its_name_is_said(monkeypatch, capsys) -> None:
+def test_report_names_the_extra_that_is_missing(monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)
     assert wandb_report.main(["--out", "x.json"]) == 2
     assert "pip install 'lazyllm-bench[wandb-report]'" in capsys.readouterr().err
 
 
-def test_publish_saves_and_gives_the_address(monkeypatch, capsys) -> None:
+def test_publish_saves_the_report_and_prints_its_address(monkeypatch, capsys) -> None:
     from wandb_workspaces.reports.v2.interface import Report
 
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)

@@ -17,15 +17,11 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("lazyllm", "eval")
-WITH_TRANSFORMERS = """
-import torch, lazyllm
-
-model, tokenizer = lazyllm.load_model("tiny", dtype="float32", device="cpu")
-inputs = tokenizer("entry zanur lantern copper. the old house was quiet. Question: entry zanur", return_tensors="pt")
-method = lazyllm.methods.Lazy(lazyllm.Schedule({2: 0.5, 5: 0.5}))
-own = lazyllm.generate(model, inputs.input_ids, method, max_new_tokens=8)
-ids = model.generate(**inputs, custom_generate=lazyllm.generate_with(method), max_new_tokens=8, do_sample=False)
-assert ids[0, inputs.input_ids.shape[1]:].tolist() == own.token_ids
+COMMANDS = """
+from eval.cli import main
+assert main(["run", "model=tiny", "limit=2", "dataset=lookup", "max_new_tokens=4", "timing.warmup=0"]) == 0
+assert main(["paper", "runs", "--out", "paper"]) == 0
+assert main(["status", "runs"]) == 0
 """
 
 
@@ -79,7 +75,7 @@ def run_as_a_new_user(installed: Path, folder: Path, script: str) -> str:
     return done.stdout
 
 
-def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
+def test_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
     here = {
         file.relative_to(ROOT).as_posix()
         for package in PACKAGES
@@ -95,28 +91,15 @@ def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
     assert b"lazyllm-bench = eval.cli:main" in entry_points
 
 
-def test_the_readmes_example(installed: Path, tmp_path: Path) -> None:
+def test_readme_example_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     example = next(block for block in blocks if "lazyllm.generate_with(" in block)
     printed = run_as_a_new_user(installed, tmp_path, example)
     assert "lantern copper" in printed  # the entry that the prompt asks for
 
 
-def test_the_same_by_itself_and_through_transformers(installed: Path, tmp_path: Path) -> None:
-    run_as_a_new_user(installed, tmp_path, WITH_TRANSFORMERS)
-
-
-DOOR = """
-import sys
-from eval.cli import main
-assert main(["run", "model=tiny", "limit=2", "dataset=lookup", "max_new_tokens=4", "timing.warmup=0"]) == 0
-assert main(["paper", "runs", "--out", "paper"]) == 0
-assert main(["status", "runs"]) == 0
-"""
-
-
-def test_the_commands_work_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
-    printed = run_as_a_new_user(installed, tmp_path, DOOR)
+def test_commands_of_the_wheel_work_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    printed = run_as_a_new_user(installed, tmp_path, COMMANDS)
     assert "1 runs: 1 done" in printed
     assert len(list((tmp_path / "runs").glob("tiny-lazy-lookup-*/records.jsonl"))) == 1
     assert (tmp_path / "paper" / "README.md").exists()
