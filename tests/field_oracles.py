@@ -286,6 +286,13 @@ def finish_alone(hand: HandModel, tokens: Mapping[int, int], reach: int, steps: 
 # --- A selection first, then the kept tokens through the whole model ---
 
 
+def on_the_rest(model: Model, ids: Ids, kept: Ids, steps: int, renumber: bool) -> FieldOutput:
+    """A first turn of the kept tokens (sorted positions) alone: random drop, prompt compression, and the baseline."""
+    out = FieldOutput(selected={0: list(kept)})
+    tokens = {new if renumber else p: ids[p] for new, p in enumerate(kept)}
+    return finish_alone(HandModel(model), tokens, len(kept) if renumber else len(ids), steps, out)
+
+
 def gemfilter(
     model: Model,
     prompt_ids: Ids,
@@ -507,6 +514,27 @@ def layerwise(
         hidden = {p: hidden[p] for p in kept}
     generate(hand, cache, hidden[n - 1], n, steps, out)
     return out
+
+
+def static_pruning(model: Model, prompt_ids: Ids, layer: int, keep: float, steps: int = 4) -> FieldOutput:
+    """Static token pruning: once, after ``layer``, by the importance averaged over layers 1 to ``layer``.
+
+    Pruned tokens are removed from all layers.
+    """
+    hand, out, n = HandModel(model), FieldOutput(), len(prompt_ids)
+    _check(hand, prompt_ids, steps, layer=layer)
+    score = dict.fromkeys(range(n), 0.0)
+    hidden = {p: hand.embed(token) for p, token in enumerate(prompt_ids)}
+    for number in range(1, layer + 1):
+        _, hidden, attention = run_layer(hand, number, hidden, n)
+        for p in score:
+            score[p] += float(np.mean([row.get(p, 0.0) for row in attention[n - 1]])) / layer
+    out.selected[layer] = kept = out.best(score, tokens_kept(keep, n), {n - 1})
+
+    def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], list[list[int]]]:
+        return kept if number == layer else attention, [kept] * hand.num_kv_heads
+
+    return layerwise(hand, prompt_ids, steps, out, after_layer)
 
 
 def fastkv(

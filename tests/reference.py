@@ -347,7 +347,6 @@ class ReferenceOutput:
         margin: the smallest difference in importance between a kept and a dropped candidate, over all selections, exact
             ties left out (infinite if no selection had a choice): a selection is decisive if this is well above the
             rounding errors of the compared results.
-        stored: {layer: {position: key and value}} at the end. Of :func:`static_reference` only.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -359,7 +358,6 @@ class ReferenceOutput:
     compute_counts: dict[tuple[int, int], int] = field(default_factory=dict)
     aux: dict[int, set[int]] = field(default_factory=dict)
     margin: float = float("inf")
-    stored: dict[int, dict[int, tuple[np.ndarray, np.ndarray]]] = field(default_factory=dict)
 
 
 def lazy_reference(
@@ -484,58 +482,6 @@ def lazy_reference(
     out.compute_counts = dict(counts)
     out.aux = {boundary: set(held) for boundary, held in aux.items()}
     return out
-
-
-def static_reference(
-    model: PreTrainedModel,
-    input_ids: Sequence[int],
-    layer: int,
-    ratio: float,
-    steps: int,
-    selected: Sequence[int] | None = None,
-) -> ReferenceOutput:
-    """Static token pruning: once, in prefill, after `layer`, by the importance averaged over layers 1 to `layer`.
-
-    Pruned tokens are removed from all layers. Sets `token_ids`, `logits`, `stored` and `selected` (of prefill) only.
-    selected: with layer 0, the prompt's positions that are run at all, the last one among them.
-    """
-    hand, out = HandModel(model), ReferenceOutput()
-    n = len(input_ids)
-    kv: dict[int, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
-    hidden = {p: hand.embed(input_ids[p]) for p in (range(n) if selected is None else selected)}
-    if selected is not None:
-        out.selected.append({0: list(selected)})
-    total = dict.fromkeys(hidden, 0.0)
-    for number in range(1, hand.num_layers + 1):
-        kv[number] = {p: hand.key_value(number, hidden[p], p, n) for p in hidden}
-        for p in sorted(hidden):
-            attended = [other for other in sorted(hidden) if hand.sees(number, p, other)]
-            here = [kv[number][other] for other in attended]
-            hidden[p], probabilities, _ = hand.layer(number, hidden[p], p, n, here)
-            if p == n - 1 and number <= layer:
-                for other, value in zip(attended, probabilities.mean(axis=0).tolist(), strict=True):
-                    total[other] += value / layer
-        if number == layer:
-            ranking = sorted(range(n - 1), key=lambda p: (-total[p], p))
-            keep = keep_count(ratio, n) - 1
-            gaps = [total[ranking[keep - 1]] - total[ranking[keep]]] if 0 < keep < n - 1 else []
-            out.margin = min((gap for gap in gaps if gap > 0), default=out.margin)
-            kept = sorted([*ranking[:keep], n - 1])
-            out.selected.append({layer: kept})
-            hidden = {p: hidden[p] for p in kept}
-            kv = {number: {p: stored[p] for p in kept} for number, stored in kv.items()}
-    newest, out.stored = hidden[n - 1], kv
-    while True:
-        out.logits.append(hand.logits(newest))
-        out.token_ids.append(int(np.argmax(out.logits[-1])))
-        if len(out.token_ids) == steps:
-            return out
-        position = n + len(out.token_ids) - 1
-        newest = hand.embed(out.token_ids[-1])
-        for number in range(1, hand.num_layers + 1):
-            kv[number][position] = hand.key_value(number, newest, position, position + 1)
-            here = [pair for other, pair in kv[number].items() if hand.sees(number, position, other)]
-            newest, *_ = hand.layer(number, newest, position, position + 1, here)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -44,8 +44,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedModel as Model
 
-from tests.field_oracles import Cache, FieldOutput, Ids, Pair, Scores, finish_alone, run_token
-from tests.reference import HandModel, ReferenceOutput, keep_count, static_reference
+from tests.field_oracles import Cache, FieldOutput, Ids, Pair, Scores, run_token
+from tests.reference import HandModel, keep_count
 
 
 @dataclass
@@ -104,8 +104,6 @@ class LazyTurns:
         self.model, self.hand, self.schedule = model, HandModel(model), dict(schedule)
         self.prune_generated, self.revive = prune_generated, revive
         self.layers = range(1, self.hand.num_layers + 1)
-        ends = sorted({*schedule, self.hand.num_layers})
-        self.groups = [range(start + 1, end + 1) for start, end in zip([0, *ends], ends, strict=False)]
 
         self.text: list[int] = []
         self.prompt: set[int] = set()  # positions of prompt tokens
@@ -154,19 +152,15 @@ class LazyTurns:
             by_boundary.append({})
 
         active = set(range(len(self.text)))  # the step's set
-        for group in self.groups:
-            importance: Scores = {}
-            before = set(self.after[group[-1]])
-            for layer in group:
-                importance = self._enter(layer, active)
-            boundary = group[-1]
-            if boundary not in self.schedule:
-                continue
-            active = self._select(boundary, active, importance, out)
-            beyond = active if boundary == self.hand.num_layers else set(self.after[boundary + 1])
-            out.importance[-1][boundary] = importance
-            out.selected[-1][boundary] = sorted(active)
-            out.revived[-1][boundary] = sorted((active & before) - beyond)
+        for layer in self.layers:
+            before = set(self.after[layer])
+            importance = self._enter(layer, active)
+            if layer in self.schedule:
+                active = self._select(layer, active, importance, out)
+                beyond = active if layer == self.hand.num_layers else set(self.after[layer + 1])
+                out.importance[-1][layer] = importance
+                out.selected[-1][layer] = sorted(active)
+                out.revived[-1][layer] = sorted((active & before) - beyond)
         out.logits.append(self.hand.logits(self.after[self.hand.num_layers][rows[-1]]))
         self.num_run = len(self.text)
 
@@ -209,33 +203,12 @@ class LazyTurns:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def on_the_rest(model: Model, ids: Ids, kept: Ids, steps: int, renumber: bool) -> FieldOutput:
-    """A first turn of the kept tokens (sorted positions) alone: random drop, prompt compression, and the baseline."""
-    out = FieldOutput(selected={0: list(kept)})
-    tokens = {new if renumber else p: ids[p] for new, p in enumerate(kept)}
-    return finish_alone(HandModel(model), tokens, len(kept) if renumber else len(ids), steps, out)
-
-
-def static_first(model: Model, ids: Ids, layer: int, ratio: float, steps: int) -> FieldOutput:
-    """A first turn of static pruning, in the form of the field's methods."""
-    static: ReferenceOutput = static_reference(model, ids, layer, ratio, steps)
-    hand, n, kept = HandModel(model), len(ids), static.selected[0]
-    out = FieldOutput(static.token_ids, static.logits, dict(kept), decode_from=n, margin=static.margin)
-    out.passes = [[n] * layer + [len(kept[layer])] * (hand.num_layers - layer)]
-    out.caches = {number: [kept[layer]] * hand.num_kv_heads for number in static.stored}
-    out.stored = {
-        number: [{p: (k[g], v[g]) for p, (k, v) in pairs.items()} for g in range(hand.num_kv_heads)]
-        for number, pairs in static.stored.items()
-    }
-    return out
-
-
 class ContinuedTurns:
     """Later turns over the cache that a method's first turn left.
 
     Args:
         model: the model of the first turn.
-        first: the first turn, by :mod:`tests.field_oracles` or the functions above. It is left as it is.
+        first: the first turn, by :mod:`tests.field_oracles`. It is left as it is.
     """
 
     def __init__(self, model: Model, first: FieldOutput) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.field_oracles import FieldOutput, gemfilter
+from tests.field_oracles import FieldOutput, gemfilter, on_the_rest
 from tests.helpers import prompt_of
 from tests.reference import VARIANTS, casts_in_float64, lazy_reference
-from tests.reference_turns import ContinuedTurns, LazyTurns, TurnOutput, on_the_rest
+from tests.reference_turns import ContinuedTurns, LazyTurns, TurnOutput
 from tests.test_field_oracles import model_of
 from tests.test_reference import uniform_attention_model
 

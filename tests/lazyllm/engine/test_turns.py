@@ -30,9 +30,9 @@ from lazyllm.methods import (
 )
 from lazyllm.methods.support import lazy_session
 from tests import field_oracles
-from tests.field_oracles import FieldOutput
+from tests.field_oracles import FieldOutput, on_the_rest, static_pruning
 from tests.reference import ARCHITECTURES, VARIANTS, casts_in_float64, random_model, random_variant
-from tests.reference_turns import ContinuedTurns, LazyTurns, TurnOutput, on_the_rest, static_first
+from tests.reference_turns import ContinuedTurns, LazyTurns, TurnOutput
 
 VOCAB = 97
 TOLERANCE = 1e-9
@@ -170,7 +170,7 @@ DROPPING = {
     "pyramidinfer": by_field(PyramidInfer, field_oracles.pyramidinfer, recent=0.3, decay=0.5),
     "random drop": Dropping(RandomDrop(0.5, seed=3)),
     "specprefill": by_field(SpecPrefill, own_draft, keep=0.5, lookahead=3, chunk=3, pool=3),
-    "static pruning": Dropping(StaticPruning(2, 0.4), lambda model, ids, n: static_first(model, ids, 2, 0.4, n)),
+    "static pruning": Dropping(StaticPruning(2, 0.4), lambda model, ids, n: static_pruning(model, ids, 2, 0.4, n)),
 }
 
 

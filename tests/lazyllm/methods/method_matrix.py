@@ -32,7 +32,7 @@ from lazyllm.methods import (
     StaticPruning,
 )
 from tests import field_oracles
-from tests.reference import ReferenceOutput, forward_reference, keep_count, lazy_reference, static_reference
+from tests.reference import ReferenceOutput, forward_reference, keep_count, lazy_reference
 
 Reference = Callable[[PreTrainedModel, Sequence[int], int], ReferenceOutput]
 
@@ -60,10 +60,6 @@ def _lazy(schedule: dict[int, float], asks: int, **settings: bool) -> Row:
         return lazy_reference(model, prompt, schedule, steps, **settings)
 
     return Row(Lazy(schedule, **settings), reference, Lazy(dict.fromkeys(schedule, 1.0), **settings), asks)
-
-
-def _static(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
-    return static_reference(model, prompt, 2, 0.4, steps)
 
 
 def _dropped(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
@@ -129,9 +125,8 @@ class AskFirst(Select):
 
 def _asked(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
     asked = lazy_reference(model, prompt, {3: 0.5}, 1)
-    out = static_reference(model, prompt, 0, 1.0, steps, asked.selected[0][3])
-    out.margin = asked.margin
-    return out
+    out = field_oracles.on_the_rest(model, prompt, asked.selected[0][3], steps, renumber=False)
+    return ReferenceOutput(out.token_ids, out.logits, [out.selected], margin=asked.margin)
 
 
 def _field(oracle: Callable[..., field_oracles.FieldOutput], **settings: Any) -> Reference:
@@ -174,7 +169,9 @@ LISTED = {
     ),
     "random_drop": Row(RandomDrop(0.5, seed=3), _dropped, RandomDrop(1.0)),
     "specprefill": Row(SpecPrefill(**_SPEC), _field(_own_draft, **_SPEC), SpecPrefill(keep=1.0), scores=True),
-    "static_pruning": Row(StaticPruning(2, 0.4), _static, StaticPruning(2, 1.0)),
+    "static_pruning": Row(
+        StaticPruning(2, 0.4), _field(field_oracles.static_pruning, layer=2, keep=0.4), StaticPruning(2, 1.0)
+    ),
 }
 ROWS = LISTED | {
     "lazy, one token": _lazy({1: 0.01, 2: 0.01, 4: 0.01}, asks=2),  # nothing is revived after the last layer

@@ -13,9 +13,10 @@ import lazyllm
 from lazyllm.check import invariants
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods import METHODS, Baseline, Lazy, Method, RandomDrop, StaticPruning
+from tests.field_oracles import static_pruning
 from tests.lazyllm.engine.architecture_matrix import logits_of_steps
 from tests.lazyllm.methods.method_matrix import KEEPING, LISTED, ROWS, AskFirst, Row
-from tests.reference import random_model, static_reference
+from tests.reference import random_model
 
 LAYERS = 4
 MODEL = random_model("qwen3", 4, num_layers=LAYERS)
@@ -123,9 +124,9 @@ def test_random_drop_draws_by_seed_and_evenly() -> None:
 @pytest.mark.parametrize(("layer", "keep", "left"), [(1, 0.5, 11), (2, 0.4, 9), (3, 0.01, 1), (4, 0.4, 9)])
 def test_static_pruning_by_hand(layer: int, keep: float, left: int) -> None:
     """The late layers see the kept tokens only; the early ones lose the others after the prefill."""
-    method, expected = StaticPruning(layer, keep), static_reference(MODEL, PROMPT, layer, keep, 5)
+    method, expected = StaticPruning(layer, keep), static_pruning(MODEL, PROMPT, layer, keep, 5)
     out = lazyllm.generate(MODEL, PROMPT, method, 5, ())
-    assert out.selected[0] == expected.selected[0]
+    assert out.selected[0] == expected.selected
     assert len(out.selected[0][layer]) == left
     assert out.kv_bytes == kv_bytes_of(left + 4, LAYERS)  # the last generated token is never run
     assert out.token_ids == expected.token_ids
