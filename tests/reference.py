@@ -28,12 +28,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+Pair = tuple[np.ndarray, np.ndarray]  # key and value of a token, [G, d], or of one KV head, [d]
 KNOWN_TYPES = (*ARCHITECTURES, "phi3", "gemma2", "gemma3_text", "olmo2", "granite", "smollm3")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The model, by hand
-# ---------------------------------------------------------------------------------------------------------------------
+# --- The model, by hand ---
 
 
 def _rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -256,17 +255,10 @@ class HandModel:
         reach: int,
         attended: Sequence[tuple[np.ndarray, np.ndarray]],
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """One token through one layer.
+        """One token through one layer, from 1: hidden state before it and after it, [D].
 
-        Args:
-            layer: the layer, from 1.
-            hidden: the token's hidden state before the layer, [D].
-            position: the token's position in the text.
-            reach: as in :func:`rope_frequencies`.
-            attended: key and value, each [G, d], of every token it attends to (itself among them), ``t`` of them.
-
-        Returns:
-            The hidden state after the layer, [D]; the attention probabilities, [H, t]; their logits, [H, t].
+        attended: key and value, each [G, d], of every token it attends to (itself among them), ``t`` of them. reach: as
+        in :func:`rope_frequencies`. Also returns the attention probabilities, [H, t], and their logits, [H, t].
         """
         by_head = [[(k[g], v[g]) for k, v in attended] for g in range(self.num_kv_heads)]
         after, probabilities, logits = self.attend_by_head(layer, hidden, position, reach, by_head)
@@ -278,9 +270,9 @@ class HandModel:
         hidden: np.ndarray,
         position: int,
         reach: int,
-        attended: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]],
+        attended: Sequence[Sequence[Pair]],
     ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-        """`attend` with other tokens for each key/value head; ``attended[g]``: pairs of [d] of head g."""
+        """`layer` with other tokens for each key/value head; ``attended[g]``: pairs of [d] of head g."""
         prefix = f"model.layers.{layer - 1}"
         q = self.query(layer, hidden, position, reach)
         stored = [[np.stack(tensors) for tensors in zip(*here, strict=True)] for here in attended]  # [t, d] by KV head
@@ -320,9 +312,7 @@ def forward_reference(model: PreTrainedModel, input_ids: Sequence[int]) -> np.nd
     return np.stack([hand.logits(hidden[p]) for p in sorted(hidden)])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The method
-# ---------------------------------------------------------------------------------------------------------------------
+# --- The method ---
 
 
 def keep_count(ratio: float, n: int) -> int:
@@ -386,15 +376,9 @@ def lazy_reference(
         Tokens, logits, selections and counts; see :class:`ReferenceOutput`.
     """
     hand = HandModel(model)
-    if not input_ids or max_new_tokens < 1:
-        raise ValueError("at least one prompt token and one new token, please")
-    for boundary, ratio in schedule.items():
-        if not 1 <= boundary <= hand.num_layers or not 0 < ratio <= 1:
-            raise ValueError(f"pruning layer {boundary} with keep ratio {ratio} for {hand.num_layers} layers")
-
     num_prompt = len(input_ids)
     layers = range(1, hand.num_layers + 1)
-    kv: dict[int, dict[int, tuple[np.ndarray, np.ndarray]]] = {layer: {} for layer in layers}
+    kv: dict[int, dict[int, Pair]] = {layer: {} for layer in layers}
     aux: dict[int, dict[int, np.ndarray]] = {boundary: {} for boundary in sorted(schedule)}
     counts: Counter[tuple[int, int]] = Counter()
     computed: list[list[int]] = []
@@ -484,9 +468,7 @@ def lazy_reference(
     return out
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Small random models that are float64 all the way through
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Small random models that are float64 all the way through ---
 
 
 class Float64RMSNorm(nn.Module):

@@ -152,6 +152,9 @@ def test_no_other_command_fails_or_is_noisy(played: Played) -> None:
         assert name.startswith("doctor") or step["code"] == (2 if name in REFUSED else 0), step["err"]
         assert "Traceback" not in step["err"]
         assert "HTTP Request" not in step["err"]
+    page = (played.folder / "runs" / "report.html").read_text(encoding="utf-8")
+    assert "llama2" in page
+    assert "Llama-3.1-8B-Instruct" in page
 
 
 def test_doctor_names_what_is_missing_until_it_is_there(played: Played) -> None:
@@ -230,12 +233,6 @@ def test_sweep_over_both_models_of_the_paper_gives_two_runs_and_one_table(played
         assert "xgen" in joint
     assert [len(played.records(model, "lazy")) for model in ("xgen", "llama2")] == [2, 2]
     assert {tuple(record.method.token_ids) for record in played.records("xgen", "lazy")} == {(50, 60, 50256)}
-
-
-def test_report_shows_all_models(played: Played) -> None:
-    page = (played.folder / "runs" / "report.html").read_text(encoding="utf-8")
-    assert "llama2" in page
-    assert "Llama-3.1-8B-Instruct" in page
 
 
 # ------------------------------------------------------------------------------------------------------------- day two

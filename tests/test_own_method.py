@@ -63,8 +63,3 @@ def test_installed_method_runs_and_two_versions_never_share_a_table(tmp_path: Pa
     (there, here) = (run.model for run in find_runs([tmp_path / "run", tmp_path / "newer"]))
     assert "code of keep_last=own-methods" in (here + there)
     assert here != there
-
-    broken = call(tmp_path, newer, "method=breaks_at_import", "method.keep=0.3")
-    assert broken.returncode == 2
-    assert "error: method 'breaks_at_import' of the package own-methods 0.2" in broken.stderr
-    assert "Traceback" not in broken.stderr

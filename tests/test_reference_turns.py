@@ -162,12 +162,3 @@ def test_continued_turns_after_renumbered_tokens_equal_the_plain_model(variant: 
         assert ours.kv_bytes == theirs.kv_bytes
     assert first.decode_from == len(kept)  # and `first` is as it was
     assert len(first.stored[1][0]) == len(kept) + STEPS - 1
-
-
-def test_turns_refuse_no_tokens():
-    model = model_of("llama", 1)
-    first = on_the_rest(model, TURNS[0], range(14), STEPS, renumber=False)
-    for session in (LazyTurns(model, {}), ContinuedTurns(model, first)):
-        for new_ids, steps in (([], 1), ([1], 0)):
-            with pytest.raises(ValueError, match="at least one token"):
-                session.answer(new_ids, steps)

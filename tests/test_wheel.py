@@ -36,8 +36,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in (*PACKAGES, "conf"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     pip("wheel", "--no-build-isolation", "--wheel-dir", str(folder / "dist"), str(folder))
     (built,) = (folder / "dist").glob("*.whl")
     return built
@@ -78,16 +78,17 @@ def run_as_a_new_user(installed: Path, folder: Path, script: str) -> str:
 def test_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
     here = {
         file.relative_to(ROOT).as_posix()
-        for package in PACKAGES
-        for file in (ROOT / package).rglob("*")
+        for folder in (*PACKAGES, "eval/conf")  # a link, which rglob does not follow
+        for file in (ROOT / folder).rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
     }
     there = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert there == here
     assert "lazyllm/models/tiny/model.safetensors" in there
     assert "eval/report/page.html.jinja" in there
-    assert "conf/config.yaml" in there
-    entry_points = zipfile.ZipFile(wheel).read(next(n for n in zipfile.ZipFile(wheel).namelist() if "entry_po" in n))
+    assert "eval/conf/config.yaml" in there
+    distribution = wheel.name.removesuffix("-py3-none-any.whl")
+    entry_points = zipfile.ZipFile(wheel).read(f"{distribution}.dist-info/entry_points.txt")
     assert b"lazyllm-bench = eval.cli:main" in entry_points
 
 
