@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up: a room imports rooms of lower floors only. On the roof: the command line, `eval.cli`
 FLOORS = [
     ["lazyllm.errors", "lazyllm.machine"],
-    ["lazyllm.presets"],
+    ["lazyllm.files", "lazyllm.presets"],
     ["lazyllm.spec"],
     ["lazyllm.engine"],
     ["lazyllm.models"],
