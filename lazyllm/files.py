@@ -1,9 +1,8 @@
-"""Files written whole, the cache, and the commit of the code that writes them."""
+"""Files written whole, and the cache."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
@@ -36,16 +35,3 @@ def write_whole(file: Path, content: str | bytes) -> None:
 def cache_folder() -> Path:
     """The folder of files that are downloaded or made once: `$LAZYLLM_BENCH_CACHE` or `~/.cache/lazyllm-bench`."""
     return Path(os.environ.get("LAZYLLM_BENCH_CACHE") or "~/.cache/lazyllm-bench").expanduser()
-
-
-def git_commit() -> str | None:
-    """The commit of the checkout that the code runs from, with "+changes" if it is not clean; None outside one."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None

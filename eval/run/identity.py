@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lazyllm.machine import device_name
-from lazyllm.machine import git_commit as git_commit  # callers read it here, beside the other facts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -35,7 +35,7 @@ from eval.run.targets import OutOfReachError
 from eval.store.folder import fingerprint
 from eval.store.runs import label_of, settings_in
 from lazyllm.errors import UserError
-from lazyllm.files import git_commit
+from lazyllm.machine import git_commit
 from lazyllm.methods import Baseline, by_name, code_of, settings_of
 from lazyllm.models.load import check_loading, devices_in_use, load_config, load_end_ids, load_tokenizer_of, shape_of
 from lazyllm.models.quantisation import quantised_by
