@@ -64,10 +64,10 @@ class Submission:
 
 def read_board(folder: Path) -> list[Submission]:
     """The submissions in a folder, by name. Raises UserError if there is none, or if one cannot be read."""
-    children = sorted(child for child in folder.glob("*") if child.is_dir())
-    if not children:
+    board = [_submission(child) for child in sorted(folder.glob("*")) if child.is_dir()]
+    if not board:
         raise UserError(f"{folder}: no submission; expected folders written by `lazyllm-bench collect`")
-    return [_submission(child) for child in children]
+    return board
 
 
 def _submission(folder: Path) -> Submission:
@@ -142,16 +142,27 @@ def board_page(board: Sequence[Submission], beside: Path) -> str:
     """The page in Markdown. beside: the folder that its links are relative to."""
     import pandas as pd
 
-    from eval.analysis.columns import in_order
+    from eval.analysis.columns import EXAMPLES, LABEL, Column, cells, in_order
     from eval.analysis.table import markdown_lines
+
+    columns = [
+        LABEL,
+        EXAMPLES,
+        Column("score", "score", 2),
+        Column("kl", "KL, nats", 5),
+        Column("ttft_speedup", "TTFT speedup", 2),
+        Column("ideal_ttft_speedup", "ideal", 2),
+        Column("keep", "effective keep, %", 1),
+        Column("records", "records"),
+    ]
 
     lines = [_INTRODUCTION.format(records=sum(len(submission.results.frame) for submission in board))]
     lines += [_described(submission, beside) for submission in board]
     names: Any
     for names, rows in in_order(pd.concat(map(_settings, board))).groupby(["suite", "model"], sort=False):
-        cells = pd.DataFrame([_cells(row, beside) for row in rows.to_dict("records")])
+        shown = cells(rows.assign(records=[_records(row, beside) for row in rows.to_dict("records")]), columns)
         lines += ["", f"## {': '.join(names)}", ""]
-        lines += markdown_lines(list(cells.columns), cells.to_numpy().tolist(), keys=1)
+        lines += markdown_lines(list(shown.columns), shown.to_numpy().tolist(), keys=1)
     return "\n".join([*lines, _CAPTION])
 
 
@@ -187,26 +198,14 @@ def _settings(submission: Submission) -> pd.DataFrame:
     return rows.replace({"model": names}).assign(submission=submission.folder)
 
 
-def _cells(row: dict[str, Any], beside: Path) -> dict[str, str]:
-    from eval.analysis.columns import EXAMPLES, LABEL, Column
-
-    folder = row["submission"]
-    runs = (
-        [] if isinstance(row["folders"], float) else map(Path, row["folders"])
-    )  # NaN for a paired baseline, which has no run
-    links = [_link(f"{folder.name} {run.name.rpartition('-')[2]}", run, beside) for run in runs]
-    columns = (
-        LABEL,
-        EXAMPLES,
-        Column("score", "score", 2),
-        Column("kl", "KL, nats", 5),
-        Column("ttft_speedup", "TTFT speedup", 2),
-        Column("ideal_ttft_speedup", "ideal", 2),
-        Column("keep", "effective keep, %", 1),
-    )
-    return {column.heading: column.text(row) for column in columns} | {
-        "records": ", ".join(links) or _link(folder.name, folder, beside),
-    }
+def _records(row: dict[Any, Any], beside: Path) -> str:
+    """Links to a setting's runs, or to the submission of a paired baseline, which has no run (folders is NaN)."""
+    folder, runs = row["submission"], row["folders"]
+    links = [
+        _link(f"{folder.name} {Path(run).name.rpartition('-')[2]}", Path(run), beside)
+        for run in ([] if isinstance(runs, float) else runs)
+    ]
+    return ", ".join(links) or _link(folder.name, folder, beside)
 
 
 def _link(text: str, folder: Path, beside: Path) -> str:

@@ -14,10 +14,10 @@ _EMPTY = {"", "-", "–", "—"}
 
 
 @dataclass(frozen=True)
-class Column:
-    """heading: as shown. numeric: whether the column is sorted by number and aligned to the right."""
+class Heading:
+    """text: as shown. numeric: whether the column is sorted by number and aligned to the right."""
 
-    heading: str
+    text: str
     numeric: bool
 
 
@@ -46,7 +46,7 @@ class Grid:
     name: str
     title: str
     caption: str
-    columns: tuple[Column, ...]
+    columns: tuple[Heading, ...]
     rows: tuple[tuple[Cell, ...], ...]
     filtered: int | None = None
     without_run: tuple[tuple[Cell, ...], ...] = ()
@@ -77,7 +77,7 @@ def grid(
         texts = ["" if pd.isna(value) else str(value) for value in cells.iloc[:, number]]
         filled = [text for text in texts if text.strip() not in _EMPTY]
         numeric = number >= keys or (bool(filled) and all(_number(text) is not None for text in filled))
-        columns.append(Column(heading, numeric))
+        columns.append(Heading(heading, numeric))
         shown.append([Cell(text, _number(text) if numeric else None) for text in texts])
     rows = list(zip(*shown, strict=True))
     measured = [True] * len(rows) if has_run is None else has_run
@@ -87,7 +87,7 @@ def grid(
         caption,
         tuple(columns),
         rows=tuple(row for row, has in zip(rows, measured, strict=True) if has),
-        filtered=None if filtered is None else [column.heading for column in columns].index(filtered),
+        filtered=None if filtered is None else [column.text for column in columns].index(filtered),
         without_run=tuple(row for row, has in zip(rows, measured, strict=True) if not has),
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from eval.analysis.columns import Column, cells
 from eval.analysis.known_methods import BASELINE, is_diagnostic, marked
 from eval.analysis.table import COMPUTED
 from eval.report.grid import Grid, grid
@@ -18,14 +19,19 @@ KEPT = 0.99  # of the baseline's score
 ENOUGH = 20  # examples; with fewer, a mean score says too little to call it kept
 
 _RESULTS = (
-    ("score", "score", 2),
-    ("baseline_score", "baseline score", 2),
-    ("ttft_speedup", "TTFT speedup", 2),
-    ("generation_speedup", "generation speedup", 2),
-    ("pct_prompt_tokens_computed", "% tokens computed", 1),
-    ("kl", "KL, nats", 5),
-    ("ttft_s", "TTFT, s", 4),
-)  # (column of `Results.by_task`, heading, digits shown)
+    Column("row", "task or dataset"),
+    Column("model", "model"),
+    Column("setting", "setting"),
+    Column("seeds", "seeds"),
+    Column("examples", "n"),
+    Column("score", "score", 2),
+    Column("baseline_score", "baseline score", 2),
+    Column("ttft_speedup", "TTFT speedup", 2),
+    Column("generation_speedup", "generation speedup", 2),
+    Column("pct_prompt_tokens_computed", "% tokens computed", 1),
+    Column("kl", "KL, nats", 5),
+    Column("ttft_s", "TTFT, s", 4),
+)  # of `Results.by_task`
 # facts that are elsewhere on the page
 _SHOWN_ELSEWHERE = {"method", "versions", "seed", "paired"}
 
@@ -117,8 +123,8 @@ def settings_grid(runs: Sequence[StoredRun]) -> Grid | None:
     """The settings behind the models' names, such as `tiny (turns=4)`; None if no run has any."""
     rows = {(run.model, fact, value): None for run in runs for fact, value in run.facts.items()}
     caption = "Runs that differ in these from most runs of the model share no table with them."
-    cells = pd.DataFrame(list(rows), columns=["model", "setting", "value"])
-    return grid("settings", "Settings of the models", caption, cells) if rows else None
+    table = pd.DataFrame(list(rows), columns=["model", "setting", "value"])
+    return grid("settings", "Settings of the models", caption, table) if rows else None
 
 
 def results_grid(results: Results) -> Grid:
@@ -131,36 +137,21 @@ def results_grid(results: Results) -> Grid:
     datasets = table.groupby(["model", "suite", "level", "name"])["datasets"].transform("max")
     table = table[(table["level"] == "dataset") | (datasets > 1)]
     table = table.sort_values("level", key=lambda levels: levels != "all", kind="stable")
-    rows = [
-        {
-            "task or dataset": _row_name(row, several),
-            "model": row["model"],
-            "setting": marked(row["label"], row["method"]),
-            "seeds": row["seeds"],
-            "n": row["examples"],
-            **{heading: _shown(row, column, digits) for column, heading, digits in _RESULTS},
-        }
-        for _, row in table.iterrows()
-    ]
+    table = table.assign(
+        row=[_row_name(row, several) for _, row in table.iterrows()],
+        setting=[marked(*names) for names in zip(table["label"], table["method"], strict=True)],
+    )
     caption = (
-        "Scores 0 to 100; speedups over the paired baseline. In brackets: the 95 % bootstrap interval over examples, "
+        "Scores 0 to 100; speedups over the paired baseline. ±: half of the 95 % bootstrap interval over examples, "
         f"if each dataset has more than one. Several seeds of an example count as one example. % tokens computed: "
         f"{COMPUTED}. KL: of the first token's distribution from the paired baseline's."
     )
-    return grid("results", "Results", caption, pd.DataFrame(rows), filtered="task or dataset")
+    return grid("results", "Results", caption, cells(table, _RESULTS), filtered="task or dataset")
 
 
 def _row_name(row: Any, several_suites: bool) -> str:
     name = "mean over tasks" if row["level"] == "all" else row["name"]
     return f"{name}, {row['suite']}" if several_suites and row["level"] != "dataset" else name
-
-
-def _shown(row: Any, column: str, digits: int) -> str:
-    value, low, high = row[column], row[f"{column}_low"], row[f"{column}_high"]
-    if pd.isna(value):
-        return "-"
-    text = f"{value:.{digits}f}"
-    return text if pd.isna(low) else f"{text} ({low:.{digits}f}–{high:.{digits}f})"
 
 
 def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Grid | None]:

@@ -24,6 +24,7 @@ from eval.benchmarks.datasets import DATASETS
 from eval.store.folder import files_of, read_about, read_failures, read_records, read_table
 from eval.store.record import SCALES, SCHEMA, Failure, Record, to_records, to_table
 from lazyllm.errors import UserError
+from lazyllm.methods import Lazy, settings_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,7 +34,8 @@ CAMPAIGN_VERSION = 1
 CAMPAIGN_RECORDS = "records.parquet"
 
 _SIDES = {"method": "", "baseline": "baseline_"}  # {measurement of a record: prefix of its columns}
-_USUAL = {"revive": True, "prune_generated": False}  # LazyLLM's, which labels leave out
+# LazyLLM's switches, which labels leave out at their defaults
+_USUAL = {name: value for name, value in settings_of(Lazy).items() if isinstance(value, bool)}
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def refused(board: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.slow
-def test_the_committed_page_is_that_of_the_committed_records() -> None:
+def test_committed_page_agrees_with_committed_records() -> None:
     board = read_board(BOARD)
     assert [problem for submission in board for problem in submission.problems] == []
     page, committed = board_page(board, BOARD), (BOARD / "README.md").read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ def test_the_committed_page_is_that_of_the_committed_records() -> None:
     assert [link for link in links if not (BOARD / link).is_dir()] == []
 
 
-def test_an_honest_submission_gets_its_row_and_collected_the_same(tmp_path) -> None:
+def test_submission_gets_its_row_raw_and_collected(tmp_path) -> None:
     submit(tmp_path / "raw" / "board" / "two")
     out = tmp_path / "page" / "board.md"
     assert cli.main(["board", str(tmp_path / "raw" / "board"), "--out", str(out)]) == 0
@@ -84,7 +84,7 @@ def test_an_honest_submission_gets_its_row_and_collected_the_same(tmp_path) -> N
 
 
 @pytest.mark.parametrize("side", ["method", "baseline"])
-def test_a_changed_score_or_answer_is_named_with_both_scores(tmp_path, capsys, side: str) -> None:
+def test_board_refuses_changed_scores_and_answers(tmp_path, capsys, side: str) -> None:
     run = submit(tmp_path / "board" / "two")
     first, second = map(json.loads, (run / "records.jsonl").read_text().splitlines())
     first[side]["text"] = "because of"
@@ -106,12 +106,12 @@ def test_a_changed_score_or_answer_is_named_with_both_scores(tmp_path, capsys, s
         ({"records": [answer(answers=[])]}, "row row-1, method: cannot be scored here: hotpotqa: answers is empty"),
     ],
 )
-def test_what_lacks_provenance_or_gold_answers_is_refused(tmp_path, capsys, changes, said: str) -> None:
+def test_board_refuses_runs_without_provenance_or_gold_answers(tmp_path, capsys, changes, said: str) -> None:
     submit(tmp_path / "board" / "two", **changes)
     assert said in refused(tmp_path / "board", capsys)
 
 
-def test_what_was_taken_out_or_changed_by_hand_is_refused(tmp_path, capsys) -> None:
+def test_board_refuses_removed_records_and_edited_runs(tmp_path, capsys) -> None:
     run = submit(tmp_path / "board" / "two")
     (run / PLANNED).write_text(planned_text([*(record.key for record in TWO), ("hotpotqa", "row-3")]))
     assert "no record of 1 planned example, such as hotpotqa, row row-3" in refused(tmp_path / "board", capsys)
@@ -126,7 +126,7 @@ def test_what_was_taken_out_or_changed_by_hand_is_refused(tmp_path, capsys) -> N
     assert "expected a title in its first line" in refused(tmp_path / "board", capsys)
 
 
-def test_class_names_come_from_the_runs_own_rows(tmp_path, capsys) -> None:
+def test_class_names_come_from_the_rows_of_the_run(tmp_path, capsys) -> None:
     """Half a point for an answer that names two classes, as the official metric gives it."""
     (dataset,) = resolve_datasets("shots")
     rows = load_rows(dataset)

@@ -244,7 +244,7 @@ def test_provenance_has_common_facts_once_and_others_by_run(tmp_path: Path) -> N
     assert dict(common)["data.hotpotqa"] == "aa bb"
     assert dict(common)["machine.cuda"] == "null"
     assert differing is not None
-    assert [column.heading for column in differing.columns] == ["folder", "warmup", "started"]
+    assert [column.text for column in differing.columns] == ["folder", "warmup", "started"]
     assert [[cell.text for cell in row] for row in differing.rows] == [
         ["a", "5", "2026-01-02T03:04:05Z"],
         ["b", "1", "2026-01-03T00:00:00Z"],
@@ -258,14 +258,14 @@ def test_results_have_one_row_for_a_task_of_one_dataset(tmp_path: Path) -> None:
 
     def rows(folder: Path) -> list[dict[str, Any]]:
         found = overview.results_grid(Results(find_runs([folder])))
-        named = [dict(zip([column.heading for column in found.columns], row, strict=True)) for row in found.rows]
+        named = [dict(zip([column.text for column in found.columns], row, strict=True)) for row in found.rows]
         return [row for row in named if row["setting"].text == "lazy, schedule={2: 0.5}"]
 
     store(tmp_path / "a", {"name": "lazy", "schedule": {"2": 0.5}}, records)
     (row,) = rows(tmp_path / "a")  # no second row of the task, no third of the mean over one task
     assert row["task or dataset"].text == "hotpotqa"
     assert (row["n"].value, row["score"].value, row["baseline score"].value) == (2, 75, 50)
-    assert row["score"].parts[1] == " (50.00–100.00)"  # a resample of two examples may hold either one twice
+    assert row["score"].parts[1] == " ±25.00"  # a resample of two examples may hold either one twice
     assert row["TTFT speedup"].value == 2  # 0.4 + 0.4 over 0.1 + 0.3
     assert (row["TTFT, s"].value, row["% tokens computed"].value) == (0.2, 75)
     more = [example(0, "trec", score=1.0), example(0, "musique", score=0.0)]
