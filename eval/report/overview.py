@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from eval.analysis.columns import Column, cells
+from eval.analysis.columns import EXAMPLES, MODEL, Column, cells
 from eval.analysis.known_methods import BASELINE, is_diagnostic, marked
 from eval.analysis.table import COMPUTED
 from eval.report.grid import Grid, grid
@@ -20,10 +20,10 @@ ENOUGH = 20  # examples; with fewer, a mean score says too little to call it kep
 
 _RESULTS = (
     Column("row", "task or dataset"),
-    Column("model", "model"),
+    MODEL,
     Column("setting", "setting"),
     Column("seeds", "seeds"),
-    Column("examples", "n"),
+    EXAMPLES,
     Column("score", "score", 2),
     Column("baseline_score", "baseline score", 2),
     Column("ttft_speedup", "TTFT speedup", 2),
