@@ -50,8 +50,7 @@ def sensitivity(results: Results) -> Table:
     frame = overall(results.where(lambda run: run.method == STUDIED))
     frame = frame[frame["method"] == STUDIED].copy()
     frame["score_change"] = frame["score"] - frame["baseline_score"]
-    schedules = [_schedule(settings) for settings in frame["settings"]]
-    frame = frame.join(pd.DataFrame(schedules, index=frame.index, columns=["layers", "keep", "others"]))
+    frame = _with_schedules(frame)
     frame[_SLOPE] = _slopes(frame)
     frame = frame.sort_values([*SECTION, "ttft_speedup"], kind="stable").reset_index(drop=True)
     values = forms("score", "ttft_speedup", "pct_prompt_tokens_computed", "kl")
@@ -69,15 +68,20 @@ def sensitivity(results: Results) -> Table:
     return Table("sensitivity", title, caption, frame, table, keys=2)
 
 
-def _schedule(settings: str) -> dict[str, Any]:
-    """The layers that prune, the share of the prompt that the last layers keep, and the other settings."""
-    values = json.loads(settings)
-    schedule = values.pop("schedule", None)
-    others = label_of("", values)
-    if not isinstance(schedule, dict):
-        return {"layers": None, "keep": np.nan, "others": others}
-    layers = " ".join(sorted(schedule, key=int))
-    return {"layers": layers, "keep": float(np.prod(list(schedule.values()))), "others": others}
+def _with_schedules(frame: Any) -> Any:
+    """With the layers that prune (`2 5`), the share that the last layers keep, and the label of the other settings."""
+    schedules = []
+    for settings in map(json.loads, frame["settings"]):
+        schedule = settings.pop("schedule", None)
+        layers, keep = None, np.nan
+        if isinstance(schedule, dict):
+            layers, keep = " ".join(sorted(schedule, key=int)), float(np.prod(list(schedule.values())))
+        schedules.append((layers, keep, label_of("", settings)))
+    return frame.join(pd.DataFrame(schedules, index=frame.index, columns=["layers", "keep", "others"]))
+
+
+def _has_one_layer(frame: Any) -> Any:
+    return frame["layers"].notna() & ~frame["layers"].astype(str).str.contains(" ")
 
 
 def _slopes(frame: pd.DataFrame) -> pd.Series:
@@ -86,8 +90,7 @@ def _slopes(frame: pd.DataFrame) -> pd.Series:
     NaN for schedules of several pruning layers, as several ratios differ. Scores are differences to the baseline's.
     """
     slopes = pd.Series(np.nan, index=frame.index)
-    single = frame["layers"].notna() & ~frame["layers"].astype(str).str.contains(" ")
-    points: Any = frame[single & (frame["keep"] < 1)]
+    points: Any = frame[_has_one_layer(frame) & (frame["keep"] < 1)]
     for _, group in points.groupby([*SECTION, "layers", "others"]):
         gentler_keep, gentler_change = 1.0, 0.0  # keeping everything is the baseline
         for index, row in group.sort_values("keep", ascending=False).iterrows():
@@ -104,22 +107,12 @@ def single_points(results: Results) -> pd.DataFrame:
     1), examples, and score, baseline_score, relative_score, ttft_speedup, kl, with `_low` and `_high`.
     """
     table: Any = results.by_task
-    table = table[(table["level"] == "all") & (table["method"] == STUDIED)]
+    table = _with_schedules(table[(table["level"] == "all") & (table["method"] == STUDIED)])
+    usual = np.array([not is_ablation(json.loads(text)) for text in table["settings"]], dtype=bool)
+    table = table[_has_one_layer(table) & usual].astype({"layers": int}).rename(columns={"layers": "layer"})
     values = forms("score", "baseline_score", "relative_score", "ttft_speedup", "kl")
-    points = [_single_point(json.loads(settings)) for settings in table["settings"]]
-    points = pd.DataFrame(points, index=table.index, columns=["layer", "keep"])
-    table = table.join(points).dropna(subset="layer").astype({"layer": int, "keep": float})
     table = table.sort_values([*SECTION, "keep", "layer"])
     return table[[*SECTION, "layer", "keep", "examples", *values]].reset_index(drop=True)
-
-
-def _single_point(settings: dict[str, Any]) -> tuple[int | None, float | None]:
-    """(layer, keep), or (None, None) for other settings."""
-    schedule = settings["schedule"]
-    if is_ablation(settings) or not isinstance(schedule, dict) or len(schedule) != 1:
-        return None, None
-    ((layer, keep),) = schedule.items()
-    return int(layer), float(keep)
 
 
 @styled
