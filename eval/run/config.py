@@ -214,7 +214,7 @@ def _config_of(name: str) -> dict[str, Any]:
 
 
 def _defaults(name: str) -> dict[str, Any]:
-    """{hyperparameter: default} in a config's syntax; a `seed` is the run's. Raises UserError."""
+    """{setting: default} in a config's syntax, `turns` included; a `seed` is the run's. Raises UserError."""
     defaults: dict[str, Any] = {}
     for key, default in settings_of(by_name(name)).items():
         written = MISSING_VALUE if default is MISSING else default
@@ -226,7 +226,7 @@ def _defaults(name: str) -> dict[str, Any]:
                 "or a list or mapping of these"
             ) from error
         defaults[key] = "${seed}" if key == "seed" else written
-    return defaults
+    return defaults | {"turns": "continue"}
 
 
 # ------------------------------------------------------------------------------------------------------- command line
@@ -265,7 +265,8 @@ def _check_key(key: str, methods: Sequence[str], schema: type[RunConfig]) -> Non
     if of_method and not set(methods) <= set(known()):
         return  # an unusable method, refused elsewhere
     if of_method:
-        choices = ["name", *dict.fromkeys(setting for name in methods for setting in settings_of(by_name(name)))]
+        settings = (setting for name in methods for setting in settings_of(by_name(name)))
+        choices = ["name", *dict.fromkeys(settings), "turns"]
         listed, where, key = choices[1:], f" of method {' or '.join(methods)}", below
     else:
         choices = [*_GROUPS, *_keys_of(schema())]

@@ -40,7 +40,7 @@ WARMUP_TOKENS = 4  # for a prefill, a decoding step that revives, and a step aft
 
 @dataclass(frozen=True)
 class Case:
-    """One example with its prompt and method, ready to be measured."""
+    """One example with its prompt and method, ready to be measured. turns: of the method, as in `lazyllm.start`."""
 
     dataset: Dataset
     example: Example
@@ -48,6 +48,11 @@ class Case:
     method: Method
     max_new_tokens: int
     end_ids: tuple[int, ...]
+    turns: str = "continue"
+
+    def turns_of(self, method: Method) -> str:
+        """What later turns do: the baseline that the method is compared with continues."""
+        return self.turns if method is self.method else "continue"
 
     @property
     def key(self) -> tuple[str, str]:
@@ -61,7 +66,7 @@ def generate_case(model: PreTrainedModel, case: Case, method: Method) -> Generat
 
 def converse(model: PreTrainedModel, case: Case, method: Method) -> Iterator[Generation]:
     """The case's answers, turn by turn. Every turn follows the method's own answers, as in a real conversation."""
-    with start(model, case.prompt.as_input(), method) as conversation:
+    with start(model, case.prompt.as_input(), method, turns=case.turns_of(method)) as conversation:
         out = conversation.answer(None, **_answering(case))
         yield out
         for turn in case.prompt.turns:
@@ -80,15 +85,16 @@ def _answering(case: Case) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Run:
-    """A method's answers, turn by turn, and the peak memory in bytes by the end of each."""
+    """A method's answers, turn by turn, and the peak memory in bytes by the end of each. turns: as of `Case`."""
 
     method: Method
+    turns: str
     outs: list[Generation]
     peaks: list[int | None]
 
     def earlier(self, turn: int) -> list[Generation]:
         """The answers of earlier turns (from 0) that this one continues from; none if it runs the whole text."""
-        return self.outs[:turn] if self.method.turns == "continue" else []
+        return self.outs[:turn] if self.turns == "continue" else []
 
     def tokens_computed(self, turn: int) -> float:
         """Prompt tokens run for a turn, mean over layers, scoring included."""
@@ -171,7 +177,7 @@ class Bench:
             park()
         devices = devices_of(self.model)
         reset_peak(*devices)
-        run = _Run(method, [], [])
+        run = _Run(method, case.turns_of(method), [], [])
         answers = converse if case.prompt.turns else lambda *args: [generate_case(*args)]
         for out in answers(self.model, case, method):
             run.outs.append(out)

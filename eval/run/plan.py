@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.run.config import compose_config, jobs_of, to_run_config
-from eval.run.resolved import Resolved, build_method, resolve
+from eval.run.resolved import Resolved, build_method, later_turns, resolve
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Method
@@ -110,13 +110,18 @@ class Model:
         attended = (flops - linear) // shape.pair_flops if passes == m else sum(after)
         return Work(flops, passes * self.weights + attended * self.kv_bytes)
 
-    def conversation(self, method: Method, messages: Sequence[int], new_tokens: int) -> list[Work]:
-        """Prefill, decoding, and the same of each later turn. messages: tokens of each, the prompt first."""
+    def conversation(
+        self, method: Method, messages: Sequence[int], new_tokens: int, turns: str = "continue"
+    ) -> list[Work]:
+        """Prefill, decoding, and the same of each later turn. messages: tokens of each, the prompt first.
+
+        turns: as in `lazyllm.start`.
+        """
         n, since, works = messages[0], 0, [self.prefill(method, messages[0])]
         for turn, message in enumerate(messages):
             if turn > 0:
                 m = 1 + message  # the last token of the answer before runs with the message
-                if method.turns == "continue":
+                if turns == "continue":
                     works.append(self.more(method, n, since, m))
                     since += m
                 else:
@@ -231,16 +236,16 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Device | None) -> Cost:
     methods: dict[str, Method] = {
         name: build_method(settings) for name, settings in parameters_of(run, model.config).items()
     }
-    sides = [methods]
+    sides = [(methods, later_turns(run.method))]
     if run.config.timing.paired and run.method["name"] != "baseline":
-        sides.append(dict.fromkeys(methods, Baseline()))
+        sides.append((dict.fromkeys(methods, Baseline()), "continue"))
     first = rows[0]
     warm_up = Rows(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), run.config.timing.warmup)
     longest = {row.dataset: row for row in sorted(rows, key=lambda row: row.length)}.values()
     works, seconds, peaks = [Work(0, 0), Work(0, 0)], 0.0, []
-    for side, by_dataset in enumerate(sides):
+    for side, (by_dataset, turns) in enumerate(sides):
         for row in (*rows, warm_up):
-            for work in model.conversation(by_dataset[row.dataset], row.messages, row.new_tokens):
+            for work in model.conversation(by_dataset[row.dataset], row.messages, row.new_tokens, turns):
                 works[side] += Work(row.count * work.flops, row.count * work.read)
                 seconds += row.count * device.seconds(work) if device is not None else 0
         peaks += [model.memory(by_dataset[row.dataset], row.length, row.new_tokens) for row in longest]

@@ -30,7 +30,7 @@ from eval.run.identity import (
     weights_sha256,
 )
 from eval.run.measure import Case
-from eval.run.resolved import Resolved, build_method
+from eval.run.resolved import Resolved, build_method, later_turns
 from eval.run.targets import OutOfReachError
 from eval.store.folder import fingerprint
 from eval.store.runs import label_of, settings_in
@@ -243,7 +243,8 @@ def canonical(settings: dict[str, Any]) -> dict[str, Any]:
         value = settings.get(key, default)
         if key in (kind.dial, *kind.named) or value != default:
             written[key] = value
-    return written
+    turns = later_turns(settings)
+    return written if turns == "continue" else written | {"turns": turns}
 
 
 @contextmanager
@@ -263,7 +264,8 @@ def _cases(identified: Identified) -> Iterator[Case]:
     longest = identified.model_config.max_position_embeddings
     for rows in identified.loaded:
         dataset = rows.dataset
-        method = build_method(identified.parameters[dataset.name])
+        settings = identified.parameters[dataset.name]
+        method, turns = build_method(settings), later_turns(settings)
         end_ids = end_token_ids(tokenizer, identified.end_ids, dataset)
         thinking = run.chat.thinking_tokens if dataset.chat_wrap else 0
         max_new_tokens = min(rows.max_new_tokens, run.config.max_new_tokens or rows.max_new_tokens) + thinking
@@ -292,7 +294,7 @@ def _cases(identified: Identified) -> Iterator[Case]:
                     f"ones exceed the model's {longest} positions: "
                     f"{f'set {shorter}, or less' if dataset.truncate else run.suite.shorter}"
                 )
-            yield Case(dataset, example, prompt, method, max_new_tokens, end_ids)
+            yield Case(dataset, example, prompt, method, max_new_tokens, end_ids, turns)
 
 
 def _examples(config: RunConfig, loaded: list[LoadedDataset]) -> dict[str, list[Example]]:

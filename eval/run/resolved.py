@@ -13,6 +13,7 @@ from eval.benchmarks.datasets import check_rows, datasets_asked_for, missing_row
 from eval.benchmarks.suite import Dataset, DataSettings, Suite
 from eval.run import targets
 from eval.run.config import RunConfig
+from lazyllm.engine.inputs import TURNS
 from lazyllm.errors import UserError
 from lazyllm.methods import Method, make
 from lazyllm.spec import ModelSpec
@@ -81,6 +82,7 @@ def resolve(config: RunConfig) -> Resolved:
     methods = [config.compare[config.only]] if config.only else list(config.compare.values()) or [config.method]
     for settings in methods:
         build_method(targets.check(settings))
+        later_turns(settings)
     named = datasets_asked_for(config.dataset, model.name)
     suite = SUITES[named[0].suite]
     data = DataSettings(
@@ -98,7 +100,15 @@ def resolve(config: RunConfig) -> Resolved:
 
 def build_method(settings: dict[str, Any]) -> Method:
     """A method from its config: `name` and hyperparameters. Raises UserError."""
-    return make(settings.get("name", ""), {key: value for key, value in settings.items() if key != "name"})
+    return make(settings.get("name", ""), {key: settings[key] for key in settings if key not in ("name", "turns")})
+
+
+def later_turns(settings: dict[str, Any]) -> str:
+    """What later turns of a conversation do with a method's config (`lazyllm.start`). Raises UserError."""
+    turns = settings.get("turns", "continue")
+    if turns not in TURNS:
+        raise UserError(f"method.turns={turns}: give {' or '.join(TURNS)}")
+    return turns
 
 
 def _with_rows(config: RunConfig, suite: Suite, named: tuple[Dataset, ...], data: DataSettings) -> tuple[Dataset, ...]:

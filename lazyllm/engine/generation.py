@@ -21,7 +21,7 @@ from lazyllm.engine.architecture import Layout
 from lazyllm.engine.checks import check_once
 from lazyllm.engine.decoder import Decoder, check_lengths, longest_text, open_decoder
 from lazyllm.engine.devices import read_clock
-from lazyllm.engine.inputs import Prompt
+from lazyllm.engine.inputs import TURNS, Prompt
 from lazyllm.engine.method import Method
 from lazyllm.engine.session import Session
 from lazyllm.errors import UserError
@@ -106,19 +106,24 @@ def start(
     input_ids: Tensor | Sequence[int] | Prompt,
     method: Method,
     chunk: int | None = None,
+    turns: str = "continue",
 ) -> Conversation:
     """A session of several turns that begins with this prompt. Nothing runs before its first `answer`.
 
     model, input_ids, method: as in `generate`.
     chunk: run the tokens of a turn through the layers in pieces of N tokens, to save memory; results change by rounding
         only. Models that score the prompt before its prefill run it whole.
+    turns: later turns "continue" from the caches: a method that drops tokens for good drops nothing more. Or they run
+        the whole text "again", with tokens selected for the new question.
     Raises ValueError for bad arguments.
     """
     prompt = as_prompt(model, input_ids)
+    if turns not in TURNS:
+        raise ValueError(f"turns={turns!r}: give {' or '.join(TURNS)}")
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"chunk={chunk!r}: give a whole number of 1 or more, or None")
     check_fits(model, method, prompt)
-    return Conversation(model, prompt, method, chunk)
+    return Conversation(model, prompt, method, chunk, turns)
 
 
 def continue_prompt(
@@ -147,12 +152,20 @@ class Conversation:
     token_ids: the whole text so far, prompts and answers.
     """
 
-    def __init__(self, model: PreTrainedModel, prompt: Prompt, method: Method, chunk: int | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompt: Prompt,
+        method: Method,
+        chunk: int | None = None,
+        turns: str = "continue",
+    ) -> None:
         self.token_ids: list[int] = prompt.token_ids.tolist()
         self._model = model
         self._method = method
         self._prompt = prompt
         self._chunk = chunk
+        self._continues = turns == "continue"
         self._layout: Layout | None = None
         self._has_answered = False
         self._session: Session | None = None
@@ -242,7 +255,7 @@ class Conversation:
                 answer = self._run(decoder, turn, max_new_tokens, choose, put)
         except BaseException:
             self._session, self.token_ids = None, before
-            self._is_closed = self._has_answered and self._method.turns == "continue"
+            self._is_closed = self._has_answered and self._continues
             raise
         self._has_answered = True
         return answer
@@ -285,7 +298,7 @@ class Conversation:
 
     def _begin(self, decoder: Decoder, turn: Tensor | None, max_new_tokens: int) -> tuple[Session, Tensor]:
         """Run the turn's tokens and add them to the text: the session, and the logits [v] after them."""
-        if turn is not None and self._session is not None and self._method.turns == "continue":
+        if turn is not None and self._session is not None and self._continues:
             self._session.decoder = decoder
             rows = torch.cat([torch.tensor(self.token_ids[-1:]), turn]).to(decoder.device)
             self.token_ids += turn.tolist()
@@ -313,7 +326,7 @@ class Conversation:
                 f"the text would have {total} tokens, but the model has {most} positions: give fewer tokens"
                 + (", or start a new session" if self._has_answered else "")
             )
-        if turn is not None and self._method.turns == "continue":
+        if turn is not None and self._continues:
             check_lengths(self._model, len(self._prompt), total - len(self._prompt))
         return turn
 

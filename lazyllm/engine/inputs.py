@@ -64,6 +64,8 @@ class Look:
 
 
 NOTHING = Look()
+# What later turns of a conversation do: run on from what is stored, or run the whole text, with tokens selected anew
+TURNS = ("continue", "again")
 
 
 @dataclass(frozen=True)

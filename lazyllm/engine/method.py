@@ -40,8 +40,6 @@ class Method(ABC):
     named: ClassVar[tuple[str, ...]] = ()  # hyperparameters that tables name even at their default, as they do the dial
     everything: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that keep every token; if empty: the dial at 1.0
     diagnostic: ClassVar[bool] = False  # a reference, not a method: its selection is in no time and no count
-    # later turns of a session: "continue" from the caches, or begin "again" from the whole text
-    turns: Any = "continue"
     table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters of the setting `table1`, if it is not solved for
 
     @abstractmethod
@@ -71,7 +69,7 @@ class Method(ABC):
         return [tokens + later for tokens in self.tokens_per_layer(num_layers, n)]
 
     def hidden_stored(self, num_layers: int, n: int) -> int:
-        """How many of n prompt tokens' hidden states are held, one each, beside K and V (the Aux Cache)."""
+        """How many of n prompt tokens' hidden states are held, one each, besides K and V (the Aux Cache)."""
         return 0
 
     def models(self) -> tuple[ModelSpec, ...]:
@@ -91,8 +89,8 @@ class Method(ABC):
     def check_prompt(self, prompt: Prompt) -> None:  # noqa: B027 - most methods take every prompt
         """Raise ValueError if the method cannot run on this prompt. Needs no model."""
 
-    def prepare(self, model: PreTrainedModel) -> None:  # noqa: B027 - most methods need nothing beside the model
-        """Load what the method needs beside the model, once, before the clock starts."""
+    def prepare(self, model: PreTrainedModel) -> None:  # noqa: B027 - most methods need no more than the model
+        """Load what the method needs besides the model, once, before the clock starts."""
 
     def scoring_flops(self, config: Any, n: int) -> int:
         """FLOPs of all models' work on n prompt tokens before the prefill."""

@@ -42,7 +42,6 @@ class Lazy(Prune):
     marker: ClassVar[str | None] = "o"
     dial: ClassVar[str | None] = "schedule"
     everything: ClassVar[Mapping[str, Any]] = {"schedule": "none"}
-    turns: ClassVar[str] = "continue"  # pyright: ignore[reportIncompatibleVariableOverride]  # no setting of this method
 
     schedule: Schedule | Mapping[int, float] | str = "paper"
     prune_generated: bool = False

@@ -24,6 +24,7 @@ class StaticPruning(Prune):
     colour: ClassVar[str | None] = "#D55E00"
     marker: ClassVar[str | None] = "s"
     dial: ClassVar[str | None] = "keep"
+    named: ClassVar[tuple[str, ...]] = ("layer",)
 
     layer: int = 2
     keep: float = 0.3

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,32 +25,8 @@ if TYPE_CHECKING:
     from lazyllm.engine.session import Session
 
 
-class _Turns:
-    """The field `turns`: refuses bad values even if a method overrides `__post_init__`."""
-
-    def __get__(self, method: Any, kind: type[Any] | None = None) -> str:
-        return "continue" if method is None else vars(method)["turns"]  # dataclasses read the default from the class
-
-    def __set__(self, method: Any, value: str) -> None:
-        if value not in ("continue", "again"):
-            raise ValueError(f"turns={value!r}: give 'continue' or 'again'")
-        vars(method)["turns"] = value
-
-
 @dataclass(frozen=True)
-class Dropping(Method):
-    """Base of methods that drop prompt tokens for good.
-
-    turns: later turns of a session "continue" from the tokens that were kept, and drop nothing more; or they run the
-        whole text "again", with tokens chosen for the new question.
-    """
-
-    _: KW_ONLY
-    turns: _Turns = _Turns()
-
-
-@dataclass(frozen=True)
-class Prune(Dropping):
+class Prune(Method):
     """Base of methods that score the prompt's tokens between two layers of the prefill and keep the best.
 
     A subclass declares how many tokens are `kept` after which layer. It may override `look`, the attention that it
@@ -154,7 +130,7 @@ class Prune(Dropping):
 
 
 @dataclass(frozen=True)
-class Select(Dropping):
+class Select(Method):
     """Base of methods that choose prompt tokens first and then run the model on these alone.
 
     A subclass declares how many tokens are `kept`, and selects them. All that `select` runs, through `decoder` or a
@@ -247,7 +223,7 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class Layerwise(Dropping):
+class Layerwise(Method):
     """Base of methods that drop tokens between layers, and whose key heads may each store some tokens only.
 
     A subclass declares its `groups`. After each group that has a `look`, `score` makes scores of what was recorded;

@@ -27,7 +27,7 @@ from lazyllm.methods import Baseline, Lazy, Method, StaticPruning
 from lazyllm.methods.support.schedule import keep_count
 
 TURNS, LAYERS = 3, 8
-CONTINUE, AGAIN = StaticPruning(layer=2, keep=0.5), StaticPruning(layer=2, keep=0.5, turns="again")
+METHOD = StaticPruning(layer=2, keep=0.5)
 
 
 def run_of(**changes: Any) -> Resolved:
@@ -53,13 +53,13 @@ def bench() -> Bench:
     return Bench(load_model(run_of()), plan().tokenizer, plan().run.chat, paired=True)
 
 
-def case(method: Method) -> Case:
-    return replace(plan().cases[0], method=method)
+def case(method: Method, turns: str = "continue") -> Case:
+    return replace(plan().cases[0], method=method, turns=turns)
 
 
 @cache
-def turns_of(method: Method) -> list[Record]:
-    return bench().measure(case(method), baseline_first=True).by_turn
+def turns_of(method: Method, turns: str = "continue") -> list[Record]:
+    return bench().measure(case(method, turns), baseline_first=True).by_turn
 
 
 def read(number: int, answers: list[list[int]]) -> list[int]:
@@ -75,26 +75,26 @@ def read(number: int, answers: list[list[int]]) -> list[int]:
 
 
 def test_the_baselines_turns_are_the_models_own_generation() -> None:
-    measured = [record.baseline for record in turns_of(CONTINUE)]
+    measured = [record.baseline for record in turns_of(METHOD)]
     answers = [side.token_ids for side in measured if side is not None]
     for number in range(TURNS):
         ids = torch.tensor([read(number, answers)])
         out: Any = bench().model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=plan().end_ids)  # type: ignore[operator]
         assert answers[number] == out[0, ids.shape[1] :].tolist()
     expected = [plan().cases[0].example.answers, *(turn.answers for turn in plan().cases[0].example.turns)]
-    assert [tuple(record.answers) for record in turns_of(CONTINUE)] == expected
-    for record in turns_of(CONTINUE):
+    assert [tuple(record.answers) for record in turns_of(METHOD)] == expected
+    for record in turns_of(METHOD):
         assert record.baseline is not None
         assert (record.baseline.score == 1) == (record.baseline.text.strip(" .") == record.answers[0])
-    assert any(record.baseline and record.baseline.score == 1 for record in turns_of(CONTINUE)[1:])
+    assert any(record.baseline and record.baseline.score == 1 for record in turns_of(METHOD)[1:])
 
 
 def test_divergence_and_answers_of_a_turn_again_are_those_of_a_fresh_prompt() -> None:
-    records = turns_of(AGAIN)
+    records = turns_of(METHOD, "again")
     own = [record.method.token_ids for record in records]
     theirs = [record.baseline.token_ids for record in records if record.baseline is not None]
     for number, record in enumerate(records):
-        fresh = lazyllm.generate(bench().model, read(number, own), AGAIN, 8, plan().end_ids)
+        fresh = lazyllm.generate(bench().model, read(number, own), METHOD, 8, plan().end_ids)
         assert record.method.token_ids == fresh.token_ids
         with torch.inference_mode():
             logits = bench().model(torch.tensor([read(number, theirs)])).logits[0, -1]
@@ -118,8 +118,8 @@ def asked_tokens(records: list[Record], side: str) -> list[int]:
 def test_counts_by_hand() -> None:
     shape = LayerShape.of(bench().model.config)
     vocabulary = 2 * shape.width * bench().model.config.vocab_size
-    for method in (Baseline(), CONTINUE):
-        records = turns_of(CONTINUE)
+    for method in (Baseline(), METHOD):
+        records = turns_of(METHOD)
         side = "baseline" if method == Baseline() else "method"
         asked, so_far = asked_tokens(records, side), 0.0
         for number, record in enumerate(records):
@@ -142,7 +142,7 @@ def test_counts_by_hand() -> None:
 
 
 def test_a_turn_again_computes_the_whole_text() -> None:
-    records, so_far = turns_of(AGAIN), 0.0
+    records, so_far = turns_of(METHOD, "again"), 0.0
     answers = [record.method.token_ids for record in records]
     for number, record in enumerate(records):
         n = len(read(number, answers))
@@ -167,13 +167,13 @@ def test_what_lazyllm_revives_is_counted_turn_by_turn() -> None:
 
 
 def test_evidence_of_a_turn_is_what_has_been_computed_by_its_first_token() -> None:
-    spans, turns = case(CONTINUE).prompt.spans, case(CONTINUE).prompt.turns
+    spans, turns = case(METHOD).prompt.spans, case(METHOD).prompt.turns
     assert spans is not None
-    out = lazyllm.generate(bench().model, case(CONTINUE).prompt.as_input(), CONTINUE, 8, plan().end_ids)
+    out = lazyllm.generate(bench().model, case(METHOD).prompt.as_input(), METHOD, 8, plan().end_ids)
     kept = set(out.selected[0][2])
-    for turn, record in zip(turns, turns_of(CONTINUE)[1:], strict=True):
+    for turn, record in zip(turns, turns_of(METHOD)[1:], strict=True):
         [(start, stop)] = turn.evidence
-        assert case(CONTINUE).prompt.text[start:stop].split()[1] == turn.text.split()[-1]
+        assert case(METHOD).prompt.text[start:stop].split()[1] == turn.text.split()[-1]
         tokens = [number for number, (low, high) in enumerate(spans.tolist()) if low < stop and high > start]
         share = sum(token in kept for token in tokens) / len(tokens)
         assert record.method.evidence_prefill == [1, 1, *[share] * 6]

@@ -89,7 +89,7 @@ def test_the_verb_says_what_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         monkeypatch.setitem(METHODS, name, kind)
     assert verb.main(["halves", "keep=0.25"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Halves(turns='continue', keep=0.25): tokens computed in each layer, of 40: 40, 40, 10, 10"
+    assert lines[0] == "Halves(keep=0.25): tokens computed in each layer, of 40: 40, 40, 10, 10"
     assert [line[:3] for line in lines[1:]] == ["ok "] * 5 + ["all"]
     assert verb.main(["never_all"]) == 1
     lines = capsys.readouterr().out.splitlines()

@@ -92,6 +92,8 @@ def test_bad_settings() -> None:
     for chunk in (0, 2.5, True):
         with pytest.raises(ValueError, match=f"chunk={chunk}: give a whole number of 1 or more, or None"):
             lazyllm.start(MODEL, PROMPT, Baseline(), chunk)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="turns='never': give continue or again"):
+        lazyllm.start(MODEL, PROMPT, Baseline(), turns="never")
     with pytest.raises(ValueError, match="only 4 layers"):
         lazyllm.generate(MODEL, PROMPT, Lazy({5: 0.5}), 3, ())
     with pytest.raises(UserError, match="training mode"):

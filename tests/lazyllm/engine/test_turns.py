@@ -178,7 +178,7 @@ DROPPING = {
 def test_scoring_of_all_turns_is_in_the_share_of_tokens_computed(turns: Any) -> None:
     """Two of four layers score, so a token that is scored counts as half a token."""
     model, rng = random_model("llama", 2, num_layers=4), random.Random(turns)
-    session = lazyllm.start(model, rng.choices(range(VOCAB), k=40), GemFilter(layer=2, keep=0.25, turns=turns))
+    session = lazyllm.start(model, rng.choices(range(VOCAB), k=40), GemFilter(layer=2, keep=0.25), turns=turns)
     first, second, third = (session.answer(more, 3, ()) for more in (None, [7, 8, 9], [5]))
     assert first.pct_prompt_tokens_computed == 100 * (20 + 10) / 40
     if turns == "continue":  # of an answer, only tokens before the turn are no prompt tokens
@@ -214,11 +214,11 @@ def test_a_method_that_drops_for_good_goes_on_behind_what_is_left(variant: str, 
             assert_same(session, more, 3, reference.answer(more, 3))
 
 
-@pytest.mark.parametrize("method", [StaticPruning(2, 0.4, turns="again"), FastKV(layer=2, turns="again")], ids=str)
+@pytest.mark.parametrize("method", [StaticPruning(2, 0.4), FastKV(layer=2)], ids=str)
 def test_again_is_a_fresh_generation(method: Method) -> None:
     model, rng = random_model("llama", 2, num_layers=4), random.Random(0)
     text, more = draw(rng, 30), None
-    session = lazyllm.start(model, text, method)
+    session = lazyllm.start(model, text, method, turns="again")
     for _ in range(3):
         text = text + (more or [])
         found, expected = session.answer(more, 3, ()), lazyllm.generate(model, text, method, 3, ())

@@ -93,13 +93,6 @@ def test_more_tokens_than_there_are_is_all_of_them(name: str) -> None:
     invariants.is_the_model(MODEL, make(name, USUAL[name] | TOO_MANY[name]), PROMPT)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_unknown_later_turns(name: str) -> None:
-    message = "has no setting 'turns'" if name in ("baseline", "lazy") else "turns='never': give 'continue' or 'again'"
-    with pytest.raises(UserError, match=message):
-        make(name, USUAL[name] | {"turns": "never"})
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

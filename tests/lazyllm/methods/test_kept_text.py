@@ -136,8 +136,8 @@ def test_again_reads_the_tokens_of_later_turns_too(own: str, other: str, keep: f
     with casts_in_float64():
         folder, draft = drafts("llama", other)
         read, read_by_draft = (partial(tokens_of, by) for by in (tokenizers(own), load_tokenizer(folder)))
-        method = SpecPrefill(folder, text=True, turns="again", **settings)
-        session = lazyllm.start(model, prompt_of(tokenizers(own), text), method)
+        method = SpecPrefill(folder, text=True, **settings)
+        session = lazyllm.start(model, prompt_of(tokenizers(own), text), method, turns="again")
         later: list[int] = []
         for more in (None, rng.choices(range(100), k=3), rng.choices(range(100), k=5)):
             later += more or []

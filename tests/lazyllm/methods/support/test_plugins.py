@@ -128,7 +128,7 @@ def test_an_unknown_name_is_answered_with_all_that_are_known(installed: Path) ->
 
 
 def test_settings_are_checked_by_name() -> None:
-    with pytest.raises(UserError, match="'random_drop' has no setting 'kep'; it has keep, seed, turns"):
+    with pytest.raises(UserError, match="'random_drop' has no setting 'kep'; it has keep, seed"):
         make("random_drop", {"kep": 0.3})
 
 
