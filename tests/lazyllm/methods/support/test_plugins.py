@@ -77,8 +77,12 @@ def test_its_config_is_the_dataclass(installed: Path) -> None:
     given = {"name": "keep_last", "layer": 3, "keep": 0.5}
     assert run_of("method=keep_last", "method.layer=3").method == given | {"turns": "continue"}
     assert canonical(given | {"turns": "continue"}) == canonical(given) == {"name": "keep_last", "layer": 3}
+    assert canonical(given | {"turns": "again"}) == {"name": "keep_last", "layer": 3, "turns": "again"}
+    with pytest.raises(UserError, match="turns=never: give continue or again"):
+        run_of("method=keep_last", "method.layer=3", "method.turns=never")
     lots = run_of("method=draws_lots", "seed=3").method
-    assert lots == {"name": "draws_lots", "layers": [1, 2], "seed": 3}  # the run's seed, as for lazyllm's own
+    # the run's seed, as for lazyllm's own
+    assert lots == {"name": "draws_lots", "layers": [1, 2], "seed": 3, "turns": "continue"}
     assert run_of("method=draws_lots", "seed=3", "method.seed=5").method["seed"] == 5
     assert canonical(lots) == {"name": "draws_lots", "seed": 3}
     with pytest.raises(UserError, match=r"method\.layer has no default: give it on the command line"):
