@@ -40,8 +40,7 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from lazyllm.engine.generation import Choose, Conversation, Generation, as_prompt, check_fits, continue_prompt
-from lazyllm.engine.inputs import Prompt
+from lazyllm.engine.generation import Generation, as_prompt, check_fits, continue_prompt
 from lazyllm.engine.method import Method
 
 # Every field of `GenerationConfig` is in one of three tables; a test checks the installed release.
@@ -282,7 +281,7 @@ class GenerateWith:
                 scores=() if wanted and generation_config.output_scores else None,
                 logits=() if wanted and generation_config.output_logits else None,
             )
-            generations.append(self._run(model, prompt, max_new_tokens, row.choose, put))
+            generations.append(continue_prompt(model, prompt, self.method, max_new_tokens, row.choose, put))
             choosers.append(row)
         if streamer is not None:
             streamer.end()
@@ -296,11 +295,6 @@ class GenerateWith:
             logits=_by_step([row.logits for row in choosers], steps, None, math.nan),  # type: ignore[arg-type]
             generations=generations,
         )
-
-    def _run(
-        self, model: PreTrainedModel, prompt: Prompt, max_new_tokens: int, choose: Choose, put: Callable | None
-    ) -> Generation:
-        return continue_prompt(model, prompt, self.method, max_new_tokens, choose, put)
 
     def _generator(self, row: int, device: torch.device) -> torch.Generator | None:
         return None if self.seed is None else torch.Generator(device).manual_seed(self.seed + row)
@@ -482,19 +476,3 @@ def _by_step(
     if pad_id is not None and 0 <= pad_id < after.shape[1]:
         after[:, pad_id] = 0
     return tuple(torch.cat([row[step] if step < len(row) else after for row in kept]) for step in range(steps))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnOf(GenerateWith):
-    """A `custom_generate` for one row that continues a session: only tokens after the session's text run.
-
-    session: the row begins with its text; before its first answer, the row is its prompt.
-    """
-
-    session: Conversation
-
-    def _run(
-        self, model: PreTrainedModel, prompt: Prompt, max_new_tokens: int, choose: Choose, put: Callable | None
-    ) -> Generation:
-        more = prompt.token_ids[self.session.num_tokens :]
-        return self.session.answer_by(choose, more if len(more) else None, max_new_tokens, put)

@@ -64,9 +64,9 @@ COMMANDS = {
     "bench --method {99:0.5}": (2, "the schedule prunes after layer 99, but the model has only 16 layers"),
     "bench --method {2:0.3": (2, "error: --method {2:0.3: schedule '{2:0.3': expected 'paper', 'none', or"),
     "bench --turn 5 --field": (2, "error: --field times all methods: leave out --method, --against and --turn"),
-    "chat --schedule {2:half}": (1, "error: schedule '{2:half}': expected 'paper', 'none', or a keep ratio"),
-    "chat --method gemfilter=5": (1, "error: unknown method 'gemfilter=5'; known are asl, baseline"),
-    "chat --model nothing": (1, "error: 'nothing' is not a model: no such folder"),
+    "chat --schedule {2:half}": (2, "error: method 'lazy': schedule '{2:half}': expected 'paper', 'none', or"),
+    "chat --method gemfilter=5": (2, "error: unknown method 'gemfilter=5'; known are asl, baseline"),
+    "chat --model nothing": (2, "error: 'nothing' is not a model: no such folder"),
     "tune target=2": (2, "error: unknown key target: did you mean target_speedup?"),
     "tune method=baseline": (2, "error: method.name=baseline: expected method=lazy"),
 }

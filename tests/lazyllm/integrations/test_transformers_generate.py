@@ -568,3 +568,10 @@ def test_bad_methods_and_seeds() -> None:
 def test_every_method_that_keeps_everything(method: Method) -> None:
     options = {**SAMPLED, "top_p": 0.8, "repetition_penalty": 1.3}
     assert torch.equal(ours(method, **options), theirs(**options))
+
+
+def test_example_of_the_package_runs_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
+    """The example of `help(lazyllm)` and the README finds the answer in its prompt."""
+    assert lazyllm.__doc__ is not None
+    exec(compile(lazyllm.__doc__.split("\n\n", 1)[1], "lazyllm.__doc__", "exec"), {})
+    assert capsys.readouterr().out.split("Question: entry zanur")[1].strip() == "lantern copper."
