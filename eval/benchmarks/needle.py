@@ -14,7 +14,7 @@ import random
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, cycle, islice, product
 from pathlib import Path
@@ -27,7 +27,7 @@ from eval.benchmarks.prompts import build_prompt, tokenizer_for_rows
 from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.ruler.generator import NEEDLE, NOISE
 from eval.benchmarks.ruler.sources import read_text
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,17 +43,17 @@ _FRONT = "x"  # precedes a sentence whose tokens are counted, as it follows othe
 
 @dataclass
 class NeedleConfig:
-    """lengths: the maximum number of tokens of a prompt, its chat template and its answer together.
+    """Settings of the suite."""
 
-    depths: per cent of the haystack before the needle. repeats: number of rows for each length and depth.
-    seed: of the needles. haystack: a text file, or a folder of .txt and .md files; null for noise.
-    """
-
-    lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048])
-    depths: list[int] = field(default_factory=lambda: list(range(0, 101, 10)))
-    repeats: int = 1
-    seed: int = 42
-    haystack: str | None = None
+    lengths: list[int] = setting(
+        [512, 1024, 2048], "maximum tokens of a prompt, its chat template and its answer together"
+    )
+    depths: list[int] = setting(list(range(0, 101, 10)), "per cent of the text before the needle")
+    repeats: int = setting(1, "rows for each length and depth, with different needles")
+    seed: int = setting(42, "of the needles")
+    haystack: str | None = setting(
+        None, "the text around needles: a text file, or a folder of `.txt` and `.md` files; `null`: noise"
+    )
 
 
 @dataclass(frozen=True)

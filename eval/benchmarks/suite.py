@@ -18,6 +18,13 @@ from lazyllm.spec import ModelSpec
 OnError = Literal["raise", "skip"]
 
 
+def setting(default: Any, text: str) -> Any:
+    """A field of a config's dataclass. text: its meaning, for `--help` and docs/settings.md, in Markdown."""
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata={"text": text})
+    return field(default=default, metadata={"text": text})
+
+
 @dataclass(frozen=True)
 class Dataset:
     """One dataset of a suite.

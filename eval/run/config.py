@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from eval.benchmarks.chat_format import TODAY
 from eval.benchmarks.datasets import SuiteSettings, register_configs
 from eval.benchmarks.subsets import HALVES, parse_shard
+from eval.benchmarks.suite import setting
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, by_name, known, settings_of
 from lazyllm.presets import PRESETS
@@ -37,7 +38,7 @@ LAUNCHERS = {
     "submitit_slurm": ("hydra-submitit-launcher", "slurm"),
 }
 TRACKERS = ("none", "wandb")
-TRACKER_MODES = ("auto", "online", "offline", "disabled")
+TRACKER_MODES = ("online", "offline", "disabled")
 DEFAULT_LABEL = "comparison"  # of an experiment without a label
 
 # Config groups whose choice is an argument, and keys whose subkeys the schema leaves open
@@ -52,93 +53,70 @@ warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated
 
 @dataclass
 class ModelConfig:
-    """name: preset, folder or hub id. load_format: "auto" or "dummy" (random weights, nothing downloaded).
+    """The model, and the format of its prompts (`ModelSpec`, `ChatFormat`)."""
 
-    dtype, device, revision, attn_implementation, quantise, device_map: as in `ModelSpec`. tokenizer: folder or
-    hub id of another tokenizer than the model's. max_prompt_tokens: longer prompts lose their middle, as in LongBench;
-    null for LongBench's share of the model's positions (`prompt_limit`).
-    chat: format of prompts: none, llama2, xgen, auto (the tokenizer's template), or null: auto if there is a template.
-    chat_args, system, today, thinking_tokens: `args`, `system`, `today` and `thinking_tokens` of `ChatFormat`.
-    paper: the column of the paper's tables that the model is compared with: llama2, xgen or null.
-    """
-
-    name: str = MISSING_VALUE
-    load_format: str = "auto"
-    dtype: str = "bfloat16"
-    device: str = "auto"
-    revision: str | None = None
-    tokenizer: str | None = None
-    attn_implementation: str = "sdpa"
-    quantise: str | None = None
-    device_map: Any = None
-    max_prompt_tokens: int | None = None
-    chat: str | None = "none"
-    chat_args: Any = None
-    system: str | None = None
-    today: str = TODAY
-    thinking_tokens: int = 0
-    paper: str | None = None
+    name: str = setting(MISSING_VALUE, "a preset, a folder or a hub id")
+    load_format: str = setting("auto", "`dummy` builds random weights and downloads nothing, for timing")
+    dtype: str = setting("bfloat16", "`bfloat16`, `float32` (`tiny`, `coder`), `float16`, `float64`")
+    device: str = setting("auto", "`cpu`, `cuda`, `cuda:1`, ...; `auto` takes an accelerator if there is one")
+    revision: str | None = setting(None, "branch, tag or commit of a hub id; `null`: the newest")
+    tokenizer: str | None = setting(None, "folder or hub id of another tokenizer; `null`: the model's")
+    attn_implementation: str = setting("sdpa", "`sdpa`, `eager`, `flash_attention_2`")
+    quantise: str | None = setting(
+        None, "`int8`, `int4`, `bnb_int8`, `bnb_nf4` round linear weights while loading (extra `[quantised]`)"
+    )
+    device_map: Any = setting(
+        None, "`auto` spreads the layers over all GPUs, then the host's memory (extra `[devices]`); or {module: device}"
+    )
+    max_prompt_tokens: int | None = setting(
+        None, "longer prompts lose their middle, as in LongBench; `null`: LongBench's share of the model's positions"
+    )
+    chat: str | None = setting(
+        "none", "`llama2`, `xgen`, `auto` (the tokenizer's template), `none`; `null`: `auto` if there is a template"
+    )
+    chat_args: Any = setting(None, "arguments of the template, such as `{enable_thinking: true}`")
+    system: str | None = setting(None, "a system message before the prompt")
+    today: str = setting(TODAY, "the date, for templates that write one into the prompt")
+    thinking_tokens: int = setting(0, "extra tokens for thinking; the text after `</think>` is scored")
+    paper: str | None = setting(None, "the column of the paper's tables to compare with: `llama2`, `xgen`")
 
 
 @dataclass
 class DataConfig:
-    """dir: folder with the suite's files; null downloads them once. on_error: raise, or skip bad rows."""
+    """Files of rows."""
 
-    dir: str | None = None
-    on_error: str = "raise"
+    dir: str | None = setting(
+        None,
+        "folder with LongBench's `<dataset>.jsonl` and `config/*.json`, LongBench v2's `data.json` and "
+        "`prompts/0shot.txt`, RULER's `constants.py` and `synthetic.yaml`, or SCBench's `<task>.jsonl` and "
+        "`eval_utils.py`; `null` fetches them once",
+    )
+    on_error: str = setting("raise", "`skip` leaves out invalid rows, and reports their number")
 
 
 @dataclass
 class TimingConfig:
-    """paired: also run the baseline on each example, in alternation. warmup: runs of each before the first example."""
+    """Which runs are timed."""
 
-    paired: bool = True
-    warmup: int = 5
+    paired: bool = setting(True, "also run the baseline on every example, in alternation")
+    warmup: int = setting(5, "warm-up runs of each before the first example")
 
 
 @dataclass
 class TrackerConfig:
-    """name: none or wandb. project, entity, tags: W&B's; entity null is the key's owner.
+    """Weights & Biases."""
 
-    group: W&B's group; null takes the experiment's label.
-    mode: online, offline, disabled, or auto: online if a key is configured (WANDB_API_KEY, or `wandb login`) and
-    WANDB_MODE is not set, else offline.
-    """
-
-    name: str = "none"
-    project: str = "lazyllm-bench"
-    entity: str | None = None
-    group: str | None = None
-    mode: str = "auto"
-    tags: list[str] = field(default_factory=list)
+    name: str = setting("none", "`wandb`")
+    project: str = setting("lazyllm-bench", "W&B's project")
+    entity: str | None = setting(None, "W&B's user or team; `null`: the key's owner")
+    group: str | None = setting(None, "W&B's group; `null`: the experiment's label")
+    mode: str = setting("offline", "`offline` writes to `<run folder>/wandb`; `online` needs a key")
+    tags: list[str] = setting([], "W&B's tags")
 
 
 @dataclass
 class RunConfig(SuiteSettings):
-    """All settings of a run, with those of each suite under its name. `dataset` maps dataset names to true.
-
-    limit: the first N examples of each dataset. max_new_tokens: fewer than the dataset allows, for a quick look.
-    seed: of random weights, and the default of methods with a `seed`.
-    threads: CPU threads; null takes torch's choice.
-    out: the run folder; null makes one in `runs/` whose name ends in the run's fingerprint.
-    sample: draw N examples at random (by `seed`), after `dataset`, `limit` and `half`.
-    half: tuning (the half of the examples that schedules are searched on) or held-out (the other half), after `limit`
-        (`eval.benchmarks.subsets`); null for both.
-    turns: questions asked of each row, in turns of one conversation: N makes rows of N (embedded), or takes the first
-        N of rows that hold more; null for all that a row holds (embedded: one).
-    trace: keep traces of the first N examples of each dataset (`eval.store.record`).
-    fidelity: answer: after each example feed the baseline's answer, and the gold one, to the method and to the baseline
-        (`eval.run.measure`); null: compare the first tokens and the two answers only.
-    evidence: record which tokens of the evidence each layer computes, for rows that name their evidence.
-    compare: several methods, {label: settings as in `method`}, run one after the other and shown in one table, which is
-        also written to runs/<label>-<model>.md and .csv; `method` is then ignored.
-    only: run only the method of `compare` with this label; a sweep (-m) makes a job of each.
-    speedup: the ideal TTFT speedup, such as `2x`, at which `experiment=field` compares methods.
-    draft: SpecPrefill's draft model in `experiment=field` (folder, hub id or preset).
-        Of both: a method refers to them as `${speedup}` and `${draft}`; without such a method they are refused.
-    label: the comparison's name.
-    shard: i/n, the i-th (from 1) of n jobs that share the run's examples (`eval.benchmarks.subsets`); null: one job.
-    """
+    """All settings of a run, those of each suite under its name. A method's own are the fields of its class."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     method: dict[str, Any] = field(default_factory=dict)
@@ -146,39 +124,80 @@ class RunConfig(SuiteSettings):
     data: DataConfig = field(default_factory=DataConfig)
     timing: TimingConfig = field(default_factory=TimingConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    limit: int | None = None
-    max_new_tokens: int | None = None
-    seed: int = 0
-    threads: int | None = None
-    out: str | None = None
-    sample: int | None = None
-    half: str | None = None
-    turns: int | None = None
-    trace: int = 0
-    fidelity: str | None = None
-    evidence: bool = True
-    only: str | None = None
-    speedup: str | None = None
-    draft: str | None = None
-    compare: dict[str, dict[str, Any]] = field(default_factory=dict)
-    label: str = DEFAULT_LABEL
-    shard: str | None = None
+    limit: int | None = setting(
+        None, "the first N examples of each dataset; `null`: all (`embedded`: 12; `stdlib`: 24; `ruler`: 500)"
+    )
+    max_new_tokens: int | None = setting(None, "shorter answers than the dataset allows, for a quick look")
+    seed: int = setting(0, "of random weights, of `sample`, and the default of methods with a `seed`")
+    threads: int | None = setting(None, "CPU threads; `null`: torch's choice (`tiny`, `coder`: 1)")
+    out: str | None = setting(None, "the run's folder; `null`: `runs/<model>-<method>-<data>-<fingerprint>`")
+    sample: int | None = setting(None, "N examples at random (seeded), after `dataset`, `limit` and `half`")
+    half: str | None = setting(
+        None, "`tuning` or `held-out`: the half of the examples, after `limit`, for searching schedules, or the other"
+    )
+    turns: int | None = setting(
+        None, "questions asked of each row, in turns of one conversation; `null`: all that a row has (`embedded`: 1)"
+    )
+    trace: int = setting(0, "keep each layer's importance and selection for the first N examples of each dataset")
+    fidelity: str | None = setting(
+        None, "`answer`: also feed the baseline's answer and the gold one to the method and the baseline; not timed"
+    )
+    evidence: bool = setting(True, "record which tokens of the evidence each layer computes, for rows that name it")
+    only: str | None = setting(None, "the label of the only method of `compare` to run; a sweep makes a job of each")
+    speedup: str | None = setting(
+        None, "the ideal TTFT speedup at which `experiment=field` and `turns` compare methods, such as `2x`"
+    )
+    draft: str | None = setting(None, "SpecPrefill's draft model in `experiment=field`: folder, hub id or preset")
+    compare: dict[str, dict[str, Any]] = setting(
+        {}, "several methods in one table, instead of `method`: `{label: {name: lazy, schedule: paper}, ...}`"
+    )
+    label: str = setting(DEFAULT_LABEL, "the comparison's name, and its files' in `runs/`")
+    shard: str | None = setting(None, "`i/n`: the i-th (from 1) of n jobs that share the run's examples")
+
+
+def documented(schema: Any) -> list[tuple[str, str, str]]:
+    """(key, default, description) of every setting with a description, in the schema's order. schema: an instance."""
+    rows = []
+    for item in fields(schema):
+        value = getattr(schema, item.name)
+        if is_dataclass(value):
+            rows += [(f"{item.name}.{key}", *rest) for key, *rest in documented(value)]
+        elif "text" in item.metadata:
+            default = "" if value == MISSING_VALUE else "null" if value is None else str(value)
+            rows.append((item.name, default.lower() if isinstance(value, bool) else default, item.metadata["text"]))
+    return rows
+
+
+def _help(schema: Any) -> str:
+    """The text of `--help`: every setting, its default and its meaning."""
+    rows = documented(schema)
+    width = max(len(f"{key}={default}") for key, default, _ in rows)
+    return "\n".join(f"{f'{key}={default}':<{width}}  {text}" for key, default, text in rows).replace("`", "")
 
 
 def register_schema(schema: type[RunConfig] = RunConfig) -> None:
     """Register the schema with Hydra, which then refuses unknown keys and values of another type.
 
-    Also registers `${keys:${compare}}`, the labels of a mapping as a sweep's choices, and a config for each method of
-    an installed package. A method that cannot be used is refused only if it is chosen (`check_arguments`).
+    Also registers `${keys:${compare}}`, the labels of a mapping as a sweep's choices, `${settings:}`, the text of
+    `--help`, and the defaults of each method, installed packages' included. A method that cannot be used is refused
+    only if it is chosen (`check_arguments`).
     """
     OmegaConf.register_new_resolver("keys", lambda mapping: ",".join(mapping), replace=True)
-    ConfigStore.instance().store(name="schema", node=schema)
+    OmegaConf.register_new_resolver("settings", lambda: _help(schema()), replace=True)
+    store = ConfigStore.instance().store
+    store(name="schema", node=schema)
     register_configs()
     for name, node in model_nodes().items():
-        ConfigStore.instance().store(group="model", name=name, node=node)
+        store(group="model", name=name, node=node)
     for name in known():
-        if name not in METHODS:
-            ConfigStore.instance().store(group="method", name=name, node=_config_of(name))
+        try:
+            defaults = _defaults(name)
+        except UserError:
+            defaults = {}
+        if name in METHODS:  # for its file in conf/method
+            store(group="method/settings", name=name, node=defaults)
+        else:
+            store(group="method", name=name, node={"name": name, **defaults})
 
 
 def prompt_limit(positions: int) -> int:
@@ -203,14 +222,6 @@ def model_nodes() -> dict[str, dict[str, Any]]:
         for name, preset in PRESETS.items()
         if preset.architecture is not None and not (CONF / "model" / f"{name}.yaml").is_file()
     }
-
-
-def _config_of(name: str) -> dict[str, Any]:
-    """The config of an installed package's method: its name and defaults; only the name if it cannot be used."""
-    try:
-        return {"name": name, **_defaults(name)}
-    except UserError:
-        return {"name": name}
 
 
 def _defaults(name: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from eval.benchmarks.ruler.sources import (
     read_tasks,
     words,
 )
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,15 +43,15 @@ VERSION = 1
 
 @dataclass
 class RulerConfig:
-    """length: the maximum number of tokens of a prompt, its chat template and its answer together. seed: of the rows.
+    """Settings of the suite."""
 
-    haystack: the text around the needles: a text file, a folder of .txt and .md files, or RULER's
-    PaulGrahamEssays.json; null for the latter in data.dir.
-    """
-
-    length: int = 4096
-    seed: int = 42
-    haystack: str | None = None
+    length: int = setting(4096, "maximum tokens of a prompt, its chat template and its answer together")
+    seed: int = setting(42, "of the rows; 42 is the official one")
+    haystack: str | None = setting(
+        None,
+        "the text around needles: a text file, a folder of `.txt` and `.md` files, or RULER's `PaulGrahamEssays.json`; "
+        "`null`: that file in `data.dir`",
+    )
 
 
 def check(dataset: Dataset, settings: DataSettings) -> None:
