@@ -23,13 +23,12 @@ from transformers.utils import logging as transformers_logging
 
 from eval.analysis.known_methods import marked
 from eval.analysis.run_table import compared_table, run_json, run_table
-from eval.analysis.table import Table
 from eval.run import device_lock, identity
 from eval.run.config import DEFAULT_LABEL
 from eval.run.measure import Bench, Case, trace
 from eval.run.prepare import Plan, prepare, within_reach
 from eval.run.resolved import Resolved
-from eval.run.wandb_run import Tracker, open_tracker, track_pictures
+from eval.run.wandb_run import Tracker, facts_of, open_tracker
 from eval.store.folder import PLANNED, RunStore, fingerprint, open_store, planned_text, read_about
 from eval.store.record import Failure, Record, Trace
 from eval.store.results import Results
@@ -67,16 +66,21 @@ def run(run: Resolved, show: bool = True, load: Callable[[], PreTrainedModel] | 
     with open_store(plan.folder, plan.identity, plan.about, plan.file_part) as store:
         _check_prompts(plan.cases, store)
         store.write(PLANNED, planned_text(_all_keys(plan, store)))
-        group = config.label if config.label != DEFAULT_LABEL else None
-        with open_tracker(config.tracker, _stored(plan, store), group, plan.file_part) as tracker:
+        group = config.tracker.group or (config.label if config.label != DEFAULT_LABEL else None)
+        facts = facts_of(_stored(plan, store), plan.file_part)
+        with open_tracker(config.tracker, plan.folder, group=group, **facts) as tracker:
             _measure_missing(plan, store, tracker, load or partial(load_model, run))
             if plan.file_part:
                 store.reload()  # with the other shards' records so far
             results = _results(plan, store)
             if results is not None:
-                table = _write_table(plan, store, results)
+                table = run_table(results, plan.title)
+                store.write("summary.json", run_json(table, plan.about | {"identity": plan.identity}))
+                store.write("summary.csv", table.to_csv())
+                store.write("summary.md", table.to_markdown())
+                log.info("records, summary.json, .csv and .md are in %s", plan.folder)
                 pictures = [] if config.tracker.name == "none" else _pictures(_stored(plan, store))
-                tracker.finish(table, results.runs[0].records, pictures)
+                tracker.finish(table, results.runs[0].records, pictures, plan.folder)
                 if show:
                     console().print(table.to_rich())
     if plan.skipped:
@@ -118,10 +122,12 @@ def compare(comparison: Resolved) -> list[RunResult]:
         from eval.analysis.field import plot_comparison  # not at the top: matplotlib is slow to import
         from eval.analysis.style import save
 
-        pictures = save(
-            plot_comparison(table.frame, f"{model}, {title}", {name: one.method for name, one in runs.items()}), stem
-        )
-    track_pictures(config.tracker, Path("runs"), config.label, pictures)
+        methods = {name: one.method for name, one in runs.items()}
+        pictures = save(plot_comparison(table.frame, f"{model}, {title}", methods), stem)
+        group = config.tracker.group or config.label
+        facts = {"name": f"{config.label}, figures", "job_type": "figures", "group": group}
+        with open_tracker(config.tracker, Path("runs"), **facts) as tracker:
+            tracker.show(pictures)
     paths = [*(result.folder for result in results.values()), f"{stem}.md", *pictures]
     lines = ["Files:", *(f"  {path}" for path in paths)]
     if config.model.name == "tiny":
@@ -372,15 +378,6 @@ def _results(plan: Plan, store: RunStore) -> Results | None:
         log.info("%s: other shards have %d examples to measure; the last shard makes the table", plan.folder, pending)
         return None
     return Results([replace(_stored(plan, store), source=done)])
-
-
-def _write_table(plan: Plan, store: RunStore, results: Results) -> Table:
-    table = run_table(results, plan.title)
-    store.write("summary.json", run_json(table, plan.about | {"identity": plan.identity}))
-    store.write("summary.csv", table.to_csv())
-    store.write("summary.md", table.to_markdown())
-    log.info("records, summary.json, .csv and .md are in %s", plan.folder)
-    return table
 
 
 def _pictures(stored: StoredRun) -> list[Path]:
