@@ -17,7 +17,11 @@ from eval.benchmarks.datasets import DATASETS
 from eval.run.config import (
     CONF,
     LAUNCHERS,
+    ModelConfig,
+    RunConfig,
     compose_config,
+    documented,
+    model_nodes,
     register_schema,
     to_run_config,
 )
@@ -25,7 +29,7 @@ from eval.run.prepare import prepare
 from eval.run.resolved import build_method
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
-from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop
+from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop, settings_of
 from lazyllm.models.load import load_config
 from lazyllm.presets import PRESETS
 from lazyllm.spec import ModelSpec
@@ -36,7 +40,7 @@ FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
 
 @pytest.mark.filterwarnings(r"ignore:\s*'hydra/launcher:UserWarning")  # as eval.run.config does outside pytest
 @pytest.mark.parametrize("file", FILES, ids=str)
-def test_every_file_opens_with_the_command_that_uses_it_and_composes(file: Path) -> None:
+def test_config_file_opens_with_its_command_and_composes(file: Path) -> None:
     lines = [line for line in (CONF / file).read_text().splitlines() if not line.startswith("# @package")]
     assert lines[0].startswith("# python run.py")
     group, name = file.parent.as_posix(), file.stem
@@ -48,16 +52,15 @@ def test_every_file_opens_with_the_command_that_uses_it_and_composes(file: Path)
     else:
         assert f"{group}={name}" in lines[0]
         register_schema()
-        register_schema()
-        to_run_config(compose_config([f"{group}={name}", *(["model.name=tiny"] if name == "custom" else [])]))
+        config = to_run_config(compose_config([f"{group}={name}", *(["model.name=tiny"] if name == "custom" else [])]))
+        if group == "method":  # what its class says, or the paper: no third place
+            assert isinstance(build_method(config.method), METHODS[name])
+            assert config.method.keys() == {"name", *settings_of(METHODS[name])}
 
 
-def test_a_name_means_the_same_in_the_library_and_in_the_configs() -> None:
-    for name in PRESETS:
-        assert run_of(f"model={name}").config.model.name == name
-    for name, kind in METHODS.items():
-        assert isinstance(build_method(run_of(f"method={name}").method), kind)
+def test_names_of_datasets_and_tasks_choose_them() -> None:
     assert {file.stem for file in FILES if file.parts[0] == "method"} == set(METHODS)
+    assert {file.stem for file in FILES if file.parent.as_posix() == "hydra/launcher"} == set(LAUNCHERS)
     tiny, llama2 = run_of("dataset=hops"), run_of("model=llama2", "dataset=hotpotqa")
     for name in (name for name, dataset in DATASETS.items() if SUITES[dataset.suite].missing is None):
         assert [dataset.name for dataset in tiny.changed(dataset={name: True}).datasets] == [name]
@@ -66,30 +69,39 @@ def test_a_name_means_the_same_in_the_library_and_in_the_configs() -> None:
         assert names == {
             name for name, dataset in DATASETS.items() if (dataset.task, dataset.suite) == (task, "longbench")
         }
-    assert {file.stem for file in FILES if file.parent.as_posix() == "hydra/launcher"} == set(LAUNCHERS)
     for name, suite in {"all": "longbench", "embedded": "embedded"}.items():
         names = {dataset.name for dataset in tiny.changed(dataset={name: True}).datasets}
         assert names == {dataset.name for dataset in DATASETS.values() if dataset.suite == suite}
 
 
 def test_defaults() -> None:
-    config = run_of()
-    assert (config.config.model.name, build_method(config.method)) == ("tiny", Lazy("paper"))
-    assert {dataset.suite for dataset in config.datasets} == {"embedded"}
+    run = run_of()
+    assert (run.config.model.name, build_method(run.method)) == ("tiny", Lazy("paper"))
+    assert {dataset.suite for dataset in run.datasets} == {"embedded"}
     assert {dataset.name for dataset in run_of("model=coder").datasets} == {"next_line", "cross_file"}
     assert [dataset.name for dataset in run_of("model=coder", "dataset=lookup").datasets] == ["lookup"]
-    assert (config.config.timing.paired, config.config.timing.warmup) == (True, 5)
+    assert (run.config.timing.paired, run.config.timing.warmup) == (True, 5)
     for name, limit in (("llama2", 3500), ("xgen", 7500)):
-        config = run_of(f"model={name}")
-        assert (config.config.model.max_prompt_tokens, config.config.model.chat) == (limit, name)
-        assert {dataset.suite for dataset in config.datasets} == {"longbench"}
-        assert len(config.datasets) == 16
+        run = run_of(f"model={name}")
+        assert (run.config.model.max_prompt_tokens, run.config.model.chat) == (limit, name)
+        assert {dataset.suite for dataset in run.datasets} == {"longbench"}
+        assert len(run.datasets) == 16
 
 
-def test_presets_are_told_what_longbench_would_tell_them() -> None:
-    others = {*PRESETS} - {"tiny", "coder", "llama2", "xgen"}
-    chats = {name: run_of(f"model={name}").config.model for name in PRESETS if name in others}
-    assert {model.chat for name, model in chats.items() if name != "llama2-base"} == {"auto"}
+def test_docs_list_every_setting_and_experiment() -> None:
+    text = (CONF.resolve().parent / "docs" / "settings.md").read_text(encoding="utf-8")
+    rows = [
+        f"| `{key}` | {meaning} | {f'`{default}`' if default else ''} |"
+        for key, default, meaning in documented(RunConfig())
+    ]
+    assert [row for row in rows if row not in text] == []  # each line that is missing, as it should be
+    (listed,) = re.findall(r"^`experiment` is (.+?)\.$", text, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", listed)) == sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
+
+
+def test_preset_has_longbench_prompt_limit() -> None:
+    chats = {name: ModelConfig(**node) for name, node in model_nodes().items()}
+    assert {model.chat for model in chats.values()} == {"auto"}
     # LongBench's model2maxlen has 3500 for 4k, 7500 for 8k and 31500 for 32k
     limits = {"olmo2-7b": 3500, "gemma2-9b": 7500, "mistral-7b": 31_500, "qwen3-8b": 40_000, "llama3.1-8b": 130_000}
     assert {name: chats[name].max_prompt_tokens for name in limits} == limits
@@ -99,12 +111,12 @@ def test_presets_are_told_what_longbench_would_tell_them() -> None:
     assert chats["gemma2-9b"].attn_implementation == "eager"  # SDPA cannot cap attention logits
 
 
-def test_the_embedded_suite_is_a_first_look_unless_limit_says_otherwise() -> None:
+def test_embedded_suite_has_default_limit() -> None:
     assert (run_of("dataset=embedded").config.limit, run_of("dataset=embedded", "limit=3").config.limit) == (12, 3)
     assert run_of("dataset=lookup").config.limit is run_of("dataset=all").config.limit is None
 
 
-def test_several_datasets_and_one_left_out() -> None:
+def test_dataset_list_and_exclusion() -> None:
     assert [dataset.name for dataset in run_of("dataset=[trec,qasper]").datasets] == ["trec", "qasper"]
     assert [dataset.name for dataset in run_of("model=tiny", "dataset=multi_doc_qa").datasets] == ["hops"]
     assert len(run_of("dataset=all", "dataset.trec=false").datasets) == 15
@@ -120,7 +132,7 @@ def test_several_datasets_and_one_left_out() -> None:
         (["experiment=demo", "+compare.mine={name: lazy, schedule: {3: 0.5}}", "only=mine"], Lazy({3: 0.5})),
     ],
 )
-def test_the_method_that_is_meant(overrides: list[str], method: object) -> None:
+def test_overrides_make_method(overrides: list[str], method: object) -> None:
     (run,) = run_of(*overrides).runs.values()
     assert build_method(run.method) == method
 
@@ -191,13 +203,13 @@ def test_the_method_that_is_meant(overrides: list[str], method: object) -> None:
         (["dataset.trec=false"], "dataset.trec=false: expected +dataset.trec=false, as it adds"),
     ],
 )
-def test_refusals(overrides: list[str], message: str) -> None:
+def test_config_refuses(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         run_of(*overrides)
     assert "\n" not in str(caught.value)
 
 
-def test_keys_that_a_method_or_a_dataset_has_a_use_for_are_taken() -> None:
+def test_config_accepts_method_and_dataset_keys() -> None:
     assert run_of("experiment=field", "speedup=3x", "draft=tiny").config.compare["specprefill"]["draft"] == "tiny"
     own = run_of("+compare={mine: {name: random_drop, keep: ${speedup}}}", "speedup=3x")
     assert own.config.compare["mine"]["keep"] == "3x"
@@ -231,7 +243,7 @@ def custom(folder: Path, template: str | None, turns: Sequence[dict] = (), **con
 
 
 @pytest.mark.filterwarnings("ignore::eval.benchmarks.longbench.TemplateWarning")
-def test_a_custom_models_limit_and_template_are_found_and_said(tmp_path: Path, caplog) -> None:
+def test_custom_model_takes_limit_and_template_of_checkpoint(tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO)
     bare = prepare(run_of(*custom(tmp_path, None))).identity
     assert (bare["chat"], bare["max_prompt_tokens"]) == ("none", 3500)
@@ -251,7 +263,7 @@ def test_a_custom_models_limit_and_template_are_found_and_said(tmp_path: Path, c
 
 @pytest.mark.filterwarnings("ignore::eval.benchmarks.longbench.TemplateWarning")
 @pytest.mark.parametrize("later", [0, 2])
-def test_a_prompt_that_the_model_cannot_hold_is_refused_with_the_number_to_set(tmp_path: Path, later: int) -> None:
+def test_too_long_prompt_is_refused_with_number_to_set(tmp_path: Path, later: int) -> None:
     template = "{% for message in messages %}<u>{{ message['content'] }}<m>{% endfor %}"
     turns = [{"input": "Why? " * 9, "answers": ["so"]}] * later
     arguments = custom(tmp_path, template, turns, max_position_embeddings=400)
@@ -273,7 +285,7 @@ def test_a_prompt_that_the_model_cannot_hold_is_refused_with_the_number_to_set(t
 
 
 @pytest.mark.quantised
-def test_weights_and_devices_are_part_of_what_a_run_is() -> None:
+def test_identity_holds_quantisation_and_devices() -> None:
     identities = {
         setting: prepare(run_of("model=tiny", "dataset=lookup", "limit=1", *setting)).identity
         for setting in ((), ("model.quantise=int8",), ("model.device_map=auto",), ("+model.device_map.lm_head=cpu",))
@@ -281,9 +293,3 @@ def test_weights_and_devices_are_part_of_what_a_run_is() -> None:
     assert len({fingerprint(identity) for identity in identities.values()}) == len(identities)
     assert "torchao" not in identities[()]["versions"]
     assert identities["model.quantise=int8",]["versions"]["torchao"] == version("torchao")
-
-
-def test_the_documented_experiments_are_those_that_there_are() -> None:
-    settings = (CONF.parents[1] / "docs" / "settings.md").read_text(encoding="utf-8")
-    (listed,) = re.findall(r"^\| `experiment` \| (.+?) \|", settings, re.MULTILINE)
-    assert sorted(re.findall(r"`(\w+)`", listed)) == sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
