@@ -183,6 +183,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError("give --out FILE for the spec, or --publish")
         if options.publish and not options.entity:
             raise UserError("--publish needs --entity NAME (or WANDB_ENTITY): the user or team of the project")
+        if options.publish:
+            import wandb  # not at the top: slow to import
+
+            if not wandb.login(prompt=False):
+                raise UserError("--publish needs a key: WANDB_API_KEY, or `wandb login`. Offline: --out FILE")
         results = Results.read(options.runs) if options.runs else Results([])
         if options.out:
             write_whole(options.out, spec(build_report(results, options.title, options.project, group=options.group)))
