@@ -87,7 +87,8 @@ def checks() -> dict[str, Any]:
     device = as_device("auto")
     on_gpu = device.type == "cuda"
     shape = _TINY if os.environ.get("SHAPES") == "tiny" else "layers=8,width=512,heads=8,kv_heads=4"
-    config = AutoConfig.for_model(**fields_of(shape) | {"max_position_embeddings": 4096})
+    fields: dict[str, Any] = fields_of(shape) | {"max_position_embeddings": 4096}
+    config = AutoConfig.for_model(**fields)
     prompt = torch.randint(0, config.vocab_size, (600,), generator=torch.Generator().manual_seed(0))
     methods = {
         "baseline": Baseline(),
@@ -107,7 +108,8 @@ def checks() -> dict[str, Any]:
         expected = generate(exact, prompt, method, 4, ())
         found: dict[str, Any] = {}
         for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):  # the last one is used below
-            model = copy.deepcopy(exact).to(device, dtype)
+            model: Any = copy.deepcopy(exact)
+            model.to(device, dtype)
             got = generate(model, prompt, method, 4, ())
             error = (got.first_logits.double().cpu() - expected.first_logits).abs().max().item()
             found[str(dtype)] = {
