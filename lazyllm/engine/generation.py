@@ -375,8 +375,15 @@ def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt
     return replace(whole, token_ids=prompt.to(torch.long))
 
 
+def check_method(method: object) -> None:
+    """Raise TypeError for anything but a method, such as a method's name."""
+    if not isinstance(method, Method):
+        raise TypeError(f"expected a method such as lazyllm.methods.Lazy(...), got {method!r}")
+
+
 def check_fits(model: PreTrainedModel, method: Method, prompt: Prompt) -> None:
-    """Refuse a model or prompt that the method cannot take, before anything runs. Raises ValueError."""
+    """Refuse a model or prompt that the method cannot take, before anything runs. Raises TypeError or ValueError."""
+    check_method(method)
     method.check(model.config)
     method.check_prompt(prompt)
 

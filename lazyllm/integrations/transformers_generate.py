@@ -40,7 +40,7 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from lazyllm.engine.generation import Generation, as_prompt, check_fits, continue_prompt
+from lazyllm.engine.generation import Generation, as_prompt, check_fits, check_method, continue_prompt
 from lazyllm.engine.method import Method
 
 # Every field of `GenerationConfig` is in one of three tables; a test checks the installed release.
@@ -223,8 +223,7 @@ class GenerateWith:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.method, Method):
-            raise TypeError(f"expected a method such as lazyllm.methods.Lazy(...), got {self.method!r}")
+        check_method(self.method)
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
             raise ValueError(f"seed={self.seed!r}: give a whole number of 0 or more, or None")
 
