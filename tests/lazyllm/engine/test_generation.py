@@ -131,3 +131,10 @@ def test_other_architectures_are_refused_with_the_reason() -> None:
     with pytest.raises(UserError, match="not built like a Llama"):
         check_structure(gpt2)
     check_same_as_model(MODEL)
+
+
+@pytest.mark.parametrize("method", ["lazy", None, Lazy])
+def test_generate_and_start_refuse_what_is_no_method(method: object) -> None:
+    for call in (lazyllm.generate, lazyllm.start):
+        with pytest.raises(TypeError, match=r"lazyllm\.methods\.Lazy"):
+            call(MODEL, PROMPT, method)  # type: ignore[operator]
