@@ -108,7 +108,7 @@ def solved(
     column = column or "llama2"
     tokens = length or SUITES[dataset.suite].reference_tokens or REFERENCE_TOKENS[column]
     target = table1_speedup(dataset.task, settings["name"], column) if value == "table1" else float(str(value)[:-1])
-    others = {key: value for key, value in settings.items() if key != "name"}
+    others = {key: value for key, value in settings.items() if key not in ("name", "turns")}
     solution = kind.solve(others, model_config, tokens, target)
     if solution is None:
         layers = model_config.num_hidden_layers

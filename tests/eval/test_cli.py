@@ -36,7 +36,7 @@ print(json.dumps(found))
 """
 COMMANDS = {
     "--help": (0, "usage: lazyllm-bench VERB"),
-    "run --help": (0, "max_new_tokens: null"),
+    "run --help": (0, "\nmax_new_tokens=null"),
     "run modl=tiny": (2, "error: unknown key modl: did you mean model? Known are model, method, dataset"),
     "run +foo=1": (2, "error: unknown key foo: known are model, method"),
     "run model=lama2": (2, "error: model=lama2: did you mean llama2? expected one of coder"),

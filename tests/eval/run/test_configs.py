@@ -55,7 +55,7 @@ def test_config_file_opens_with_its_command_and_composes(file: Path) -> None:
         config = to_run_config(compose_config([f"{group}={name}", *(["model.name=tiny"] if name == "custom" else [])]))
         if group == "method":  # what its class says, or the paper: no third place
             assert isinstance(build_method(config.method), METHODS[name])
-            assert config.method.keys() == {"name", *settings_of(METHODS[name])}
+            assert config.method.keys() == {"name", "turns", *settings_of(METHODS[name])}
 
 
 def test_names_of_datasets_and_tasks_choose_them() -> None:

@@ -125,7 +125,7 @@ def test_sweep_lists_each_run_without_shards_and_logs_those_out_of_reach(caplog:
         "only=lazy,fastkv",
         "seed=0,1",
     ]
-    planned = costs([*sweep, "shard=1/2,2/2"], "h100")
+    planned = costs([*sweep, "shard=1/2,2/2"], GPUS["h100"])
     assert [one.run.split(", ")[1] for one in planned] == ["lazy", "lazy"]
     assert "left out: fastkv: method 'fastkv' cannot reach an ideal TTFT speedup of 2.0" in caplog.text
     assert min(one.seconds for one in planned) > 0
