@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from eval.benchmarks.downloads import (
+    Rows,
     fetched_once,
     is_cached,
     missing_from_hub,
@@ -136,7 +137,7 @@ def _prompts_file(settings: DataSettings) -> bytes:
     return fetched_once(file, PROMPTS_URL, PROMPTS_SHA256, "BABILong", PROMPTS, ways_out, prompts_sha256).read_bytes()
 
 
-def _rows(task: str, length: str, settings: DataSettings) -> tuple[list[tuple[str, dict[str, Any]]], str, str]:
+def _rows(task: str, length: str, settings: DataSettings) -> Rows:
     if settings.dir is not None:
         return rows_from_files(settings.dir, f"data/{task}/{length}.json")
     return rows_from_hub(REPOSITORY, length, task, _GIVE)

@@ -10,7 +10,7 @@ import os
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,33 +60,37 @@ def load_from_hub(repository: str, configuration: str | None, split: str, other_
         config.HF_HUB_OFFLINE = offline
 
 
-def rows_from_hub(
-    repository: str, configuration: str | None, split: str, other_way: str
-) -> tuple[list[tuple[str, dict[str, Any]]], str, str]:
-    """(place, row) of each row of a dataset's split; their source, and their hash. Arguments as in `load_from_hub`."""
-    rows = [dict(row) for row in load_from_hub(repository, configuration, split, other_way)]
+Rows = tuple[list[tuple[str, dict[str, Any]]], str, str]
+"""(place, row) of each row; their source, and their hash."""
+
+
+def rows_from_hub(repository: str, configuration: str | None, split: str, other_way: str) -> Rows:
+    """The rows of a dataset's split. Arguments as in `load_from_hub`."""
     source = repository if configuration is None else f"{repository}, {configuration}"
-    sha256 = hashlib.sha256(b"\n".join(map(canonical, rows))).hexdigest()
-    return [(f"{source}, row {number}", row) for number, row in enumerate(rows, 1)], source, sha256
+    return _hashed({source: map(dict, load_from_hub(repository, configuration, split, other_way))}, source)
 
 
-def rows_from_files(folder: Path, pattern: str) -> tuple[list[tuple[str, dict[str, Any]]], str, str]:
-    """`rows_from_hub` from a folder's parquet or JSON files whose names match `pattern`. Raises UserError."""
-    folder = folder.expanduser()
+def rows_from_files(folder: Path, pattern: str) -> Rows:
+    """The rows of a folder's parquet or JSON files whose names match `pattern`. Raises UserError."""
     import pyarrow.parquet as pq  # not at the top: it is slow to import
 
-    files = sorted(folder.glob(pattern))
-    if not files:
-        raise UserError(f"data.dir={folder}: no file {pattern} is there; expected the dataset's own files")
-    rows: list[tuple[str, dict[str, Any]]] = []
-    for file in files:
+    folder = folder.expanduser()
+    files: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted(folder.glob(pattern)):
         try:
-            values = json.loads(file.read_bytes()) if file.suffix == ".json" else pq.read_table(file).to_pylist()
+            rows = json.loads(file.read_bytes()) if file.suffix == ".json" else pq.read_table(file).to_pylist()
         except (OSError, ValueError) as error:
             raise UserError(f"{file}: not a table of rows ({reason_of(error)})") from error
-        rows += [(f"{file}, row {number}", row) for number, row in enumerate(values, 1)]
-    sha256 = hashlib.sha256(b"\n".join(canonical(row) for _, row in rows)).hexdigest()
-    return rows, str(folder), sha256
+        files[str(file)] = rows
+    if not files:
+        raise UserError(f"data.dir={folder}: no file {pattern} is there; expected the dataset's own files")
+    return _hashed(files, str(folder))
+
+
+def _hashed(parts: Mapping[str, Iterable[dict[str, Any]]], source: str) -> Rows:
+    """parts: {file or dataset: its rows}."""
+    rows = [(f"{part}, row {number}", row) for part, values in parts.items() for number, row in enumerate(values, 1)]
+    return rows, source, hashlib.sha256(b"\n".join(canonical(row) for _, row in rows)).hexdigest()
 
 
 def missing_from_hub(repository: str, other_way: str) -> str | None:
