@@ -52,6 +52,8 @@ def converted(hub_id: str, snapshot: Path, revision: str | None = None) -> Path 
         shards = [PICKLE]
     else:
         return None
+    from safetensors import safe_open
+
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):  # the jobs of a sweep start together
         weight_map: dict[str, str] = {}
@@ -60,7 +62,8 @@ def converted(hub_id: str, snapshot: Path, revision: str | None = None) -> Path 
             if not (folder / name).is_file():
                 log.info("%s: writing %s as %s", hub_id, shard, folder / name)
                 _convert(hub_folder(hub_id, [shard], revision) / shard, folder / name)
-            weight_map |= dict.fromkeys(_names(folder / name), name)
+            with safe_open(folder / name, framework="pt") as opened:
+                weight_map |= dict.fromkeys(opened.keys(), name)
         for config in CONFIGS:
             if (snapshot / config).is_file():
                 shutil.copyfile(snapshot / config, folder / config)
@@ -110,10 +113,3 @@ def _check_hash(pickle: Path) -> None:
         raise UserError(
             f"{pickle.resolve()} is damaged (its sha256 is {actual}): delete it, and it is downloaded again"
         )
-
-
-def _names(file: Path) -> list[str]:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        return list(opened.keys())
