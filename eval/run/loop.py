@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -25,15 +24,15 @@ from eval.analysis.known_methods import marked
 from eval.analysis.run_table import compared_table, run_json, run_table
 from eval.run import device_lock, identity
 from eval.run.config import DEFAULT_LABEL
-from eval.run.measure import Bench, Case, trace
+from eval.run.measure import Bench, Case, Subject, released
 from eval.run.prepare import Plan, prepare, within_reach
 from eval.run.resolved import Resolved
 from eval.run.wandb_run import Tracker, facts_of, open_tracker
 from eval.store.folder import PLANNED, RunStore, fingerprint, open_store, planned_text, read_about
-from eval.store.record import Failure, Record, Trace
+from eval.store.record import Failure, Trace
 from eval.store.results import Results
 from eval.store.runs import StoredRun
-from lazyllm.engine.devices import devices_of, read_clock, release_memory
+from lazyllm.engine.devices import devices_of
 from lazyllm.errors import UserError, reason_of
 from lazyllm.files import write_whole
 from lazyllm.models.load import devices_in_use, load_weights
@@ -201,18 +200,6 @@ def load_model(run: Resolved) -> PreTrainedModel:
 
 
 @contextmanager
-def released(devices: tuple[torch.device, ...]) -> Iterator[None]:
-    """Free the devices' memory when the block ends, before another run gets the devices."""
-    try:
-        yield
-    finally:
-        try:
-            release_memory(*devices)
-        except RuntimeError as error:  # only logged: the run's own error is raised
-            log.warning("%s: its memory could not be freed (%s)", ", ".join(map(str, devices)), error)
-
-
-@contextmanager
 def loaded_once(run: Resolved) -> Iterator[Callable[[], PreTrainedModel]]:
     """A function that loads the run's model when it is first called. From then on until the block ends, its devices
     are held."""
@@ -236,85 +223,47 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker, load: Callab
     log.info("%s: %d examples, %d of them already measured", plan.folder, len(plan.ours), len(plan.ours) - len(todo))
     if not todo and not untraced:
         return
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
     holder = f"process {os.getpid()} for {plan.folder}"
     with device_lock.held(plan.devices, holder), _noted(store, plan.devices, len(todo)), released(plan.devices):
-        _measure_on(load(), plan, todo, untraced, store, tracker)
+        subject = _bench(plan, load)
+        if todo:
+            _measure(subject, todo, plan.run.config.timing.warmup, store, tracker)
+        for case in untraced:
+            if case.key in store.records:
+                _trace(subject, case, store)
 
 
-def _measure_on(
-    model: PreTrainedModel, plan: Plan, todo: list[Case], untraced: list[Case], store: RunStore, tracker: Tracker
-) -> None:
+def _bench(plan: Plan, load: Callable[[], PreTrainedModel]) -> Bench:
+    """The run's model in this process."""
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
     config = plan.run.config
-    bench = Bench(model, plan.tokenizer, plan.run.chat, plan.paired, config.fidelity is not None, config.evidence)
-    if todo:
-        _warm_up(bench, todo, config.timing.warmup)
-    with progress(len(todo)) as advance:
-        for number, case in enumerate(todo):
-            outcome = _measure(bench, case, baseline_first=number % 2 == 0)
+    return Bench(load(), plan.tokenizer, plan.run.chat, plan.paired, config.fidelity is not None, config.evidence)
+
+
+def _measure(subject: Subject, cases: list[Case], warmup: int, store: RunStore, tracker: Tracker) -> None:
+    """Store the outcome of each case as soon as it is there."""
+    log.info("warming up: %d runs", warmup)
+    subject.warm_up(cases, warmup)
+    with progress(len(cases)) as advance:
+        for outcome in subject.measure(cases):
             if isinstance(outcome, Failure):
                 log.warning("%s, row %s failed: %s", *outcome.key, outcome.reason)
                 store.fail(outcome)
-                free(*plan.devices)
             else:
                 store.append(outcome)
                 tracker.record(outcome)
-            advance(case.dataset.name)
-    for case in untraced:
-        if case.key in store.records:
-            _trace_case(bench, case, store)
-
-
-def _measure(bench: Bench, case: Case, baseline_first: bool) -> Record | Failure:
-    """The example's record, or a failure: out of memory, logits that are not finite, an error in a method."""
-    try:
-        return bench.measure(case, baseline_first)
-    except UserError:
-        raise  # all other examples would fail too
-    except Exception as error:
-        advice = ""
-        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):  # of a device, or of the host
-            advice = (
-                f"; out of memory at {len(case.prompt.token_ids)} prompt tokens: lower model.max_prompt_tokens, or "
-                "give model.quantise=int8, model.device_map=auto, or method.aux_device=cpu (lazy)"
-            )
-        return Failure(*case.key, reason_of(error) + advice, traceback.format_exc())
-
-
-def _warm_up(bench: Bench, cases: list[Case], runs: int) -> None:
-    log.info("warming up: %d runs", runs)
-    for case in (cases[0], min(cases, key=lambda case: len(case.prompt.token_ids))):
-        try:
-            bench.warm_up(case, runs)
-            return
-        except UserError:
-            raise
-        except Exception as error:  # the first example may not fit into memory; measuring it records the failure
-            log.warning("warming up on %s, row %s failed (%s)", *case.key, reason_of(error))
-        free(*devices_of(bench.model))
-
-
-def free(*devices: torch.device) -> None:
-    """Free the memory that a failed example left. Raises UserError if a device has failed."""
-    try:
-        release_memory(*devices)
-        read_clock(*devices)  # waits for them
-    except RuntimeError as error:
-        raise UserError(
-            f"{', '.join(map(str, devices))} does not recover from the last failure ({' '.join(str(error).split())}), "
-            "so all other examples would fail. Finished ones are safe: give the same command again"
-        ) from error
+            advance(outcome.dataset)
 
 
 def _trace_file(case: Case) -> str:
     return f"traces/{Trace.file_name(case.dataset.name, case.example.id)}"
 
 
-def _trace_case(bench: Bench, case: Case, store: RunStore) -> None:
+def _trace(subject: Subject, case: Case, store: RunStore) -> None:
     """Trace a measured example. The run is complete without the trace."""
     try:
-        text = trace(bench.model, bench.tokenizer, case).to_json()
+        text = subject.trace(case).to_json()
     except (RuntimeError, FloatingPointError) as error:  # out of memory, for example: a trace holds data of all layers
         log.warning("%s, row %s: no trace (%s)", *case.key, reason_of(error))
         return

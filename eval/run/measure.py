@@ -5,10 +5,13 @@ An example of several turns is a session of each, one after the other; each cont
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -19,12 +22,13 @@ from eval.benchmarks.chat_format import ChatFormat, post_process
 from eval.benchmarks.metrics import second_score
 from eval.benchmarks.prompts import BuiltPrompt, gold_token_ids
 from eval.benchmarks.suite import Dataset, Example
-from eval.store.record import PROMPT_END, LaterTurn, Measurement, Record, Trace, compact_counts
+from eval.store.record import PROMPT_END, Failure, LaterTurn, Measurement, Record, Trace, compact_counts
 from lazyllm import Generation, generate, start
 from lazyllm.engine.decoder import importance_of_layers
-from lazyllm.engine.devices import devices_of, read_peak, reset_peak
+from lazyllm.engine.devices import devices_of, read_clock, read_peak, release_memory, reset_peak
 from lazyllm.engine.flops import prefill_flops
 from lazyllm.engine.generation import as_prompt, continue_prompt
+from lazyllm.errors import UserError, reason_of
 from lazyllm.methods import Baseline, Method
 from lazyllm.methods.support.other_models import park
 
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
     from eval.benchmarks.prompts import BuiltPrompt
     from lazyllm import Generation, Prompt
     from lazyllm.methods import Method
+
+log = logging.getLogger(__name__)
 
 WARMUP_TOKENS = 4  # for a prefill, a decoding step that revives, and a step after it
 
@@ -111,9 +117,25 @@ class _Run:
         return flops + self.method.scoring_flops(config, out.prompt_tokens)
 
 
+class Subject(Protocol):
+    """What a run measures: it answers prompts and is timed. `Bench` is a model in this process."""
+
+    def warm_up(self, cases: Sequence[Case], runs: int) -> None:
+        """Answer without a record, so that the first record is no slower than the others. Raises UserError."""
+        ...
+
+    def measure(self, cases: Sequence[Case]) -> Iterator[Record | Failure]:
+        """The outcome of each case, in any order. Raises UserError if all other cases would fail too."""
+        ...
+
+    def trace(self, case: Case) -> Trace:
+        """What each layer computes for the case. Raises RuntimeError or FloatingPointError."""
+        ...
+
+
 @dataclass(frozen=True)
 class Bench:
-    """A model to measure methods on.
+    """A model in this process, to measure methods on.
 
     paired: also measure the baseline on each example. forced: then also feed the baseline's and gold answers to both.
     evidence: record the evidence that each layer computes.
@@ -126,8 +148,22 @@ class Bench:
     forced: bool = False
     evidence: bool = True
 
-    def warm_up(self, case: Case, runs: int) -> None:
-        """Run the method, and the baseline if paired, `runs` times on one prompt, and drop the results."""
+    def warm_up(self, cases: Sequence[Case], runs: int) -> None:
+        """Run the method, and the baseline if paired, `runs` times on the first prompt, and drop the results.
+
+        If it does not fit into memory, the shortest prompt takes its place; measuring the first records the failure.
+        """
+        for case in (cases[0], min(cases, key=lambda case: len(case.prompt.token_ids))):
+            try:
+                self._warm_up(case, runs)
+                return
+            except UserError:
+                raise
+            except Exception as error:
+                log.warning("warming up on %s, row %s failed (%s)", *case.key, reason_of(error))
+            free(*devices_of(self.model))
+
+    def _warm_up(self, case: Case, runs: int) -> None:
         for _ in range(runs):
             for method in (Baseline(), case.method) if self.paired else (case.method,):
                 generate(
@@ -138,8 +174,24 @@ class Bench:
                     eos_token_ids=(),
                 )
 
-    def measure(self, case: Case, baseline_first: bool) -> Record:
-        """The record of one example. The order of the two generations alternates, so that neither profits from it."""
+    def measure(self, cases: Sequence[Case]) -> Iterator[Record | Failure]:
+        """Each example's record, or a failure: out of memory, logits that are not finite, an error in a method.
+
+        The order of the two generations alternates, so that neither profits from it.
+        """
+        for number, case in enumerate(cases):
+            try:
+                outcome = self.record(case, baseline_first=number % 2 == 0)
+            except UserError:
+                raise  # all other examples would fail too
+            except Exception as error:
+                outcome = _failure(case, error)
+            yield outcome
+            if isinstance(outcome, Failure):
+                free(*devices_of(self.model))
+
+    def record(self, case: Case, baseline_first: bool) -> Record:
+        """The record of one example."""
         if not self.paired:
             method, baseline = self._run(case, case.method), None
         elif baseline_first:
@@ -157,6 +209,9 @@ class Bench:
             later=[LaterTurn(**turn) for turn in later] or None,
             **first,
         )
+
+    def trace(self, case: Case) -> Trace:
+        return trace(self.model, self.tokenizer, case)
 
     def _turn(self, case: Case, turn: int, method: _Run, baseline: _Run | None) -> dict[str, Any]:
         """The common fields of `Record` and `LaterTurn` for a turn, from 0."""
@@ -353,6 +408,40 @@ def _in_sets(selected: dict[int, list[int]], positions: np.ndarray, layers: int)
         present = np.isin(positions, selected[layer]) if layer in selected else present
         sets.append(present)
     return np.array(sets)
+
+
+def _failure(case: Case, error: Exception) -> Failure:
+    advice = ""
+    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):  # of a device, or of the host
+        advice = (
+            f"; out of memory at {len(case.prompt.token_ids)} prompt tokens: lower model.max_prompt_tokens, or "
+            "give model.quantise=int8, model.device_map=auto, or method.aux_device=cpu (lazy)"
+        )
+    return Failure(*case.key, reason_of(error) + advice, traceback.format_exc())
+
+
+def free(*devices: torch.device) -> None:
+    """Free the memory that a failed example left. Raises UserError if a device has failed."""
+    try:
+        release_memory(*devices)
+        read_clock(*devices)  # waits for them
+    except RuntimeError as error:
+        raise UserError(
+            f"{', '.join(map(str, devices))} does not recover from the last failure ({' '.join(str(error).split())}), "
+            "so all other examples would fail. Finished ones are safe: give the same command again"
+        ) from error
+
+
+@contextmanager
+def released(devices: tuple[torch.device, ...]) -> Iterator[None]:
+    """Free the devices' memory when the block ends, before another run gets the devices."""
+    try:
+        yield
+    finally:
+        try:
+            release_memory(*devices)
+        except RuntimeError as error:  # only logged: the run's own error is raised
+            log.warning("%s: its memory could not be freed (%s)", ", ".join(map(str, devices)), error)
 
 
 def trace(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case) -> Trace:

@@ -78,7 +78,7 @@ def test_rows_and_methods_are_complete() -> None:
 
 def measured(method: Method) -> list[Record]:
     cases = [Case(dataset, example, prompt, method, ANSWER_TOKENS, ()) for dataset, example, prompt in prompts()]
-    return [bench().measure(case, True) for case in cases]
+    return [bench().record(case, True) for case in cases]
 
 
 @pytest.mark.parametrize("name", LISTED)

@@ -112,7 +112,7 @@ def test_a_record_has_a_share_for_each_layer() -> None:
     loaded = load_rows(DATASETS["lookup"])
     prompt = build_prompt(loaded.examples[0], loaded.template, tokenizer)
     case = Case(DATASETS["lookup"], loaded.examples[0], prompt, Lazy({2: 0.3, 5: 0.3}), 8, (2,))
-    found = Bench(model, tokenizer, ChatFormat(), paired=False).measure(case, baseline_first=True).method
+    found = Bench(model, tokenizer, ChatFormat(), paired=False).record(case, baseline_first=True).method
     (needle,) = [prompt.text[start:end] for start, end in prompt.evidence]
     assert found.evidence_tokens == len(tokenizer.encode(f" {needle}", add_special_tokens=False))
     assert found.evidence_prefill is not None
@@ -122,6 +122,6 @@ def test_a_record_has_a_share_for_each_layer() -> None:
     assert 1 > found.evidence_prefill[2] >= found.evidence_prefill[5]
     assert found.evidence_prefill[7] == found.evidence_recall
     silent = (
-        Bench(model, tokenizer, ChatFormat(), paired=False, evidence=False).measure(case, baseline_first=True).method
+        Bench(model, tokenizer, ChatFormat(), paired=False, evidence=False).record(case, baseline_first=True).method
     )
     assert (silent.evidence_tokens, silent.evidence_prefill) == (None, None)

@@ -46,7 +46,7 @@ def measured(name: str, method: Method, forced: bool = False) -> tuple[Case, Mea
     loaded = load_rows(DATASETS[name])
     example = loaded.examples[0]
     case = Case(DATASETS[name], example, build_prompt(example, loaded.template, TOKENIZER), method, 8, (2,))
-    record = Bench(MODEL, TOKENIZER, ChatFormat(), True, forced).measure(case, baseline_first=True)
+    record = Bench(MODEL, TOKENIZER, ChatFormat(), True, forced).record(case, baseline_first=True)
     assert record.baseline is not None
     return case, record.method, record.baseline
 

@@ -14,7 +14,8 @@ import torch
 import eval.run.measure
 from eval.analysis.run_table import run_table
 from eval.run.config import TimingConfig
-from eval.run.loop import RunResult, compare, free, run, show_together
+from eval.run.loop import RunResult, compare, run, show_together
+from eval.run.measure import free
 from eval.run.prepare import within_reach
 from eval.store.folder import RunStore, read_failures, read_run
 from eval.store.record import Record
@@ -232,7 +233,7 @@ def test_what_a_failed_example_has_taken_is_given_back_before_the_next(tmp_path:
     def release(_: torch.device) -> None:
         freed.append(records.read_text().count("\n") if records.exists() else 0)
 
-    monkeypatch.setattr("eval.run.loop.release_memory", release)
+    monkeypatch.setattr("eval.run.measure.release_memory", release)
     failing(monkeypatch, {1: torch.OutOfMemoryError("CUDA out of memory"), 7: RuntimeError("an exception in a method")})
     run(small_run(tmp_path / "run"), show=False)
     assert freed == [0, 2, 4]  # at the first failure, at the second with two records since, and at the end
@@ -242,7 +243,7 @@ def test_a_device_that_does_not_recover_ends_the_run_with_what_is_safe(tmp_path:
     def broken(_: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory\naccess was encountered")
 
-    monkeypatch.setattr("eval.run.loop.release_memory", broken)
+    monkeypatch.setattr("eval.run.measure.release_memory", broken)
     failing(monkeypatch, {5: RuntimeError("CUDA error: an illegal memory access was encountered")})
     with pytest.raises(UserError, match=r"cpu does not recover .*illegal memory access.*give the same command again"):
         run(small_run(tmp_path / "run"), show=False)
@@ -253,7 +254,7 @@ def test_a_device_that_does_not_recover_ends_the_run_with_what_is_safe(tmp_path:
 
 def test_an_accelerator_is_asked_whether_it_still_answers(monkeypatch) -> None:
     asked: list[torch.device] = []
-    monkeypatch.setattr("eval.run.loop.release_memory", lambda _: None)
+    monkeypatch.setattr("eval.run.measure.release_memory", lambda _: None)
     monkeypatch.setattr("torch.accelerator.synchronize", asked.append)
     free(torch.device("cuda", 1))
     assert asked == [torch.device("cuda", 1)]

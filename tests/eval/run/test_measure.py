@@ -62,7 +62,7 @@ def case(name: str, text: str = "text") -> Case:
 
 @pytest.mark.parametrize("baseline_first", [True, False])
 def test_the_order_is_the_asked_one_and_each_has_its_own_peak(calls, baseline_first: bool) -> None:
-    record = bench().measure(case("qasper"), baseline_first)
+    record = bench().record(case("qasper"), baseline_first)
     order = [Baseline(), METHOD] if baseline_first else [METHOD, Baseline()]
     assert [call[0] for call in calls] == ["reset", order[0], "reset", order[1]]
     assert record.baseline is not None
@@ -76,30 +76,30 @@ def test_the_order_is_the_asked_one_and_each_has_its_own_peak(calls, baseline_fi
 def test_flops_are_of_what_was_computed_in_prefill_and_of_scoring(calls) -> None:
     token, pair = 2 * (4 * 8 * 8 + 3 * 8 * 16), 4 * 8  # a layer's linear maps; a query with a key and a value
     prefill = 10 * token + (10 + 10 + 3) * pair + 2 * 8 * 10  # 4, 4 and 2 tokens in its layers; one row of logits
-    assert bench().measure(case("qasper"), True).method.prefill_flops == prefill
+    assert bench().record(case("qasper"), True).method.prefill_flops == prefill
     scored = replace(case("qasper"), method=GemFilter(2, keep=2))
-    assert bench(paired=False).measure(scored, True).method.prefill_flops == (
+    assert bench(paired=False).record(scored, True).method.prefill_flops == (
         prefill + 4 * token + 10 * pair + 4 * 2 * 3 * 8 * 8  # layer 1, and q, k and v of layer 2
     )
 
 
 @pytest.mark.parametrize(("text", "end"), [("short", "short"), ("x" * 50 + "é" * 599 + "?", "é" * 599 + "?")])
 def test_a_record_keeps_the_prompts_end_and_the_gold_answers(calls, text: str, end: str) -> None:
-    record = bench().measure(case("qasper", text), True)
+    record = bench().record(case("qasper", text), True)
     assert record.prompt_end == end
     assert record.answers == ["Emilia is angry."]
 
 
 def test_unpaired_runs_the_method_only(calls) -> None:
-    assert bench(paired=False).measure(case("qasper"), baseline_first=True).baseline is None
+    assert bench(paired=False).record(case("qasper"), baseline_first=True).baseline is None
     assert [call[0] for call in calls] == ["reset", METHOD]
 
 
 def test_methods_get_the_tokens_and_what_they_stand_for(calls) -> None:
     spans = np.array([[0, 0], [0, 1], [1, 3], [3, 4]], dtype=np.int32)
     given = replace(case("qasper"), prompt=BuiltPrompt("text", (1, 2, 3, 4), 9, True, "abc", ((1, 3),), spans))
-    bench().measure(given, True)
-    bench().warm_up(given, 1)
+    bench().record(given, True)
+    bench().warm_up([given], 1)
     prompts = [call[1] for call in calls if len(call) == 3]
     assert len(prompts) == 4
     for prompt in prompts:
@@ -110,27 +110,27 @@ def test_methods_get_the_tokens_and_what_they_stand_for(calls) -> None:
 
 @pytest.mark.parametrize(("name", "least"), [("samsum", 1), ("qasper", 0), ("triviaqa", 0)])
 def test_generation_settings(calls, name: str, least: int) -> None:
-    bench(paired=False).measure(case(name), baseline_first=True)
+    bench(paired=False).record(case(name), baseline_first=True)
     assert calls[-1][2] == {"max_new_tokens": 40, "eos_token_ids": (2,), "min_new_tokens": least}
 
 
 def test_warm_up_runs_both_as_often_as_asked_and_briefly(calls) -> None:
-    bench().warm_up(case("qasper"), 3)
+    bench().warm_up([case("qasper")], 3)
     assert [call[0] for call in calls] == [Baseline(), METHOD] * 3
     assert {call[2]["max_new_tokens"] for call in calls} == {WARMUP_TOKENS}
 
 
 def test_xgen_answers_are_cleaned(calls) -> None:
-    assert bench(chat="xgen").measure(case("qasper"), True).method.text == " Emilia is angry.\nWilliam is not."
-    assert bench().measure(case("qasper"), True).method.text == TEXTS[5]
+    assert bench(chat="xgen").record(case("qasper"), True).method.text == " Emilia is angry.\nWilliam is not."
+    assert bench().record(case("qasper"), True).method.text == TEXTS[5]
 
 
 def test_rouge_l_is_of_what_is_scored(calls, monkeypatch) -> None:
     monkeypatch.setitem(TEXTS, 5, "\nEmilia is angry.\nand much else besides")
-    record = bench().measure(case("samsum"), True)
+    record = bench().record(case("samsum"), True)
     assert record.method.rouge_l == 1  # the first line only
     assert record.method.score == pytest.approx(1, abs=1e-4)
-    assert bench().measure(case("qasper"), True).method.rouge_l is None
+    assert bench().record(case("qasper"), True).method.rouge_l is None
 
 
 def test_no_other_model_lies_in_memory_while_the_baseline_is_measured(calls: list[tuple], monkeypatch) -> None:
@@ -143,7 +143,7 @@ def test_no_other_model_lies_in_memory_while_the_baseline_is_measured(calls: lis
     draft = Draft()
     monkeypatch.setattr("lazyllm.methods.support.other_models._LOADED", [draft])
     scored = replace(case("qasper"), method=PromptCompression(0.5, scorer="tiny"))
-    bench().measure(scored, baseline_first=True)
-    bench().measure(scored, baseline_first=False)
+    bench().record(scored, baseline_first=True)
+    bench().record(scored, baseline_first=False)
     order = [call[1] if call[0] == "to" else type(call[0]).__name__ for call in calls if call != ("reset",)]
     assert order == ["cpu", "Baseline", "PromptCompression", "PromptCompression", "cpu", "Baseline"]

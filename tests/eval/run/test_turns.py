@@ -59,7 +59,7 @@ def case(method: Method, turns: str = "continue") -> Case:
 
 @cache
 def turns_of(method: Method, turns: str = "continue") -> list[Record]:
-    return bench().measure(case(method, turns), baseline_first=True).by_turn
+    return bench().record(case(method, turns), baseline_first=True).by_turn
 
 
 def read(number: int, answers: list[list[int]]) -> list[int]:
@@ -152,7 +152,7 @@ def test_a_turn_again_computes_the_whole_text() -> None:
 
 def test_what_lazyllm_revives_is_counted_turn_by_turn() -> None:
     method, seconds = Lazy({2: 0.3}), 0.0
-    records = bench().measure(case(method), baseline_first=False).by_turn
+    records = bench().record(case(method), baseline_first=False).by_turn
     answers = [record.method.token_ids for record in records]
     with lazyllm.start(bench().model, case(method).prompt.as_input(), method) as conversation:
         for number, record in enumerate(records):
