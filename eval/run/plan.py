@@ -78,13 +78,21 @@ class Model:
     weights: int
 
     @classmethod
+    @cache
     def of(cls, spec: ModelSpec) -> Model:
         """The shapes of a preset need no files. Raises UserError."""
-        config, parameters, linear = _parameters(replace(spec, device="cpu", device_map=None, quantise=None))
-        size = _BYTES.get(spec.dtype, 2)
-        return cls(
-            spec, config, int((parameters - linear) * size + linear * _QUANTISED_BYTES.get(spec.quantise or "", size))
-        )
+        import torch  # this and others not at the top: planning refuses arguments before it imports torch
+        from transformers import AutoModelForCausalLM
+
+        from lazyllm.models.load import shape_of
+
+        # the machine that plans may lack the run's devices
+        config = shape_of(replace(spec, device="cpu", device_map=None, quantise=None))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        size, linear = _BYTES.get(spec.dtype, 2), LayerShape.of(config).linear_flops // 2 * config.num_hidden_layers
+        others = sum(parameter.numel() for parameter in model.parameters()) - linear
+        return cls(spec, config, int(others * size + linear * _QUANTISED_BYTES.get(spec.quantise or "", size)))
 
     @property
     def kv_bytes(self) -> int:
@@ -117,16 +125,15 @@ class Model:
 
         turns: as in `lazyllm.start`.
         """
-        n, since, works = messages[0], 0, [self.prefill(method, messages[0])]
+        n, since, works = 0, 0, list[Work]()
         for turn, message in enumerate(messages):
-            if turn > 0:
-                m = 1 + message  # the last token of the answer before runs with the message
-                if turns == "continue":
-                    works.append(self.more(method, n, since, m))
-                    since += m
-                else:
-                    n, since = n + since + m, 0
-                    works.append(self.prefill(method, n))
+            m = message + (turn > 0)  # the last token of the answer before runs with the message
+            if turn > 0 and turns == "continue":
+                works.append(self.more(method, n, since, m))
+                since += m
+            else:
+                n, since = n + since + m, 0
+                works.append(self.prefill(method, n))
             works.append(self.more(method, n, since, new_tokens - 1, passes=new_tokens - 1))
             since += new_tokens - 1
         return works
@@ -135,9 +142,8 @@ class Model:
         """Bytes of each part at the peak of a generation; "working" is one layer of the prefill besides its input."""
         shape, layers, size = LayerShape.of(self.config), self.config.num_hidden_layers, _BYTES.get(self.spec.dtype, 2)
         tokens = method.tokens_per_layer(layers, n)
-        working = tokens[0] * (3 * shape.width + 3 * shape.mlp_width)
-        if self.spec.attn_implementation == "eager":
-            working = max(working, 2 * shape.heads * tokens[0] ** 2)
+        scores = 2 * shape.heads * tokens[0] ** 2 if self.spec.attn_implementation == "eager" else 0
+        working = max(3 * tokens[0] * (shape.width + shape.mlp_width), scores)
         others = [Model.of(replace(other, dtype=self.spec.dtype)) for other in method.models()]
         held = [other.weights + n * other.config.num_hidden_layers * other.kv_bytes for other in others]
         return {
@@ -147,21 +153,6 @@ class Model:
             "Aux Cache": method.hidden_stored(layers, n) * shape.width * size,
             "working": working * size,
         }
-
-
-@cache
-def _parameters(spec: ModelSpec) -> tuple[Any, int, int]:
-    """(shapes, number of parameters, number of those in the layers' linear maps), from a model without memory."""
-    import torch  # this and others not at the top: planning refuses arguments before it imports torch
-    from transformers import AutoModelForCausalLM
-
-    from lazyllm.models.load import shape_of
-
-    config = shape_of(spec)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    linear = LayerShape.of(config).linear_flops // 2 * config.num_hidden_layers
-    return config, sum(parameter.numel() for parameter in model.parameters()), linear
 
 
 # --------------------------------------------------------------------------------------------------------- cost of runs
@@ -209,21 +200,14 @@ def rows_of(run: Resolved) -> list[Rows]:
     """The run's rows, the first example's first. Raises UserError if data or tokenizer are not in the caches."""
     from eval.run.prepare import prepare
 
-    # the machine that plans may lack the run's devices
     here = replace(run.config.model, device="cpu", quantise=None, device_map=None)
     try:
         cases = prepare(run.changed(model=here, method={"name": "baseline"}, compare={}, only=None)).cases
     except UserError as error:
         raise UserError(f"{error}. A plan counts the run's own prompts: lazyllm-bench fetch gets them") from error
-    counts = Counter(
-        (
-            case.dataset.name,
-            tuple(len(part.token_ids) for part in (case.prompt, *case.prompt.turns)),
-            case.max_new_tokens,
-        )
-        for case in cases
-    )
-    return [Rows(*key, count) for key, count in counts.items()]
+    messages = [tuple(len(part.token_ids) for part in (case.prompt, *case.prompt.turns)) for case in cases]
+    names, limits = [case.dataset.name for case in cases], [case.max_new_tokens for case in cases]
+    return [Rows(*key, count) for key, count in Counter(zip(names, messages, limits, strict=True)).items()]
 
 
 def cost(run: Resolved, rows: Sequence[Rows], device: Device | None) -> Cost:
