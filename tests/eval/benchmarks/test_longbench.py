@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from eval import cli
 from eval.analysis.registry import TABLES
@@ -21,13 +23,14 @@ from eval.benchmarks import downloads, longbench
 from eval.benchmarks.datasets import DATASETS, load_rows, resolve_datasets
 from eval.benchmarks.longbench import TemplateWarning
 from eval.benchmarks.metrics import dataset_score
-from eval.benchmarks.rows import official_row
+from eval.benchmarks.rows import official_row, parse_example, read_lines
 from eval.benchmarks.suite import Example, LoadedDataset, OnError, Turn
 from eval.store.results import Results
 from eval.store.runs import StoredRun
 from lazyllm.errors import UserError
 from tests.eval import official
 from tests.eval.store.made import record
+from tests.eval.store.test_folder_properties import JSON
 from tests.hub_server import HubServer, Repository
 
 LONGBENCH_NAMES = [name for name, dataset in DATASETS.items() if dataset.suite == "longbench"]
@@ -74,24 +77,13 @@ def load(folder: Path, on_error: OnError = "raise") -> LoadedDataset:
         return load_rows(QASPER, folder, on_error)
 
 
-# ----------------------------------------------------------------------------------------------------------- real rows
-
-
 @official.needs(official.LONGBENCH)
 @pytest.mark.parametrize("name", LONGBENCH_NAMES)
 def test_real_rows_are_loaded_unchanged(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the templates there are LongBench's own
         loaded = load_rows(DATASETS[name], official.LONGBENCH)
-    rows = official.shared_rows()[name]
-    expected = [
-        (name, r["_id"], r["input"], r["context"], tuple(r["answers"]), tuple(r["all_classes"] or ()), r["length"])
-        for r in rows
-    ]
-    assert [
-        (e.dataset, e.id, e.input, e.context, e.answers, e.all_classes, e.length) for e in loaded.examples
-    ] == expected
-    assert [e.language for e in loaded.examples] == [r["language"] for r in rows]
+    assert [official_row(example) for example in loaded.examples] == official.shared_rows()[name]
     assert loaded.skipped == ()
     assert loaded.template == json.loads((official.LONGBENCH / "config" / longbench.PROMPTS).read_bytes())[name]
     assert (
@@ -99,15 +91,6 @@ def test_real_rows_are_loaded_unchanged(name):
     )
     file = official.LONGBENCH / f"{name}.jsonl"
     assert loaded.data_sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-@official.needs(official.LONGBENCH)
-def test_real_rows_keep_their_carriage_returns():
-    loaded = load_rows(DATASETS["samsum"], official.LONGBENCH)
-    assert all("\r" in example.context for example in loaded.examples)
-
-
-# ------------------------------------------------------------------------------------------------------ rows by hand
 
 
 def test_row_becomes_an_example(folder):
@@ -144,47 +127,52 @@ def test_rows_without_id_get_one_from_their_content(folder):
     assert len(set(ids)) == 2
 
 
+BAD_VALUES = {
+    "context": ["", " \n", None],
+    "input": [1, "\ud800"],
+    "answers": ["cat", [None], []],
+    "length": ["3", True, -1],
+    "language": [3],
+    "all_classes": ["cat", [1]],
+    "dataset": ["lcc"],
+    "_id": [7, "", "\ud800", "one"],  # the last: of the first row
+    "turns": [{}],
+}
+BAD_TURNS = {
+    "turn 2: expected a JSON object": ["Why?"],
+    "turn 3: field 'answers'": [TURN, {"input": "Why?"}],
+    "turn 2: field 'input'": [TURN | {"input": " "}],
+    "turn 2: answers": [TURN | {"answers": []}],
+    "turn 2: field 'answer_prefix'": [TURN | {"answer_prefix": 1}],
+}
 BAD_ROWS = [
-    ("{", "not valid JSON"),
-    ('{"input": "\x01"}', "not valid JSON"),
-    ("[" * 100_000, "not valid JSON"),
-    ("[]", "expected a JSON object, got list"),
-    (ROW | {"context": ""}, "field 'context' must be a string that is not empty, got ''"),
-    (ROW | {"context": " \n"}, "field 'context' must be a string that is not empty"),
-    (ROW | {"context": None}, "field 'context' must be a string that is not empty, got None"),
-    (ROW | {"input": 1}, "field 'input' must be a string, got 1"),
-    (ROW | {"answers": "cat"}, "field 'answers' must be a list of strings, got 'cat'"),
-    (ROW | {"answers": [None]}, "field 'answers' must be a list of strings"),
-    (ROW | {"answers": []}, "answers is empty"),
-    (ROW | {"length": "3"}, "field 'length' must be a whole number, got '3'"),
-    (ROW | {"length": True}, "field 'length' must be a whole number"),
-    (ROW | {"all_classes": "cat"}, "field 'all_classes' must be a list of strings or null"),
-    (ROW | {"dataset": "lcc"}, "field 'dataset' must be 'qasper'"),
-    (ROW | {"_id": 7}, "field '_id' must be a string"),
-    (json.dumps(ROW | {"_id": "\ud800"}), "field '_id' must be a string"),
-    (ROW, "the same _id as in"),
-    (json.dumps(ROW | {"_id": "half a pair", "input": "\ud800"}), "field 'input' must be a string"),
-    (ROW | {"turns": {}}, "field 'turns' must be a list of objects, got {}"),
-    (ROW | {"turns": ["Why?"]}, "turn 2: expected a JSON object, got str"),
-    (ROW | {"turns": [TURN, {"input": "Why?"}]}, "turn 3: field 'answers' is missing; expected input, answers"),
-    (ROW | {"turns": [TURN | {"input": " "}]}, "turn 2: field 'input' must be a string that is not empty"),
-    (ROW | {"turns": [TURN | {"answers": []}]}, "turn 2: answers is empty"),
-    (ROW | {"turns": [TURN | {"answer_prefix": 1}]}, "turn 2: field 'answer_prefix' must be a string, got 1"),
-    *[({k: v for k, v in ROW.items() if k != field}, f"field '{field}' is missing") for field in ROW if field != "_id"],
+    *((text, "not valid JSON") for text in ("{", '{"input": "\x01"}', "[" * 100_000)),
+    ("[]", "expected a JSON object"),
+    *((json.dumps(ROW | {"_id": "two", key: bad}), key) for key, values in BAD_VALUES.items() for bad in values),
+    *((ROW | {"_id": "two", "turns": turns}, named) for named, turns in BAD_TURNS.items()),
+    *(({k: v for k, v in ROW.items() if k != field}, f"field '{field}' is missing") for field in ROW if field != "_id"),
 ]
 
 
-@pytest.mark.parametrize(("row", "reason"), BAD_ROWS)
-def test_bad_row_is_named_or_skipped(folder, row, reason):
+@pytest.mark.parametrize(("row", "named"), BAD_ROWS)
+def test_bad_row_is_named_or_skipped(folder, row, named):
     file = write_rows(folder, ROW, row, ROW | {"_id": "three"})
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=rf"{file}:2: .*{named}.*data\.on_error=skip"):
         load(folder)
-    assert str(error.value).startswith(f"{file}:2: {reason}")
-    assert "data.on_error=skip" in str(error.value)
     loaded = load(folder, "skip")
     assert [example.id for example in loaded.examples] == ["one", "three"]
     assert [skipped.where for skipped in loaded.skipped] == [f"{file}:2"]
-    assert loaded.skipped[0].reason.startswith(reason)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.binary(max_size=300) | st.lists(JSON.map(json.dumps)).map(lambda lines: "\n".join(lines).encode()))
+@example(b"\xff\xfe{\x00}\x00\n")
+@example(b'{"a":' * 2000)
+def test_arbitrary_lines_are_refused_one_by_one(content: bytes) -> None:
+    for where, row in read_lines(content, "file"):
+        assert content.split(b"\n")[int(where.removeprefix("file:")) - 1].strip()
+        with pytest.raises(UserError):
+            parse_example(QASPER, row)
 
 
 def test_first_ten_bad_rows_are_named_at_once(folder):
@@ -228,12 +216,6 @@ def test_rows_nested_too_deeply_are_skipped(folder):
     assert len(loaded.skipped) == len(nested)
 
 
-def test_bytes_that_are_no_utf8_are_named(folder):
-    (folder / "qasper.jsonl").write_bytes(b'{"input": "\xff"}\n')
-    with pytest.raises(UserError, match=r"qasper\.jsonl:1: not valid JSON in UTF-8"):
-        load(folder)
-
-
 @pytest.mark.parametrize("rows", [[], [ROW | {"answers": []}]])
 def test_no_usable_row_is_an_error_also_when_skipping(folder, rows):
     write_rows(folder, *rows)
@@ -249,22 +231,12 @@ def test_classification_rows_need_class_names(folder):
         load_rows(DATASETS["trec"], folder)
 
 
-def test_load_rows_refuses_an_unknown_on_error(folder):
-    with pytest.raises(ValueError, match="'raise' or 'skip'"):
-        load_rows(QASPER, folder, "ignore")  # type: ignore[arg-type]
-
-
-# ------------------------------------------------------------------------------------------------------------- folders
-
-
 @pytest.mark.parametrize("missing", ["qasper.jsonl", f"config/{longbench.PROMPTS}", f"config/{longbench.MAX_LENGTHS}"])
 def test_incomplete_folder_is_refused_with_its_content(folder, missing):
     write_rows(folder, ROW)
     (folder / missing).unlink()
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=rf"data\.dir={folder}: {missing} is missing.* must hold qasper\.jsonl"):
         load(folder)
-    assert f"data.dir={folder}: {missing} is missing" in str(error.value)
-    assert "must hold qasper.jsonl, config/dataset2prompt.json and config/dataset2maxlen.json" in str(error.value)
 
 
 def test_missing_folder_is_refused(tmp_path):
@@ -281,35 +253,19 @@ def test_other_templates_warn(folder):
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        (longbench.PROMPTS, "{", "not valid JSON"),
-        (longbench.PROMPTS, "[]", "expected a JSON object"),
-        (longbench.PROMPTS, '{"lcc": ""}', "'qasper' is missing"),
-        (longbench.PROMPTS, '{"qasper": 1}', "must be a prompt"),
-        (longbench.PROMPTS, '{"qasper": ""}', "must be a prompt"),
-        (longbench.MAX_LENGTHS, '{"qasper": "9"}', "number of tokens of at least 1"),
-        (longbench.MAX_LENGTHS, '{"qasper": 0}', "number of tokens of at least 1"),
-        (longbench.MAX_LENGTHS, '{"qasper": true}', "number of tokens of at least 1"),
+        (longbench.PROMPTS, "{", "JSON"),
+        (longbench.PROMPTS, "[]", "JSON object"),
+        (longbench.PROMPTS, '{"lcc": ""}', "qasper"),
+        (longbench.PROMPTS, '{"qasper": ""}', "qasper"),
+        (longbench.MAX_LENGTHS, '{"qasper": 0}', "at least 1"),
+        (longbench.MAX_LENGTHS, '{"qasper": true}', "at least 1"),
     ],
 )
 def test_bad_config_file_is_refused(folder, name, text, reason):
     write_rows(folder, ROW)
     (folder / "config" / name).write_text(text)
-    with pytest.raises(UserError, match=reason) as error:
+    with pytest.raises(UserError, match=rf"{name}.*{reason}"):
         load(folder)
-    assert name in str(error.value)
-
-
-def test_config_hash_depends_on_template_and_length(folder):
-    write_rows(folder, ROW)
-    hashes = {load(folder).config_sha256}
-    (folder / "config" / longbench.MAX_LENGTHS).write_text('{"qasper": 10}')
-    hashes.add(load(folder).config_sha256)
-    (folder / "config" / longbench.PROMPTS).write_text('{"qasper": "{context}"}')
-    hashes.add(load(folder).config_sha256)
-    assert len(hashes) == 3
-
-
-# --------------------------------------------------------------------------------------------------------------- names
 
 
 def test_names_are_resolved_to_datasets():
@@ -329,11 +285,10 @@ def test_names_are_resolved_to_datasets():
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
-        ("hotpot", "unknown dataset 'hotpot': did you mean hotpotqa"),
+        ("hotpot", "did you mean hotpotqa"),
         ("xxxxxxxx", "expected one of all, "),
-        (["qasper", "summarisation"], "did you mean summarization"),
-        ([], "no dataset: give"),
-        ([["qasper"]], "named by a string"),
+        ([], "no dataset"),
+        ([["qasper"]], "a string"),
     ],
 )
 def test_unknown_names_are_refused(names, reason):
@@ -341,11 +296,7 @@ def test_unknown_names_are_refused(names, reason):
         resolve_datasets(names)
 
 
-# ------------------------------------------------------------------------------------------------------------ fetching
-
-
 REPOSITORY = "THUDM/LongBench"
-FETCHED = ["data.zip", longbench.PROMPTS]
 
 
 @pytest.fixture
@@ -392,11 +343,16 @@ def place_of(server: HubServer, name: str) -> tuple[dict[str, bytes], str]:
     return (files, name) if name in files else (server.others, f"/config/{name}")
 
 
-@pytest.mark.parametrize("name", FETCHED)
-def test_downloads_other_than_the_pinned_files_are_refused(server, tmp_path, name):
+@pytest.mark.parametrize("name", ["data.zip", longbench.PROMPTS])
+@pytest.mark.parametrize(
+    ("content", "reason"), [(b"else", "not LongBench's"), (None, r"downloaded .*data\.dir=FOLDER.* with a network")]
+)
+def test_downloads_other_than_the_pinned_files_are_refused(server, tmp_path, name, content, reason):
     files, path = place_of(server, name)
-    files[path] += b" "
-    with pytest.raises(UserError, match=rf"{name}: .*not LongBench's"):
+    files.pop(path)
+    if content is not None:
+        files[path] = content
+    with pytest.raises(UserError, match=rf"{name}[^\n]*{reason}"):
         load_rows(QASPER)
     assert not (tmp_path / "cache" / "longbench" / "config" / longbench.PROMPTS).exists()
 
@@ -413,41 +369,14 @@ def test_changed_files_in_the_caches_are_refused(server, tmp_path):
     load_rows(QASPER)
 
 
-@pytest.mark.parametrize("name", FETCHED)
-def test_failed_download_is_refused_with_two_ways_out(server, name):
-    files, path = place_of(server, name)
-    del files[path]
-    with pytest.raises(
-        UserError, match=r"could not be downloaded .*data\.dir=FOLDER.*run once with a network"
-    ) as error:
-        load_rows(QASPER)
-    assert "\n" not in str(error.value)
-
-
 def test_missing_files_are_refused_offline_with_two_ways_out(server, tmp_path, monkeypatch):
     server.close()
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=rf"{server.url} does not answer.*data\.dir=FOLDER[^\n]*$"):
         load_rows(QASPER)
-    assert f"{server.url} does not answer" in str(error.value)
-    assert "data.dir=FOLDER" in str(error.value)
-    assert "must hold qasper.jsonl, config/dataset2prompt.json and config/dataset2maxlen.json" in str(error.value)
-    assert str(tmp_path / "cache" / "longbench") in str(error.value)
-    assert "\n" not in str(error.value)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=r"HF_HUB_OFFLINE is set.*data\.dir=FOLDER"):
         load_rows(QASPER)
 
-
-def test_pinned_files_are_longbenchs():
-    """The checksums that LongBench's description gives (../shared/longbench/README.md), and its commit."""
-    assert longbench.CONFIG_SHA256 == {
-        "dataset2prompt.json": "56d22ad4f382169c2b8a11ff4c982a4a1bea096c8152b0f0b85b64686b157c30",
-        "dataset2maxlen.json": "72966b3c0933e214591637fb085798c5e687ebff4ddaab5d99bbc31120532022",
-    }
-    assert "/2e00731f8d0bff23dc4325161044d0ed8af94c1e/LongBench/config/" in longbench.CONFIG_URL
-
-
-# ---------------------------------------------------------------------------------------------------------- LongBench-E
 
 # LongBench's README: LongBench-E has these 13
 E_NAMES = """
@@ -478,15 +407,6 @@ def test_longbench_e_groups_rows_by_length(folder):
     assert (loaded.template, loaded.max_new_tokens) == ("Read: {context}\nAsk: {input} ", 9)
     write_e(folder, ROW | {"dataset": "qasper_e"})
     assert len(load_rows(DATASETS["qasper_e"], folder).examples) == 1
-
-
-@pytest.mark.filterwarnings("ignore::eval.benchmarks.longbench.TemplateWarning")
-def test_longbench_e_names_a_malformed_row_by_file_line_and_field(folder):
-    write_e(folder, ROW, ROW | {"length": "long"})
-    with pytest.raises(UserError, match=r"qasper_e\.jsonl:2: field 'length' must be a whole number"):
-        load_rows(DATASETS["qasper_e"], folder)
-    with pytest.raises(UserError, match=r"hotpotqa_e\.jsonl is missing; the folder must hold hotpotqa_e\.jsonl"):
-        load_rows(DATASETS["hotpotqa_e"], folder)
 
 
 def test_longbench_e_rows_come_from_the_same_archive(server: HubServer, monkeypatch):
