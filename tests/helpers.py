@@ -1,4 +1,4 @@
-"""What several test files need: random prompts, and the small model that is shipped."""
+"""Shared by test files: random prompts, the small model in the package, and slow cases."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 VOCABULARY = 97  # of the random models of tests/reference.py
+
+
+def slow(*cases: Any) -> list[Any]:
+    """Cases for `pytest.mark.parametrize`, tuples or single values, which only the slow tests run."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -39,11 +39,7 @@ PUBLISHED = {
 STORED_TWICE = {"qwen3-0.6b", "qwen3-1.7b"}  # their files hold the tied embedding as lm_head too
 
 
-def test_every_preset_with_a_shape_is_held_against_a_published_number() -> None:
-    assert set(PUBLISHED) == {name for name, preset in PRESETS.items() if preset.architecture is not None}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.architecture is not None])
 def test_presets_have_the_published_number_of_parameters(offline, name: str) -> None:
     config = load_config(ModelSpec(name, "dummy"))
     with torch.device("meta"):
@@ -57,7 +53,7 @@ def test_presets_have_the_published_number_of_parameters(offline, name: str) -> 
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_thin_model_of_each_shape_runs_in_the_loop_over_layers(name: str) -> None:
+def test_thin_model_of_each_shape_runs_in_the_loop_over_layers(name: str) -> None:
     """All settings except sizes are the preset's: RoPE, norms, multipliers, sliding windows, tied embeddings."""
     config = load_config(ModelSpec(name, "dummy"))
     layers, head_dim = min(config.num_hidden_layers, 6), LayerShape.of(config).head_dim

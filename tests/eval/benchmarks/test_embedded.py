@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from dataclasses import replace
 from functools import cache
@@ -16,7 +15,6 @@ from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.suite import DataSettings
 
 ROOT = Path(__file__).resolve().parents[3]
-FIELDS = {"input", "context", "answers", "length", "dataset", "language", "all_classes", "_id"}
 EVERY = pytest.mark.parametrize("name", embedded.NAMES)
 
 
@@ -44,11 +42,6 @@ def needle(row: dict) -> str:
     if row["dataset"] == "digest":
         return f" {answer.split('.')[0]}."
     return f"{row['input']} {answer}"
-
-
-def depth(row: dict) -> float:
-    """The needle's place, from 0 (beginning) to 1 (end of the context)."""
-    return row["context"].index(needle(row)) / len(row["context"])
 
 
 def test_suite_has_one_dataset_a_task():
@@ -133,67 +126,12 @@ def test_turns_ask_for_eight_needles_as_training_does(name, tokenizer, monkeypat
 
 
 @EVERY
-def test_rows_have_longbenchs_fields(name):
-    for index, row in enumerate(rows_of(name)[:6]):
-        assert set(row) == FIELDS
-        assert row["dataset"] == name
-        assert row["_id"] == f"{name}-test-{embedded.LENGTHS[index % 3]}-{index:04d}"
-        assert row["length"] == len(row["context"].split())
-        assert len(row["answers"]) == 1
-        assert (row["all_classes"] is not None) == (name == "shots")
-        assert json.loads(json.dumps(row)) == row
-
-
-@EVERY
 def test_prompts_have_exactly_the_stated_tokens_and_answers_fit(name, tokenizer):
     for row in rows_of(name)[:12]:
         assert len(tokenizer(embedded.TEMPLATES[name].format(**row)).input_ids) == embedded.token_length(row)
         said = row["answers"][0].strip().removeprefix("Paragraph ")
         ids = tokenizer(f" {said}", add_special_tokens=False).input_ids
         assert len(ids) + 2 <= embedded.MAX_NEW_TOKENS[name]  # full stop and end token
-
-
-@EVERY
-def test_needles_at_all_depths(name):
-    depths = [depth(row) for row in rows_of(name)]
-    if name in ("digest", "shots"):  # the first of several: earlier
-        assert min(depths) < 0.1
-        assert max(depths) > 0.6
-        assert sum(d > 0.5 for d in depths) > 0.05 * len(depths)
-        return
-    for quarter in range(4):
-        share = sum(quarter / 4 <= d < (quarter + 1) / 4 for d in depths) / len(depths)
-        assert 0.12 < share < 0.4, (quarter, share)
-
-
-@EVERY
-def test_context_holds_the_answers_needle_once(name):
-    """The needle occurs once (three times if there are examples), whatever the distractors are."""
-    for row in rows_of(name)[:12]:
-        assert row["context"].count(needle(row)) == (3 if name == "shots" else 1)
-
-
-def test_hops_context_holds_the_second_link():
-    for row in rows_of("hops")[:12]:
-        assert row["context"].count(f" entry {row['answers'][0]}.") == 1
-
-
-def test_digest_points_are_explained_earlier():
-    for row in rows_of("digest")[:12]:
-        for ordinal, said in zip(
-            ("first", "second", "third"), re.split(r"\. (?:second|third) ", row["answers"][0]), strict=True
-        ):
-            point = re.search(rf" {ordinal} (\w+)\.", row["context"])
-            assert point
-            assert f"entry {point[1]} {said}." in row["context"][: point.start()]
-
-
-@pytest.mark.parametrize(
-    ("name", "form", "least"),
-    [("lookup", "entry ", 16), ("hops", "link ", 8), ("digest", "aside ", 5), ("complete", "proc ", 8)],
-)
-def test_context_holds_distractors_of_the_needles_form(name, form, least):
-    assert all(row["context"].count(form) >= least for row in rows_of(name)[:6])
 
 
 @EVERY
@@ -224,21 +162,6 @@ def test_splits_are_disjoint_by_the_hash_of_a_row(name):
         for row in rows[:6]:
             assert embedded.is_test([row["context"]], embedded.Question([row["input"]], [], [])) == (split == "test")
     assert not texts["test"] & texts["train"]
-
-
-@EVERY
-def test_context_has_exactly_its_levels_tokens(name):
-    context, questions = embedded.GENERATORS[name](random.Random(1), embedded.Level(400, 16))
-    assert len(context) == 400
-    assert questions
-
-
-def test_words_of_different_roles_are_different():
-    assert len(embedded.keys()) == len(set(embedded.keys())) == 256
-    assert len(set(embedded.VALUES)) == len(embedded.VALUES)
-    assert not set(embedded.keys()) & set(embedded.VALUES)
-    assert len(set(embedded.vocabulary())) == len(embedded.vocabulary())
-    assert not any(a in b for a in embedded.CLASSES for b in embedded.CLASSES if a != b)
 
 
 def test_unknown_names_are_refused():

@@ -41,9 +41,6 @@ def needle_of(example) -> str:
     return example.context[start:end]
 
 
-# ------------------------------------------------------------------------------------------------------------- rows
-
-
 @pytest.mark.parametrize("model", MODELS, ids=["tiny", "llama2"])
 @pytest.mark.parametrize("chat", ["none", "llama2"])
 def test_rows_have_every_length_at_every_depth(model, chat):
@@ -116,9 +113,6 @@ def test_official_rows_hold_length_depth_and_evidence():
         assert row["input"][start:end].endswith(f"is: {row['outputs'][0]}.")
 
 
-# --------------------------------------------------------------------------------------------------------- refusals
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -152,28 +146,21 @@ def test_empty_haystack_is_refused(tmp_path):
         SUITE.load(DATASET, settings_of(LLAMA2, haystack=str(tmp_path)))
 
 
-# ------------------------------------------------------------------------------------------------------------- runs
-
-
 def test_tiny_finds_its_needles_and_the_map_shows_misses(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ["dataset=needle", "needle.lengths=[256]", "needle.depths=[0,50,100]", "timing.warmup=0"]
-    run(run_of(*arguments, "out=runs/lazy"))
-    run(run_of(*arguments, "method=random_drop", "method.keep=0.3", "out=runs/random"))
-    records = {name: read_run(Path("runs") / name)[1] for name in ("lazy", "random")}
-    assert all(record.baseline is not None and record.baseline.score == 1 for record in records["lazy"])
+    run(run_of(*arguments, "method=random_drop", "method.keep=0.3", "out=run"))
+    records = read_run(Path("run"))[1]
+    assert all(record.baseline is not None and record.baseline.score == 1 for record in records)
     figure = FIGURES["needle"]
-    frame: Any = figure.data(Results.read([Path("runs")]))
-    assert list(dict.fromkeys(frame["method"])) == ["baseline", "random_drop", "lazy"]
-    for name, method in (("lazy", "lazy"), ("random", "random_drop")):
-        rows = frame[frame["method"] == method]
-        found = {(row["length"], row["depth"]): row["score"] for row in rows.to_dict("records")}
-        assert found == {
-            tuple(int(group.partition("=")[2]) for group in record.groups): 100 * record.method.score
-            for record in records[name]
-        }
+    frame: Any = figure.data(Results.read([Path("run")]))
+    assert list(dict.fromkeys(frame["method"])) == ["baseline", "random_drop"]
+    rows = frame[frame["method"] == "random_drop"].to_dict("records")
+    assert {(row["length"], row["depth"]): row["score"] for row in rows} == {
+        tuple(int(group.partition("=")[2]) for group in record.groups): 100 * record.method.score for record in records
+    }
     panels = [axes for axes in figure.plot(frame).axes if axes.get_visible()]
-    assert len(panels) == 4  # three methods and the scale
+    assert len(panels) == 3  # two methods and the scale
     assert [text.get_text() for text in panels[0].get_yticklabels()] == ["0", "50", "100"]
     assert panels[0].get_ylim() == (3, 0)  # depth 0 on top
 

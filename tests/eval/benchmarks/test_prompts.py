@@ -70,9 +70,6 @@ def prompt_of(template: str = "Q: {context}|{input}", tokenizer: Any = None, **k
     return build_prompt(ROW, template, tokenizer or Characters(), **kwargs)
 
 
-# --------------------------------------------------------------------------------------------------- whole real prompts
-
-
 @cache
 def sentencepiece():
     import sentencepiece
@@ -127,9 +124,6 @@ def test_llama2_later_turns_equal_the_sentencepiece_pipelines():
     assert wrapped.conversation_tokens == sum(map(len, (wrapped.token_ids, *(t.token_ids for t in wrapped.turns))))
 
 
-# ---------------------------------------------------------------------------------------------------- the order by hand
-
-
 def test_short_prompt_is_rendered_and_wrapped():
     prompt = prompt_of(max_prompt_tokens=50, chat=CHAT_FORMATS["llama2"])
     text = "[INST]Q: A cat\r\nsat.|Who?[/INST]"
@@ -159,31 +153,11 @@ def test_long_prompt_loses_its_middle(limit, text):
     assert prompt.truncated == (limit not in (20, None))
 
 
-def test_chat_format_comes_after_the_cut():
-    prompt = prompt_of(max_prompt_tokens=7, chat=CHAT_FORMATS["llama2"])
-    assert prompt.text == "[INST]Q:ho?[/INST]"
-    assert len(prompt.token_ids) == 19
-
-
 def test_exempt_datasets_are_cut_but_not_wrapped():
     for chat in CHAT_FORMATS.values():
         assert prompt_of(max_prompt_tokens=7, chat=chat, chat_wrap=False).text == "Q:ho?"
     exempt = {name for name in LONGBENCH_NAMES if not DATASETS[name].chat_wrap}
     assert exempt == EXEMPT
-
-
-def test_template_keeps_spaces_and_newlines_at_its_end():
-    assert prompt_of("{context}\nAnswer: ", chat=CHAT_FORMATS["llama2"]).text == "[INST]A cat\r\nsat.\nAnswer: [/INST]"
-    assert prompt_of("{context}\n").text == "A cat\r\nsat.\n"
-
-
-def test_hash_tells_prompts_apart():
-    hashes = {token_ids_sha256(ids) for ids in ([1, 23], [12, 3], [123], [1, 2, 3], [23, 1])}
-    assert len(hashes) == 5
-    assert token_ids_sha256([1, 23]) == hashlib.sha256(b"1,23").hexdigest()
-
-
-# ---------------------------------------------------------------------------------------------------------------- chats
 
 
 @official.needs(official.LONGBENCH)
@@ -228,9 +202,6 @@ def test_real_tokenizers_chat_template_gives_one_bos():
     assert prompt_of("{input}", tokenizer, chat=CHAT_FORMATS["none"]).token_ids == (1, 3, 4)
 
 
-# ----------------------------------------------------------------------------------------------------------- end tokens
-
-
 def test_newline_ends_samsums_answers_only():
     newline_ends = {name for name in LONGBENCH_NAMES if DATASETS[name].newline_ends}
     assert newline_ends == {"samsum"}
@@ -248,9 +219,6 @@ def test_llama2_newline_is_its_byte_token():
     # sentencepiece puts a space token in front of the newline; the official pipeline takes the last one.
     assert sentencepiece().encode("\n")[-1] == sentencepiece().piece_to_id("<0x0A>") == 13
     assert end_token_ids(llama2(), 2, DATASETS["samsum"]) == (2, 13)
-
-
-# --------------------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
@@ -277,12 +245,6 @@ def test_template_refuses_other_placeholders(template, reason):
 def test_template_accepts_every_field_of_a_row():
     template = "{input}{context}{answers}{length}{dataset}{language}{all_classes}{_id}{{}}"
     assert prompt_of(template).text == "Who?A cat\r\nsat.['cat']3qasperenNoneone{}"
-
-
-def test_braces_in_a_row_stay_text():
-    row = replace(ROW, context="{input} {x} {{")
-    tokenizer: Any = Characters()
-    assert build_prompt(row, "{context}", tokenizer).text == "{input} {x} {{"
 
 
 @pytest.mark.parametrize(

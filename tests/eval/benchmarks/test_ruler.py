@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.resources
 import io
 import json
 import re
@@ -156,21 +155,10 @@ def test_rows_equal_the_official_ones_byte_for_byte(file, llama2):
     assert [json.dumps(row.official()) for row in made] == lines
 
 
-@NEEDS_SHARED
-def test_answer_lengths_are_official():
-    tasks = read_tasks(SHARED / "ruler" / "official")
-    limits = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
-    assert {name: task.max_new_tokens for name, task in tasks.items()} == {
-        name: limits[name.split("_")[0]] for name in TASKS
-    }
-
-
-@pytest.mark.parametrize(("length", "seed"), [(2500, 42), (6000, 7)])
 @pytest.mark.parametrize("task", TASKS)
-def test_row_fits_and_holds_its_answers(task, length, seed, make, tasks):
-    tokenizer = WordTokenizer()
-    reserved = 17
-    for row in make(task, length, seed=seed, reserved=reserved):
+def test_row_fits_and_holds_its_answers(task, make, tasks):
+    tokenizer, length, reserved = WordTokenizer(), 2500, 17
+    for row in make(task, length, seed=7, reserved=reserved):
         prompt = row.input + row.answer_prefix
         counted = len(tokenizer.encode(prompt, add_special_tokens=False, verbose=False))
         assert row.length == counted + tasks[task].max_new_tokens
@@ -333,10 +321,10 @@ def test_templates_other_than_the_pinned_are_refused(tmp_path):
         read_tasks(tmp_path)
 
 
-@pytest.fixture
-def web(tmp_path, monkeypatch):
-    """An empty cache, and the addresses of the downloads, whose content is {file: bytes}."""
-    content, urls = {}, []
+@NEEDS_SHARED
+def test_templates_are_fetched_once_and_checked_again(tmp_path, monkeypatch):
+    content = {name: (SHARED / "ruler" / "official" / name).read_bytes() for name in sources.OFFICIAL}
+    urls = []
 
     def urlopen(url, timeout):
         urls.append(url)
@@ -345,28 +333,6 @@ def web(tmp_path, monkeypatch):
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(downloads, "require_network", lambda *_: None)
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-    return content, urls
-
-
-def test_templates_are_refused_offline_with_two_ways_out(tmp_path, monkeypatch):
-    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match=r"Either give data\.dir=FOLDER .* or run once with a network"):
-        read_tasks(None)
-    assert not list(tmp_path.iterdir())
-
-
-def test_templates_are_refused_if_the_download_is_not_the_pinned_file(tmp_path, web):
-    web[0]["constants.py"] = b"TASKS = {}"
-    with pytest.raises(UserError, match=r"constants\.py: the content is not RULER's"):
-        read_tasks(None)
-    assert not list(tmp_path.iterdir())
-
-
-@NEEDS_SHARED
-def test_templates_are_fetched_once_and_checked_again(tmp_path, web):
-    content, urls = web
-    content |= {name: (SHARED / "ruler" / "official" / name).read_bytes() for name in sources.OFFICIAL}
     assert read_tasks(None) == read_tasks(None) == read_tasks(SHARED / "ruler" / "official")
     assert [url.split("/RULER/")[1] for url in urls] == [
         f"{sources.COMMIT}/scripts/data/synthetic/constants.py",
@@ -378,7 +344,7 @@ def test_templates_are_fetched_once_and_checked_again(tmp_path, web):
         read_tasks(None)
 
 
-@pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2", "vt", "cwe", "fwe", "qa_1"])
+@pytest.mark.parametrize("task", ["niah_single_1", "vt", "cwe", "fwe", "qa_1"])
 def test_length_that_is_too_short_is_refused(task, make):
     with pytest.raises(UserError, match=rf"ruler\.length=140 is too short for {task}: .* give a larger"):
         make(task, 140)
@@ -417,19 +383,3 @@ def test_malformed_corpora_are_refused(name, content, message, tmp_path, tasks):
     task = tasks["qa_1" if name == "squad.json" else "qa_2"]
     with pytest.raises(UserError, match=rf"{name}: {message}"):
         generator.rows(task, WordTokenizer(), 4096, 1, sources=Sources(tmp_path))
-
-
-def test_hub_datasets_are_refused_in_one_line_without_a_network(tasks, monkeypatch):
-    downloads.hub_is_reachable.cache_clear()
-    monkeypatch.setattr(downloads, "is_reachable", lambda url: False)
-    with pytest.raises(UserError, match=r"rajpurkar/squad_v2 is not cached .* data\.dir=FOLDER with RULER's squad"):
-        generator.rows(tasks["qa_1"], WordTokenizer(), 4096, 1)
-
-
-def test_missing_package_is_named_with_its_extra(tasks, monkeypatch):
-    def missing(package):
-        raise ModuleNotFoundError(package)
-
-    monkeypatch.setattr(importlib.resources, "files", missing)
-    with pytest.raises(UserError, match=r"wonderwords, which is missing; .*lazyllm-bench\[ruler\]"):
-        generator.rows(tasks["niah_single_1"], WordTokenizer(), 4096, 1)

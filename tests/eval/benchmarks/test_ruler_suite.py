@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from eval import cli
-from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.prompts import build_prompt
@@ -53,9 +52,6 @@ def settings_of(folder: Path, options: RulerConfig | None = None, **settings) ->
     return DataSettings(dir=folder, options=options or RulerConfig(1024), **settings)
 
 
-# ------------------------------------------------------------------------------------------------------------- rows
-
-
 @NEEDS_SHARED
 @pytest.mark.parametrize("length", [2048, 4096])
 def test_rows_command_writes_the_official_rows(length, tmp_path, caplog, capsys):
@@ -69,20 +65,6 @@ def test_rows_command_writes_the_official_rows(length, tmp_path, caplog, capsys)
     assert all(name in said for name in ESSAYS | QUESTIONS)
     assert "ruler.haystack=FILE" in said
     assert len(capsys.readouterr().out.splitlines()) == 6
-
-
-@NEEDS_SHARED
-def test_rows_command_writes_other_suites_rows_as_in_their_files(tmp_path):
-    file = SHARED / "longbench" / "trec.jsonl"
-    assert cli.main(["rows", "dataset=trec", "limit=2", f"data.dir={file.parent}", "out=made"]) == 0
-    expected = [json.loads(line) for line in file.read_bytes().split(b"\n")[:2]]
-    assert [json.loads(line) for line in (tmp_path / "made" / "trec.jsonl").read_text().splitlines()] == expected
-    assert cli.main(["rows", "dataset=lookup", "limit=2", "out=made"]) == 0
-    lines = (tmp_path / "made" / "lookup.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == embedded.rows("lookup", count=2)
-
-
-# ------------------------------------------------------------------------------------------------------------- runs
 
 
 def test_run_resumes_with_more_rows_but_not_with_other_settings(folder):
@@ -110,20 +92,8 @@ def test_data_hash_depends_on_every_setting_but_not_on_the_number_of_rows(folder
         return loaded.data_sha256
 
     assert data() == data(limit=3)
-    assert (
-        len(
-            {
-                data(),
-                data(options=RulerConfig(1000)),
-                data(options=RulerConfig(1024, 7)),
-                data(chat=CHAT_FORMATS["llama2"]),
-            }
-        )
-        == 4
-    )
-
-
-def test_data_hash_depends_on_the_corpus(folder):
+    changed = [{"options": RulerConfig(1000)}, {"options": RulerConfig(1024, 7)}, {"chat": CHAT_FORMATS["llama2"]}]
+    assert len({data(), *(data(**settings) for settings in changed)}) == 4
     hashes = set()
     for last in ("The end.", "The end of it."):
         Path("text.txt").write_text("The wolves of Oslo ran. " * 2000 + last)
@@ -156,9 +126,6 @@ def test_chat_template_takes_its_tokens_from_the_length(folder):
     reserved = len(tokenizer("[INST][/INST]")["input_ids"])
     assert plain["length_w_model_temp"] == plain["length"]
     assert wrapped["length_w_model_temp"] == wrapped["length"] + reserved <= 1024
-
-
-# ---------------------------------------------------------------------------------------------------------- prompts
 
 
 ROW = Example("vt", "one", " Who?", "0123456789", ("1",), (), 3, "en", "In: ", " Answer: it is")
@@ -203,9 +170,6 @@ def test_target_speedup_is_solved_for_the_length(folder):
 
     # attention's share of the arithmetic grows with the length, and dropping a token saves more of it
     assert keep(4000) > keep(1024)
-
-
-# --------------------------------------------------------------------------------------------------------- refusals
 
 
 def test_task_without_corpus_is_left_out_of_the_suite_and_refused_by_name(folder):

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from eval.benchmarks import downloads, scbench
 from eval.benchmarks.chat_format import CHAT_FORMATS
-from eval.benchmarks.datasets import CHOICES, DATASETS, official_rows
+from eval.benchmarks.datasets import CHOICES, DATASETS
 from eval.benchmarks.longbench import TemplateWarning
-from eval.benchmarks.metrics import _ANY_PUNCTUATION
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.scbench import SUITE, TASKS, prompts_sha256
 from eval.benchmarks.suite import DataSettings
@@ -88,9 +84,6 @@ def load(folder: Path, task: str, **settings: Any):
     return SUITE.load(DATASETS[task], DataSettings(dir=folder, **settings))
 
 
-# ---------------------------------------------------------------------------------------------------------- prompts
-
-
 def official_prompts(task: str, values: dict[str, Any], later: dict[str, str]) -> list[str]:
     """`create_multiturn_prompt`: each turn's template with the fields that it names, no gold answer in front."""
     prompts = []
@@ -132,106 +125,34 @@ def test_context_may_be_named_input(tmp_path):
     assert load(write(tmp_path, "scbench_vt", values), "scbench_vt").examples[0].context == values["input"]
 
 
-# ----------------------------------------------------------------------------------------------------------- scores
-
-
-def official_score(task: str, answer: str, gold: Any) -> float:
-    """`get_ground_truth` and `compute_scores.py` in words: the row's gold answer."""
-    if task in ("scbench_kv", "scbench_prefix_suffix"):
-        return float(gold in answer)
-    if task == "scbench_vt":
-        return round(len([name for name in gold if name.lower() in answer.lower()]) / len(gold), 2)
-    if task in ("scbench_qa_eng", "scbench_many_shot"):
-        golds = [gold] if task == "scbench_qa_eng" else gold  # iterating over a string gives its letters
-        return float(any(item.upper() in answer.strip().upper() for item in golds))
-    if task == "scbench_qa_chn":
-        return max(slow_f1(answer, letter) for letter in gold)
-    if task == "scbench_mf":
-        number = re.search(r"\d+\.\d+|\d+", answer)
-        return float(number is not None and int(float(number.group())) == gold)
-    if task == "scbench_choice_eng":
-        return float(slow_choice(answer.strip(), [gold, "ABCD"[SIGHTS.index(gold)]]))
-    raise AssertionError(task)
-
-
-def slow_f1(answer: str, gold: str) -> float:
-    predicted, wanted = (
-        [letter for letter in text.lower() if ord(letter) not in _ANY_PUNCTUATION and not letter.isspace()]
-        for text in (answer, gold)
-    )
-    same = sum((Counter(predicted) & Counter(wanted)).values())
-    if same == 0:
-        return 0.0
-    precision, recall = same / len(predicted), same / len(wanted)
-    return 2 * precision * recall / (precision + recall)
-
-
-def slow_choice(answer: str, golds: list[str]) -> bool:
-    if answer == "" or answer[0] in "ABCD":
-        return answer != "" and answer[0] in golds
-    if answer in golds:
-        return True
-    for mark in ["\n", '"', "'", ".", ",", "?", "!", "{", "}"]:
-        answer = answer.replace(mark, " ")
-    while "  " in answer:
-        answer = answer.replace("  ", " ")
-    for lead in ["answer is:", "answer:", "answer is", "option is"]:
-        if lead in answer:
-            start = answer.index(lead) + len(lead) + 1
-            return any(answer[start : start + len(gold)] == gold for gold in golds)
-    for word in answer.split():
-        if "ABCD".count(word):
-            return word in golds
-    return False
-
-
-SCORED = [task for task in TASKS if "summary" not in task]
-PIECES = ["A", "B", "C", "D", "AB", "a fox", "a", "answer is", "answer:", "option is", ":", " ", "\n", "{", "."]
-PIECES += ["(", "7"]
-PIECES += [
-    ")",
-    "7",
-    "7.9",
-    "３",
-    "3",
-    "-",
-    "AAA",
-    "bbb",
-    "ccc",
-    "a-1",
-    "ab",
-    "xyz",
-    "ann",
-    "安",
-    "娜",
-    "，",
-    "bob",
-    "e",
-]
-
-
-@given(st.sampled_from(SCORED), st.lists(st.sampled_from(PIECES), max_size=9), st.integers(0, 2))
-def test_scores_of_any_answer_are_official(task, pieces, place):
-    answer = "".join(pieces)
-    values = row(task)
-    example = scbench._example(DATASETS[task], scbench._Prompts("{context}", "{input}", ""), values, 0)
-    golds = (example.answers, *(turn.answers for turn in example.turns))[place]
-    expected = official_score(task, answer, values["multi_turns"][place]["answer"])
-    assert SUITE.score(DATASETS[task], answer, golds, None) == expected
-
-
 @pytest.mark.parametrize(
     ("task", "answer", "golds", "expected"),
     [
         ("scbench_choice_eng", "The answer is: B.", ("a cow", "B"), 1),
         ("scbench_choice_eng", "The answer is:B", ("a cow", "B"), 0),  # one character after the phrase is skipped
+        ("scbench_choice_eng", "answer: (B)", ("a cow", "B"), 0),
+        ("scbench_choice_eng", "option is\n\nB", ("a cow", "B"), 1),
         ("scbench_choice_eng", "A cow", ("a cow", "B"), 0),
+        ("scbench_choice_eng", " a cow\n", ("a cow", "B"), 1),
+        ("scbench_choice_eng", "I say a cow", ("a cow", "B"), 0),
+        ("scbench_choice_eng", "So {B}, not A", ("a cow", "B"), 1),
+        ("scbench_choice_eng", "Say BC or B", ("a cow", "B"), 0),  # a part of "ABCD", as officially
+        ("scbench_choice_eng", "", ("a cow", "B"), 0),
+        ("scbench_kv", "It is a-1.", ("a-1",), 1),
+        ("scbench_kv", "It is A-1.", ("a-1",), 0),
+        ("scbench_prefix_suffix", "abxyz", ("abxyz",), 1),
+        ("scbench_qa_eng", "ANN went", ("Ann",), 1),
         ("scbench_mf", "about 7.9", ("7",), 1),
+        ("scbench_mf", "-7, not 8", ("7",), 1),
+        ("scbench_mf", "３", ("3",), 1),
+        ("scbench_mf", "seven", ("7",), 0),
         ("scbench_mf", "9" * 400, ("7",), 0),
         ("scbench_many_shot", "I say (A)", ("(B)",), 1),  # both have brackets
-        ("scbench_qa_chn", "安", ("安娜",), 1),
+        ("scbench_many_shot", "c", ("(B)",), 0),
+        ("scbench_qa_chn", "安，", ("安娜",), 1),
+        ("scbench_qa_chn", "好", ("安娜",), 0),
         ("scbench_qa_chn", "安娜", ("安娜",), 2 / 3),  # two characters, of which one is gold
-        ("scbench_vt", "AAA", ("AAA", "BBB", "CCC"), 0.33),
+        ("scbench_vt", "aaa", ("AAA", "BBB", "CCC"), 0.33),
         ("scbench_summary", "the cat sat\non a mat", ("the cat sat\non the mat",), 5 / 6),
         ("scbench_summary", "on a mat\nthe cat sat", ("the cat sat\non the mat",), 5 / 6),  # line by line
         ("scbench_summary_with_needles", "It is 4711, not 5.", ("4711",), 1),
@@ -243,38 +164,34 @@ def test_scores_by_hand(task, answer, golds, expected):
     assert SUITE.score(DATASETS[task], answer, golds, None) == pytest.approx(expected)
 
 
-# ------------------------------------------------------------------------------------------------------------- rows
-
-
 BAD_ROWS = [
-    ("kv", row("scbench_kv", 1, context=" "), "field 'context' must be a string that is not empty"),
-    ("kv", row("scbench_kv", 1, multi_turns=[]), "field 'multi_turns' must be a list of turns, got []"),
+    ("kv", row("scbench_kv", 1, context=" "), "field 'context'"),
+    ("kv", row("scbench_kv", 1, multi_turns=[]), "field 'multi_turns'"),
     ("kv", "{'a': 1}", "not valid JSON"),
-    ("kv", "[]", "expected a JSON object, got list"),
 ]
 BAD_TURNS = [
-    ("kv", {"answer": 3}, "'answer' must be a string that is not empty, got 3"),
-    ("kv", {"input": None}, "'input' must be a string that is not empty, got None"),
-    ("vt", {"answer": "AAA"}, "'answer' must be a list of strings, got 'AAA'"),
-    ("mf", {"answer": "7"}, "'answer' must be a number, got '7'"),
-    ("mf", {"input": "What?"}, "'input' must be a text that names what it asks for, as 'The ... is', got 'What?'"),
-    ("choice_eng", {"answer": "x"}, "'options' must be 4 strings, one the answer"),
-    ("summary_with_needles", {"task": "kv"}, "'task' must be one of scbench_summary, scbench_passkey, got 'kv'"),
-    ("summary_with_needles", {"answer": "x"}, "'answer' must be a number for scbench_passkey and only for it"),
+    ("kv", {"answer": 3}, "answer"),
+    ("kv", {"input": None}, "input"),
+    ("vt", {"answer": "AAA"}, "answer"),
+    ("mf", {"answer": "7"}, "answer"),
+    ("mf", {"input": "What?"}, "input"),
+    ("choice_eng", {"answer": "x"}, "options"),
+    ("summary_with_needles", {"task": "kv"}, "task"),
+    ("summary_with_needles", {"answer": "x"}, "answer"),
 ]
 
 
-def bad_turn(name: str, fields: dict[str, Any], message: str) -> tuple[str, dict[str, Any], str]:
+def bad_turn(name: str, fields: dict[str, Any], key: str) -> tuple[str, dict[str, Any], str]:
     values = row(f"scbench_{name}", 1)
     values["multi_turns"][1] |= fields
-    return name, values, f"turn 2 of field 'multi_turns': field {message}"
+    return name, values, f"turn 2 of field 'multi_turns': field '{key}'"
 
 
-@pytest.mark.parametrize(("name", "bad", "message"), [*BAD_ROWS, *(bad_turn(*case) for case in BAD_TURNS)])
-def test_malformed_row_is_named_by_file_line_and_field(name, bad, message, tmp_path):
+@pytest.mark.parametrize(("name", "bad", "named"), [*BAD_ROWS, *(bad_turn(*case) for case in BAD_TURNS)])
+def test_malformed_row_is_named_by_file_line_and_field(name, bad, named, tmp_path):
     task = f"scbench_{name}"
     write(tmp_path, task, row(task), bad)
-    with pytest.raises(UserError, match=rf"{task}\.jsonl:2: {re.escape(message)}"):
+    with pytest.raises(UserError, match=rf"{task}\.jsonl:2: {named}"):
         load(tmp_path, task)
     skipped = load(tmp_path, task, on_error="skip")
     assert [example.id for example in skipped.examples] == [f"{task}-0"]
@@ -342,15 +259,6 @@ def test_missing_files_are_refused_offline_with_two_ways_out(no_hub, monkeypatch
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=rf"prompt file is not cached yet and HF_HUB_OFFLINE is set\. Either {out}"):
         SUITE.load(DATASETS["scbench_kv"], DataSettings())
-
-
-def test_official_rows_are_those_of_the_file(tmp_path):
-    rows = [row("scbench_kv", number) for number in range(3)]
-    settings = DataSettings(write(tmp_path, "scbench_kv", *rows), limit=2)
-    assert list(official_rows(DATASETS["scbench_kv"], settings)) == rows[:2]
-
-
-# ------------------------------------------------------------------------------------------------------------- runs
 
 
 def test_run_takes_the_tasks_of_the_folder(tmp_path, monkeypatch):

@@ -79,8 +79,6 @@ def test_halves_have_folders_of_their_own_and_share_no_table(tmp_path, monkeypat
         run(config.changed(half="tuning", out=str(run(config.changed(half="held-out"), show=False).folder)))
 
 
-# -------------------------------------------------------------------------------------------------------------- shards
-
 LENGTHS = st.lists(st.integers(1, 4000), max_size=40)
 
 
@@ -95,20 +93,15 @@ def fullest(tokens: dict[tuple[str, str], int], numbers: dict[tuple[str, str], i
     return max(filled.values())
 
 
-@given(LENGTHS, st.integers(1, 8))
-def test_each_example_is_in_one_shard(lengths: list[int], count: int) -> None:
+@given(LENGTHS, st.integers(1, 8), st.randoms(use_true_random=False))
+def test_each_example_is_in_one_shard_whatever_their_order(lengths: list[int], count: int, rng: random.Random) -> None:
     tokens = keyed(lengths)
     numbers = shard_numbers(tokens, count)
     assert numbers.keys() == tokens.keys()
     assert set(numbers.values()) <= set(range(1, count + 1))
-
-
-@given(LENGTHS, st.integers(1, 8), st.randoms(use_true_random=False))
-def test_shards_do_not_depend_on_the_order_of_examples(lengths: list[int], count: int, rng: random.Random) -> None:
-    tokens = keyed(lengths)
     shuffled = list(tokens.items())
     rng.shuffle(shuffled)
-    assert shard_numbers(dict(shuffled), count) == shard_numbers(tokens, count)
+    assert shard_numbers(dict(shuffled), count) == numbers
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
@@ -119,14 +112,10 @@ def test_shards_are_within_4_3_of_the_best_of_all_splits(lengths: list[int], cou
     assert 3 * fullest(tokens, shard_numbers(tokens, count)) <= 4 * best
 
 
-def test_further_shards_are_empty() -> None:
-    assert shard_numbers(keyed([3, 2, 1]), 10**12) == shard_numbers(keyed([3, 2, 1]), 3)
-    assert shard_numbers({}, 10**12) == {}
-
-
 def test_shards_by_hand() -> None:
     tokens = {("trec", "a"): 100, ("trec", "b"): 60, ("trec", "c"): 50, ("trec", "d"): 30}
     # a to the first; b to the second, now 60; c joins it, 110; d joins a, 130
+    assert shard_numbers(keyed([3, 2, 1]), 10**12) == shard_numbers(keyed([3, 2, 1]), 3)  # further shards are empty
     assert shard_numbers(tokens, 2) == {("trec", "a"): 1, ("trec", "b"): 2, ("trec", "c"): 2, ("trec", "d"): 1}
 
 
@@ -136,7 +125,7 @@ def test_shard_is_read_and_written() -> None:
     assert parse_shard("10/10").file_part == "-10-of-10"
 
 
-@pytest.mark.parametrize("text", ["", "2", "0/4", "5/4", "1/0", "-1/4", "1/4/2", "a/b", "1.0/4", " 1/4"])
+@pytest.mark.parametrize("text", ["", "2", "0/4", "5/4", "1/4/2", "1.0/4", " 1/4"])
 def test_malformed_shards_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="written i/n"):
         parse_shard(text)

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from eval.benchmarks.datasets import DATASETS
-from eval.store.aggregate import COLUMNS, RESAMPLES, VALUES, by_task, mean_interval
+from eval.store.aggregate import COLUMNS, RESAMPLES, VALUES, by_task
 from eval.store.record import MEASURED
 from eval.store.results import COLUMNS as FRAME_COLUMNS
 
@@ -165,8 +165,6 @@ def test_settings_models_and_suites_stay_apart() -> None:
     ]
 
 
-# ---------------------------------------------------------------------------------- a slow version in plain Python
-
 MEANS = {*MEASURED, *(f"baseline_{name}" for name in MEASURED)}
 RATIOS = {
     "ttft_speedup": "ttft_s", "generation_speedup": "total_s", "step_speedup": "step_s",
@@ -243,9 +241,3 @@ def test_values_and_intervals_equal_a_slow_version(seeds: int) -> None:
             ]
             assert row[f"{column}_low"] == pytest.approx(slow_percentile(drawn, 0.025)), column
             assert row[f"{column}_high"] == pytest.approx(slow_percentile(drawn, 0.975)), column
-
-
-def test_interval_of_a_mean_is_two_standard_errors() -> None:
-    low, high = mean_interval(np.arange(400) % 2 * 10.0, resamples=10_000)
-    assert (low, high) == pytest.approx((5 - 1.96 * 5 / 20, 5 + 1.96 * 5 / 20), abs=0.05)
-    assert np.isnan(mean_interval(np.ones(1))).all()

@@ -12,7 +12,6 @@ import pytest
 
 from eval import cli
 from eval.analysis.registry import FIGURES, TABLES
-from eval.report.__main__ import main as report
 from eval.store import aggregate
 from eval.store.collect import collect, describe, main
 from eval.store.folder import PLANNED, open_store, planned_text, read_planned
@@ -21,7 +20,7 @@ from eval.store.results import Results, find_runs
 from eval.store.runs import stored_runs
 from lazyllm.errors import UserError
 from tests.eval.analysis.made import small_trace, with_traces
-from tests.eval.store.made import LAZY, PROVENANCE, record, with_turns, write_run
+from tests.eval.store.made import LAZY, PROVENANCE, record, write_run
 
 
 def shard(folder: Path, part: str, *records: Any) -> None:
@@ -55,9 +54,6 @@ def collected(campaign: Path) -> Results:
     return Results.read([campaign / "collected"])
 
 
-# ------------------------------------------------------------------------------------------------ the same either way
-
-
 def test_tables_and_figures_are_equal_from_raw_and_collected(campaign: Path, collected: Results) -> None:
     raw = Results.read([campaign / "runs"])
     assert raw.frame.drop(columns="folder").equals(collected.frame.drop(columns="folder"))
@@ -65,15 +61,6 @@ def test_tables_and_figures_are_equal_from_raw_and_collected(campaign: Path, col
         assert make(raw).to_csv() == make(collected).to_csv(), name
     for name, figure in FIGURES.items():
         assert figure.data(raw).equals(figure.data(collected)), name
-
-
-def test_report_is_equal_from_raw_and_collected(campaign: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("eval.analysis.registry.SUBJECTS", {})
-    pages = []
-    for name in ("runs", "collected"):
-        assert report([str(campaign / name), "--out", str(tmp_path / name), "--records", "1"]) == 0
-        pages.append((tmp_path / name).read_bytes())
-    assert pages[0] == pages[1]
 
 
 def test_campaign_holds_all_of_its_runs(campaign: Path, collected: Results) -> None:
@@ -107,20 +94,6 @@ def test_runs_that_are_raw_and_collected_count_once(tmp_path: Path, monkeypatch,
     assert [run.folder for run in find_runs([Path("runs")])] == [Path("runs/a")]
     shutil.rmtree("runs/a")
     assert [run.folder for run in find_runs([Path("runs")])] == [Path("runs/collected/a")]
-
-
-# ---------------------------------------------------------------------------------------------------------- refusals
-
-
-def test_later_turns_are_collected(tmp_path: Path) -> None:
-    records = [record(0), with_turns()]
-    write_run(tmp_path / "runs" / "one", records)
-    [raw] = find_runs([tmp_path / "runs"])
-    collect([tmp_path / "runs"], tmp_path / "collected")
-    [run] = find_runs([tmp_path / "collected"])
-    assert run.records == records
-    assert run.examples.equals(raw.examples)
-    assert run.examples["turn"].tolist() == [1, 1, 2, 3]
 
 
 def test_shards_are_merged_and_equal_records_kept_once(tmp_path: Path, caplog: Any) -> None:
@@ -181,9 +154,6 @@ def test_collect_refuses_a_place_that_would_lose_something(tmp_path: Path) -> No
     write_run(tmp_path / "out" / "c", [record(1)], seed=5)
     with pytest.raises(UserError, match="holds runs to collect"):
         collect([tmp_path / "out"], tmp_path / "out")
-
-
-# ------------------------------------------------------------------------------------------------------ missing
 
 
 def test_collect_names_missing_and_failed_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

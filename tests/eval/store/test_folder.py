@@ -49,9 +49,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# ------------------------------------------------------------------------------------------------------------- refusals
-
-
 def other_schema(folder: Path) -> None:
     (folder / "run.json").write_text(json.dumps({"schema": 99, "identity": IDENTITY}))
 
@@ -81,14 +78,12 @@ def description(content: str) -> Callable[[Path], None]:
     [
         (other_schema, "", ["run.json", "99", "out="]),
         (no_description, "", ["run.json", "out="]),
-        (no_description, "-1-of-2", ["run.json", "out="]),
         (shard_that_disagrees, "-1-of-2", ["records-2-of-2.jsonl:1", "row-0", "records.jsonl:1", "without shard="]),
         (directory_for("records.jsonl"), "", ["records.jsonl", "out="]),
-        (directory_for("failures.jsonl"), "", ["failures.jsonl", "out="]),
         (directory_for("run.json"), "", ["run.json", "out="]),
         *(
             (description(text), "", ["run.json", "Nothing was changed", "out="])
-            for text in ("{", "[]", "null", '{"schema": 2, "identity": []}', '{"identity": {}}', "\0\0\0")
+            for text in ("{", "null", '{"schema": 2, "identity": []}', '{"identity": {}}')
         ),
     ],
 )
@@ -104,17 +99,13 @@ def test_store_refuses_other_folders_without_a_change(
     assert {path: path.read_bytes() for path in files} == before
 
 
-@pytest.mark.parametrize("part", ["", "-2-of-2"])
 @pytest.mark.parametrize(
-    "change", [{"seed": 1}, {"method": {"name": "lazy", "schedule": {"2": 0.5}}}, {"device": "another"}]
+    ("part", "change"), [("", {"method": {"name": "lazy", "schedule": {"2": 0.5}}}), ("-2-of-2", {"device": "another"})]
 )
 def test_store_refuses_another_identity_and_names_the_difference(folder: Path, part: str, change: dict) -> None:
     with pytest.raises(UserError, match=f"differs \\({next(iter(change))}: .*out=FOLDER"):
         opened(folder, IDENTITY | change, part)
     assert fingerprint(IDENTITY | change) != fingerprint(IDENTITY)
-
-
-# ---------------------------------------------------------------------------------------------------------------- locks
 
 
 @pytest.mark.parametrize(("first", "second"), [("", ""), ("-1-of-2", "-1-of-2"), ("-1-of-2", ""), ("", "-1-of-2")])
@@ -132,33 +123,6 @@ def test_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch, cap
     with open_store(tmp_path, IDENTITY, {}) as store:
         store.append(record(0))
     assert "cannot be locked" in caplog.text
-
-
-HOLD = """
-import sys
-from pathlib import Path
-from eval.store.folder import open_store
-with open_store(Path(sys.argv[1]), {}, {}):
-    print("has it", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_killed_process_frees_its_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    holder = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "has it\n"
-        with pytest.raises(UserError, match="another process is working in this run folder"):
-            opened(tmp_path, {})
-    finally:
-        holder.kill()
-        holder.communicate()
-    opened(tmp_path, {})
-
-
-# ----------------------------------------------------------------------------------------------------- damage on resume
 
 
 def test_resuming_sets_damaged_lines_aside(folder: Path, caplog) -> None:
@@ -229,9 +193,6 @@ def test_shard_leaves_files_of_other_shards_alone(tmp_path: Path) -> None:
         opened(tmp_path, part="-2-of-2")
 
 
-# ---------------------------------------------------------------------------------------------------------- full disks
-
-
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
     """Within the block, no file of this process may be larger than `size` bytes: the kernel cuts the write there."""
@@ -243,7 +204,7 @@ def full_disk(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("cut", [0, 1, 60, -2, -1])
+@pytest.mark.parametrize("cut", [0, 60, -1])
 @pytest.mark.parametrize("name", ["records", "failures", "jobs"])
 def test_full_disk_within_a_line_leaves_the_file_unchanged(folder: Path, name: str, cut: int) -> None:
     """Real writes, which the kernel cuts after N bytes of the line (counted from its end if negative)."""

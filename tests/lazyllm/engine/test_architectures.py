@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, RandomDrop
 from scripts.dev.support_matrix import OUT, REFUSED, refusal_of, table
+from tests.helpers import slow
 from tests.lazyllm.engine.architecture_matrix import Cell, cells, check, logits_of_steps
 from tests.reference import (
     VARIANTS,
@@ -61,7 +63,7 @@ def test_matrix(cell: Cell) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_reference_is_transformers_forward(variant: str) -> None:
+def test_reference_is_transformers_forward(variant: str) -> None:
     model = random_variant(variant, 5, attention_of(variant))
     for length in (1, 3, WINDOW + 1, 16, 17, 30):
         prompt = np.random.default_rng(length).integers(0, VOCAB, length).tolist()
@@ -71,7 +73,7 @@ def test_the_reference_is_transformers_forward(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
 def test_random_lengths_and_schedules(variant: str, seed: int) -> None:
     rng = random.Random(f"{variant} {seed}")
     model = random_variant(variant, seed, attention_of(variant))
@@ -92,20 +94,6 @@ def test_random_lengths_and_schedules(variant: str, seed: int) -> None:
     np.testing.assert_allclose(logits, expected.logits, rtol=0, atol=TOLERANCE)
 
 
-def test_a_window_counts_positions_and_not_what_is_left() -> None:
-    """Tokens outside the newest token's window have no importance, however few tokens are left."""
-    model = random_variant("mistral, window", 0)
-    found = lazyllm.generate(model, list(range(30)), Lazy({2: 0.5, 3: 0.5}), 4, ())
-    for step, selected in enumerate(found.selected[1:], start=1):
-        newest = 29 + step
-        inside = [position for position in range(newest - WINDOW + 1, newest + 1) if position < 30]
-        assert set(inside) <= set(
-            selected[2]
-        )  # more tokens are kept than the window has: the window's come first, then the lowest
-        outside = [position for position in selected[2] if position < newest - WINDOW + 1]
-        assert outside == list(range(len(outside)))
-
-
 def test_lengths_at_which_a_longrope_changes_are_refused() -> None:
     model = random_variant("phi3, LongRoPE and window", 0)
     assert len(lazyllm.generate(model, list(range(10)), Lazy({2: 0.5}), 6, ()).token_ids) == 6
@@ -118,7 +106,7 @@ def test_lengths_at_which_a_longrope_changes_are_refused() -> None:
     assert len(lazyllm.generate(model, list(range(17)), RandomDrop(0.5), 3, ()).token_ids) == 3
 
 
-def test_a_rope_that_grows_begins_anew_with_every_prompt() -> None:
+def test_growing_rope_begins_anew_with_every_prompt() -> None:
     model, short, long = random_variant("llama, dynamic NTK", 0), list(range(12)), list(range(60))
     alone = lazyllm.generate(random_variant("llama, dynamic NTK", 0), short, Baseline(), 12, ())
     before = model.model.rotary_emb.inv_freq.clone()
@@ -127,7 +115,7 @@ def test_a_rope_that_grows_begins_anew_with_every_prompt() -> None:
     assert lazyllm.generate(model, short, Baseline(), 12, ()).token_ids == alone.token_ids
 
 
-def test_what_surrounds_the_layers_is_found_and_put_back() -> None:
+def test_layout_is_found_and_the_model_left_as_it_was() -> None:
     found = {}
     for variant in VARIANTS:
         model = random_variant(variant, 0, attention_of(variant), torch.float32)
@@ -143,7 +131,7 @@ def test_what_surrounds_the_layers_is_found_and_put_back() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_right_is_refused_with_the_reason(name: str) -> None:
+def test_unsupported_model_is_refused_with_the_reason(name: str) -> None:
     expected = REFUSED[name][2]
     assert expected in refusal_of(name)
 
@@ -160,26 +148,46 @@ def _llama(**overrides: Any) -> PreTrainedModel:
     return random_variant("llama", 0, "sdpa", torch.float32, **overrides)
 
 
-def test_layers_that_mix_tokens_outside_attention_are_refused() -> None:
-    model = _llama()
-    check_same_as_model(model)
+def mix_tokens(model: Any) -> None:
     model.model.layers[2].mlp = nn.Sequential(Mixing(), model.model.layers[2].mlp)
-    with pytest.raises(UserError, match="gives other logits than the model"):
-        check_same_as_model(model)
 
 
-def test_a_model_that_lazyllm_did_not_load_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def drop_layers(model: Any) -> None:
+    model.model.layers = model.model.layers[:2]
+
+
+def name_a_window(model: Any) -> None:
+    model.config.sliding_window = 5  # which a Llama does not heed
+
+
+def share_attention(model: Any) -> None:
+    model.model.layers[3].self_attn = model.model.layers[2].self_attn  # whose K and V it then shares
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (mix_tokens, "other logits than the model"),
+        (drop_layers, "2 modules in `layers`, but num_hidden_layers=4"),
+        (name_a_window, "the last 5 tokens by its config"),
+        (share_attention, "cannot be run one by one"),
+    ],
+)
+def test_changed_model_is_refused_at_its_first_generation(change: Callable[[Any], None], message: str) -> None:
     model = _llama()
-    model.model.layers[2].mlp = nn.Sequential(Mixing(), model.model.layers[2].mlp)
-    with pytest.raises(UserError, match="gives other logits than the model"):
+    change(model)
+    with pytest.raises(UserError, match=message):
         lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
+
+
+def test_model_that_lazyllm_did_not_load_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _llama()
     lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
     monkeypatch.setattr("lazyllm.engine.checks.check_same_as_model", lambda _: pytest.fail("checked again"))
     lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
 
 
-def test_a_full_memory_is_no_unsupported_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_memory_is_not_taken_for_an_unsupported_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -188,27 +196,6 @@ def test_a_full_memory_is_no_unsupported_model(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(place, full)
         with pytest.raises(torch.OutOfMemoryError):
             check_same_as_model(model)
-
-
-def test_what_has_another_number_of_layers_than_it_says_is_refused() -> None:
-    model = _llama()
-    model.model.layers = model.model.layers[:2]
-    with pytest.raises(UserError, match="has 2 modules in `layers`, but num_hidden_layers=4"):
-        lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
-
-
-def test_a_mask_that_is_not_the_configs_is_refused() -> None:
-    model = _llama()
-    model.config.sliding_window = 5  # which a Llama does not heed
-    with pytest.raises(UserError, match="should attend to the last 5 tokens by its config"):
-        lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
-
-
-def test_layers_without_k_and_v_of_their_own_are_refused() -> None:
-    model = _llama()
-    model.model.layers[3].self_attn = model.model.layers[2].self_attn  # whose K and V it then shares
-    with pytest.raises(UserError, match="cannot be run one by one"):
-        check_same_as_model(model)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -235,7 +222,7 @@ def test_flops_are_those_that_run(variant: str) -> None:
     assert least <= attention <= every_pair + 0.01 * layers  # cos and sin are a product in some models
 
 
-def test_the_committed_table_lists_this_matrix() -> None:
+def test_committed_table_lists_this_matrix() -> None:
     text = OUT.read_text(encoding="utf-8")
     assert table(dict.fromkeys(cells(), True)) in text
     assert table({}) not in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.inputs import Prompt
 from lazyllm.engine.session import Session
 from lazyllm.methods import ASL, CLAA, METHODS, Baseline, FastKV, Lazy, Method, PyramidInfer, make
-from tests.helpers import prompt_tensor
+from tests.helpers import prompt_tensor, slow
 from tests.waits import Waits
 
 LAYERS, WIDTH, HEADS, VOCAB = 10, 48, 4, 97
@@ -145,7 +145,7 @@ def test_operations_of_a_step_in_which_nothing_is_revived(kv_heads: int) -> None
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 1])
-def test_the_baseline_does_no_more_than_the_model_itself(kv_heads: int) -> None:
+def test_baseline_does_no_more_than_the_model_itself(kv_heads: int) -> None:
     """Each large operation runs as often as in `model(...)`; of small ones two more in prefill, no more in a step."""
     model, prompt = small_llama(kv_heads, dtype=torch.bfloat16), prompt_tensor(200)
     with torch.inference_mode():
@@ -174,7 +174,7 @@ def test_operations_of_a_step_that_revives() -> None:
     assert steered[0].work - baseline[0].work <= 50 * boundaries
 
 
-def test_a_prompt_that_is_computed_everywhere_costs_no_search_for_what_to_revive() -> None:
+def test_prompt_that_is_computed_everywhere_costs_no_search_for_tokens_to_revive() -> None:
     """Once a group has computed all prompt tokens, the host need not ask the device for tokens to revive."""
     seen, revived = steps_of(small_llama(), SteeredLazy({5: 0.9}, drift=1.0, every=1), 30, 12)
     assert sum(revived) == 5 * 3  # 3 of 30 tokens were pruned before 5 layers
@@ -224,7 +224,7 @@ def test_waits(method: Method, boundaries: int) -> None:
     assert set(more) <= {"tolist", "nonzero"}
 
 
-def test_every_flop_of_a_pruned_prefill_is_one_that_was_announced() -> None:
+def test_flops_of_a_pruned_prefill_are_those_announced() -> None:
     """The counts that speedups are compared with, against PyTorch's own counter, which is independent of them."""
     model, n = small_llama(), 300
     schedule = lazyllm.Schedule({2: 0.7, 4: 0.4, 10: 0.5})
@@ -260,8 +260,9 @@ def test_no_tensor_of_a_prefill_is_quadratic_in_the_prompt(method: Method) -> No
     assert not [shape for shape in seen.shapes if sum(size in entering or size >= n for size in shape) > 1]
 
 
-@pytest.mark.parametrize(("kv_heads", "attention"), [(HEADS, "sdpa"), (1, "sdpa"), (1, "eager")])
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(
+    ("kv_heads", "attention", "window"), [(HEADS, "sdpa", 40), (1, "sdpa", None), (1, "eager", 40)]
+)
 @pytest.mark.parametrize("method", [Baseline(), Lazy({2: 0.3, 5: 0.5}), FastKV()], ids=str)
 def test_no_tensor_of_a_generation_is_quadratic_in_the_prompt(
     monkeypatch: pytest.MonkeyPatch, method: Method, kv_heads: int, window: int | None, attention: str
@@ -327,8 +328,10 @@ def test_two_turns_hold_their_caches_one_layer_and_one_block(monkeypatch: pytest
             assert held.peak <= 1.1 * (stored + out.aux_bytes + bytes_of_a_layer(model, n) + block)
 
 
-@pytest.mark.parametrize(("kv_heads", "attention"), [(HEADS, "sdpa"), (1, "sdpa"), (1, "eager")])
-@pytest.mark.parametrize("window", [None, 9, 70])
+@pytest.mark.parametrize(
+    ("kv_heads", "attention", "window"),
+    [(1, "sdpa", 9), (HEADS, "eager", None), *slow(*product((HEADS, 1), ("sdpa", "eager"), (9, 70)))],
+)
 @pytest.mark.parametrize("method", [Baseline(), Lazy({2: 0.3, 5: 0.5}), CLAA(), PyramidInfer()], ids=str)
 def test_blocks_change_no_result(
     monkeypatch: pytest.MonkeyPatch, method: Method, kv_heads: int, window: int | None, attention: str
@@ -343,7 +346,7 @@ def test_blocks_change_no_result(
         torch.testing.assert_close(found.first_logits, whole.first_logits, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(("kv_heads", "layers"), [(HEADS, 32), (HEADS, 16), (1, 16), (HEADS, 10)])
+@pytest.mark.parametrize(("kv_heads", "layers"), [(HEADS, 32), (1, 10)])
 def test_bytes_at_the_end_of_prefill_with_figure_4s_schedule(kv_heads: int, layers: int) -> None:
     model, n = small_llama(kv_heads, layers), 200
     ours = lazyllm.generate(model, prompt_tensor(n), Lazy(), 1, ())
@@ -358,7 +361,7 @@ def test_bytes_at_the_end_of_prefill_with_figure_4s_schedule(kv_heads: int, laye
 
 
 @pytest.mark.parametrize("aux_device", [None, "cpu"])
-def test_the_aux_cache_may_live_on_the_host(aux_device: str | None) -> None:
+def test_aux_cache_may_live_on_the_host(aux_device: str | None) -> None:
     model = small_llama()
     here = lazyllm.generate(model, prompt_tensor(40), Lazy({3: 0.5, 6: 0.5}), 8, ())
     there = lazyllm.generate(model, prompt_tensor(40), Lazy({3: 0.5, 6: 0.5}, aux_device=aux_device), 8, ())
@@ -374,9 +377,7 @@ def test_the_aux_cache_may_live_on_the_host(aux_device: str | None) -> None:
         (lambda x: x.nonzero(), 1),
         (lambda x: x[x > 1], 1),
         (lambda x: float(x.sum()), 1),
-        (lambda x: bool((x > 1).any()), 1),
         (lambda x: x.tolist(), 1),
-        (lambda x: x[torch.tensor([0])] + x.sum(), 0),
         (lambda x: torch.where(x > 1, x, 0).argsort(), 0),
     ],
 )

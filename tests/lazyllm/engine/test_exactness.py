@@ -10,6 +10,7 @@ import torch
 
 import lazyllm
 from lazyllm.methods import Baseline, Lazy
+from tests.helpers import slow
 from tests.lazyllm.engine.architecture_matrix import logits_of_steps
 from tests.reference import ARCHITECTURES, ReferenceOutput, lazy_reference, random_model
 
@@ -39,7 +40,7 @@ def assert_same(model, prompt: list[int], schedule: dict[int, float], steps: int
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(3), *slow(*range(3, 12))])
 def test_random_shapes_and_schedules(architecture: str, seed: int) -> None:
     rng = random.Random(f"{architecture} {seed}")
     layers = rng.randint(2, 6)
@@ -49,7 +50,7 @@ def test_random_shapes_and_schedules(architecture: str, seed: int) -> None:
     assert_same(model, prompt, schedule, steps=rng.randint(1, 9), prune_generated=rng.random() < 0.4)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ["llama"])
 @pytest.mark.parametrize("prompt_tokens", [1, 3, 12])
 @pytest.mark.parametrize(("where", "ratio"), [("first", 0.01), ("every", 0.01), ("every", 0.5), ("last", 0.5)])
 def test_edges(architecture: str, prompt_tokens: int, where: str, ratio: float) -> None:
@@ -62,9 +63,8 @@ def test_edges(architecture: str, prompt_tokens: int, where: str, ratio: float) 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("schedule", [{}, {1: 1.0, 2: 1.0, 4: 1.0}], ids=str)
-@pytest.mark.parametrize("prompt_tokens", [1, 2, 40])
-def test_keeping_everything_is_the_model_itself(architecture, attention, schedule, prompt_tokens) -> None:
+@pytest.mark.parametrize("prompt_tokens", [1, 40])
+def test_keeping_everything_is_the_model_itself(architecture, attention, prompt_tokens) -> None:
     model = random_model(architecture, 3, num_layers=4)
     model.set_attn_implementation(attention)
     prompt = torch.randint(0, VOCAB, (1, prompt_tokens), generator=torch.Generator().manual_seed(prompt_tokens))
@@ -74,7 +74,7 @@ def test_keeping_everything_is_the_model_itself(architecture, attention, schedul
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
         first_logits = model(prompt, logits_to_keep=1).logits[0, -1]
-    for method in (Lazy(schedule), Baseline()):
+    for method in (Lazy({1: 1.0, 2: 1.0, 4: 1.0}), Lazy({}), Baseline()):
         found = lazyllm.generate(model, prompt, method, 10, eos_token_ids=())
         assert found.token_ids == expected.sequences[0, prompt_tokens:].tolist()
         assert torch.equal(found.first_logits, first_logits)
@@ -94,18 +94,6 @@ def test_tied_scores_go_to_the_lower_position(architecture: str) -> None:
     assert found.selected[0] == {1: [0, 1, 2, 3, 9], 2: [0, 9]}
     assert found.selected[1] == {1: [0, 1, 2, 3, 4, 10], 2: [0, 1, 10]}
     assert found.selected[2] == {1: [0, 1, 2, 3, 4, 10, 11], 2: [0, 1, 10, 11]}
-
-
-def test_no_state_is_left_behind() -> None:
-    model = random_model("llama", 5, num_layers=4)
-    rng = random.Random(0)
-    prompts = [rng.choices(range(VOCAB), k=n) for n in (25, 4, 13)]
-    method = Lazy({1: 0.4, 3: 0.5})
-    alone = [lazyllm.generate(random_model("llama", 5, num_layers=4), prompt, method, 6, ()) for prompt in prompts]
-    again = [lazyllm.generate(model, prompt, method, 6, ()) for prompt in prompts + prompts]
-    for expected, two in zip(alone + alone, again, strict=True):
-        assert (expected.token_ids, expected.selected) == (two.token_ids, two.selected)
-        assert torch.equal(expected.first_logits, two.first_logits)
 
 
 def _some(rng: random.Random, layers: int) -> list[int]:

@@ -51,7 +51,7 @@ def test_end_tokens(method) -> None:
 
 
 @pytest.mark.parametrize("end", [7, [7, 9]])
-def test_the_models_own_end_tokens_are_the_default(end) -> None:
+def test_end_tokens_of_the_model_are_the_default(end) -> None:
     free = lazyllm.generate(MODEL, PROMPT, Baseline(), 6, ()).token_ids
     model = random_model("llama", 2, num_layers=4)
     model.generation_config.eos_token_id = free[1] if end == 7 else [95, free[1]]
@@ -75,18 +75,12 @@ def test_prompts_in_every_form() -> None:
         ("a text", r"a text: give token ids, for example tokenizer\(text\)"),
     ],
 )
-def test_bad_prompts(prompt, message: str) -> None:
+def test_generate_refuses_bad_prompts(prompt, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         lazyllm.generate(MODEL, prompt, Baseline(), 3, ())
 
 
-def test_a_generation_is_shown_without_all_its_logits() -> None:
-    shown = repr(lazyllm.generate(MODEL, PROMPT, Baseline(), 2, ()))
-    assert "token_ids=[" in shown
-    assert "tensor" not in shown
-
-
-def test_bad_settings() -> None:
+def test_generate_and_start_refuse_bad_settings() -> None:
     with pytest.raises(ValueError, match="max_new_tokens=0: give 1 or more"):
         lazyllm.generate(MODEL, PROMPT, Baseline(), 0, ())
     for chunk in (0, 2.5, True):
@@ -100,7 +94,7 @@ def test_bad_settings() -> None:
         lazyllm.generate(random_model("llama", 2, num_layers=2).train(), PROMPT, Baseline(), 3, ())
 
 
-def test_a_text_beyond_the_models_positions_is_refused_in_every_turn() -> None:
+def test_text_beyond_the_models_positions_is_refused_in_every_turn() -> None:
     model = random_variant("llama", 3, max_position_embeddings=32)
     inside: Any = lazyllm.generate_with(Baseline())
     assert len(lazyllm.generate(model, range(20), Baseline(), 12, ()).token_ids) == 12
@@ -134,7 +128,7 @@ def test_other_architectures_are_refused_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("method", ["lazy", None, Lazy])
-def test_generate_and_start_refuse_what_is_no_method(method: object) -> None:
+def test_generate_and_start_refuse_other_objects_as_methods(method: object) -> None:
     for call in (lazyllm.generate, lazyllm.start):
         with pytest.raises(TypeError, match=r"lazyllm\.methods\.Lazy"):
             call(MODEL, PROMPT, method)  # type: ignore[operator]

@@ -19,6 +19,7 @@ from lazyllm.engine.architecture import find_layout
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support import lazy_session
+from tests.helpers import slow
 from tests.lazyllm.methods.method_matrix import ROWS, Row
 from tests.reference import random_model
 
@@ -69,8 +70,7 @@ CASES = {name: row for name, row in ROWS.items() if not (row.scores or row.decid
 }
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("revived", [0, 3])
+@pytest.mark.parametrize(("attention", "revived"), [("sdpa", 3), *slow(("sdpa", 0), ("eager", 0), ("eager", 3))])
 @pytest.mark.parametrize("row", CASES.values(), ids=CASES.keys())
 def test_only_boundaries_ask_the_device(row: Row, revived: int, attention: str, monkeypatch) -> None:
     monkeypatch.setattr(lazy_session, "MANY", 1)
@@ -96,8 +96,7 @@ def test_only_boundaries_ask_the_device(row: Row, revived: int, attention: str, 
         assert (turn.host, logits.shape) == ([], (97,))
 
 
-def test_what_it_would_find() -> None:
-    """The watch detects transfers to the host."""
+def test_watch_notices_transfers() -> None:
     device = torch.ones(3, device=META)
     with pytest.raises(RuntimeError), OnDevice(0):
         device.sum().item()

@@ -8,11 +8,9 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import lazyllm
 from lazyllm.engine.attention import attend_to_chosen, attention_scores, installed_attention, part_mask
 from lazyllm.engine.cache import AuxCache, GroupCache
 from lazyllm.engine.inputs import Look
-from lazyllm.methods import Lazy
 from lazyllm.methods.support.ranking import rank, split_prompt
 from tests.reference import random_model
 
@@ -78,7 +76,7 @@ def test_installed_attention_is_removed_even_after_an_error() -> None:
     assert dict(ALL_ATTENTION_FUNCTIONS) == before
 
 
-def test_the_probe_says_when_the_layer_never_ran() -> None:
+def test_probe_refuses_a_layer_that_never_ran() -> None:
     with installed_attention(random_model("llama", 0, num_layers=2)) as probe:
         probe.watch(Look([0]))
         with pytest.raises(RuntimeError, match="0 of 1 watched layers"):
@@ -180,31 +178,6 @@ def test_group_cache_forgets_for_good() -> None:
     found, values = cache.update(newest, -newest, 1)
     assert torch.equal(found, torch.cat([key[:, :, [1, 4, 5]], newest], dim=2))
     assert torch.equal(values, -found)
-
-
-def test_flash_attention_gets_its_own_name_and_no_gaps() -> None:
-    """transformers' FlashAttention reads the config's name, and treats gaps in positions as packed sequences."""
-    model = random_model("llama", 3, num_layers=4)
-    expected = lazyllm.generate(model, list(range(20)), Lazy({1: 0.5, 2: 0.5}), 5, ())
-    seen = []
-
-    def flash(module, query, key, value, attention_mask, **kwargs):
-        seen.append(module.config._attn_implementation)
-        assert attention_mask is None
-        assert "position_ids" not in kwargs
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **kwargs)
-
-    original = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
-    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = flash
-    model.config._attn_implementation = "flash_attention_2"
-    try:
-        found = lazyllm.generate(model, list(range(20)), Lazy({1: 0.5, 2: 0.5}), 5, ())
-    finally:
-        del ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
-    assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is original
-    assert set(seen) == {"flash_attention_2"}
-    assert (found.token_ids, found.selected) == (expected.token_ids, expected.selected)
-    assert model.config._attn_implementation == "flash_attention_2"
 
 
 def test_importance_survives_what_attention_survives() -> None:

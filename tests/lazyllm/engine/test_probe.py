@@ -73,7 +73,7 @@ def test_every_look(architecture: str) -> None:
                     np.testing.assert_allclose(mean, np.mean(expected, axis=0), rtol=0, atol=1e-9)
 
 
-def test_the_first_layers_alone() -> None:
+def test_first_layers_run_alone() -> None:
     model = random_model("llama", 4, num_layers=5)
     _, states = by_hand(model)
     with torch.inference_mode(), open_decoder(model) as decoder:

@@ -219,19 +219,17 @@ def test_continuations_share_a_prefill_as_far_as_they_can(pruned: PrunedLM, pref
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "nosuch"}, "unknown method 'nosuch'; known are asl, baseline"),
-        ({"add_bos_token": True}, "method 'lazy' has no setting 'add_bos_token'; it has schedule"),
-        ({"schedule": "9:0.7"}, "prunes after layer 9, but the model has only 8 layers"),
+        ({"method": "nosuch"}, "'nosuch'; known are asl, baseline"),
+        ({"add_bos_token": True}, "'add_bos_token'; it has schedule"),
+        ({"schedule": "9:0.7"}, "only 8 layers"),
         ({"schedule": "2:half"}, "schedule '2:half': expected .* 9:0.7"),
-        ({"method": "prompt_compression", "keep": 0.5, "unit": "sentence"}, "needs the prompt's text"),
-        ({"pretrained": "nosuch"}, "'nosuch' is not a model"),
-        ({"dtype": "float8"}, "unknown dtype 'float8'"),
+        ({"method": "prompt_compression", "keep": 0.5, "unit": "sentence"}, "the prompt's text"),
+        ({"pretrained": "nosuch"}, "'nosuch'"),
+        ({"dtype": "float8"}, "'float8'"),
         ({"device": "tpu9"}, "device 'tpu9'"),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_weights_load(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str
-) -> None:
+def test_settings_are_refused_before_the_weights_load(monkeypatch, settings: dict[str, Any], message: str) -> None:
     monkeypatch.setattr("lazyllm.models.load._checkpoint", lambda *_: pytest.fail("the weights were loaded"))
     with pytest.raises(UserError, match=message):
         PrunedLM(**({"pretrained": "tiny", "device": "cpu"} | settings))
@@ -255,15 +253,7 @@ def test_beams_are_refused(pruned: PrunedLM) -> None:
         pruned.generate_until(instances("generate_until", (CONTEXT, beams)))
 
 
-@pytest.mark.parametrize("written", ["2:0.6+5:0.5", "5:0.5 + 25%:0.6", {"2": 0.6, "5": 0.5}])
-def test_a_schedule_as_a_command_line_writes_it(written: Any) -> None:
-    lm = PrunedLM("tiny", schedule=written, **CPU)
-    assert lm.method.tokens_per_layer(8, 100) == Lazy({2: 0.6, 5: 0.5}).tokens_per_layer(8, 100)
-    assert lm.method_code is None
-    assert lm.get_model_info()["method"] == repr(lm.method)
-
-
-def test_the_command(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_writes_results(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without --device, for which lm-eval's own default is a GPU; without its own tasks, which take 15 s to list."""
     monkeypatch.setattr(sys, "argv", ["lm-eval"])
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
@@ -278,16 +268,7 @@ def test_the_command(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         lm_eval.main([*arguments, *model, "--model_args", "pretrained=tiny,method=nosuch"])
 
 
-def test_help_names_the_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["lm-eval"])
-    with pytest.raises(SystemExit):
-        lm_eval.main(["--help"])
-    printed = capsys.readouterr().out
-    assert "--model lazyllm" in printed
-    assert "Language Model Evaluation Harness" in printed
-
-
-def test_without_the_extra_the_command_ends_in_one_line(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_is_refused_without_the_extra(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delitem(sys.modules, "lazyllm.integrations.lm_eval")
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     assert cli.main(["lm-eval", "--help"]) == 2

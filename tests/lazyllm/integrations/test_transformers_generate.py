@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +18,6 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
     SynthIDTextWatermarkingConfig,
-    TextIteratorStreamer,
-    TextStreamer,
     WatermarkingConfig,
     pipeline,
 )
@@ -128,7 +125,7 @@ RETURNED = {"return_dict_in_generate": True, "output_scores": True, "output_logi
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_is_transformers_own(name: str) -> None:
+def test_option_is_transformers_own(name: str) -> None:
     options = OPTIONS[name]
     for method in (Baseline(), KEEP):
         assert_same(ours(method, **options, **RETURNED), theirs(**options, **RETURNED))
@@ -148,7 +145,7 @@ OF_THE_ROW = {
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name not in OF_THE_ROW])
-def test_a_row_of_a_batch_is_the_row_alone(name: str) -> None:
+def test_row_of_a_batch_is_the_row_alone(name: str) -> None:
     """Pruned: the padding changes nothing, whatever looks at tokens or counts them; lengths count from the prompt."""
     options = {**OPTIONS[name], **RETURNED}
     short = dict(options)
@@ -174,29 +171,21 @@ def test_batches_and_rows_for_every_method(method: Method, sampled: bool) -> Non
     runs_batches_row_by_row(MODEL, method, LONG, **(SAMPLED if sampled else {}))
 
 
-def test_the_second_row_alone_when_sampled() -> None:
-    both = ours(PRUNE, BATCH, own_seed=7, **SAMPLED)
-    before = torch.get_rng_state()
-    alone = ours(PRUNE, {"input_ids": ids_of(LONG)}, seed=None, own_seed=8, **SAMPLED)
-    assert both[1].tolist() == alone[0].tolist()
-    assert torch.equal(before, torch.get_rng_state())  # the global generator is not used
-    other_company = {"input_ids": ids_of(LONG).repeat(2, 1)}
-    assert ours(PRUNE, other_company, own_seed=7, **SAMPLED)[1].tolist() == alone[0].tolist()
-    # and an explicit seed equals the same seed given to transformers
-    assert torch.equal(ours(KEEP, own_seed=5, **SAMPLED), theirs(seed=5, **SAMPLED))
-
-
 @pytest.mark.parametrize("own_seed", [None, 4])
 def test_copies_of_a_prompt_are_sampled_differently(own_seed: int | None) -> None:
-    several = ours(PRUNE, BATCH, own_seed=own_seed, num_return_sequences=3, **SAMPLED)
+    before = torch.get_rng_state()
+    several = ours(PRUNE, BATCH, None, own_seed, num_return_sequences=3, **SAMPLED)
+    assert torch.equal(before, torch.get_rng_state()) == (own_seed is not None)  # the global generator
+    torch.set_rng_state(before)
     assert several.shape == (6, WIDTH + 8)
     assert len({tuple(row.tolist()) for row in several}) == 6
     repeated = {name: value.repeat_interleave(3, dim=0) for name, value in BATCH.items()}
-    assert torch.equal(several, ours(PRUNE, repeated, own_seed=own_seed, **SAMPLED))
+    assert torch.equal(several, ours(PRUNE, repeated, None, own_seed, **SAMPLED))
+    assert torch.equal(ours(KEEP, own_seed=5, **SAMPLED), theirs(seed=5, **SAMPLED))
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_batch_against_transformers(sampled: bool) -> None:
+def test_batch_equals_transformers(sampled: bool) -> None:
     """All tokens are kept and rows end at different lengths. Sampled: transformers on each row, with the same seed."""
     options = {"eos_token_id": list(range(80, 97)), **SAMPLED} if sampled else {"eos_token_id": [FREE[2], 96]}
     found = ours(KEEP, BATCH, **options, **RETURNED)
@@ -224,7 +213,7 @@ def test_a_batch_against_transformers(sampled: bool) -> None:
         assert (row[len(generation.token_ids) :] == 0).all()
 
 
-def test_prefix_functions_get_the_rows_number_and_its_own_tokens() -> None:
+def test_prefix_functions_get_the_rows_number_and_tokens_without_padding() -> None:
     seen = []
 
     def allowed(row: int, ids: torch.Tensor) -> list[int]:
@@ -254,7 +243,7 @@ class Recorder(LogitsProcessor):
         return scores
 
 
-def test_processors_and_criteria_see_what_those_of_transformers_see() -> None:
+def test_processors_and_criteria_see_the_same_as_in_transformers() -> None:
     class Watch(StoppingCriteria):
         def __init__(self) -> None:
             self.calls: list[tuple[list[int], int]] = []
@@ -283,16 +272,7 @@ def test_processors_and_criteria_see_what_those_of_transformers_see() -> None:
     assert watch.calls == their_watch.calls
 
 
-def test_of_a_batch_they_see_one_row_after_the_other_without_its_padding() -> None:
-    recorder = Recorder()
-    out = ours(PRUNE, BATCH, logits_processor=LogitsProcessorList([recorder]), return_dict_in_generate=True)
-    expected = []
-    for prompt, row in zip((SHORT, LONG), out.generations, strict=True):
-        expected += [[prompt + row.token_ids[:step]] for step in range(8)]
-    assert [ids for ids, _ in recorder.calls] == expected
-
-
-def test_a_processor_that_calls_the_model_is_refused() -> None:
+def test_processor_that_calls_the_model_is_refused() -> None:
     processors = LogitsProcessorList([lambda ids, scores: scores + MODEL(ids).logits[:, -1]])
     with pytest.raises(RuntimeError, match="give it another model"):
         ours(PRUNE, logits_processor=processors)
@@ -323,7 +303,7 @@ def ways(method: Method) -> list[Callable[..., Any]]:
     return [lambda **kwargs: MODEL.generate(**kwargs, custom_generate=lazyllm.generate_with(method)), within]
 
 
-def test_streamers_get_what_transformers_gives_them() -> None:
+def test_streamers_get_the_same_as_in_transformers() -> None:
     expected, found = Put(), Put()
     theirs(streamer=expected)
     assert len(expected.got) == 10
@@ -335,23 +315,6 @@ def test_streamers_get_what_transformers_gives_them() -> None:
 
 
 TEXT = "entry zanur lantern copper. the old house was quiet. Question: entry zanur"
-
-
-def test_text_streamers_on_the_tiny_model(tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    model, tokenizer = tiny
-    inputs = tokenizer(TEXT, return_tensors="pt")
-    plain = model.generate(**inputs, max_new_tokens=6, streamer=TextStreamer(tokenizer, skip_prompt=True))
-    expected = capsys.readouterr().out
-    assert expected.strip()
-    with lazyllm.using(model, Lazy({2: 1.0})):
-        out = model.generate(**inputs, max_new_tokens=6, streamer=TextStreamer(tokenizer, skip_prompt=True))
-        assert torch.equal(out, plain)
-        assert capsys.readouterr().out == expected
-        pieces = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-        thread = threading.Thread(target=model.generate, kwargs={**inputs, "max_new_tokens": 6, "streamer": pieces})
-        thread.start()
-        assert "".join(pieces) == expected.rstrip("\n")
-        thread.join()
 
 
 def test_stop_strings(tiny: tuple[Any, Any]) -> None:
@@ -380,7 +343,7 @@ def test_stop_strings(tiny: tuple[Any, Any]) -> None:
         assert "tokenizer" in str(error)  # noqa: PT017 - either is right
 
 
-def test_a_pipeline(tiny: tuple[Any, Any]) -> None:
+def test_pipeline_answers_with_the_method(tiny: tuple[Any, Any]) -> None:
     model, tokenizer = tiny
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
     method = Lazy({2: 0.5, 5: 0.5})
@@ -430,7 +393,7 @@ def test_using_leaves_the_model_as_it_was() -> None:
 PRUNE_3 = Lazy({1: 0.5, 2: 0.5})
 
 
-def test_what_is_returned() -> None:
+def test_generate_returns_tokens_scores_and_generations() -> None:
     out = ours(PRUNE, **RETURNED)
     assert isinstance(out, LazyGenerateOutput)
     alone = lazyllm.generate(MODEL, LONG, PRUNE, 8, ())
@@ -446,7 +409,7 @@ def test_what_is_returned() -> None:
     assert set(OPTIONS) & set(REFUSED) == set()
 
 
-def test_a_token_costs_one_transfer() -> None:
+def test_token_costs_one_transfer() -> None:
     def waits(steps: int, **options: Any) -> Counter[str]:
         with Waits() as found:
             ours(Baseline(), max_new_tokens=steps, **options)
@@ -455,11 +418,6 @@ def test_a_token_costs_one_transfer() -> None:
     for options in ({}, {**SAMPLED, "top_p": 0.9, "eos_token_id": 96}):
         more = waits(7, **options) - waits(1, **options)
         assert more == {"tolist": 6}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Refused options
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_every_option_of_this_release_is_in_one_table() -> None:
@@ -483,7 +441,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_options(name: str) -> None:
+def test_option_is_refused(name: str) -> None:
     config = GenerationConfig()
     for accepted in REFUSED[name][0]:
         setattr(config, name, accepted)
@@ -493,17 +451,15 @@ def test_refused_options(name: str) -> None:
         check_options(config)
 
 
-@pytest.mark.parametrize(
-    "name", ["num_beams", "use_cache", "output_attentions", "cache_implementation", "prompt_lookup_num_tokens"]
-)
-def test_refused_options_through_generate(name: str) -> None:
+@pytest.mark.parametrize("name", ["num_beams", "output_attentions", "cache_implementation"])
+def test_generate_refuses_option(name: str) -> None:
     more = {"return_dict_in_generate": True} if name.startswith("output") else {}
     for way in ways(PRUNE):
         with pytest.raises(ValueError, match="pruning method"):
             way(input_ids=ids_of(LONG), max_new_tokens=3, **{name: OTHER[name]}, **more)
 
 
-def test_options_that_are_in_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_options_are_refused_unless_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     config = GenerationConfig()
     config.of_the_checkpoint = 3  # transformers also passes on additions of a checkpoint
     check_options(config)
@@ -531,7 +487,7 @@ def filled_cache() -> DynamicCache:
         ({**BATCH, "pad_token_id": None, "max_time": 9.0}, "give pad_token_id"),
     ],
 )
-def test_refused_calls(given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_refuses_inputs(given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "pad_token_id" in given:
         monkeypatch.setattr(MODEL.generation_config, "pad_token_id", None)
     for way in ways(PRUNE):
@@ -548,12 +504,12 @@ def test_refused_calls(given: dict[str, Any], message: str, monkeypatch: pytest.
         ({"inputs": torch.tensor([[5, 6, 0], [5, 6, 7]]), "eos_token_id": 0}, "pad on the left"),
     ],
 )
-def test_using_refuses_what_transformers_drops_before_a_custom_generate(given: dict[str, Any], message: str) -> None:
+def test_using_refuses_arguments_that_transformers_drops(given: dict[str, Any], message: str) -> None:
     with lazyllm.using(MODEL, PRUNE), pytest.raises(ValueError, match=message):
         MODEL.generate(**{"inputs": ids_of(LONG), **given}, max_new_tokens=3)
 
 
-def test_bad_methods_and_seeds() -> None:
+def test_generate_with_refuses_bad_methods_and_seeds() -> None:
     with pytest.raises(TypeError, match="expected a method such as"):
         lazyllm.generate_with(Lazy)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="seed=-1: give a whole number"):
@@ -565,7 +521,7 @@ def test_bad_methods_and_seeds() -> None:
 
 
 @pytest.mark.parametrize("method", KEEPING.values(), ids=KEEPING.keys())
-def test_every_method_that_keeps_everything(method: Method) -> None:
+def test_method_that_keeps_everything_is_transformers(method: Method) -> None:
     options = {**SAMPLED, "top_p": 0.8, "repetition_penalty": 1.3}
     assert torch.equal(ours(method, **options), theirs(**options))
 

@@ -44,6 +44,7 @@ TOO_MANY: dict[str, dict[str, Any]] = {name: {"keep": 10**6} for name in ("asl",
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *((name, {"keep": 1.5}, r"keep.*\(0, 1\].*1\.5") for name in METHODS if "keep" in settings_of(by_name(name))),
     ("lazy", {"schedule": {2: 1.5}}, r"layer 2.*\(0, 1\].*1\.5"),
+    ("lazy", {"prune_generated": True, "revive": False}, "revive=False"),
     ("pyramidinfer", {"decay": 1.5}, r"decay.*\(0, 1\].*1\.5"),
     ("random_drop", {"keep": 0}, r"keep.*\(0, 1\]"),
     ("random_drop", {"keep": "half"}, "keep.*number"),
@@ -75,10 +76,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("n", [1, 2, 3, 21])
+@pytest.mark.parametrize("n", [1, 2, 21])
 def test_short_prompts_and_long_windows(name: str, n: int) -> None:
-    for edge in ({}, LONGER_THAN_THE_PROMPT.get(name, {})):
-        invariants.counts_what_it_computes(MODEL, make(name, USUAL[name] | edge), PROMPT[:n])
+    method = make(name, USUAL[name] | LONGER_THAN_THE_PROMPT.get(name, {}))
+    invariants.counts_what_it_computes(MODEL, method, PROMPT[:n])
 
 
 @pytest.mark.parametrize(("name", "settings", "message"), REFUSED, ids=str)
@@ -101,7 +102,7 @@ def test_more_tokens_than_there_are_is_all_of_them(name: str) -> None:
         ({"num_hidden_layers": 40}, "times as large as the model: give a smaller model"),
     ],
 )
-def test_a_draft_that_does_not_fit(sizes: dict[str, int], message: str, tmp_path: Path) -> None:
+def test_draft_that_does_not_fit_is_refused(sizes: dict[str, int], message: str, tmp_path: Path) -> None:
     random_variant("llama", 7, **sizes).save_pretrained(tmp_path)
     method = SpecPrefill(str(tmp_path), keep=0.5, chunk=4)
     with pytest.raises(ValueError, match=message):
@@ -109,9 +110,3 @@ def test_a_draft_that_does_not_fit(sizes: dict[str, int], message: str, tmp_path
     inside: Any = lazyllm.generate_with(method)
     with pytest.raises(ValueError, match=message):
         MODEL.generate(torch.tensor([PROMPT]), custom_generate=inside, max_new_tokens=2)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_batch_is_sent_to_model_generate(name: str) -> None:
-    with pytest.raises(ValueError, match=r"Batches are not supported here: use model\.generate"):
-        lazyllm.generate(MODEL, [PROMPT, PROMPT], make(name, USUAL[name]), 2, ())

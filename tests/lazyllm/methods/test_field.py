@@ -20,6 +20,7 @@ from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods import ASL, CLAA, FastKV, GemFilter, Method, Oracle, PyramidInfer, SpecPrefill
 from tests.field_oracles import FieldOutput, asl, claa, fastkv, gemfilter, oracle, pyramidinfer, specprefill
+from tests.helpers import slow
 from tests.lazyllm.engine.architecture_matrix import logits_of_steps
 from tests.reference import casts_in_float64, random_variant
 
@@ -27,7 +28,7 @@ VARIANTS = ["llama", "mistral, window", "qwen2", "qwen3", "gemma2", "llama, dyna
 STEPS = 4
 LAYERS = 5
 TOLERANCE = 1e-9
-SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))]
+SEEDS = [0, *slow(*range(1, 6))]
 
 Case = tuple[Method, Callable[[PreTrainedModel, list[int]], FieldOutput]]
 
@@ -192,7 +193,7 @@ def test_specprefill(variant: str, seed: int, drafts: Path) -> None:
         hold(model, SpecPrefill(None, **own), ids, own_draft)
 
 
-def test_a_cut_that_depends_on_the_prompt_is_where_ranks_settle() -> None:
+def test_asl_cuts_where_ranks_settle() -> None:
     """Some random cases are cut early, some late and some never."""
     model = random_variant("llama", 0, num_hidden_layers=8)
     rng = random.Random(0)
@@ -209,7 +210,7 @@ def test_a_cut_that_depends_on_the_prompt_is_where_ranks_settle() -> None:
     assert len(cuts) >= 3
 
 
-def test_flops_of_what_selects_are_those_announced() -> None:
+def test_flops_of_selection_are_those_announced() -> None:
     """PyTorch's own counter, over the linear maps of what runs before and in a prefill."""
     model, n = random_variant("llama", 0), 400
     shape = LayerShape.of(model.config)

@@ -19,6 +19,7 @@ from lazyllm.engine.decoder import open_decoder
 from lazyllm.methods import SpecPrefill
 from lazyllm.models.tokenizers import load_tokenizer
 from tests.field_oracles import FieldOutput, Token, specprefill_across
+from tests.helpers import slow
 from tests.reference import casts_in_float64, random_variant
 
 TINY = Path(lazyllm.__file__).parent / "models" / "tiny"
@@ -99,7 +100,7 @@ def hold(model: Any, method: SpecPrefill, prompt: lazyllm.Prompt, expected: Fiel
 
 
 @pytest.mark.parametrize(("own", "other"), PAIRS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
 def test_kept_chunks_are_read_anew(own: str, other: str, seed: int, tokenizers, drafts) -> None:
     rng = random.Random(f"{own} {other} {seed}")
     variant = rng.choice(["llama", "mistral, window", "qwen2", "qwen3"])
@@ -126,7 +127,7 @@ def test_kept_chunks_are_read_anew(own: str, other: str, seed: int, tokenizers, 
     assert bool(out.scoring_s) == bool(scored)
 
 
-@pytest.mark.parametrize(("own", "other"), PAIRS)
+@pytest.mark.parametrize(("own", "other"), PAIRS[:2])
 @pytest.mark.parametrize("keep", [0.3, 1.0])
 def test_again_reads_the_tokens_of_later_turns_too(own: str, other: str, keep: float, tokenizers, drafts) -> None:
     rng = random.Random(f"{own} {other} {keep}")
@@ -172,7 +173,7 @@ def test_pieces_are_joined_by_dots(tokenizers, drafts) -> None:
     assert "[...]" in kept
 
 
-def test_other_tokens_are_refused_unless_they_are_asked_for(tokenizers, drafts, tmp_path: Path) -> None:
+def test_draft_with_other_tokens_is_refused_without_text(tokenizers, drafts, tmp_path: Path) -> None:
     model, text = random_variant("llama", 0, vocab_size=len(tokenizers("tiny"))), "the old lantern"
     prompt = prompt_of(tokenizers("tiny"), text)
     folder, _ = drafts("llama", "letters")

@@ -12,10 +12,10 @@ import torch
 import lazyllm
 from lazyllm.check import invariants
 from lazyllm.engine.inputs import Prompt
-from lazyllm.methods import METHODS, Baseline, Lazy, Method, RandomDrop, StaticPruning
+from lazyllm.methods import METHODS, Method, RandomDrop, StaticPruning
 from tests.field_oracles import static_pruning
 from tests.lazyllm.engine.architecture_matrix import logits_of_steps
-from tests.lazyllm.methods.method_matrix import KEEPING, LISTED, ROWS, AskFirst, Row
+from tests.lazyllm.methods.method_matrix import KEEPING, LISTED, ROWS, Row
 from tests.reference import random_model
 
 LAYERS = 4
@@ -23,27 +23,26 @@ MODEL = random_model("qwen3", 4, num_layers=LAYERS)
 PROMPT = np.random.default_rng(0).integers(0, 97, 21).tolist()
 
 
-def test_the_matrix_is_complete() -> None:
+def test_matrix_is_complete() -> None:
     for rows in (LISTED, KEEPING):
         assert {name.split(",")[0] for name in rows} == set(METHODS)
 
 
 @pytest.mark.parametrize("method", [row.keeping for row in ROWS.values() if row.keeping], ids=str)
-@pytest.mark.parametrize("n", [2, 21])
-def test_keeping_everything_is_the_baseline(method: Method, n: int) -> None:
-    invariants.is_the_model(MODEL, method, PROMPT[:n])
+def test_keeping_everything_is_the_baseline(method: Method) -> None:
+    invariants.is_the_model(MODEL, method, PROMPT)
 
 
 @pytest.mark.parametrize("name", LISTED)
-def test_what_a_method_says_keeps_everything_does(name: str) -> None:
+def test_settings_that_keep_everything_do(name: str) -> None:
     keeping = invariants.keeping_everything(LISTED[name].pruning)
     assert keeping.tokens_per_layer(LAYERS, 21) == [21] * LAYERS
     invariants.is_the_model(MODEL, keeping, PROMPT)
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
-@pytest.mark.parametrize("n", [1, 3, 21])
-def test_what_a_method_declares_is_what_is_computed(row: Row, n: int) -> None:
+@pytest.mark.parametrize("n", [3, 21])
+def test_declared_counts_are_computed(row: Row, n: int) -> None:
     out = invariants.counts_what_it_computes(MODEL, row.pruning, PROMPT[:n])
     assert (out.scoring_tokens > 0) <= row.scores
     if not row.scores:  # scoring may cost more than pruning saves
@@ -51,12 +50,12 @@ def test_what_a_method_declares_is_what_is_computed(row: Row, n: int) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
-def test_no_state_stays_and_prompts_do_not_mix(row: Row) -> None:
+def test_method_has_no_state(row: Row) -> None:
     invariants.has_no_state(MODEL, row.pruning, PROMPT)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS.values() if not row.asks], ids=lambda row: row.pruning.label)
-def test_what_is_pruned_is_never_computed_later(row: Row) -> None:
+def test_pruned_tokens_are_never_computed_later(row: Row) -> None:
     out = lazyllm.generate(MODEL, PROMPT, row.pruning, 8, ())
     assert (out.computed == out.computed[0]).all()
     assert out.aux_bytes == 0
@@ -79,33 +78,9 @@ assert not heavy, heavy
     assert lazyllm.generate.__module__ == "lazyllm.engine.generation"
 
 
-def test_without_revival_decoding_sees_what_prefill_selected() -> None:
-    method, alive = Lazy({1: 0.6, 3: 0.5}, revive=False), Lazy({1: 0.6, 3: 0.5})
-    out, other = lazyllm.generate(MODEL, PROMPT, method, 6, ()), lazyllm.generate(MODEL, PROMPT, alive, 6, ())
-    assert out.selected[0] == other.selected[0]
-    for step, selected in enumerate(out.selected[1:], start=1):
-        generated = list(range(21, 21 + step))
-        assert selected == {layer: kept + generated for layer, kept in out.selected[0].items()}
-    assert other.computed[-1].sum() > out.computed[-1].sum()  # if tokens are selected again, some of the same return
-    with pytest.raises(ValueError, match="revive=False"):
-        Lazy({1: 0.5}, prune_generated=True, revive=False)
-
-
 def kv_bytes_of(tokens: int, layers: int) -> int:
     config = MODEL.config
     return tokens * layers * 2 * config.num_key_value_heads * config.head_dim * 8
-
-
-def test_random_drop_is_the_model_on_the_rest() -> None:
-    method = RandomDrop(0.5, seed=3)
-    out = lazyllm.generate(MODEL, PROMPT, method, 5, ())
-    kept = out.selected[0][0]
-    assert len(kept) == 11  # ceil(0.5 * 21)
-    assert kept == sorted(set(kept))
-    assert kept[-1] == 20
-    rest = lazyllm.generate(MODEL, [PROMPT[position] for position in kept], Baseline(), 5, ())
-    assert (out.token_ids, out.kv_bytes) == (rest.token_ids, rest.kv_bytes)
-    assert torch.equal(out.first_logits, rest.first_logits)
 
 
 def test_random_drop_draws_by_seed_and_evenly() -> None:
@@ -133,23 +108,3 @@ def test_static_pruning_by_hand(layer: int, keep: float, left: int) -> None:
     np.testing.assert_allclose(
         logits_of_steps(MODEL, method, PROMPT, out.token_ids), expected.logits, rtol=0, atol=1e-9
     )
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_selected_tokens_run_at_their_own_positions(attention: str) -> None:
-    """As transformers runs the rest of a prompt that is given its positions."""
-    model = random_model("llama", 4, num_layers=LAYERS, attn_implementation=attention)
-    out = lazyllm.generate(model, PROMPT, AskFirst(0.5), 4, ())
-    positions = out.selected[0][0]
-    assert len(positions) == 11
-    tokens = [PROMPT[position] for position in positions]
-    for step, token_id in enumerate(out.token_ids):
-        at = torch.tensor([[*positions, *range(21, 21 + step)]])
-        with torch.inference_mode():
-            logits = model(torch.tensor([tokens]), position_ids=at).logits[0, -1]
-        assert token_id == int(logits.argmax())
-        if step == 0:
-            torch.testing.assert_close(out.first_logits, logits, rtol=0, atol=1e-6)
-        tokens.append(token_id)
-    assert out.kv_bytes == kv_bytes_of(11 + 3, LAYERS) * model.config.hidden_size // 64
-    assert out.scoring_tokens == 16  # 21 tokens through three of four layers: 15.75

@@ -21,7 +21,7 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(CODER)
 
 
-def test_the_model_is_deep_and_small() -> None:
+def test_coder_is_deep_and_small() -> None:
     model = AutoModelForCausalLM.from_pretrained(CODER)
     assert model.config.num_hidden_layers >= 12
     assert model.num_parameters() <= 10_000_000
@@ -30,12 +30,12 @@ def test_the_model_is_deep_and_small() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text() | st.text(alphabet="ab \n\r\t.;_'{}"))
-def test_the_tokenizer_is_lossless(tokenizer, text: str) -> None:
+def test_tokenizer_is_lossless(tokenizer, text: str) -> None:
     if not any(special in text for special in (embedded.BEGIN, embedded.END, embedded.PAD)):
         assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
 
 
-def test_the_embedded_tasks_have_tinys_tokens(tokenizer) -> None:
+def test_embedded_tasks_have_tinys_tokens(tokenizer) -> None:
     tiny = train.tiny_tokenizer()
     for name in embedded.NAMES:
         for row in embedded.rows(name, count=3):

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import lazyllm
 from lazyllm.errors import UserError
-from lazyllm.models.load import as_device, load_config, load_end_ids, load_weights, random_weights
+from lazyllm.models.load import load_config, load_end_ids, load_weights, random_weights
 from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import DTYPES, ModelSpec
+from tests.lazyllm.models.test_convert import Code
 from tests.reference import VARIANTS, random_model, random_variant
 
 TINY = Path(PRESETS["tiny"].source)
@@ -55,11 +56,8 @@ def edit(file: Path, **changes: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-# ------------------------------------------------------------------------------------------------------ what is loaded
-
-
 @pytest.mark.parametrize("name", ["tiny", str(TINY), "owner/tiny"])
-def test_a_preset_its_folder_and_its_repository_are_the_same_model(name: str, tiny, hub) -> None:
+def test_preset_folder_and_repository_are_the_same_model(name: str, tiny, hub) -> None:
     hub["owner/tiny"] = TINY
     model, tokenizer = lazyllm.load_model(name, dtype="float32", device="cpu")
     assert not model.training
@@ -71,7 +69,7 @@ def test_a_preset_its_folder_and_its_repository_are_the_same_model(name: str, ti
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes(dtype: str) -> None:
+def test_load_model_uses_the_dtype(dtype: str) -> None:
     model = load_weights(ModelSpec("tiny", dtype=dtype, device="cpu"))
     assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
     out = lazyllm.generate(model, list(range(3, 60)), lazyllm.methods.Lazy(), 4, ())
@@ -115,7 +113,7 @@ def test_random_weights_are_drawn_once_and_are_as_transformers_makes_them(name: 
             assert torch.equal(own, other) or own.std().item() == pytest.approx(other.std().item(), rel=0.2)
 
 
-def test_a_dummy_has_no_tokenizer_unless_named(offline, monkeypatch) -> None:
+def test_dummy_has_no_tokenizer_unless_named(offline, monkeypatch) -> None:
     monkeypatch.setitem(PRESETS, "small", Preset("owner/small", random_model("llama", 0).config.to_dict()))
     assert lazyllm.load_model("small", "dummy", "float32", "cpu")[1] is None
     assert lazyllm.load_model("small", "dummy", "float32", "cpu", tokenizer=str(TINY))[1] is not None
@@ -134,27 +132,19 @@ def test_end_tokens_are_the_generation_configs(folder: Path) -> None:
         load_end_ids(spec)
 
 
-def test_auto_device_is_one_that_works() -> None:
-    assert torch.ones(2, device=as_device("auto")).sum() == 2
-    assert as_device("cpu") == torch.device("cpu")
-
-
-# ------------------------------------------------------------------------------------------------------------ refusals
-
-
-def test_offline_and_not_cached_is_one_line(offline) -> None:
+def test_load_model_is_refused_offline_with_the_remedies(offline) -> None:
     refused("llama2", r"HF_HUB_OFFLINE.*model.name=FOLDER.*model.load_format=dummy")
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (errors.GatedRepoError, "gated: ask for access at https://huggingface.co/meta-llama/Llama-2-7b-chat-hf"),
-        (errors.RepositoryNotFoundError, "no such repository on the hub, or it is private"),
-        (errors.RevisionNotFoundError, "has no revision None"),
+        (errors.GatedRepoError, "https://huggingface.co/meta-llama/Llama-2-7b-chat-hf"),
+        (errors.RepositoryNotFoundError, "no such repository"),
+        (errors.RevisionNotFoundError, "no revision"),
     ],
 )
-def test_no_access_says_how_to_get_it(monkeypatch, error: type, message: str) -> None:
+def test_repository_without_access_is_refused_with_the_remedy(monkeypatch, error: type, message: str) -> None:
     response = Mock(headers={}, request=None, status_code=403)  # the parts of a response that the hub's errors read
     monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=error("403", response=response)))
     refused("llama2", f"{message}.*model.name=FOLDER")
@@ -172,21 +162,11 @@ def test_no_access_says_how_to_get_it(monkeypatch, error: type, message: str) ->
         ("tiny", {"load_format": "pickle"}, "unknown load_format"),
     ],
 )
-def test_bad_arguments(name: str, settings: dict, message: str) -> None:
+def test_load_model_refuses_bad_arguments(name: str, settings: dict, message: str) -> None:
     if "cuda" in str(settings) and torch.cuda.is_available():
         pytest.skip("this machine has the device that the test expects to be absent")
     with pytest.raises(UserError, match=message):
         lazyllm.load_model(name, **settings)
-
-
-class _Bomb:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple:
-        return Path.touch, (self.mark,)
 
 
 @pytest.mark.parametrize(
@@ -195,15 +175,11 @@ class _Bomb:
         ("pytorch_model.bin", None),
         ("pytorch_model-00001-of-00001.bin", "model.safetensors.index.json"),
         ("adapter_model.bin", "config.json"),
-        ("weights.pt", None),
     ],
 )
-def test_no_pickle_is_opened_whatever_names_it(folder: Path, tiny, file: str, named_by: str | None) -> None:
+def test_pickle_is_refused_and_not_opened(folder: Path, tiny, file: str, named_by: str | None) -> None:
     mark = folder / "mark"
-    torch.save({**tiny.state_dict(), "bomb": _Bomb(mark)}, folder / file)
-    torch.load(folder / file, weights_only=False)
-    assert mark.exists()  # that is what reading it would do
-    mark.unlink()
+    torch.save({**tiny.state_dict(), "bomb": Code(mark)}, folder / file)
     (folder / "model.safetensors").unlink()
     if named_by == "config.json":
         edit(folder / named_by, transformers_weights=file)
@@ -214,7 +190,7 @@ def test_no_pickle_is_opened_whatever_names_it(folder: Path, tiny, file: str, na
     assert not mark.exists()
 
 
-def test_what_the_refusal_says_makes_the_checkpoint_readable(folder: Path, tiny) -> None:
+def test_command_of_a_refusal_makes_the_checkpoint_readable(folder: Path, tiny) -> None:
     (folder / "model.safetensors").unlink()
     torch.save(tiny.state_dict(), folder / "pytorch_model.bin")
     with pytest.raises(UserError) as caught:
@@ -225,7 +201,7 @@ def test_what_the_refusal_says_makes_the_checkpoint_readable(folder: Path, tiny)
     assert same_weights(load(folder), tiny)
 
 
-def test_no_remote_code_is_run(folder: Path) -> None:
+def test_remote_code_is_refused_and_not_run(folder: Path) -> None:
     edit(
         folder / "config.json",
         model_type="custom_type",
@@ -244,14 +220,14 @@ def test_repository_without_safetensors_is_never_converted_by_the_hub(monkeypatc
     refused("owner/old", r"pytorch_model\.bin holds more than tensors")
 
 
-def test_a_checkpoint_in_shards_is_whole_or_refused(tmp_path: Path, tiny) -> None:
+def test_shards_are_whole_or_refused(tmp_path: Path, tiny) -> None:
     folder = tmp_path / "shards"
     tiny.save_pretrained(folder, max_shard_size="500KB")
     shards = sorted(folder.glob("*.safetensors"))
     assert len(shards) > 2
     assert same_weights(load(folder), tiny)
     content = shards[1].read_bytes()
-    for damaged in (*(content[:end] for end in (0, 7, 100, len(content) // 2, len(content) - 1)), b"\xff" * 999):
+    for damaged in (b"", content[:7], content[:-1], b"\xff" * 999):
         shards[1].write_bytes(damaged)
         refused(folder, f"{shards[1].name} is damaged or cut short")
     shards[1].unlink()
@@ -263,12 +239,12 @@ def test_a_checkpoint_in_shards_is_whole_or_refused(tmp_path: Path, tiny) -> Non
     for outside in ("../elsewhere.safetensors", "/etc/elsewhere.safetensors"):
         index.write_text(json.dumps(named | {"weight_map": named["weight_map"] | {first: outside}}))
         refused(folder, "outside the folder")
-    for garbled in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
+    for garbled in ("{", "[]", '{"weight_map": {"a": 3}}'):
         index.write_text(garbled)
         refused(folder, "model.safetensors.index.json could not be used")
 
 
-def test_weights_that_a_checkpoint_lacks_are_not_made_up(folder: Path) -> None:
+def test_checkpoint_without_some_weights_is_refused(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.3.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -16,7 +16,7 @@ from lazyllm.methods.prompt_compression.scoring import (
     window_limit,
     windows,
 )
-from tests.reference import ARCHITECTURES, forward_reference, random_model
+from tests.reference import ARCHITECTURES, random_model
 
 BOS = 5
 
@@ -44,7 +44,7 @@ def slow(model: PreTrainedModel, token_ids: list[int], window: int, bos: int | N
 @pytest.mark.parametrize(
     ("architecture", "attention"), [*((name, "sdpa") for name in ARCHITECTURES), (ARCHITECTURES[0], "eager")]
 )
-def test_it_is_that_of_one_forward_pass_per_token(architecture: str, attention: str) -> None:
+def test_self_information_is_that_of_one_forward_pass_per_token(architecture: str, attention: str) -> None:
     draw = np.random.default_rng(len(architecture))
     for bos, window in ((None, 512), (BOS, 512), (None, 7), (BOS, 8), (BOS, 2), (None, 3), (BOS, 24), (BOS, 25)):
         model = random_model(architecture, 1, num_layers=2, attn_implementation=attention, bos_token_id=bos)
@@ -56,15 +56,7 @@ def test_it_is_that_of_one_forward_pass_per_token(architecture: str, attention: 
         )
 
 
-def test_it_is_that_of_the_model_written_out_by_hand() -> None:
-    model = random_model("qwen2", 3, num_layers=2, bos_token_id=BOS)
-    token_ids = np.random.default_rng(4).integers(0, 97, 12).tolist()
-    logits = forward_reference(model, [BOS, *token_ids])[:-1]
-    expected = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(12), token_ids]
-    np.testing.assert_allclose(found(model, token_ids), expected, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("chunk", [1, 5, 19, 20, 21])
+@pytest.mark.parametrize("chunk", [1, 19, 20])
 def test_chunks_change_nothing_and_bound_the_logits(chunk: int, monkeypatch) -> None:
     model = random_model("llama", 0, num_layers=2, bos_token_id=BOS)
     token_ids = np.random.default_rng(0).integers(0, 97, 40).tolist()
@@ -98,7 +90,7 @@ def test_windows_score_every_token_once_with_half_a_window_before_it(size: int) 
         assert scored == list(range(1, length))
 
 
-def test_the_windows_limit() -> None:
+def test_window_beyond_the_model_is_refused() -> None:
     model = random_model("mistral", 0, num_layers=2)
     assert window_limit(model.config) == 512
     with pytest.raises(ValueError, match="window=513: the scoring model sees at most 512 tokens"):

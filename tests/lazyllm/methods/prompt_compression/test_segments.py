@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -68,44 +67,8 @@ def test_phrases_are_noun_phrases_and_single_words() -> None:
     assert pieces(text, phrase_starts(text, nlp)) == ["The old man ", "saw ", "a dog", "."]
 
 
-def test_phrases_of_spacys_own_documents() -> None:
-    """spaCy's noun phrases over a parse that is given: its English model cannot be had from a package index."""
-    spacy = pytest.importorskip("spacy", reason="spaCy is not installed (the extra `phrase`)")
-    from spacy.tokens import Doc
-
-    english = spacy.blank("en")
-
-    def nlp(text: str):
-        words = ["The", "old", "man", "saw", "a", "dog", "."]
-        return Doc(
-            english.vocab,
-            words=words,
-            spaces=[True, True, True, True, True, False, False],
-            pos=["DET", "ADJ", "NOUN", "VERB", "DET", "NOUN", "PUNCT"],
-            heads=[2, 2, 3, 3, 5, 3, 3],
-            deps=["det", "amod", "nsubj", "ROOT", "det", "dobj", "punct"],
-        )
-
-    text = "The old man saw a dog."
-    assert pieces(text, phrase_starts(text, nlp)) == ["The old man ", "saw ", "a dog", "."]
-
-
-def test_what_is_missing_for_phrases_is_named() -> None:
-    """Without a stub: spaCy or its English model, whichever is missing here."""
-    if importlib.util.find_spec("spacy") is None:
-        expected = r"pip install 'lazyllm-bench\[phrase\]' .* python -m spacy download en_core_web_sm"
-    elif importlib.util.find_spec("en_core_web_sm") is None:
-        expected = r"English model en_core_web_sm, which is not installed: python -m spacy download en_core_web_sm$"
-    else:
-        assert pieces("An old dog barked.", load_splitter("phrase")("An old dog barked."))[0] == "An old dog "
-        return
-    for ask in (check_spacy, lambda: load_splitter("phrase")):
-        with pytest.raises(ValueError, match=expected):
-            ask()
-
-
 @pytest.mark.parametrize(("there", "message"), [((), "spaCy, which is not"), (("spacy",), "model en_core_web_sm")])
-def test_each_of_the_two_may_be_missing(there: tuple[str, ...], message: str, monkeypatch) -> None:
+def test_missing_spacy_or_its_model_is_named(there: tuple[str, ...], message: str, monkeypatch) -> None:
     monkeypatch.setattr(segments, "find_spec", lambda name: name if name in there else None)
     with pytest.raises(ValueError, match=message):
         check_spacy()

@@ -50,13 +50,13 @@ def run_of(*overrides: str):
         return resolve(to_run_config(compose("config", overrides=list(overrides))))
 
 
-def test_the_worked_example_does_what_it_says() -> None:
+def test_worked_example_does_what_it_says() -> None:
     failed, tried = doctest.testmod(bases)
     assert tried >= 10
     assert failed == 0
 
 
-def test_its_name_is_known_as_if_it_were_lazyllms_own(installed: Path) -> None:
+def test_name_of_an_installed_method_is_known(installed: Path) -> None:
     with pytest.raises(UserError, match=r"'keep_last' needs layer=\.\.\.; its settings are layer, keep"):
         make("keep_last")
     method = make("keep_last", {"layer": 2, "keep": 0.25})
@@ -67,13 +67,13 @@ def test_its_name_is_known_as_if_it_were_lazyllms_own(installed: Path) -> None:
     assert method.tokens_per_layer(8, 40) == [40] * 2 + [10] * 6
 
 
-def test_without_the_package_nothing_is_known_of_it() -> None:
+def test_name_is_unknown_without_the_package() -> None:
     assert known() == list(METHODS)
     with pytest.raises(UserError, match=r"unknown method 'keep_last'; known are asl, baseline, .*static_pruning$"):
         make("keep_last")
 
 
-def test_its_config_is_the_dataclass(installed: Path) -> None:
+def test_config_of_a_plugin_is_its_dataclass(installed: Path) -> None:
     given = {"name": "keep_last", "layer": 3, "keep": 0.5}
     assert run_of("method=keep_last", "method.layer=3").method == given | {"turns": "continue"}
     assert canonical(given | {"turns": "continue"}) == canonical(given) == {"name": "keep_last", "layer": 3}
@@ -102,9 +102,7 @@ def test_its_config_is_the_dataclass(installed: Path) -> None:
         ("odd_default", "of 'folder': expected a number"),
     ],
 )
-def test_what_cannot_be_used_is_refused_when_it_is_asked_for_and_not_before(
-    installed: Path, name: str, message: str
-) -> None:
+def test_unusable_plugin_is_refused_only_by_name(installed: Path, name: str, message: str) -> None:
     assert run_of("method=static_pruning").method["name"] == "static_pruning"
     check_arguments(["method=keep_last", "method.layer=3"])
     with pytest.raises(UserError, match=message):
@@ -117,14 +115,14 @@ def test_what_cannot_be_used_is_refused_when_it_is_asked_for_and_not_before(
     assert isinstance(Lazy(), METHODS["lazy"])  # in Python the name is unambiguous
 
 
-def test_two_packages_with_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_of_two_packages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     twice = [plugins.Plugin("same", package, "1", "own_methods.keep_last:KeepLast") for package in ("one", "other")]
     monkeypatch.setattr(plugins, "installed", lambda: {"same": tuple(twice)})
     with pytest.raises(UserError, match="'same' is added more than once, by one and other: uninstall one"):
         make("same", {"layer": 2})
 
 
-def test_an_unknown_name_is_answered_with_all_that_are_known(installed: Path) -> None:
+def test_unknown_name_is_refused_with_the_known_ones(installed: Path) -> None:
     with pytest.raises(UserError, match=r"'keep_first'; known are asl, baseline, .*static_pruning.*keep_last"):
         make("keep_first")
     with pytest.raises(MissingConfigException, match="keep_last"):  # in Hydra's list of options
@@ -136,7 +134,7 @@ def test_settings_are_checked_by_name() -> None:
         make("random_drop", {"kep": 0.3})
 
 
-def test_the_code_of_a_version_is_told_from_that_of_another(installed: Path) -> None:
+def test_code_of_a_plugin_changes_with_its_files(installed: Path) -> None:
     assert code_of("random_drop") is None  # part of lazyllm's own code
     first = code_of("keep_last")
     assert first is not None

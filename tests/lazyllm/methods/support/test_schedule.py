@@ -25,7 +25,7 @@ def test_figure_4_at_other_depths(num_layers: int, layers: list[int]) -> None:
     ("ratio", "n", "kept"),
     [(0.7, 10, 7), (0.9, 10, 9), (0.1, 30, 3), (0.07, 100, 7), (0.29, 100, 29), (0.7, 11, 8), (0.01, 5, 1), (1, 7, 7)],
 )
-def test_keeps_as_decimal_numbers_do(ratio: float, n: int, kept: int) -> None:
+def test_schedule_keeps_decimal_shares(ratio: float, n: int, kept: int) -> None:
     assert Schedule({1: ratio}).kept(1, n) == kept
 
 
@@ -45,7 +45,7 @@ def test_keeps_as_decimal_numbers_do(ratio: float, n: int, kept: int) -> None:
         ([3, 0.5], "mapping"),
     ],
 )
-def test_bad_schedules_are_refused(keep, error: str) -> None:
+def test_schedule_refuses_bad_entries(keep, error: str) -> None:
     with pytest.raises((ValueError, TypeError), match=error):
         Schedule(keep)
 
