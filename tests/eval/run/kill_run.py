@@ -40,10 +40,8 @@ from eval.store.record import Measurement, Record
 from tests.runs import small_run
 
 EXAMPLES = 10  # of each of two datasets
-# columns with times, current memory, or values derived from them; and a run's facts about itself
-TIMES = re.compile(
-    r"(baseline_)?(ttft|total_s|step_s|scoring_s|peak_memory)|generation_speedup|step_speedup|started|git_commit"
-)
+# Columns with times, current memory, or values derived from them
+TIMES = re.compile(r"(baseline_)?(ttft|total_s|step_s|scoring_s|peak_memory)|generation_speedup|step_speedup")
 HANG_S = 120  # a job that takes longer hangs
 
 
@@ -51,17 +49,14 @@ HANG_S = 120  # a job that takes longer hangs
 class Counts:
     """Counts of what happened.
 
-    kills: jobs that died by SIGKILL. Of these: restarts (started again), half_lines (left an incomplete record),
-    before_any_record and after_all_records (the time of the kill). examples_redone: examples with an incomplete line
-    whose record was there in the end. runs: finished run folders, equal to the undisturbed one.
+    kills: jobs that died by SIGKILL and were started again. half_lines: of these, left an incomplete record.
+    examples_redone: examples with an incomplete line whose record was there in the end. runs: finished run folders,
+    equal to the undisturbed one.
     """
 
     kills: int = 0
-    restarts: int = 0
     half_lines: int = 0
     examples_redone: int = 0
-    before_any_record: int = 0
-    after_all_records: int = 0
     runs: int = 0
 
 
@@ -121,25 +116,10 @@ def whole_lines(file: Path) -> list[bytes]:
     return file.read_bytes().split(b"\n")[:-1] if file.exists() else []
 
 
-def without_times(folder: Path) -> dict[str, str]:
-    """The run's results as texts, without times and values derived from them."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: clean(item) for key, item in value.items() if not TIMES.match(key)}
-        return [clean(item) for item in value] if isinstance(value, list) else value
-
+def without_times(folder: Path) -> str:
+    """The run's summary without times and values derived from them."""
     table = pd.read_csv(folder / "summary.csv", dtype=str, keep_default_na=False)
-    markdown = [line.split("|") for line in (folder / "summary.md").read_text().splitlines()]
-    headings = next(cells for cells in markdown if len(cells) > 1)
-    timed = {number for number, heading in enumerate(headings) if "TTFT" in heading or "speedup" in heading}
-    return {
-        "summary.json": json.dumps(clean(json.loads((folder / "summary.json").read_bytes())), indent=2),
-        "summary.csv": table[[name for name in table if not TIMES.match(name)]].to_csv(index=False),
-        "summary.md": "\n".join(
-            "|".join(cell for number, cell in enumerate(cells) if number not in timed) for cells in markdown
-        ),
-    }
+    return table[[name for name in table if not TIMES.match(name)]].to_csv(index=False)
 
 
 def outcomes(folder: Path) -> list[tuple[Any, ...]]:
@@ -195,9 +175,6 @@ def kill_run(folder: Path, kills: int, seed: int) -> Counts:
             assert set(keys.values()) <= {1}, f"{file}: an example is there twice"
             if not done:
                 counts.kills += 1
-                counts.restarts += 1
-                counts.before_any_record += not now
-                counts.after_all_records += len(now) == len(expected)
                 if tail_of(file):
                     counts.half_lines += 1
                     halves.add(len(now))

@@ -74,7 +74,7 @@ def test_names_of_datasets_and_tasks_choose_them() -> None:
         assert names == {dataset.name for dataset in DATASETS.values() if dataset.suite == suite}
 
 
-def test_defaults() -> None:
+def test_config_has_the_defaults() -> None:
     run = run_of()
     assert (run.config.model.name, build_method(run.method)) == ("tiny", Lazy("paper"))
     assert {dataset.suite for dataset in run.datasets} == {"embedded"}
@@ -144,10 +144,8 @@ def test_overrides_make_method(overrides: list[str], method: object) -> None:
         (["++limits=1"], "unknown key limits: did you mean limit?"),
         (["~limt"], "unknown key limt: did you mean limit?"),
         (["model.nam=tiny"], "unknown key model.nam: did you mean model.name?"),
-        (["timing.x=1"], "unknown key timing.x"),
         (["method.keep=0.5"], "unknown key keep of method lazy: known are schedule, prune_generated"),
         (["method=random_drop", "method.kep=0.5"], "unknown key kep of method random_drop: did you mean keep?"),
-        (["+method.keep=0.5"], "unknown key keep of method lazy"),
         (["dataset=nosuch"], "dataset=nosuch: expected one of 2wikimqa, 2wikimqa_e, all"),
         (["method=nosuch", "method.x=1"], "method=nosuch: expected one of asl, baseline"),
         (["hydra.launcher.n_jobs=2"], "configures the jobs of a sweep: give -m too"),
@@ -157,24 +155,18 @@ def test_overrides_make_method(overrides: list[str], method: object) -> None:
         (["method.name=nosuch"], "unknown method 'nosuch'; known are asl, baseline"),
         (["model.load_format=fast"], "unknown load_format 'fast': give one of auto, dummy"),
         (["model.quantise=int9"], "int9"),
-        (["model.device_map=both"], "both"),
-        (["model.attn_implementation=flash"], "flash"),
         (["model=custom", "model.name=nosuch"], "not one of the presets"),
         (["model=custom"], "model.name=FOLDER_OR_HUB_ID"),
         (["model.system=Be brief"], "model.system is for the tokenizer's chat template: give model.chat=auto too"),
         (["model.today=now"], "model.today=now: expected a date, YYYY-MM-DD"),
         (["model.thinking_tokens=-1"], "model.thinking_tokens=-1: expected 0 or more"),
-        (["model.chat_arg={a: 1}"], "unknown key model.chat_arg: did you mean model.chat_args?"),
         (["model.paper=llama3"], "model.paper=llama3: expected null or llama2 or xgen"),
         (["data.on_error=ignore"], "data.on_error=ignore: expected raise or skip"),
         (["timing.warmup=-1"], "timing.warmup=-1: expected 0 or more"),
         (["limit=0"], "limit=0: expected 1 or more, or null"),
-        (["sample=0"], "sample=0"),
-        (["trace=-1"], "trace=-1: expected 0 or more"),
         (["experiment=demo", "only=nosuch"], "only=nosuch: expected null or lazy or static_pruning"),
         (["only=lazy"], "only=lazy: expected null"),
         (["experiment=demo", "out=run"], "each run has its own"),
-        (["method=random_drop", "method.keep=2.0"], "in (0, 1]"),
         (["method=random_drop", "method.keep=fast"], "is a number"),
         (["method=random_drop", "seed=-1"], "seed is a whole number of 0 or more"),
         (["method=static_pruning", "method.layer=2.0x"], "layer=2.0x"),
@@ -182,7 +174,6 @@ def test_overrides_make_method(overrides: list[str], method: object) -> None:
         (["+dataset.nosuch=true"], "unknown dataset 'nosuch'"),
         (["dataset=[qasper,lookup]"], "share no table"),
         (["shard=2"], "shard=2: expected the i-th of n shards, written i/n"),
-        (["shard=5/4"], "shard=5/4: expected the i-th of n shards"),
         (["experiment=demo", "shard=1/4"], "shard=1/4: expected only=LABEL"),
         # known keys that would have no effect
         (

@@ -29,9 +29,7 @@ with held([torch.device("mps")], "the other run"):
 """
 
 
-def test_a_run_waits_for_the_device_and_says_for_whom_until_the_holder_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_run_waits_for_the_device_until_the_holder_is_killed(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(device_lock, "POLL_S", 0.01)
     caplog.set_level(logging.INFO)
@@ -61,7 +59,7 @@ def test_a_run_waits_for_the_device_and_says_for_whom_until_the_holder_is_killed
     assert (tmp_path / "locks" / "mps-0.holder").read_text() == "this run"
 
 
-def test_a_device_held_twice_is_free_when_both_have_ended(tmp_path: Path, monkeypatch) -> None:
+def test_device_held_twice_is_free_when_both_have_ended(tmp_path: Path, monkeypatch) -> None:
     """As in a comparison, which holds the lock for its model and again for each run."""
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
     file = tmp_path / "locks" / "mps-0.lock"
@@ -73,7 +71,7 @@ def test_a_device_held_twice_is_free_when_both_have_ended(tmp_path: Path, monkey
     FileLock(file).acquire(timeout=0).lock.release()
 
 
-def test_all_devices_of_a_run_are_taken_in_one_order_and_the_cpu_is_not(tmp_path: Path, monkeypatch) -> None:
+def test_devices_are_taken_in_one_order(tmp_path: Path, monkeypatch) -> None:
     """Otherwise two runs that name the same two devices in different order would wait for each other forever."""
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
     uuids = {0: "bbb", 1: "aaa"}
@@ -90,7 +88,7 @@ def test_all_devices_of_a_run_are_taken_in_one_order_and_the_cpu_is_not(tmp_path
     assert taken == ["aaa", "bbb", "aaa", "bbb"]
 
 
-def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch, caplog) -> None:
+def test_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch, caplog) -> None:
     def no_locks(*_: object, **__: object) -> None:
         raise OSError(37, "No locks available")
 
@@ -101,13 +99,10 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch,
     assert "cannot be locked" in caplog.text
 
 
-def test_load_is_what_the_system_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_is_that_of_the_system_and_of_nvidia_smi(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (1.234, 0.5, 0.25))
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     assert load(torch.device("cpu")) == {"average": [1.23, 0.5, 0.25], "cpu_count": 8, "gpu_processes": None}
-
-
-def test_processes_on_the_gpu_are_counted_where_nvidia_smi_says_them(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234-ab"))
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     gpu = torch.device("cuda:0")

@@ -39,7 +39,7 @@ def generation(selected: list[dict[int, list[int]]], computed: list[list[int]]) 
     )  # fmt: skip
 
 
-def test_by_hand() -> None:
+def test_evidence_computed_by_hand() -> None:
     """Ten prompt tokens, four layers, pruned after layers 1 and 3; the evidence is tokens 2, 5, 6 and 9."""
     out = generation(
         [
@@ -54,7 +54,7 @@ def test_by_hand() -> None:
     assert revived.tolist() == [0, 1 / 4, 1 / 4, 2 / 4]
 
 
-def test_by_hand_if_only_the_prefill_selects() -> None:
+def test_evidence_computed_by_hand_if_only_the_prefill_selects() -> None:
     pruned = generation([{2: [0, 2, 9]}, {}, {}], [[10, 10, 3, 3]] * 3)
     chosen_before = generation([{3: [5, 6, 9]}, {}, {}], [[3, 3, 3, 3]] * 3)  # by layer 3 of an earlier run
     for out, expected in ((pruned, [1, 1, 2 / 4, 2 / 4]), (chosen_before, [3 / 4] * 4)):
@@ -72,7 +72,7 @@ def test_by_hand_if_only_the_prefill_selects() -> None:
     ],
     ids=lambda method: type(method).__name__,
 )  # fmt: skip
-def test_of_all_tokens_it_is_what_the_counters_say(method: Method) -> None:
+def test_evidence_of_all_tokens_equals_the_counters(method: Method) -> None:
     prompt = torch.tensor(np.random.default_rng(3).integers(0, 97, 24))
     out = lazyllm.generate(MODEL, prompt, method, 6, ())
     in_prefill, revived = evidence_computed(out, np.arange(24))
@@ -96,7 +96,7 @@ TEMPLATE = "Read: {context}\nAnswer: {input}"
     ("limit", "expected"),
     [(None, ["NEEDLE", "GOLD"]), (40, ["NEEDLE", "OLD"]), (28, ["NEE"]), (18, [])],
 )
-@pytest.mark.parametrize("chat", ["none", "llama2", "xgen", "auto"])
+@pytest.mark.parametrize("chat", ["llama2", "auto"])
 def test_evidence_is_followed_through_template_truncation_and_wrap(
     limit: int | None, expected: list[str], chat: str
 ) -> None:
@@ -107,7 +107,7 @@ def test_evidence_is_followed_through_template_truncation_and_wrap(
     assert [prompt.text[start:end] for start, end in prompt.evidence] == expected
 
 
-def test_a_record_has_a_share_for_each_layer() -> None:
+def test_record_has_a_share_for_each_layer() -> None:
     model, tokenizer = lazyllm.load_model("tiny", dtype="float32", device="cpu")
     loaded = load_rows(DATASETS["lookup"])
     prompt = build_prompt(loaded.examples[0], loaded.template, tokenizer)

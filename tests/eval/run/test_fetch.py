@@ -8,12 +8,12 @@ from eval import cli
 from lazyllm.presets import PRESETS
 
 
-def test_each_thing_is_fetched_and_named_once(capsys) -> None:
+def test_fetch_names_each_thing_once(capsys) -> None:
     assert cli.main(["fetch", "model=tiny", "dataset=lookup", "-m", "seed=0,1"]) == 0
     assert capsys.readouterr().out.splitlines() == [f"tiny: {PRESETS['tiny'].source}", "lookup: 240 examples"]
 
 
-def test_what_cannot_be_had_is_one_line(capsys, monkeypatch, tmp_path: Path) -> None:
+def test_fetch_is_refused_offline_in_one_line(capsys, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert cli.main(["fetch", "model=qwen3-0.6b", "dataset=hotpotqa"]) == 2

@@ -148,7 +148,7 @@ def _generation(token_ids: list[int], logits: torch.Tensor) -> lazyllm.Generatio
     return replace(MADE, token_ids=token_ids, first_logits=logits)
 
 
-def test_a_token_without_probability_adds_nothing() -> None:
+def test_token_without_probability_adds_nothing() -> None:
     logits = torch.tensor([[0.0, -math.inf, 0.0]]), torch.tensor([[0.0, 5.0, 0.0]])
     expected = math.log(2 + math.e**5) - math.log(2)
     assert of_forced(*logits, [0]) == pytest.approx((expected, -expected), abs=1e-6)
@@ -168,7 +168,7 @@ def test_gold_tokens_go_on_from_the_prompt(prompt: str, gold: str, expected: lis
     assert [TOKENIZER.decode([token_id]) for token_id in found] == expected
 
 
-def test_gold_tokens_of_a_tokenizer_that_puts_a_space_in_front(shared: Path) -> None:
+def test_gold_tokens_of_llama2_have_no_added_space(shared: Path) -> None:
     tokenizer = load_tokenizer_of(ModelSpec("llama2", "dummy", tokenizer=str(shared / "tokenizers" / "llama2")))
     assert tokenizer is not None
     for prompt, whole in (("[/INST]", "[/INST] Paris"), ("Answer:", "Answer: Paris"), ("line\n", "line\nParis")):

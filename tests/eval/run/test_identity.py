@@ -39,17 +39,17 @@ def hash_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ("2.5 * x", "(2.5 *\n        x)"),
     ],
 )
-def test_words_and_layout_do_not_change_it(hash_of, old: str, new: str) -> None:
+def test_words_and_layout_do_not_change_the_hash(hash_of, old: str, new: str) -> None:
     assert old in SOURCE
     assert hash_of(SOURCE) == hash_of(SOURCE.replace(old, new))
 
 
 @pytest.mark.parametrize(("old", "new"), [("2.5", "2.6"), ("2.5 *", "2.5 +"), ("2.5", "'2.5'"), ("scaled(x", "sc(x")])
-def test_code_changes_it(hash_of, old: str, new: str) -> None:
+def test_code_changes_the_hash(hash_of, old: str, new: str) -> None:
     assert hash_of(SOURCE) != hash_of(SOURCE.replace(old, new))
 
 
-def test_fields_that_a_new_python_adds_and_leaves_empty_do_not_change_it(hash_of, monkeypatch) -> None:
+def test_empty_fields_of_a_new_python_do_not_change_the_hash(hash_of, monkeypatch) -> None:
     before = hash_of(SOURCE)
     monkeypatch.setattr(ast.FunctionDef, "_fields", (*ast.FunctionDef._fields, "new_list", "new_value"))
     monkeypatch.setattr(ast.FunctionDef, "new_list", [], raising=False)
@@ -57,7 +57,7 @@ def test_fields_that_a_new_python_adds_and_leaves_empty_do_not_change_it(hash_of
     assert hash_of(SOURCE) == before
 
 
-def test_it_covers_what_can_change_a_record() -> None:
+def test_hash_covers_the_code_of_records() -> None:
     root = Path(identity.__file__).parents[2]
     files = {
         file.relative_to(root).as_posix()

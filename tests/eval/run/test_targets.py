@@ -32,7 +32,7 @@ def kept(ratio: float, n: int) -> int:
     return -((-round(ratio * 10_000) * n) // 10_000)  # a ceiling in whole numbers
 
 
-def test_the_parameters_reach_the_papers_speedup_by_hand() -> None:
+def test_parameters_reach_the_papers_speedup_by_hand() -> None:
     table = pd.read_csv(PAPER / "table1.csv").set_index(["task", "method"])
     for dataset in (dataset for dataset in DATASETS.values() if dataset.suite == "longbench"):
         n = 3376
@@ -56,7 +56,7 @@ def test_the_parameters_reach_the_papers_speedup_by_hand() -> None:
         assert drop["seed"] == 3
 
 
-def test_the_committed_table_is_what_the_code_gives() -> None:
+def test_committed_table_is_the_codes() -> None:
     committed = pd.read_csv(PAPER / "table1_parameters.csv")
     pd.testing.assert_frame_equal(committed, targets.parameters())
     assert len(committed) == 6 * 2 * 3
@@ -71,7 +71,7 @@ def test_tasks_models_and_suites_differ() -> None:
     assert solved(LAZY, DATASETS["hops"], load_config(ModelSpec("tiny")), None)["schedule"].keys() == {2, 4, 7}
 
 
-def test_a_speedup_is_a_preset_and_numbers_are_left_alone() -> None:
+def test_speedup_is_a_preset_and_numbers_are_left_alone() -> None:
     qa = DATASETS["hotpotqa"]
     found = solved({"name": "random_drop", "keep": "2.0x"}, qa, LLAMA2, "llama2")["keep"]
     assert flops([3376] * 32) / flops([kept(found, 3376)] * 32) == pytest.approx(2.0, abs=0.005)
@@ -80,7 +80,7 @@ def test_a_speedup_is_a_preset_and_numbers_are_left_alone() -> None:
         assert solved(settings, qa, LLAMA2, None) is settings
 
 
-def test_early_depths_serve_what_late_ones_cannot_reach() -> None:
+def test_early_depths_serve_speedups_beyond_late_ones() -> None:
     by_task = {task: solved(LAZY, DATASETS[name], LLAMA2, "xgen")["schedule"] for task, name in
                (("code", "lcc"), ("synthetic", "passage_count"))}  # fmt: skip
     assert list(by_task["code"]) == [6, 12, 19]  # 3.47 is beyond 0.3 at 30, 60 and 90 % (2.48) and at 20, 50, 80 %
@@ -91,12 +91,12 @@ def test_early_depths_serve_what_late_ones_cannot_reach() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "baseline", "keep": "table1"}, "takes no preset as keep=table1"),
-        ({"name": "static_pruning", "layer": "table1", "keep": 0.5}, "takes no preset as layer=table1"),
+        ({"name": "baseline", "keep": "table1"}, "keep=table1"),
+        ({"name": "static_pruning", "layer": "table1", "keep": 0.5}, "layer=table1"),
         ({"name": "prompt_compression", "keep": "2.0x"}, "cannot be solved"),
     ],
 )
-def test_presets_that_a_method_does_not_take_are_refused(settings: dict, message: str) -> None:
+def test_presets_of_other_settings_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check(settings)
     with pytest.raises(UserError, match=message):
@@ -104,7 +104,7 @@ def test_presets_that_a_method_does_not_take_are_refused(settings: dict, message
 
 
 @pytest.mark.parametrize("target", ["40x", "0.5x"])
-def test_a_speedup_out_of_reach_is_refused(target: str) -> None:
+def test_speedup_out_of_reach_is_refused(target: str) -> None:
     for settings in ({"name": "lazy", "schedule": target}, STATIC | {"keep": target}):
         with pytest.raises(UserError, match=f"cannot reach an ideal TTFT speedup of {float(target[:-1])}"):
             solved(settings, DATASETS["lcc"], LLAMA2, None)

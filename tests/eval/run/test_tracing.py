@@ -28,7 +28,7 @@ def case_of(name: str, method: Method) -> Case:
 
 
 @pytest.mark.parametrize("name", ["digest", "complete"])
-def test_a_trace_tells_what_a_generation_did(name: str) -> None:
+def test_trace_equals_the_generation(name: str) -> None:
     case = case_of(name, Lazy({2: 0.3, 5: 0.5}))
     found = trace(MODEL, TOKENIZER, case)
     out = lazyllm.generate(MODEL, case.prompt.token_ids, case.method, 12, (2,))
@@ -39,7 +39,7 @@ def test_a_trace_tells_what_a_generation_did(name: str) -> None:
     assert len(found.generated) == len(out.token_ids)
 
 
-def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_trace_comes_back_from_its_file(tmp_path: Path) -> None:
     found = trace(MODEL, TOKENIZER, case_of("lookup", RandomDrop(0.5)))
     assert list(found.selected[0]) == [0]
     file = tmp_path / Trace.file_name("lookup", "../a b")

@@ -74,7 +74,7 @@ def read(number: int, answers: list[list[int]]) -> list[int]:
     return ids
 
 
-def test_the_baselines_turns_are_the_models_own_generation() -> None:
+def test_turns_of_the_baseline_are_the_models_own_generation() -> None:
     measured = [record.baseline for record in turns_of(METHOD)]
     answers = [side.token_ids for side in measured if side is not None]
     for number in range(TURNS):
@@ -141,7 +141,7 @@ def test_counts_by_hand() -> None:
             assert measured.prefill_flops == flops
 
 
-def test_a_turn_again_computes_the_whole_text() -> None:
+def test_turn_again_computes_the_whole_text() -> None:
     records, so_far = turns_of(METHOD, "again"), 0.0
     answers = [record.method.token_ids for record in records]
     for number, record in enumerate(records):
@@ -150,7 +150,7 @@ def test_a_turn_again_computes_the_whole_text() -> None:
         assert record.method.tokens_computed_so_far == so_far
 
 
-def test_what_lazyllm_revives_is_counted_turn_by_turn() -> None:
+def test_revived_tokens_are_counted_turn_by_turn() -> None:
     method, seconds = Lazy({2: 0.3}), 0.0
     records = bench().record(case(method), baseline_first=False).by_turn
     answers = [record.method.token_ids for record in records]
@@ -166,7 +166,7 @@ def test_what_lazyllm_revives_is_counted_turn_by_turn() -> None:
     assert sum(record.method.revived_tokens or 0 for record in records[1:]) > 0
 
 
-def test_evidence_of_a_turn_is_what_has_been_computed_by_its_first_token() -> None:
+def test_evidence_of_a_turn_counts_tokens_computed_by_its_first_one() -> None:
     spans, turns = case(METHOD).prompt.spans, case(METHOD).prompt.turns
     assert spans is not None
     out = lazyllm.generate(bench().model, case(METHOD).prompt.as_input(), METHOD, 8, plan().end_ids)
@@ -180,7 +180,7 @@ def test_evidence_of_a_turn_is_what_has_been_computed_by_its_first_token() -> No
         assert record.method.evidence_revived == [0] * 8
 
 
-def test_a_run_that_ends_in_a_turn_is_resumed_with_whole_rows(tmp_path: Path, monkeypatch) -> None:
+def test_run_interrupted_in_a_turn_is_resumed_with_whole_rows(tmp_path: Path, monkeypatch) -> None:
     converse, calls = eval.run.measure.converse, 0
 
     def interrupted(*arguments: Any) -> Any:
@@ -215,7 +215,7 @@ def test_a_run_that_ends_in_a_turn_is_resumed_with_whole_rows(tmp_path: Path, mo
     assert read_run(tmp_path / "run")[1] == records
 
 
-def test_what_cannot_be_asked_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_more_turns_than_a_row_has_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UserError, match="turns=9: a row of the embedded suite has up to 8 questions"):
         run_of(turns=9)
     with pytest.raises(UserError, match="digest: a context has one question only"):
@@ -226,7 +226,7 @@ def test_what_cannot_be_asked_is_refused(caplog: pytest.LogCaptureFixture) -> No
         assert "left out: digest:" in caplog.text
 
 
-def test_one_turn_is_the_run_that_it_was() -> None:
+def test_one_turn_is_the_run_without_turns() -> None:
     alone = prepare(run_of(turns=None))
     assert alone.cases[0].prompt.turns == ()
     assert alone.cases[0].prompt.token_ids == plan().cases[0].prompt.token_ids

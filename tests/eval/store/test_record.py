@@ -29,7 +29,8 @@ def varied() -> list[Record]:
         steps = int(rng.integers(0, 20))
         method = measurement(
             text="\u00e4\u4e2d\U0001f600\n\x00\u2028", decode_step_s=rng.random(steps).tolist(),
-            score=float(rng.random()), token_ids=rng.integers(0, 50_000, steps + 1).tolist(), rouge_l=0.25 if number % 2 else None,
+            score=float(rng.random()), token_ids=rng.integers(0, 50_000, steps + 1).tolist(),
+            rouge_l=0.25 if number % 2 else None,
             computed=rng.integers(0, 9000, (steps + 1, 3)).tolist(), group_starts=[1, 4, 9], scoring_tokens=number,
             peak_memory_bytes=2**40 if number % 3 else None,
         )  # fmt: skip

@@ -26,6 +26,7 @@ import lazyllm
 from lazyllm.check.invariants import runs_batches_row_by_row
 from lazyllm.integrations.transformers_generate import HONOURED, INERT, REFUSED, LazyGenerateOutput, check_options
 from lazyllm.methods import Baseline, Lazy, Method
+from tests.helpers import slow
 from tests.lazyllm.methods.method_matrix import KEEPING, PRUNING
 from tests.reference import random_model
 from tests.waits import Waits
@@ -165,7 +166,7 @@ def test_row_of_a_batch_is_the_row_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("method", PRUNING.values(), ids=PRUNING.keys())
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("sampled", [True, *slow(False)])
 def test_batches_and_rows_for_every_method(method: Method, sampled: bool) -> None:
     """Sampled with one seed: a batch equals its rows, one call after the other."""
     runs_batches_row_by_row(MODEL, method, LONG, **(SAMPLED if sampled else {}))
