@@ -1,4 +1,4 @@
-"""Stand-ins for checkpoints of Llama 2 7B chat, Llama 3.1 8B Instruct and XGen 7B: the same kinds of files.
+"""Stand-ins for checkpoints of Llama 2 7B chat and XGen 7B: the same kinds of files.
 
 Settings are those of the originals. Only the width is small, and the weights give one answer to every prompt.
 """
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lazyllm.models.tokenizers import load_tokenizer
@@ -24,27 +23,10 @@ LLAMA2 = dict(
     hidden_size=64, intermediate_size=64, num_hidden_layers=32, num_attention_heads=4, num_key_value_heads=4,
     max_position_embeddings=4096, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2, vocab_size=32000,
 )  # fmt: skip
-LLAMA31 = LLAMA2 | dict(
-    num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=131072, vocab_size=128256,
-    rope_parameters=dict(
-        rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-        original_max_position_embeddings=8192, rope_type="llama3",
-    ),
-    bos_token_id=128000, eos_token_id=[128001, 128008, 128009],
-)  # fmt: skip
 XGEN = LLAMA2 | dict(
     max_position_embeddings=8192, rms_norm_eps=1e-6, bos_token_id=50256, eos_token_id=50256, vocab_size=51200,
 )  # fmt: skip
 SAMPLING = dict(do_sample=True, temperature=0.6, top_p=0.9)
-
-# Llama 3.1's template for a message, shortened: one header per turn, the date fixed unless given
-LLAMA31_TEMPLATE = """{{- bos_token }}
-{%- set date = date_string if date_string is defined else "26 Jul 2024" %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date + "\\n\\n<|eot_id|>" }}
-{%- for message in messages %}
-{{- "<|start_header_id|>" + message.role + "<|end_header_id|>\\n\\n" + message.content | trim + "<|eot_id|>" }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- "<|start_header_id|>assistant<|end_header_id|>\\n\\n" }}{% endif %}"""
 
 
 def llama2(tokenizer_model: Path, answer: str) -> dict[str, bytes]:
@@ -63,25 +45,6 @@ def llama2(tokenizer_model: Path, answer: str) -> dict[str, bytes]:
         "tokenizer.model": tokenizer_model.read_bytes(),
         "tokenizer_config.json": _json(settings),
         "pytorch_model-00001-of-00002.bin": b"a pickle that nobody opens",
-        "README.md": b"# A model card",
-    }
-
-
-def llama31(answer: str) -> dict[str, bytes]:
-    """Files as of `meta-llama/Llama-3.1-8B-Instruct`, by path."""
-    tokenizer = llama3_tokenizer(answer)
-    settings = dict(
-        bos_token="<|begin_of_text|>", eos_token="<|eot_id|>", chat_template=LLAMA31_TEMPLATE,
-        model_input_names=["input_ids", "attention_mask"], model_max_length=131072,
-        tokenizer_class="PreTrainedTokenizerFast",
-    )  # fmt: skip
-    ends = LLAMA31["eos_token_id"]
-    return {
-        **_weights(LLAMA31, [*tokenizer.encode(answer, add_special_tokens=False).ids, 128009]),
-        "generation_config.json": _json(dict(bos_token_id=128000, eos_token_id=ends, **SAMPLING)),
-        "tokenizer.json": tokenizer.to_str().encode(),
-        "tokenizer_config.json": _json(settings),
-        "original/consolidated.00.pth": b"a pickle that nobody opens",
         "README.md": b"# A model card",
     }
 
@@ -125,29 +88,6 @@ def _weights(settings: dict[str, Any], answer: Sequence[int]) -> dict[str, bytes
     with TemporaryDirectory() as folder:
         model.bfloat16().save_pretrained(folder, max_shard_size="5MB")
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-
-
-def llama3_tokenizer(word: str) -> Tokenizer:
-    """A tokenizer of Llama 3's kind and ids: 128,000 tokens of bytes, then 256 special ones. It knows one word."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {letter: number for number, letter in enumerate(letters)}
-    merges, left = [], word.replace(" ", "Ġ")[0]
-    for letter in word.replace(" ", "Ġ")[1:]:
-        merges.append((left, letter))
-        left += letter
-        vocab[left] = len(vocab)
-    vocab |= {f"never {number}": number for number in range(len(vocab), 128_000)}
-    tokenizer: Any = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
-    names = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 8: "eom_id", 9: "eot_id"}
-    special = [f"<|{names.get(number, f'reserved_special_token_{number}')}|>" for number in range(256)]
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-    words = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|[^\p{N}]+"), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 128_000)]
-    )
-    return tokenizer
 
 
 def _json(content: object) -> bytes:

@@ -86,9 +86,6 @@ def test_keeping_all_is_the_plain_model(kind: str, method: str, variant: str):
         )
 
 
-# --- by hand ---
-
-
 def test_pooling_by_hand():
     assert pooled([3, 6, 9], 3) == [3, 6, 5]  # (0 + 3 + 6) / 3, (3 + 6 + 9) / 3, (6 + 9 + 0) / 3
     assert pooled([5], 5) == [1]
@@ -215,9 +212,6 @@ def test_claa_by_counting():
     assert [len(held[0]) for held in out.caches.values()] == [20, 20, 10, 10]  # the first two layers hold all
 
 
-# --- how parts go together ---
-
-
 def test_look_ahead_ends_with_an_end_token():
     model, ids = model_of("llama", 1), prompt_of(12)
     tokens = lazy_reference(model, ids, {}, 5).token_ids
@@ -231,18 +225,3 @@ def test_look_ahead_ends_with_an_end_token():
     short = specprefill(model_of("qwen2", 1), model, ids, 0.5, lookahead=end + 1, chunk=2)
     assert early.scores == short.scores
     assert oracle(model, ids, 0.5, eos_token_ids={tokens[0]}).lookahead == []
-
-
-def test_oracle_is_specprefill_with_itself_as_draft():
-    model, ids = model_of("qwen3", 1), prompt_of(25)
-    ahead = specprefill(model, model, ids, 0.2, lookahead=6, chunk=1)
-    assert ahead.scores == oracle(model, ids, 0.2, answer=5).scores
-
-
-def test_gemfilter_second_pass_is_the_plain_model_on_the_kept_ids():
-    for variant in VARIANTS:
-        model, ids = model_of(variant, 1), prompt_of(30)
-        out = gemfilter(model, ids, 2, 11, steps=STEPS)
-        plain = lazy_reference(model, [ids[p] for p in out.selected[2]], {}, STEPS)
-        assert out.token_ids == plain.token_ids
-        np.testing.assert_allclose(out.logits, plain.logits, rtol=0, atol=TOLERANCE)

@@ -149,9 +149,6 @@ def test_launcher_without_a_sweep_is_refused(monkeypatch) -> None:
         check_launcher(fine)
 
 
-# ----------------------------------------------------------------------------------------------------------------- Ray
-
-
 def ours(marker: str) -> list[int]:
     """Other processes with the text in their command line or environment."""
     found = []
@@ -208,9 +205,6 @@ def test_ray_runs_four_jobs_of_a_sweep(tmp_path: Path, ray_address: str) -> None
     settings += ("hydra.launcher.ray.remote.num_gpus=0",)
     done = sweep(tmp_path, *FOUR_JOBS, *settings, **RAY_ENVIRONMENT)
     check_the_three_good_jobs(tmp_path, done)
-
-
-# --------------------------------------------------------------------------------------------------------------- Slurm
 
 
 @pytest.fixture(scope="module")

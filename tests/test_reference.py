@@ -37,31 +37,6 @@ def greedy_loop(model: PreTrainedModel, prompt: list[int], steps: int) -> tuple[
     return text[len(prompt) :], logits
 
 
-# --- the forward pass ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_forward_by_hand_equals_transformers(architecture: str, attn_implementation: str):
-    with casts_in_float64():  # the table of RoPE frequencies is made in the constructor
-        model = random_model(architecture, seed=1, attn_implementation=attn_implementation, float64_throughout=False)
-    for length in (1, 2, 30):
-        prompt = prompt_of(length, seed=length)
-        np.testing.assert_allclose(forward_reference(model, prompt), forward(model, prompt), rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_float64_modules_change_rounding_only(architecture: str):
-    unchanged = random_model(architecture, seed=2, float64_throughout=False)
-    model = random_model(architecture, seed=2)
-    prompt = prompt_of(20)
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt])).logits[0].numpy()
-        rounded = unchanged(torch.tensor([prompt])).logits[0].numpy()
-    np.testing.assert_allclose(forward_reference(model, prompt), logits, rtol=0, atol=TOLERANCE)
-    np.testing.assert_allclose(rounded, logits, rtol=0, atol=1e-3)
-
-
 def test_random_model_parameters_are_random_and_seeded():
     for architecture in ARCHITECTURES:
         torch.manual_seed(0)
@@ -98,9 +73,6 @@ def test_casts_in_float64_are_restored():
     assert torch.ones(1).float().dtype == torch.float32 != torch.float64
 
 
-# --- no pruning ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("schedule", [{}, {1: 1, 2: 1.0, 3: 1.0, 4: 1.0}])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_lazy_reference_without_pruning_is_greedy_decoding(architecture: str, schedule: dict[int, float]):
@@ -129,9 +101,6 @@ def test_lazy_reference_stops_after_an_end_token():
         assert out.token_ids == tokens[: tokens.index(end) + 1]
         assert len(out.logits) == len(out.selected) == len(out.computed) == len(out.token_ids)
         assert (1, len(prompt) + len(out.token_ids) - 1) not in out.compute_counts  # the last token is never run
-
-
-# --- selections worked out by hand -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

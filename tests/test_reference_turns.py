@@ -37,9 +37,6 @@ def assert_same(left: list[TurnOutput], right: list[TurnOutput], tolerance: floa
         np.testing.assert_allclose(ours.logits, theirs.logits, rtol=0, atol=tolerance)
 
 
-# --- LazyLLM and the baseline ---
-
-
 def test_two_turns_by_counting():
     """All scores are tied, so that the lower positions win."""
     session = LazyTurns(uniform_attention_model(4), {1: 0.7, 3: 0.7})
@@ -114,29 +111,6 @@ def test_keeping_everything_equals_transformers_continuation(variant: str):
         assert out.aux_bytes == 0
         assert (out.computed == out.computed[0, 0]).all()
     assert outputs[-1].computed[-1].tolist() == [sum(map(len, TURNS))] * 4
-
-
-def test_later_turns_without_revival_run_over_what_is_left():
-    schedule = {1: 0.7, 3: 0.5}
-    for variant in ("llama", "mistral, window", "llama, dynamic NTK"):
-        model = model_of(variant, 1)
-        session = LazyTurns(model, schedule, revive=False)
-        out = session.answer(TURNS[0], STEPS)
-        expected = lazy_reference(model, TURNS[0], schedule, STEPS, revive=False)
-        assert (out.token_ids, out.selected) == (expected.token_ids, expected.selected)
-        heads = range(session.hand.num_kv_heads)
-        stored = {n: [{p: (k[g], v[g]) for p, (k, v) in kv.items()} for g in heads] for n, kv in session.kv.items()}
-        left = FieldOutput(out.token_ids, passes=out.computed[-1:].tolist(), stored=stored, decode_from=len(TURNS[0]))
-        later, continued = answers(session, TURNS[1:]), answers(ContinuedTurns(model, left), TURNS[1:])
-        for ours, theirs in zip(later, continued, strict=True):
-            assert ours.token_ids == theirs.token_ids
-            np.testing.assert_allclose(ours.logits, theirs.logits, rtol=0, atol=TOLERANCE)
-            assert ours.computed.tolist() == theirs.computed.tolist()
-            assert (ours.kv_bytes, ours.aux_bytes) == (theirs.kv_bytes, 0)
-            assert not any(positions for step in ours.revived for positions in step.values())
-
-
-# --- methods that drop for good ---
 
 
 Run = Callable[[PreTrainedModel, Sequence[int]], FieldOutput]

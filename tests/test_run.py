@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +16,8 @@ from eval.store.folder import read_run
 from eval.store.record import Record, read_trace
 from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
-from tests.eval.run.kill_run import outcomes, without_times
 from tests.runs import run_of
 
-QUICK = ("dataset=[lookup,shots]", "limit=12", "max_new_tokens=4", "timing.warmup=0", "out=run")
 SHORT = ("max_new_tokens=2", "timing.warmup=0", "out=run")
 
 
@@ -55,30 +52,6 @@ def test_run_measures_all_sixteen_datasets_of_real_rows(shared: Path, capsys: py
     assert summary["provenance"]["versions"]["torch"]
     for suffix in ("csv", "md"):
         assert Path(f"run/summary.{suffix}").read_text().count("hotpotqa") == 1
-
-
-@pytest.mark.slow
-def test_interrupted_run_resumes_and_ends_as_if_it_had_not_been(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(run_of(*QUICK), show=False)
-    shutil.copytree("run", "whole")
-    for summary in Path("run").glob("summary.*"):
-        summary.unlink()
-    file = tmp_path / "run" / "records.jsonl"
-    lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join(lines[:2]) + lines[2][:100])  # as after a kill in the middle of a write
-    run(run_of(*QUICK))
-    table = capsys.readouterr().out
-    assert "24 examples, 2 of them already measured" in caplog.text
-    assert file.read_bytes().startswith(b"".join(lines[:2]))  # measured once, kept as it was
-    assert outcomes(tmp_path / "run") == outcomes(tmp_path / "whole")
-    assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
-    run(run_of(*QUICK))
-    assert "24 of them already measured" in caplog.text
-    assert capsys.readouterr().out == table  # rebuilt from the store, without a model
-    with pytest.raises(UserError, match=r"holds a run that differs \(seed: 0 there, 1 now\)"):
-        run(run_of(*QUICK, "seed=1"))
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,6 @@ def sequences(coder_tokenizer) -> train.Sequences:
     return train.Sequences(coder_tokenizer, TEXTS, random.Random(0))
 
 
-# ---------------------------------------------------------------------------------------------------------- tokenizers
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.text() | st.sampled_from(AWKWARD) | st.text(alphabet="ab \n\r\t.;_'{}"))
 def test_tokenizers_are_lossless(coder_tokenizer, text: str) -> None:
@@ -64,9 +61,7 @@ def test_tokenizers_are_lossless(coder_tokenizer, text: str) -> None:
             assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
 
 
-def test_shipped_tokenizer_is_lossless_and_the_one_of_the_script(tiny_tokenizer) -> None:
-    for text in AWKWARD:
-        assert tiny_tokenizer.decode(tiny_tokenizer(text).input_ids, skip_special_tokens=True) == text
+def test_shipped_tokenizer_is_the_one_of_the_script(tiny_tokenizer) -> None:
     assert tiny_tokenizer.get_vocab() == train.tiny_tokenizer().get_vocab()
 
 
@@ -87,9 +82,6 @@ def test_coder_tokenizer_gives_tasks_the_tokens_of_tiny(coder_tokenizer) -> None
     assert coder_tokenizer.encode("    return self\n", add_special_tokens=False).tokens[-2:] == ["Ġself", "Ċ"]
 
 
-# -------------------------------------------------------------------------------------------------------------- models
-
-
 def test_shipped_tiny_is_small_and_has_the_shape_of_the_script(tiny_tokenizer) -> None:
     from transformers import AutoConfig
 
@@ -100,7 +92,7 @@ def test_shipped_tiny_is_small_and_has_the_shape_of_the_script(tiny_tokenizer) -
     assert config.vocab_size == len(tiny_tokenizer)
 
 
-def test_first_coder_model_computes_what_tiny_does(coder_tokenizer) -> None:
+def test_first_coder_model_has_tinys_logits(coder_tokenizer) -> None:
     from transformers import AutoModelForCausalLM
 
     model = train.coder_model(coder_tokenizer.get_vocab_size(), seed=0).double()
@@ -111,7 +103,7 @@ def test_first_coder_model_computes_what_tiny_does(coder_tokenizer) -> None:
         torch.testing.assert_close(model(ids).logits[..., :923], tiny(ids).logits, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("length", [1, 128, 300])
+@pytest.mark.parametrize("length", [1, 300])
 def test_block_attention_is_causal_attention(length: int) -> None:
     torch.manual_seed(0)
     query = torch.randn(2, 4, length, 8, dtype=torch.float64)
@@ -122,10 +114,7 @@ def test_block_attention_is_causal_attention(length: int) -> None:
     torch.testing.assert_close(ours, theirs.transpose(1, 2), rtol=0, atol=1e-12)
 
 
-# ----------------------------------------------------------------------------------------------------------- sequences
-
-
-@pytest.mark.parametrize("stage", [STAGES[0], STAGES[7], STAGES[-1]])
+@pytest.mark.parametrize("stage", [STAGES[0], STAGES[-1]])
 @pytest.mark.parametrize("name", embedded.NAMES)
 def test_task_sequence_has_its_length_labels_and_questions(stage: train.Stage, name: str) -> None:
     rng, questions = random.Random(5), 0
@@ -156,7 +145,7 @@ def test_task_sequence_never_asks_a_question_of_the_test_split(monkeypatch: pyte
     assert set(labels) == {IGNORE}
 
 
-def test_copy_sequence_repeats_what_came_before() -> None:
+def test_copy_sequence_repeats_earlier_pairs() -> None:
     for seed in range(20):
         ids, labels = train.copy_sequence(random.Random(seed), 128)
         assert len(ids) == len(labels) == 128
@@ -167,11 +156,10 @@ def test_copy_sequence_repeats_what_came_before() -> None:
 
 @pytest.mark.parametrize("kind", [*train.KINDS])
 def test_coder_sequence_has_its_length_and_labels(sequences: train.Sequences, kind: str) -> None:
-    for length in (512, 1024):
-        ids, labels = getattr(sequences, kind)(length)
-        assert len(ids) == len(labels) == length
-        assert all(label in (IGNORE, token) for token, label in zip(ids, labels, strict=True))
-        assert any(label != IGNORE for label in labels)
+    ids, labels = getattr(sequences, kind)(512)
+    assert len(ids) == len(labels) == 512
+    assert all(label in (IGNORE, token) for token, label in zip(ids, labels, strict=True))
+    assert any(label != IGNORE for label in labels)
 
 
 def test_cross_sequence_ends_in_a_file_behind_files_of_its_package(sequences, coder_tokenizer) -> None:
@@ -188,9 +176,6 @@ def test_training_text_holds_no_held_out_module(tmp_path: Path, monkeypatch: pyt
     assert {name for name in train.library_files() if stdlib.is_held_out(name)} == {"http/client.py"}
     assert [*train.library_files()] == ["http/client.py", "json/decoder.py"]
     assert [*train.test_files({"http"})] == ["test/test_json/a.py"]
-
-
-# ------------------------------------------------------------------------------------------------------------ trainings
 
 
 @pytest.mark.parametrize("name", [*train.TRAINERS])

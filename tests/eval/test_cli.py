@@ -93,7 +93,7 @@ def test_bad_arguments_are_refused_in_one_line_before_anything_heavy_is_imported
         assert len(said.splitlines()) == 1
 
 
-def test_the_help_is_one_screen_with_a_line_for_each_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_one_screen_with_a_line_for_each_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24
@@ -109,7 +109,7 @@ def test_every_verb_is_there(verb: str) -> None:
     assert find_spec(cli.VERBS[verb][0]) is not None
 
 
-def test_errors_of_a_verb_are_one_line_and_its_exit_code_is_the_doors(monkeypatch, capsys) -> None:
+def test_verb_gives_its_exit_code_and_one_line_for_an_error(monkeypatch, capsys) -> None:
     def refuse(arguments: list[str]) -> int:
         if arguments:
             raise UserError(f"{arguments[0]} is wrong: give another")
@@ -121,7 +121,7 @@ def test_errors_of_a_verb_are_one_line_and_its_exit_code_is_the_doors(monkeypatc
     assert capsys.readouterr().err == "error: this is wrong: give another\n"
 
 
-def test_without_the_packages_the_main_command_says_what_to_do() -> None:
+def test_run_without_its_packages_is_refused_with_the_remedy() -> None:
     done = subprocess.run([sys.executable, "-S", ROOT / "run.py"], capture_output=True, text=True, env={})
     assert done.returncode == 1
     assert re.fullmatch(
@@ -129,7 +129,7 @@ def test_without_the_packages_the_main_command_says_what_to_do() -> None:
     )
 
 
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+def test_closed_pipe_is_no_error() -> None:
     """`lazyllm-bench status | head -1`: the reader ends before the command writes."""
     code = "import time; from eval import cli; cli.usage = lambda: time.sleep(1) or 'x' * 100_000; cli.main(['--help'])"
     process = subprocess.Popen(

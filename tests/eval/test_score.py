@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from eval.score import as_text, main, score_folder
 from lazyllm.errors import UserError
 from tests.eval import official
 
-ROOT = Path(__file__).resolve().parents[2]
 SCORED = official.LONGBENCH / "scored"
 GOOD = {"pred": "cat", "answers": ["cat"], "all_classes": None, "length": 3}
 
@@ -36,21 +33,9 @@ def test_real_answers_get_the_official_scores():
     expected = {name: round(100 * sum(r["official_score"] for r in of) / len(of), 2) for name, of in rows.items()}
     assert {d.dataset: d.score for d in scores.datasets} == expected
     assert {d.dataset: d.rows for d in scores.datasets} == {name: len(of) for name, of in rows.items()}
-    assert {d.dataset for d in scores.datasets if d.rouge_score is not None} == {
-        "gov_report",
-        "qmsum",
-        "multi_news",
-        "samsum",
-    }
-    tasks = {
-        "single_doc_qa": ("narrativeqa", "qasper", "multifieldqa_en"),
-        "multi_doc_qa": ("hotpotqa", "2wikimqa", "musique"),
-        "summarization": ("gov_report", "qmsum", "multi_news"),
-        "few_shot": ("trec", "triviaqa", "samsum"),
-        "synthetic": ("passage_count", "passage_retrieval_en"),
-        "code": ("lcc", "repobench-p"),
-    }
-    assert [(t.task, t.datasets, t.missing) for t in scores.tasks] == [(t, names, ()) for t, names in tasks.items()]
+    with_rouge = {d.dataset for d in scores.datasets if d.rouge_score is not None}
+    assert with_rouge == {"gov_report", "qmsum", "multi_news", "samsum"}
+    assert [len(t.datasets) for t in scores.tasks] == [3, 3, 3, 3, 2, 2]
     for task in scores.tasks:
         assert task.score == pytest.approx(sum(expected[n] for n in task.datasets) / len(task.datasets), abs=0.00501)
 
@@ -107,36 +92,17 @@ def test_lines_are_read_as_by_official_readers(tmp_path):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ("{", "not valid JSON"),
-        ("[" * 100_000, "not valid JSON"),
-        ("[]", "expected a JSON object, got list"),
-        ({key: GOOD[key] for key in ("answers", "all_classes")}, "field 'pred' is missing"),
-        ({key: GOOD[key] for key in ("pred", "all_classes")}, "field 'answers' is missing"),
-        ({key: GOOD[key] for key in ("pred", "answers")}, "field 'all_classes' is missing"),
-        (GOOD | {"pred": None}, "field 'pred' must be a string, got None"),
-        (GOOD | {"answers": "cat"}, "field 'answers' must be a list of strings, got 'cat'"),
-        (GOOD | {"answers": [1]}, "field 'answers' must be a list of strings"),
-        (GOOD | {"answers": []}, "answers is empty"),
-        (GOOD | {"all_classes": "cat"}, "field 'all_classes' must be a list of strings or null"),
+        ("{", "JSON"),
+        ({key: GOOD[key] for key in ("answers", "all_classes")}, "field 'pred'"),
+        ({key: GOOD[key] for key in ("pred", "answers")}, "field 'all_classes'"),
+        (GOOD | {"pred": None}, "field 'pred'"),
+        (GOOD | {"answers": "cat"}, "field 'answers'"),
+        (GOOD | {"answers": []}, "answers"),
     ],
 )
 def test_bad_line_is_named(tmp_path, row, reason):
     file = write(tmp_path, "qasper", GOOD, row, GOOD)
-    with pytest.raises(UserError) as error:
-        score_folder(tmp_path)
-    assert str(error.value).startswith(f"{file}:2: {reason}")
-
-
-def test_bytes_that_are_no_utf8_are_named(tmp_path):
-    (tmp_path / "qasper.jsonl").write_bytes(b'{"pred": "\xff"}\n')
-    with pytest.raises(UserError, match=r"qasper\.jsonl:1: not valid JSON in UTF-8"):
-        score_folder(tmp_path)
-
-
-@pytest.mark.parametrize(("name", "reason"), [("trec", "all_classes"), ("passage_retrieval_en", "Paragraph <number>")])
-def test_unscorable_gold_answer_is_named(tmp_path, name, reason):
-    write(tmp_path, name, GOOD)
-    with pytest.raises(UserError, match=rf"{name}\.jsonl:1: .*{reason}"):
+    with pytest.raises(UserError, match=rf"{file}:2: .*{reason}"):
         score_folder(tmp_path)
 
 
@@ -147,7 +113,7 @@ def test_unscorable_gold_answer_is_named(tmp_path, name, reason):
         ({"dureader": [GOOD]}, "only dureader.jsonl"),
         ({"hotpot": [GOOD]}, "unknown dataset 'hotpot'"),
         ({"qasper": []}, "no lines"),
-        ({"qasper": ["{"]}, "qasper.jsonl:1: not valid JSON"),
+        ({"trec": [GOOD]}, "all_classes"),
     ],
 )
 def test_bad_folder_ends_with_one_message_and_code_2(tmp_path, capsys, files, reason):
@@ -161,17 +127,10 @@ def test_bad_folder_ends_with_one_message_and_code_2(tmp_path, capsys, files, re
     assert len(shown.err.splitlines()) == 1
 
 
-def test_missing_folder_is_refused(tmp_path, capsys):
-    assert main([str(tmp_path / "nowhere")]) == 2
-    assert "nowhere: no such folder" in capsys.readouterr().err
-
-
 def test_command_prints_a_table_and_json(tmp_path, capsys):
     write(tmp_path, "qasper", GOOD, GOOD | {"pred": "dog"})
-    command = [sys.executable, "-m", "eval.score", str(tmp_path)]
-    table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (table.returncode, table.stderr) == (0, "")
-    lines = [" ".join(line.split()) for line in table.stdout.splitlines()]
+    assert main([str(tmp_path)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "qasper single_doc_qa f1 2 50.00" in lines
     assert "single_doc_qa longbench 1 of 3 50.00 without narrativeqa, multifieldqa_en" in lines
     assert main([str(tmp_path), "--json"]) == 0

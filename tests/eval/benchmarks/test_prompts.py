@@ -176,18 +176,6 @@ def test_later_turn_has_xgens_format_and_is_refused_without_tokens():
         build_prompt(replace(ROW, turns=(Turn("", ()),)), "{input}", Characters())
 
 
-def test_tokenizers_chat_template_brings_its_own_special_tokens():
-    tokenizer = Characters()
-    tokenizer.chat_template = "given"
-    prompt = prompt_of("{input}", tokenizer, chat=CHAT_FORMATS["auto"])
-    assert prompt.text == "\x01<user>Who?<model>"
-    assert prompt.token_ids == (1, *map(ord, "<user>Who?<model>"))  # one BOS, not two
-    assert prompt_of("{input}", tokenizer, chat=CHAT_FORMATS["auto"], chat_wrap=False).token_ids == (
-        1,
-        *map(ord, "Who?"),
-    )
-
-
 def test_real_tokenizers_chat_template_gives_one_bos():
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast

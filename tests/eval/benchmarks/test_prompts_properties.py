@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.prompts import BuiltPrompt, build_prompt
 from eval.benchmarks.suite import Example
-from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.eval.benchmarks.test_prompts import Characters
@@ -94,28 +93,6 @@ def test_prompts_equal_the_letter_by_letter_oracle(
     assert prompt.token_ids == (1, *(ord(letter) for letter, _ in letters))
     assert (prompt.tokens_before_truncation, prompt.truncated) == (tokens, truncated)
     assert marked(prompt) == [mark for _, mark in letters]
-
-
-PARTS = ["{", "}", "{context}", "{input}", "{length}", "{_id}", "{x}", "{0}", "!r", ":3"]
-TEMPLATES = st.lists(st.text(max_size=5) | st.sampled_from(PARTS)).map("".join)
-
-
-@given(TEMPLATES, st.text(), st.text())
-@example("{context:{input}}", "a", "3")
-@example("{context!r}", "a", "")
-def test_template_is_formatted_as_by_python_or_refused(template: str, context: str, question: str) -> None:
-    row = row_of(context, question)
-    try:
-        expected = template.format(**fields_of(row))
-    except (ValueError, LookupError, AttributeError, TypeError):
-        expected = None
-    try:
-        text = build_prompt(row, template, Characters()).text  # type: ignore[arg-type]
-    except UserError:
-        # also refused, although Python accepts it: conversions and formats such as {context!r} and {length:3}
-        assert expected is None or "!" in template or ":" in template
-    else:
-        assert text == expected
 
 
 @given(REAL_TEXT, REAL_TEXT, REAL_TEMPLATES, CHATS)

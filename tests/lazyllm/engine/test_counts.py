@@ -20,7 +20,7 @@ from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.inputs import Prompt
 from lazyllm.engine.session import Session
-from lazyllm.methods import ASL, CLAA, METHODS, Baseline, FastKV, Lazy, Method, PyramidInfer, make
+from lazyllm.methods import CLAA, METHODS, Baseline, FastKV, Lazy, Method, PyramidInfer, make
 from tests.helpers import prompt_tensor, slow
 from tests.waits import Waits
 
@@ -246,21 +246,6 @@ def test_flops_of_a_pruned_prefill_are_those_announced() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [Baseline(), Lazy(), Lazy({1: 0.2, 5: 0.5}), FastKV(), CLAA(), ASL(keep=90)], ids=str
-)
-def test_no_tensor_of_a_prefill_is_quadratic_in_the_prompt(method: Method) -> None:
-    n = 701
-    assert n > max(VOCAB, WIDTH, 64)  # so that only tokens make a dimension so long
-    with torch.inference_mode(), open_decoder(small_llama(dtype=torch.float32)) as decoder:
-        session = method.start(decoder, Prompt(prompt_tensor(n)), 1)
-        with Seen() as seen:
-            session.prefill(prompt_tensor(n))
-    entering = set(method.tokens_per_layer(LAYERS, n))
-    assert any(n in shape for shape in seen.shapes)
-    assert not [shape for shape in seen.shapes if sum(size in entering or size >= n for size in shape) > 1]
-
-
-@pytest.mark.parametrize(
     ("kv_heads", "attention", "window"), [(HEADS, "sdpa", 40), (1, "sdpa", None), (1, "eager", 40)]
 )
 @pytest.mark.parametrize("method", [Baseline(), Lazy({2: 0.3, 5: 0.5}), FastKV()], ids=str)
@@ -369,20 +354,3 @@ def test_aux_cache_may_live_on_the_host(aux_device: str | None) -> None:
     assert (there.token_ids, there.selected, there.aux_bytes) == (here.token_ids, here.selected, here.aux_bytes)
     with pytest.raises(ValueError, match=r"aux_device='disk': give None .* or 'cpu'"):
         Lazy(aux_device="disk")
-
-
-@pytest.mark.parametrize(
-    ("call", "waits"),
-    [
-        (lambda x: x.nonzero(), 1),
-        (lambda x: x[x > 1], 1),
-        (lambda x: float(x.sum()), 1),
-        (lambda x: x.tolist(), 1),
-        (lambda x: torch.where(x > 1, x, 0).argsort(), 0),
-    ],
-)
-def test_waits_are_counted(call, waits: int) -> None:
-    numbers = torch.arange(3.0)
-    with Waits() as counter:
-        call(numbers)
-    assert len(counter.found) == waits

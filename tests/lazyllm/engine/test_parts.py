@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lazyllm.engine.attention import attend_to_chosen, attention_scores, installed_attention, part_mask
+from lazyllm.engine.attention import attention_scores, installed_attention
 from lazyllm.engine.cache import AuxCache, GroupCache
 from lazyllm.engine.inputs import Look
 from lazyllm.methods.support.ranking import rank, split_prompt
@@ -25,37 +25,6 @@ def _qkv(heads: int, kv_heads: int, m: int, s: int, d: int, seed: int) -> tuple[
     draw = torch.Generator().manual_seed(seed)
     shapes = ((1, heads, m, d), (1, kv_heads, s, d), (1, kv_heads, s, d))
     return tuple(torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
-
-
-def _probabilities(query, key, chosen, scaling: float) -> torch.Tensor:
-    """[h, m, s], one head and one query at a time."""
-    heads, m, s = query.shape[1], query.shape[2], key.shape[2]
-    out = torch.zeros(heads, m, s, dtype=query.dtype)
-    for head in range(heads):
-        of_head = key[0, head * key.shape[1] // heads]
-        for row in range(m):
-            seen = [slot for slot in range(s) if chosen[0, 0, row, slot]]
-            weights = [torch.exp(scaling * query[0, head, row].dot(of_head[slot])) for slot in seen]
-            for slot, weight in zip(seen, weights, strict=True):
-                out[head, row, slot] = weight / sum(weights)
-    return out
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "m", "s"), [(4, 4, 1, 9), (4, 2, 3, 9), (6, 1, 2, 5), (3, 3, 1, 1)])
-def test_attention_and_importance(heads: int, kv_heads: int, m: int, s: int) -> None:
-    query, key, value = _qkv(heads, kv_heads, m, s, d=8, seed=heads + s)
-    chosen = torch.rand(1, 1, m, s, generator=torch.Generator().manual_seed(s)) < 0.6
-    chosen[..., 0] = True
-    expected = _probabilities(query, key, chosen, 0.3)
-    mask = part_mask(chosen[0, 0], heads // kv_heads, query.dtype)
-    some = attention_scores(query, key, lambda rows, keys: chosen[0, 0, rows, keys], 0.3)
-    torch.testing.assert_close(some, expected[:, -1].mean(0))
-    everything = _probabilities(query, key, torch.ones_like(chosen), 0.3)
-    torch.testing.assert_close(attention_scores(query, key, everything_seen, 0.3), everything[:, -1].mean(0))
-    found = attend_to_chosen(query, key, value, mask, 0.3)
-    for head in range(heads):
-        of_head = value[0, head * kv_heads // heads]
-        torch.testing.assert_close(found[0, :, head], expected[head] @ of_head)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

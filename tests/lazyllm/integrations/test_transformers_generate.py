@@ -328,20 +328,12 @@ def test_stop_strings(tiny: tuple[Any, Any]) -> None:
     assert expected.shape[1] < free.shape[1]
     with lazyllm.using(model, Baseline()):
         assert torch.equal(model.generate(**inputs, **options), expected)
-        assert torch.equal(model.generate(inputs.input_ids, GenerationConfig(stop_strings=word), max_new_tokens=6,
-                                          tokenizer=tokenizer, attention_mask=inputs.attention_mask,
-                                          eos_token_id=2, pad_token_id=0), expected)  # fmt: skip
         with pytest.raises(ValueError, match="tokenizer"):
             model.generate(**inputs, stop_strings=word, max_new_tokens=6)
-    decode = lazyllm.generate_with(Baseline())
     criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, word)])
+    decode = lazyllm.generate_with(Baseline())
     out = model.generate(**inputs, custom_generate=decode, stopping_criteria=criteria, max_new_tokens=6)
     assert torch.equal(out, expected)
-    # transformers loses the tokenizer here, and says so; a release that does not must give the same
-    try:
-        assert torch.equal(model.generate(**inputs, custom_generate=decode, **options), expected)
-    except ValueError as error:
-        assert "tokenizer" in str(error)  # noqa: PT017 - either is right
 
 
 def test_pipeline_answers_with_the_method(tiny: tuple[Any, Any]) -> None:
