@@ -8,8 +8,26 @@ multipliers of some models) is written out in float64 numpy from the model's wei
 ca6ae67 it was also compared, as were the oracles of the field and of turns, with a third formulation: transformers'
 layers with one dense mask a layer and no cache.
 
+Decided here, because the paper leaves it open:
+
+ 1. An answer's last token is never run by that answer: it is pending. It is the first row of the next turn's step 0,
+    before the turn's own m tokens. That holds for an end token too.
+ 2. Prompt tokens: those of all turns. Generated tokens: all others, the pending one among them.
+ 3. Step 0 of every turn selects as the prefill does: `ceil(ratio * c)` of the c prompt tokens of all turns that
+    entered the layer in this step, the newest among them, which always stays. Decoding steps select as in turn 1.
+ 4. Generated tokens of all turns stay and do not count. With ``prune_generated`` all but a newest one do both.
+ 5. ``revive=False``: later turns' tokens run over what the first prefill selected, and nothing is selected again.
+    Nothing waits in the Aux Cache.
+ 6. RoPE that depends on the length: a token keeps the length of the text in the step in which it entered layer 1.
+ 7. Chunks of a prompt see the length of the whole step (6), and only the last one selects, among the rows of all. So
+    chunks change no number, and there are none here.
+ 8. Bytes are of what is held, not of what is reserved: keys and values in the model's dtype, of each layer and head;
+    hidden states at boundaries. A pending token holds nothing.
+
 Notation: ``N`` prompt tokens, ``L`` layers, ``H`` query heads, ``G`` key/value heads, ``d`` head width, ``D`` model
 width, ``V`` vocabulary. Layers and pruning layers are counted from 1, positions from 0. Boundary l comes after layer l.
+A turn adds tokens to the text (all token ids so far, prompts and answers) and asks for an answer. A step: one pass that
+gives one set of logits. Step 0 of a turn takes in the turn's tokens, later steps decode.
 """
 
 from __future__ import annotations
@@ -322,18 +340,18 @@ def keep_count(ratio: float, n: int) -> int:
 
 @dataclass
 class ReferenceOutput:
-    """The result of :func:`lazy_reference`.
+    """One answer. Lists have an entry for each step of this answer.
 
     Attributes:
-        token_ids: the generated tokens, including the end token if reached; one per step.
-        logits: per step, the logits [V] that chose the token.
-        selected: per step, {pruning layer: sorted positions of all tokens in the step's set after it, newest included}.
-        revived: per step, {pruning layer: sorted positions that left the Aux Cache there and entered the next layer}.
-        importance: per step, {pruning layer: {position: mean attention probability of the newest token on it}}, for
-            every token that entered the pruning layer in this step.
-        computed: [steps, L] int, distinct prompt tokens computed so far in each layer.
+        token_ids: the generated tokens, the end token (if reached) included.
+        logits: the logits [V] that chose the token.
+        selected: {boundary: sorted positions of the step's set after it, generated tokens and the newest included}.
+        revived: {boundary: sorted positions that left the Aux Cache there and entered the next layer}.
+        importance: {boundary: {position: mean attention probability of the newest token}} of the step's set before it.
+        computed: [steps, L] int, distinct prompt tokens, of all turns, computed in each layer since the first turn.
         compute_counts: {(layer, position): how many times the token was computed in the layer}; nothing above 1.
-        aux: {pruning layer: positions whose hidden state is held at that boundary at the end}.
+        aux: {boundary: positions whose hidden state is held there at the end of the answer}.
+        kv_bytes, aux_bytes: held at the end of the answer.
         margin: the smallest difference in importance between a kept and a dropped candidate, over all selections, exact
             ties left out (infinite if no selection had a choice): a selection is decisive if this is well above the
             rounding errors of the compared results.
@@ -347,7 +365,137 @@ class ReferenceOutput:
     computed: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
     compute_counts: dict[tuple[int, int], int] = field(default_factory=dict)
     aux: dict[int, set[int]] = field(default_factory=dict)
+    kv_bytes: int = 0
+    aux_bytes: int = 0
     margin: float = float("inf")
+
+
+def kv_bytes_of(hand: HandModel, model: PreTrainedModel, num_pairs: int) -> int:
+    """Bytes of key and value of ``num_pairs`` tokens, each in one KV head of one layer."""
+    return num_pairs * 2 * hand.head_dim * model.dtype.itemsize
+
+
+class LazyTurns:
+    """LazyLLM (sections 3.2 to 3.4 of the paper) over several turns. With an empty schedule: the baseline.
+
+    There is no Aux Cache here: every layer remembers all hidden states of its output. A selected token that was not in
+    the next layer yet enters it from there. The size of the Aux Cache follows by counting.
+
+    Args:
+        model: a Hugging Face model that :class:`HandModel` knows; only its weights are used.
+        schedule: {pruning layer, from 1: keep ratio in (0, 1]}.
+        prune_generated: in decoding, all generated tokens except the newest are candidates too, and count.
+        revive: False for the ablation without section 3.3: decoding uses the prefill's selections.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, schedule: Mapping[int, float], prune_generated: bool = False, revive: bool = True
+    ) -> None:
+        self.model, self.hand, self.schedule = model, HandModel(model), dict(schedule)
+        self.prune_generated, self.revive = prune_generated, revive
+        self.layers = range(1, self.hand.num_layers + 1)
+
+        self.text: list[int] = []
+        self.prompt: set[int] = set()  # positions of prompt tokens
+        self.num_run = 0  # number of the text's first tokens that have been in a step
+        self.reach: dict[int, int] = {}
+        self.kv: dict[int, dict[int, Pair]] = {layer: {} for layer in self.layers}
+        self.after: dict[int, dict[int, np.ndarray]] = {layer: {} for layer in (0, *self.layers)}  # 0: embeddings
+        self.counts: Counter[tuple[int, int]] = Counter()  # of (layer, position): how often it was computed
+        self.first_selected: dict[int, set[int]] = {}  # by the first prefill
+        self.first_length = 0
+
+    def answer(
+        self,
+        new_ids: Sequence[int],
+        max_new_tokens: int,
+        eos_token_ids: Collection[int] = (),
+        forced: Sequence[int] = (),
+    ) -> ReferenceOutput:
+        """Append a turn's tokens to the text and generate greedily.
+
+        eos_token_ids: generation stops after one of these. forced: the first generated tokens, whatever the logits are.
+        """
+        out, computed = ReferenceOutput(), []
+        self.prompt |= set(range(len(self.text), len(self.text) + len(new_ids)))
+        self.text += new_ids
+        self.first_length = self.first_length or len(self.text)
+        while len(out.token_ids) < max_new_tokens and not set(out.token_ids) & set(eos_token_ids):
+            self._step(out)
+            computed.append([len(self.prompt & set(self.after[layer])) for layer in self.layers])
+            step = len(out.token_ids)
+            best = int(np.argmax(out.logits[-1]))  # the lowest id wins ties
+            out.token_ids.append(forced[step] if step < len(forced) else best)
+            self.text.append(out.token_ids[-1])
+        assert max(self.counts.values()) == 1, "a token was computed twice in a layer"
+        out.computed, out.compute_counts = np.array(computed, dtype=np.int64), dict(self.counts)
+        out.aux = {boundary: self._waiting(boundary) for boundary in sorted(self.schedule)}
+        held = sum(len(positions) for positions in out.aux.values())
+        out.aux_bytes = held * self.model.config.hidden_size * self.model.dtype.itemsize
+        num_pairs = self.hand.num_kv_heads * sum(len(stored) for stored in self.kv.values())
+        out.kv_bytes = kv_bytes_of(self.hand, self.model, num_pairs)
+        return out
+
+    def _waiting(self, boundary: int) -> set[int]:
+        """Computed up to the boundary and not beyond. Without revival, nothing waits."""
+        if boundary == self.hand.num_layers or not self.revive:
+            return set()
+        return set(self.after[boundary]) - set(self.after[boundary + 1])
+
+    def _step(self, out: ReferenceOutput) -> None:
+        """All tokens of the text that have not been in a step, through the model."""
+        rows = range(self.num_run, len(self.text))
+        for p in rows:
+            self.after[0][p] = self.hand.embed(self.text[p])
+            self.reach[p] = len(self.text)
+        for by_boundary in (out.selected, out.revived, out.importance):
+            by_boundary.append({})
+
+        active = set(range(len(self.text)))  # the step's set
+        for layer in self.layers:
+            before = set(self.after[layer])
+            importance = self._enter(layer, active)
+            if layer in self.schedule:
+                active = self._select(layer, active, importance, out)
+                beyond = active if layer == self.hand.num_layers else set(self.after[layer + 1])
+                out.importance[-1][layer] = importance
+                out.selected[-1][layer] = sorted(active)
+                out.revived[-1][layer] = sorted((active & before) - beyond)
+        out.logits.append(self.hand.logits(self.after[self.hand.num_layers][rows[-1]]))
+        self.num_run = len(self.text)
+
+    def _enter(self, layer: int, active: set[int]) -> dict[int, float]:
+        """Run the tokens of the set that the layer has not seen yet; attention of the last one, mean over heads."""
+        new = [p for p in sorted(active) if p not in self.after[layer]]
+        for p in new:
+            self.kv[layer][p] = self.hand.key_value(layer, self.after[layer - 1][p], p, self.reach[p])
+        importance = dict.fromkeys(sorted(active), 0.0)  # 0 outside the layer's window
+        for p in new:
+            seen = [other for other in sorted(active) if self.hand.sees(layer, p, other)]
+            pairs = [self.kv[layer][other] for other in seen]
+            after, attention, _ = self.hand.layer(layer, self.after[layer - 1][p], p, self.reach[p], pairs)
+            self.after[layer][p] = after
+            self.counts[layer, p] += 1
+            if p == max(active):
+                importance |= dict(zip(seen, attention.mean(axis=0).tolist(), strict=True))
+        return importance
+
+    def _select(self, boundary: int, active: set[int], importance: dict[int, float], out: ReferenceOutput) -> set[int]:
+        """The tokens of the step's set that continue."""
+        if not self.revive and boundary in self.first_selected:
+            return {p for p in active if p in self.first_selected[boundary] or p >= self.first_length}
+        newest = max(active)
+        counted = set(active) if self.prune_generated else active & self.prompt
+        if newest not in self.prompt:
+            counted -= {newest}
+        room = keep_count(self.schedule[boundary], len(counted)) - (newest in counted)
+        ranking = sorted(counted - {newest}, key=lambda p: (-importance[p], p))
+        kept, dropped = ranking[:room], ranking[room:]
+        if kept and dropped and (gap := importance[kept[-1]] - importance[dropped[0]]) > 0:
+            out.margin = min(out.margin, gap)
+        selected = (active - set(dropped)) | {newest}
+        self.first_selected.setdefault(boundary, selected)
+        return selected
 
 
 def lazy_reference(
@@ -360,112 +508,8 @@ def lazy_reference(
     forced: Sequence[int] = (),
     revive: bool = True,
 ) -> ReferenceOutput:
-    """Greedy generation with LazyLLM's pruning (sections 3.2 to 3.4 of the paper; `shared/paper/lazyllm.md`, 1 to 6).
-
-    Args:
-        model: a Hugging Face model that :class:`HandModel` knows; only its weights are used.
-        input_ids: the N prompt tokens, N >= 1.
-        schedule: {pruning layer, from 1: keep ratio in (0, 1]}.
-        max_new_tokens: the maximum number of generated tokens, >= 1.
-        eos_token_ids: generation stops after one of these.
-        prune_generated: in decoding, all generated tokens except the newest are candidates too, and count.
-        forced: the first generated tokens, whatever the logits are (teacher forcing).
-        revive: False for the ablation without section 3.3: decoding uses the prefill's selections.
-
-    Returns:
-        Tokens, logits, selections and counts; see :class:`ReferenceOutput`.
-    """
-    hand = HandModel(model)
-    num_prompt = len(input_ids)
-    layers = range(1, hand.num_layers + 1)
-    kv: dict[int, dict[int, Pair]] = {layer: {} for layer in layers}
-    aux: dict[int, dict[int, np.ndarray]] = {boundary: {} for boundary in sorted(schedule)}
-    counts: Counter[tuple[int, int]] = Counter()
-    computed: list[list[int]] = []
-    out = ReferenceOutput()
-
-    text = list(input_ids)
-    new_positions = list(range(num_prompt))  # step 0 is the prefill: all prompt tokens are new
-    while True:
-        newest = new_positions[-1]
-        prefill = newest < num_prompt
-        # `active`: the tokens of this step's set. `hidden`: those of them that this step computes in the current group;
-        # the others have their key and value there already.
-        active = set(range(newest + 1))
-        hidden = {p: hand.embed(text[p]) for p in new_positions}
-        reach = {p: max(num_prompt, p + 1) for p in active}  # how long the text was when the token was new
-        selected_here: dict[int, list[int]] = {}
-        revived_here: dict[int, list[int]] = {}
-        importance_here: dict[int, dict[int, float]] = {}
-
-        for layer in layers:
-            for p in hidden:
-                kv[layer][p] = hand.key_value(layer, hidden[p], p, reach[p])
-                counts[layer, p] += 1
-            importance: dict[int, float] = {}
-            for p in sorted(hidden):
-                attended = sorted(other for other in active if hand.sees(layer, p, other))
-                here = [kv[layer][other] for other in attended]
-                hidden[p], probabilities, _ = hand.layer(layer, hidden[p], p, reach[p], here)
-                if p == newest:  # equation 1: the mean over the heads; 0 for tokens outside the layer's window
-                    seen = dict(zip(attended, probabilities.mean(axis=0).tolist(), strict=True))
-                    importance = {other: seen.get(other, 0.0) for other in sorted(active)}
-
-            if layer not in schedule:
-                continue
-
-            # Selection.
-            if prefill:
-                candidates = active - {newest}
-                kept_count = keep_count(schedule[layer], len(candidates) + 1) - 1  # the newest token counts among them
-            else:
-                candidates = {p for p in active if p < num_prompt or (prune_generated and p != newest)}
-                kept_count = keep_count(schedule[layer], len(candidates))
-            if not prefill and not revive:
-                importance = {p: float(p in out.selected[0][layer]) for p in active}
-            ranking = sorted(candidates, key=lambda p: (-importance[p], p))
-            kept, dropped = ranking[:kept_count], ranking[kept_count:]
-            if kept and dropped:
-                gap = importance[kept[-1]] - importance[dropped[0]]
-                out.margin = min(out.margin, gap) if gap > 0 else out.margin
-            selected = (active - candidates) | set(kept)
-            selected_here[layer] = sorted(selected)
-            importance_here[layer] = importance
-            revived_here[layer] = []
-            if layer == hand.num_layers:
-                continue  # there is no next layer: the selection changes nothing
-
-            # A token computed so far that is not selected waits in the Aux Cache; a selected one that was not computed
-            # beyond comes from this step's hidden states, or else from the Aux Cache (it is revived).
-            for p in set(hidden) - selected:
-                assert p not in aux[layer]
-                assert p not in kv[layer + 1]
-                aux[layer][p] = hidden.pop(p)
-            for p in selected - set(hidden):
-                if p not in kv[layer + 1]:
-                    hidden[p] = aux[layer].pop(p)
-                    revived_here[layer].append(p)
-            revived_here[layer].sort()
-            active = selected
-
-        out.selected.append(selected_here)
-        out.revived.append(revived_here)
-        out.importance.append(importance_here)
-        out.logits.append(hand.logits(hidden[newest]))
-        computed.append([sum(p < num_prompt for p in kv[layer]) for layer in layers])
-        step = len(out.token_ids)
-        token = forced[step] if step < len(forced) else int(np.argmax(out.logits[-1]))  # the lowest id wins ties
-        out.token_ids.append(token)
-        if token in eos_token_ids or len(out.token_ids) == max_new_tokens:
-            break
-        new_positions = [len(text)]
-        text.append(token)
-
-    assert max(counts.values()) == 1, "a token was computed twice in a layer"
-    out.computed = np.array(computed, dtype=np.int64)
-    out.compute_counts = dict(counts)
-    out.aux = {boundary: set(held) for boundary, held in aux.items()}
-    return out
+    """Greedy generation with LazyLLM's pruning: the first turn of :class:`LazyTurns`, which describes the arguments."""
+    return LazyTurns(model, schedule, prune_generated, revive).answer(input_ids, max_new_tokens, eos_token_ids, forced)
 
 
 # --- Small random models that are float64 all the way through ---

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from tests.field_oracles import FieldOutput, gemfilter, on_the_rest
 from tests.helpers import prompt_of
-from tests.reference import VARIANTS, casts_in_float64, lazy_reference
-from tests.reference_turns import ContinuedTurns, LazyTurns, TurnOutput
+from tests.reference import VARIANTS, LazyTurns, ReferenceOutput, casts_in_float64
+from tests.reference_turns import ContinuedTurns
 from tests.test_field_oracles import model_of
 from tests.test_reference import uniform_attention_model
 
@@ -22,19 +22,8 @@ STEPS = 3
 LENGTH_DEPENDENT = {"llama, dynamic NTK", "phi3, LongRoPE and window"}
 
 
-def answers(session: LazyTurns | ContinuedTurns, turns: list[list[int]] = TURNS) -> list[TurnOutput]:
+def answers(session: LazyTurns | ContinuedTurns, turns: list[list[int]] = TURNS) -> list[ReferenceOutput]:
     return [session.answer(turn, STEPS) for turn in turns]
-
-
-def assert_same(left: list[TurnOutput], right: list[TurnOutput], tolerance: float = 0.0) -> None:
-    for ours, theirs in zip(left, right, strict=True):
-        assert ours.token_ids == theirs.token_ids
-        assert ours.selected == theirs.selected
-        assert ours.revived == theirs.revived
-        assert ours.aux == theirs.aux
-        assert ours.computed.tolist() == theirs.computed.tolist()
-        assert (ours.kv_bytes, ours.aux_bytes) == (theirs.kv_bytes, theirs.aux_bytes)
-        np.testing.assert_allclose(ours.logits, theirs.logits, rtol=0, atol=tolerance)
 
 
 def test_two_turns_by_counting():
@@ -67,23 +56,6 @@ def test_generated_tokens_of_all_turns_are_candidates_with_prune_generated():
     # 11 tokens: ceil(5.5) = 6, the newest among them. Then 11 candidates without the newest.
     assert out.selected == [{1: [0, 1, 2, 3, 4, 10]}, {1: [0, 1, 2, 3, 4, 5, 11]}]
     assert out.aux == {1: {8, 9}}  # 5 is stored since turn 1, as the newest then; 6 and 7 as well
-
-
-@pytest.mark.parametrize("prune_generated", [False, True])
-@pytest.mark.parametrize("variant", ["llama", "mistral, window", "gemma2", *sorted(LENGTH_DEPENDENT)])
-def test_first_turn_equals_the_reference(variant: str, prune_generated: bool):
-    model, schedule = model_of(variant, 1), {1: 0.7, 3: 0.5}
-    out = LazyTurns(model, schedule, prune_generated).answer(prompt_of(20), 4)
-    expected = lazy_reference(model, prompt_of(20), schedule, 4, prune_generated=prune_generated)
-    assert out.token_ids == expected.token_ids
-    np.testing.assert_allclose(out.logits, expected.logits, rtol=0, atol=TOLERANCE)
-    assert (out.selected, out.revived) == (expected.selected, expected.revived)
-    for ours, theirs in zip(out.importance, expected.importance, strict=True):
-        for boundary in schedule:
-            assert ours[boundary] == pytest.approx(theirs[boundary], rel=0, abs=TOLERANCE)
-    assert out.computed.tolist() == expected.computed.tolist()
-    assert out.aux == expected.aux
-    assert out.margin == pytest.approx(expected.margin, rel=1e-6)
 
 
 def continuation(model: PreTrainedModel, turns: list[list[int]]) -> list[tuple[list[int], list[np.ndarray]]]:

@@ -1,4 +1,4 @@
-"""Sessions of several turns: against the slow reference of `tests/reference_turns.py`, and against transformers."""
+"""Sessions of several turns: against the slow reference of `tests/reference.py`, and against transformers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,16 @@ from lazyllm.methods.support import lazy_session
 from tests import field_oracles
 from tests.field_oracles import FieldOutput, on_the_rest, static_pruning
 from tests.helpers import slow
-from tests.reference import ARCHITECTURES, VARIANTS, casts_in_float64, random_model, random_variant
-from tests.reference_turns import ContinuedTurns, LazyTurns, TurnOutput
+from tests.reference import (
+    ARCHITECTURES,
+    VARIANTS,
+    LazyTurns,
+    ReferenceOutput,
+    casts_in_float64,
+    random_model,
+    random_variant,
+)
+from tests.reference_turns import ContinuedTurns
 
 VOCAB = 97
 TOLERANCE = 1e-9
@@ -55,7 +63,7 @@ class Watched:
 
 
 def assert_same(
-    session: Conversation, more_ids: Sequence[int] | None, steps: int, expected: TurnOutput
+    session: Conversation, more_ids: Sequence[int] | None, steps: int, expected: ReferenceOutput
 ) -> lazyllm.Generation:
     watched = Watched()
     found = session.answer_by(watched, more_ids, steps)
