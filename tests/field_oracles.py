@@ -1,10 +1,10 @@
 """Obvious, slow, independent versions of the field's other methods that shorten prefill, for the tests only.
 
 GemFilter (arXiv 2409.17422), FastKV (2502.01068), SpecPrefill (2502.02789; across tokenizers 2603.02631), CLAA
-(2602.16054), ASL (2601.07667), PyramidInfer (2405.12532) and the diagnostic oracle. Written from descriptions of the
-algorithms, not from the authors' code and not from the ``lazyllm`` package. Tokens live in dictionaries keyed by their
-position, attention is computed for one query token at a time (:class:`tests.reference.HandModel`), everything is
-float64.
+(2602.16054), ASL (2601.07667), PyramidInfer (2405.12532), UniPrefill (2605.06221) and the diagnostic oracle. Written
+from descriptions of the algorithms, not from the authors' code and not from the ``lazyllm`` package. Tokens live in
+dictionaries keyed by their position, attention is computed for one query token at a time
+(:class:`tests.reference.HandModel`), everything is float64.
 
 Notation as in :mod:`tests.reference`: layers are counted from 1; positions, heads and chunks from 0; ``n`` prompt
 tokens. A boundary's key in ``selected`` is the layer whose attention selected; 0: before layer 1.
@@ -105,6 +105,14 @@ SpecPrefill across tokenizers
 38. The model's tokenizer reads the joined text as it read the prompt; the model runs that from position 0. If all
     chunks stay, nothing is scored, and the prompt's own tokens run.
 39. ``selected`` names the prompt's tokens that share a character with a piece, and those that stand for none.
+
+UniPrefill
+40. The release cuts between a layer's attention and its MLP. An MLP sees one token at a time, so a cut after the layer
+    has the same results; ``passes`` counts the tokens that enter the layer.
+41. Layers are those given, also the last one. A layer that at most ``first + last`` tokens enter cuts nothing.
+42. Ties of blocks go to the later block, as in the release: the one exception from 1. The mass before a block is exact
+    (fractions of the float64 sums), so ``p=1`` keeps everything.
+43. With fewer than ``window`` tokens, all their queries count. The last block may be short; its mass is not scaled.
 """
 
 from __future__ import annotations
@@ -112,6 +120,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import accumulate
 from math import ceil, cos, floor, pi
 
 import numpy as np
@@ -654,6 +663,46 @@ def pyramidinfer(
         share = (1 - decay) * (cos(pi * (number - 1) / hand.num_layers) + 1) / 2 + decay
         stay = out.best(score, floor(share * len(older) + 1e-9), [p for p in older if p < first])
         out.scores[number], out.selected[number] = score, sorted({*stay, *weights})
+        return out.selected[number], None
+
+    return layerwise(hand, prompt_ids, steps, out, after_layer)
+
+
+def uniprefill(
+    model: Model,
+    prompt_ids: Ids,
+    layers: Collection[int],
+    p: float = 0.99,
+    window: int = 128,
+    block: int = 64,
+    first: int = 128,
+    last: int = 128,
+    steps: int = 4,
+) -> FieldOutput:
+    """UniPrefill: after each of ``layers``, blocks stay that hold the share ``p`` of the last queries' attention."""
+    hand, out, limit = HandModel(model), FieldOutput(), Fraction(str(p))
+
+    def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], None]:
+        if number not in layers:
+            return attention, None
+        out.selected[number] = positions = sorted(attention)
+        if len(positions) <= first + last:
+            return attention, None
+        mass = dict.fromkeys(positions, Fraction(0))
+        for query in positions[-window:]:
+            for row in attention[query]:
+                for position, probability in row.items():
+                    mass[position] += Fraction(probability)
+        blocks = [positions[start : start + block] for start in range(0, len(positions), block)]
+        shares = [sum(mass[position] for position in members) / sum(mass.values()) for members in blocks]
+        ranking = sorted(range(len(blocks)), key=lambda place: (-shares[place], -place))
+        before = list(accumulate((shares[place] for place in ranking), initial=Fraction(0)))[:-1]
+        kept = [place for place, mass_before in zip(ranking, before, strict=True) if mass_before <= limit]
+        gaps = [abs(mass_before - limit) for mass_before in before if p < 1]
+        gaps += [shares[kept[-1]] - shares[place] for place in ranking[len(kept) :]]
+        out.margin = min([out.margin, *(float(gap) for gap in gaps if gap > 0)])
+        stay = {*positions[:first], *positions[-last:], *(position for place in kept for position in blocks[place])}
+        out.selected[number] = sorted(stay)
         return out.selected[number], None
 
     return layerwise(hand, prompt_ids, steps, out, after_layer)

@@ -20,6 +20,7 @@ from tests.field_oracles import (
     pyramidinfer,
     rank_variance,
     specprefill,
+    uniprefill,
     z_normalised,
 )
 from tests.helpers import prompt_of
@@ -55,6 +56,7 @@ KEEPS_ALL: dict[str, Run] = {
     "claa": lambda name, ids: claa(model_of(name, 1), ids, 2, 1.0, layers=1, window=2, steps=STEPS),
     "asl": lambda name, ids: asl(model_of(name, 1), ids, 1, 1.0, 1.0, window=2, layers=2, steps=STEPS),
     "pyramidinfer": lambda name, ids: pyramidinfer(model_of(name, 1), ids, decay=1.0, steps=STEPS),
+    "uniprefill": lambda name, ids: uniprefill(model_of(name, 1), ids, {2}, 1.0, 2, 2, 1, 1, steps=STEPS),
 }
 # As the authors set them, but for layers: what happens to prompts shorter than their windows, chunks and budgets.
 SHORT: dict[str, Run] = {
@@ -64,6 +66,7 @@ SHORT: dict[str, Run] = {
     "claa": lambda name, ids: claa(model_of(name, 1), ids, 2, 0.1, steps=STEPS),
     "asl": lambda name, ids: asl(model_of(name, 1), ids, 1, 0.3, 1, steps=STEPS),
     "pyramidinfer": lambda name, ids: pyramidinfer(model_of(name, 1), ids, steps=STEPS),
+    "uniprefill": lambda name, ids: uniprefill(model_of(name, 1), ids, {2}, 0.1, steps=STEPS),
 }
 CASES = [(kind, method) for kind, runs in (("all", KEEPS_ALL), ("short", SHORT)) for method in runs]
 
@@ -195,6 +198,22 @@ def test_pyramidinfer_by_counting():
     assert pyramidinfer(uniform(), prompt_of(40), decay=0.01).passes[0][-1] == 8 + 13  # 32, 27, 13 (0.5050 of 27)
     assert pyramidinfer(uniform(), prompt_of(9)).passes == [[9, 9, 8, 7]]  # 1 recent, 8, floor(7.88), floor(6.65) older
     assert pyramidinfer(uniform(), prompt_of(6), decay=0.01).passes == [[6, 6, 5, 5]]  # the first 4 stay
+
+
+def test_uniprefill_by_counting():
+    own = {"p": 0.3, "window": 4, "block": 3, "first": 1, "last": 2}
+    out = uniprefill(uniform(), prompt_of(20), {2, 3}, **own)
+    # Queries 16 to 19: each of the blocks 0 to 4 has 3 (1/17 + 1/18 + 1/19 + 1/20) / 4 = 0.163, later ones have less.
+    # Ties: 4, then 3 (0.163 before it), not 2 (0.326 before it). Tokens 0, 18 and 19 stay besides.
+    assert out.selected[2] == [0, *range(9, 15), 18, 19]
+    # Of these 9, blocks 0, 9, 10 and 11, 12, 13 have 3 (1/6 + 1/7 + 1/8 + 1/9) / 4 = 0.409: one of them is enough.
+    assert out.selected[3] == [0, 11, 12, 13, 18, 19]
+    assert out.passes == [[20, 20, 9, 6]]
+    kept = [list(range(20)), list(range(20)), out.selected[2], out.selected[3]]
+    assert out.caches == {layer: [held] * 2 for layer, held in enumerate(kept, start=1)}
+    assert out.decode_from == 20
+    few = uniprefill(uniform(), prompt_of(20), {2}, **own | {"first": 9, "last": 11})
+    assert few.selected == {2: list(range(20))}
 
 
 def test_oracle_by_counting():

@@ -35,6 +35,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = (
     "-", (0, (5, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (7, 2, 1, 2, 1, 2)), (0, (9, 2)), (0, (2, 1, 2, 3)),
     (0, (1, 4)), (0, (3, 3)), (0, (8, 2, 3, 2)), (0, (6, 1, 1, 1, 1, 1, 1, 1)), (0, (2, 2, 8, 2)),
+    (0, (5, 1, 1, 1, 5, 3)),
 )  # fmt: skip
 
 GREY = "#6E6E6E"
@@ -114,7 +115,7 @@ class MethodStyle:
 
 
 # for methods that declare no colour and marker
-_SPARE = [("#6E6E6E", "p"), ("#8B5A2B", "H"), ("#B0A000", "1"), ("#404040", "8")]
+_SPARE = [("#6E6E6E", "p"), ("#8B5A2B", "H"), ("#B0A000", "1"), ("#404040", "2")]
 
 
 def styles_of(methods: Iterable[str]) -> dict[str, MethodStyle]:

@@ -39,6 +39,7 @@ class Method(ABC):
     dial: ClassVar[str | None] = None  # the hyperparameter that is solved for a target speedup ("2.0x"), if any
     named: ClassVar[tuple[str, ...]] = ()  # hyperparameters that tables name even at their default, as they do the dial
     everything: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that keep every token; if empty: the dial at 1.0
+    adaptive: ClassVar[bool] = False  # the number of tokens depends on the prompt: `groups` declares an estimate
     diagnostic: ClassVar[bool] = False  # a reference, not a method: its selection is in no time and no count
     table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters of the setting `table1`, if it is not solved for
 

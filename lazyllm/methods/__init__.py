@@ -29,6 +29,7 @@ from lazyllm.methods.support import plugins
 from lazyllm.methods.support.bases import Layerwise as Layerwise
 from lazyllm.methods.support.bases import Prune as Prune
 from lazyllm.methods.support.bases import Select as Select
+from lazyllm.methods.uniprefill import UniPrefill
 
 METHODS: dict[str, type[Method]] = {
     "asl": ASL,
@@ -43,6 +44,7 @@ METHODS: dict[str, type[Method]] = {
     "random_drop": RandomDrop,
     "specprefill": SpecPrefill,
     "static_pruning": StaticPruning,
+    "uniprefill": UniPrefill,
 }
 
 

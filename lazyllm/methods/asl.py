@@ -46,6 +46,7 @@ class ASL(Layerwise):
     colour: ClassVar[str | None] = "#4B0082"
     marker: ClassVar[str | None] = ">"
     dial: ClassVar[str | None] = "keep"
+    adaptive: ClassVar[bool] = True
 
     first: int | None = None
     threshold: float = 0.3

@@ -32,7 +32,7 @@ class Oracle(Select):
     """
 
     label: ClassVar[str] = "oracle (diagnostic)"
-    order: ClassVar[int] = 11
+    order: ClassVar[int] = 12
     colour: ClassVar[str | None] = "#00C8C8"
     marker: ClassVar[str | None] = "h"
     dial: ClassVar[str | None] = "keep"

@@ -7,7 +7,6 @@ from itertools import pairwise
 from math import cos, floor, pi
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lazyllm.engine.flops import LayerShape
 from lazyllm.engine.inputs import Group, Look
 from lazyllm.methods.support.bases import Boundary, Layerwise
 from lazyllm.methods.support.ranking import rank
@@ -78,11 +77,7 @@ class PyramidInfer(Layerwise):
         ]
 
     def scoring_flops(self, config: Any, n: int) -> int:
-        """FLOPs of the recent queries' products with the keys up to each of them, in layers that drop tokens."""
-        recent, shape = self._recent(n), LayerShape.of(config)
-        looked = [group.prompt_tokens for group in self.groups(config.num_hidden_layers, n) if group.look.layers]
-        pairs = sum(recent * m - recent * (recent - 1) // 2 for m in looked)
-        return pairs * shape.pair_flops // 2  # no product with V
+        return self.look_flops(config, n)
 
     def pruning_layers(self, num_layers: int) -> range:
         return range(1, num_layers)

@@ -247,6 +247,14 @@ class Layerwise(Method):
         """[g, k] ascending indices of the tokens that each key head keeps; None for all."""
         return None
 
+    def look_flops(self, config: Any, n: int) -> int:
+        """FLOPs of the products of each `look`'s queries with the keys up to them, for a method that counts these."""
+        pairs = 0
+        for group in self.groups(config.num_hidden_layers, n):
+            queries = min(group.look.queries, group.prompt_tokens) if group.look.layers else 0
+            pairs += queries * group.prompt_tokens - queries * (queries - 1) // 2
+        return pairs * LayerShape.of(config).pair_flops // 2  # no product with V
+
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         from lazyllm.engine.session import Session
 

@@ -25,6 +25,7 @@ from lazyllm.methods import (
     PyramidInfer,
     RandomDrop,
     StaticPruning,
+    UniPrefill,
 )
 from tests.eval.benchmarks.test_prompts import Characters
 from tests.reference import random_model
@@ -68,7 +69,7 @@ def test_evidence_computed_by_hand_if_only_the_prefill_selects() -> None:
     [
         Baseline(), Lazy({1: 0.5, 2: 0.5}), Lazy({1: 0.4}, revive=False), StaticPruning(1, 0.5), RandomDrop(0.5),
         GemFilter(layer=2, keep=8), FastKV(layer=1, keep=0.5, window=2), PyramidInfer(recent=0.2, first=2),
-        ASL(first=1, keep=8, window=2, layers=1),
+        ASL(first=1, keep=8, window=2, layers=1), UniPrefill([1, 2], 0.5, 4, 2, 1, 1),
     ],
     ids=lambda method: type(method).__name__,
 )  # fmt: skip

@@ -76,7 +76,8 @@ def check(cell: Cell) -> None:
             assert found.pct_prompt_tokens_computed == 100
 
         found = lazyllm.generate(model, PROMPT, pruning, STEPS, ())
-        assert found.computed[0].tolist() == pruning.tokens_per_layer(4, len(PROMPT))
+        declared = pruning.tokens_per_layer(4, len(PROMPT))
+        assert pruning.adaptive or found.computed[0].tolist() == declared
         assert found.first_logits.isfinite().all()
         assert found.first_logits.dtype == getattr(torch, cell.dtype)
         if cell.dtype not in ("float64", "float32"):

@@ -20,7 +20,7 @@ from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.inputs import Prompt
 from lazyllm.engine.session import Session
-from lazyllm.methods import CLAA, METHODS, Baseline, FastKV, Lazy, Method, PyramidInfer, make
+from lazyllm.methods import CLAA, METHODS, Baseline, FastKV, Lazy, Method, PyramidInfer, UniPrefill, make
 from tests.helpers import prompt_tensor, slow
 from tests.waits import Waits
 
@@ -33,6 +33,7 @@ DROPPING: dict[str, dict[str, Any]] = {
     "prompt_compression": {"keep": 0.5, "unit": "token"},
     "random_drop": {"keep": 0.5},
     "static_pruning": {"layer": 2, "keep": 0.5},
+    "uniprefill": {"p": 0.5},
 }
 
 
@@ -317,7 +318,9 @@ def test_two_turns_hold_their_caches_one_layer_and_one_block(monkeypatch: pytest
     ("kv_heads", "attention", "window"),
     [(1, "sdpa", 9), (HEADS, "eager", None), *slow(*product((HEADS, 1), ("sdpa", "eager"), (9, 70)))],
 )
-@pytest.mark.parametrize("method", [Baseline(), Lazy({2: 0.3, 5: 0.5}), CLAA(), PyramidInfer()], ids=str)
+@pytest.mark.parametrize(
+    "method", [Baseline(), Lazy({2: 0.3, 5: 0.5}), CLAA(), PyramidInfer(), UniPrefill(None, 0.5, 20, 4, 4, 4)], ids=str
+)
 def test_blocks_change_no_result(
     monkeypatch: pytest.MonkeyPatch, method: Method, kv_heads: int, window: int | None, attention: str
 ) -> None:

@@ -64,8 +64,8 @@ class OnDevice(TorchDispatchMode):
 
 
 KEEPING = {"keeping, " + name: replace(row, pruning=row.keeping) for name, row in ROWS.items() if row.keeping}
-# methods that score choose on the host; methods that decide by the prompt ask
-CASES = {name: row for name, row in ROWS.items() if not (row.scores or row.decides)} | {
+# methods that score choose on the host; adaptive methods ask
+CASES = {name: row for name, row in ROWS.items() if not (row.scores or row.pruning.adaptive)} | {
     name: replace(row, asks=0) for name, row in KEEPING.items()
 }
 

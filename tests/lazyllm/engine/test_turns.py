@@ -27,6 +27,7 @@ from lazyllm.methods import (
     RandomDrop,
     SpecPrefill,
     StaticPruning,
+    UniPrefill,
 )
 from lazyllm.methods.support import lazy_session
 from tests import field_oracles
@@ -180,6 +181,9 @@ DROPPING = {
     "random drop": Dropping(RandomDrop(0.5, seed=3)),
     "specprefill": by_field(SpecPrefill, own_draft, keep=0.5, lookahead=3, chunk=3, pool=3),
     "static pruning": Dropping(StaticPruning(2, 0.4), lambda model, ids, n: static_pruning(model, ids, 2, 0.4, n)),
+    "uniprefill": by_field(
+        UniPrefill, field_oracles.uniprefill, layers=[1, 3], p=0.6, window=3, block=2, first=1, last=2
+    ),
 }
 
 

@@ -30,6 +30,7 @@ from lazyllm.methods import (
     Select,
     SpecPrefill,
     StaticPruning,
+    UniPrefill,
 )
 from tests import field_oracles
 from tests.reference import ReferenceOutput, forward_reference, keep_count, lazy_reference
@@ -43,8 +44,7 @@ class Row:
 
     pruning: with parameters that prune. reference: their result for (model, prompt, steps), by `tests/reference.py`;
     `selected` may end early. keeping: with parameters that keep everything. asks: number of boundaries that may ask
-    the device for the tokens to revive. scores: whether a model runs before the prefill. decides: whether the number of
-    computed tokens depends on the prompt, so that the prefill asks the device.
+    the device for the tokens to revive. scores: whether a model runs before the prefill.
     """
 
     pruning: Method
@@ -52,7 +52,6 @@ class Row:
     keeping: Method | None = None
     asks: int = 0
     scores: bool = False
-    decides: bool = False
 
 
 def _lazy(schedule: dict[int, float], asks: int, **settings: bool) -> Row:
@@ -148,11 +147,12 @@ _CLAA: dict[str, Any] = {"layer": 3, "keep": 0.5, "layers": 2, "window": 3}
 _ASL: dict[str, Any] = {"first": 1, "threshold": 2.0, "keep": 6, "window": 4, "layers": 2}  # always cut after layer 2
 _SPEC: dict[str, Any] = {"keep": 0.5, "lookahead": 3, "chunk": 3, "pool": 3}
 _PYRAMID: dict[str, Any] = {"recent": 0.3, "decay": 0.5}
+_UNI: dict[str, Any] = {"layers": [1, 3], "p": 0.6, "window": 3, "block": 2, "first": 1, "last": 2}
 _GEM: dict[str, Any] = {"layer": 2, "keep": 0.5}
 
 # On every architecture and in docs/architectures.md
 LISTED = {
-    "asl": Row(ASL(**_ASL), _field(field_oracles.asl, **_ASL), ASL(keep=1.0), decides=True),
+    "asl": Row(ASL(**_ASL), _field(field_oracles.asl, **_ASL), ASL(keep=1.0)),
     "baseline": Row(Baseline(), _lazy({}, 0).reference, Baseline()),
     "claa": Row(CLAA(**_CLAA), _field(field_oracles.claa, **_CLAA), CLAA(keep=1.0)),
     "fastkv": Row(FastKV(**_FASTKV), _field(field_oracles.fastkv, **_FASTKV), FastKV(keep=1.0, retain=1)),
@@ -172,12 +172,13 @@ LISTED = {
     "static_pruning": Row(
         StaticPruning(2, 0.4), _field(field_oracles.static_pruning, layer=2, keep=0.4), StaticPruning(2, 1.0)
     ),
+    "uniprefill": Row(UniPrefill(**_UNI), _field(field_oracles.uniprefill, **_UNI), UniPrefill(p=1.0)),
 }
 ROWS = LISTED | {
     "lazy, one token": _lazy({1: 0.01, 2: 0.01, 4: 0.01}, asks=2),  # nothing is revived after the last layer
     "prompt_compression, one token": Row(PromptCompression(0.01, "token"), scores=True),
     "prompt_compression, windows": Row(PromptCompression(0.7, "token", window=8), scores=True),
-    "asl, without SnapKV": Row(ASL(**_ASL, retain=1), decides=True),
+    "asl, without SnapKV": Row(ASL(**_ASL, retain=1)),
     "claa, without SnapKV": Row(CLAA(**_CLAA, retain=1)),
     "fastkv, without SnapKV": Row(FastKV(2, 0.4, 1)),
     "fastkv, after the last layer": Row(FastKV(4, 0.5, window=2)),

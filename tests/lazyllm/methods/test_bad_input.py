@@ -26,6 +26,7 @@ USUAL: dict[str, dict[str, Any]] = {name: {} for name in METHODS} | {
     "random_drop": {"keep": 0.5},
     "specprefill": {"chunk": 4},
     "static_pruning": {"layer": 2, "keep": 0.5},
+    "uniprefill": {"p": 0.5, "window": 4, "block": 2, "first": 1, "last": 1},
 }
 # A window, a chunk or a number of first tokens that is longer than any prompt here
 LONGER_THAN_THE_PROMPT: dict[str, dict[str, Any]] = {
@@ -37,6 +38,7 @@ LONGER_THAN_THE_PROMPT: dict[str, dict[str, Any]] = {
     "prompt_compression": {"window": 99},
     "pyramidinfer": {"first": 99},
     "specprefill": {"chunk": 99, "sound": True},
+    "uniprefill": {"window": 99, "block": 99, "first": 99},
 }
 CUTS = {"asl": "first", "claa": "layer", "fastkv": "layer", "gemfilter": "layer"}
 TOO_MANY: dict[str, dict[str, Any]] = {name: {"keep": 10**6} for name in ("asl", "gemfilter", "oracle")}
@@ -68,6 +70,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("pyramidinfer", {"weight": 0}, "weight=0.*above 0"),
     *(("asl", {"threshold": bad}, "threshold=.*above 0") for bad in (float("nan"), 0, -1.0, True, "0.3")),
     ("asl", {"first": 0}, "first.*1 or more"),
+    ("uniprefill", {"p": 1.5}, r"p.*\(0, 1\].*1\.5"),
+    *(("uniprefill", {"layers": bad}, r"layers.*\[8, 12\]") for bad in ([], "8", 8)),
+    ("uniprefill", {"layers": [0]}, "layers.*1 or more"),
+    ("uniprefill", {"layers": [2, 5]}, "layers=5.*only 4 layers"),
+    *(("uniprefill", {key: 0}, f"{key}.*1 or more") for key in ("window", "block", "last")),
     ("oracle", {"answer": 0}, "answer.*1 or more"),
     *((name, {key: 5}, f"{key}=5.*only 4 layers") for name, key in CUTS.items()),
     ("lazy", {"schedule": {5: 0.5}}, "layer 5.*only 4 layers"),

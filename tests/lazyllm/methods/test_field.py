@@ -18,8 +18,8 @@ import lazyllm
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.inputs import Prompt
-from lazyllm.methods import ASL, CLAA, FastKV, GemFilter, Method, Oracle, PyramidInfer, SpecPrefill
-from tests.field_oracles import FieldOutput, asl, claa, fastkv, gemfilter, oracle, pyramidinfer, specprefill
+from lazyllm.methods import ASL, CLAA, FastKV, GemFilter, Method, Oracle, PyramidInfer, SpecPrefill, UniPrefill
+from tests.field_oracles import FieldOutput, asl, claa, fastkv, gemfilter, oracle, pyramidinfer, specprefill, uniprefill
 from tests.helpers import slow
 from tests.lazyllm.engine.architecture_matrix import logits_of_steps
 from tests.reference import casts_in_float64, random_variant
@@ -102,6 +102,18 @@ def asl_case(rng: random.Random) -> Case:
     return ASL(**own), lambda model, ids: asl(model, ids, **own, steps=STEPS)
 
 
+def uniprefill_case(rng: random.Random) -> Case:
+    own = {
+        "layers": rng.sample(range(1, LAYERS + 1), rng.randint(1, 3)),
+        "p": rng.choice([0.1, 0.5, 0.8, 0.99, 1.0]),
+        "window": rng.choice([1, 3, 8, 40]),
+        "block": rng.choice([1, 2, 5]),
+        "first": rng.choice([0, 1, 4]),
+        "last": rng.choice([1, 2, 6]),
+    }
+    return UniPrefill(**own), lambda model, ids: uniprefill(model, ids, **own, steps=STEPS)
+
+
 def oracle_case(rng: random.Random) -> Case:
     own = {
         "keep": rng.choice([0.1, 0.35, 0.7, 1.0, 1, 4, 100]),
@@ -118,6 +130,7 @@ CASES = {
     "pyramidinfer": pyramidinfer_case,
     "asl": asl_case,
     "oracle": oracle_case,
+    "uniprefill": uniprefill_case,
 }
 
 
@@ -221,13 +234,15 @@ def test_flops_of_selection_are_those_announced() -> None:
         FastKV(2),
         CLAA(3),
         PyramidInfer(),
+        UniPrefill(p=0.5),
     ):
         with torch.inference_mode(), open_decoder(model) as decoder, FlopCounterMode(display=False) as counter:
-            method.start(decoder, Prompt(ids), 1).prefill(ids)
+            session = method.start(decoder, Prompt(ids), 1)
+            session.prefill(ids)
         counted = sum(
             flops for name, flops in counter.get_flop_counts()["Global"].items() if "attention" not in str(name)
         )
-        tokens = method.tokens_per_layer(4, n)
+        tokens = [int(count) for count in session.computed[0]]
         announced = prefill_flops(model.config, tokens) + method.scoring_flops(model.config, n)
         pairs = sum(m * (m + 1) // 2 for m in tokens)
         if isinstance(method, GemFilter):

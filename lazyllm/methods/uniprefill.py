@@ -1,0 +1,102 @@
+"""UniPrefill: cut the prompt several times, each by a share of the attention mass (2026, arXiv 2605.06221)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lazyllm.engine.inputs import Group, Look
+from lazyllm.methods.support.bases import Boundary, Layerwise, at_depth
+from lazyllm.methods.support.ranking import rank
+from lazyllm.methods.support.schedule import check_ratio, check_whole, share_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class UniPrefill(Layerwise):
+    """Keep the blocks of tokens that hold most of the last tokens' attention, after some layers.
+
+    layers: 1-based layers after which tokens are dropped; None for 2/8 to 7/8 of the depth (the release's 8, 12, 16,
+        20, 24 and 28 of 32).
+    p: share of the attention mass. Blocks stay, best first, while those before them hold at most this share.
+    window: number of last tokens whose attention is summed.
+    block: tokens of a block, neighbours among those still there.
+    first, last: number of first and last tokens that always stay. Nothing is dropped if no more than these entered.
+
+    Scores: probabilities summed over the window's queries and over heads. Tokens keep their positions. Each layer
+    stores all tokens that entered it, so decoding sees dropped tokens in early layers.
+
+    The number of tokens in each layer depends on the prompt. `groups` and `ideal_speedup` assume the maximum, which
+    even attention needs, so a solved `p` reaches at least its target; `Generation.computed` and
+    `ideal_speedup(..., computed=...)` give the actual one. Each of `layers` waits once for the device.
+
+    Source: a description of the operator that the authors' vLLM serves (qhfan/UniPrefill, commit 0d3ba98, Apache-2.0 by
+    its README). As there, ties go to the later block.
+    Ours: all of the code. The cut is after the layer, the release's between its attention and its MLP: results are the
+    same, as an MLP sees one token at a time. The dropped tokens' MLP is extra work here: all cuts together, at most
+    one layer's MLP over the prompt (2.5 % of the linear maps of Llama 3.1 8B). Queries are the prompt's last tokens
+    also if it runs in chunks, in which the release takes each chunk's own.
+    """
+
+    label: ClassVar[str] = "UniPrefill"
+    order: ClassVar[int] = 11
+    colour: ClassVar[str | None] = "#C300D2"
+    marker: ClassVar[str | None] = "8"
+    dial: ClassVar[str | None] = "p"
+    adaptive: ClassVar[bool] = True
+
+    layers: Sequence[int] | None = None
+    p: float = 0.99
+    window: int = 128
+    block: int = 64
+    first: int = 128
+    last: int = 128
+
+    def __post_init__(self) -> None:
+        if self.layers is not None:
+            if isinstance(self.layers, str) or not isinstance(self.layers, Sequence) or not self.layers:
+                raise ValueError(f"layers={self.layers!r}: give a list of layers such as [8, 12], or null")
+            object.__setattr__(self, "layers", tuple(sorted({check_whole("layers", of, 1) for of in self.layers})))
+        check_ratio("p", self.p)
+        for what, least in (("window", 1), ("block", 1), ("first", 0), ("last", 1)):
+            check_whole(what, getattr(self, what), least)
+
+    def pruning_layers(self, num_layers: int) -> list[int]:
+        if self.layers is None:
+            return sorted({at_depth(None, num_layers, Fraction(eighths, 8)) for eighths in range(2, 8)})
+        return [at_depth(layer, num_layers, Fraction(1), "layers") for layer in self.layers]
+
+    def groups(self, num_layers: int, n: int) -> list[Group]:
+        cuts, groups, start = self.pruning_layers(num_layers), [], 0
+        for end in sorted({*cuts, num_layers}):
+            drops = end in cuts and self.p < 1 and n > self.first + self.last
+            look = Look((end - 1,), self.window, summed=(1, 1)) if drops else Look()
+            groups.append(Group(range(start, end), n, look))
+            if drops:
+                blocks = share_of(self.p, -(-n // self.block)) + 1
+                n = min(n, blocks * self.block + self.first + self.last)
+            start = end
+        return groups
+
+    def scoring_flops(self, config: Any, n: int) -> int:
+        return self.look_flops(config, n)
+
+    def cut(self, at: Boundary, scores: Tensor) -> Tensor | None:
+        import torch
+        import torch.nn.functional as F
+
+        if at.m <= self.first + self.last:
+            return None
+        masses = F.pad(scores.double(), (0, -at.m % self.block)).view(-1, self.block).sum(dim=-1)
+        order = masses.shape[0] - 1 - rank(masses.flip(0))  # ties: the later block
+        before = (masses[order] / masses.sum()).cumsum(dim=0).roll(1)
+        before[0] = 0  # the best block always stays
+        stays = torch.empty_like(before, dtype=torch.bool)
+        stays[order] = before <= self.p
+        kept = stays.repeat_interleave(self.block)[: at.m]
+        kept[: self.first] = kept[at.m - self.last :] = True
+        return kept.nonzero()[:, 0]
