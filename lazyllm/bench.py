@@ -257,7 +257,7 @@ def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: T
             token_ids.append(token_id)
         computed = [[int(count) for count in step] for step in session.computed]
         revived = [after - before for before, after in pairwise(map(statistics.fmean, computed))]
-        flops = prefill_flops(config, computed[0]) + method.scoring_flops(config, len(prompt))
+        flops = method.first_token_flops(config, len(prompt), computed[0])
         yield Run(token_ids, seconds[0], seconds[1:], sum(seconds), flops, revived, *held)
 
     first = [_transformers(model, prompt, new_tokens) for method in methods if method is None]

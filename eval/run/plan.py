@@ -102,8 +102,7 @@ class Model:
 
     def prefill(self, method: Method, n: int) -> Work:
         """The work on n prompt tokens up to the first new token, that of other models included."""
-        tokens = method.tokens_per_layer(self.config.num_hidden_layers, n)
-        return Work(prefill_flops(self.config, tokens) + method.scoring_flops(self.config, n), self.weights)
+        return Work(method.first_token_flops(self.config, n), self.weights)
 
     def more(self, method: Method, n: int, since: int, m: int, passes: int = 1) -> Work:
         """The work on m more tokens over the stored ones, in one pass (a later turn) or one at a time (decoding).

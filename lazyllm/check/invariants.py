@@ -37,6 +37,12 @@ def keeping_everything(method: Method) -> Method:
 def is_the_model(model: PreTrainedModel, keeping: Method, prompt: Sequence[int]) -> None:
     """A method that keeps every token gives the model's own tokens and logits, computes all tokens, scores none."""
     ids, n = torch.tensor([prompt]), len(prompt)
+    kept = min(keeping.tokens_per_layer(model.config.num_hidden_layers, n))
+    _holds(
+        kept == n,
+        f"{keeping} declares {kept} of {n} tokens: declare what keeps all: dial = KEY, a hyperparameter that does at "
+        "1.0, or everything = {KEY: VALUE, ...}",
+    )
     with torch.inference_mode():
         expected: Any = model.generate(  # type: ignore[operator]
             ids,

@@ -253,9 +253,11 @@ class Conversation:
             with open_decoder(self._model, self._layout) as decoder:
                 self._layout = decoder.layout
                 answer = self._run(decoder, turn, max_new_tokens, choose, put)
-        except BaseException:
-            self._session, self.token_ids = None, before
+        except BaseException as error:
+            session, self._session, self.token_ids = self._session, None, before
             self._is_closed = self._has_answered and self._continues
+            if session is not None and isinstance(error, Exception):
+                session.read_selections()  # one that breaks a rule may be the cause
             raise
         self._has_answered = True
         return answer
@@ -278,6 +280,7 @@ class Conversation:
             if ended or len(token_ids) == max_new_tokens:
                 break
             logits = session.step(token_id)
+        session.read_selections()
         self.token_ids += token_ids
         return Generation(
             token_ids=token_ids,

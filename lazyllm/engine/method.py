@@ -39,7 +39,7 @@ class Method(ABC):
     dial: ClassVar[str | None] = None  # the hyperparameter that is solved for a target speedup ("2.0x"), if any
     named: ClassVar[tuple[str, ...]] = ()  # hyperparameters that tables name even at their default, as they do the dial
     everything: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that keep every token; if empty: the dial at 1.0
-    adaptive: ClassVar[bool] = False  # the number of tokens depends on the prompt: `groups` declares an estimate
+    adaptive: ClassVar[bool] = False  # the number of tokens depends on the prompt: those declared are estimates
     diagnostic: ClassVar[bool] = False  # a reference, not a method: its selection is in no time and no count
     table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters of the setting `table1`, if it is not solved for
 
@@ -47,8 +47,7 @@ class Method(ABC):
     def groups(self, num_layers: int, n: int) -> list[Group]:
         """The layers of a model, in order, in groups whose layers see the same of n prompt tokens.
 
-        If the number of tokens depends on the prompt, this is the expected number. Raises ValueError if the method
-        cannot run on a model of `num_layers` layers. Needs no model.
+        Raises ValueError if the method cannot run on a model of `num_layers` layers. Needs no model.
         """
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
@@ -94,8 +93,14 @@ class Method(ABC):
         """Load what the method needs besides the model, once, before the clock starts."""
 
     def scoring_flops(self, config: Any, n: int) -> int:
-        """FLOPs of all models' work on n prompt tokens before the prefill."""
+        """FLOPs of all models' work on n prompt tokens before the prefill, unless all tokens stay."""
         return 0
+
+    def first_token_flops(self, config: Any, n: int, computed: Sequence[int] | None = None) -> int:
+        """FLOPs up to the first token on n prompt tokens. computed: as of `ideal_speedup`."""
+        tokens = self.tokens_per_layer(config.num_hidden_layers, n)
+        scoring = 0 if min(tokens) == n else self.scoring_flops(config, n)
+        return scoring + prefill_flops(config, tokens if computed is None else computed)
 
     def ideal_speedup(self, config: Any, n: int, computed: Sequence[int] | None = None) -> float:
         """FLOPs of the baseline's prefill of n tokens over those of this method's, scoring included.
@@ -104,10 +109,7 @@ class Method(ABC):
             declared numbers, which are estimates if they depend on the prompt. `lazyllm.engine.flops` says what is
             counted.
         """
-        layers = config.num_hidden_layers
-        tokens = self.tokens_per_layer(layers, n) if computed is None else computed
-        own = prefill_flops(config, tokens) + self.scoring_flops(config, n)
-        return prefill_flops(config, [n] * layers) / own
+        return prefill_flops(config, [n] * config.num_hidden_layers) / self.first_token_flops(config, n, computed)
 
     @classmethod
     def solve(cls, settings: Mapping[str, Any], config: Any, n: int, target: float) -> Any:

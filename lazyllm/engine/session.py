@@ -18,12 +18,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.decoder import Batch, Decoder, GroupRun, check_lengths
 from lazyllm.engine.inputs import NOTHING, Group, Look
+from lazyllm.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Session:
             for group in groups
         ]
         self._cross = cross
+        self._unread: list[tuple[str, Tensor, int, bool]] = []  # selections that `read_selections` checks
         self._num_computed = [0] * len(groups)
         self._selected: list[dict[int, Tensor]] = []
         self._in_prefill = False
@@ -180,6 +183,36 @@ class Session:
         for group, count in zip(self.groups, self._num_computed, strict=True):
             per_layer += [count] * len(group.layers)
         self.computed.append(per_layer)
+
+    def check_selection(self, label: str, kept: Tensor, m: int, count: int | None, newest: bool = True) -> None:
+        """Refuse indices `kept` of m tokens that break a rule; their values only in `read_selections`.
+
+        label: the method's. count: how many it declares; None if that depends on the prompt. newest: whether the last
+        token must be kept. Raises UserError.
+        """
+        k = kept.numel()
+        if k == 0 or k != (count or k):
+            raise UserError(
+                f"{label}: selected {k} of {m} tokens: expected {count or 'at least one'}, as it declares (adaptive = "
+                "True if the number depends on the prompt)"
+            )
+        if kept.ndim != 1 or kept.dtype == torch.bool or kept.is_floating_point():
+            raise UserError(f"{label}: selected {list(kept.shape)} of {kept.dtype}: expected indices [k]")
+        self._unread.append((label, kept, m, newest))
+
+    def read_selections(self) -> None:
+        """Check the values of all selections so far. Waits for the device. Raises UserError."""
+        unread, self._unread = self._unread, []
+        for label, kept, m, newest in unread:
+            indices = kept.numpy(force=True)
+            if indices.min() < 0 or indices.max() >= m:
+                raise UserError(f"{label}: selected {indices.min()} to {indices.max()}: expected indices of {m} tokens")
+            falls = np.flatnonzero(np.diff(indices) <= 0)
+            if len(falls):
+                before, after = indices[falls[0] : falls[0] + 2]
+                raise UserError(f"{label}: selected {before} before {after}: expected ascending indices, each once")
+            if newest and indices[-1] != m - 1:
+                raise UserError(f"{label}: dropped the newest of {m} tokens: expected it to be kept")
 
     def cross_in_prefill(self, index: int, batch: Batch) -> Batch:
         """The prompt tokens that enter the next group, of those that left group `index`."""

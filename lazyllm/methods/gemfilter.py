@@ -68,8 +68,6 @@ class GemFilter(Select):
         return super().groups(num_layers, n)
 
     def scoring_flops(self, config: Any, n: int) -> int:
-        if self.kept(n) == n:
-            return 0
         layer = self.selected_at(config.num_hidden_layers)
         return first_layers_flops(config, n, layer - 1) + n * LayerShape.of(config).projection_flops
 
@@ -80,8 +78,6 @@ class GemFilter(Select):
         from lazyllm.engine.decoder import run_to_keys
 
         n = len(prompt)
-        if self.kept(n) == n:
-            return torch.arange(n, device=decoder.device)
         layer = self.selected_at(len(decoder.layers))
         query, key = run_to_keys(decoder, prompt.token_ids.to(decoder.device), layer)
         exact = torch.promote_types(query.dtype, torch.float32)

@@ -56,15 +56,11 @@ class Oracle(Select):
         return super(Oracle, asked).start(decoder, prompt, max_new_tokens)
 
     def select(self, decoder: Decoder, prompt: Prompt) -> Tensor:
-        import torch
 
         from lazyllm.engine.generation import end_ids_of
         from lazyllm.methods.support.look_ahead import look_ahead
 
-        n = len(prompt)
-        if self.kept(n) == n:
-            return torch.arange(n, device=decoder.device)
         assert self.answer is not None
         token_ids = prompt.token_ids.to(decoder.device)
         scores = look_ahead(decoder, token_ids, self.answer + 1, self.pool, end_ids_of(decoder.model))
-        return self.best(scores, self.kept(n))
+        return self.best(scores, self.kept(len(prompt)))

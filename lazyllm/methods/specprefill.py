@@ -48,6 +48,7 @@ class SpecPrefill(Select):
     """
 
     label: ClassVar[str] = "SpecPrefill"
+    adaptive: ClassVar[bool] = True  # a short last chunk may stay
     order: ClassVar[int] = 7
     colour: ClassVar[str | None] = "#0000EE"
     marker: ClassVar[str | None] = "*"
@@ -129,20 +130,14 @@ class SpecPrefill(Select):
         return min(n, self.chunks(n) * self.chunk)
 
     def scoring_flops(self, config: Any, n: int) -> int:
-        if self.kept(n) == n:
-            return 0
         draft = self._draft_config(config)
         run = n + self.lookahead - 1
         return prefill_flops(draft, [run] * draft.num_hidden_layers, logits=self.lookahead)
 
     def select(self, decoder: Decoder, prompt: Prompt) -> Tensor:
-        import torch
 
         from lazyllm.methods.support.other_models import open_beside
 
-        n = len(prompt)
-        if self.kept(n) == n:
-            return torch.arange(n, device=decoder.device)
         if self.draft is None:
             return self.choose(self.scores(decoder, prompt.token_ids))
         (spec,) = self.models()

@@ -64,6 +64,7 @@ class PromptCompression(Select):
     table1: ClassVar[Mapping[str, Any]] = {"keep": 0.5}  # scoring alone costs a prefill; 0.5 is its authors' share
     everything: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
     renumber: ClassVar[bool] = True
+    adaptive: ClassVar[bool] = True
 
     keep: float = 0.5
     unit: str = "sentence"
@@ -122,8 +123,6 @@ class PromptCompression(Select):
 
     def scoring_flops(self, config: Any, n: int) -> int:
         """FLOPs for token ids without text. A scorer's tokenizer is assumed to give as many tokens."""
-        if self.kept(n) == n:
-            return 0
         return scoring_flops(self._scorer_config(config), n - 1, self.window)
 
     def select(self, decoder: Decoder, prompt: Prompt) -> np.ndarray:

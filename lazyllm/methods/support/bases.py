@@ -42,7 +42,7 @@ class Prune(Method):
     ... class KeepLast(Prune):
     ...     layer: int
     ...     keep: float = 0.5
-    ...     label = "keep last"
+    ...     label, dial = "keep last", "keep"
     ...
     ...     def __post_init__(self):
     ...         check_ratio("keep", self.keep)  # a bad value is refused before any model loads
@@ -87,7 +87,7 @@ class Prune(Method):
     def choose(self, scores: Tensor, keep: int) -> Tensor:
         """Ascending indices of the tokens that go on: the `keep` best, the newest among them; ties to the lower index.
 
-        A method whose number of tokens depends on the prompt may return fewer or more.
+        An `adaptive` method may return fewer or more.
         """
         return split_prompt(scores, keep)[0]
 
@@ -121,6 +121,7 @@ class Prune(Method):
             return batch
         seen = session.decoder.probe.take_each() if group.look.layers else []
         kept = self.choose(self.score(seen, batch), keep)
+        session.check_selection(self.label, kept, len(batch), None if self.adaptive else keep)
         if self.forget:
             for cache in session.caches[: index + 1]:  # all of them hold exactly the tokens of this batch, in order
                 cache.retain(kept)
@@ -133,9 +134,9 @@ class Prune(Method):
 class Select(Method):
     """Base of methods that choose prompt tokens first and then run the model on these alone.
 
-    A subclass declares how many tokens are `kept`, and selects them. All that `select` runs, through `decoder` or a
-    model opened by `lazyllm.methods.support.other_models`, is timed and counted as scoring. A complete method, which
-    keeps the tokens that the newest one attends to in the first layers:
+    A subclass declares how many tokens are `kept`, and selects them, unless all stay. All that `select` runs, through
+    `decoder` or a model opened by `lazyllm.methods.support.other_models`, is timed and counted as scoring. A complete
+    method, which keeps the tokens that the newest one attends to in the first layers:
 
     >>> from dataclasses import dataclass
     >>> import lazyllm
@@ -146,7 +147,7 @@ class Select(Method):
     ... class AskFirst(Select):
     ...     layers: int
     ...     keep: float = 0.5
-    ...     label = "ask first"
+    ...     label, dial = "ask first", "keep"
     ...
     ...     def kept(self, n):
     ...         return keep_count(self.keep, n)
@@ -177,7 +178,7 @@ class Select(Method):
 
     @abstractmethod
     def kept(self, n: int) -> int:
-        """The number of n prompt tokens that are run; the expected number if it depends on the prompt."""
+        """The number of n prompt tokens that are run."""
 
     @abstractmethod
     def select(self, decoder: Decoder, prompt: Prompt) -> Tensor | np.ndarray | Sequence[int]:
@@ -197,13 +198,15 @@ class Select(Method):
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         from lazyllm.methods.support.select_session import SelectSession, timed_selection
 
-        layers = len(decoder.layers)
-        selected, scoring = timed_selection(self.select, decoder, prompt, self.diagnostic)
-        groups = [replace(group, prompt_tokens=len(selected)) for group in self.groups(layers, len(prompt))]
-        length = len(selected) if self.renumber else len(prompt)
-        return SelectSession(
-            decoder, groups, length, max_new_tokens, scoring, selected, self.selected_at(layers), self.renumber
-        )
+        layers, n = len(decoder.layers), len(prompt)
+        kept = self.kept(n)
+        select = self.select if kept < n else lambda decoder, prompt: range(n)
+        selected, scoring = timed_selection(select, decoder, prompt, self.diagnostic)
+        groups = [replace(group, prompt_tokens=len(selected)) for group in self.groups(layers, n)]
+        length, at = len(selected) if self.renumber else n, self.selected_at(layers)
+        session = SelectSession(decoder, groups, length, max_new_tokens, scoring, selected, at, self.renumber)
+        session.check_selection(self.label, selected, n, None if self.adaptive else kept, newest=False)
+        return session
 
 
 @dataclass(frozen=True)
@@ -240,7 +243,7 @@ class Layerwise(Method):
         return seen
 
     def cut(self, at: Boundary, scores: Tensor) -> Tensor | None:
-        """[k] ascending indices of the tokens that enter the next layer; None for all."""
+        """[k] ascending indices of the tokens that enter the next layer, the newest among them; None for all."""
         return None
 
     def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
@@ -273,6 +276,8 @@ class Layerwise(Method):
                 session.caches[index].retain_by_head(held)
             kept = self.cut(at, scores)
             if kept is not None:
+                after = session.groups[index + 1 :] if not self.adaptive else ()
+                session.check_selection(self.label, kept, at.m, after[0].prompt_tokens if after else None)
                 batch = batch[kept]
         if kept is not None or layer in self.pruning_layers(layers):
             session.selected[-1][layer] = batch.positions

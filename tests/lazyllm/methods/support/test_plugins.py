@@ -76,8 +76,8 @@ def test_name_is_unknown_without_the_package() -> None:
 def test_config_of_a_plugin_is_its_dataclass(installed: Path) -> None:
     given = {"name": "keep_last", "layer": 3, "keep": 0.5}
     assert run_of("method=keep_last", "method.layer=3").method == given | {"turns": "continue"}
-    assert canonical(given | {"turns": "continue"}) == canonical(given) == {"name": "keep_last", "layer": 3}
-    assert canonical(given | {"turns": "again"}) == {"name": "keep_last", "layer": 3, "turns": "again"}
+    assert canonical(given | {"turns": "continue"}) == canonical(given) == given
+    assert canonical(given | {"turns": "again"}) == given | {"turns": "again"}
     with pytest.raises(UserError, match="turns=never: give continue or again"):
         run_of("method=keep_last", "method.layer=3", "method.turns=never")
     lots = run_of("method=draws_lots", "seed=3").method
