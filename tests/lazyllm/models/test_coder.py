@@ -43,7 +43,8 @@ def test_embedded_tasks_have_tinys_tokens(tokenizer) -> None:
             assert tokenizer(text).input_ids == tiny.encode(text).ids
 
 
-def test_prompts_of_the_stdlib_suite_have_1000_to_4000_tokens_and_end_in_a_newline(tokenizer) -> None:
+@pytest.mark.slow
+def test_prompts_of_the_stdlib_suite_have_1000_to_4000_tokens(tokenizer) -> None:
     newline = tokenizer("\n", add_special_tokens=False).input_ids
     for name, template in stdlib.TEMPLATES.items():
         prompts = [tokenizer(template.format(**row)).input_ids for row in stdlib.rows(name)]
