@@ -121,13 +121,6 @@ def test_demo_compares_the_methods_of_the_paper(capsys: pytest.CaptureFixture[st
         assert (record.baseline.scoring_s, record.baseline.pct_prompt_tokens_computed) == (0, 100)
 
 
-def test_run_refuses_prompts_that_the_model_cannot_hold(tmp_path: Path, shared: Path) -> None:
-    data = f"data.dir={shared / 'longbench'}"
-    with pytest.raises(UserError, match=r"set model\.max_prompt_tokens=3968, or less"):
-        run(run_of("dataset=qasper", data, "model.max_prompt_tokens=4090", "limit=1"))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_tuned_targets_depend_on_the_task_and_are_stored() -> None:
     run(run_of("method.schedule=table1", "dataset=[lookup,retrieve]", "limit=1", "timing.paired=false", *SHORT))
     about, records = read_run(Path("run"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import eval.report
 import lazyllm
 from eval import cli
 from eval.analysis.registry import Subject
@@ -31,7 +29,6 @@ from eval.store.record import Record, Trace
 from eval.store.results import Results, find_runs
 from eval.store.runs import StoredRun
 from lazyllm.methods import Lazy, Method, RandomDrop, StaticPruning
-from tests.conftest import ROOT
 from tests.eval.store.made import LAZY, measurement, record, with_turns, write_run
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1"><!--<script>{{ 7 * 7 }}&amp;'
@@ -422,41 +419,6 @@ def test_page_escapes_hostile_text(tmp_path: Path) -> None:
     data = re.search(r'(?s)<script type="application/json" id="record-data">(.*?)</script>', page)
     assert data is not None
     assert HOSTILE in json.loads(data[1])["strings"]
-
-
-def test_colours_have_enough_contrast() -> None:
-    """A contrast of at least 4.5 (WCAG 2) for every text colour on each of its backgrounds, in both schemes."""
-    style = (Path(eval.report.__file__).parent / "report.css").read_text(encoding="utf-8")
-    schemes = [
-        dict(re.findall(r"--([\w-]+): (#\w{6});", block)) for block in re.findall(r":root \{([^}]*)\}", style)[:2]
-    ]
-    for colours in schemes:
-        for text in ("ink", "soft", "accent", "good", "bad", "revived"):
-            for ground in ("paper", "card"):
-                assert _contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
-        for ground in ("shade", "warn", "mark"):
-            assert _contrast(colours["ink"], colours[ground]) >= 4.5, ground
-
-
-def _contrast(one: str, other: str) -> float:
-    darker, lighter = sorted(_luminance(colour) for colour in (one, other))
-    return (lighter + 0.05) / (darker + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def test_wheel_holds_every_file_of_the_page() -> None:
-    folder = Path(eval.report.__file__).parent
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["eval"]
-    beside = {file.name for file in folder.iterdir() if file.is_file() and file.suffix != ".py"}
-    assert beside == {
-        file.name for pattern in patterns for file in folder.parent.glob(pattern) if file.parent == folder
-    }
-    assert len(beside) == 5
 
 
 # -------------------------------------------------------------------------------------------------------------- command

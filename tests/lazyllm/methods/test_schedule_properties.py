@@ -43,17 +43,6 @@ def decimal_keep(ratio: float, n: int) -> int:
 
 
 @given(KEEPS)
-def test_schedule_is_parsed_from_each_form(keep: dict[int, float]) -> None:
-    schedule = Schedule(keep)
-    assert schedule.keep == keep
-    assert list(schedule.keep) == sorted(keep)
-    for written in (schedule, keep, dict(reversed(keep.items())), schedule.keep, json.loads(json.dumps(keep))):
-        parsed = Schedule.parse(written, 100)
-        assert parsed == schedule
-        assert hash(parsed) == hash(schedule)
-
-
-@given(KEEPS)
 def test_schedule_is_parsed_from_the_command_line(keep: dict[int, float]) -> None:
     text = "{" + ", ".join(f"{layer}: {ratio!r}" for layer, ratio in keep.items()) + "}"
     (override,) = OverridesParser.create().parse_overrides([f"method.schedule={text}"])

@@ -14,7 +14,6 @@ from lazyllm.methods.prompt_compression.scoring import (
     scoring_flops,
     self_information,
     window_limit,
-    windows,
 )
 from tests.reference import ARCHITECTURES, random_model
 
@@ -76,18 +75,6 @@ def test_half_precision_is_compared_in_float32() -> None:
     info = found(model, [1, 2, 3])
     assert np.array_equal(info, info.astype(np.float32))
     assert not torch.equal(torch.tensor(info).bfloat16().double(), torch.tensor(info))
-
-
-@pytest.mark.parametrize("size", [2, 3, 5, 8, 100])
-def test_windows_score_every_token_once_with_half_a_window_before_it(size: int) -> None:
-    for length in range(1, 40):
-        scored = []
-        for number, window in enumerate(windows(length, size)):
-            assert 0 <= window.start < window.first <= window.stop <= length
-            assert window.stop - window.start <= size
-            assert number == 0 or window.first - window.start == size // 2
-            scored += range(window.first, window.stop)
-        assert scored == list(range(1, length))
 
 
 def test_window_beyond_the_model_is_refused() -> None:
