@@ -723,6 +723,11 @@ def random_variant(
     return model
 
 
+def attention_of(variant: str) -> str:
+    """SDPA, which keeps float64, if transformers allows it: not with a softcap."""
+    return "eager" if variant == "gemma2" else "sdpa"
+
+
 @contextlib.contextmanager
 def casts_in_float64() -> Iterator[None]:
     """Within it, Python code that asks for float32 gets float64: transformers' eager softmax, RMSNorm and RoPE too.

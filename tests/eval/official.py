@@ -16,7 +16,7 @@ import pytest
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 """Real LongBench rows, scored answers and Llama 2's tokenizer: beside the repository, and never in it."""
 
-LONGBENCH = SHARED / "longbench"
+LONGBENCH, LLAMA2 = SHARED / "longbench", SHARED / "tokenizers" / "llama2"
 
 
 def needs(path: Path) -> pytest.MarkDecorator:
@@ -29,3 +29,19 @@ def shared_rows(folder: str = "") -> dict[str, list[dict[str, Any]]]:
     """{dataset: rows} of ../shared/longbench or of a folder in it; empty if it is missing."""
     files = sorted((LONGBENCH / folder).glob("*.jsonl"))
     return {file.stem: [json.loads(line) for line in file.read_bytes().split(b"\n") if line] for file in files}
+
+
+@cache
+def llama2() -> Any:
+    """Llama 2's tokenizer, as this project loads it."""
+    from lazyllm.models.tokenizers import load_tokenizer
+
+    return load_tokenizer(LLAMA2)
+
+
+@cache
+def sentencepiece() -> Any:
+    """Llama 2's tokenizer by the sentencepiece library itself."""
+    from sentencepiece import SentencePieceProcessor
+
+    return SentencePieceProcessor(model_file=str(LLAMA2 / "tokenizer.model"))

@@ -19,7 +19,8 @@ from lazyllm.methods.prompt_compression import droppable
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.eval import official
-from tests.eval.benchmarks.test_prompts import LLAMA2, Characters, llama2
+from tests.eval.benchmarks.test_prompts import Characters
+from tests.eval.official import LLAMA2, llama2
 
 
 def letters_of_examples_answers(name: str, context: str) -> set[int]:

@@ -25,7 +25,7 @@ from tests.eval.benchmarks.test_ruler import OFFICIAL_ROWS, SHARED
 from tests.lazyllm.methods.method_matrix import KEEPING, LISTED
 
 PROMPT_TOKENS, ANSWER_TOKENS = 400, 3
-SPEC = ModelSpec("tiny", tokenizer=str(SHARED / "tokenizers" / "llama2"))
+SPEC = ModelSpec("tiny", tokenizer=str(official.LLAMA2))
 
 pytestmark = [pytest.mark.slow, official.needs(official.LONGBENCH), official.needs(SHARED / "ruler")]
 

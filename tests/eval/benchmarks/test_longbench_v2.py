@@ -23,7 +23,8 @@ from eval.benchmarks.suite import DataSettings
 from eval.run.prepare import identify
 from lazyllm.errors import UserError
 from tests.eval import official
-from tests.eval.benchmarks.test_prompts import LLAMA2, Characters, llama2
+from tests.eval.benchmarks.test_prompts import Characters
+from tests.eval.official import LLAMA2, llama2
 from tests.hub_server import HubServer
 from tests.runs import run_of
 

@@ -22,12 +22,12 @@ from eval.store.results import Results
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
-from tests.eval.official import SHARED
+from tests.eval import official
 from tests.runs import run_of
 
 DATASET = DATASETS["needle"]
-LLAMA2 = ModelSpec("tiny", tokenizer=str(SHARED / "tokenizers" / "llama2"))
-NEEDS_LLAMA2 = pytest.mark.skipif(not (SHARED / "tokenizers" / "llama2").is_dir(), reason="../shared is absent")
+LLAMA2 = ModelSpec("tiny", tokenizer=str(official.LLAMA2))
+NEEDS_LLAMA2 = official.needs(official.LLAMA2)
 MODELS = [ModelSpec("tiny"), pytest.param(LLAMA2, marks=NEEDS_LLAMA2)]
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -20,10 +19,9 @@ from eval.benchmarks.prompts import (
 )
 from eval.benchmarks.suite import Example, Turn
 from lazyllm.errors import UserError
-from lazyllm.models.tokenizers import load_tokenizer
 from tests.eval import official
+from tests.eval.official import LLAMA2, llama2, sentencepiece
 
-LLAMA2 = official.SHARED / "tokenizers" / "llama2"
 EXEMPT = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
 LONGBENCH_NAMES = [name for name, dataset in DATASETS.items() if dataset.suite == "longbench"]
 ROW = Example("qasper", "one", "Who?", "A cat\r\nsat.", ("cat",), (), 3, "en")
@@ -68,18 +66,6 @@ class Characters:
 
 def prompt_of(template: str = "Q: {context}|{input}", tokenizer: Any = None, **kwargs: Any):
     return build_prompt(ROW, template, tokenizer or Characters(), **kwargs)
-
-
-@cache
-def sentencepiece():
-    import sentencepiece
-
-    return sentencepiece.SentencePieceProcessor(model_file=str(LLAMA2 / "tokenizer.model"))
-
-
-@cache
-def llama2():
-    return load_tokenizer(LLAMA2)
 
 
 def official_llama2_prompt(name: str, row: dict[str, Any], template: str, limit: int) -> tuple[list[int], int]:

@@ -17,8 +17,8 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.ruler import SUITE, generator, sources
 from eval.benchmarks.ruler.sources import TASKS, Sources, read_tasks
 from lazyllm.errors import UserError
+from tests.eval.official import SHARED, llama2
 
-SHARED = Path(__file__).resolve().parents[4] / "shared"
 OFFICIAL_ROWS = sorted((SHARED / "ruler" / "rows").glob("*/*.jsonl"))
 NEEDS_SHARED = pytest.mark.skipif(not OFFICIAL_ROWS, reason="../shared/ruler is absent")
 
@@ -138,20 +138,13 @@ def make(folder, tasks):
     return made
 
 
-@pytest.fixture(scope="module")
-def llama2():
-    from lazyllm.models.tokenizers import load_tokenizer
-
-    return load_tokenizer(SHARED / "tokenizers" / "llama2")
-
-
 @NEEDS_SHARED
 @pytest.mark.parametrize("file", OFFICIAL_ROWS, ids=lambda file: f"{file.stem}-{file.parent.name}")
-def test_rows_equal_the_official_ones_byte_for_byte(file, llama2):
+def test_rows_equal_the_official_ones_byte_for_byte(file):
     pytest.importorskip("wonderwords", reason="the package wonderwords ([ruler]) is not installed")
     lines = file.read_text().splitlines()
     task = read_tasks(SHARED / "ruler" / "official")[file.stem]
-    made = generator.rows(task, llama2, int(file.parent.name), len(lines))
+    made = generator.rows(task, llama2(), int(file.parent.name), len(lines))
     assert [json.dumps(row.official()) for row in made] == lines
 
 

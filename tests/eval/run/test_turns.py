@@ -13,11 +13,11 @@ import torch
 import eval.run.measure
 import lazyllm
 from eval.analysis.run_table import run_table
-from eval.run.config import ModelConfig, RunConfig, TimingConfig
+from eval.run.config import ModelConfig
 from eval.run.loop import load_model, run
 from eval.run.measure import Bench, Case
 from eval.run.prepare import Plan, prepare
-from eval.run.resolved import Resolved, resolve
+from eval.run.resolved import Resolved
 from eval.store.folder import read_run
 from eval.store.record import Measurement, Record
 from eval.store.results import Results
@@ -25,22 +25,17 @@ from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, Method, StaticPruning
 from lazyllm.methods.support.schedule import keep_count
+from tests.runs import small_run
 
 TURNS, LAYERS = 3, 8
 METHOD = StaticPruning(layer=2, keep=0.5)
 
 
 def run_of(**changes: Any) -> Resolved:
-    settings = dict(
-        model=ModelConfig(name="tiny", dtype="float64", device="cpu"),
-        method={"name": "static_pruning", "layer": 2, "keep": 0.5},
-        dataset={"lookup": True},
-        timing=TimingConfig(warmup=0),
-        limit=1,
-        threads=1,
-        turns=TURNS,
-    )
-    return resolve(RunConfig(**(settings | changes)))
+    model = ModelConfig(name="tiny", dtype="float64", device="cpu")
+    method = {"name": "static_pruning", "layer": 2, "keep": 0.5}
+    settings = dict(model=model, method=method, dataset={"lookup": True}, limit=1, max_new_tokens=None, turns=TURNS)
+    return small_run(**({"out": None} | settings | changes))
 
 
 @cache

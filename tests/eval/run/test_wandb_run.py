@@ -23,6 +23,7 @@ from eval.store.folder import read_run
 from eval.store.record import Measurement, Record
 from eval.store.results import Results
 from eval.store.runs import StoredRun
+from tests.eval.store.made import measurement
 from tests.runs import run_of
 
 SECRET = "5ecret" * 8
@@ -35,26 +36,14 @@ ABOUT = {
 }
 
 
-def measurement(score: float, ttft_s: float, total_s: float, computed: float = 50.0, text: str = "yes") -> Measurement:
-    return Measurement(
-        text=text, token_ids=[3, 4], score=score, rouge_l=None, ttft_s=ttft_s, scoring_s=0.0, total_s=total_s,
-        decode_step_s=[0.1], pct_prompt_tokens_computed=computed, group_starts=[1, 3], computed=[[8, 4], [8, 5]],
-        kv_bytes=640, aux_bytes=32, peak_memory_bytes=None,
-    )  # fmt: skip
+def timed(score: float, ttft_s: float, total_s: float, computed: float = 50.0, text: str = "yes") -> Measurement:
+    return measurement(text, score, ttft_s=ttft_s, total_s=total_s, pct_prompt_tokens_computed=computed)
 
 
 FIRST = Record(
-    "hotpotqa",
-    "a",
-    "abc",
-    100,
-    120,
-    measurement(1.0, 0.1, 0.5),
-    measurement(0.5, 0.3, 1.0, 100.0, "no"),
-    "?",
-    ["yes", "so"],
+    "hotpotqa", "a", "abc", 100, 120, timed(1.0, 0.1, 0.5), timed(0.5, 0.3, 1.0, 100.0, "no"), "?", ["yes", "so"]
 )
-SECOND = Record("trec", "b", "abd", 200, 200, measurement(0.0, 0.3, 0.5, 70.0), measurement(1.0, 0.5, 0.5, 100.0))
+SECOND = Record("trec", "b", "abd", 200, 200, timed(0.0, 0.3, 0.5, 70.0), timed(1.0, 0.5, 0.5, 100.0))
 # by hand: two examples, (1 + 0) / 2 and (0.3 + 0.5) / (0.1 + 0.3) and (1.0 + 0.5) / (0.5 + 0.5)
 AFTER_FIRST = {
     "examples": 1, "running/score": 100, "running/baseline_score": 50, "running/pct_prompt_tokens_computed": 50,

@@ -27,6 +27,7 @@ from tests.lazyllm.engine.architecture_matrix import Cell, cells, check, logits_
 from tests.reference import (
     VARIANTS,
     WINDOW,
+    attention_of,
     casts_in_float64,
     forward_reference,
     lazy_reference,
@@ -35,10 +36,6 @@ from tests.reference import (
 
 VOCAB = 97
 TOLERANCE = 1e-9
-
-
-def attention_of(variant: str) -> str:
-    return "eager" if variant == "gemma2" else "sdpa"
 
 
 # layers see tokens in different ways

@@ -38,6 +38,7 @@ from tests.reference import (
     VARIANTS,
     LazyTurns,
     ReferenceOutput,
+    attention_of,
     casts_in_float64,
     random_model,
     random_variant,
@@ -126,9 +127,8 @@ def test_four_turns_with_random_schedules(architecture: str, seed: int, monkeypa
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_four_turns_of_every_kind_of_model(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lazy_session, "MANY", 1)
-    attention = "eager" if variant == "gemma2" else "sdpa"
     with casts_in_float64():
-        four_turns(random_variant(variant, 3, attention), {1: 0.5, 3: 0.5}, random.Random(variant), 5)
+        four_turns(random_variant(variant, 3, attention_of(variant)), {1: 0.5, 3: 0.5}, random.Random(variant), 5)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -22,7 +22,7 @@ from lazyllm.methods import ASL, CLAA, FastKV, GemFilter, Method, Oracle, Pyrami
 from tests.field_oracles import FieldOutput, asl, claa, fastkv, gemfilter, oracle, pyramidinfer, specprefill, uniprefill
 from tests.helpers import slow
 from tests.lazyllm.engine.architecture_matrix import logits_of_steps
-from tests.reference import casts_in_float64, random_variant
+from tests.reference import attention_of, casts_in_float64, random_variant
 
 VARIANTS = ["llama", "mistral, window", "qwen2", "qwen3", "gemma2", "llama, dynamic NTK"]
 STEPS = 4
@@ -31,10 +31,6 @@ TOLERANCE = 1e-9
 SEEDS = [0, *slow(*range(1, 6))]
 
 Case = tuple[Method, Callable[[PreTrainedModel, list[int]], FieldOutput]]
-
-
-def attention_of(variant: str) -> str:
-    return "eager" if variant == "gemma2" else "sdpa"
 
 
 @cache

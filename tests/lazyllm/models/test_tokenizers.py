@@ -5,29 +5,14 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from pathlib import Path
 
 import pytest
 
 from lazyllm.errors import UserError
 from lazyllm.models.tokenizers import load_tokenizer
+from tests.eval.official import LLAMA2, llama2, needs, sentencepiece
 
-ROOT = Path(__file__).resolve().parents[3]
-LLAMA2 = ROOT.parent / "shared" / "tokenizers" / "llama2"
-
-needs_llama2 = pytest.mark.skipif(not LLAMA2.is_dir(), reason="../shared/tokenizers/llama2 is absent")
-
-
-@pytest.fixture(scope="module")
-def sentencepiece():
-    import sentencepiece
-
-    return sentencepiece.SentencePieceProcessor(model_file=str(LLAMA2 / "tokenizer.model"))
-
-
-@pytest.fixture(scope="module")
-def llama2():
-    return load_tokenizer(LLAMA2)
+needs_llama2 = needs(LLAMA2)
 
 
 def texts(count: int) -> list[str]:
@@ -38,37 +23,39 @@ def texts(count: int) -> list[str]:
 
 
 @needs_llama2
-def test_llama2s_ids_are_sentencepieces(llama2, sentencepiece):
-    assert len(llama2) == sentencepiece.get_piece_size() == 32000
-    assert (llama2.bos_token_id, llama2.eos_token_id) == (sentencepiece.bos_id(), sentencepiece.eos_id()) == (1, 2)
+def test_llama2s_ids_are_sentencepieces():
+    assert len(llama2()) == sentencepiece().get_piece_size() == 32000
+    assert (
+        (llama2().bos_token_id, llama2().eos_token_id) == (sentencepiece().bos_id(), sentencepiece().eos_id()) == (1, 2)
+    )
     for text in ["", " ", "  ", " x", "is.  See the\n", "\n        private static", " " * 40 + "x", *texts(2000)]:
-        assert llama2(text).input_ids == [1, *sentencepiece.encode(text)], repr(text)
+        assert llama2()(text).input_ids == [1, *sentencepiece().encode(text)], repr(text)
 
 
 @needs_llama2
-def test_llama2s_texts_are_sentencepieces(llama2, sentencepiece):
+def test_llama2s_texts_are_sentencepieces():
     for text in texts(300):
-        ids = sentencepiece.encode(text)
-        whole_characters = "\ufffd" not in sentencepiece.decode(ids[len(ids) // 2 :])
+        ids = sentencepiece().encode(text)
+        whole_characters = "\ufffd" not in sentencepiece().decode(ids[len(ids) // 2 :])
         if whole_characters:  # inside a character the two spell the rest of its bytes in other numbers of U+FFFD
-            assert llama2.decode(ids[len(ids) // 2 :]) == sentencepiece.decode(ids[len(ids) // 2 :]), repr(text)
-        assert llama2.decode([1, *ids], skip_special_tokens=True) == sentencepiece.decode(ids), repr(text)
+            assert llama2().decode(ids[len(ids) // 2 :]) == sentencepiece().decode(ids[len(ids) // 2 :]), repr(text)
+        assert llama2().decode([1, *ids], skip_special_tokens=True) == sentencepiece().decode(ids), repr(text)
 
 
 @needs_llama2
-def test_file_of_a_tokenizer_is_a_source(llama2):
-    assert load_tokenizer(LLAMA2 / "tokenizer.model")("is.  See").input_ids == llama2("is.  See").input_ids
+def test_file_of_a_tokenizer_is_a_source():
+    assert load_tokenizer(LLAMA2 / "tokenizer.model")("is.  See").input_ids == llama2()("is.  See").input_ids
 
 
 @needs_llama2
-def test_tokenizer_json_made_of_a_model_file_has_the_same_ids(llama2, sentencepiece, tmp_path):
-    llama2.save_pretrained(tmp_path)
+def test_tokenizer_json_made_of_a_model_file_has_the_same_ids(tmp_path):
+    llama2().save_pretrained(tmp_path)
     assert not (tmp_path / "tokenizer.model").exists()
     again = load_tokenizer(tmp_path)
     for text in texts(500):
         # transformers puts no space in front of a text that begins with one; LongBench's prompts do not.
         text = text.lstrip(" \u2581") or "x"
-        assert again(text).input_ids == [1, *sentencepiece.encode(text)], repr(text)
+        assert again(text).input_ids == [1, *sentencepiece().encode(text)], repr(text)
 
 
 @needs_llama2
