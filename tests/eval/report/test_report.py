@@ -84,9 +84,6 @@ LAST_LAYERS = [[3, 1, 4, 3, 1, 4], [3, 4, 1, 1, 1, 4, 4], [1, 3, 4, 1, 4, 1, 3, 
 REVIVED = [[], [1], [4]]  # by hand: token 2 has passed all layers in prefill
 
 
-# ---------------------------------------------------------------------------------------------------------------- parts
-
-
 @pytest.mark.parametrize(
     ("text", "value", "parts"),
     [
@@ -289,41 +286,36 @@ def measured(count: int, score: float, ttft_s: float, baseline: float | None = 0
     [
         (
             {"lazy": measured(20, 0.5, 0.2), "static_pruning": measured(20, 0.25, 0.1)},
-            "settings faster than the baseline: 2; of these 1 keep 99% of its score. The fastest of these: lazy, "
-            "2.00 times as fast to the first token, score 50.00 against 50.00 (examples: 20).",
+            "2; of these 1 keep 99% .*: lazy, 2.00 times as fast .* score 50.00 against 50.00",
         ),
         (
             {"lazy": measured(20, 0.25, 0.1), "oracle": measured(20, 0.5, 0.1)},  # a diagnostic is no method
-            "settings faster than the baseline: 1; of these 0 keep 99% of its score. The best score: lazy, "
-            "4.00 times as fast to the first token, score 25.00 against 50.00 (examples: 20).",
+            "1; of these 0 keep 99% .*: lazy, 4.00 times as fast .* score 25.00 against 50.00",
         ),
         (
             {"lazy": measured(20, 0.0, 0.1, baseline=0.0)},
-            "settings faster than the baseline: 1; the baseline scores 0, so no score could be kept or lost. "
-            "The fastest of these: lazy, 4.00 times as fast to the first token, score 0.00 against 0.00 "
-            "(examples: 20).",
+            "the baseline scores 0, so no score could be kept or lost",
         ),
         (
             {"lazy": measured(1, 0.5, 0.1)},
-            "settings faster than the baseline: 1; 1 example cannot show whether a score is kept (at least 20). "
-            "The fastest of these: lazy, 4.00 times as fast to the first token, score 50.00 against 50.00 "
-            "(examples: 1).",
+            r"1 example cannot show whether a score is kept \(at least 20\)",
         ),
         (
             {"lazy": measured(20, 0.5, 0.5)},
-            "no setting is faster to its first token than its paired baseline (1 setting).",
+            "no setting is faster",
         ),
         (
             {"lazy": measured(20, 0.5, 0.1, baseline=None)},
-            "no speedup and no kept score: nothing was measured beside its baseline (timing.paired=true does).",
+            "no speedup and no kept score",
         ),
-        ({"baseline": measured(20, 0.5, 0.1, baseline=None)}, "only the baseline was measured."),
+        ({"baseline": measured(20, 0.5, 0.1, baseline=None)}, "only the baseline was measured"),
     ],
 )
 def test_finding_claims_no_more_than_was_measured(tmp_path: Path, runs: dict[str, list[Record]], expected: str) -> None:
     for name, records in runs.items():
         store(tmp_path / name, {"name": name}, records, paired=records[0].baseline is not None)
-    assert overview.findings(Results(find_runs([tmp_path]))) == [f"mini, longbench: {expected}"]
+    (said,) = overview.findings(Results(find_runs([tmp_path])))
+    assert re.match(rf"mini, longbench: .*{expected}", said)
 
 
 def test_settings_of_models_are_in_one_table(tmp_path: Path) -> None:
@@ -352,9 +344,6 @@ def test_figures_in_one_page_share_no_id() -> None:
         assert set(re.findall(r'(?:href="|url\()#([^")]+)', svg)) <= own
         assert "<script" not in svg
         assert "<img" not in svg
-
-
-# ----------------------------------------------------------------------------------------------------------------- page
 
 
 def hand_table(results: Results) -> Table:
@@ -419,9 +408,6 @@ def test_page_escapes_hostile_text(tmp_path: Path) -> None:
     data = re.search(r'(?s)<script type="application/json" id="record-data">(.*?)</script>', page)
     assert data is not None
     assert HOSTILE in json.loads(data[1])["strings"]
-
-
-# -------------------------------------------------------------------------------------------------------------- command
 
 
 def test_report_writes_the_page_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

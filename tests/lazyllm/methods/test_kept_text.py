@@ -152,27 +152,6 @@ def test_again_reads_the_tokens_of_later_turns_too(own: str, other: str, keep: f
             later += out.token_ids
 
 
-def test_pieces_are_joined_by_dots(tokenizers, drafts) -> None:
-    text = "abcdefghij" * 4
-    folder, _ = drafts("llama", "letters")
-    seen: list[str] = []
-    tokenizer = tokenizers("tiny")
-    prompt = prompt_of(tokenizer, text)
-    spy = lazyllm.Prompt(
-        prompt.token_ids, text, encode=lambda kept: (seen.append(kept), tokenizer(kept)["input_ids"])[1]
-    )
-    model = random_variant("llama", 0, vocab_size=len(tokenizer))
-    with casts_in_float64():
-        method = SpecPrefill(folder, keep=0.4, chunk=4, sound=True, text=True)
-        lazyllm.generate(model, spy, method, 1, ())
-    [kept] = seen
-    pieces = kept.split("[...]")
-    assert sum(map(len, pieces)) == 16  # 4 of 10 chunks of 4 letters
-    assert kept.startswith(text[:4])
-    assert kept.endswith(text[-4:])
-    assert "[...]" in kept
-
-
 def test_draft_with_other_tokens_is_refused_without_text(tokenizers, drafts, tmp_path: Path) -> None:
     model, text = random_variant("llama", 0, vocab_size=len(tokenizers("tiny"))), "the old lantern"
     prompt = prompt_of(tokenizers("tiny"), text)
