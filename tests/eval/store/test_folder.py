@@ -18,7 +18,6 @@ from eval.store.record import Failure
 from lazyllm.errors import UserError
 from tests.eval.store.made import record
 
-ROOT = Path(__file__).resolve().parents[3]
 IDENTITY = {"model": "tiny", "method": {"name": "lazy", "schedule": {"2": 0.7}}, "seed": 0}
 FAILURE = Failure("hotpotqa", "row-9", "no memory", "...")
 BEGIN = {"event": "begin", "time": "2026-11-21T10:00:00Z"}
