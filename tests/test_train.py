@@ -127,8 +127,8 @@ def test_copy_sequence_repeats_earlier_pairs() -> None:
 
 @pytest.mark.parametrize("kind", [*train.KINDS])
 def test_coder_sequence_has_its_length_and_labels(sequences: train.Sequences, kind: str) -> None:
-    ids, labels = getattr(sequences, kind)(512)
-    assert len(ids) == len(labels) == 512
+    ids, labels = getattr(sequences, kind)(1024)
+    assert len(ids) == len(labels) == 1024
     assert all(label in (IGNORE, token) for token, label in zip(ids, labels, strict=True))
     assert any(label != IGNORE for label in labels)
 
