@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,25 +13,17 @@ import torch
 import lazyllm
 from lazyllm.engine.generation import Conversation
 from lazyllm.methods import (
-    ASL,
-    CLAA,
     Baseline,
     FastKV,
     GemFilter,
     Lazy,
     Method,
-    Oracle,
-    PromptCompression,
-    PyramidInfer,
-    RandomDrop,
-    SpecPrefill,
     StaticPruning,
-    UniPrefill,
 )
 from lazyllm.methods.support import lazy_session
-from tests import field_oracles
-from tests.field_oracles import FieldOutput, on_the_rest, static_pruning
+from tests.field_oracles import on_the_rest
 from tests.helpers import slow
+from tests.lazyllm.methods.method_matrix import LISTED
 from tests.reference import (
     ARCHITECTURES,
     VARIANTS,
@@ -150,40 +141,9 @@ def test_keeping_everything_is_the_model_on_the_whole_text(architecture: str, ch
                 text, more = expected, draw(rng, 6)
 
 
-@dataclass(frozen=True)
-class Dropping:
-    """A method, and its first turn by the slow reference for (model, prompt, steps).
-
-    first: None runs the tokens that the method selects as a separate prompt. `tests/lazyllm/methods` compares these
-    selections with references.
-    """
-
-    method: Method
-    first: Callable[[Any, list[int], int], FieldOutput] | None = None
-
-
-def by_field(method: Callable[..., Method], reference: Callable[..., FieldOutput], **settings: Any) -> Dropping:
-    return Dropping(method(**settings), lambda model, ids, steps: reference(model, ids, **settings, steps=steps))
-
-
-def own_draft(model: Any, ids: list[int], **settings: Any) -> FieldOutput:
-    return field_oracles.specprefill(model, model, ids, **settings)
-
-
+# Without an oracle of the first turn, the tokens that the method selects are run as a separate prompt
 DROPPING = {
-    "asl": by_field(ASL, field_oracles.asl, first=1, threshold=2.0, keep=6, window=4, layers=2),
-    "claa": by_field(CLAA, field_oracles.claa, layer=3, keep=0.5, layers=2, window=3),
-    "fastkv": by_field(FastKV, field_oracles.fastkv, layer=2, keep=0.5, retain=0.3, window=3),
-    "gemfilter": by_field(GemFilter, field_oracles.gemfilter, layer=2, keep=0.5),
-    "oracle": by_field(Oracle, field_oracles.oracle, keep=0.4, answer=2),
-    "prompt compression": Dropping(PromptCompression(0.5, "token")),
-    "pyramidinfer": by_field(PyramidInfer, field_oracles.pyramidinfer, recent=0.3, decay=0.5),
-    "random drop": Dropping(RandomDrop(0.5, seed=3)),
-    "specprefill": by_field(SpecPrefill, own_draft, keep=0.5, lookahead=3, chunk=3, pool=3),
-    "static pruning": Dropping(StaticPruning(2, 0.4), lambda model, ids, n: static_pruning(model, ids, 2, 0.4, n)),
-    "uniprefill": by_field(
-        UniPrefill, field_oracles.uniprefill, layers=[1, 3], p=0.6, window=3, block=2, first=1, last=2
-    ),
+    name: LISTED[name] for name in LISTED if LISTED[name].first or name in ("prompt_compression", "random_drop")
 }
 
 
@@ -211,7 +171,7 @@ def test_later_turn_of_a_method_that_drops_for_good_sees_what_is_left(variant: s
     with casts_in_float64():
         model = random_variant(variant, 3)
         prompt = rng.choices(range(VOCAB), k=rng.randint(20, 40))
-        session = lazyllm.start(model, prompt, row.method)
+        session = lazyllm.start(model, prompt, row.pruning)
         found = session.answer(None, 3, ())
         if row.first is None:
             first = on_the_rest(model, prompt, found.selected[0][0], 3, renumber=True)

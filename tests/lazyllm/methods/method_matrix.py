@@ -44,7 +44,8 @@ class Row:
 
     pruning: with parameters that prune. reference: their result for (model, prompt, steps), by `tests/reference.py`;
     `selected` may end early. keeping: with parameters that keep everything. asks: number of boundaries that may ask
-    the device for the tokens to revive. scores: whether a model runs before the prefill.
+    the device for the tokens to revive. scores: whether a model runs before the prefill. first: for the same arguments,
+    the first turn by `tests/field_oracles.py`, from which later ones continue.
     """
 
     pruning: Method
@@ -52,6 +53,7 @@ class Row:
     keeping: Method | None = None
     asks: int = 0
     scores: bool = False
+    first: Callable[[PreTrainedModel, Sequence[int], int], field_oracles.FieldOutput] | None = None
 
 
 def _lazy(schedule: dict[int, float], asks: int, **settings: bool) -> Row:
@@ -128,51 +130,65 @@ def _asked(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> Referen
     return ReferenceOutput(out.token_ids, out.logits, [out.selected], margin=asked.margin)
 
 
-def _field(oracle: Callable[..., field_oracles.FieldOutput], **settings: Any) -> Reference:
-    """The reference of a method of the field: `tests/field_oracles.py` knows these."""
-
-    def reference(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
-        out = oracle(model, prompt, **settings, steps=steps)
-        return ReferenceOutput(out.token_ids, out.logits, [out.selected], margin=out.margin)
-
-    return reference
-
-
 def _own_draft(model: PreTrainedModel, prompt: Sequence[int], **settings: Any) -> field_oracles.FieldOutput:
     return field_oracles.specprefill(model, model, prompt, **settings)
 
 
-_FASTKV: dict[str, Any] = {"layer": 2, "keep": 0.5, "retain": 0.3, "window": 3}
+def _by_field(
+    kind: Callable[..., Method],
+    oracle: Callable[..., field_oracles.FieldOutput],
+    keeping: Method,
+    scores: bool = False,
+    **settings: Any,
+) -> Row:
+    """A method of the field, held by its oracle in `tests/field_oracles.py` with the same settings."""
+
+    def first(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> field_oracles.FieldOutput:
+        return oracle(model, prompt, **settings, steps=steps)
+
+    def reference(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
+        out = first(model, prompt, steps)
+        return ReferenceOutput(out.token_ids, out.logits, [out.selected], margin=out.margin)
+
+    return Row(kind(**settings), reference, keeping, scores=scores, first=first)
+
+
 _CLAA: dict[str, Any] = {"layer": 3, "keep": 0.5, "layers": 2, "window": 3}
 _ASL: dict[str, Any] = {"first": 1, "threshold": 2.0, "keep": 6, "window": 4, "layers": 2}  # always cut after layer 2
-_SPEC: dict[str, Any] = {"keep": 0.5, "lookahead": 3, "chunk": 3, "pool": 3}
-_PYRAMID: dict[str, Any] = {"recent": 0.3, "decay": 0.5}
-_UNI: dict[str, Any] = {"layers": [1, 3], "p": 0.6, "window": 3, "block": 2, "first": 1, "last": 2}
-_GEM: dict[str, Any] = {"layer": 2, "keep": 0.5}
 
 # On every architecture and in docs/architectures.md
 LISTED = {
-    "asl": Row(ASL(**_ASL), _field(field_oracles.asl, **_ASL), ASL(keep=1.0)),
+    "asl": _by_field(ASL, field_oracles.asl, ASL(keep=1.0), **_ASL),
     "baseline": Row(Baseline(), _lazy({}, 0).reference, Baseline()),
-    "claa": Row(CLAA(**_CLAA), _field(field_oracles.claa, **_CLAA), CLAA(keep=1.0)),
-    "fastkv": Row(FastKV(**_FASTKV), _field(field_oracles.fastkv, **_FASTKV), FastKV(keep=1.0, retain=1)),
-    "gemfilter": Row(GemFilter(**_GEM), _field(field_oracles.gemfilter, **_GEM), GemFilter(keep=1.0), scores=True),
+    "claa": _by_field(CLAA, field_oracles.claa, CLAA(keep=1.0), **_CLAA),
+    "fastkv": _by_field(
+        FastKV, field_oracles.fastkv, FastKV(keep=1.0, retain=1), layer=2, keep=0.5, retain=0.3, window=3
+    ),
+    "gemfilter": _by_field(GemFilter, field_oracles.gemfilter, GemFilter(keep=1.0), True, layer=2, keep=0.5),
     "lazy": _lazy({1: 0.6, 2: 0.7, 3: 0.5}, asks=3),
     "lazy, prune_generated": _lazy({1: 0.6, 2: 0.7}, asks=2, prune_generated=True),
     "lazy, without revival": _lazy({1: 0.6, 3: 0.5}, asks=0, revive=False),
-    "oracle": Row(Oracle(0.4, 2), _field(field_oracles.oracle, keep=0.4, answer=2), Oracle(1.0), scores=True),
+    "oracle": _by_field(Oracle, field_oracles.oracle, Oracle(1.0), True, keep=0.4, answer=2),
     "prompt_compression": Row(
         PromptCompression(0.5, "token"), _compressed, PromptCompression(1.0, "token"), scores=True
     ),
-    "pyramidinfer": Row(
-        PyramidInfer(**_PYRAMID), _field(field_oracles.pyramidinfer, **_PYRAMID), PyramidInfer(decay=1.0)
-    ),
+    "pyramidinfer": _by_field(PyramidInfer, field_oracles.pyramidinfer, PyramidInfer(decay=1.0), recent=0.3, decay=0.5),
     "random_drop": Row(RandomDrop(0.5, seed=3), _dropped, RandomDrop(1.0)),
-    "specprefill": Row(SpecPrefill(**_SPEC), _field(_own_draft, **_SPEC), SpecPrefill(keep=1.0), scores=True),
-    "static_pruning": Row(
-        StaticPruning(2, 0.4), _field(field_oracles.static_pruning, layer=2, keep=0.4), StaticPruning(2, 1.0)
+    "specprefill": _by_field(
+        SpecPrefill, _own_draft, SpecPrefill(keep=1.0), True, keep=0.5, lookahead=3, chunk=3, pool=3
     ),
-    "uniprefill": Row(UniPrefill(**_UNI), _field(field_oracles.uniprefill, **_UNI), UniPrefill(p=1.0)),
+    "static_pruning": _by_field(StaticPruning, field_oracles.static_pruning, StaticPruning(2, 1.0), layer=2, keep=0.4),
+    "uniprefill": _by_field(
+        UniPrefill,
+        field_oracles.uniprefill,
+        UniPrefill(p=1.0),
+        layers=[1, 3],
+        p=0.6,
+        window=3,
+        block=2,
+        first=1,
+        last=2,
+    ),
 }
 ROWS = LISTED | {
     "lazy, one token": _lazy({1: 0.01, 2: 0.01, 4: 0.01}, asks=2),  # nothing is revived after the last layer
