@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # imported: a run in a test restores the number that torch began with
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# HYPOTHESIS_PROFILE=fuzz .venv/bin/pytest tests/eval/test_*_properties.py tests/lazyllm/test_*_properties.py
+# HYPOTHESIS_PROFILE=fuzz .venv/bin/pytest -m hypothesis
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fuzz", settings.get_profile("suite"), max_examples=10_000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))

@@ -30,7 +30,7 @@ from eval.store.runs import StoredRun
 from lazyllm.errors import UserError
 from tests.eval import official
 from tests.eval.store.made import record
-from tests.eval.store.test_folder_properties import JSON
+from tests.eval.store.test_folder import JSON
 from tests.hub_server import HubServer, Repository
 
 LONGBENCH_NAMES = [name for name, dataset in DATASETS.items() if dataset.suite == "longbench"]

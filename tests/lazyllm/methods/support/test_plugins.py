@@ -20,11 +20,73 @@ from eval.run.prepare import canonical, identify
 from eval.run.resolved import resolve
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
-from lazyllm.methods import METHODS, Lazy, by_name, code_of, known, make
+from lazyllm.methods import METHODS, Lazy, Prune, by_name, code_of, known, make
 from lazyllm.methods.support import bases, plugins
-from tests.own_package import install_own_package
 
 CONF = Path(__file__).resolve().parents[4] / "eval" / "conf"
+
+
+# A package with its own methods, as another author would write it, in the files that pip installs
+_ENTRY_POINTS = """
+[lazyllm.methods]
+keep_last = own_methods.keep_last:KeepLast
+draws_lots = own_methods.others:DrawsLots
+drafted = own_methods.others:Drafted
+breaks_at_import = own_methods.broken:Anything
+is_no_method = own_methods.others:IsNoMethod
+odd_default = own_methods.others:OddDefault
+lazy = own_methods.keep_last:KeepLast
+"""
+_OTHERS = """
+from dataclasses import dataclass, field
+
+from lazyllm.methods import Baseline
+from lazyllm.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class DrawsLots(Baseline):
+    layers: list = field(default_factory=lambda: [1, 2])
+    seed: int = 7
+
+
+@dataclass(frozen=True)
+class Drafted(Baseline):
+    draft: str
+
+    def models(self):
+        return (ModelSpec(self.draft),)
+
+
+@dataclass(frozen=True)
+class OddDefault(Baseline):
+    folder: object = object()
+
+
+class IsNoMethod:
+    pass
+"""
+
+
+def install_own_package(target: Path) -> Path:
+    """Write the package into a folder for the module path. Its `keep_last` is the example of `Prune`'s docstring."""
+    example = [part.source for part in doctest.DocTestParser().get_examples(Prune.__doc__ or "")]
+    classes = example[: next(number for number, part in enumerate(example) if "load_model" in part)]
+    info = "own_methods-0.1.dist-info"
+    files = {
+        "own_methods/__init__.py": "",
+        "own_methods/keep_last.py": "\n".join(classes),
+        "own_methods/others.py": _OTHERS,
+        "own_methods/helper.py": "",
+        "own_methods/broken.py": "import a_package_that_nobody_has\n",
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: own-methods\nVersion: 0.1\n",
+        f"{info}/entry_points.txt": _ENTRY_POINTS,
+    }
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in files)
+    for name, text in files.items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_text(text)
+    return target
 
 
 @pytest.fixture(scope="module")
