@@ -189,16 +189,12 @@ def kill_run(folder: Path, kills: int, seed: int) -> Counts:
 def main(kills: int = 100, seed: int = 0) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    rows = {name: load_rows(dataset) for name, dataset in _datasets().items()}
+    rows = {dataset.name: load_rows(dataset) for dataset in quick_run().datasets}
     # generating the rows would take most of a job's time: they are made once, before the fork
     eval.run.prepare._rows = lambda dataset, *_: rows[dataset.name]
     with tempfile.TemporaryDirectory() as folder:
         counts = kill_run(Path(folder), kills, seed)
     print(json.dumps(asdict(counts)))
-
-
-def _datasets() -> dict[str, Any]:
-    return {dataset.name: dataset for dataset in quick_run().datasets}
 
 
 if __name__ == "__main__":

@@ -26,10 +26,9 @@ import lazyllm
 from lazyllm.check.invariants import runs_batches_row_by_row
 from lazyllm.integrations.transformers_generate import HONOURED, INERT, REFUSED, LazyGenerateOutput, check_options
 from lazyllm.methods import Baseline, Lazy, Method
-from tests.helpers import slow
+from tests.helpers import Waits, slow
 from tests.lazyllm.methods.method_matrix import KEEPING, PRUNING
 from tests.reference import random_model
-from tests.waits import Waits
 
 MODEL = random_model("llama", 5, num_layers=4)
 MODEL.generation_config.pad_token_id = 0
