@@ -132,9 +132,8 @@ def generate_with(method: Method, *, seed: int | None = None) -> GenerateWith:
     (`LazyGenerateOutput`) work as always. If all tokens are kept, the output is that of transformers. Refused: beams,
     assistants, a filled cache, `inputs_embeds`, attentions and hidden states.
 
-    transformers 5 drops `streamer`, `assistant_model`, `synced_gpus` and the `tokenizer` of `stop_strings` before it
-    calls a `custom_generate`, so they are neither honoured nor refused here: a streamer gets the prompt only. Use
-    `lazyllm.using` for these.
+    transformers 5 drops `streamer` and the `tokenizer` of `stop_strings` before it calls a `custom_generate`, so they
+    are refused: use `lazyllm.using` for these.
 
     Batches are padded on the left. A row gives what it gives alone: it is pruned by its own length, and its processors
     and criteria see [1, tokens] without the padding. Limits of length count from the end of the padded prompt, as in
@@ -146,7 +145,28 @@ def generate_with(method: Method, *, seed: int | None = None) -> GenerateWith:
         independent of other rows; the global generator is not used.
     Raises TypeError for anything but a method, ValueError for a bad seed.
     """
+    setattr(GenerationMixin, _EXTRACT, _extract_or_refuse)
     return GenerateWith(method, seed)
+
+
+# transformers' step that drops arguments before it calls a `custom_generate`, the only place that sees them
+_EXTRACT = "_extract_generation_mode_kwargs"
+_extract: Any = getattr(GenerationMixin, _EXTRACT)
+
+
+@functools.wraps(_extract)
+def _extract_or_refuse(
+    self: Any, custom_generate: Any, kwargs: Any, synced_gpus: Any, assistant_model: Any, streamer: Any
+) -> Any:
+    """The step, after refusing what a `GenerateWith` would not see; all other calls are as before."""
+    if isinstance(custom_generate, GenerateWith):
+        _check_given(kwargs | {"synced_gpus": synced_gpus, "assistant_model": assistant_model})
+        if streamer is not None:
+            raise ValueError(
+                "a streamer does not reach a custom_generate: leave that out, and call model.generate(..., "
+                "streamer=...) within `with lazyllm.using(model, method):`"
+            )
+    return _extract(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
 
 
 @contextmanager
@@ -185,14 +205,22 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
 
 def _seen(decode: GenerateWith, call: Mapping[str, Any]) -> Callable[..., Any]:
     """`decode` with the arguments of `model.generate` that transformers drops. Raises ValueError."""
-    if call.get("assistant_model") is not None:
-        raise ValueError(f"assistant_model is not supported with a pruning method: {_ONE_SEQUENCE}")
-    if call.get("synced_gpus"):
-        raise ValueError("synced_gpus: rows of different processes cannot wait for each other; set it to False")
+    _check_given(call)
     if call.get("past_key_values") is not None:
         raise ValueError(_GIVEN_CACHE)
     mask_given = call.get("attention_mask") is not None
     return functools.partial(decode, streamer=call.get("streamer"), mask_given=mask_given)
+
+
+def _check_given(call: Mapping[str, Any]) -> None:
+    """Refuse arguments of `model.generate`, before transformers acts on them. Raises ValueError."""
+    if call.get("assistant_model") is not None:
+        raise ValueError(f"assistant_model is not supported with a pruning method: {_ONE_SEQUENCE}")
+    if call.get("synced_gpus"):
+        raise ValueError("synced_gpus: rows of different processes cannot wait for each other; set it to False")
+    for name, (accepted, instead) in REFUSED.items():
+        if call.get(name) not in accepted:
+            raise ValueError(f"{name}={call[name]!r} is not supported with a pruning method: {instead}")
 
 
 _GIVEN_CACHE = "past_key_values are not supported: leave them out, and give the whole prompt"
@@ -371,10 +399,7 @@ def _not_called(model: PreTrainedModel) -> Iterator[None]:
 
 def check_options(config: GenerationConfig) -> None:
     """Refuse generation options that a pruned generation cannot honour. Raises ValueError."""
-    for name, (accepted, instead) in REFUSED.items():
-        value = getattr(config, name, None)
-        if value not in accepted:
-            raise ValueError(f"{name}={value!r} is not supported with a pruning method: {instead}")
+    _check_given({name: getattr(config, name, None) for name in REFUSED})
     mode = config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
         raise ValueError(f"generation mode {mode.value} is not supported with a pruning method: {_ONE_SEQUENCE}")

@@ -314,6 +314,15 @@ def test_streamers_get_the_same_as_in_transformers() -> None:
             MODEL.generate(**BATCH, max_new_tokens=8, streamer=Put())
 
 
+def test_streamer_is_refused_where_it_would_get_the_prompt_only() -> None:
+    found, inside = Put(), lazyllm.generate_with(KEEP)
+    with pytest.raises(ValueError, match=r"streamer=\.\.\.\) within `with lazyllm\.using"):
+        MODEL.generate(ids_of(LONG), custom_generate=inside, max_new_tokens=2, streamer=found)
+    assert found.got == []
+    MODEL.generate(ids_of(LONG), max_new_tokens=2, streamer=found, do_sample=False)  # as without lazyllm
+    assert len(found.got) == 4
+
+
 TEXT = "entry zanur lantern copper. the old house was quiet. Question: entry zanur"
 
 
