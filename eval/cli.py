@@ -37,7 +37,7 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Call a verb; returns the exit code: the verb's, or 2 with one line on stderr for errors the user can fix."""
+    """Call a verb; returns the exit code: the verb's, or a `UserError`'s with one line on stderr."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         code = _call(arguments)
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except BrokenPipeError:  # the reader of a pipe, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's last flush is silent
         return 1

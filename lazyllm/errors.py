@@ -6,8 +6,16 @@ from __future__ import annotations
 class UserError(ValueError):
     """An error the user can fix: the message says what was given, what was expected, and what to do.
 
-    Commands show the message without a traceback.
+    Commands show the message without a traceback, and end with `exit_code`.
     """
+
+    exit_code = 2
+
+
+class FailedExamplesError(UserError):
+    """A run has ended, but some of its examples could not be measured."""
+
+    exit_code = 3
 
 
 def reason_of(error: Exception) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import runpy
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,14 @@ def device_name(device: torch.device) -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def may_have_gpu() -> bool:
+    """Whether torch, which is not imported, is built for GPUs, and this machine has a driver of one."""
+    origin = getattr(find_spec("torch"), "origin", None)
+    built = runpy.run_path(str(Path(origin).with_name("version.py"))) if origin else {}
+    drivers = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu", "/dev/kfd")  # CUDA, in WSL, on Jetson; ROCm
+    return bool(built.get("cuda") or built.get("hip")) and any(Path(driver).exists() for driver in drivers)
 
 
 def git_commit() -> str | None:

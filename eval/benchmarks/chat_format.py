@@ -59,10 +59,7 @@ class ChatFormat:
     def template_args(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """The arguments of the tokenizer's chat template. Raises UserError if there is no template."""
         if not tokenizer.chat_template:
-            raise UserError(
-                "chat=auto needs the tokenizer's chat template, but it has none; "
-                f"use one of {', '.join(name for name in CHAT_FORMATS if name != 'auto')}"
-            )
+            raise UserError(NO_TEMPLATE)
         return thinking_args(tokenizer, self.thinking_tokens > 0) | dict(self.args)
 
     def reads_clock(self, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -108,6 +105,9 @@ CHAT_FORMATS: dict[str, ChatFormat] = {
     ),
     "auto": ChatFormat(from_tokenizer=True),
 }
+
+
+NO_TEMPLATE = "model.chat=auto: the tokenizer has no chat template: give model.chat=none, llama2 or xgen"
 
 
 def chat_format(name: str | None, **settings: Any) -> ChatFormat:

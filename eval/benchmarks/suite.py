@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
+from lazyllm.errors import UserError
 from lazyllm.spec import ModelSpec
 
 OnError = Literal["raise", "skip"]
@@ -99,6 +100,10 @@ class Example:
     evidence: tuple[tuple[int, int], ...] = ()
     groups: tuple[str, ...] = ()
     turns: tuple[Turn, ...] = ()
+
+
+class DoesNotFitError(UserError):
+    """The rows of one dataset cannot be made with these settings; those of others may."""
 
 
 @dataclass(frozen=True)

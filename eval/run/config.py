@@ -13,6 +13,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
@@ -258,13 +259,19 @@ def check_arguments(arguments: Sequence[str], schema: type[RunConfig] = RunConfi
     for name in methods:
         if name in known():
             _defaults(name)  # of an installed package's method that cannot be used, Hydra would call the keys unknown
-    overrides = [argument for argument in arguments if not argument.startswith("-")]
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-    except HydraException as error:
-        raise one_line(error) from error
-    for override in parsed:
+    options, after = get_args_parser().parse_known_args(list(arguments))
+    parser = OverridesParser.create()
+    for argument in [*options.overrides, *(word for word in after if not word.startswith("-"))]:
+        try:
+            override = parser.parse_override(argument)
+        except HydraException as error:
+            key, _, value = argument.partition("=")
+            if value and str(error).startswith("token recognition error"):
+                raise UserError(f"{argument}: quote the value, for the shell too: '{key}=\"{value}\"'") from error
+            raise one_line(error) from error
         _check_key(override.key_or_group, methods or ["lazy"], schema)
+        if (override.key_or_group, override.value()) == ("dataset", []):
+            raise UserError("dataset=[]: expected at least one dataset, or no dataset= for the model's default")
 
 
 def _check_key(key: str, methods: Sequence[str], schema: type[RunConfig]) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from eval.run.config import compose_config, jobs_of, to_run_config
 from eval.run.resolved import Resolved, resolve
+from lazyllm.errors import UserError
+from lazyllm.models.checkpoint import HubError
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -21,11 +23,14 @@ def main(arguments: Sequence[str]) -> int:
         print(__doc__)
         return 0
     printed: set[str] = set()
-    for job in jobs_of(arguments):
-        for line in fetched(resolve(to_run_config(compose_config(job)))):
-            if line not in printed:
-                print(line, flush=True)
-            printed.add(line)
+    try:
+        for job in jobs_of(arguments):
+            for line in fetched(resolve(to_run_config(compose_config(job)))):
+                if line not in printed:
+                    print(line, flush=True)
+                printed.add(line)
+    except HubError as error:
+        raise UserError(f"{error.reason}. Fetch it where the hub answers, without HF_HUB_OFFLINE") from error
     return 0
 
 

@@ -13,11 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lazyllm.machine import device_name
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
 PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge-score")
@@ -110,6 +109,8 @@ def now() -> str:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """The machine of a run, as the summary reports it. Names no folder and no host."""
+    import torch  # not at the top: the rest is known before it is imported
+
     return {
         "device": device_name(device),
         "cpu": device_name(torch.device("cpu")),

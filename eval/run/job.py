@@ -15,8 +15,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, NoReturn
 
 import hydra
@@ -27,38 +25,44 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from eval.run.config import CONF, RunConfig, check_arguments, compose_config, one_line, register_schema, to_run_config
-from eval.run.resolved import resolve
-from lazyllm.errors import UserError
+from eval.run.resolved import RUNS, check_early, check_writable, resolve
+from lazyllm.errors import FailedExamplesError
 
 if TYPE_CHECKING:
     from eval.run.loop import RunResult
 
-SWEEPS = Path("runs")  # `hydra.sweep.dir` of conf/config.yaml
 GRACE_S = 0.5  # for the regular end, which frees the device and writes down when the job ended
 INTERRUPTED = 130  # a shell's exit code of a program that Ctrl-C ended
 _finished: list[RunResult] = []  # of this process's jobs; other launchers run theirs in other processes
+_told: set[str] = set()  # errors of this process's jobs
 MESSAGE = "stopped: every finished example is safe, and the same command goes on from there"
 
 
 def main(arguments: Sequence[str]) -> int:
     """The verb `run`: one run, a comparison, or a sweep (-m). Returns the exit code. Raises UserError."""
     _finished.clear()
-    start(run_job, arguments)
-    if len(_finished) > 1 and any(argument.startswith("-") for argument in arguments):
-        from eval.run.loop import show_together  # the jobs have imported it
+    try:
+        start(run_job, arguments)
+    finally:  # a job that failed does not hide the others
+        if len(_finished) > 1 and any(argument.startswith("-") for argument in arguments):
+            from eval.run.loop import show_together  # the jobs have imported it
 
-        show_together(_finished)
+            show_together(_finished)
     return 0
 
 
 def run_job(config: DictConfig) -> None:
-    """One job: the run or the comparison that a composed config describes."""
+    """One job: the run or the comparison that a composed config describes. Raises UserError."""
     with job():
         resolved = resolve(to_run_config(config))
+        check_early(resolved)
         logging.info("loading torch and transformers")
         from eval.run.loop import compare, run  # not at the top: imports torch, only after the arguments are checked
 
-        _finished.extend(compare(resolved) if resolved.config.compare else [run(resolved)])
+        results = compare(resolved) if resolved.config.compare else [run(resolved)]
+        _finished.extend(results)
+        if failed := [result.failed for result in results if result.failed]:
+            raise FailedExamplesError("; ".join(failed))
 
 
 def start(work: Callable[[DictConfig], None], arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> None:
@@ -69,7 +73,7 @@ def start(work: Callable[[DictConfig], None], arguments: Sequence[str], schema: 
     register_schema(schema)
     check_arguments(arguments, schema)
     if {"-m", "--multirun"} & set(arguments):
-        _check_sweep_folder()
+        check_writable(RUNS)
     _end_soon_after_ctrl_c()
     if not any(argument.startswith("-") for argument in arguments):
         return work(compose_config(arguments))
@@ -83,18 +87,6 @@ def start(work: Callable[[DictConfig], None], arguments: Sequence[str], schema: 
         raise one_line(error) from error
     except KeyboardInterrupt:
         end()
-
-
-def _check_sweep_folder() -> None:
-    """Raise UserError if Hydra cannot write to its folder for a sweep's files."""
-    try:
-        SWEEPS.mkdir(exist_ok=True)
-        TemporaryFile(dir=SWEEPS).close()
-    except OSError as error:
-        raise UserError(
-            f"{SWEEPS.absolute()}: a sweep's folder, which cannot be written ({error.strerror}): start the sweep in "
-            "another folder"
-        ) from error
 
 
 @contextmanager
@@ -112,7 +104,10 @@ def job() -> Iterator[None]:
         yield
     except Exception as error:
         if sweep is not None:
-            logging.error("job failed (%s): %s: %s", " ".join(sweep.overrides.task), type(error).__name__, error)
+            told = f"{type(error).__name__}: {error}"
+            again = told in _told
+            _told.add(told)
+            logging.error("job failed (%s): %s", " ".join(sweep.overrides.task), "as above" if again else told)
             traceback.clear_frames(error.__traceback__)  # Hydra keeps the error, whose frames hold the model
         raise
     except KeyboardInterrupt:

@@ -33,7 +33,7 @@ from eval.store.record import Failure, Trace
 from eval.store.results import Results
 from eval.store.runs import StoredRun
 from lazyllm.engine.devices import devices_of
-from lazyllm.errors import UserError, reason_of
+from lazyllm.errors import FailedExamplesError, UserError, reason_of
 from lazyllm.files import write_whole
 from lazyllm.models.load import devices_in_use, load_weights
 
@@ -46,12 +46,13 @@ PROGRESS_EVERY_S = 10.0  # between lines of progress if there is no terminal
 class RunResult:
     """A finished run: its folder, and its results; None while other shards have examples to measure.
 
-    names: as in `Plan`.
+    names: as in `Plan`. failed: how many examples failed, and why; "" for none.
     """
 
     folder: Path
     results: Results | None
     names: tuple[str, ...]
+    failed: str = ""
 
 
 def run(run: Resolved, show: bool = True, load: Callable[[], PreTrainedModel] | None = None) -> RunResult:
@@ -71,7 +72,7 @@ def run(run: Resolved, show: bool = True, load: Callable[[], PreTrainedModel] | 
             _measure_missing(plan, store, tracker, load or partial(load_model, run))
             if plan.file_part:
                 store.reload()  # with the other shards' records so far
-            results = _results(plan, store)
+            results, failed = _results(plan, store)
             if results is not None:
                 table = run_table(results, plan.title)
                 store.write("summary.json", run_json(table, plan.about | {"identity": plan.identity}))
@@ -84,7 +85,7 @@ def run(run: Resolved, show: bool = True, load: Callable[[], PreTrainedModel] | 
                     console().print(table.to_rich())
     if plan.skipped:
         log.warning("%s", plan.skipped)
-    return RunResult(plan.folder, results, plan.names)
+    return RunResult(plan.folder, results, plan.names, failed)
 
 
 def compare(comparison: Resolved) -> list[RunResult]:
@@ -302,31 +303,31 @@ def _all_keys(plan: Plan, store: RunStore) -> list[tuple[str, str]]:
     return list(dict.fromkeys([*(case.key for case in plan.cases), *store.records]))
 
 
-def _results(plan: Plan, store: RunStore) -> Results | None:
+def _results(plan: Plan, store: RunStore) -> tuple[Results | None, str]:
     """All the run's examples, planned ones first; None while other shards have examples to measure.
 
-    Raises UserError if all examples failed.
+    And which examples failed, as in `RunResult`. Raises FailedExamplesError if all did.
     """
     keys = _all_keys(plan, store)
     done = [store.records[key] for key in keys if key in store.records]
-    failed = [failure for failure in store.failures if failure.key in keys]
+    failed, told = [failure for failure in store.failures if failure.key in keys], ""
     if failed:
         first = f"the first: {failed[0].dataset}, row {failed[0].id}: {failed[0].reason}"
         file = store.folder / "failures.jsonl"
         if len(failed) == len(keys):  # never while other shards have examples to measure
-            raise UserError(
+            raise FailedExamplesError(
                 f"all {len(failed)} examples failed, {first}. {file} has the tracebacks; another model.dtype, a "
                 "smaller model.max_prompt_tokens or more memory may help"
             )
-        log.warning(
+        told = (
             f"{len(failed)} of {len(keys)} examples failed and are not in the table, {first}. {file} holds all; the "
             "same command tries them again"
         )
     pending = len(keys) - len(done) - len(failed)
     if pending:
         log.info("%s: other shards have %d examples to measure; the last shard makes the table", plan.folder, pending)
-        return None
-    return Results([replace(_stored(plan, store), source=done)])
+        return None, told
+    return Results([replace(_stored(plan, store), source=done)]), told
 
 
 def _pictures(stored: StoredRun) -> list[Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import groupby, islice
@@ -17,11 +16,10 @@ import torch
 from eval.benchmarks.datasets import load
 from eval.benchmarks.prompts import build_prompt, end_token_ids
 from eval.benchmarks.subsets import Shard, in_half, parse_shard, shard_numbers
-from eval.benchmarks.suite import Example, LoadedDataset
+from eval.benchmarks.suite import DoesNotFitError, Example, LoadedDataset
 from eval.run import targets
 from eval.run.config import RunConfig, prompt_limit
 from eval.run.identity import (
-    code_sha256,
     device_name,
     machine,
     now,
@@ -30,13 +28,13 @@ from eval.run.identity import (
     weights_sha256,
 )
 from eval.run.measure import Case
-from eval.run.resolved import Resolved, build_method, later_turns
+from eval.run.resolved import RUNS, Resolved, about_the_method, at_depth, build_method, later_turns, plain
 from eval.run.targets import OutOfReachError
 from eval.store.folder import fingerprint
 from eval.store.runs import label_of, settings_in
 from lazyllm.errors import UserError
 from lazyllm.machine import git_commit
-from lazyllm.methods import Baseline, by_name, code_of, settings_of
+from lazyllm.methods import code_of
 from lazyllm.models.load import check_loading, devices_in_use, load_config, load_end_ids, load_tokenizer_of, shape_of
 from lazyllm.models.quantisation import quantised_by
 from lazyllm.spec import QUANTISATIONS, ModelSpec
@@ -122,7 +120,7 @@ def prepare(run: Resolved) -> Plan:
     name = f"{Path(config.model.name).name}-{method['name']}-{data}-{fingerprint(identified.identity)[:8]}"
     return Plan(
         **vars(identified),
-        folder=Path(config.out) if config.out else Path("runs") / name,
+        folder=Path(config.out) if config.out else RUNS / name,
         names=(config.model.name, setting, seed, data + half),
         cases=cases,
         ours=ours,
@@ -150,11 +148,7 @@ def identify(run: Resolved) -> Identified:
     model_config = check_loading(run.spec)
     parameters = parameters_of(run, model_config)
     tokenizer = load_tokenizer_of(run.spec)
-    if tokenizer is None:
-        raise UserError(
-            "random weights (model.load_format=dummy) download nothing, so the tokenizer must be given: "
-            "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
-        )
+    assert tokenizer is not None  # `resolve` refuses random weights without one
     longest = model_config.max_position_embeddings
     length = run.suite.length(run.data)
     if length is not None and length > longest:  # before the rows are made
@@ -163,6 +157,8 @@ def identify(run: Resolved) -> Identified:
             f"{run.suite.shorter}"
         )
     limit = model.max_prompt_tokens or prompt_limit(longest)
+    if limit > longest:
+        raise UserError(f"model.max_prompt_tokens={limit}: the model has {longest} positions: give fewer")
     if None in (model.max_prompt_tokens, model.chat):
         log.info(
             "%s: has %d positions, so prompts beyond %d tokens lose their middle; %s",
@@ -171,15 +167,12 @@ def identify(run: Resolved) -> Identified:
             if run.chat.uses_template(tokenizer)
             else "it has no chat template: prompts are plain text",
         )
-    loaded = [load(dataset, run.data) for dataset in run.datasets]
+    loaded = _loaded(run)
     end_ids = load_end_ids(run.spec)
-    paired = config.timing.paired and by_name(run.method["name"]) is not Baseline
-    settings = settings_at_depth(run, model_config)
-    identity = _identity(run, loaded, model_config, tokenizer, end_ids, devices, paired) | {
+    identity = _identity(run, loaded, model_config, tokenizer, end_ids, devices) | {
         **_chat_identity(run, tokenizer),
         "max_prompt_tokens": limit,
-        "method": _plain(canonical(settings)),
-        "parameters": _plain(parameters) if targets.uses_preset(settings) else None,
+        "parameters": plain(parameters) if targets.uses_preset(run.method) else None,
     }
     return Identified(
         run=run,
@@ -192,7 +185,7 @@ def identify(run: Resolved) -> Identified:
         end_ids=end_ids,
         prompt_limit=limit,
         devices=devices,
-        paired=paired,
+        paired=run.paired,
     )
 
 
@@ -214,48 +207,16 @@ def within_reach(run: Resolved) -> dict[str, Resolved]:
     return runs
 
 
-def settings_at_depth(run: Resolved, model_config: PreTrainedConfig) -> dict[str, Any]:
-    """The method's settings at this model's depth. Raises UserError."""
-    with _about_the_method():
-        return targets.at_depth(run.method, model_config.num_hidden_layers)
-
-
 def parameters_of(run: Resolved, model_config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
     """{dataset: the method's settings}, without targets, checked against the model's depth. Raises UserError."""
-    settings, length = settings_at_depth(run, model_config), run.suite.length(run.data)
+    settings, length = at_depth(run.method, model_config.num_hidden_layers), run.suite.length(run.data)
     parameters = {}
     for dataset in run.datasets:
-        with _about_the_method():
+        with about_the_method():
             solved = targets.solved(settings, dataset, model_config, run.config.model.paper, length)
             build_method(solved).check(model_config)
         parameters[dataset.name] = solved
     return parameters
-
-
-def canonical(settings: dict[str, Any]) -> dict[str, Any]:
-    """A method's settings in a run's identity: equal for all ways to write the same method.
-
-    Hyperparameters at their default are left out, except the method's `dial` and `named` ones.
-    """
-    kind = by_name(settings["name"])
-    written = {"name": settings["name"]}
-    for key, default in settings_of(kind).items():
-        value = settings.get(key, default)
-        if key in (kind.dial, *kind.named) or value != default:
-            written[key] = value
-    turns = later_turns(settings)
-    return written if turns == "continue" else written | {"turns": turns}
-
-
-@contextmanager
-def _about_the_method() -> Iterator[None]:
-    """Turn a method's errors, also of an installed package's method, into UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise UserError(f"method: {error}") from error
 
 
 def _cases(identified: Identified) -> Iterator[Case]:
@@ -295,6 +256,21 @@ def _cases(identified: Identified) -> Iterator[Case]:
                     f"{f'set {shorter}, or less' if dataset.truncate else run.suite.shorter}"
                 )
             yield Case(dataset, example, prompt, method, max_new_tokens, end_ids, turns)
+
+
+def _loaded(run: Resolved) -> list[LoadedDataset]:
+    """The rows of all datasets. Raises UserError that names each dataset whose rows do not fit."""
+    loaded: list[LoadedDataset] = []
+    reasons = {}
+    for dataset in run.datasets:
+        try:
+            loaded.append(load(dataset, run.data))
+        except DoesNotFitError as error:
+            reasons[dataset.name] = str(error)
+    if reasons:
+        others = f", or leave out {' '.join(f'dataset.{name}=false' for name in reasons)}" if loaded else ""
+        raise UserError("; ".join(reasons.values()) + others)
+    return loaded
 
 
 def _examples(config: RunConfig, loaded: list[LoadedDataset]) -> dict[str, list[Example]]:
@@ -337,39 +313,26 @@ def _identity(
     tokenizer: PreTrainedTokenizerBase,
     end_ids: tuple[int, ...],
     devices: tuple[torch.device, ...],
-    paired: bool,
 ) -> dict[str, Any]:
     """The facts that must agree for two records to share a folder. `limit` is not one of them and may be raised."""
     config, source = run.config, run.spec.source
-    local = Path(source).is_dir()
+    shorter, longest = config.max_new_tokens, max(data.max_new_tokens for data in loaded)
     others = run.other_models()
     code = code_of(config.method["name"])  # of lazyllm's own methods it is in "code"
     return {
-        "model": config.model.name if local else source,
+        **run.identity(model_config.num_hidden_layers),
         "revision": config.model.revision or getattr(model_config, "_commit_hash", None),
         "weights": f"random, seed {config.seed}" if run.spec.is_dummy else weights_sha256(source),
         "tokenizer": tokenizer_sha256(tokenizer)[:16],
         "end_ids": list(end_ids),
-        "load_format": config.model.load_format,
-        "dtype": config.model.dtype,
-        "attn_implementation": config.model.attn_implementation,
-        "quantise": config.model.quantise,
-        "device_map": config.model.device_map,  # times depend on it, and results, as kernels of devices differ
         **({"method_code": code} if code is not None else {}),
-        **({"turns": config.turns} if config.turns is not None else {}),
-        **({"half": config.half} if config.half is not None else {}),  # halves share no table
-        **({"fidelity": config.fidelity} if config.fidelity is not None and paired else {}),
         **({"method_weights": [_weights_of(spec) for spec in others]} if others else {}),
         "data": {
             data.dataset.name: f"{data.data_sha256[:16]} {data.config_sha256[:16]} v{run.suite.version}"
             for data in loaded
         },
-        "max_new_tokens": config.max_new_tokens,
-        "seed": config.seed,
-        "paired": paired,
-        "warmup": config.timing.warmup,
+        "max_new_tokens": shorter if shorter is not None and shorter < longest else None,
         "versions": versions() | _version_of_quantiser(run.spec, model_config),
-        "code": code_sha256()[:16],
         "device": " + ".join(map(device_name, devices)),
         "threads": torch.get_num_threads() if devices[0].type == "cpu" else None,
     }
@@ -400,10 +363,6 @@ def _version_of_quantiser(spec: ModelSpec, model_config: PreTrainedConfig) -> di
     packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
     package = packages.get(spec.quantise or quantised_by(model_config) or "")
     return {package: version(package)} if package is not None else {}
-
-
-def _plain(value: Any) -> Any:
-    return {str(key): _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _data_label(run: Resolved) -> str:

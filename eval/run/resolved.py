@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from eval.benchmarks import SUITES
-from eval.benchmarks.chat_format import ChatFormat, chat_format
+from eval.benchmarks.chat_format import NO_TEMPLATE, ChatFormat, chat_format
 from eval.benchmarks.datasets import check_rows, datasets_asked_for, missing_rows
 from eval.benchmarks.suite import Dataset, DataSettings, Suite
 from eval.run import targets
 from eval.run.config import RunConfig
+from eval.run.identity import code_sha256, versions
 from lazyllm.engine.inputs import TURNS
 from lazyllm.errors import UserError
-from lazyllm.methods import Method, make
+from lazyllm.machine import may_have_gpu
+from lazyllm.methods import Baseline, Method, by_name, make, settings_of
+from lazyllm.models.checkpoint import read_config
+from lazyllm.models.tokenizers import has_chat_template
 from lazyllm.spec import ModelSpec
 
 log = logging.getLogger(__name__)
+
+RUNS = Path("runs")  # the folder of runs without `out`, and `hydra.sweep.dir` of conf/config.yaml
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,32 @@ class Resolved:
         """The models that the run's method needs besides `spec`."""
         return tuple(build_method(targets.check(self.method)).models())
 
+    @property
+    def paired(self) -> bool:
+        """Whether the baseline runs beside the method."""
+        return self.config.timing.paired and by_name(self.method["name"]) is not Baseline
+
+    def identity(self, num_layers: int) -> dict[str, Any]:
+        """The part of the run's identity that its settings give. Raises UserError."""
+        config, model = self.config, self.config.model
+        return {
+            "model": model.name if Path(self.spec.source).is_dir() else self.spec.source,
+            "load_format": model.load_format,
+            "dtype": model.dtype,
+            "attn_implementation": model.attn_implementation,
+            "quantise": model.quantise,
+            "device_map": model.device_map,  # times depend on it, and results, as kernels of devices differ
+            "method": plain(canonical(at_depth(self.method, num_layers))),
+            "seed": config.seed,
+            "paired": self.paired,
+            "warmup": config.timing.warmup,
+            "versions": versions(),
+            "code": code_sha256()[:16],
+            **({"turns": config.turns} if config.turns is not None else {}),
+            **({"half": config.half} if config.half is not None else {}),  # halves share no table
+            **({"fidelity": config.fidelity} if config.fidelity is not None and self.paired else {}),
+        }
+
     def changed(self, **settings: Any) -> Resolved:
         """The run with other settings. Raises UserError."""
         return resolve(replace(self.config, **settings))
@@ -71,7 +106,11 @@ def resolve(config: RunConfig) -> Resolved:
     keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
     spec = ModelSpec(**{key: getattr(model, key) for key in keys}, seed=config.seed)
     spec.check()
-    _ = spec.source  # raises for a name that is neither a folder nor a hub id
+    if not Path(spec.source).is_dir() and spec.is_dummy and spec.tokenizer is None:
+        raise UserError(
+            "random weights (model.load_format=dummy) download nothing, so the tokenizer must be given: "
+            "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
+        )
     chat = chat_format(
         model.chat,
         args=model.chat_args or {},
@@ -96,6 +135,75 @@ def resolve(config: RunConfig) -> Resolved:
     )
     _check_options(config, suite, named)
     return Resolved(config, spec, chat, suite, _with_rows(config, suite, named, data), data)
+
+
+def check_early(run: Resolved) -> None:
+    """Refuse what the model's files, this machine and the run's folder rule out, before torch is imported.
+
+    What is not known without torch is left to `eval.run.prepare`. Raises UserError.
+    """
+    spec, chat = run.spec, run.chat
+    if spec.device.startswith("cuda") and not may_have_gpu():
+        raise UserError(f"model.device={spec.device}: this machine or its torch has no GPU: give model.device=cpu")
+    config = read_config(spec)
+    if chat.from_tokenizer and not (chat.or_none or has_chat_template(spec.tokenizer or spec.source, spec.revision)):
+        raise UserError(NO_TEMPLATE)
+    folder = Path(run.config.out or RUNS)
+    check_writable(folder)
+    if "num_hidden_layers" not in config:  # a nested config, which transformers reads
+        return
+    layers: int = config["num_hidden_layers"]
+    for one in run.runs.values():
+        with about_the_method():
+            build_method(targets.check(targets.at_depth(one.method, layers))).tokens_per_layer(layers, 1)
+    if run.config.out is not None and any(folder.glob("r*.json*")):
+        from eval.store.folder import about_in  # not at the top: it imports pyarrow
+
+        about_in(folder, run.identity(layers), in_part=True)
+
+
+def check_writable(folder: Path) -> None:
+    """Raise UserError if a folder cannot be written, or made."""
+    exists = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not exists.is_dir() or not os.access(exists, os.W_OK):
+        raise UserError(f"{folder}: cannot be written ({exists}): give another with out=FOLDER, or start elsewhere")
+
+
+def at_depth(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """A method's settings at this model's depth. Raises UserError."""
+    with about_the_method():
+        return targets.at_depth(settings, num_layers)
+
+
+@contextmanager
+def about_the_method() -> Iterator[None]:
+    """Turn a method's errors, also of an installed package's method, into UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise UserError(f"method: {error}") from error
+
+
+def canonical(settings: dict[str, Any]) -> dict[str, Any]:
+    """A method's settings in a run's identity: equal for all ways to write the same method.
+
+    Hyperparameters at their default are left out, except the method's `dial` and `named` ones.
+    """
+    kind = by_name(settings["name"])
+    written = {"name": settings["name"]}
+    for key, default in settings_of(kind).items():
+        value = settings.get(key, default)
+        if key in (kind.dial, *kind.named) or value != default:
+            written[key] = value
+    turns = later_turns(settings)
+    return written if turns == "continue" else written | {"turns": turns}
+
+
+def plain(value: Any) -> Any:
+    """The value with keys as in JSON."""
+    return {str(key): plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def build_method(settings: dict[str, Any]) -> Method:

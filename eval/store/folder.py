@@ -150,7 +150,12 @@ def _locked(file: Path, timeout: float = 0) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout as error:
-        raise InUseError(f"{file.parent}: another process is working in this run folder") from error
+        last = [events[-1] for events in read_jobs(file.parent).values() if events]
+        jobs = [event for event in last if event["event"] == "begin"]
+        others = [f"process {job['process']} on {job['host']} since {job['time']}" for job in jobs] or ["preparing"]
+        raise InUseError(
+            f"{file.parent}: another process is working in this run folder ({', '.join(others)})"
+        ) from error
     except OSError as error:  # some cluster file systems do not support locks
         log.warning("%s: cannot be locked (%s); make sure that only one process works in it", file.parent, error)
     try:
@@ -333,16 +338,32 @@ def _good_lines(file: Path, name: str) -> Iterator[tuple[int, bytes, Any]]:
 
 def _check_identity(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
     """run.json's content, written if missing. Raises UserError for another identity, or records without run.json."""
-    file = folder / "run.json"
-    if not file.exists():
+    if (content := about_in(folder, identity)) is not None:
+        return content
+    content = {"schema": VERSION, "fingerprint": fingerprint(identity), "identity": identity, **about}
+    text = json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
+    write_whole(folder / "run.json", text)
+    return json.loads(text)
+
+
+def about_in(folder: Path, identity: dict[str, Any], in_part: bool = False) -> dict[str, Any] | None:
+    """run.json's content; None if there is none. in_part: whether `identity` lacks what is not known yet.
+
+    Raises UserError for a run with another identity, or records without run.json.
+    """
+    if not (folder / "run.json").exists():
         if any(folder.glob("records*.jsonl")):
             raise UserError(f"{folder}: holds records but no run.json; give another folder with out=FOLDER")
-        content = {"schema": VERSION, "fingerprint": fingerprint(identity), "identity": identity, **about}
-        text = json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
-        write_whole(file, text)
-        return json.loads(text)
-    content = read_about(file)
-    check_same(folder, "run", content["identity"], json.loads(_canonical(identity)))
+        return None
+    content, now = read_about(folder / "run.json"), json.loads(_canonical(identity))
+    before = {key: value for key, value in content["identity"].items() if key in now or not in_part}
+    there, here = (of.get("versions", {}).get("lazyllm-bench", "") for of in (before, now))
+    if there != here and there.startswith(("0.1.", "0.2.")):
+        raise UserError(
+            f"{folder}: holds a run of lazyllm-bench {there}. Runs of versions before 0.3.0 can be read, but not "
+            "resumed: give another folder with out=FOLDER, or omit out= for a new one"
+        )
+    check_same(folder, "run", before, now)
     return content
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from lazyllm.errors import UserError
+from lazyllm.presets import PRESETS
+from lazyllm.spec import ModelSpec
 
 CONFIGS = ("config.json", "generation_config.json")
 INDEX = "model.safetensors.index.json"
@@ -17,12 +20,21 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _commits: dict[tuple[str, str | None], str] = {}
 
 
+class HubError(UserError):
+    """A repository's files cannot be had. reason: without advice."""
+
+    def __init__(self, hub_id: str, reason: str, instead: str) -> None:
+        super().__init__(f"{hub_id}: {reason}. {instead}".rstrip())
+        self.reason = f"{hub_id}: {reason}"
+
+
 def hub_folder(hub_id: str, files: Iterable[str], revision: str | None = None, instead: str = "") -> Path:
     """A local folder with the existing ones of these files, from the Hugging Face hub or its cache.
 
     files: names or patterns. instead: what the user can do without the hub, for the message. The repository's code is
     not run. The folder's name is the repository's commit. Raises UserError for a name that is not a hub id, for a
-    repository that is gated or not found, and for files that are not in the cache if the hub does not answer.
+    repository that is gated or not found, and for files that are not in the cache if the hub does not answer; all are
+    HubErrors.
     """
     from huggingface_hub import errors, snapshot_download
 
@@ -41,9 +53,31 @@ def hub_folder(hub_id: str, files: Iterable[str], revision: str | None = None, i
                 reason = "no such repository on the hub, or it is private and you are not logged in (`hf auth login`)"
             case _:
                 reason = f"it is not in the hub's cache and could not be downloaded ({' '.join(str(error).split())})"
-        raise UserError(f"{hub_id}: {reason}. {instead}".rstrip()) from error
+        raise HubError(hub_id, reason, instead) from error
     _commits[hub_id, revision] = folder.name
     return folder
+
+
+def folder_of(spec: ModelSpec, files: Iterable[str]) -> Path:
+    """The spec's folder, or a folder with these files of its hub repository. Raises UserError."""
+    if Path(spec.source).is_dir():
+        return Path(spec.source)
+    instead = "Give a folder with the checkpoint in its place (of the model itself: model.name=FOLDER)"
+    if spec.name in PRESETS:
+        instead += ", or time random weights with model.load_format=dummy"
+    return hub_folder(spec.source, files, spec.revision, instead)
+
+
+def read_config(spec: ModelSpec) -> dict[str, Any]:
+    """The content of the model's config.json, or a preset's shape, without transformers. Raises UserError."""
+    preset = PRESETS.get(spec.name)
+    if spec.is_dummy and preset is not None and preset.architecture is not None:
+        return dict(preset.architecture)
+    file = folder_of(spec, CONFIGS) / "config.json"
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{spec.source}: its config.json could not be used ({error})") from error
 
 
 def check_files(folder: Path, source: str, weights_file: str | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from transformers import (
 
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError
-from lazyllm.models.checkpoint import CONFIGS, INDEX, WEIGHTS, check_files, hub_folder
+from lazyllm.models.checkpoint import CONFIGS, INDEX, WEIGHTS, check_files, folder_of
 from lazyllm.models.convert import converted
 from lazyllm.models.quantisation import check_quantise, check_quantised, quantisation_config, quantised_by, require
 from lazyllm.models.tokenizers import load_tokenizer
@@ -129,7 +129,7 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
     architecture = None if preset is None else preset.architecture
     if spec.is_dummy and architecture is not None:
         return AutoConfig.for_model(**architecture)
-    folder = _folder(spec, CONFIGS)
+    folder = folder_of(spec, CONFIGS)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -153,7 +153,7 @@ def load_end_ids(spec: ModelSpec) -> tuple[int, ...]:
     """
     end_ids: Any = getattr(load_config(spec), "eos_token_id", None)
     if not spec.is_dummy:
-        file = _folder(spec, CONFIGS) / "generation_config.json"
+        file = folder_of(spec, CONFIGS) / "generation_config.json"
         if file.is_file():
             try:
                 end_ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id", end_ids)
@@ -181,23 +181,13 @@ def as_device(name: str) -> torch.device:
     return device
 
 
-def _folder(spec: ModelSpec, files: Iterable[str]) -> Path:
-    """The spec's folder, or a folder with these files of its hub repository. Raises UserError."""
-    if Path(spec.source).is_dir():
-        return Path(spec.source)
-    instead = "Give a folder with the checkpoint in its place (of the model itself: model.name=FOLDER)"
-    if spec.name in PRESETS:
-        instead += ", or time random weights with model.load_format=dummy"
-    return hub_folder(spec.source, files, spec.revision, instead)
-
-
 def _weights_file(config: PreTrainedConfig) -> str | None:
     return getattr(config, "transformers_weights", None)
 
 
 def checkpoint_folder(spec: ModelSpec, config: PreTrainedConfig) -> Path:
     """The folder of the checkpoint's files, fetched from the hub if necessary, and checked. Raises UserError."""
-    folder = _folder(spec, [*CONFIGS, *WEIGHTS, _weights_file(config) or "model.safetensors"])
+    folder = folder_of(spec, [*CONFIGS, *WEIGHTS, _weights_file(config) or "model.safetensors"])
     if str(folder) != spec.source:  # a local folder has been checked already
         if not any((folder / name).is_file() for name in ("model.safetensors", INDEX)) and not _weights_file(config):
             folder = converted(spec.source, folder, spec.revision) or folder

@@ -48,13 +48,26 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTraine
     revision: branch, tag or commit of a hub id.
     Raises UserError if no such file exists, if it is damaged or of another kind, or if the hub does not answer.
     """
-    path = Path(source).expanduser()
-    if not path.exists() and (len(path.parts) > 2 or str(source).startswith((".", "/", "~"))):
-        raise UserError(f"{source}: no such file or folder, and not a hub id (owner/name) either")
-    folder = path if path.exists() else hub_folder(str(source), FILES, revision, _INSTEAD)
+    folder = _files_of(source, revision)
     tokenizer = sentencepiece_tokenizer(folder) if folder.is_file() else _from_folder(folder, str(source))
     tokenizer.name_or_path = str(source)
     return tokenizer
+
+
+def _files_of(source: str | Path, revision: str | None) -> Path:
+    path = Path(source).expanduser()
+    if not path.exists() and (len(path.parts) > 2 or str(source).startswith((".", "/", "~"))):
+        raise UserError(f"{source}: no such file or folder, and not a hub id (owner/name) either")
+    return path if path.exists() else hub_folder(str(source), FILES, revision, _INSTEAD)
+
+
+def has_chat_template(source: str | Path, revision: str | None = None) -> bool:
+    """Whether the tokenizer that `load_tokenizer` gives has a chat template, without transformers. Raises UserError."""
+    folder = _files_of(source, revision)
+    file = folder / _CONFIG
+    if any(folder.glob("chat_template.*")):
+        return True
+    return file.is_file() and bool(json.loads(file.read_text(encoding="utf-8")).get("chat_template"))
 
 
 def _from_folder(folder: Path, source: str) -> PreTrainedTokenizerBase:

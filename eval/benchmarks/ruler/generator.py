@@ -27,6 +27,7 @@ from eval.benchmarks.ruler.sources import (
     read_essay,
     words,
 )
+from eval.benchmarks.suite import DoesNotFitError
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ class _Sampler(ABC):
         raise self.too_short()
 
     def too_short(self) -> UserError:
-        return UserError(
+        return DoesNotFitError(
             f"ruler.length={self.setting.length} is too short for {self.task.name}: its smallest prompt, the chat "
             f"template and {self.task.max_new_tokens} answer tokens do not fit; give a larger ruler.length"
         )

@@ -230,7 +230,7 @@ def test_template_accepts_every_field_of_a_row():
     [
         ({"max_prompt_tokens": 1}, "max_prompt_tokens must be at least 2"),
         ({"max_prompt_tokens": -3}, "max_prompt_tokens must be at least 2"),
-        ({"chat": CHAT_FORMATS["auto"]}, "chat=auto .* has none; use one of none, llama2, xgen"),
+        ({"chat": CHAT_FORMATS["auto"]}, "chat=auto: .* no chat template: give model.chat=none, llama2 or xgen"),
     ],
 )
 def test_build_prompt_refuses_bad_settings(arguments, message):

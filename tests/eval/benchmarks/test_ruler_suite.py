@@ -161,6 +161,24 @@ def test_prompts_are_never_truncated_but_refused_beyond_the_positions(folder):
         prepare(run_of(*arguments, "ruler.length=6000"))
 
 
+def test_tasks_that_do_not_fit_are_named_together_with_what_leaves_them_out(folder):
+    from eval.run.prepare import prepare
+
+    def refusal(*datasets):
+        try:
+            prepare(run_of(f"dataset=[{','.join(datasets)}]", f"data.dir={folder}", "limit=1", "ruler.length=700"))
+        except UserError as error:
+            return str(error)
+        return ""
+
+    fits, alone = "niah_single_1", {name: refusal(name) for name in ("vt", "cwe", "fwe")}
+    assert refusal(fits) == ""
+    refused = [name for name, message in alone.items() if message]
+    assert len(refused) > 1
+    without = " ".join(f"dataset.{name}=false" for name in refused)
+    assert refusal(fits, *alone) == f"{'; '.join(alone[name] for name in refused)}, or leave out {without}"
+
+
 def test_target_speedup_is_solved_for_the_length(folder):
     from eval.run.prepare import identify
 

@@ -252,6 +252,14 @@ def test_custom_model_takes_limit_and_template_of_checkpoint(tmp_path: Path, cap
     assert (thinks.identity["today"], thinks.identity["thinking_tokens"]) == ("2025-01-01", 100)
 
 
+def test_answer_limit_beyond_every_dataset_is_the_same_run() -> None:
+    plain, longer, shorter = (
+        prepare(run_of("dataset=[lookup,complete]", "limit=1", *limit)).identity["max_new_tokens"]
+        for limit in ((), ("max_new_tokens=99999",), ("max_new_tokens=2",))
+    )
+    assert (plain, longer, shorter) == (None, None, 2)
+
+
 @pytest.mark.filterwarnings("ignore::eval.benchmarks.longbench.TemplateWarning")
 @pytest.mark.parametrize("later", [0, 2])
 def test_too_long_prompt_is_refused_with_number_to_set(tmp_path: Path, later: int) -> None:

@@ -13,6 +13,7 @@ import torch
 
 import eval.run.measure
 from eval.analysis.run_table import run_table
+from eval.cli import main
 from eval.run.config import TimingConfig
 from eval.run.loop import RunResult, compare, run, show_together
 from eval.run.measure import free
@@ -21,7 +22,7 @@ from eval.store.folder import RunStore, read_failures, read_run
 from eval.store.record import Record
 from eval.store.results import Results, as_frame, find_runs
 from lazyllm import Generation
-from lazyllm.errors import UserError
+from lazyllm.errors import FailedExamplesError, UserError
 from lazyllm.models.load import load_weights
 from tests.eval.analysis.made import stored
 from tests.eval.store.made import record
@@ -54,7 +55,7 @@ def test_an_example_that_fails_is_written_down_and_the_others_go_on(tmp_path: Pa
     errors = {1: torch.OutOfMemoryError("CUDA out of memory.\nTried 2 GiB"), 7: FloatingPointError("logits not finite")}
     failing(monkeypatch, errors)
     caplog.set_level("INFO")
-    run(small_run(tmp_path / "run"), show=False)
+    result = run(small_run(tmp_path / "run"), show=False)
     _, records = read_run(tmp_path / "run")
     failures = [json.loads(line) for line in (tmp_path / "run" / "failures.jsonl").read_text().splitlines()]
     assert len(records) == 4
@@ -64,12 +65,12 @@ def test_an_example_that_fails_is_written_down_and_the_others_go_on(tmp_path: Pa
         ("shots", "FloatingPointError: logits not finite"),
     ]
     assert all("generate_or_fail" in failure["traceback"] for failure in failures)
-    assert "2 of 6 examples failed and are not in the table, the first: lookup" in caplog.text
+    assert "2 of 6 examples failed and are not in the table, the first: lookup" in result.failed
     assert "2 examples failed and are left out" in (tmp_path / "run" / "summary.md").read_text()
 
     monkeypatch.setattr(eval.run.measure, "generate", generate)
     caplog.clear()
-    run(small_run(tmp_path / "run"), show=False)  # tries them again
+    assert not run(small_run(tmp_path / "run"), show=False).failed  # tries them again
     assert len(read_run(tmp_path / "run")[1]) == 6
     assert "failed" not in caplog.text
 
@@ -77,13 +78,27 @@ def test_an_example_that_fails_is_written_down_and_the_others_go_on(tmp_path: Pa
 def test_a_shard_in_which_all_fails_does_not_speak_for_the_others(tmp_path: Path, monkeypatch, caplog) -> None:
     first, second = (small_run(tmp_path / "run").changed(shard=f"{number}/2") for number in (1, 2))
     failing(monkeypatch, dict.fromkeys(range(99), RuntimeError("no kernel image")))
-    assert run(first, show=False).results is None
+    result = run(first, show=False)
+    assert result.results is None
     failed = len(read_failures(tmp_path / "run"))
     assert 0 < failed < 6
-    assert f"{failed} of 6 examples failed and are not in the table" in caplog.text
-    with pytest.raises(UserError, match=r"all 6 examples failed, the first: lookup.*RuntimeError: no kernel image"):
+    assert f"{failed} of 6 examples failed and are not in the table" in result.failed
+    with pytest.raises(FailedExamplesError, match="all 6 examples failed"):
         run(second, show=False)
     assert not (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(("sweep", "calls"), [([], [0]), (["-m"], [4, 5])])
+def test_run_ends_with_3_if_examples_failed(tmp_path: Path, monkeypatch, capsys, sweep: list[str], calls) -> None:
+    """Of a sweep's three jobs, all examples of the last one fail."""
+    monkeypatch.chdir(tmp_path)
+    failing(monkeypatch, {call: RuntimeError("no kernel image") for call in calls})
+    quick = ["dataset=lookup", "limit=2", "max_new_tokens=2", "timing.paired=false", "timing.warmup=0"]
+    assert main(["run", *sweep, *quick, "method=lazy,random_drop,static_pruning" if sweep else "method=lazy"]) == 3
+    told = {0: "1 of 2 examples failed and are not in the table", 1: "all 2 examples failed"}[len(sweep)]
+    out, error = capsys.readouterr()
+    assert f"error: {told}, the first: lookup" in error.splitlines()[-1]
+    assert ("All runs of the sweep" in out) == bool(sweep)
 
 
 def test_a_comparison_says_which_half_it_is_of(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -108,8 +108,12 @@ def test_store_refuses_another_identity_and_names_the_difference(folder: Path, p
 
 @pytest.mark.parametrize(("first", "second"), [("", ""), ("-1-of-2", "-1-of-2"), ("-1-of-2", ""), ("", "-1-of-2")])
 def test_store_refuses_a_second_job_of_the_same_examples(tmp_path: Path, first: str, second: str) -> None:
-    with open_store(tmp_path, IDENTITY, {}, first), pytest.raises(UserError, match="another process"):
-        opened(tmp_path, part=second)
+    with open_store(tmp_path, IDENTITY, {}, first) as store:
+        with pytest.raises(UserError, match=r"another process is working in this run folder \(preparing\)"):
+            opened(tmp_path, part=second)
+        store.note({"event": "begin", "time": "2026-01-02T03:04:05Z", "host": "node7", "process": 42, "load": {}})
+        with pytest.raises(UserError, match=r"\(process 42 on node7 since 2026-01-02T03:04:05Z\)"):
+            opened(tmp_path, part=second)
     opened(tmp_path)  # released
 
 

@@ -16,8 +16,8 @@ from hydra.errors import MissingConfigException
 
 import lazyllm
 from eval.run.config import check_arguments, register_schema, to_run_config
-from eval.run.prepare import canonical, identify
-from eval.run.resolved import resolve
+from eval.run.prepare import identify
+from eval.run.resolved import canonical, resolve
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Lazy, Prune, by_name, code_of, known, make
