@@ -14,10 +14,12 @@ from importlib.util import find_spec
 
 if __name__ == "__main__":
     if find_spec("hydra") is None:
-        sys.exit(
+        print(
             f"error: {sys.executable} has none of the packages that are needed: run  make setup  once, then  "
-            "source .venv/bin/activate  in every new shell"
+            "source .venv/bin/activate  in every new shell",
+            file=sys.stderr,
         )
+        sys.exit(2)
     from eval.cli import main
 
     sys.exit(main(["run", *sys.argv[1:]]))

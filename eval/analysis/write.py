@@ -132,7 +132,7 @@ def _index(results: Results, sections: Sequence[str], missing: Sequence[str]) ->
     lines = [
         "# Tables and figures",
         "",
-        f"Made by `make paper` from {len(results.runs)} stored runs with {examples} records, without a model. "
+        f"Made by `lazyllm-bench paper` from {len(results.runs)} stored runs with {examples} records, without a model. "
         "[provenance.json](provenance.json) lists the runs, their code and their machines.",
         "",
     ]
