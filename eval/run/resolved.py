@@ -156,10 +156,10 @@ def check_early(run: Resolved) -> None:
     for one in run.runs.values():
         with about_the_method():
             build_method(targets.check(targets.at_depth(one.method, layers))).tokens_per_layer(layers, 1)
-    if run.config.out is not None and any(folder.glob("r*.json*")):
-        from eval.store.folder import about_in  # not at the top: it imports pyarrow
+        if run.config.out is not None and any(folder.glob("r*.json*")):
+            from eval.store.folder import about_in  # not at the top: it imports pyarrow
 
-        about_in(folder, run.identity(layers), in_part=True)
+            about_in(folder, one.identity(layers), in_part=True)
 
 
 def check_writable(folder: Path) -> None:

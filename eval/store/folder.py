@@ -356,7 +356,10 @@ def about_in(folder: Path, identity: dict[str, Any], in_part: bool = False) -> d
             raise UserError(f"{folder}: holds records but no run.json; give another folder with out=FOLDER")
         return None
     content, now = read_about(folder / "run.json"), json.loads(_canonical(identity))
-    before = {key: value for key, value in content["identity"].items() if key in now or not in_part}
+    before = content["identity"]
+    if in_part:
+        before = {key: before.get(key) for key in now}
+        before["versions"] = {key: of for key, of in (before["versions"] or {}).items() if key in now["versions"]}
     there, here = (of.get("versions", {}).get("lazyllm-bench", "") for of in (before, now))
     if there != here and there.startswith(("0.1.", "0.2.")):
         raise UserError(

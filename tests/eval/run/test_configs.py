@@ -26,7 +26,7 @@ from eval.run.config import (
     to_run_config,
 )
 from eval.run.prepare import prepare
-from eval.run.resolved import build_method
+from eval.run.resolved import build_method, check_early
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop, settings_of
@@ -250,6 +250,19 @@ def test_custom_model_takes_limit_and_template_of_checkpoint(tmp_path: Path, cap
     assert thinks.cases[0].prompt.text.startswith("2025!")
     assert thinks.cases[0].max_new_tokens == plan.cases[0].max_new_tokens + 100
     assert (thinks.identity["today"], thinks.identity["thinking_tokens"]) == ("2025-01-01", 100)
+
+
+def test_early_check_takes_the_folder_of_the_same_run_only(tmp_path: Path) -> None:
+    run = run_of("experiment=demo", "only=static_pruning", "model.quantise=int8", f"out={tmp_path}")
+    (one,) = run.runs.values()
+    identity = one.identity(8)
+    whole = identity | {"versions": identity["versions"] | {"torchao": "0.15"}, "device": "known with torch only"}
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"schema": 2, "identity": whole}))
+    check_early(run)
+    file.write_text(json.dumps({"schema": 2, "identity": whole | {"seed": 1}}))
+    with pytest.raises(UserError, match=r"holds a run that differs \(seed: 1 there, 0 now\)"):
+        check_early(run)
 
 
 def test_answer_limit_beyond_every_dataset_is_the_same_run() -> None:
