@@ -146,8 +146,10 @@ def check_early(run: Resolved) -> None:
     if spec.device.startswith("cuda") and not may_have_gpu():
         raise UserError(f"model.device={spec.device}: this machine or its torch has no GPU: give model.device=cpu")
     config = read_config(spec)
-    if chat.from_tokenizer and not (chat.or_none or has_chat_template(spec.tokenizer or spec.source, spec.revision)):
-        raise UserError(NO_TEMPLATE)
+    if chat.from_tokenizer and not chat.or_none:
+        source = (spec.source, spec.revision) if spec.tokenizer is None else (spec.tokenizer,)
+        if not has_chat_template(*source):
+            raise UserError(NO_TEMPLATE)
     folder = Path(run.config.out or RUNS)
     check_writable(folder)
     if "num_hidden_layers" not in config:  # a nested config, which transformers reads
