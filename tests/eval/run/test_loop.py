@@ -50,7 +50,7 @@ def no_weights(*_: object, **__: object) -> None:
     raise UserError("no such weights")
 
 
-def test_an_example_that_fails_is_written_down_and_the_others_go_on(tmp_path: Path, monkeypatch, caplog) -> None:
+def test_failed_example_is_written_down_and_the_others_go_on(tmp_path: Path, monkeypatch, caplog) -> None:
     # two generations per example: the method fails on the first, and the baseline (second run) on the fourth
     errors = {1: torch.OutOfMemoryError("CUDA out of memory.\nTried 2 GiB"), 7: FloatingPointError("logits not finite")}
     failing(monkeypatch, errors)
@@ -75,7 +75,7 @@ def test_an_example_that_fails_is_written_down_and_the_others_go_on(tmp_path: Pa
     assert "failed" not in caplog.text
 
 
-def test_a_shard_in_which_all_fails_does_not_speak_for_the_others(tmp_path: Path, monkeypatch, caplog) -> None:
+def test_shard_in_which_all_fails_leaves_the_others_alone(tmp_path: Path, monkeypatch, caplog) -> None:
     first, second = (small_run(tmp_path / "run").changed(shard=f"{number}/2") for number in (1, 2))
     failing(monkeypatch, dict.fromkeys(range(99), RuntimeError("no kernel image")))
     result = run(first, show=False)
@@ -101,7 +101,7 @@ def test_run_ends_with_3_if_examples_failed(tmp_path: Path, monkeypatch, capsys,
     assert ("All runs of the sweep" in out) == bool(sweep)
 
 
-def test_a_comparison_says_which_half_it_is_of(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_comparison_names_its_half(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("eval.analysis.style.save", lambda *_: [])
     titles = []
@@ -114,7 +114,7 @@ def test_a_comparison_says_which_half_it_is_of(tmp_path: Path, monkeypatch, caps
     assert titles == ["tiny, two, held-out half", "tiny, two"]
 
 
-def test_a_comparison_without_baselines_has_a_table_and_no_picture_of_speedups(tmp_path: Path, monkeypatch) -> None:
+def test_comparison_without_baselines_has_a_table_and_no_picture(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = small_run(tmp_path).changed(out=None, limit=2, dataset={"lookup": True}, label="alone")
     config = config.changed(compare={"lazy": config.method}, timing=TimingConfig(paired=False, warmup=0))
@@ -123,9 +123,7 @@ def test_a_comparison_without_baselines_has_a_table_and_no_picture_of_speedups(t
     assert not [*(tmp_path / "runs").glob("alone-tiny.*g")]
 
 
-def test_a_comparison_loads_its_model_once_and_only_if_something_is_left_to_measure(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_comparison_loads_its_model_once_and_only_if_needed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("eval.analysis.style.save", lambda *_: [])
     loaded: list[weakref.ref] = []
@@ -145,7 +143,7 @@ def test_a_comparison_loads_its_model_once_and_only_if_something_is_left_to_meas
     assert loaded[0]() is None  # its memory is free for the next job of a sweep
 
 
-def test_what_cannot_be_as_fast_is_left_out_with_a_line(tmp_path: Path, caplog) -> None:
+def test_method_out_of_reach_is_left_out_with_a_line(tmp_path: Path, caplog) -> None:
     asked = {
         "random_drop": {"name": "random_drop", "keep": "6x"},
         "fastkv": {"name": "fastkv", "keep": "2x"},  # a cut half-way leaves half of the layers whole
@@ -190,7 +188,7 @@ def test_shards_measure_each_example_once_and_the_last_makes_the_table(tmp_path:
     assert len(as_frame(find_runs([tmp_path / "run"]))) == 6
 
 
-def test_what_other_shards_have_measured_is_not_measured_again(tmp_path: Path, monkeypatch) -> None:
+def test_shard_measures_nothing_again(tmp_path: Path, monkeypatch) -> None:
     for shard in ("1/2", "1/1"):
         run(small_run(tmp_path / "run").changed(shard=shard), show=False)
     counts = {
@@ -204,7 +202,7 @@ def test_what_other_shards_have_measured_is_not_measured_again(tmp_path: Path, m
     assert run(small_run(tmp_path / "new").changed(shard="7/7"), show=False).results is None
 
 
-def test_a_job_that_breaks_off_says_why(tmp_path: Path, monkeypatch) -> None:
+def test_job_that_breaks_off_says_why(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("eval.run.loop.load_weights", no_weights)
     with pytest.raises(UserError):
         run(small_run(tmp_path / "run"), show=False)
@@ -241,7 +239,7 @@ def test_logits_that_are_not_finite_fail_their_example_only(tmp_path: Path, monk
     assert run_table(result.results, "").frame["failed"].iloc[-1] == len(failures) == 2
 
 
-def test_what_a_failed_example_has_taken_is_given_back_before_the_next(tmp_path: Path, monkeypatch) -> None:
+def test_memory_of_a_failed_example_is_released_before_the_next(tmp_path: Path, monkeypatch) -> None:
     freed: list[int] = []
     records = tmp_path / "run" / "records.jsonl"
 
@@ -254,7 +252,7 @@ def test_what_a_failed_example_has_taken_is_given_back_before_the_next(tmp_path:
     assert freed == [0, 2, 4]  # at the first failure, at the second with two records since, and at the end
 
 
-def test_a_device_that_does_not_recover_ends_the_run_with_what_is_safe(tmp_path: Path, monkeypatch, caplog) -> None:
+def test_device_that_does_not_recover_ends_the_run_with_its_records_safe(tmp_path: Path, monkeypatch, caplog) -> None:
     def broken(_: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory\naccess was encountered")
 
@@ -267,7 +265,7 @@ def test_a_device_that_does_not_recover_ends_the_run_with_what_is_safe(tmp_path:
     assert "its memory could not be freed" in caplog.text
 
 
-def test_an_accelerator_is_asked_whether_it_still_answers(monkeypatch) -> None:
+def test_accelerator_is_asked_whether_it_still_answers(monkeypatch) -> None:
     asked: list[torch.device] = []
     monkeypatch.setattr("eval.run.measure.release_memory", lambda _: None)
     monkeypatch.setattr("torch.accelerator.synchronize", asked.append)
@@ -282,7 +280,7 @@ def test_an_accelerator_is_asked_whether_it_still_answers(monkeypatch) -> None:
         free(torch.device("cuda", 1))
 
 
-def test_a_disk_that_fills_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) -> None:
+def test_full_disk_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) -> None:
     config = small_run(tmp_path / "run")
     run(config.changed(out=str(tmp_path / "whole")), show=False)
     size = (tmp_path / "whole" / "records.jsonl").stat().st_size
@@ -306,7 +304,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) 
     assert len({record.key for record in read_run(tmp_path / "run")[1]}) == file.read_bytes().count(b"\n") == 6
 
 
-def test_what_ended_a_job_is_told_even_if_it_cannot_be_noted(tmp_path: Path, monkeypatch, caplog) -> None:
+def test_error_of_a_job_is_told_even_if_it_cannot_be_noted(tmp_path: Path, monkeypatch, caplog) -> None:
     def full(_self: RunStore, event: dict) -> None:
         if event["event"] == "end":
             raise UserError("jobs.jsonl: no room")
@@ -333,7 +331,7 @@ def test_resumed_run_sets_damaged_line_aside_and_measures_its_example_again(tmp_
     ]
 
 
-def test_a_smaller_limit_leaves_the_table_of_a_wider_run_as_it_is(tmp_path: Path) -> None:
+def test_smaller_limit_leaves_the_table_of_a_wider_run(tmp_path: Path) -> None:
     config = small_run(tmp_path / "run")
     run(config, show=False)
     before = {name: (tmp_path / "run" / name).read_text() for name in ("summary.csv", "examples.json")}
@@ -341,7 +339,7 @@ def test_a_smaller_limit_leaves_the_table_of_a_wider_run_as_it_is(tmp_path: Path
     assert {name: (tmp_path / "run" / name).read_text() for name in before} == before
 
 
-def test_a_sweep_ends_in_one_table_under_the_names_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_ends_in_one_table_under_the_names_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
     fast, slow = (Results([stored([record(0, score=score)])]) for score in (0.5, 1.0))
     names = ("tiny", "lazy", "", "hops")
     show_together([RunResult(Path("a"), fast, names)])

@@ -61,7 +61,7 @@ def case(name: str, text: str = "text") -> Case:
 
 
 @pytest.mark.parametrize("baseline_first", [True, False])
-def test_the_order_is_the_asked_one_and_each_has_its_own_peak(calls, baseline_first: bool) -> None:
+def test_sides_are_measured_in_the_given_order_with_their_own_peaks(calls, baseline_first: bool) -> None:
     record = bench().record(case("qasper"), baseline_first)
     order = [Baseline(), METHOD] if baseline_first else [METHOD, Baseline()]
     assert [call[0] for call in calls] == ["reset", order[0], "reset", order[1]]
@@ -84,7 +84,7 @@ def test_flops_are_of_what_was_computed_in_prefill_and_of_scoring(calls) -> None
 
 
 @pytest.mark.parametrize(("text", "end"), [("short", "short"), ("x" * 50 + "é" * 599 + "?", "é" * 599 + "?")])
-def test_a_record_keeps_the_prompts_end_and_the_gold_answers(calls, text: str, end: str) -> None:
+def test_record_keeps_the_prompts_end_and_the_gold_answers(calls, text: str, end: str) -> None:
     record = bench().record(case("qasper", text), True)
     assert record.prompt_end == end
     assert record.answers == ["Emilia is angry."]
