@@ -46,7 +46,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with three small tasks and their rows: nothing comes from the hub."""
     folder = tmp_path_factory.mktemp("tasks")
     docs = []
-    for row in rows("lookup", count=4):
+    for row in rows("lookup", count=2):
         wrong = ["olive rosemary chalk", "jungle", "coral"]
         docs.append(
             {
