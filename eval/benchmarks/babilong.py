@@ -14,18 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from eval.benchmarks.downloads import (
-    Rows,
-    fetched_once,
-    is_cached,
-    missing_from_hub,
-    rows_from_files,
-    rows_from_hub,
-)
-from eval.benchmarks.rows import check_fields, is_text, sha256_of, usable
+from eval.benchmarks.downloads import is_cached, missing_from_hub, official_file, rows_from_files, rows_from_hub
+from eval.benchmarks.rows import check_fields, is_text, loaded, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
-from lazyllm.files import cache_folder
 
 REPOSITORY = "RMT-team/babilong"
 PROMPTS = "prompts.py"
@@ -35,7 +27,6 @@ PROMPTS_URL = (
 PROMPTS_SHA256 = "f4eba1cfd14199ef40809dcb25ee732307a13200a0e19e4e8953a1972ead38aa"
 """`prompts_sha256` of the official file."""
 
-TEMPLATE = "{instruction}{context}{input}"
 MAX_NEW_TOKENS = 20
 LENGTHS = ("0k", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k", "256k", "512k", "1M", "10M")
 
@@ -44,7 +35,7 @@ LABELS = dict.fromkeys(("qa1", "qa2", "qa3", "qa4"), _PLACES) | {
     "qa5": ("bill", "fred", "jeff", "mary", "apple", "football", "milk")
 }
 _PARTS = ("instruction", "examples", "post_prompt")
-_GIVE = f"data.dir=FOLDER with data/<task>/<length>.json and {PROMPTS}"
+_GIVE = f"data/<task>/<length>.json and {PROMPTS}"
 _FIELDS = tuple((name, is_text, "a string") for name in ("input", "question", "target"))
 
 
@@ -63,29 +54,27 @@ def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Se
 
 def check(dataset: Dataset, settings: DataSettings) -> None:
     """Refuse unknown lengths. Raises UserError."""
-    lengths = _lengths(settings)
+    lengths = settings.options.lengths
     if not lengths or not set(lengths) <= set(LENGTHS):
         raise UserError(f"babilong.lengths={lengths}: expected a list of {', '.join(LENGTHS)}")
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """One task's rows at all lengths. Raises UserError for an unusable row or file, and without cache and network."""
-    task = dataset.name.removeprefix("babilong_")
-    prompts = read_prompts(_prompts_file(settings))[task]
-    files = {length: _rows(task, length, settings) for length in _lengths(settings)}
+    task, folder = dataset.name.removeprefix("babilong_"), settings.dir
+    content = official_file("BABILong", PROMPTS, PROMPTS_URL, PROMPTS_SHA256, folder, _GIVE, prompts_sha256)
+    prompts = read_prompts(content)[task]
+    files = {
+        length: rows_from_hub(REPOSITORY, length, task, _GIVE)
+        if folder is None
+        else rows_from_files(folder, f"data/{task}/{length}.json")
+        for length in settings.options.lengths
+    }
     rows = [(where, (length, row)) for length, (rows, _, _) in files.items() for where, row in rows]
-    source = next(source for _, source, _ in files.values())
-    expected = "rows with input, question and target"
-    examples, skipped = usable(rows, partial(_example, dataset, prompts), source, settings.on_error, expected)
-    return LoadedDataset(
-        dataset=dataset,
-        examples=examples,
-        template=TEMPLATE,
-        max_new_tokens=MAX_NEW_TOKENS,
-        data_sha256=sha256_of([sha256 for _, _, sha256 in files.values()]),
-        config_sha256=sha256_of([prompts, MAX_NEW_TOKENS]),
-        source=source,
-        skipped=skipped,
+    source, sha256 = next(iter(files.values()))[1], sha256_of([sha256 for _, _, sha256 in files.values()])
+    parse, expected = partial(_example, dataset, prompts), "rows with input, question and target"
+    return loaded(
+        dataset, (rows, source, sha256), parse, settings.on_error, expected, MAX_NEW_TOKENS, prompts=[prompts]
     )
 
 
@@ -122,27 +111,6 @@ SUITE = Suite(
 )
 
 
-def _lengths(settings: DataSettings) -> list[str]:
-    return (settings.options or BabilongConfig()).lengths
-
-
-def _prompts_file(settings: DataSettings) -> bytes:
-    if settings.dir is not None:
-        file = settings.dir.expanduser() / PROMPTS
-        if not file.is_file():
-            raise UserError(f"data.dir={settings.dir}: {PROMPTS} is missing; give {_GIVE}")
-        return file.read_bytes()
-    file = cache_folder() / "babilong" / PROMPTS
-    ways_out = f"Either give {_GIVE}, or run once with a network, which fills {file.parent}"
-    return fetched_once(file, PROMPTS_URL, PROMPTS_SHA256, "BABILong", PROMPTS, ways_out, prompts_sha256).read_bytes()
-
-
-def _rows(task: str, length: str, settings: DataSettings) -> Rows:
-    if settings.dir is not None:
-        return rows_from_files(settings.dir, f"data/{task}/{length}.json")
-    return rows_from_hub(REPOSITORY, length, task, _GIVE)
-
-
 def _example(dataset: Dataset, prompts: dict[str, str], at_length: tuple[str, Any], number: int) -> Example:
     """The example of a row at a length. Raises UserError."""
     length, row = at_length
@@ -159,4 +127,5 @@ def _example(dataset: Dataset, prompts: dict[str, str], at_length: tuple[str, An
         language="en",
         instruction="\n\n".join([*(prompts[part] for part in _PARTS), "<context>\n"]),
         groups=(f"length={length}",),
+        official=row,
     )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field, make_dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from eval.benchmarks import SUITES
-from eval.benchmarks.rows import official_row
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, OnError, Suite
 from lazyllm.errors import UserError
 
@@ -122,15 +121,6 @@ def load_rows(dataset: Dataset, data_dir: str | Path | None = None, on_error: On
     return suite.load(
         dataset, DataSettings(Path(data_dir) if data_dir is not None else None, on_error, options=options)
     )
-
-
-def official_rows(dataset: Dataset, settings: DataSettings) -> Iterator[Mapping[str, Any]]:
-    """The first `settings.limit` rows in the suite's official format. Raises UserError as the suite's `load` does."""
-    suite = SUITES[dataset.suite]
-    if suite.rows is not None:
-        yield from suite.rows(dataset, settings)
-    else:
-        yield from map(official_row, suite.load(dataset, settings).examples[: settings.limit])
 
 
 def register_configs() -> None:

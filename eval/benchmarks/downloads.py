@@ -10,14 +10,15 @@ import os
 import threading
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.rows import canonical
+from eval.benchmarks.rows import Rows, canonical
 from lazyllm.errors import UserError, reason_of
-from lazyllm.files import write_whole
+from lazyllm.files import cache_folder, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +39,10 @@ def hub_is_reachable() -> bool:
     return not is_offline() and is_reachable(constants.ENDPOINT)
 
 
-def load_from_hub(repository: str, configuration: str | None, split: str, other_way: str) -> Any:
+def load_from_hub(repository: str, configuration: str | None, split: str, give: str) -> Any:
     """The rows of a dataset's split, from the cache of `datasets` or from the hub.
 
-    other_way: what else the user can do, after "give". Raises UserError if it is in neither.
+    give: the content of a folder that the user can give instead. Raises UserError if it is in neither.
     """
     from datasets import config, load_dataset
     from datasets.exceptions import DatasetsError
@@ -53,21 +54,17 @@ def load_from_hub(repository: str, configuration: str | None, split: str, other_
         return load_dataset(repository, configuration, split=split)
     except (OSError, ValueError, DatasetsError) as error:
         raise UserError(
-            f"{repository} is not cached and cannot be downloaded ({reason_of(error)}): give {other_way}, or "
-            "run once with a network"
+            f"{repository} is not cached and cannot be downloaded ({reason_of(error)}): give data.dir=FOLDER with "
+            f"{give}, or run once with a network"
         ) from error
     finally:
         config.HF_HUB_OFFLINE = offline
 
 
-Rows = tuple[list[tuple[str, dict[str, Any]]], str, str]
-"""(place, row) of each row; their source, and their hash."""
-
-
-def rows_from_hub(repository: str, configuration: str | None, split: str, other_way: str) -> Rows:
+def rows_from_hub(repository: str, configuration: str | None, split: str, give: str) -> Rows:
     """The rows of a dataset's split. Arguments as in `load_from_hub`."""
     source = repository if configuration is None else f"{repository}, {configuration}"
-    return _hashed({source: map(dict, load_from_hub(repository, configuration, split, other_way))}, source)
+    return _hashed({source: map(dict, load_from_hub(repository, configuration, split, give))}, source)
 
 
 def rows_from_files(folder: Path, pattern: str) -> Rows:
@@ -93,14 +90,14 @@ def _hashed(parts: Mapping[str, Iterable[dict[str, Any]]], source: str) -> Rows:
     return rows, source, hashlib.sha256(b"\n".join(canonical(row) for _, row in rows)).hexdigest()
 
 
-def missing_from_hub(repository: str, other_way: str) -> str | None:
-    """Why a dataset cannot be loaded, without importing `datasets`; None if it can.
-
-    other_way: what else the user can do, after "give".
-    """
+def missing_from_hub(repository: str, give: str) -> str | None:
+    """Why a dataset cannot be loaded, without importing `datasets`; None if it can. give: as in `load_from_hub`."""
     if is_cached(repository) or hub_is_reachable():
         return None
-    return f"{repository} is not cached and cannot be downloaded: give {other_way}, or run once with a network"
+    return (
+        f"{repository} is not cached and cannot be downloaded: give data.dir=FOLDER with {give}, or run once with a "
+        "network"
+    )
 
 
 def made_once(file: Path, key: str, make: Callable[[], bytes]) -> bytes:
@@ -132,36 +129,65 @@ def bytes_sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def fetched_once(
-    file: Path,
+class TemplateWarning(UserWarning):
+    """A user's copy of an official file differs from it: scores are not comparable with published ones."""
+
+
+def official_file(
+    owner: str,
+    name: str,
     url: str,
     sha256: str,
-    owner: str,
-    what: str,
-    ways_out: str,
+    folder: Path | None,
+    give: str,
     digest: Callable[[bytes], str] = bytes_sha256,
-) -> Path:
-    """`file`, downloaded from a web address if it does not exist.
+    exact: bool = False,
+) -> bytes:
+    """The content of a file by a suite's authors: the user's copy, or downloaded once into `official_cache`.
 
-    owner, what: the file's owner and name in messages. ways_out: what the user can do. digest: the sha256 of a content,
-    or of the part of it that counts.
-    Raises UserError if the file cannot be downloaded, or has another hash.
+    owner: the suite, for messages. name: the file's path in both folders. folder: the user's (`data.dir`), or None.
+    give: the content that the user's folder must have. digest: the sha256 of a content, or of the part that counts.
+    Raises UserError if the file is missing or cannot be downloaded, or if the downloaded one has another hash. Warns
+    (TemplateWarning) if the user's has, or refuses it too (exact).
     """
+    if folder is not None:
+        file = folder.expanduser() / name
+        if not file.is_file():
+            raise UserError(f"data.dir={folder}: {name} is missing; give data.dir=FOLDER with {give}")
+        content = file.read_bytes()
+        if digest(content) != sha256:
+            differs = f"{file}: differs from {owner}'s own ({url})"
+            if exact:
+                raise UserError(differs)
+            warnings.warn(f"{differs}, so scores are not comparable with published ones", TemplateWarning, stacklevel=3)
+        return content
+    cache = official_cache(owner)
+    file, ways_out = cache / name, ways_out_of(give, str(cache))
     if file.is_file():
-        if digest(file.read_bytes()) != sha256:
+        content = file.read_bytes()
+        if digest(content) != sha256:
             raise UserError(f"{file}: not {owner}'s own (its sha256 differs): delete it, and it is downloaded again")
-        return file
-    require_network(url, what, ways_out)
+        return content
+    require_network(url, f"{owner}'s {name}", ways_out)
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
             content = response.read()
     except OSError as error:
         raise UserError(f"{url} could not be downloaded ({error}). {ways_out}") from error
-    actual = digest(content)
-    if actual != sha256:
-        raise UserError(f"{url}: the content is not {owner}'s (sha256 {actual}, expected {sha256}). {ways_out}")
+    if digest(content) != sha256:
+        raise UserError(f"{url}: not {owner}'s own (sha256 {digest(content)}, expected {sha256}). {ways_out}")
     write_whole(file, content)
-    return file
+    return content
+
+
+def official_cache(owner: str) -> Path:
+    """The folder of a suite's downloaded files."""
+    return cache_folder() / owner.lower().replace(" ", "_")
+
+
+def ways_out_of(give: str, folder: str) -> str:
+    """What a user without the files can do."""
+    return f"Either give data.dir=FOLDER with {give}, or run once with a network, which fills {folder}"
 
 
 def require_network(url: str, what: str, ways_out: str) -> None:
@@ -170,12 +196,6 @@ def require_network(url: str, what: str, ways_out: str) -> None:
         raise UserError(f"{what} is not cached yet and HF_HUB_OFFLINE is set. {ways_out}")
     if not is_reachable(url):
         raise UserError(f"{what} is not cached yet and {url} does not answer. {ways_out}")
-
-
-def file_sha256(file: Path) -> str:
-    """SHA-256 of a file's content. Raises OSError."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def is_offline() -> bool:

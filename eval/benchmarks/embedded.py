@@ -41,7 +41,7 @@ from typing import Any
 
 from eval.benchmarks.downloads import made_once
 from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import canonical, load_examples
+from eval.benchmarks.rows import canonical, load_lines
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
 from lazyllm.files import cache_folder
@@ -473,7 +473,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     made: list[Any] = json.loads(data)
     lines = b"\n".join(canonical(row) for row, _ in made)
     source = f"embedded suite, {name}"
-    loaded = load_examples(dataset, lines, source, TEMPLATES[name], MAX_NEW_TOKENS[name], settings.on_error)
+    loaded = load_lines(dataset, lines, source, TEMPLATES[name], MAX_NEW_TOKENS[name], settings.on_error)
     examples = [_with_evidence(example, spans) for example, (_, spans) in zip(loaded.examples, made, strict=True)]
     return replace(loaded, examples=tuple(examples))
 

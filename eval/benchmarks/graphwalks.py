@@ -18,16 +18,15 @@ from typing import Any
 
 from eval.benchmarks.downloads import is_cached, missing_from_hub, rows_from_files, rows_from_hub
 from eval.benchmarks.prompts import build_prompt, tokenizer_for_rows
-from eval.benchmarks.rows import check_fields, is_filled, is_texts, sha256_of, usable
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
+from eval.benchmarks.rows import check_fields, is_filled, is_texts, loaded, sha256_of
+from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
 
 REPOSITORY = "openai/graphwalks"
-TEMPLATE = "{instruction}{context}{input}"
 VERSION = 1
 ANSWER_TOKENS = {"hub": 2048, "made": 512}
 
-_GIVE = "data.dir=FOLDER with its parquet files, or graphwalks.lengths=[8000] for made rows"
+_GIVE = "its parquet files, or graphwalks.lengths=[8000] for made rows"
 _FINAL = re.compile(r"Final Answer: \[(.*)\]")
 _INSTRUCTION = "A directed graph is given as a list of edges, one in each line. Answer the question after the list.\n\n"
 _QUESTIONS = {
@@ -72,7 +71,7 @@ def _final_nodes(answer: str) -> set[str] | None:
 
 def check(dataset: Dataset, settings: DataSettings) -> None:
     """Refuse settings that allow no rows. Raises UserError."""
-    options = settings.options or GraphWalksConfig()
+    options = settings.options
     if options.repeats < 1 or (options.lengths is not None and min(options.lengths, default=0) < 1):
         raise UserError(
             f"graphwalks.lengths={options.lengths}, graphwalks.repeats={options.repeats}: expected a list of numbers "
@@ -82,40 +81,28 @@ def check(dataset: Dataset, settings: DataSettings) -> None:
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """The rows of one type of problem. Raises UserError for an unusable row or file, or a length that is too short."""
-    options, skipped, total = settings.options or GraphWalksConfig(), (), None
-    if options.lengths is not None:
-        examples, max_new_tokens = tuple(_made(dataset, settings, options)), ANSWER_TOKENS["made"]
-        source, total = f"made graphs, seed {options.seed}", options.repeats * len(options.lengths)
-        facts = [VERSION, options.lengths, options.seed, repr(settings.chat), row_of(examples[0])]
-        sha256 = sha256_of(facts)
-    else:
-        folder, max_new_tokens = settings.dir, ANSWER_TOKENS["hub"]
+    options = settings.options
+    if options.lengths is None:
         rows, source, sha256 = (
-            rows_from_hub(REPOSITORY, None, "train", _GIVE) if folder is None else rows_from_files(folder, "*.parquet")
+            rows_from_hub(REPOSITORY, None, "train", _GIVE)
+            if settings.dir is None
+            else rows_from_files(settings.dir, "*.parquet")
         )
         others = set(_QUESTIONS) - {_kind(dataset)}
-        mine = [(where, row) for where, row in rows if row.get("problem_type") not in others]
+        mine = [(where, row) for where, row in rows if row.get("problem_type") not in others], source, sha256
         expected = "prompt, answer_nodes and problem_type"
-        examples, skipped = usable(mine, partial(_example, dataset), source, settings.on_error, expected)
+        return loaded(dataset, mine, partial(_example, dataset), settings.on_error, expected, ANSWER_TOKENS["hub"])
+    examples, max_new_tokens = tuple(_made(dataset, settings, options)), ANSWER_TOKENS["made"]
+    facts = [VERSION, options.lengths, options.seed, repr(settings.chat), examples[0].official]
     return LoadedDataset(
-        dataset=dataset,
-        examples=examples,
-        template=TEMPLATE,
-        max_new_tokens=max_new_tokens,
-        data_sha256=sha256,
-        config_sha256=sha256_of([TEMPLATE, max_new_tokens]),
-        source=source,
-        skipped=skipped,
-        total=total,
+        dataset,
+        examples,
+        max_new_tokens,
+        sha256_of(facts),
+        sha256_of([TEMPLATE, max_new_tokens]),
+        f"made graphs, seed {options.seed}",
+        total=options.repeats * len(options.lengths),
     )
-
-
-def row_of(example: Example) -> dict[str, Any]:
-    """The row in the dataset's format."""
-    prompt = example.instruction + example.context + example.input
-    nodes = sorted(_final_nodes(example.answers[0]) or ())
-    kind = example.dataset.removeprefix("graphwalks_")
-    return {"prompt": prompt, "answer_nodes": nodes, "prompt_chars": len(prompt), "problem_type": kind}
 
 
 SUITE = Suite(
@@ -131,13 +118,10 @@ SUITE = Suite(
     options=GraphWalksConfig,
     check=check,
     missing=lambda dataset, settings: (
-        missing_from_hub(REPOSITORY, _GIVE)
-        if settings.dir is None and (settings.options or GraphWalksConfig()).lengths is None
-        else None
+        missing_from_hub(REPOSITORY, _GIVE) if settings.dir is None and settings.options.lengths is None else None
     ),
     cached=partial(is_cached, REPOSITORY),
-    rows=lambda dataset, settings: map(row_of, load(dataset, settings).examples[: settings.limit]),
-    length=lambda settings: max((settings.options or GraphWalksConfig()).lengths or [0]) or None,
+    length=lambda settings: max(settings.options.lengths or [0]) or None,
     shorter="give smaller graphwalks.lengths",
 )
 
@@ -152,7 +136,7 @@ def _example(dataset: Dataset, row: Any, number: int) -> Example:
     context, operation, question = row["prompt"].rpartition("Operation:")
     nodes = f"Final Answer: [{', '.join(row['answer_nodes'])}]"
     identity, length = f"{dataset.name}-{number}", len(row["prompt"])
-    return Example(dataset.name, identity, operation + question, context, (nodes,), (), length, "en")
+    return Example(dataset.name, identity, operation + question, context, (nodes,), (), length, "en", official=row)
 
 
 def _made(dataset: Dataset, settings: DataSettings, options: GraphWalksConfig) -> Iterator[Example]:
@@ -194,11 +178,14 @@ def make_example(dataset: Dataset, identity: str, nodes: int, length: int) -> Ex
         needed = [source in before for source, _ in edges]
     lines = [f"{source} -> {target}\n" for source, target in edges]
     ends = list(accumulate(map(len, lines)))
+    context, kind = "".join(lines), _kind(dataset)
+    asked = "\n" + _QUESTIONS[kind].format(node=node, depth=depth) + f" Leave out {node} itself." + _FORM
+    prompt = _INSTRUCTION + context + asked
     return Example(
         dataset=dataset.name,
         id=identity,
-        input="\n" + _QUESTIONS[_kind(dataset)].format(node=node, depth=depth) + f" Leave out {node} itself." + _FORM,
-        context="".join(lines),
+        input=asked,
+        context=context,
         answers=(f"Final Answer: [{', '.join(sorted(answer))}]",),
         all_classes=(),
         length=length,
@@ -206,4 +193,7 @@ def make_example(dataset: Dataset, identity: str, nodes: int, length: int) -> Ex
         instruction=_INSTRUCTION,
         evidence=tuple((end - len(line), end) for line, end, hit in zip(lines, ends, needed, strict=True) if hit),
         groups=(f"length={length}",),
-    )
+        official={
+            "prompt": prompt, "answer_nodes": sorted(answer), "prompt_chars": len(prompt), "problem_type": kind,
+        },
+    )  # fmt: skip

@@ -15,20 +15,19 @@ Lengths are the rows' `length`, in words; the bounds are those of `eval.py`.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import warnings
 import zipfile
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.downloads import fetched_once, file_sha256, require_network
+from eval.benchmarks.downloads import official_cache, official_file, require_network, ways_out_of
 from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import Field, check_fields, load_examples
+from eval.benchmarks.rows import Field, check_fields, load_lines
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
 from lazyllm.errors import UserError, reason_of
-from lazyllm.files import cache_folder
 
 HUB_REPOSITORY, HUB_FILE = "THUDM/LongBench", "data.zip"
 HUB_REVISION = "5e628be450b7e67fb7ae6e201bd6d8f7056f7672"
@@ -41,6 +40,8 @@ CONFIG_SHA256 = {
     PROMPTS: "56d22ad4f382169c2b8a11ff4c982a4a1bea096c8152b0f0b85b64686b157c30",
     MAX_LENGTHS: "72966b3c0933e214591637fb085798c5e687ebff4ddaab5d99bbc31120532022",
 }
+
+_GIVE = f"LongBench's <dataset>.jsonl, config/{PROMPTS} and config/{MAX_LENGTHS}"
 
 TASKS = ("single_doc_qa", "multi_doc_qa", "summarization", "few_shot", "synthetic", "code")
 
@@ -74,32 +75,26 @@ DATASETS = (
 )
 
 
-class TemplateWarning(UserWarning):
-    """Templates or answer lengths differ from LongBench's: scores are not comparable with published ones."""
-
-
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """One dataset, from a folder or from the archive.
 
     Raises UserError for an unusable row (unless skipped), a missing or unusable file, or files that are neither cached
     nor downloadable. Warns (TemplateWarning) if the folder's templates are not LongBench's own.
     """
-    if settings.dir is not None:
-        folder = settings.dir.expanduser()
-        _check_folder(folder, dataset)
-        file = folder / f"{dataset.name}.jsonl"
+    folder, name = settings.dir, dataset.prompt_of or dataset.name
+    if folder is not None:
+        file = folder.expanduser() / f"{dataset.name}.jsonl"
+        if not file.is_file():
+            raise UserError(f"data.dir={folder}: {file.name} is missing; give data.dir=FOLDER with {_GIVE}")
         data, source = file.read_bytes(), str(file)
-        config = {name: folder / "config" / name for name in CONFIG_SHA256}
     else:
-        archive, member = _archive(dataset), f"data/{dataset.name}.jsonl"
+        archive, member = _archive(), f"data/{dataset.name}.jsonl"
         with zipfile.ZipFile(archive) as opened:
             data, source = opened.read(member), f"{archive}:{member}"
-        config = {name: _fetched_config(name, dataset) for name in CONFIG_SHA256}
-    name = dataset.prompt_of or dataset.name
     text = (name, lambda value: isinstance(value, str) and bool(value), "a prompt that is not empty")
     number = (name, lambda value: type(value) is int and value > 0, "a number of tokens of at least 1")
-    template, max_new_tokens = (_entry(config[file], field) for file, field in ((PROMPTS, text), (MAX_LENGTHS, number)))
-    return load_examples(dataset, data, source, template, max_new_tokens, settings.on_error)
+    template, max_new_tokens = _entry(PROMPTS, text, folder), _entry(MAX_LENGTHS, number, folder)
+    return load_lines(dataset, data, source, template, max_new_tokens, settings.on_error)
 
 
 def load_e(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
@@ -117,7 +112,8 @@ def is_cached() -> bool:
     from huggingface_hub import try_to_load_from_cache
 
     archive = try_to_load_from_cache(HUB_REPOSITORY, HUB_FILE, revision=HUB_REVISION, repo_type="dataset")
-    return isinstance(archive, str) and all(_cached_config(name).is_file() for name in CONFIG_SHA256)
+    config = official_cache("LongBench") / "config"
+    return isinstance(archive, str) and all((config / name).is_file() for name in CONFIG_SHA256)
 
 
 SUITE = Suite(
@@ -149,54 +145,34 @@ SUITE_E = Suite(
 )
 
 
-def _check_folder(folder: Path, dataset: Dataset) -> None:
-    """Raise UserError if a folder lacks a file; warn if its config files are not LongBench's own."""
-    if not folder.is_dir():
-        raise UserError(f"data.dir={folder}: no such folder; {_folder_content(dataset)}")
-    for name in (f"{dataset.name}.jsonl", f"config/{PROMPTS}", f"config/{MAX_LENGTHS}"):
-        if not (folder / name).is_file():
-            raise UserError(f"data.dir={folder}: {name} is missing; {_folder_content(dataset)}")
-    other = [name for name in CONFIG_SHA256 if file_sha256(folder / "config" / name) != CONFIG_SHA256[name]]
-    if other:
-        warnings.warn(
-            f"{folder / 'config'}: {' and '.join(other)} differ from LongBench's own, so scores do not compare with "
-            "published ones",
-            TemplateWarning,
-            stacklevel=4,
-        )
-
-
-def _folder_content(dataset: Dataset) -> str:
-    return (
-        f"the folder must hold {dataset.name}.jsonl, config/{PROMPTS} and config/{MAX_LENGTHS}, as LongBench has them"
-    )
-
-
-def _entry(file: Path, field: Field) -> Any:
-    """A dataset's entry in one of LongBench's config files."""
+def _entry(name: str, field: Field, folder: Path | None) -> Any:
+    """A dataset's entry in one of LongBench's config files. Raises UserError."""
+    path = f"config/{name}"
+    data = official_file("LongBench", path, CONFIG_URL + name, CONFIG_SHA256[name], folder, _GIVE)
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(data)
         check_fields(content, (field,))
     except UserError as error:
-        raise UserError(f"{file}: {error}") from error
+        raise UserError(f"{path}: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not valid JSON in UTF-8 ({error})") from error
+        raise UserError(f"{path}: not valid JSON in UTF-8 ({error})") from error
     return content[field[0]]
 
 
-def _archive(dataset: Dataset) -> Path:
+def _archive() -> Path:
     """The hub's archive, in the hub's cache; downloaded if necessary. Raises UserError."""
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    what, caches = f"{HUB_REPOSITORY}/{HUB_FILE}", f"the hub's cache and {official_cache('LongBench')}"
+    ways_out = ways_out_of(_GIVE, f"{caches} (a machine without a network can be given copies of both)")
     cached = try_to_load_from_cache(HUB_REPOSITORY, HUB_FILE, revision=HUB_REVISION, repo_type="dataset")
     if not isinstance(cached, str):
-        require_network(constants.ENDPOINT, dataset.name, _ways_out(dataset))
+        require_network(constants.ENDPOINT, what, ways_out)
         try:
             cached = hf_hub_download(HUB_REPOSITORY, HUB_FILE, revision=HUB_REVISION, repo_type="dataset")
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            what = f"{HUB_REPOSITORY}/{HUB_FILE}"
-            raise UserError(f"{what} could not be downloaded ({reason_of(error)}). {_ways_out(dataset)}") from error
+            raise UserError(f"{what} could not be downloaded ({reason_of(error)}). {ways_out}") from error
     archive = Path(cached)
     if _archive_sha256(archive, archive.stat().st_mtime_ns) != HUB_SHA256:
         raise UserError(f"{archive}: not LongBench's own (its sha256 differs): delete it, and it is downloaded again")
@@ -206,21 +182,5 @@ def _archive(dataset: Dataset) -> Path:
 @cache
 def _archive_sha256(archive: Path, modified: int) -> str:
     """Computed once for all datasets of a run: the archive has 114 MB."""
-    return file_sha256(archive)
-
-
-def _fetched_config(name: str, dataset: Dataset) -> Path:
-    """The local copy of one of LongBench's config files; downloaded if necessary. Raises UserError."""
-    url, sha256 = CONFIG_URL + name, CONFIG_SHA256[name]
-    return fetched_once(_cached_config(name), url, sha256, "LongBench", dataset.name, _ways_out(dataset))
-
-
-def _cached_config(name: str) -> Path:
-    return cache_folder() / "longbench" / "config" / name
-
-
-def _ways_out(dataset: Dataset) -> str:
-    return (
-        f"Either give data.dir=FOLDER: {_folder_content(dataset)}. Or run once with a network, which fills the hub's "
-        f"cache and {cache_folder() / 'longbench'} (a machine without a network can be given copies of both)"
-    )
+    with archive.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -12,32 +12,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from eval.benchmarks.downloads import fetched_once, file_sha256, is_cached, missing_from_hub, rows_from_hub
-from eval.benchmarks.longbench import TemplateWarning
+from eval.benchmarks.downloads import is_cached, missing_from_hub, official_file, rows_from_hub
 from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import Field, check_fields, is_filled, is_text, sha256_of, shortened, usable
+from eval.benchmarks.rows import Field, Rows, check_fields, is_filled, is_text, loaded, shortened
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
-from lazyllm.files import cache_folder
 
 REPOSITORY = "THUDM/LongBench-v2"
 ROWS, PROMPT = "data.json", "prompts/0shot.txt"
 PROMPT_URL = f"https://raw.githubusercontent.com/THUDM/LongBench/2e00731f8d0bff23dc4325161044d0ed8af94c1e/{PROMPT}"
 PROMPT_SHA256 = "68a162252bc9ff71d5d7abca3d69bb31aac3c35f832d657a2866f2018b8a6950"
 MAX_NEW_TOKENS = 128
-TEMPLATE = "{instruction}{context}{input}"
-"""A row's official prompt, split before and after the context."""
-
 LENGTHS = {"short": "short (0-32k words)", "medium": "medium (32-128k words)", "long": "long (128k-2M words)"}
 """A row's `length`, and the group of these rows."""
 
-_CONTENT = f"the folder must hold {ROWS} and {PROMPT}, as LongBench v2 has them"
-_GIVE = f"data.dir=FOLDER with LongBench v2's {ROWS} and {PROMPT}"
+_GIVE = f"LongBench v2's {ROWS} and {PROMPT}"
 _PLACES = {"$Q$": "question", "$C_A$": "choice_A", "$C_B$": "choice_B", "$C_C$": "choice_C", "$C_D$": "choice_D"}
 _LETTERS = ("A", "B", "C", "D")
 
@@ -69,27 +62,9 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     Raises UserError as `longbench.load`. Warns (TemplateWarning) if the folder's prompt is not the official one.
     """
     template = _template(settings)
-    rows, source, sha256 = _rows(settings)
     expected = "an array of rows, as LongBench v2 has them"
-    examples, skipped = usable(
-        rows, lambda row, number: _example(dataset, row, template), source, settings.on_error, expected
-    )
-    return LoadedDataset(
-        dataset=dataset,
-        examples=examples,
-        template=TEMPLATE,
-        max_new_tokens=MAX_NEW_TOKENS,
-        data_sha256=sha256,
-        config_sha256=sha256_of([template, MAX_NEW_TOKENS]),
-        source=source,
-        skipped=skipped,
-    )
-
-
-def official_rows(dataset: Dataset, settings: DataSettings) -> Iterable[dict[str, Any]]:
-    """The rows in the format of `data.json`. Raises UserError as `load`."""
-    known = {example.id for example in load(dataset, settings).examples[: settings.limit]}
-    return (row for _, row in _rows(settings)[0] if isinstance(row, dict) and row.get("_id") in known)
+    parse = partial(_example, dataset, template)
+    return loaded(dataset, _rows(settings), parse, settings.on_error, expected, MAX_NEW_TOKENS, prompts=[template])
 
 
 SUITE = Suite(
@@ -104,39 +79,29 @@ SUITE = Suite(
     rows_in_dir=True,
     missing=missing,
     cached=partial(is_cached, REPOSITORY),
-    rows=official_rows,
 )
 
 
 def _template(settings: DataSettings) -> str:
     """The official prompt, from the folder or downloaded. Raises UserError."""
-    folder = settings.dir.expanduser() if settings.dir is not None else cache_folder() / "longbench_v2"
-    file = folder / PROMPT
-    if settings.dir is None:
-        ways_out = f"Either give {_GIVE}, or run once with a network, which fills {folder}"
-        fetched_once(file, PROMPT_URL, PROMPT_SHA256, "LongBench", "LongBench v2's prompt", ways_out)
-    elif not file.is_file():
-        raise UserError(f"data.dir={folder}: {PROMPT} is missing; {_CONTENT}")
-    elif file_sha256(file) != PROMPT_SHA256:
-        message = f"{file}: differs from LongBench v2's own, so scores are not comparable with published ones"
-        warnings.warn(message, TemplateWarning, stacklevel=4)
+    content = official_file("LongBench v2", PROMPT, PROMPT_URL, PROMPT_SHA256, settings.dir, _GIVE)
     try:
-        template = file.read_bytes().decode()
+        template = content.decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text ({error})") from error
+        raise UserError(f"{PROMPT}: not UTF-8 text ({error})") from error
     absent = [place for place in ("$DOC$", *_PLACES) if place not in template]
     if absent:
-        raise UserError(f"{file}: expected LongBench v2's prompt, with the place {absent[0]}")
+        raise UserError(f"{PROMPT}: expected LongBench v2's prompt, with the place {absent[0]}")
     return template
 
 
-def _rows(settings: DataSettings) -> tuple[list[tuple[str, Any]], str, str]:
-    """(place, parsed value or UserError) of each row; the source of all, and their hash. Raises UserError."""
+def _rows(settings: DataSettings) -> Rows:
+    """The rows of the folder or of the hub. Raises UserError."""
     if settings.dir is None:
         return rows_from_hub(REPOSITORY, None, "train", _GIVE)
     file = settings.dir.expanduser() / ROWS
     if not file.is_file():
-        raise UserError(f"data.dir={settings.dir}: {ROWS} is missing; {_CONTENT}")
+        raise UserError(f"data.dir={settings.dir}: {ROWS} is missing; give data.dir=FOLDER with {_GIVE}")
     data = file.read_bytes()
     try:
         values = json.loads(data)
@@ -148,7 +113,7 @@ def _rows(settings: DataSettings) -> tuple[list[tuple[str, Any]], str, str]:
     return rows, str(file), hashlib.sha256(data).hexdigest()
 
 
-def _example(dataset: Dataset, row: Any, template: str) -> Example:
+def _example(dataset: Dataset, template: str, row: Any, number: int) -> Example:
     """The row's example. Raises UserError with the reason if the row cannot be used."""
     check_fields(row, _FIELDS)
     instruction, _, question = template.partition("$DOC$")
@@ -167,4 +132,5 @@ def _example(dataset: Dataset, row: Any, template: str) -> Example:
         language="en",
         instruction=parts[0],
         groups=(f"difficulty={row['difficulty']}", f"length={LENGTHS[row['length']]}"),
+        official=row,
     )

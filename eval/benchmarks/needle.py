@@ -13,12 +13,12 @@ from __future__ import annotations
 import random
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, cycle, islice, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import ChatFormat
@@ -27,13 +27,12 @@ from eval.benchmarks.prompts import build_prompt, tokenizer_for_rows
 from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.ruler.generator import NEEDLE, NOISE
 from eval.benchmarks.ruler.sources import read_text
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, setting
+from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, Example, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEMPLATE = "{instruction}{context}{input}"
 VERSION = 1
 
 _SENTENCE_END = re.compile(r"(?<=[.!?]) ")
@@ -126,26 +125,19 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
     Raises UserError for an unreadable text, or a length that is too short for needle, question and answer.
     """
-    options = settings.options
-    examples = tuple(_examples(dataset, settings))
+    options, form = settings.options, _form(settings)
+    examples = tuple(_examples(dataset, settings, form))
     text = sha256_of(_sentences(Path(options.haystack).expanduser())) if options.haystack is not None else None
-    facts = [VERSION, options.lengths, options.depths, options.seed, repr(settings.chat), text]
+    facts = [VERSION, options.lengths, options.depths, options.seed, repr(settings.chat), text, examples[0].official]
     return LoadedDataset(
-        dataset=dataset,
-        examples=examples,
-        template=TEMPLATE,
-        max_new_tokens=_form(settings).max_new_tokens,
-        data_sha256=sha256_of([*facts, _row(examples[0])]),
-        config_sha256=sha256_of([TEMPLATE, _form(settings).max_new_tokens]),
-        source=f"needles, seed {options.seed}",
-        skipped=(),
+        dataset,
+        examples,
+        form.max_new_tokens,
+        sha256_of(facts),
+        sha256_of([TEMPLATE, form.max_new_tokens]),
+        f"needles, seed {options.seed}",
         total=options.repeats * len(options.lengths) * len(options.depths),
     )
-
-
-def rows(dataset: Dataset, settings: DataSettings) -> Iterable[Mapping[str, Any]]:
-    """The rows in RULER's format, with length, depth and evidence. Raises UserError like `load`."""
-    return map(_row, _examples(dataset, settings))
 
 
 SUITE = Suite(
@@ -157,7 +149,6 @@ SUITE = Suite(
     whole="needle",
     options=NeedleConfig,
     check=check,
-    rows=rows,
     length=lambda settings: max(settings.options.lengths),
     shorter="give smaller needle.lengths",
 )
@@ -185,10 +176,10 @@ def _sentences(path: Path) -> list[str]:
     return parts
 
 
-def _examples(dataset: Dataset, settings: DataSettings) -> Iterator[Example]:
+def _examples(dataset: Dataset, settings: DataSettings, form: _Form) -> Iterator[Example]:
     """An example for every length and depth; each repeat has other needles."""
     options = settings.options
-    haystack = _Haystack(tokenizer_for_rows(settings.model, "needle"), settings.chat, _form(settings))
+    haystack = _Haystack(tokenizer_for_rows(settings.model, "needle"), settings.chat, form)
     places = product(range(options.repeats), options.lengths, options.depths)
     for repeat, length, depth in islice(places, settings.limit):
         yield haystack.example(dataset, options.seed, length, depth, repeat)
@@ -207,23 +198,36 @@ class _Haystack:
         rng = random.Random(identity)
         key, value = self.form.draw(rng)
         filler = self.form.filler(rng)
+        question, answer_prefix = (text.format(key=key) for text in (self.form.question, self.form.answer_prefix))
 
         def made(sentences: Sequence[str], place: int) -> Example:
             needle = self.form.needle.format(key=key, value=value)
+            context = " ".join([*sentences[:place], needle, *sentences[place:]])
             start = sum(map(len, sentences[:place])) + place
+            before = len(self.form.instruction) + start
+            row = {  # in RULER's format, with length, depth and evidence
+                "id": identity,
+                "input": self.form.instruction + context + question,
+                "outputs": [value],
+                "answer_prefix": answer_prefix,
+                "length": length,
+                "depth": depth,
+                "evidence": [[before, before + len(needle)]],
+            }
             return Example(
                 dataset=dataset.name,
                 id=identity,
-                input=self.form.question.format(key=key),
-                context=" ".join([*sentences[:place], needle, *sentences[place:]]),
+                input=question,
+                context=context,
                 answers=(value,),
                 all_classes=(),
                 length=length,
                 language="en",
                 instruction=self.form.instruction,
-                answer_prefix=self.form.answer_prefix.format(key=key),
+                answer_prefix=answer_prefix,
                 evidence=((start, start + len(needle)),),
                 groups=(f"length={length}", f"depth={depth}"),
+                official=row,
             )
 
         limit = length - self.form.max_new_tokens
@@ -261,17 +265,3 @@ class _Haystack:
 
     def _tokens(self, example: Example) -> int:
         return len(build_prompt(example, TEMPLATE, self.tokenizer, chat=self.chat).token_ids)
-
-
-def _row(example: Example) -> dict[str, Any]:
-    groups = dict(group.split("=") for group in example.groups)
-    before = len(example.instruction)
-    return {
-        "id": example.id,
-        "input": example.instruction + example.context + example.input,
-        "outputs": list(example.answers),
-        "answer_prefix": example.answer_prefix,
-        "length": int(groups["length"]),
-        "depth": int(groups["depth"]),
-        "evidence": [[before + start, before + end] for start, end in example.evidence],
-    }

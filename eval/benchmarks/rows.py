@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from eval.benchmarks.metrics import gold_problem
-from eval.benchmarks.suite import Dataset, Example, LoadedDataset, OnError, Skipped, Turn
+from eval.benchmarks.suite import TEMPLATE, Dataset, Example, LoadedDataset, OnError, Skipped, Turn
 from lazyllm.errors import UserError
 
 Field = tuple[str, Callable[[Any], Any], str]
 """A required field: its name, a check of its value, and a description of allowed values."""
+
+Rows = tuple[Iterable[tuple[str, Any]], str, str]
+"""(place, JSON value, or UserError with the reason why it is none) of each row; their source, and their hash."""
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _NAMED = 10  # bad rows in one message
@@ -79,45 +82,42 @@ def check_fields(row: Any, fields: Sequence[Field]) -> None:
             raise UserError(f"field {field!r} must be {expected}, got {shortened(row[field])}")
 
 
-def load_examples(
+def load_lines(
     dataset: Dataset, data: bytes, source: str, template: str, max_new_tokens: int, on_error: OnError
 ) -> LoadedDataset:
-    """A dataset from the bytes of its rows.
-
-    source: the origin of the rows in messages. Raises UserError for an unusable row (unless skipped), a repeated `_id`,
-    or no usable row.
-    """
-    rows, expected = read_lines(data, source), "one JSON object a line in LongBench's format"
-    examples, skipped = usable(rows, lambda row, number: parse_example(dataset, row), source, on_error, expected)
-    return LoadedDataset(
-        dataset=dataset,
-        examples=examples,
-        template=template,
-        max_new_tokens=max_new_tokens,
-        data_sha256=hashlib.sha256(data).hexdigest(),
-        config_sha256=sha256_of([template, max_new_tokens]),
-        source=source,
-        skipped=skipped,
-    )
+    """A dataset from lines in LongBench's format. source: the lines' origin. Raises UserError as `loaded`."""
+    expected = "one JSON object a line in LongBench's format"
+    parse = lambda row, number: parse_example(dataset, row)  # noqa: E731
+    return loaded(dataset, lines_of(data, source), parse, on_error, expected, max_new_tokens, template)
 
 
-def usable(
-    rows: Iterable[tuple[str, Any]],
+def lines_of(data: bytes, source: str) -> Rows:
+    """The rows in a file of JSON lines."""
+    return read_lines(data, source), source, hashlib.sha256(data).hexdigest()
+
+
+def loaded(
+    dataset: Dataset,
+    rows: Rows,
     parse: Callable[[Any, int], Example],
-    source: str,
     on_error: OnError,
     expected: str,
-) -> tuple[tuple[Example, ...], tuple[Skipped, ...]]:
-    """The examples, and the rows that were left out.
+    max_new_tokens: int,
+    template: str = TEMPLATE,
+    prompts: Sequence[Any] = (),
+) -> LoadedDataset:
+    """A dataset from its rows.
 
-    rows: (place, JSON value, or UserError with the reason why it is none). parse: from a value and its number, from 0;
-    raises UserError. expected: the right content of `source`.
-    Raises UserError as `load_examples`, which names the first ten unusable rows.
+    parse: from a row and its number, from 0; raises UserError. expected: the right content of the rows' source.
+    prompts: the official ones, if not the template alone.
+    Raises UserError for an unusable row (unless skipped), which names the first ten, for a repeated `_id`, and for no
+    usable row.
     """
+    values, source, data_sha256 = rows
     examples: list[Example] = []
     skipped: list[Skipped] = []
     places: dict[str, str] = {}
-    for number, (where, row) in enumerate(rows):
+    for number, (where, row) in enumerate(values):
         try:
             if isinstance(row, UserError):
                 raise row
@@ -135,7 +135,10 @@ def usable(
     if not examples:
         first = f": {len(skipped)} skipped, the first, {skipped[0].where}, for: {skipped[0].reason}" if skipped else ""
         raise UserError(f"{source}: no usable row{first}; expected {expected}")
-    return tuple(examples), tuple(skipped)
+    config_sha256 = sha256_of([*(prompts or [template]), max_new_tokens])
+    return LoadedDataset(
+        dataset, tuple(examples), max_new_tokens, data_sha256, config_sha256, source, template, tuple(skipped)
+    )
 
 
 def parse_example(dataset: Dataset, row: Any) -> Example:
@@ -161,6 +164,7 @@ def parse_example(dataset: Dataset, row: Any) -> Example:
         length=row["length"],
         language=row["language"],
         turns=_parse_turns(dataset, row),
+        official=row,
     )
 
 
@@ -182,26 +186,6 @@ def _parse_turns(dataset: Dataset, row: Any) -> tuple[Turn, ...]:
             raise UserError(f"turn {number}: {error}") from error
         turns.append(Turn(value["input"], tuple(value["answers"]), value.get("answer_prefix", "")))
     return tuple(turns)
-
-
-def official_row(example: Example) -> dict[str, Any]:
-    """An example as a row in LongBench's format and order of fields; then `turns`, an addition of ours, if any."""
-    turns = [
-        {"input": turn.text, "answers": list(turn.answers)}
-        | ({"answer_prefix": turn.answer_prefix} if turn.answer_prefix else {})
-        for turn in example.turns
-    ]
-    return {
-        "input": example.input,
-        "context": example.context,
-        "answers": list(example.answers),
-        "length": example.length,
-        "dataset": example.dataset,
-        "language": example.language,
-        "all_classes": list(example.all_classes) or None,
-        "_id": example.id,
-        **({"turns": turns} if turns else {}),
-    }
 
 
 def shortened(value: Any) -> str:

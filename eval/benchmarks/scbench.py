@@ -15,30 +15,23 @@ Ours differs in four points:
 from __future__ import annotations
 
 import ast
-import hashlib
 import re
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from eval.benchmarks.downloads import fetched_once, is_cached, missing_from_hub, rows_from_hub
-from eval.benchmarks.longbench import TemplateWarning
+from eval.benchmarks.downloads import is_cached, missing_from_hub, official_file, rows_from_hub
 from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import check_fields, is_filled, is_texts, read_lines, sha256_of, usable
+from eval.benchmarks.rows import Rows, check_fields, is_filled, is_texts, lines_of, loaded, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn
 from lazyllm.errors import UserError
-from lazyllm.files import cache_folder
 
 REPOSITORY = "microsoft/SCBench"
 PROMPTS = "eval_utils.py"
 PROMPTS_URL = "https://raw.githubusercontent.com/microsoft/MInference/a045846dcf55e28650b2d6be49a4407f9645a4d7/scbench/eval_utils.py"
 PROMPTS_SHA256 = "069629206c915778f4cfe0175ace7203869557b9bf8e31a565ea54dc6c03c3d3"
 """`prompts_sha256` of the official file."""
-
-TEMPLATE = "{instruction}{context}{input}"
-"""A row's official prompt, split before and after the context."""
 
 TASKS = {  # task: (what it tests, the metric, most tokens of an answer)
     "scbench_kv": ("string_retrieval", "substring", 150),
@@ -61,7 +54,7 @@ _NAMES = (
     "multiturn_follow_up_templates_in_chat_tempate",
 )
 _PLACES = {"input", "question", "prefix", "OPTION_A", "OPTION_B", "OPTION_C", "OPTION_D"}
-_GIVE = f"data.dir=FOLDER with SCBench's <task>.jsonl and {PROMPTS}"
+_GIVE = f"SCBench's <task>.jsonl and {PROMPTS}"
 _ASKED = re.compile("The .+ is")  # what mf's questions ask for
 _PARTS = ("scbench_summary", "scbench_passkey")  # the tasks of the turns of summary_with_needles
 
@@ -82,33 +75,15 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     Raises UserError for an unusable row (unless skipped), for a missing or unusable file, and without cache and
     network. Warns (TemplateWarning) if the folder's prompts differ from the official ones.
     """
-    prompts = _prompts(dataset, settings)
-    rows, source, sha256 = _rows(dataset, settings)
-    expected = "one JSON object a line, as in SCBench"
-    examples, skipped = usable(rows, partial(_example, dataset, prompts), source, settings.on_error, expected)
+    prompts, rows = _prompts(dataset, settings), _rows(dataset, settings)
+    parse, expected, texts = partial(_example, dataset, prompts), "one JSON object a line, as in SCBench", vars(prompts)
     max_new_tokens = TASKS[dataset.name][2]
-    return LoadedDataset(
-        dataset=dataset,
-        examples=examples,
-        template=TEMPLATE,
-        max_new_tokens=max_new_tokens,
-        data_sha256=sha256,
-        config_sha256=sha256_of([*vars(prompts).values(), max_new_tokens]),
-        source=source,
-        skipped=skipped,
-    )
-
-
-def official_rows(dataset: Dataset, settings: DataSettings) -> Iterable[dict[str, Any]]:
-    """The rows of the official file. Raises UserError like `load`."""
-    known = {example.id for example in load(dataset, settings).examples[: settings.limit]}
-    rows, _, _ = _rows(dataset, settings)
-    return (row for number, (_, row) in enumerate(rows) if _id(dataset, number) in known)
+    return loaded(dataset, rows, parse, settings.on_error, expected, max_new_tokens, prompts=[*texts.values()])
 
 
 def prompts_sha256(content: bytes) -> str:
     """The sha256 of the prompts in `eval_utils.py` for `TASKS`. Raises UserError if it has none."""
-    prompts = _parsed_prompts(content, PROMPTS)
+    prompts = _parsed_prompts(content)
     return sha256_of({task: [prompts[name][task] for name in _NAMES] for task in TASKS})
 
 
@@ -128,7 +103,6 @@ SUITE = Suite(
     rows_in_dir=True,
     missing=missing,
     cached=partial(is_cached, REPOSITORY),
-    rows=official_rows,
 )
 
 
@@ -146,17 +120,8 @@ class _Prompts:
 
 def _prompts(dataset: Dataset, settings: DataSettings) -> _Prompts:
     """A task's prompts, read from the folder or downloaded. Raises UserError."""
-    folder = settings.dir.expanduser() if settings.dir is not None else cache_folder() / "scbench"
-    file = folder / PROMPTS
-    if settings.dir is None:
-        ways_out = f"Either give {_GIVE}, or run once with a network, which fills {folder}"
-        fetched_once(file, PROMPTS_URL, PROMPTS_SHA256, "SCBench", "SCBench's prompt file", ways_out, prompts_sha256)
-    elif not file.is_file():
-        raise UserError(f"data.dir={settings.dir}: {PROMPTS} is missing; give {_GIVE}")
-    elif prompts_sha256(file.read_bytes()) != PROMPTS_SHA256:
-        message = f"{file}: prompts differ from SCBench's own, so scores cannot be compared with published ones"
-        warnings.warn(message, TemplateWarning, stacklevel=3)
-    first, plain, in_chat = (_parsed_prompts(file.read_bytes(), str(file))[name][dataset.name] for name in _NAMES)
+    content = official_file("SCBench", PROMPTS, PROMPTS_URL, PROMPTS_SHA256, settings.dir, _GIVE, prompts_sha256)
+    first, plain, in_chat = (_parsed_prompts(content)[name][dataset.name] for name in _NAMES)
     if not _is_wrapped(settings):
         return _Prompts(first, plain, "")
     return _Prompts(first, in_chat, "This paper" if dataset.name == "scbench_summary" else "")
@@ -173,7 +138,7 @@ def _is_wrapped(settings: DataSettings) -> bool:
     return chat.from_tokenizer or bool(chat.before + chat.after)
 
 
-def _parsed_prompts(content: bytes, source: str) -> dict[str, dict[str, str]]:
+def _parsed_prompts(content: bytes) -> dict[str, dict[str, str]]:
     """{name of a dictionary in the official file: its prompts by task}; the file's code is not run."""
     try:
         assigned = {
@@ -189,27 +154,21 @@ def _parsed_prompts(content: bytes, source: str) -> dict[str, dict[str, str]]:
         if not all("{context}" in prompts[_NAMES[0]][task] for task in TASKS):
             raise ValueError("a first prompt without {context}")
     except (SyntaxError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{source}: holds no prompts of SCBench's ({error}); expected scbench/{PROMPTS}") from error
+        raise UserError(f"{PROMPTS}: holds no prompts of SCBench's ({error}); expected scbench/{PROMPTS}") from error
     return prompts
 
 
 # ------------------------------------------------------------------------------------------------------------- rows
 
 
-def _rows(dataset: Dataset, settings: DataSettings) -> tuple[Iterable[tuple[str, Any]], str, str]:
-    """(place, parsed value or UserError) of each row; the source and the hash of all rows. Raises UserError."""
+def _rows(dataset: Dataset, settings: DataSettings) -> Rows:
+    """The rows of the folder or of the hub. Raises UserError."""
     if settings.dir is None:
         return rows_from_hub(REPOSITORY, dataset.name, "test", _GIVE)
-    problem = missing(dataset, settings)
-    if problem is not None:
+    if (problem := missing(dataset, settings)) is not None:
         raise UserError(f"{dataset.name}: {problem}")
     file = settings.dir.expanduser() / f"{dataset.name}.jsonl"
-    data = file.read_bytes()
-    return read_lines(data, str(file)), str(file), hashlib.sha256(data).hexdigest()
-
-
-def _id(dataset: Dataset, number: int) -> str:
-    return f"{dataset.name}-{number}"  # as officially
+    return lines_of(file.read_bytes(), str(file))
 
 
 def _is_context(value: Any) -> bool:
@@ -238,7 +197,7 @@ def _example(dataset: Dataset, prompts: _Prompts, row: Any, number: int) -> Exam
     (fields, answers), later = asked[0], zip(asked[1:], evidence[1:], strict=True)
     return Example(
         dataset=dataset.name,
-        id=_id(dataset, number),
+        id=f"{dataset.name}-{number}",  # as officially
         input=behind.format(**fields),
         context=context,
         answers=answers,
@@ -251,6 +210,7 @@ def _example(dataset: Dataset, prompts: _Prompts, row: Any, number: int) -> Exam
             Turn(prompts.later.format(**fields, pre_ans=""), golds, prompts.prefix, spans)
             for (fields, golds), spans in later
         ),
+        official=row,
     )
 
 

@@ -31,7 +31,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import canonical, load_examples
+from eval.benchmarks.rows import canonical, load_lines
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
 
 LENGTHS = (3_000, 6_000, 9_000)
@@ -218,7 +218,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """One dataset, with rows made from the files in the package."""
     data = b"\n".join(map(canonical, rows(dataset.name)))
     source = f"stdlib suite, {dataset.name}"
-    return load_examples(dataset, data, source, TEMPLATES[dataset.name], MAX_NEW_TOKENS, settings.on_error)
+    return load_lines(dataset, data, source, TEMPLATES[dataset.name], MAX_NEW_TOKENS, settings.on_error)
 
 
 SUITE = Suite(

@@ -7,7 +7,7 @@ and config then takes under the suite's name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,9 @@ from lazyllm.errors import UserError
 from lazyllm.spec import ModelSpec
 
 OnError = Literal["raise", "skip"]
+
+TEMPLATE = "{instruction}{context}{input}"
+"""The template of rows that hold their whole prompt."""
 
 
 def setting(default: Any, text: str) -> Any:
@@ -85,6 +88,7 @@ class Example:
     evidence: the [start, end) ranges of `context`, in characters, that hold the answer; empty if unknown.
     groups: its groups of rows, for which scores are shown, such as "length=8k+".
     turns: the later questions, in order; the first is `input`.
+    official: the row in the suite's official format.
     """
 
     dataset: str
@@ -100,6 +104,7 @@ class Example:
     evidence: tuple[tuple[int, int], ...] = ()
     groups: tuple[str, ...] = ()
     turns: tuple[Turn, ...] = ()
+    official: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 class DoesNotFitError(UserError):
@@ -118,23 +123,23 @@ class Skipped:
 class LoadedDataset:
     """A dataset's rows, and the facts for its prompts and answers.
 
-    template: the official prompt, with placeholders such as `{context}` and `{input}`.
     max_new_tokens: the maximum number of tokens of an answer.
     data_sha256: of the rows' bytes, one JSON object a line; if only the first rows are made, of their source.
-    config_sha256: of template and max_new_tokens.
+    config_sha256: of the official prompts and max_new_tokens.
     source: the origin of the rows, for people.
+    template: the official prompt, with placeholders such as `{context}` and `{input}`.
     skipped: rows left out, with `on_error="skip"` only.
     total: the number of the dataset's rows if `examples` holds only the first; None if it holds all.
     """
 
     dataset: Dataset
     examples: tuple[Example, ...]
-    template: str
     max_new_tokens: int
     data_sha256: str
     config_sha256: str
     source: str
-    skipped: tuple[Skipped, ...]
+    template: str = TEMPLATE
+    skipped: tuple[Skipped, ...] = ()
     total: int | None = None
 
 
@@ -180,7 +185,6 @@ class Suite:
     check: refuses bad settings of a dataset before torch is imported. Raises UserError.
     missing: why a dataset's rows cannot be loaded, or None. Such a dataset is left out of `whole`; refused if named.
     cached: whether all its files are in the caches; None if it needs no download.
-    rows: the rows in the suite's official format, at most `settings.limit`; None for LongBench's format.
     length: the tokens of prompt and answer by the settings; None if they depend on the rows only.
     shorter: advice if a prompt is longer than the model's positions.
     """
@@ -201,7 +205,6 @@ class Suite:
     check: Callable[[Dataset, DataSettings], None] = lambda dataset, settings: None
     missing: Callable[[Dataset, DataSettings], str | None] | None = None
     cached: Callable[[], bool] | None = None
-    rows: Callable[[Dataset, DataSettings], Iterable[Mapping[str, Any]]] | None = None
     length: Callable[[DataSettings], int | None] = lambda settings: None
     shorter: str = "set a lower model.max_prompt_tokens"
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.benchmarks.datasets import official_rows
+from eval.benchmarks.datasets import load
 from eval.run.config import check_arguments, compose_config, register_schema, to_run_config
 from eval.run.resolved import resolve
 from lazyllm.errors import UserError
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     if run.config.out is None:
         raise UserError("rows need a folder: give out=FOLDER")
     for dataset in run.datasets:
-        lines = [json.dumps(row) for row in official_rows(dataset, run.data)]
+        lines = [json.dumps(row.official) for row in load(dataset, run.data).examples[: run.data.limit]]
         file = Path(run.config.out) / f"{dataset.name}.jsonl"
         try:
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -6,11 +6,9 @@ are not stored here. Ours: each dataset is a task, so that the mean over tasks i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import tokenizer_for_rows, wrap_tokens
@@ -26,17 +24,11 @@ from eval.benchmarks.ruler.sources import (
     read_tasks,
     words,
 )
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, setting
+from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, Example, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ROWS = 500
 """The official number of rows of a task."""
-
-TEMPLATE = "{instruction}{context}{input}"
-"""The template of every task, as a row holds its whole prompt."""
 
 VERSION = 1
 
@@ -81,33 +73,28 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     Raises UserError for what `check` refuses, a missing corpus, or a length that is too short for the task.
     """
     task, options = read_tasks(settings.dir)[dataset.name], settings.options
-    made = list(_rows(dataset, settings))
+    sources, tokenizer = _sources(settings), tokenizer_for_rows(settings.model, "ruler")
+    reserved, count = wrap_tokens(tokenizer, settings.chat), ROWS if settings.limit is None else settings.limit
+    made = list(rows(task, tokenizer, options.length, count, options.seed, sources, reserved))
     facts = {
         "suite": VERSION,
         "task": task.name,
         "length": options.length,
         "seed": options.seed,
-        "chat tokens": _chat_tokens(settings),
+        "chat tokens": reserved,
         "templates": OFFICIAL_SHA256,
-        "corpus": corpus_sha256(task, _sources(settings)),
+        "corpus": corpus_sha256(task, sources),
         "first row": made[0].official(),
     }
     return LoadedDataset(
-        dataset=dataset,
-        examples=tuple(_example(dataset, settings, number, row) for number, row in enumerate(made)),
-        template=TEMPLATE,
-        max_new_tokens=task.max_new_tokens,
-        data_sha256=sha256_of(facts),
-        config_sha256=sha256_of([TEMPLATE, task.max_new_tokens]),
-        source=f"RULER, {dataset.name}, {options.length} tokens, seed {options.seed}",
-        skipped=(),
+        dataset,
+        tuple(_example(dataset, options, number, row) for number, row in enumerate(made)),
+        task.max_new_tokens,
+        sha256_of(facts),
+        sha256_of([TEMPLATE, task.max_new_tokens]),
+        f"RULER, {dataset.name}, {options.length} tokens, seed {options.seed}",
         total=max(ROWS, len(made)),
     )
-
-
-def official_rows(dataset: Dataset, settings: DataSettings) -> Iterable[Mapping[str, Any]]:
-    """The lines of the official `validation.jsonl`. Raises UserError like `load`."""
-    return (row.official() for row in _rows(dataset, settings))
 
 
 SUITE = Suite(
@@ -129,7 +116,6 @@ SUITE = Suite(
     options=RulerConfig,
     check=check,
     missing=missing,
-    rows=official_rows,
     length=lambda settings: settings.options.length,
     shorter="give a smaller ruler.length",
 )
@@ -140,24 +126,8 @@ def _sources(settings: DataSettings) -> Sources:
     return Sources(settings.dir, Path(haystack) if haystack is not None else None)
 
 
-def _rows(dataset: Dataset, settings: DataSettings) -> Iterator[Row]:
-    options = settings.options
-    count = ROWS if settings.limit is None else settings.limit
-    task = read_tasks(settings.dir)[dataset.name]
-    reserved = _chat_tokens(settings)
-    return rows(task, _tokenizer(settings), options.length, count, options.seed, _sources(settings), reserved)
-
-
-def _chat_tokens(settings: DataSettings) -> int:
-    return wrap_tokens(_tokenizer(settings), settings.chat)
-
-
-def _tokenizer(settings: DataSettings) -> PreTrainedTokenizerBase:
-    return tokenizer_for_rows(settings.model, "ruler")
-
-
-def _example(dataset: Dataset, settings: DataSettings, number: int, row: Row) -> Example:
-    options, (start, end) = settings.options, row.context
+def _example(dataset: Dataset, options: RulerConfig, number: int, row: Row) -> Example:
+    start, end = row.context
     return Example(
         dataset=dataset.name,
         id=f"{dataset.name}-{options.length}-{options.seed}-{number:04d}",
@@ -170,4 +140,5 @@ def _example(dataset: Dataset, settings: DataSettings, number: int, row: Row) ->
         instruction=row.input[:start],
         answer_prefix=row.answer_prefix,
         evidence=tuple((first - start, last - start) for first, last in row.evidence),
+        official=row.official(),
     )

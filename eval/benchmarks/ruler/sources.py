@@ -14,10 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from eval.benchmarks.downloads import bytes_sha256, fetched_once, load_from_hub, missing_from_hub
+from eval.benchmarks.downloads import load_from_hub, missing_from_hub, official_file
 from eval.benchmarks.rows import check_fields, is_text
 from lazyllm.errors import UserError
-from lazyllm.files import cache_folder
 
 COMMIT = "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a"
 """The commit of NVIDIA/RULER that prompts, settings and rows follow."""
@@ -138,18 +137,11 @@ def read_tasks(folder: Path | None) -> dict[str, Task]:
 
     Raises UserError if a file is missing, cannot be downloaded, or is not that of `COMMIT`.
     """
-    cache = cache_folder() / "ruler"
-    ways_out = f"Either give data.dir=FOLDER with RULER's {' and '.join(OFFICIAL)}, or run once with a network, which"
-    content = {}
-    for name, (path, sha256) in OFFICIAL.items():
-        file = folder.expanduser() / name if folder is not None else cache / name
-        if folder is None:
-            url = f"https://raw.githubusercontent.com/NVIDIA/RULER/{COMMIT}/{path}"
-            fetched_once(file, url, sha256, "RULER", f"RULER's {name}", f"{ways_out} fills {cache}")
-        content[name] = _content(file)
-        if bytes_sha256(content[name]) != sha256:
-            raise UserError(f"{file}: expected RULER's {path} at commit {COMMIT[:7]}, but its sha256 differs")
-    return parse_tasks(*content.values())
+    give, base = f"RULER's {' and '.join(OFFICIAL)}", f"https://raw.githubusercontent.com/NVIDIA/RULER/{COMMIT}/"
+    files = OFFICIAL.items()
+    return parse_tasks(
+        *(official_file("RULER", name, base + path, sha256, folder, give, exact=True) for name, (path, sha256) in files)
+    )
 
 
 @cache  # 13 datasets are checked, loaded and asked for their corpus
@@ -266,7 +258,7 @@ def missing_corpus(task: Task, sources: Sources) -> str | None:
     repository, _, name = _HUB[task.settings["dataset"]]
     if sources.folder is not None and (sources.folder / name).is_file():
         return None
-    return missing_from_hub(repository, _give(name))
+    return missing_from_hub(repository, f"RULER's {name}")
 
 
 def corpus_sha256(task: Task, sources: Sources) -> str | None:
@@ -299,7 +291,7 @@ def read_corpus(dataset: str, sources: Sources) -> Corpus:
     if file is not None and file.is_file():
         content, source = _json(file), str(file)
     else:
-        loaded = load_from_hub(source, configuration, "validation", _give(name))
+        loaded = load_from_hub(source, configuration, "validation", f"RULER's {name}")
         content = _squad_file(loaded) if dataset == "squad" else _hotpotqa_file(loaded)
     try:
         corpus = _squad(content) if dataset == "squad" else _hotpotqa(content)
@@ -342,10 +334,6 @@ def _hotpotqa(content: Any) -> Corpus:
         )
         questions.append(QaQuestion(asked["question"], (asked["answer"],), numbers, (), evidence))
     return Corpus(questions, documents)
-
-
-def _give(name: str) -> str:
-    return f"data.dir=FOLDER with RULER's {name}"
 
 
 def _squad_file(loaded: Iterable[Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def test_score_is_the_official_rule(
     path = folder(tmp_path)
     (path / "data" / task).mkdir(exist_ok=True)
     (path / "data" / task / "4k.json").write_text(json.dumps([ROW | {"question": question, "target": target}]))
-    (example,) = SUITE.load(dataset, DataSettings(dir=path)).examples
+    (example,) = SUITE.load(dataset, DataSettings(dir=path, options=BabilongConfig())).examples
     assert score(dataset, answer, example.answers, example.all_classes) == right
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from eval.benchmarks.graphwalks import SUITE, GraphWalksConfig, make_example, row_of, score
+from eval.benchmarks.graphwalks import SUITE, GraphWalksConfig, make_example, score
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings
 from lazyllm.errors import UserError
@@ -98,10 +98,10 @@ def test_length_too_short_is_refused() -> None:
 
 def test_rows_of_the_datasets_files(tmp_path: Path) -> None:
     made = [make_example(dataset, f"{dataset.name}-{n}", 9, 1) for n in range(2) for dataset in (BFS, PARENTS)]
-    rows = [row_of(example) | {"prompt": f"{example.context}Operation:\nfind"} for example in made]
+    rows = [{**example.official} | {"prompt": f"{example.context}Operation:\nfind"} for example in made]
     pd.DataFrame(rows).to_parquet(tmp_path / "graphwalks_128k_and_shorter.parquet")
     for dataset in (BFS, PARENTS):
-        loaded = SUITE.load(dataset, DataSettings(dir=tmp_path))
+        loaded = SUITE.load(dataset, DataSettings(dir=tmp_path, options=GraphWalksConfig()))
         own = [example for example in made if example.dataset == dataset.name]
         assert [example.context for example in loaded.examples] == [example.context for example in own]
         assert [example.answers for example in loaded.examples] == [example.answers for example in own]
@@ -110,4 +110,4 @@ def test_rows_of_the_datasets_files(tmp_path: Path) -> None:
 
 def test_folder_without_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.dir=.*\*\.parquet"):
-        SUITE.load(BFS, DataSettings(dir=tmp_path))
+        SUITE.load(BFS, DataSettings(dir=tmp_path, options=GraphWalksConfig()))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from eval.benchmarks import downloads, longbench_v2
 from eval.benchmarks.datasets import DATASETS
-from eval.benchmarks.longbench import TemplateWarning
+from eval.benchmarks.downloads import TemplateWarning
 from eval.benchmarks.longbench_v2 import SUITE
 from eval.benchmarks.metrics import chosen_letter
 from eval.benchmarks.prompts import build_prompt
@@ -185,7 +185,7 @@ def test_incomplete_folder_is_refused(tmp_path):
     with pytest.warns(TemplateWarning), pytest.raises(UserError, match=r"0shot\.txt: .* with the place \$Q\$"):
         load(tmp_path)
     (tmp_path / "prompts" / "0shot.txt").unlink()
-    with pytest.raises(UserError, match=r"prompts/0shot\.txt is missing; the folder must hold data\.json and"):
+    with pytest.raises(UserError, match=r"prompts/0shot\.txt is missing; give data\.dir=FOLDER with LongBench v2's"):
         load(tmp_path)
     write(tmp_path, row(0))
     (tmp_path / "data.json").unlink()
@@ -222,7 +222,7 @@ def test_missing_files_are_refused_offline_with_two_ways_out(no_hub, monkeypatch
     with pytest.raises(UserError, match=rf"THUDM/LongBench-v2 is not cached and cannot be downloaded: {out}"):
         run_of("dataset=longbench_v2")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match=rf"prompt is not cached yet and HF_HUB_OFFLINE is set\. Either {out}"):
+    with pytest.raises(UserError, match=rf"0shot\.txt is not cached yet and HF_HUB_OFFLINE is set\. Either {out}"):
         SUITE.load(DATASET, DataSettings())
 
 

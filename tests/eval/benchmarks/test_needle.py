@@ -11,10 +11,10 @@ import pytest
 from eval.analysis.registry import FIGURES
 from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import CHAT_FORMATS
-from eval.benchmarks.datasets import DATASETS, official_rows
-from eval.benchmarks.needle import SUITE, TEMPLATE, NeedleConfig
+from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.needle import SUITE, NeedleConfig
 from eval.benchmarks.prompts import build_prompt
-from eval.benchmarks.suite import DataSettings
+from eval.benchmarks.suite import TEMPLATE, DataSettings
 from eval.run.loop import run
 from eval.run.prepare import prepare
 from eval.store.folder import read_run
@@ -106,7 +106,8 @@ def test_data_hash_depends_on_every_setting_but_not_on_the_number_of_rows():
 
 @NEEDS_LLAMA2
 def test_official_rows_hold_length_depth_and_evidence():
-    rows = list(official_rows(DATASET, settings_of(LLAMA2, lengths=[300, 400], depths=[0, 100])))
+    loaded = SUITE.load(DATASET, settings_of(LLAMA2, lengths=[300, 400], depths=[0, 100]))
+    rows = [example.official for example in loaded.examples]
     assert [(row["length"], row["depth"]) for row in rows] == [(300, 0), (300, 100), (400, 0), (400, 100)]
     for row in rows:
         ((start, end),) = row["evidence"]

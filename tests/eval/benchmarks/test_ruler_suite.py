@@ -106,7 +106,8 @@ def test_examples_equal_their_rows_and_their_contexts_can_be_shortened(folder):
     settings = settings_of(folder, RulerConfig(3000), limit=2)
     for dataset in (NIAH, DATASETS["niah_multikey_2"], DATASETS["cwe"], FWE):
         loaded = SUITE.load(dataset, settings)
-        for example, row in zip(loaded.examples, SUITE.rows(dataset, settings), strict=True):
+        for example in loaded.examples:
+            row = example.official
             prompt = build_prompt(example, loaded.template, Characters())
             assert prompt.text == row["input"] + row["answer_prefix"]
             assert [prompt.text[start:end] for start, end in prompt.context] == [example.context]
@@ -121,7 +122,8 @@ def test_chat_template_takes_its_tokens_from_the_length(folder):
 
     tokenizer = load_tokenizer_of(ModelSpec("tiny"))
     plain, wrapped = (
-        next(iter(SUITE.rows(FWE, settings_of(folder, chat=CHAT_FORMATS[chat])))) for chat in ("none", "llama2")
+        SUITE.load(FWE, settings_of(folder, chat=CHAT_FORMATS[chat])).examples[0].official
+        for chat in ("none", "llama2")
     )
     reserved = len(tokenizer("[INST][/INST]")["input_ids"])
     assert plain["length_w_model_temp"] == plain["length"]

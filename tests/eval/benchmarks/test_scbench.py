@@ -12,7 +12,7 @@ import pytest
 from eval.benchmarks import downloads, scbench
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import CHOICES, DATASETS
-from eval.benchmarks.longbench import TemplateWarning
+from eval.benchmarks.downloads import TemplateWarning
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.scbench import SUITE, TASKS, prompts_sha256
 from eval.benchmarks.suite import DataSettings
@@ -202,7 +202,7 @@ def test_other_prompts_warn_and_malformed_ones_are_refused(tmp_path):
     write(tmp_path, "scbench_kv", row("scbench_kv"))
     file = tmp_path / "eval_utils.py"
     file.write_text(PROMPTS.replace("Novel", "Book"))
-    with pytest.warns(TemplateWarning, match="prompts differ from SCBench's own"):
+    with pytest.warns(TemplateWarning, match="differs from SCBench's own"):
         load(tmp_path, "scbench_kv")
     for content in ("x = 1", PROMPTS.replace("{prefix}", "{who}"), PROMPTS.replace("{context}", ""), "def"):
         file.write_text(content)
@@ -257,7 +257,7 @@ def test_missing_files_are_refused_offline_with_two_ways_out(no_hub, monkeypatch
     with pytest.raises(UserError, match=rf"microsoft/SCBench is not cached and cannot be downloaded: {out}"):
         run_of("dataset=scbench_kv")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match=rf"prompt file is not cached yet and HF_HUB_OFFLINE is set\. Either {out}"):
+    with pytest.raises(UserError, match=rf"eval_utils\.py is not cached yet and HF_HUB_OFFLINE is set\. Either {out}"):
         SUITE.load(DATASETS["scbench_kv"], DataSettings())
 
 

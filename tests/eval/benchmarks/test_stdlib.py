@@ -14,7 +14,6 @@ import pytest
 from eval.benchmarks import stdlib
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import official_row
 
 NAMES = tuple(stdlib.TEMPLATES)
 EVERY = pytest.mark.parametrize("name", NAMES)
@@ -30,7 +29,7 @@ loaded = cache(lambda name: load_rows(DATASETS[name]))
 
 @cache
 def rows_of(name: str) -> list[dict[str, Any]]:
-    return [official_row(example) for example in loaded(name).examples]
+    return [example.official for example in loaded(name).examples]
 
 
 @EVERY

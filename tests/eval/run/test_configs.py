@@ -233,7 +233,7 @@ def custom(folder: Path, template: str | None, turns: Sequence[dict] = (), **con
     return ("model=custom", f"model.name={folder}", "dataset=qasper", f"data.dir={folder}")
 
 
-@pytest.mark.filterwarnings("ignore::eval.benchmarks.longbench.TemplateWarning")
+@pytest.mark.filterwarnings("ignore::eval.benchmarks.downloads.TemplateWarning")
 def test_custom_model_takes_limit_and_template_of_checkpoint(tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO)
     bare = prepare(run_of(*custom(tmp_path, None))).identity
@@ -273,7 +273,7 @@ def test_answer_limit_beyond_every_dataset_is_the_same_run() -> None:
     assert (plain, longer, shorter) == (None, None, 2)
 
 
-@pytest.mark.filterwarnings("ignore::eval.benchmarks.longbench.TemplateWarning")
+@pytest.mark.filterwarnings("ignore::eval.benchmarks.downloads.TemplateWarning")
 @pytest.mark.parametrize("later", [0, 2])
 def test_too_long_prompt_is_refused_with_number_to_set(tmp_path: Path, later: int) -> None:
     template = "{% for message in messages %}<u>{{ message['content'] }}<m>{% endfor %}"
