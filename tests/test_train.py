@@ -74,24 +74,13 @@ def test_first_coder_model_has_tinys_logits(coder_tokenizer) -> None:
         torch.testing.assert_close(model(ids).logits[..., :923], tiny(ids).logits, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("length", [1, 300])
-def test_block_attention_is_causal_attention(length: int) -> None:
-    torch.manual_seed(0)
-    query = torch.randn(2, 4, length, 8, dtype=torch.float64)
-    key, value = torch.randn(2, 2, 2, length, 8, dtype=torch.float64)
-    ours, _ = train.block_attention(torch.nn.Identity(), query, key, value, None, scaling=0.3)
-    key, value = (tensor.repeat_interleave(2, dim=1) for tensor in (key, value))
-    theirs = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3)
-    torch.testing.assert_close(ours, theirs.transpose(1, 2), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("stage", [STAGES[0], STAGES[-1]])
 @pytest.mark.parametrize("name", embedded.NAMES)
 def test_task_sequence_has_its_length_labels_and_questions(stage: train.Stage, name: str) -> None:
     rng, questions = random.Random(5), 0
     for _ in range(3):
         ids, labels, starts = train.task_sequence(rng, name, stage)
-        assert len(ids) == len(labels) == stage.length
+        assert len(ids) == len(labels) <= stage.length
         assert all(label in (IGNORE, token) for token, label in zip(ids, labels, strict=True))
         assert all(labels[start] == ids[start] for start in starts)
         questions += len(starts)
@@ -118,7 +107,7 @@ def test_task_sequence_never_asks_a_question_of_the_test_split(monkeypatch: pyte
 
 def test_copy_sequence_repeats_earlier_pairs() -> None:
     for seed in range(20):
-        ids, labels = train.copy_sequence(random.Random(seed), 128)
+        ids, labels, _ = train.copy_sequence(random.Random(seed), 128)
         assert len(ids) == len(labels) == 128
         for i, label in enumerate(labels):
             if label != IGNORE:
@@ -127,10 +116,11 @@ def test_copy_sequence_repeats_earlier_pairs() -> None:
 
 @pytest.mark.parametrize("kind", [*train.KINDS])
 def test_coder_sequence_has_its_length_and_labels(sequences: train.Sequences, kind: str) -> None:
-    ids, labels = getattr(sequences, kind)(1024)
-    assert len(ids) == len(labels) == 1024
+    ids, labels, shown = getattr(sequences, kind)(1024)
+    assert len(ids) == len(labels) == 1024 or (kind == "tasks" and len(ids) < 1024)
     assert all(label in (IGNORE, token) for token, label in zip(ids, labels, strict=True))
-    assert any(label != IGNORE for label in labels)
+    assert shown
+    assert all(labels[place] != IGNORE for place in shown)
 
 
 def test_cross_sequence_ends_in_a_file_behind_files_of_its_package(sequences, coder_tokenizer) -> None:
@@ -157,7 +147,11 @@ def test_resumed_training_is_bit_identical(name: str, tmp_path: Path, monkeypatc
     quick = Settings(tmp_path, 1e-3, tokens=640, warmup=2, log_every=1, save_every=1, tokens_per_step=128)
 
     def run(work: str, steps: int) -> Any:
-        return train.train(name, replace(quick, work=tmp_path / work, steps=steps))
+        (tmp_path / work).mkdir(exist_ok=True)
+        trainer = train.TRAINERS[name][0](replace(quick, work=tmp_path / work, steps=steps))
+        over = trainer.train()
+        assert over == (steps == 0)
+        return trainer
 
     at_once = run("whole", 2)
     run("parts", 1)
@@ -165,12 +159,12 @@ def test_resumed_training_is_bit_identical(name: str, tmp_path: Path, monkeypatc
     for a, b in zip(at_once.model.state_dict().values(), resumed.model.state_dict().values(), strict=True):
         assert torch.equal(a, b)
     assert at_once.rng.getstate() == resumed.rng.getstate()
-    for counter in set(train.TRAINERS[name][0].counters) - {"seconds", "log"}:
-        assert getattr(at_once, counter) == getattr(resumed, counter)
+    clock = {"seconds": 0.0, "log": []}
+    assert replace(at_once.at, **clock) == replace(resumed.at, **clock)
     assert [len((tmp_path / work / "log.csv").read_text().splitlines()) for work in ("whole", "parts")] == [3, 3]
     if name == "coder":
         assert not (tmp_path / "parts" / "before_fall.pt").exists()
-        assert run("parts", 0).done()
+        run("parts", 0)
         assert (tmp_path / "parts" / "before_fall.pt").exists()
     train.save(name, tmp_path / "parts", tmp_path / "model")
     assert 0 < (tmp_path / "model" / "model.safetensors").stat().st_size < 20e6

@@ -216,11 +216,11 @@ def drawn_means(values: pd.DataFrame) -> np.ndarray:
     return np.mean([np.mean(drawn, axis=0) for drawn in tasks.values()], axis=0)
 
 
-def mean_interval(values: np.ndarray, resamples: int = RESAMPLES) -> tuple[float, float]:
+def mean_interval(values: np.ndarray) -> tuple[float, float]:
     """Both ends of the 95 % interval of the mean; NaN for a single value."""
     if len(values) < 2:
         return float("nan"), float("nan")
-    drawn = np.random.default_rng(0).choice(values, (resamples, len(values))).mean(axis=1)
+    drawn = np.random.default_rng(0).choice(values, (RESAMPLES, len(values))).mean(axis=1)
     low, high = np.percentile(drawn, [2.5, 97.5])
     return float(low), float(high)
 

@@ -5,6 +5,8 @@
     python -m scripts.dev.train coder --work FOLDER --save lazyllm/models/coder  # write the checkpoint as a model
     python -m scripts.dev.train coder --held-out FILE    # eval/benchmarks/stdlib_held_out.json.xz, the suite's files
 
+The shipped weights were made at commit 8716cf3. Recipes and draws are the same since then, rounding is not.
+
 tiny learns the embedded suite (`eval/benchmarks/embedded.py`). Half of the early sequences are copying (random tokens,
 of which segments are repeated at varying distance), half are contexts of the suite with several questions. Contexts
 start short, with few facts, keys and words; they grow when the running accuracy of the answers' first tokens, mean over
@@ -24,21 +26,26 @@ import lzma
 import random
 import sysconfig
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from eval.benchmarks import embedded, stdlib
 from lazyllm.presets import PRESETS
 
 IGNORE = -100  # the label of a token without a loss
 SPECIALS = (embedded.PAD, embedded.BEGIN, embedded.END)
+PAD, BEGIN = 0, 1  # their ids
+
+# Token ids; the label of each; the positions of those labels whose accuracy is shown
+Sequence_ = tuple[list[int], list[int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,6 @@ class Settings:
     rate: float
     tokens: int = 20_000_000
     steps: int = 0
-    threads: int = 1
     seed: int = 0
     warmup: int = 100  # steps
     tokens_per_step: int = 4096
@@ -61,18 +67,32 @@ class Settings:
 # ----------------------------------------------------------------------------------------------------- both: a training
 
 
-class Trainer:
-    """Model, optimisers, random state and counters: the content of a checkpoint.
+@dataclass
+class Progress:
+    """Counters of a training. seconds: of CPU time. loss, accuracy (of each kind): running means of some 30 steps."""
 
-    A subclass adds `update` (one step, which calls `descend`), `done`, `row` (its columns of the log), and the names of
-    its counters.
+    accuracy: list[float]
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    loss: float = 0.0
+    stage: int = 0
+    stage_tokens: int = 0
+    log: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Trainer(ABC):
+    """Model, optimisers, random state and progress: the content of a checkpoint.
+
+    kinds: names of the kinds of sequences. weights: of a token of each kind in the loss.
     """
 
-    counters: ClassVar[tuple[str, ...]] = ("step", "tokens", "seconds", "log")
+    kinds: ClassVar[tuple[str, ...]]
+    weights: ClassVar[tuple[float, ...]]
 
     def __init__(self, model: Any, settings: Settings) -> None:
         self.model, self.settings = model, settings
-        self.rng = random.Random(settings.seed)
+        self.rng, self.at = random.Random(settings.seed), Progress([0.0] * len(self.kinds))
         parameters = dict(model.named_parameters())
         matrices = [p for n, p in parameters.items() if p.ndim == 2 and "embed" not in n]
         others = [p for n, p in parameters.items() if p.ndim != 2 or "embed" in n]
@@ -80,76 +100,82 @@ class Trainer:
             torch.optim.Muon(matrices, lr=1.0, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0),
         ]
-        self.step = self.tokens = 0
-        self.seconds = 0.0  # of CPU time
-        self.log: list[dict[str, Any]] = []
+
+    @abstractmethod
+    def rate(self) -> float:
+        """The learning rate, as a share of the peak rate."""
+
+    @abstractmethod
+    def draw(self) -> tuple[int, list[tuple[int, Sequence_]], bool]:
+        """A batch: its length, (number of the kind, sequence) of each row, and whether the accuracy counts it."""
+
+    @abstractmethod
+    def advance(self) -> bool:
+        """Go to the next stage if it is time. Whether the training is over."""
 
     def update(self) -> None:
-        """One step."""
-        raise NotImplementedError
-
-    def done(self) -> bool:
-        """Whether the training is over."""
-        raise NotImplementedError
-
-    def row(self) -> dict[str, Any]:
-        """The subclass's columns of the log."""
-        raise NotImplementedError
-
-    def logits(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [wanted, vocabulary] before every label that is not IGNORE, and the mask of these: [b, n - 1]."""
+        """One step: a batch, the loss on its labels, the gradient clipped to norm 1, the running means."""
+        at, (length, rows, counts) = self.at, self.draw()
+        ids, labels = torch.full((len(rows), length), PAD), torch.full((len(rows), length), IGNORE)
+        shown, kinds = torch.zeros(labels.shape, dtype=torch.bool), torch.tensor([kind for kind, _ in rows])
+        for row, (_, (tokens, wanted, positions)) in enumerate(rows):
+            ids[row, : len(tokens)], labels[row, : len(tokens)] = torch.tensor(tokens), torch.tensor(wanted)
+            shown[row, positions] = True
         with torch.autocast("cpu", dtype=torch.bfloat16):
             hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
             wanted = labels[:, 1:] != IGNORE
-            return self.model.lm_head(hidden[:, :-1][wanted]).float(), wanted
-
-    def descend(self, loss: Tensor, rate: float, tokens: int) -> None:
-        """Make the optimisers' step by the gradient of a loss, clipped to norm 1."""
+            logits = self.model.lm_head(hidden[:, :-1][wanted]).float()
+        labels, shown, kinds = labels[:, 1:][wanted], shown[:, 1:][wanted], kinds[:, None].expand_as(wanted)[wanted]
+        weights = torch.tensor(self.weights)[kinds]
+        loss = (nn.functional.cross_entropy(logits, labels, reduction="none") * weights).sum() / weights.sum()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = self.settings.rate * min(1.0, (at.step + 1) / self.settings.warmup) * self.rate()
             optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
-        self.tokens += tokens
+        at.loss += (loss.item() - at.loss) * (0.03 if at.step else 1.0)
+        right = logits.argmax(-1) == labels
+        for kind in range(len(self.kinds) if counts else 0):
+            if len(chosen := right[(kinds == kind) & shown]):
+                at.accuracy[kind] += (chosen.float().mean().item() - at.accuracy[kind]) * 0.03
+        at.step, at.tokens, at.stage_tokens = at.step + 1, at.tokens + ids.numel(), at.stage_tokens + ids.numel()
 
     def save(self, path: Path) -> None:
         """Write a checkpoint, completely or not at all."""
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "rng": self.rng.getstate(),
-            "counters": {key: getattr(self, key) for key in self.counters},
-        }
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        state = {"model": self.model.state_dict(), "optimizers": optimizers, "rng": self.rng.getstate(), "at": self.at}
         torch.save(state, path.with_suffix(".part"))
         path.with_suffix(".part").replace(path)
 
-    def train(self) -> None:
-        """Resume the checkpoint, if there is one; train to the end, and log and save meanwhile."""
-        settings, checkpoint = self.settings, self.settings.work / "checkpoint.pt"
+    def train(self) -> bool:
+        """Resume the checkpoint, if there is one, and train; log and save meanwhile. Whether the training is over."""
+        settings, checkpoint, over = self.settings, self.settings.work / "checkpoint.pt", False
         if checkpoint.exists():
             state = torch.load(checkpoint, weights_only=False)
             self.model.load_state_dict(state["model"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             self.rng.setstate(state["rng"])
-            vars(self).update(state["counters"])
-            print(f"resumed at step {self.step}", flush=True)
-        while not self.done() and (not settings.steps or self.step < settings.steps):
+            self.at = state["at"]
+            print(f"resumed at step {self.at.step}", flush=True)
+        at = self.at
+        while not (over := self.advance()) and (not settings.steps or at.step < settings.steps):
             started = time.process_time()
             self.update()
-            self.step += 1
-            self.seconds += time.process_time() - started
-            if self.step % settings.log_every == 0:
-                row = {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 1), **self.row()}
-                self.log.append(row)
-                print(json.dumps(row), f"{self.tokens / self.seconds:.0f} tokens/s", flush=True)
-                pd.DataFrame(self.log).to_csv(settings.work / "log.csv", index=False)
-            if self.step % settings.save_every == 0:
+            at.seconds += time.process_time() - started
+            if at.step % settings.log_every == 0:
+                row = {key: round(getattr(at, key), 4) for key in ("step", "tokens", "seconds", "stage", "loss")}
+                row |= dict(zip(self.kinds, (round(value, 4) for value in at.accuracy), strict=True))
+                at.log.append(row)
+                print(json.dumps(row), f"{at.tokens / at.seconds:.0f} tokens/s", flush=True)
+                pd.DataFrame(at.log).to_csv(settings.work / "log.csv", index=False)
+            if at.step % settings.save_every == 0:
                 self.save(checkpoint)
         self.save(checkpoint)
+        return over
 
 
 def byte_level_bpe(words: Sequence[str], merges: Sequence[tuple[str, str]], split: Any) -> Any:
@@ -175,7 +201,6 @@ def byte_level_bpe(words: Sequence[str], merges: Sequence[tuple[str, str]], spli
 
 # ----------------------------------------------------------------------------------- tiny: model, curriculum, sequences
 
-FAMILIES = (*embedded.NAMES, "copy")
 ADVANCE = 0.9
 
 
@@ -249,14 +274,11 @@ def tiny_model(seed: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-# Sequences. ids and labels are lists of the same length; labels are IGNORE for tokens without a loss.
-
-
-def copy_sequence(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
+def copy_sequence(rng: random.Random, length: int) -> Sequence_:
     """Random tokens, then repeated segments at random distance; loss on each segment but its start."""
-    size, first = len(token_ids()), 3  # the specials come first
+    size, first = len(token_ids()), len(SPECIALS)
     pool = list(range(first, size)) if rng.random() < 0.75 else rng.sample(range(first, size), 48)
-    ids = [token_ids()[embedded.BEGIN], *rng.choices(pool, k=length // 3)]
+    ids = [BEGIN, *rng.choices(pool, k=length // 3)]
     labels = [IGNORE] * len(ids)
     while len(ids) < length:
         span = rng.randint(4, max(8, min(32, length // 8)))
@@ -267,13 +289,18 @@ def copy_sequence(rng: random.Random, length: int) -> tuple[list[int], list[int]
         # the first tokens only identify the segment: one token in a large pool, two in a small one
         known = 1 if len(pool) > 48 else 2
         labels += [IGNORE] * (len(gap) + known) + segment[known:]
-    return ids[:length], labels[:length]
+    return _scored(ids[:length], labels[:length])
 
 
-def task_sequence(rng: random.Random, name: str, stage: Stage) -> tuple[list[int], list[int], list[int]]:
+def _scored(ids: list[int], labels: list[int]) -> Sequence_:
+    """The sequence with the accuracy of all labels."""
+    return ids, labels, [place for place, label in enumerate(labels) if label != IGNORE]
+
+
+def task_sequence(rng: random.Random, name: str, stage: Stage) -> Sequence_:
     """A context of a task, and questions drawn with replacement until the sequence is full; loss on the answers.
 
-    Returns ids, labels, and the positions of each question's first answer token.
+    The accuracy is that of each answer's first token.
     """
     ids = token_ids()
     before, between = embedded.head(name), embedded.tail(name)
@@ -297,82 +324,47 @@ def task_sequence(rng: random.Random, name: str, stage: Stage) -> tuple[list[int
     labels = [IGNORE] * len(sequence)
     for start, stop in answers:
         labels[start:stop] = sequence[start:stop]
-    padding = stage.length - len(sequence)
-    return sequence + [ids[embedded.PAD]] * padding, labels + [IGNORE] * padding, [start for start, _ in answers]
+    return sequence, labels, [start for start, _ in answers]
 
 
 class TinyTrainer(Trainer):
-    """Adds the curriculum: the stage, and each family's running accuracy."""
+    """The curriculum: stages go on by accuracy, or after their tokens."""
 
-    counters = (*Trainer.counters, "stage", "stage_tokens", "loss", "accuracy")
+    kinds = (*embedded.NAMES, "copy")
+    weights = (1.0,) * len(kinds)
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(tiny_model(settings.seed), settings)
-        self.stage = self.stage_tokens = 0
-        self.accuracy = [0.0] * len(FAMILIES)
-        self.loss = 0.0
 
     def rate(self) -> float:
-        """Learning rate: warm-up, then the stage's, at least 2 % of the full rate."""
-        stage = STAGES[self.stage]
-        rate = self.settings.rate * min(1.0, (self.step + 1) / self.settings.warmup)
-        return rate * max(0.02, stage.rate - (self.stage_tokens / stage.decay if stage.decay else 0.0))
+        """The stage's, at least 2 %."""
+        stage = STAGES[self.at.stage]
+        return max(0.02, stage.rate - (self.at.stage_tokens / stage.decay if stage.decay else 0.0))
 
-    def done(self) -> bool:
-        return self.stage == len(STAGES) - 1 and self.stage_tokens >= STAGES[-1].tokens
-
-    def pick_stage(self) -> Stage:
-        """The stage of a batch: the current one, or in one batch of four an earlier one of the same form."""
-        current = STAGES[self.stage]
-        earlier = [stage for stage in STAGES[: self.stage] if stage.length >= 256 and stage.direct == current.direct]
-        return self.rng.choice(earlier) if earlier and self.rng.random() < 0.25 else current
-
-    def batch(self, stage: Stage) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """ids, labels, each label's index into FAMILIES, whether it is an answer's first token: [sequences, length]."""
-        rows, families = [], []
-        count = max(1, self.settings.tokens_per_step // stage.length)
-        first = torch.zeros(count, stage.length, dtype=torch.bool)
-        offset = self.rng.randrange(len(embedded.NAMES))
-        for i in range(count):
-            if self.rng.random() < stage.copying:
-                families.append(len(FAMILIES) - 1)
-                ids, labels = copy_sequence(self.rng, stage.length)
-                first[i] = torch.tensor(labels) != IGNORE
+    def draw(self) -> tuple[int, list[tuple[int, Sequence_]], bool]:
+        """Of the current stage, or in one batch of four of an earlier one of the same form; tasks take turns."""
+        current, stage, rng = STAGES[self.at.stage], STAGES[self.at.stage], self.rng
+        earlier = [past for past in STAGES[: self.at.stage] if past.length >= 256 and past.direct == current.direct]
+        if earlier and rng.random() < 0.25:
+            stage = rng.choice(earlier)
+        rows, copy, offset = list[tuple[int, Sequence_]](), len(embedded.NAMES), rng.randrange(len(embedded.NAMES))
+        for number in range(max(1, self.settings.tokens_per_step // stage.length)):
+            task = (offset + number) % copy
+            if rng.random() < stage.copying:
+                rows.append((copy, copy_sequence(rng, stage.length)))
             else:
-                families.append((offset + i) % len(embedded.NAMES))
-                ids, labels, starts = task_sequence(self.rng, FAMILIES[families[-1]], stage)
-                first[i, starts] = True
-            rows.append((ids, labels))
-        ids, labels = (torch.tensor(column) for column in zip(*rows, strict=True))
-        return ids, labels, torch.tensor(families)[:, None].expand(count, stage.length), first
+                rows.append((task, task_sequence(rng, embedded.NAMES[task], stage)))
+        return stage.length, rows, stage == current
 
-    def update(self) -> None:
-        """One step: batch, loss on the answers, running means of some 30 steps, curriculum."""
-        stage = self.pick_stage()
-        ids, labels, family, first = self.batch(stage)
-        logits, wanted = self.logits(ids, labels)
-        labels = labels[:, 1:][wanted]
-        loss = nn.functional.cross_entropy(logits, labels)
-        self.descend(loss, self.rate(), ids.numel())
-        self.loss += (loss.item() - self.loss) * (0.03 if self.step else 1.0)
-        if stage == STAGES[self.stage]:
-            right, family, first = logits.argmax(-1) == labels, family[:, 1:][wanted], first[:, 1:][wanted]
-            for i in range(len(FAMILIES)):
-                if len(chosen := right[(family == i) & first]):
-                    self.accuracy[i] += (chosen.float().mean().item() - self.accuracy[i]) * 0.03
-        self.stage_tokens += ids.numel()
-        current, tasks = STAGES[self.stage], self.accuracy[: len(embedded.NAMES)]
-        if self.stage + 1 == len(STAGES) or self.stage_tokens < (current.tokens or self.settings.stage_tokens):
-            return
-        if current.tokens or sum(tasks) / len(tasks) >= ADVANCE:
-            self.stage += 1
-            self.stage_tokens = 0
-            self.accuracy = [value * 0.5 for value in self.accuracy]
-
-    def row(self) -> dict[str, Any]:
-        accuracy = {name: round(value, 4) for name, value in zip(FAMILIES, self.accuracy, strict=True)}
-        shown = {"stage": self.stage, "length": STAGES[self.stage].length, "lr": f"{self.rate():.3g}"}
-        return {**shown, "loss": round(self.loss, 4), **accuracy}
+    def advance(self) -> bool:
+        at, stage = self.at, STAGES[self.at.stage]
+        enough = at.stage_tokens >= (stage.tokens or self.settings.stage_tokens)
+        if at.stage + 1 == len(STAGES):
+            return enough
+        tasks = at.accuracy[: len(embedded.NAMES)]
+        if enough and (stage.tokens or sum(tasks) / len(tasks) >= ADVANCE):
+            at.stage, at.stage_tokens, at.accuracy = at.stage + 1, 0, [value * 0.5 for value in at.accuracy]
+        return False
 
 
 # ---------------------------------------------------------------------------------------- coder: text, model, sequences
@@ -385,28 +377,25 @@ SHARES = (0.74, 0.18, 0.06, 0.02)  # of the lengths while the rate is constant: 
 LAST_SHARES = (0.4, 0.3, 0.2, 0.1)  # while the rate falls
 KINDS = {"file": 0.38, "cross": 0.37, "tasks": 0.2, "copy": 0.05}
 """Shares of the sequences: windows of files, windows after chunks of related files, embedded tasks, copying."""
-ANSWER_WEIGHT = 4.0  # loss weight of a token of an answer or a copy; a token of code has 1
-BLOCK = 128  # queries in a block of attention
 NEW_LAYERS = (2, 5, 8, 11)  # of 12; the others are tiny's
 
 
-def read_files(chosen: Callable[[str], bool]) -> dict[str, str]:
-    """Files of the running Python's library, by their paths in its folder."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    names = [path.relative_to(library).as_posix() for path in sorted(library.rglob("*.py"))]
-    return {name: (library / name).read_text(encoding="utf-8", errors="replace") for name in names if chosen(name)}
-
-
 def library_files() -> dict[str, str]:
-    """Every file of the library, without `NO_CODE`."""
-    return read_files(lambda name: not NO_CODE & {*name.split("/")} and "sysconfigdata" not in name)
+    """Every file of the running Python's library, by its path in the library's folder, without `NO_CODE`."""
+    return _files("**/*.py", lambda name: not NO_CODE & {*name.split("/")} and "sysconfigdata" not in name)
 
 
 def test_files(modules: set[str]) -> dict[str, str]:
     """The library's tests of other modules than these, without tables (files of more than 400,000 characters)."""
     untouched = tuple(f"test/test_{module}" for module in modules)
-    tests = read_files(lambda name: name.startswith("test/test_") and not name.startswith(untouched))
+    tests = _files("test/**/*.py", lambda name: name.startswith("test/test_") and not name.startswith(untouched))
     return {name: text for name, text in tests.items() if len(text) < 400_000}
+
+
+def _files(pattern: str, chosen: Callable[[str], bool]) -> dict[str, str]:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    names = [path.relative_to(library).as_posix() for path in sorted(library.glob(pattern))]
+    return {name: (library / name).read_text(encoding="utf-8", errors="replace") for name in names if chosen(name)}
 
 
 def coder_tokenizer(texts: list[str]) -> Any:
@@ -428,36 +417,15 @@ def coder_tokenizer(texts: list[str]) -> Any:
     return byte_level_bpe(embedded.vocabulary(), [pair for pair in merges if ".." not in "".join(pair)], split)
 
 
-def block_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any):
-    """Causal attention in blocks of queries: in training on a CPU, twice as fast as torch's own.
-
-    query: [b, h, n, d]; key, value: [b, kv, n, d]. Returns [b, n, h, d].
-    """
-    (b, h, n, d), kv = query.shape, key.shape[1]
-    future = torch.full((BLOCK, BLOCK), float("-inf"), dtype=query.dtype).triu(1)
-    keys, values = (part.reshape(b * kv, n, d).split(BLOCK, 1) for part in (key, value))
-    blocks = []
-    for i, queries in enumerate((query * scaling).reshape(b * kv, h // kv, n, d).split(BLOCK, 2)):
-        rows = queries.shape[2]
-        past = torch.zeros(rows, i * BLOCK, dtype=query.dtype)
-        bias = torch.cat([past, future[:rows, :rows]], 1).repeat(h // kv, 1)
-        visible = torch.cat(keys[: i + 1], 1).transpose(1, 2)
-        weights = torch.baddbmm(bias, queries.reshape(b * kv, -1, d), visible).softmax(-1)
-        blocks.append(torch.bmm(weights, torch.cat(values[: i + 1], 1)).view(b * kv, h // kv, rows, d))
-    return torch.cat(blocks, 2).view(b, h, n, d).transpose(1, 2).contiguous(), None
-
-
 def coder_model(vocabulary: int, seed: int) -> Any:
     """tiny with four more layers whose outputs are zero, and a larger vocabulary."""
-    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    AttentionInterface.register("blocks", block_attention)
     torch.manual_seed(seed)
     tiny = LlamaForCausalLM.from_pretrained(PRESETS["tiny"].source, dtype=torch.float32)
     layers = tiny.config.num_hidden_layers + len(NEW_LAYERS)
     sizes = {"vocab_size": vocabulary, "num_hidden_layers": layers, "max_position_embeddings": 8192}
     model: Any = LlamaForCausalLM(LlamaConfig.from_dict(tiny.config.to_dict() | sizes))
-    model.set_attn_implementation("blocks")
     old, new = tiny.model.embed_tokens.weight.data, model.model.embed_tokens.weight.data
     new.normal_().mul_(old.std(0)).add_(old.mean(0))
     new[: len(old)] = old
@@ -504,55 +472,44 @@ class Sequences:
             start -= 1
         return [*header, *ids[start : start + room]][:size]
 
-    def file(self, length: int) -> tuple[list[int], list[int]]:
+    def file(self, length: int) -> Sequence_:
         """A window of a file, or of several if they are short."""
-        ids = [SPECIALS.index(embedded.BEGIN)]
+        ids = [BEGIN]
         while len(ids) < length:
             ids += self.window(self.draw(), length - len(ids))
-        return ids, ids
+        return _scored(ids, ids)
 
-    def cross(self, length: int) -> tuple[list[int], list[int]]:
+    def cross(self, length: int) -> Sequence_:
         """Chunks of related files, then a window; each chunk is the best of four by tokens shared with the window."""
         while not self.related[name := self.draw()]:
             pass
         target = self.window(name, self.rng.randint(length // 3, length // 2))
         common = len(SPECIALS) + 256 + len(embedded.vocabulary())  # bytes and tiny's words, which most texts share
         wanted = {token for token in target if token >= common}
-        ids = [SPECIALS.index(embedded.BEGIN)]
+        ids = [BEGIN]
         while (room := length - len(ids) - len(target)) > 40:
             size = min(room, self.rng.randint(150, 500))
             drawn = [self.window(self.rng.choice(self.related[name]), size) for _ in range(4)]
             ids += max(drawn, key=lambda chunk: len(wanted & {*chunk}) / (len({*chunk}) + 20))
         ids = (ids + target + self.window(name, length))[:length]
-        return ids, ids
+        return _scored(ids, ids)
 
-    def tasks(self, length: int) -> tuple[list[int], list[int]]:
+    def tasks(self, length: int) -> Sequence_:
         """A context of an embedded task with several questions; its loss is on the answers."""
         length = min(length, max(embedded.LENGTHS))
         stage = Stage(length, length // 32, 256, len(embedded.VALUES), 0.0)
-        return task_sequence(self.rng, self.rng.choice(embedded.NAMES), stage)[:2]
+        return task_sequence(self.rng, self.rng.choice(embedded.NAMES), stage)
 
-    def copy(self, length: int) -> tuple[list[int], list[int]]:
+    def copy(self, length: int) -> Sequence_:
         """Random words of tiny, then segments of them again; its loss is on these segments."""
         return copy_sequence(self.rng, length)
 
-    def batch(self, tokens: int, shares: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """ids and labels [sequences, length], and each sequence's kind."""
-        length = self.rng.choices(LENGTHS, shares)[0]
-        kinds = self.rng.choices(range(len(KINDS)), [*KINDS.values()], k=max(1, tokens // length))
-        rows = []
-        for kind in kinds:
-            ids, labels = getattr(self, [*KINDS][kind])(length)
-            padding = length - len(ids)
-            rows.append((ids + [SPECIALS.index(embedded.PAD)] * padding, labels + [IGNORE] * padding))
-        ids, labels = (torch.tensor(column) for column in zip(*rows, strict=True))
-        return ids, labels, torch.tensor(kinds)
-
 
 class CoderTrainer(Trainer):
-    """Adds the running mean of the loss of each kind of sequence. Its tokenizer is in `work`, made if necessary."""
+    """Code and tasks; the rate falls in the last fifth. The tokenizer is in `work`, made if necessary."""
 
-    counters = (*Trainer.counters, "means")
+    kinds = tuple(KINDS)
+    weights = (1.0, 1.0, 4.0, 4.0)  # of a token of code, of an answer or a copy
 
     def __init__(self, settings: Settings) -> None:
         from tokenizers import Tokenizer
@@ -566,37 +523,28 @@ class CoderTrainer(Trainer):
         tokenizer = Tokenizer.from_file(str(path))
         super().__init__(coder_model(tokenizer.get_vocab_size(), settings.seed), settings)
         self.sequences = Sequences(tokenizer, texts | test_files(held_out), self.rng)
-        self.means = [0.0] * len(KINDS)
 
     def left(self) -> float:
         """The remaining tokens / a fifth of all: below 1, the rate falls."""
-        return (self.settings.tokens - self.tokens) / (0.2 * self.settings.tokens)
+        return (self.settings.tokens - self.at.tokens) / (0.2 * self.settings.tokens)
 
     def rate(self) -> float:
-        """Learning rate: warm-up, constant, then falling to 2 %."""
-        return self.settings.rate * min(1.0, (self.step + 1) / self.settings.warmup, max(0.02, self.left()))
+        """Constant, then falling to 2 %."""
+        return min(1.0, max(0.02, self.left()))
 
-    def done(self) -> bool:
-        return self.tokens >= self.settings.tokens
+    def draw(self) -> tuple[int, list[tuple[int, Sequence_]], bool]:
+        """Sequences of one length."""
+        length = self.rng.choices(LENGTHS, SHARES if self.left() >= 1 else LAST_SHARES)[0]
+        rows = max(1, self.settings.tokens_per_step // length)
+        kinds = self.rng.choices(range(len(KINDS)), [*KINDS.values()], k=rows)
+        return length, [(kind, getattr(self.sequences, self.kinds[kind])(length)) for kind in kinds], True
 
-    def update(self) -> None:
-        """One step; keeps the checkpoint before the rate falls."""
-        left = self.left()
-        ids, labels, kinds = self.sequences.batch(self.settings.tokens_per_step, SHARES if left >= 1 else LAST_SHARES)
-        logits, wanted = self.logits(ids, labels)
-        losses = nn.functional.cross_entropy(logits, labels[:, 1:][wanted], reduction="none")
-        kind = kinds[:, None].expand_as(wanted)[wanted]
-        weights = torch.where(kind >= list(KINDS).index("tasks"), ANSWER_WEIGHT, 1.0)
-        self.descend((losses * weights).sum() / weights.sum(), self.rate(), ids.numel())
-        for i in range(len(KINDS)):
-            if len(chosen := losses[kind == i]):
-                self.means[i] += (chosen.mean().item() - self.means[i]) * (0.03 if self.means[i] else 1.0)
-        if left >= 1 > self.left():
+    def advance(self) -> bool:
+        """Keep the checkpoint before the rate falls."""
+        if self.at.stage == 0 and self.left() < 1:
             self.save(self.settings.work / "before_fall.pt")
-
-    def row(self) -> dict[str, Any]:
-        means = {name: round(value, 4) for name, value in zip(KINDS, self.means, strict=True)}
-        return {"lr": f"{self.rate():.3g}", **means}
+            self.at.stage = 1
+        return self.at.tokens >= self.settings.tokens
 
 
 # --------------------------------------------------------------------------------------------------------- command line
@@ -606,15 +554,6 @@ TRAINERS: dict[str, tuple[type[TinyTrainer | CoderTrainer], float]] = {
     "tiny": (TinyTrainer, 3e-3),
     "coder": (CoderTrainer, 2e-3),
 }
-
-
-def train(name: str, settings: Settings) -> TinyTrainer | CoderTrainer:
-    """Train to the end, or to `settings.steps`."""
-    torch.set_num_threads(settings.threads)
-    settings.work.mkdir(parents=True, exist_ok=True)
-    trainer = TRAINERS[name][0](settings)
-    trainer.train()
-    return trainer
 
 
 def save(name: str, work: Path, folder: Path) -> None:
@@ -656,7 +595,10 @@ def main() -> None:
         files = {name: text for name, text in library_files().items() if stdlib.is_held_out(name)}
         args.held_out.write_bytes(lzma.compress(json.dumps(files).encode(), preset=9 | lzma.PRESET_EXTREME))
     else:
-        train(args.model, Settings(work, TRAINERS[args.model][1], args.tokens, args.steps, args.threads))
+        torch.set_num_threads(args.threads)
+        work.mkdir(parents=True, exist_ok=True)
+        trainer, rate = TRAINERS[args.model]
+        trainer(Settings(work, rate, args.tokens, args.steps)).train()
 
 
 if __name__ == "__main__":

@@ -219,9 +219,7 @@ def test_no_usable_row_is_an_error_also_when_skipping(folder, rows):
 def test_incomplete_folder_is_refused_with_its_content(folder, missing):
     write_rows(folder, ROW)
     (folder / missing).unlink()
-    with pytest.raises(
-        UserError, match=rf"data\.dir={folder}: {missing} is missing; give data\.dir=FOLDER with LongBench's"
-    ):
+    with pytest.raises(UserError, match=rf"data\.dir={folder}: {missing} is missing; give data\.dir=FOLDER"):
         load(folder)
 
 

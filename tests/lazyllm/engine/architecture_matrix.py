@@ -1,7 +1,4 @@
-"""Architecture x method x dtype x attention implementation: all cells, and the checks of a cell.
-
-`test_architectures.py` runs the cells; `scripts/dev/support_matrix.py` runs the same and writes docs/architectures.md.
-"""
+"""Architecture x method x dtype x attention implementation: all cells, and the checks of a cell."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import lazyllm
 from lazyllm.engine.architecture import find_layout
@@ -21,7 +22,6 @@ from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
 from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, RandomDrop
-from scripts.dev.support_matrix import OUT, REFUSED, refusal_of, table
 from tests.helpers import slow
 from tests.lazyllm.engine.architecture_matrix import Cell, cells, check, logits_of_steps
 from tests.reference import (
@@ -36,6 +36,48 @@ from tests.reference import (
 
 VOCAB = 97
 TOLERANCE = 1e-9
+
+_SMALL: dict[str, Any] = dict(
+    vocab_size=97, hidden_size=64, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
+    pad_token_id=None,
+)  # fmt: skip
+# Refused models: model type, settings in addition to `_SMALL`, and a part of the message
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "GPT-2": ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 97}, "is not built like a Llama"),
+    "Mamba": ("mamba", {}, "is not built like a Llama"),
+    "Jamba": ("jamba", {}, "is not built like a Llama"),
+    "LFM2 (convolutions)": ("lfm2", {}, "is not built like a Llama"),
+    "Qwen3-Next (linear attention)": ("qwen3_next", {"num_experts": 4}, "layers of type linear_attention"),
+    "MiniMax (linear attention)": ("minimax", {}, "layers of type linear_attention"),
+    "Granite 4 hybrid (Mamba)": ("granitemoehybrid", {}, "layers of type linear_attention"),
+    "Llama 4 (chunked attention)": ("llama4_text", {}, "layers of type chunked_attention"),
+    "Gemma 3n (states between layers)": (
+        "gemma3n_text",
+        {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 97},
+        "changes the hidden states between its layers",
+    ),
+    "Gemma 4 (inputs by layer)": (
+        "gemma4_text",
+        {"vocab_size_per_layer_input": 97},
+        "gives its layers per_layer_input",
+    ),
+    "GPT-OSS (attention sinks)": ("gpt_oss", {"num_local_experts": 4}, "attends with s_aux"),
+    "DiffLlama (two attentions a layer)": ("diffllama", {}, "8 of 4 watched layers"),
+}
+
+
+def refusal_of(name: str) -> str:
+    """The message that refuses a model of `REFUSED` at start-up; "" if it is not refused."""
+    kind, own, _ = REFUSED[name]
+    config = AutoConfig.for_model(kind, **(({} if kind == "gpt2" else _SMALL) | own))
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    try:
+        check_same_as_model(model)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 # layers see tokens in different ways
@@ -222,9 +264,8 @@ def test_flops_are_those_that_run(variant: str) -> None:
     assert least <= attention <= every_pair + 0.01 * layers  # cos and sin are a product in some models
 
 
-def test_committed_table_lists_this_matrix() -> None:
-    text = OUT.read_text(encoding="utf-8")
-    assert table(dict.fromkeys(cells(), True)) in text
-    assert table({}) not in text
+def test_docs_list_the_architectures_of_the_matrix_and_the_refusals() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "architectures.md").read_text(encoding="utf-8")
+    assert "".join(f"- {name}\n" for name in VARIANTS) in text
     for name, (_, _, reason) in REFUSED.items():
         assert f"| {name} | {reason} |" in text

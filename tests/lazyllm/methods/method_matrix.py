@@ -156,7 +156,7 @@ def _by_field(
 _CLAA: dict[str, Any] = {"layer": 3, "keep": 0.5, "layers": 2, "window": 3}
 _ASL: dict[str, Any] = {"first": 1, "threshold": 2.0, "keep": 6, "window": 4, "layers": 2}  # always cut after layer 2
 
-# On every architecture and in docs/architectures.md
+# On every architecture
 LISTED = {
     "asl": _by_field(ASL, field_oracles.asl, ASL(keep=1.0), **_ASL),
     "baseline": Row(Baseline(), _lazy({}, 0).reference, Baseline()),
