@@ -85,7 +85,7 @@ def test_prompts_are_official(tmp_path):
 
 
 def load_one(values: dict[str, Any]):
-    return longbench_v2._example(DATASET, values, PROMPT)
+    return longbench_v2._example(DATASET, PROMPT, values, 0)
 
 
 @given(st.text("ab c\n", max_size=40), st.integers(2, 50))

@@ -307,7 +307,7 @@ def test_scores_by_hand_are_those_of_the_official_functions(task, answer, output
 
 
 def test_templates_other_than_the_pinned_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"constants\.py: cannot be read"):
+    with pytest.raises(UserError, match=r"constants\.py is missing"):
         read_tasks(tmp_path)
     write_templates(tmp_path)
     with pytest.raises(UserError, match=r"constants\.py: differs from RULER's own .*/c3f5e3b"):
