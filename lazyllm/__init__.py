@@ -18,6 +18,7 @@ from lazyllm.methods.support.schedule import Schedule
 
 if TYPE_CHECKING:
     from lazyllm.engine.generation import Generation, generate, start
+    from lazyllm.engine.pack import generate_many
     from lazyllm.integrations.transformers_generate import generate_with, using
     from lazyllm.models.load import load_model
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _HEAVY = {
     "Generation": "lazyllm.engine.generation",
     "generate": "lazyllm.engine.generation",
+    "generate_many": "lazyllm.engine.pack",
     "start": "lazyllm.engine.generation",
     "generate_with": "lazyllm.integrations.transformers_generate",
     "load_model": "lazyllm.models.load",
@@ -37,6 +39,7 @@ __all__ = [
     "Schedule",
     "UserError",
     "generate",
+    "generate_many",
     "generate_with",
     "load_model",
     "methods",

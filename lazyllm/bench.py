@@ -238,9 +238,9 @@ def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: T
     import torch
 
     from lazyllm.engine.decoder import open_decoder
-    from lazyllm.engine.generation import greedy
+    from lazyllm.engine.generation import Greedy
 
-    device, config, choose = model.device, model.config, greedy()
+    device, config, choose = model.device, model.config, Greedy()
 
     def token_by_token(method: Method) -> Iterator[Run | None]:
         """The generation of `lazyllm.generate`: each `next` generates a token; the last one gives the run."""

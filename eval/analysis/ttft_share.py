@@ -46,7 +46,9 @@ _ANSWER_ENDS = (4, 16, 64, 256)  # upper ends of the table's ranges of answer le
 
 def ttft_share(results: Results) -> Table:
     """TTFT's share of the generation time for every setting."""
-    frame = with_baselines(first_turns(results.frame))
+    frame = with_baselines(first_turns(results.frame)).dropna(
+        subset="total_s"
+    )  # answers in packs have no time of their own
     frame = frame.assign(
         prompt_tokens=range_of(frame["prompt_tokens"], PROMPT_ENDS),
         answer_tokens=range_of(frame["generated_tokens"], _ANSWER_ENDS),
@@ -103,7 +105,7 @@ def data(results: Results) -> pd.DataFrame:
         return pd.DataFrame()
     methods = [_generations(frame, prefix, label) for prefix, label in (("baseline_", BASELINE), ("", None))]
     both: Any = pd.concat(methods, ignore_index=True)
-    both = both.dropna(subset="ttft_s").assign(ttft_share=lambda rows: 100 * rows["ttft_s"] / rows["total_s"])
+    both = both.dropna(subset="total_s").assign(ttft_share=lambda rows: 100 * rows["ttft_s"] / rows["total_s"])
     both["answer"] = [_answer(int(tokens)) for tokens in both["generated_tokens"]]
     both["prompt"] = 2 ** np.log2(both["prompt_tokens"]).round().astype(int)
     rows = []

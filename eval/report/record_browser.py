@@ -65,7 +65,7 @@ def _measured(measured: Measurement, strings: Strings) -> dict[str, Any]:
         "tokens": len(measured.token_ids),
         "score": _short(100 * measured.score),
         "ttft": _short(measured.ttft_s),
-        "total": _short(measured.total_s),
+        "total": None if measured.total_s is None else _short(measured.total_s),
         "pct": _short(measured.pct_prompt_tokens_computed),
         "kl": None if measured.kl is None else _short(measured.kl),
     }

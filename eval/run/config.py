@@ -44,7 +44,7 @@ DEFAULT_LABEL = "comparison"  # of an experiment without a label
 
 # Config groups whose choice is an argument, and keys whose subkeys the schema leaves open
 _GROUPS = ("model", "method", "dataset", "tracker", "experiment")
-_COUNTS = ("limit", "sample", "max_new_tokens", "threads", "turns")
+_COUNTS = ("limit", "sample", "max_new_tokens", "threads", "turns", "answers.rows")
 _MAY_BE_0 = ("timing.warmup", "trace", "model.thinking_tokens")
 _OPEN = ("dataset", "compare", "model.device_map", "model.chat_args")
 
@@ -104,6 +104,17 @@ class TimingConfig:
 
 
 @dataclass
+class AnswersConfig:
+    """How answers are generated after their first tokens."""
+
+    rows: int | None = setting(
+        None,
+        "answers that decode together, after TTFT was measured alone; 1 also times every step; `null`: as many as fit "
+        "into a GPU's memory, up to 8, and 1 on a CPU",
+    )
+
+
+@dataclass
 class TrackerConfig:
     """Weights & Biases."""
 
@@ -124,6 +135,7 @@ class RunConfig(SuiteSettings):
     dataset: dict[str, bool] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
     timing: TimingConfig = field(default_factory=TimingConfig)
+    answers: AnswersConfig = field(default_factory=AnswersConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     limit: int | None = setting(
         None, "the first N examples of each dataset; `null`: all (`embedded`: 12; `stdlib`: 24; `ruler`: 500)"

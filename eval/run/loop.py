@@ -24,7 +24,7 @@ from eval.analysis.known_methods import marked
 from eval.analysis.run_table import compared_table, run_json, run_table
 from eval.run import device_lock, identity
 from eval.run.config import DEFAULT_LABEL
-from eval.run.measure import Bench, Case, Subject, released
+from eval.run.measure import Bench, Case, PackedBench, Subject, released
 from eval.run.prepare import Plan, prepare, within_reach
 from eval.run.resolved import Resolved
 from eval.run.wandb_run import Tracker, facts_of, open_tracker
@@ -239,7 +239,8 @@ def _bench(plan: Plan, load: Callable[[], PreTrainedModel]) -> Bench:
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     config = plan.run.config
-    return Bench(load(), plan.tokenizer, plan.run.chat, plan.paired, config.fidelity is not None, config.evidence)
+    parts = load(), plan.tokenizer, plan.run.chat, plan.paired, config.fidelity is not None, config.evidence
+    return Bench(*parts) if plan.rows == 1 else PackedBench(*parts, rows=plan.rows)
 
 
 def _measure(subject: Subject, cases: list[Case], warmup: int, store: RunStore, tracker: Tracker) -> None:

@@ -28,6 +28,7 @@ from lazyllm.engine.decoder import importance_of_layers
 from lazyllm.engine.devices import devices_of, read_clock, read_peak, release_memory, reset_peak
 from lazyllm.engine.flops import prefill_flops
 from lazyllm.engine.generation import as_prompt, continue_prompt
+from lazyllm.engine.pack import ROWS, Pack, Row, row_of
 from lazyllm.errors import UserError, reason_of
 from lazyllm.methods import Baseline, Method
 from lazyllm.methods.support.other_models import park
@@ -91,12 +92,16 @@ def _answering(case: Case) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Run:
-    """A method's answers, turn by turn, and the peak memory in bytes by the end of each. turns: as of `Case`."""
+    """A method's answers, turn by turn, and the peak memory in bytes by the end of each. turns: as of `Case`.
+
+    packed: other answers decoded in the same steps, so times after the first token, and the peak, are not its own.
+    """
 
     method: Method
     turns: str
     outs: list[Generation]
     peaks: list[int | None]
+    packed: bool = False
 
     def earlier(self, turn: int) -> list[Generation]:
         """The answers of earlier turns (from 0) that this one continues from; none if it runs the whole text."""
@@ -200,6 +205,10 @@ class Bench:
         else:
             method = self._run(case, case.method)
             baseline = self._run(case, Baseline())
+        return self.record_of(case, method, baseline)
+
+    def record_of(self, case: Case, method: _Run, baseline: _Run | None) -> Record:
+        """The record of a case's answers."""
         first, *later = (self._turn(case, turn, method, baseline) for turn in range(len(method.outs)))
         return Record(
             dataset=case.dataset.name,
@@ -272,8 +281,8 @@ class Bench:
             ttft_s=out.ttft_s,
             scoring_s=out.scoring_s,
             scoring_tokens=out.scoring_tokens,
-            total_s=out.total_s,
-            decode_step_s=out.decode_step_s,
+            total_s=None if run.packed else out.total_s,
+            decode_step_s=None if run.packed else out.decode_step_s,
             pct_prompt_tokens_computed=out.pct_prompt_tokens_computed,
             group_starts=group_starts,
             computed=computed,
@@ -284,9 +293,82 @@ class Bench:
             tokens_computed=run.tokens_computed(turn),
             revived_tokens=float(out.revived.mean()),
             tokens_computed_so_far=sum(map(run.tokens_computed, range(turn + 1))),
-            total_s_so_far=sum(done.total_s for done in run.outs[: turn + 1]),
+            total_s_so_far=None if run.packed else sum(done.total_s for done in run.outs[: turn + 1]),
             **(_evidence(case.prompt, turn, run) if self.evidence else {}),
         )
+
+
+@dataclass(frozen=True)
+class PackedBench(Bench):
+    """A `Bench` whose answers decode together, `rows` of them, after TTFT was measured as in `Bench`.
+
+    A paired example has two answers. Examples of several turns are measured one by one.
+    """
+
+    rows: int = ROWS
+
+    def measure(self, cases: Sequence[Case]) -> Iterator[Record | Failure]:
+        """As of `Bench`, the longest prompts first.
+
+        After an error, the examples in the pack start again, half as many at once; a lone example's is its failure.
+        """
+        yield from super().measure([case for case in cases if case.prompt.turns])
+        waiting = sorted((case for case in cases if not case.prompt.turns), key=lambda case: len(case.prompt.token_ids))
+        most, number = max(1, self.rows // (1 + self.paired)), 0  # most: examples at once
+        pack, inside = Pack(self.model, self.rows), list[_Packed]()
+        while waiting or inside:
+            try:
+                if waiting and len(inside) < most:
+                    inside.append(_Packed(waiting.pop(), {}))
+                    self._join(pack, inside[-1], baseline_first=number % 2 == 0)
+                    number += 1
+                else:
+                    pack.run()
+            except UserError:
+                raise  # all other examples would fail too
+            except Exception as error:
+                outcome = _failure(inside[0].case, error) if len(inside) == 1 else None
+                if outcome is None:
+                    most = len(inside) // 2
+                    waiting += [example.case for example in reversed(inside)]
+                    log.warning("%d examples at once from here on: %s", most, reason_of(error))
+                pack, inside = Pack(self.model, self.rows), []
+                free(*devices_of(self.model))
+                if outcome is not None:
+                    yield outcome
+            for example in [example for example in inside if all(row.result for row in example.rows.values())]:
+                inside.remove(example)
+                yield self._outcome(example)
+
+    def _join(self, pack: Pack, example: _Packed, baseline_first: bool) -> None:
+        """Generate the first tokens of the method and the baseline, alone and in turns."""
+        case = example.case
+        sides = {"method": case.method} | ({"baseline": Baseline()} if self.paired else {})
+        for side in reversed(sides) if baseline_first else sides:
+            if not sides[side].models():
+                park()
+            example.rows[side] = row_of(self.model, case.prompt.as_input(), sides[side], **_answering(case))
+            pack.join(example.rows[side])
+
+    def _outcome(self, example: _Packed) -> Record | Failure:
+        try:
+            runs = {
+                side: _Run(row.method, "continue", [row.generation()], [None], packed=True)
+                for side, row in example.rows.items()
+            }
+            return self.record_of(example.case, runs["method"], runs.get("baseline"))
+        except UserError:
+            raise
+        except Exception as error:
+            return _failure(example.case, error)
+
+
+@dataclass(frozen=True, eq=False)
+class _Packed:
+    """An example in a pack. rows: of the "method" and the "baseline"."""
+
+    case: Case
+    rows: dict[str, Row]
 
 
 def _evidence(prompt: BuiltPrompt, turn: int, run: _Run) -> dict[str, Any]:

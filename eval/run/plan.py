@@ -6,8 +6,9 @@
 
 The arguments are those of a run or a sweep. Nothing is downloaded and no model runs: data and tokenizers are in the
 caches (lazyllm-bench fetch). Prompts, FLOPs and bytes are counted, with the paired baseline, warm-ups, later turns and
-other models; answers have their maximum length, and decoding has no revivals. Hours follow from one rate: half of the
-FLOP/s and of the bytes per second in the GPU's data sheet.
+other models. Answers have their maximum length; as many decode together as `answers.rows` says, or as fit into the
+GPU's memory; nothing is revived. Hours follow from one rate: half of the FLOP/s and of the bytes per second in the
+GPU's data sheet.
 """
 
 from __future__ import annotations
@@ -17,31 +18,15 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from eval.run.config import compose_config, jobs_of, to_run_config
 from eval.run.resolved import Resolved, build_method, later_turns, resolve
-from lazyllm.engine.flops import LayerShape, prefill_flops
+from eval.run.work import Model, Work, rows_of_answers
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Method
-from lazyllm.spec import ModelSpec
 
 RATE = 0.5  # the assumed share of a data sheet's FLOP/s and bytes per second
-_BYTES = {"float64": 8, "float32": 4}  # of a number; 2 in all other dtypes
-_QUANTISED_BYTES = {"int8": 1, "bnb_int8": 1, "int4": 0.5, "bnb_nf4": 0.5}
-
-
-@dataclass(frozen=True)
-class Work:
-    """FLOPs, and bytes of weights, K and V that are read."""
-
-    flops: int
-    read: int
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.read + other.read)
 
 
 @dataclass(frozen=True)
@@ -64,94 +49,6 @@ GPUS = {
     "rtx4090": Device("RTX 4090", 165e12, 1.01e12, 24),
     "l4": Device("L4", 121e12, 0.3e12, 24),
 }
-
-
-# --------------------------------------------------------------------------------------------------- cost of one prompt
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model's shapes (a transformers config), and the bytes of its weights."""
-
-    spec: ModelSpec
-    config: Any
-    weights: int
-
-    @classmethod
-    @cache
-    def of(cls, spec: ModelSpec) -> Model:
-        """The shapes of a preset need no files. Raises UserError."""
-        import torch  # this and others not at the top: planning refuses arguments before it imports torch
-        from transformers import AutoModelForCausalLM
-
-        from lazyllm.models.load import shape_of
-
-        # the machine that plans may lack the run's devices
-        config = shape_of(replace(spec, device="cpu", device_map=None, quantise=None))
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        size, linear = _BYTES.get(spec.dtype, 2), LayerShape.of(config).linear_flops // 2 * config.num_hidden_layers
-        others = sum(parameter.numel() for parameter in model.parameters()) - linear
-        return cls(spec, config, int(others * size + linear * _QUANTISED_BYTES.get(spec.quantise or "", size)))
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of K and V of one token in one layer."""
-        shape = LayerShape.of(self.config)
-        return 2 * shape.kv_heads * shape.head_dim * _BYTES.get(self.spec.dtype, 2)
-
-    def prefill(self, method: Method, n: int) -> Work:
-        """The work on n prompt tokens up to the first new token, that of other models included."""
-        return Work(method.first_token_flops(self.config, n), self.weights)
-
-    def more(self, method: Method, n: int, since: int, m: int, passes: int = 1) -> Work:
-        """The work on m more tokens over the stored ones, in one pass (a later turn) or one at a time (decoding).
-
-        n: prompt tokens. since: tokens that ran since the prompt.
-        """
-        layers, shape = self.config.num_hidden_layers, LayerShape.of(self.config)
-        before, after = (method.stored_per_layer(layers, n, later) for later in (since, since + m))
-        flops = prefill_flops(self.config, after, passes) - prefill_flops(self.config, before, 0)
-        linear = layers * m * shape.linear_flops + passes * 2 * shape.width * self.config.vocab_size
-        # tokens whose K and V are read, in all layers: for each decoding step, or once for all tokens of a pass
-        attended = (flops - linear) // shape.pair_flops if passes == m else sum(after)
-        return Work(flops, passes * self.weights + attended * self.kv_bytes)
-
-    def conversation(
-        self, method: Method, messages: Sequence[int], new_tokens: int, turns: str = "continue"
-    ) -> list[Work]:
-        """Prefill, decoding, and the same of each later turn. messages: tokens of each, the prompt first.
-
-        turns: as in `lazyllm.start`.
-        """
-        n, since, works = 0, 0, list[Work]()
-        for turn, message in enumerate(messages):
-            m = message + (turn > 0)  # the last token of the answer before runs with the message
-            if turn > 0 and turns == "continue":
-                works.append(self.more(method, n, since, m))
-                since += m
-            else:
-                n, since = n + since + m, 0
-                works.append(self.prefill(method, n))
-            works.append(self.more(method, n, since, new_tokens - 1, passes=new_tokens - 1))
-            since += new_tokens - 1
-        return works
-
-    def memory(self, method: Method, n: int, new_tokens: int) -> dict[str, int]:
-        """Bytes of each part at the peak of a generation; "working" is one layer of the prefill besides its input."""
-        shape, layers, size = LayerShape.of(self.config), self.config.num_hidden_layers, _BYTES.get(self.spec.dtype, 2)
-        tokens = method.tokens_per_layer(layers, n)
-        scores = 2 * shape.heads * tokens[0] ** 2 if self.spec.attn_implementation == "eager" else 0
-        working = max(3 * tokens[0] * (shape.width + shape.mlp_width), scores)
-        others = [Model.of(replace(other, dtype=self.spec.dtype)) for other in method.models()]
-        held = [other.weights + n * other.config.num_hidden_layers * other.kv_bytes for other in others]
-        return {
-            "weights": self.weights,
-            "other models": sum(held),
-            "K and V": (sum(tokens) + layers * new_tokens) * self.kv_bytes,
-            "Aux Cache": method.hidden_stored(layers, n) * shape.width * size,
-            "working": working * size,
-        }
 
 
 # --------------------------------------------------------------------------------------------------------- cost of runs
@@ -225,13 +122,21 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Device | None) -> Cost:
     first = rows[0]
     warm_up = Rows(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), run.config.timing.warmup)
     longest = {row.dataset: row for row in sorted(rows, key=lambda row: row.length)}.values()
+    together = rows_of_answers(
+        run.config.answers.rows,
+        run.spec,
+        [method for by_dataset, _ in sides for method in by_dataset.values()],
+        max(row.length for row in rows),
+        max(row.new_tokens for row in rows),
+        None if device is None else 1e9 * device.gigabytes,
+    )
     works, seconds, peaks = [Work(0, 0), Work(0, 0)], 0.0, []
     for side, (by_dataset, turns) in enumerate(sides):
         for row in (*rows, warm_up):
-            for work in model.conversation(by_dataset[row.dataset], row.messages, row.new_tokens, turns):
+            for work in model.conversation(by_dataset[row.dataset], row.messages, row.new_tokens, turns, together):
                 works[side] += Work(row.count * work.flops, row.count * work.read)
                 seconds += row.count * device.seconds(work) if device is not None else 0
-        peaks += [model.memory(by_dataset[row.dataset], row.length, row.new_tokens) for row in longest]
+        peaks += [model.memory(by_dataset[row.dataset], row.length, row.new_tokens, together) for row in longest]
     return Cost(
         run=f"{Path(run.spec.name).name}, {label_of(run.method['name'], settings_in(run.method))}",
         examples=sum(row.count for row in rows),

@@ -30,11 +30,13 @@ from eval.run.identity import (
 from eval.run.measure import Case
 from eval.run.resolved import RUNS, Resolved, about_the_method, at_depth, build_method, later_turns, plain
 from eval.run.targets import OutOfReachError
+from eval.run.work import rows_of_answers
 from eval.store.folder import fingerprint
 from eval.store.runs import label_of, settings_in
+from lazyllm.engine.devices import memory_of
 from lazyllm.errors import UserError
 from lazyllm.machine import git_commit
-from lazyllm.methods import code_of
+from lazyllm.methods import Baseline, code_of
 from lazyllm.models.load import check_loading, devices_in_use, load_config, load_end_ids, load_tokenizer_of, shape_of
 from lazyllm.models.quantisation import quantised_by
 from lazyllm.spec import QUANTISATIONS, ModelSpec
@@ -52,7 +54,7 @@ class Identified:
     """A run without its prompts.
 
     identity: must agree for two records to share a folder. parameters: the method's, by dataset. devices: all that the
-    model may compute on. prompt_limit: tokens; longer prompts lose their middle.
+    model may compute on. prompt_limit: tokens; longer prompts lose their middle. rows: answers that decode together.
     """
 
     run: Resolved
@@ -66,6 +68,7 @@ class Identified:
     prompt_limit: int
     devices: tuple[torch.device, ...]
     paired: bool
+    rows: int
 
     @property
     def keys(self) -> list[tuple[str, str]]:
@@ -169,9 +172,13 @@ def identify(run: Resolved) -> Identified:
         )
     loaded = _loaded(run)
     end_ids = load_end_ids(run.spec)
+    methods = [build_method(solved) for solved in parameters.values()] + ([Baseline()] if run.paired else [])
+    new_tokens = max(rows.max_new_tokens for rows in loaded)
+    rows = rows_of_answers(config.answers.rows, run.spec, methods, limit, new_tokens, memory_of(*devices))
     identity = _identity(run, loaded, model_config, tokenizer, end_ids, devices) | {
         **_chat_identity(run, tokenizer),
         "max_prompt_tokens": limit,
+        **({"answers_rows": rows} if rows > 1 else {}),  # rounding differs by the number of rows
         "parameters": plain(parameters) if targets.uses_preset(run.method) else None,
     }
     return Identified(
@@ -186,6 +193,7 @@ def identify(run: Resolved) -> Identified:
         prompt_limit=limit,
         devices=devices,
         paired=run.paired,
+        rows=rows,
     )
 
 

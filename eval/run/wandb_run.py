@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,7 +78,8 @@ class Tracker:
         sums["examples"] += 1
         for part, measured in ((part, getattr(turn, part)) for turn in turns for part in ("method", "baseline")):
             for name in ("score", "pct_prompt_tokens_computed", "ttft_s", "total_s") if measured else ():
-                sums[f"{part}_{name}"] += getattr(measured, name) / len(turns)
+                value = getattr(measured, name)
+                sums[f"{part}_{name}"] += (math.nan if value is None else value) / len(turns)
         number = sums["examples"]
         shown = {
             "examples": number,
@@ -90,7 +92,8 @@ class Tracker:
                 "running/ttft_speedup": sums["baseline_ttft_s"] / sums["method_ttft_s"],
                 "running/generation_speedup": sums["baseline_total_s"] / sums["method_total_s"],
             }
-        self._attempt(lambda run: run.log(shown))
+        known = {name: value for name, value in shown.items() if not math.isnan(value)}
+        self._attempt(lambda run: run.log(known))
 
     def finish(self, table: Table, records: Sequence[Record], pictures: Sequence[Path], folder: Path) -> None:
         """Show the whole run: its table, every example in the table, pictures (PNG), and the folder's files."""

@@ -46,7 +46,8 @@ class Measurement:
 
     text: the scored answer, before the first-line rule of some datasets. token_ids: its tokens.
     score: the dataset's metric, 0 to 1. rouge_l: rouge-score's ROUGE-L if the metric is ROUGE, else None.
-    ttft_s, scoring_s, total_s, decode_step_s: seconds, as in `lazyllm.Generation`.
+    ttft_s, scoring_s, total_s, decode_step_s: seconds, as in `lazyllm.Generation`; the last two are None if other
+        answers decoded in the same steps (`answers.rows`).
     scoring_tokens: prompt tokens that any model computed before the method's prefill.
     pct_prompt_tokens_computed: 0 to 100, mean over layers, at the end.
     group_starts: first layer (from 1) of each run of layers that computed the same prompt tokens.
@@ -79,8 +80,8 @@ class Measurement:
     ttft_s: float
     scoring_s: float
     scoring_tokens: int = 0
-    total_s: float
-    decode_step_s: list[float]
+    total_s: float | None
+    decode_step_s: list[float] | None
     pct_prompt_tokens_computed: float
     group_starts: list[int]
     computed: list[list[int]]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lazyllm.engine.devices import home_of, moved
+from lazyllm.engine.devices import moved
 from lazyllm.engine.inputs import NOTHING, Look
 from lazyllm.engine.masks import Reach
 from lazyllm.errors import UserError
+
+if TYPE_CHECKING:
+    from lazyllm.engine.cache import GroupCache
 
 # Scores that a sum over queries holds at once: on a CPU they fit its caches; elsewhere they take 128 MB in float32
 BLOCK_ON_CPU, BLOCK = 2**22, 2**25
@@ -34,14 +37,16 @@ Seen = Callable[[slice, slice], Tensor | None]
 
 
 class Probe:
-    """Which attention scores to record, and those recorded.
+    """What one generation's tokens attend to while they run, which of their scores to record, and those recorded.
 
+    cache: stores the K and V of the tokens that run.
     decodes: whether the run attends to tokens stored by earlier runs.
     reach: which stored tokens the running layer attends to.
     stop_at: the layer (from 0) whose attention raises `KeysReached` instead of running; None for none.
     home: the device that all scores are moved to.
     """
 
+    cache: GroupCache
     reach: Reach
 
     def __init__(self, home: torch.device) -> None:
@@ -90,16 +95,21 @@ class KeysReached(Exception):  # noqa: N818 - not an error
 
 
 class ObservedAttention:
-    """An attention function for transformers: the model's own, with masks of its own, watched by a probe.
+    """An attention function for transformers: the model's own, with masks of its own, watched by probes.
 
     The model's own attention (SDPA, FlashAttention, eager) does the work. Queries that need a mask run in blocks.
     In decoding, `attend_to_chosen` runs all masked blocks, and all steps in place of SDPA: it calls SDPA's kernels, but
     they read K and V once, not once for every query head that shares them.
+
+    rows: for each generation whose tokens are in the run, its probe and the number of its tokens, in order. Each
+        stores its K and V, and attends to them, apart from the others.
     """
 
-    def __init__(self, model: PreTrainedModel, probe: Probe) -> None:
+    _probe: Probe  # of the row that runs
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.rows: Sequence[tuple[Probe, int]] = ()
         self._config = model.config
-        self._probe = probe
         own = self._own = model.config._attn_implementation
         self._is_sdpa = own == "sdpa"
         self._is_eager = own is None or own == "eager"
@@ -108,9 +118,22 @@ class ObservedAttention:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Attention of query [1, h, m, d] to key and value [1, g, s, d]: [1, m, h, d], and no weights."""
+        """Attention of query [1, h, m, d], after storing key and value [1, g, m, d]: [1, m, h, d], and no weights."""
         _check_terms(module, kwargs)
+        if len(self.rows) == 1:
+            self._probe = self.rows[0][0]
+            return self.of_row(module, query, key, value, kwargs), None
+        out, sizes = [], [size for _, size in self.rows]
+        queries, keys, values = (part.split(sizes, dim=2) for part in (query, key, value))
+        for (probe, _), q, k, v in zip(self.rows, queries, keys, values, strict=True):
+            self._probe = probe
+            out.append(self.of_row(module, q, k, v, kwargs))
+        return torch.cat(out, dim=1), None
+
+    def of_row(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """`__call__` for the tokens of one generation, that of `self._probe`."""
         probe, layer = self._probe, cast(int, module.layer_idx)
+        key, value = probe.cache.update(key, value, layer)
         if layer == probe.stop_at:
             raise KeysReached(query, key)
         if probe.wants(layer):
@@ -119,8 +142,8 @@ class ObservedAttention:
         # in prefill, the model's own attention is causal; FlashAttention's also has windows, if positions have no gaps
         is_own = (self._is_flash and reach.is_whole) or (not self._is_eager and reach.window is None)
         if (in_prefill and is_own) or reach.is_everything:
-            return self.attend(module, query, key, value, None, kwargs), None
-        return self.in_blocks(module, query, key, value, kwargs), None
+            return self.attend(module, query, key, value, None, kwargs)
+        return self.in_blocks(module, query, key, value, kwargs)
 
     def in_blocks(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """[1, m, h, d] attention of blocks of queries, each with its mask."""
@@ -169,14 +192,15 @@ class ObservedAttention:
 
 
 @contextmanager
-def installed_attention(model: PreTrainedModel) -> Iterator[Probe]:
+def installed_attention(model: PreTrainedModel) -> Iterator[ObservedAttention]:
     """Install an `ObservedAttention` in `model`; it is removed on exit."""
-    probe = Probe(home_of(model))
-    own, name = model.config._attn_implementation, f"lazyllm_{id(probe)}"  # two models may generate at the same time
-    ALL_ATTENTION_FUNCTIONS[name] = ObservedAttention(model, probe)
+    attention = ObservedAttention(model)
+    # two models may generate at the same time
+    own, name = model.config._attn_implementation, f"lazyllm_{id(attention)}"
+    ALL_ATTENTION_FUNCTIONS[name] = attention
     model.config._attn_implementation = name
     try:
-        yield probe
+        yield attention
     finally:
         model.config._attn_implementation = own
         del ALL_ATTENTION_FUNCTIONS[name]

@@ -6,6 +6,7 @@ Notation:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lazyllm.engine.architecture import Layout, find_layout, hidden_before_layers, logits_of_normed
-from lazyllm.engine.attention import KeysReached, Probe, installed_attention
+from lazyllm.engine.attention import KeysReached, ObservedAttention, Probe, installed_attention
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import device_of, devices_of, home_of, is_spread, moved, products_of
 from lazyllm.engine.flops import LayerShape
@@ -71,25 +72,32 @@ class GroupRun:
     look: Look = NOTHING
     chosen: Tensor | None = None
 
+    def reach(self, window: int | None) -> Reach:
+        """What the batch attends to in layers with this sliding window."""
+        of_window, ranks = (self.cache, self.batch.positions, self.chosen, window), self.batch.ranks
+        return Reach(*of_window) if ranks is None else SortedReach(*of_window, ranks)
+
 
 class Decoder:
     """The parts of a transformers causal language model, and the loop over a group of its layers.
 
     Use `open_decoder`, which installs the observing attention and removes it again.
 
+    probe: of the one generation that this decoder runs; `beside` gives a decoder for another one.
     device: holds everything that no layer owns. devices: all that compute. The inputs of layers on other devices are
     moved there, and a group's output is moved back.
     tokens_run: tokens run so far; a run through a share of the layers counts as that share of a token.
     """
 
-    def __init__(self, model: PreTrainedModel, probe: Probe, layout: Layout) -> None:
+    def __init__(self, model: PreTrainedModel, attention: ObservedAttention, layout: Layout) -> None:
         self.model = model
-        self.probe = probe
         self.layout = layout
+        self._attention = attention
         self._inner: Any = model.model
         self.layers: Any = self._inner.layers
         self.config = model.config
         self.device = home_of(model)
+        self.probe = Probe(self.device)
         self.devices = devices_of(model)
         self._layer_devices = [device_of(layer) if is_spread(model) else self.device for layer in self.layers]
         self.dtype = model.dtype
@@ -97,6 +105,12 @@ class Decoder:
         self.tokens_run = 0.0
         shape = LayerShape.of(model.config)
         self._largest_matrix = shape.width * max(shape.mlp_width, shape.heads * shape.head_dim)
+
+    def beside(self) -> Decoder:
+        """A decoder of the same open model for another generation, whose tokens can run packed with this one's."""
+        other = copy.copy(self)
+        other.probe, other.tokens_run = Probe(self.device), 0.0
+        return other
 
     def batch(self, token_ids: Tensor, positions: Tensor) -> Batch:
         """The batch of tokens [m] before layer 1, at `positions` [m] after all that are stored."""
@@ -121,35 +135,50 @@ class Decoder:
 
     def run(self, run: GroupRun) -> Batch:
         """The batch after the group's layers; its K and V are then in `run.cache`."""
-        cache, batch = run.cache, run.batch
-        hidden, rope = batch.hidden, batch.rope
-        self.tokens_run += len(batch) * len(cache.layers) / len(self.layers)
-        self.probe.watch(run.look)
-        self.probe.decodes = cache.added < cache.length
-        reaches: dict[int | None, Reach] = {}
-        position_ids, device = batch.positions[None], self.device
-        with products_of(hidden, self._largest_matrix) if self.probe.decodes else nullcontext():
-            for layer in cache.layers:
+        self.tokens_run += len(run.batch) * len(run.cache.layers) / len(self.layers)
+        return self.run_packed([(self.probe, run)], run.cache.layers)[0]
+
+    def run_packed(self, rows: Sequence[tuple[Probe, GroupRun]], layers: range) -> list[Batch]:
+        """The batches of several generations after these layers, which run all tokens as one sequence [1, sum of m, w].
+
+        Each row attends to its own cache only, and its own probe records its scores.
+        layers: the first ones of each row's group, or next ones after those that ran.
+        """
+        batches, sizes = [run.batch for _, run in rows], [len(run.batch) for _, run in rows]
+        hidden = _joined([batch.hidden for batch in batches])
+        position_ids = _joined([batch.positions[None] for batch in batches])
+        rope = tuple(map(_joined, zip(*(batch.rope for batch in batches), strict=True)))
+        self._attention.rows = [(probe, size) for (probe, _), size in zip(rows, sizes, strict=True)]
+        for probe, run in rows:
+            probe.cache, probe.decodes = run.cache, run.cache.added < run.cache.length
+            if layers.start == run.cache.layers.start:
+                probe.watch(run.look)
+        reaches: list[dict[int | None, Reach]] = [{} for _ in rows]
+        device = self.device
+        with products_of(hidden, self._largest_matrix) if rows[0][0].decodes else nullcontext():
+            for layer in layers:
                 window = self.layout.windows[layer]
-                if window is not None and run.length <= window:
-                    window = None  # all tokens lie in the window
-                if window not in reaches:
-                    of_window, ranks = (cache, batch.positions, run.chosen, window), batch.ranks
-                    reaches[window] = Reach(*of_window) if ranks is None else SortedReach(*of_window, ranks)
-                self.probe.reach = reaches[window]
+                for (probe, run), made in zip(rows, reaches, strict=True):
+                    within = None if window is None or run.length <= window else window  # None: all lie in the window
+                    if within not in made:
+                        made[within] = run.reach(within)
+                    probe.reach = made[within]
                 if self._layer_devices[layer] != device:  # moved once; accelerate would move them for every layer
                     device = self._layer_devices[layer]
                     hidden, position_ids, rope = moved((hidden, position_ids, rope), device)
                 of_layer = 2 * self.layout.rope_of[layer]
-                hidden = self.layers[layer](
+                hidden = self.layers[
+                    layer
+                ](
                     hidden,
                     attention_mask=None,
                     position_ids=position_ids,
-                    past_key_values=cache,
+                    past_key_values=_Unstored,  # the attention function stores each row's K and V in its own cache
                     use_cache=True,
                     position_embeddings=rope[of_layer : of_layer + 2],
                 )
-        return replace(batch, hidden=moved(hidden, self.device), ranks=None)
+        parts = [moved(hidden, self.device)] if len(rows) == 1 else moved(hidden, self.device).split(sizes, dim=1)
+        return [replace(batch, hidden=part, ranks=None) for batch, part in zip(batches, parts, strict=True)]
 
     def norm(self, hidden: Tensor) -> Tensor:
         """The model's last norm, of hidden [1, m, w]."""
@@ -161,7 +190,12 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[v] logits of the last token of hidden [1, m, w] only."""
-        return moved(self.head(self.norm(hidden[:, -1:])[0])[0], self.device)
+        return self.last_logits([hidden])[0]
+
+    def last_logits(self, hidden: Sequence[Tensor]) -> Tensor:
+        """[r, v] logits of the last token of each of r rows [1, m, w]."""
+        last = _joined([of_row[:, -1:] for of_row in hidden])
+        return moved(self.head(self.norm(last)[0]), self.device)
 
 
 @contextmanager
@@ -176,8 +210,8 @@ def open_decoder(
     (`lazyllm.engine.checks.check_same_as_model` runs them).
     """
     layout = layout or find_layout(model)
-    with ropes_put_back(model), installed_attention(model) as probe:
-        decoder = Decoder(model, probe, layout)
+    with ropes_put_back(model), installed_attention(model) as attention:
+        decoder = Decoder(model, attention, layout)
         try:
             yield decoder
         finally:
@@ -263,6 +297,11 @@ def run_to_keys(decoder: Decoder, token_ids: Tensor, layer: int) -> tuple[Tensor
     raise RuntimeError(f"layer {layer} did not call the installed attention function")
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """[1, m, ...] of several generations -> [1, sum of m, ...]."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+
+
 class _Unstored:
     """A cache that stores nothing: the tokens of a run attend to one another."""
 
@@ -273,7 +312,8 @@ class _Unstored:
         self.positions = positions
         self.added = self.length = positions.shape[0]  # as in a prefill: every token is new
 
-    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def update(key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key, value
 
 

@@ -90,6 +90,13 @@ def read_peak(*devices: torch.device) -> int | None:
     return None if None in peaks else sum(peaks)  # type: ignore[arg-type]
 
 
+def memory_of(*devices: torch.device) -> int | None:
+    """Bytes of memory of all these devices together; None unless all are CUDA's."""
+    if any(device.type != "cuda" for device in devices):
+        return None
+    return sum(torch.cuda.get_device_properties(device).total_memory for device in devices)
+
+
 def _peak(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,6 +29,18 @@ from lazyllm.errors import UserError
 
 # [v] logits -> the next token, and whether it is the last one
 Choose = Callable[[Tensor], tuple[int, bool]]
+
+
+class Chooser(Protocol):
+    """A `Choose` in two halves, so that one transfer from the device serves all generations that decode together."""
+
+    def pick(self, logits: Tensor) -> Tensor:
+        """[v] logits -> [k] float64 on their device, which holds every token id: what `read` needs."""
+        ...
+
+    def read(self, picked: list[float]) -> tuple[int, bool]:
+        """The next token, and whether it is the last one. Raises FloatingPointError if none can be chosen."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -143,6 +156,49 @@ def continue_prompt(
         return conversation.answer_by(choose, None, max_new_tokens, put)
 
 
+class Answer:
+    """An answer in the making.
+
+    session: after its prefill. first_logits: [v] after the prompt. start: the clock before it.
+    token_ids: the tokens so far. is_done: whether none follows.
+    """
+
+    def __init__(self, session: Session, first_logits: Tensor, max_new_tokens: int, start: float) -> None:
+        self.session = session
+        self.token_ids: list[int] = []
+        self.is_done = False
+        self._first_logits = first_logits
+        self._max_new_tokens = max_new_tokens
+        self._clock = [start + session.scoring.uncounted_s]
+
+    def add(self, token_id: int, ended: bool, now: float) -> None:
+        """Note a token, and the clock after it."""
+        self.token_ids.append(token_id)
+        self._clock.append(now)
+        self.is_done = ended or len(self.token_ids) == self._max_new_tokens
+
+    def generation(self, prompt_tokens: int) -> Generation:
+        """The finished answer. prompt_tokens: as of `Generation`. Raises UserError for a selection against its rule."""
+        session, clock = self.session, self._clock
+        session.read_selections()
+        return Generation(
+            token_ids=self.token_ids,
+            first_logits=self._first_logits,
+            ttft_s=clock[1] - clock[0],
+            scoring_s=session.scoring.seconds,
+            total_s=clock[-1] - clock[0],
+            decode_step_s=[after - before for before, after in pairwise(clock[1:])],
+            computed=np.array([[int(count) for count in step] for step in session.computed]),
+            selected=[{layer: kept.tolist() for layer, kept in step.items()} for step in session.selected],
+            revived=np.array(session.revived),
+            kv_bytes=session.kv_bytes,
+            aux_bytes=session.aux_bytes,
+            prompt_tokens=prompt_tokens,
+            scoring_tokens=session.scoring.tokens,
+            scored_before=session.scored_before,
+        )
+
+
 class Conversation:
     """A session: a prompt, its answer, and later turns on the same text. A context manager; `start` makes one.
 
@@ -223,8 +279,8 @@ class Conversation:
         for each token of this answer. `computed` and `prompt_tokens` count the tokens of all turns so far.
         Raises as `generate` and `answer_by`.
         """
-        end_ids = end_ids_of(self._model) if eos_token_ids is None else frozenset(eos_token_ids)
-        return self.answer_by(greedy(end_ids, min_new_tokens), more_ids, max_new_tokens)
+        end_ids = end_ids_of(self._model) if eos_token_ids is None else eos_token_ids
+        return self.answer_by(Greedy(end_ids, min_new_tokens), more_ids, max_new_tokens)
 
     @torch.inference_mode()
     def answer_by(
@@ -266,38 +322,18 @@ class Conversation:
         self, decoder: Decoder, turn: Tensor | None, max_new_tokens: int, choose: Choose, put: Callable | None
     ) -> Generation:
         start = read_clock(*decoder.devices)
-        session, first_logits = self._begin(decoder, turn, max_new_tokens)
-        start += session.scoring.uncounted_s
-        logits = first_logits
-        token_ids: list[int] = []
-        clock = [start]
+        session, logits = self._begin(decoder, turn, max_new_tokens)
+        answer = Answer(session, logits, max_new_tokens, start)
         while True:
             token_id, ended = choose(logits)
-            token_ids.append(token_id)
-            clock.append(read_clock(*decoder.devices))
+            answer.add(token_id, ended, read_clock(*decoder.devices))
             if put is not None:
                 put(token_id)
-            if ended or len(token_ids) == max_new_tokens:
+            if answer.is_done:
                 break
             logits = session.step(token_id)
-        session.read_selections()
-        self.token_ids += token_ids
-        return Generation(
-            token_ids=token_ids,
-            first_logits=first_logits,
-            ttft_s=clock[1] - clock[0],
-            scoring_s=session.scoring.seconds,
-            total_s=clock[-1] - clock[0],
-            decode_step_s=[after - before for before, after in pairwise(clock[1:])],
-            computed=np.array([[int(count) for count in step] for step in session.computed]),
-            selected=[{layer: kept.tolist() for layer, kept in step.items()} for step in session.selected],
-            revived=np.array(session.revived),
-            kv_bytes=session.kv_bytes,
-            aux_bytes=session.aux_bytes,
-            prompt_tokens=self._prompt_tokens,
-            scoring_tokens=session.scoring.tokens,
-            scored_before=session.scored_before,
-        )
+        self.token_ids += answer.token_ids
+        return answer.generation(self._prompt_tokens)
 
     def _begin(self, decoder: Decoder, turn: Tensor | None, max_new_tokens: int) -> tuple[Session, Tensor]:
         """Run the turn's tokens and add them to the text: the session, and the logits [v] after them."""
@@ -319,18 +355,11 @@ class Conversation:
     def _check_turn(self, more_ids: Tensor | Sequence[int] | None, max_new_tokens: int) -> Tensor | None:
         """[m] the turn's tokens on the host; None for the first turn. Raises ValueError as `answer_by`."""
         self._check_open()
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens}: give 1 or more")
         turn = self._new_tokens(more_ids)
-        total = len(self.token_ids) + (0 if turn is None else len(turn)) + max_new_tokens
-        most = longest_text(self._model.config)
-        if total > most:
-            raise UserError(
-                f"the text would have {total} tokens, but the model has {most} positions: give fewer tokens"
-                + (", or start a new session" if self._has_answered else "")
-            )
+        before = len(self.token_ids) + (0 if turn is None else len(turn))
+        check_length(self._model, before, max_new_tokens, ", or start a new session" if self._has_answered else "")
         if turn is not None and self._continues:
-            check_lengths(self._model, len(self._prompt), total - len(self._prompt))
+            check_lengths(self._model, len(self._prompt), before + max_new_tokens - len(self._prompt))
         return turn
 
     def _new_tokens(self, more_ids: Tensor | Sequence[int] | None) -> Tensor | None:
@@ -378,6 +407,20 @@ def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt
     return replace(whole, token_ids=prompt.to(torch.long))
 
 
+def check_length(model: PreTrainedModel, tokens: int, max_new_tokens: int, advice: str = "") -> None:
+    """Refuse a text that is longer than the model's positions (UserError), or an answer without tokens (ValueError).
+
+    tokens: of the text before the answer. advice: what else to do.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: give 1 or more")
+    total, most = tokens + max_new_tokens, longest_text(model.config)
+    if total > most:
+        raise UserError(
+            f"the text would have {total} tokens, but the model has {most} positions: give fewer tokens{advice}"
+        )
+
+
 def check_method(method: object) -> None:
     """Raise TypeError for anything but a method, such as a method's name."""
     if not isinstance(method, Method):
@@ -400,25 +443,31 @@ def end_ids_of(model: PreTrainedModel) -> frozenset[int]:
     return frozenset([own] if isinstance(own, int) else own)
 
 
-def greedy(end_ids: frozenset[int] = frozenset(), min_new_tokens: int = 0) -> Choose:
-    """A chooser of the token with the highest logit; ties go as in `torch.argmax`, as in transformers.
+class Greedy:
+    """A `Choose` and `Chooser` of the token with the highest logit; ties go as in `torch.argmax`, as in transformers.
 
-    end_ids, min_new_tokens: as in `generate`. The chooser counts tokens, so each generation needs a new one. It raises
+    end_ids, min_new_tokens: as in `generate`. It counts tokens, so each generation needs a new one. It raises
     FloatingPointError if the highest logit is not finite.
     """
-    chosen = 0
 
-    def choose(logits: Tensor) -> tuple[int, bool]:
-        nonlocal chosen
-        if end_ids and chosen < min_new_tokens:
+    def __init__(self, end_ids: Collection[int] = (), min_new_tokens: int = 0) -> None:
+        self._end_ids = frozenset(end_ids)
+        self._min_new_tokens = min_new_tokens
+        self._chosen = 0
+
+    def __call__(self, logits: Tensor) -> tuple[int, bool]:
+        return self.read(self.pick(logits).tolist())
+
+    def pick(self, logits: Tensor) -> Tensor:
+        if self._end_ids and self._chosen < self._min_new_tokens:
             logits = logits.clone()
-            logits[list(end_ids)] = float("-inf")
+            logits[list(self._end_ids)] = float("-inf")
+        self._chosen += 1
         highest, token_id = logits.max(dim=0)
-        # one transfer for both; float64 holds every token id
-        value, token_id = torch.stack([highest.double(), token_id.double()]).tolist()
-        if not math.isfinite(value):
-            raise FloatingPointError("the model's logits are not finite (NaN or infinite)")
-        chosen += 1
-        return int(token_id), int(token_id) in end_ids
+        return torch.stack([highest.double(), token_id.double()])
 
-    return choose
+    def read(self, picked: list[float]) -> tuple[int, bool]:
+        highest, token_id = picked
+        if not math.isfinite(highest):
+            raise FloatingPointError("the model's logits are not finite (NaN or infinite)")
+        return int(token_id), int(token_id) in self._end_ids

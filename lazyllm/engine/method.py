@@ -41,6 +41,7 @@ class Method(ABC):
     everything: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that keep every token; if empty: the dial at 1.0
     adaptive: ClassVar[bool] = False  # the number of tokens depends on the prompt: those declared are estimates
     diagnostic: ClassVar[bool] = False  # a reference, not a method: its selection is in no time and no count
+    packs: ClassVar[bool] = True  # several prompts can decode together; False if its session runs steps of its own
     table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters of the setting `table1`, if it is not solved for
 
     @abstractmethod

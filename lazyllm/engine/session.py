@@ -154,7 +154,8 @@ class Session:
         """The batch for the first group in a step with these tokens [m].
 
         For each group in order, a step then runs what `enter` gives through the decoder, and `leave` gives the batch
-        for the next one; `end_step` ends it. So a step can also be run from outside, beside those of other sessions.
+        for the next one; `end_step` ends it. So a step can also be run from outside, packed with those of other
+        sessions (`lazyllm.engine.pack`), whose questions at a boundary are answered together.
         """
         self._selected.append({})
         start, self.length = self.length, self.length + token_ids.shape[0]
@@ -174,8 +175,20 @@ class Session:
         if self._in_prefill:
             self._num_computed[index] += len(batch)
             return self.cross_in_prefill(index, batch)
+        question = self.ask(index, batch)
+        return self.cross_in_step(index, batch, None if question is None else self.read(question))
+
+    def ask(self, index: int, batch: Batch) -> Tensor | None:
+        """The first half of `leave` in a decoding step, which never waits for the device.
+
+        [p] bool, True at the positions that `cross_in_step` needs as numbers; None if it needs none.
+        """
         self._num_computed[index] += len(batch) - 1
-        return self.cross_in_step(index, batch)
+        return None
+
+    def read(self, question: Tensor) -> Tensor:
+        """The ascending positions at which `question` is True: a wait for the device."""
+        return positions_of([question])[0]
 
     def end_step(self) -> None:
         """Note the counts of a step whose groups have all run."""
@@ -218,8 +231,11 @@ class Session:
         """The prompt tokens that enter the next group, of those that left group `index`."""
         return batch if self._cross is None else self._cross(self, index, batch)
 
-    def cross_in_step(self, index: int, batch: Batch) -> Batch:
-        """The tokens that group `index + 1` computes in this decoding step; the newest token is the last of them."""
+    def cross_in_step(self, index: int, batch: Batch, answer: Tensor | None) -> Batch:
+        """The tokens that group `index + 1` computes in this decoding step; the newest token is the last of them.
+
+        answer: the ascending positions that `ask` asked for.
+        """
         return batch
 
     def chosen(self, cache: GroupCache) -> Tensor | None:
@@ -252,3 +268,16 @@ class Session:
         last = max(0, m - max(chunk, self._look(index).queries))
         starts = [*range(0, last, chunk), last]
         return [batch[start:stop] for start, stop in pairwise([*starts, m])]
+
+
+def positions_of(masks: Sequence[Tensor]) -> list[Tensor]:
+    """The ascending positions at which each mask [p] is True, in one wait for the device."""
+    if len(masks) == 1:
+        return [masks[0].nonzero()[:, 0]]
+    counts = torch.stack([mask.sum() for mask in masks]).tolist() if masks else []
+    return [first_true(mask, count) for mask, count in zip(masks, counts, strict=True)]
+
+
+def first_true(mask: Tensor, count: int) -> Tensor:
+    """The first `count` positions at which mask [p] is True, ascending, without a wait for the device."""
+    return mask.byte().argsort(descending=True, stable=True)[:count]

@@ -45,7 +45,7 @@ class Chat:
         import torch
         from transformers import TextStreamer
 
-        from lazyllm.engine.generation import end_ids_of, greedy, start
+        from lazyllm.engine.generation import Greedy, end_ids_of, start
 
         tokenizer, end_ids = self.tokenizer, end_ids_of(self.model)
         session, self.session = self.session, None  # kept only if the answer succeeds
@@ -64,7 +64,7 @@ class Chat:
             return token_id, token_id in end_ids
 
         streamer: Any = TextStreamer(tokenizer, skip_special_tokens=True)
-        choose = sample if self.temperature else greedy(end_ids)
+        choose = sample if self.temperature else Greedy(end_ids)
         out = session.answer_by(choose, more, self.max_new_tokens, lambda token: streamer.put(torch.tensor([token])))
         streamer.end()
         if tokenizer.chat_template:

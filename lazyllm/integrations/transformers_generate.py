@@ -1,7 +1,7 @@
 """A method inside transformers' own `model.generate`, with its sampling, processors, criteria and streamers.
 
 transformers prepares a call (generation config, logits processors, stopping criteria) and hands it to our callable in
-`custom_generate`. Rows of a batch run one after the other, each in its own session.
+`custom_generate`. Rows of a batch decode together, each in its own session (`lazyllm.engine.pack`).
 
 Notation:
     b  rows      n  width of the padded prompts      t  tokens so far, padding included      v  vocabulary
@@ -40,8 +40,9 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from lazyllm.engine.generation import Generation, as_prompt, check_fits, check_method, continue_prompt
+from lazyllm.engine.generation import Generation, as_prompt, check_fits, check_length, check_method
 from lazyllm.engine.method import Method
+from lazyllm.engine.pack import ROWS, Row, answers
 
 # Every field of `GenerationConfig` is in one of three tables; a test checks the installed release.
 # Options that transformers turns into logits processors and stopping criteria, or that are read here.
@@ -137,8 +138,11 @@ def generate_with(method: Method, *, seed: int | None = None) -> GenerateWith:
 
     Batches are padded on the left. A row gives what it gives alone: it is pruned by its own length, and its processors
     and criteria see [1, tokens] without the padding. Limits of length count from the end of the padded prompt, as in
-    transformers. Padding follows a row's answer. `max_time` is for the whole call. Your own processors and criteria see
-    the rows one after the other; if they hold state, they must reset it when the ids are those of another prompt.
+    transformers. Padding follows a row's answer. `max_time` is for the whole call.
+
+    Up to 8 rows decode together, as in `lazyllm.generate_many`. Rows run one after the other if they are sampled
+    without a seed, or with your own processors or criteria. If these hold state, they must reset it when the ids are
+    those of another prompt.
 
     seed: None draws from torch's global generator, row after row: a batch gives what single rows give one after the
         other after one `torch.manual_seed`. With a seed, row i draws from its own generator, seeded with seed + i,
@@ -291,13 +295,12 @@ class GenerateWith:
         prompts = [as_prompt(model, ids_on_host[row, left:]) for row, left in enumerate(padding)]
         for prompt in prompts:
             check_fits(model, self.method, prompt)
+            check_length(model, len(prompt), max_new_tokens)
 
         wanted = generation_config.return_dict_in_generate
         put = None if streamer is None else functools.partial(_put, streamer)
-        choosers: list[_Row] = []
-        generations: list[Generation] = []
-        for index, (prompt, left) in enumerate(zip(prompts, padding, strict=True)):
-            row = _Row(
+        choosers = [
+            _Row(
                 model=model,
                 ids=input_ids[index : index + 1],
                 left=left,
@@ -308,8 +311,15 @@ class GenerateWith:
                 scores=() if wanted and generation_config.output_scores else None,
                 logits=() if wanted and generation_config.output_logits else None,
             )
-            generations.append(continue_prompt(model, prompt, self.method, max_new_tokens, row.choose, put))
-            choosers.append(row)
+            for index, left in enumerate(padding)
+        ]
+        packed = [
+            Row(prompt, self.method, max_new_tokens, row, put) for prompt, row in zip(prompts, choosers, strict=True)
+        ]
+        in_turn = generation_config.do_sample and self.seed is None
+        together = self.method.packs and not in_turn and _of_transformers([*logits_processor, *stopping_criteria])
+        done = dict(answers(model, packed, ROWS if together else 1))
+        generations = [done[index] for index in range(rows)]
         if streamer is not None:
             streamer.end()
         sequences = _sequences(input_ids, generations, pad_id)
@@ -344,18 +354,17 @@ class _Row:
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
 
-    def choose(self, last_logits: Tensor) -> tuple[int, bool]:
-        """A `Choose`, outside inference mode, so that processors and results have ordinary tensors."""
+    def pick(self, logits: Tensor) -> Tensor:
+        """As of `Chooser`, outside inference mode, so that processors and results have ordinary tensors."""
         with torch.inference_mode(False), torch.no_grad(), _not_called(self.model):
             # [v] -> [1, v]; processors may write into it
-            logits = last_logits[None].to(device=self.ids.device, dtype=torch.float32, copy=True)
-            scores = logits
+            scores = own = logits[None].to(device=self.ids.device, dtype=torch.float32, copy=True)
             for processor in self.processors:
                 scores = processor(self._seen_by(processor), scores)
             if self.scores is not None:
                 self.scores += (scores,)
             if self.logits is not None:
-                self.logits += (logits,)
+                self.logits += (own,)
             if self.samples:
                 chosen = torch.multinomial(scores.softmax(dim=-1), 1, generator=self.generator)  # [1, 1]
             else:
@@ -365,8 +374,10 @@ class _Row:
             for criterion in self.criteria:
                 ended = ended | criterion(self._seen_by(criterion), self.scores)
             score = scores.gather(1, chosen)
-            # one transfer for all three; float64 holds every token id
-            token_id, value, last = torch.cat([chosen[0].double(), score[0].double(), ended.double()]).tolist()
+            return torch.cat([chosen[0].double(), score[0].double(), ended.double()])
+
+    def read(self, picked: list[float]) -> tuple[int, bool]:
+        token_id, value, last = picked
         if not math.isfinite(value):
             raise FloatingPointError("no token can be chosen: its score is not finite, or every token is forbidden")
         return int(token_id), bool(last)
@@ -478,6 +489,11 @@ def _of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
         case _:
             pass
     return processor
+
+
+def _of_transformers(rules: Sequence[Any]) -> bool:
+    """Whether all processors and criteria are transformers' own, which serve several rows at a time."""
+    return all(type(rule).__module__.partition(".")[0] == "transformers" for rule in rules)
 
 
 def _sequences(input_ids: Tensor, generations: Sequence[Generation], pad_id: int | None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lazyllm.engine.cache import AuxCache, GroupCache
 from lazyllm.engine.decoder import Batch, Decoder, Rope
 from lazyllm.engine.inputs import Group
-from lazyllm.engine.session import Session
+from lazyllm.engine.session import Session, first_true
 from lazyllm.methods.support.ranking import rank, split_prompt
 from lazyllm.methods.support.schedule import Schedule
 
@@ -68,6 +68,7 @@ class LazySession(Session):
         self._miscounted: list[int | Tensor] = [0] * len(self.groups)  # generated tokens among `_num_computed`
         self._starts_turn = False
         self._first_new = 0  # position of the first token that this turn runs
+        self._ranks: Sequence[int] | None = None  # `Batch.ranks` of the tokens that a turn revives next, if many
         self._num_revived: list[int | Tensor] = [0] * len(self.groups)
 
     @property
@@ -144,12 +145,14 @@ class LazySession(Session):
         self._selected[-1][layer] = self._first_selected[layer] = self._present
         return batch
 
-    def cross_in_step(self, index: int, batch: Batch) -> Batch:
+    def ask(self, index: int, batch: Batch) -> Tensor | None:
+        """Select the step's set at this boundary; [p] bool, its tokens that the next group has not computed."""
+        super().ask(index, batch)
         if index == 0 and self._starts_turn:
             self._note_rope(batch)
         self._note_layers_that_keep_all(index)
         if not self.groups[index].look.layers:
-            return batch
+            return None
         layer, end = self._cuts[index], self._num_candidates
         always = self.length - end + self._num_always
         keep = self._schedule.kept(layer, self._num_present - always)
@@ -162,7 +165,10 @@ class LazySession(Session):
             self._present = torch.cat([self._first_selected[layer], self._everything[:always]])
         self._num_present = keep + always
         self._selected[-1][layer] = self._present
-        return self._revive(index, batch) if index < len(self._aux) else batch
+        before = self.length - 1
+        if index >= len(self._aux) or self.caches[index + 1].length == before:
+            return None  # the next group has computed all earlier tokens
+        return self._present[:before] & self.caches[index + 1].absent[:before]
 
     def importance(self, index: int) -> Tensor:
         """[s] importance (Eq. 1) of the tokens stored in group `index`, whose layers have just run."""
@@ -187,19 +193,20 @@ class LazySession(Session):
             return None
         return self._present[cache.positions]
 
-    def _revive(self, index: int, batch: Batch) -> Batch:
-        """The batch for the next group: the tokens of the set that it has not computed, the newest last.
+    def cross_in_step(self, index: int, batch: Batch, answer: Tensor | None) -> Batch:
+        """The tokens of the set that the next group has not computed, the newest last.
 
         Tokens that were revived into group `index` but not into the next one go back into its Aux Cache.
         """
-        aux, into, newest = self._aux[index], self.caches[index + 1], batch
+        if index >= len(self._aux):
+            return batch
+        aux, newest, revived, ranks = self._aux[index], batch, answer, self._ranks
+        self._ranks = None
         if len(batch) > 1:
             aux.put(batch.positions[:-1], batch.hidden[0, :-1])
             newest = batch.last
-        if into.length == self.length - 1:
-            return newest  # the next group has computed all earlier tokens
-        before = self.length - 1
-        revived, ranks = self._absent_of_set(self._present[:before] & into.absent[:before])
+        if revived is None:
+            return newest
         if self._prune_generated and self._generated is not None:
             miscounted = self._generated[revived].sum() - int(self._starts_turn)  # a turn's newest is a prompt token
             self._miscounted[index + 1] = self._miscounted[index + 1] + miscounted
@@ -216,18 +223,14 @@ class LazySession(Session):
         hidden = torch.cat([aux.take(revived)[None], newest.hidden], dim=1)
         return Batch(hidden, torch.cat([revived, newest.positions]), rope, is_newest=False, ranks=ranks)
 
-    def _absent_of_set(self, is_revived: Tensor) -> tuple[Tensor, Sequence[int] | None]:
-        """The positions where `is_revived`, and `Batch.ranks` if a turn revives many.
-
-        The only wait for the device at this boundary.
-        """
+    def read(self, question: Tensor) -> Tensor:
         if not self._starts_turn:
-            return is_revived.nonzero()[:, 0], None
-        ranks = self._present[: len(is_revived)].cumsum(0) * is_revived  # 0 if not revived
+            return super().read(question)
+        ranks = self._present[: len(question)].cumsum(0) * question  # 0 if not revived
         known = ranks.numpy(force=True)
         known = known[known > 0]
-        revived = is_revived.byte().argsort(descending=True, stable=True)[: len(known)]
-        return revived, [*known.tolist(), self._num_present] if len(known) >= MANY else None
+        self._ranks = [*known.tolist(), self._num_present] if len(known) >= MANY else None
+        return first_true(question, len(known))
 
     def end_step(self) -> None:
         super().end_step()

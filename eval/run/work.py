@@ -1,0 +1,142 @@
+"""The work and the memory of one prompt, and how many answers fit into memory together. Nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.errors import UserError
+from lazyllm.methods import Method
+from lazyllm.spec import ModelSpec
+
+_BYTES = {"float64": 8, "float32": 4}  # of a number; 2 in all other dtypes
+ROWS = 8  # the most answers that decode together, unless the settings give a number
+USABLE = 0.9  # share of a device's memory
+_QUANTISED_BYTES = {"int8": 1, "bnb_int8": 1, "int4": 0.5, "bnb_nf4": 0.5}
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs, and bytes of weights, K and V that are read."""
+
+    flops: int
+    read: int
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.read + other.read)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's shapes (a transformers config), and the bytes of its weights."""
+
+    spec: ModelSpec
+    config: Any
+    weights: int
+
+    @classmethod
+    @cache
+    def of(cls, spec: ModelSpec) -> Model:
+        """The shapes of a preset need no files. Raises UserError."""
+        import torch  # this and others not at the top: planning refuses arguments before it imports torch
+        from transformers import AutoModelForCausalLM
+
+        from lazyllm.models.load import shape_of
+
+        # the machine that plans may lack the run's devices
+        config = shape_of(replace(spec, device="cpu", device_map=None, quantise=None))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        size, linear = _BYTES.get(spec.dtype, 2), LayerShape.of(config).linear_flops // 2 * config.num_hidden_layers
+        others = sum(parameter.numel() for parameter in model.parameters()) - linear
+        return cls(spec, config, int(others * size + linear * _QUANTISED_BYTES.get(spec.quantise or "", size)))
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V of one token in one layer."""
+        shape = LayerShape.of(self.config)
+        return 2 * shape.kv_heads * shape.head_dim * _BYTES.get(self.spec.dtype, 2)
+
+    def prefill(self, method: Method, n: int) -> Work:
+        """The work on n prompt tokens up to the first new token, that of other models included."""
+        return Work(method.first_token_flops(self.config, n), self.weights)
+
+    def more(self, method: Method, n: int, since: int, m: int, passes: int = 1, rows: int = 1) -> Work:
+        """The work on m more tokens over the stored ones, in one pass (a later turn) or one at a time (decoding).
+
+        n: prompt tokens. since: tokens that ran since the prompt. rows: answers that read the weights together.
+        """
+        layers, shape = self.config.num_hidden_layers, LayerShape.of(self.config)
+        before, after = (method.stored_per_layer(layers, n, later) for later in (since, since + m))
+        flops = prefill_flops(self.config, after, passes) - prefill_flops(self.config, before, 0)
+        linear = layers * m * shape.linear_flops + passes * 2 * shape.width * self.config.vocab_size
+        # tokens whose K and V are read, in all layers: for each decoding step, or once for all tokens of a pass
+        attended = (flops - linear) // shape.pair_flops if passes == m else sum(after)
+        return Work(flops, passes * self.weights // rows + attended * self.kv_bytes)
+
+    def conversation(
+        self, method: Method, messages: Sequence[int], new_tokens: int, turns: str = "continue", rows: int = 1
+    ) -> list[Work]:
+        """Prefill, decoding, and the same of each later turn. messages: tokens of each, the prompt first.
+
+        turns: as in `lazyllm.start`. rows: answers that decode together, if there is one turn.
+        """
+        together = rows if len(messages) == 1 else 1
+        n, since, works = 0, 0, list[Work]()
+        for turn, message in enumerate(messages):
+            m = message + (turn > 0)  # the last token of the answer before runs with the message
+            if turn > 0 and turns == "continue":
+                works.append(self.more(method, n, since, m))
+                since += m
+            else:
+                n, since = n + since + m, 0
+                works.append(self.prefill(method, n))
+            works.append(self.more(method, n, since, new_tokens - 1, new_tokens - 1, together))
+            since += new_tokens - 1
+        return works
+
+    def memory(self, method: Method, n: int, new_tokens: int, rows: int = 1) -> dict[str, int]:
+        """Bytes of each part at the peak of a generation; "working" is one layer of the prefill besides its input.
+
+        rows: answers that decode together.
+        """
+        shape, layers, size = LayerShape.of(self.config), self.config.num_hidden_layers, _BYTES.get(self.spec.dtype, 2)
+        tokens = method.tokens_per_layer(layers, n)
+        scores = 2 * shape.heads * tokens[0] ** 2 if self.spec.attn_implementation == "eager" else 0
+        working = max(3 * tokens[0] * (shape.width + shape.mlp_width), scores)
+        others = [Model.of(replace(other, dtype=self.spec.dtype)) for other in method.models()]
+        held = [other.weights + n * other.config.num_hidden_layers * other.kv_bytes for other in others]
+        return {
+            "weights": self.weights,
+            "other models": sum(held),
+            "K and V": rows * (sum(tokens) + layers * new_tokens) * self.kv_bytes,
+            "Aux Cache": rows * method.hidden_stored(layers, n) * shape.width * size,
+            "working": working * size,
+        }
+
+
+def rows_of_answers(
+    asked: int | None, spec: ModelSpec, methods: Collection[Method], n: int, new_tokens: int, memory: float | None
+) -> int:
+    """The number of answers that decode together, those of a paired baseline included.
+
+    asked: the setting `answers.rows`. methods: all that answer. n: tokens of the longest prompt. memory: bytes of the
+    accelerators; None for a CPU, or if it is not known. Raises UserError if a method's answers cannot be packed.
+    """
+    alone = [method.label for method in methods if not method.packs]
+    if alone and (asked or 1) > 1:
+        raise UserError(f"answers.rows={asked}: {alone[0]} decodes in a way of its own: give answers.rows=1")
+    if asked is not None:
+        return asked
+    if alone or memory is None:
+        return 1
+    model = Model.of(spec)
+    fits = [
+        rows
+        for rows in range(1, ROWS + 1)
+        if all(sum(model.memory(method, n, new_tokens, rows).values()) <= USABLE * memory for method in methods)
+    ]
+    return max(fits, default=1)

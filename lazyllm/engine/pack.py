@@ -1,0 +1,231 @@
+"""Several generations that decode together: each step runs their tokens through the layers as one sequence.
+
+Rows are packed, not padded: norms, projections and MLPs run [1, sum of m, w], so a step reads the weights once. Each
+row attends to its own KV cache. A prompt is prefilled alone. If a row ends, the next prompt takes its place.
+
+Notation:
+    r  rows      m  tokens that a row computes in a group in this step      w  hidden width      v  vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lazyllm.engine.architecture import Layout
+from lazyllm.engine.checks import check_once
+from lazyllm.engine.decoder import Decoder, GroupRun, open_decoder, ropes_put_back
+from lazyllm.engine.devices import read_clock
+from lazyllm.engine.generation import (
+    Answer,
+    Chooser,
+    Generation,
+    Greedy,
+    as_prompt,
+    check_fits,
+    check_length,
+    end_ids_of,
+)
+from lazyllm.engine.inputs import Prompt
+from lazyllm.engine.method import Method
+from lazyllm.engine.session import Session, positions_of
+from lazyllm.errors import UserError
+
+ROWS = 8  # that decode together by default
+
+
+def generate_many(
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor | Sequence[int] | Prompt],
+    method: Method,
+    max_new_tokens: int = 64,
+    eos_token_ids: Sequence[int] | None = None,
+    min_new_tokens: int = 0,
+    rows: int = ROWS,
+) -> Iterator[tuple[int, Generation]]:
+    """Continue prompts greedily, `rows` at a time: (index in `prompts`, its `Generation`) as they end, in any order.
+
+    Answers, selections, counts and bytes are those of `generate`, up to rounding: products of several rows may round
+    otherwise than those of one. A step reads the weights once for all rows, so they decode faster than one by one.
+    Prompts are prefilled one by one, the longest first, while the other rows wait. So `ttft_s` is a row's own, but
+    `decode_step_s` and `total_s` are those of all rows together, with the prefills of later prompts.
+
+    rows: 1 or more; memory is the sum of the rows' own. Other arguments, and errors, as of `generate`; also UserError
+    for a method whose rows cannot decode together, unless `rows` is 1. Between two results, the model is as it was.
+    """
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise ValueError(f"rows={rows!r}: give a whole number of 1 or more")
+    options = max_new_tokens, eos_token_ids, min_new_tokens
+    return answers(model, [row_of(model, input_ids, method, *options) for input_ids in prompts], rows)
+
+
+@dataclass(eq=False)
+class Row:
+    """A prompt, after `as_prompt`, `check_fits` and `check_length`, and its answer in a `Pack`.
+
+    choose: a new one for each row. put: as of `Conversation.answer_by`.
+    answer: so far, while it is in the pack. result: the finished answer, or the error of logits that are not finite.
+    """
+
+    prompt: Prompt
+    method: Method
+    max_new_tokens: int
+    choose: Chooser
+    put: Callable[[int], None] | None = None
+    answer: Answer = field(init=False)
+    result: Generation | FloatingPointError | None = field(default=None, init=False)
+
+    @property
+    def is_done(self) -> bool:
+        return self.result is not None or self.answer.is_done
+
+    def add(self, picked: list[float], now: float) -> None:
+        """Note what its chooser picked, and the clock."""
+        try:
+            token_id, ended = self.choose.read(picked)
+        except FloatingPointError as error:
+            self.result = error
+            return
+        self.answer.add(token_id, ended, now)
+        if self.put is not None:
+            self.put(token_id)
+
+    def generation(self) -> Generation:
+        """The finished answer. Raises FloatingPointError."""
+        assert self.result is not None  # the row has left its pack
+        if isinstance(self.result, FloatingPointError):
+            raise self.result
+        return self.result
+
+
+def row_of(
+    model: PreTrainedModel,
+    input_ids: Tensor | Sequence[int] | Prompt,
+    method: Method,
+    max_new_tokens: int,
+    eos_token_ids: Sequence[int] | None,
+    min_new_tokens: int,
+) -> Row:
+    """The row of a greedy answer. Arguments and errors as of `generate`."""
+    prompt = as_prompt(model, input_ids)
+    check_fits(model, method, prompt)
+    check_length(model, len(prompt), max_new_tokens)
+    end_ids = end_ids_of(model) if eos_token_ids is None else eos_token_ids
+    return Row(prompt, method, max_new_tokens, Greedy(end_ids, min_new_tokens))
+
+
+def answers(model: PreTrainedModel, rows: Sequence[Row], most: int) -> Iterator[tuple[int, Generation]]:
+    """(index, Generation) of the rows as they end, at most `most` at a time; one by one in their order.
+
+    Raises as `generate`, and whatever a chooser raises.
+    """
+    waiting = list(enumerate(rows))
+    if most > 1:
+        waiting.sort(key=lambda each: -len(each[1].prompt))
+    pack, index_of = Pack(model, most), dict[Row, int]()
+    while waiting or pack.rows:
+        while waiting and len(pack.rows) < most:
+            index, row = waiting.pop(0)
+            pack.join(row)
+            index_of[row] = index
+        for row in pack.run():
+            yield index_of.pop(row), row.generation()
+
+
+class Pack:
+    """The rows that decode together, at most `most` of them. Between two calls the model is as it was."""
+
+    def __init__(self, model: PreTrainedModel, most: int) -> None:
+        self.rows: list[Row] = []
+        self._model = model
+        self._most = most
+        self._layout: Layout | None = None
+
+    @torch.inference_mode()
+    def join(self, row: Row) -> None:
+        """Prefill a row's prompt alone and choose its first token. Raises as `generate`."""
+        method, prompt = row.method, row.prompt
+        if self._most > 1 and not method.packs:
+            raise UserError(f"{method.label} decodes in a way of its own, so its rows cannot be packed: give rows=1")
+        check_once(self._model)
+        method.prepare(self._model)
+        with open_decoder(self._model, self._layout) as decoder:
+            self._layout = decoder.layout
+            start = read_clock(*decoder.devices)
+            session = method.start(decoder, prompt, row.max_new_tokens)
+            logits = session.prefill(prompt.token_ids.to(decoder.device))
+            row.answer = Answer(session, logits, row.max_new_tokens, start)
+            picked = row.choose.pick(logits).tolist()
+            row.add(picked, read_clock(*decoder.devices))
+        self.rows.append(row)
+
+    @torch.inference_mode()
+    def run(self) -> list[Row]:
+        """Decode until rows are done; these leave the pack."""
+        with open_decoder(self._model, self._layout) as decoder:
+            for row in self.rows:
+                row.answer.session.decoder = decoder.beside()
+            try:
+                while not any(row.is_done for row in self.rows):
+                    self._step(decoder)
+            except Exception:
+                for row in self.rows:
+                    row.answer.session.read_selections()  # one that breaks a rule may be the cause
+                raise
+        done = [row for row in self.rows if row.is_done]
+        self.rows = [row for row in self.rows if not row.is_done]
+        for row in done:
+            row.result = row.result or row.answer.generation(len(row.prompt))
+            del row.answer  # frees its memory
+        return done
+
+    def _step(self, decoder: Decoder) -> None:
+        """Generate one token in each row."""
+        sessions = [row.answer.session for row in self.rows]
+        newest = [row.answer.token_ids[-1] for row in self.rows]
+        logits = sessions[0].step(newest[0])[None] if self._most == 1 else step_together(decoder, sessions, newest)
+        picks = [row.choose.pick(of_row) for row, of_row in zip(self.rows, logits, strict=True)]
+        picked = iter(torch.cat(picks).tolist())  # one transfer for all rows
+        now = read_clock(*decoder.devices)
+        for row, pick in zip(self.rows, picks, strict=True):
+            row.add([*islice(picked, len(pick))], now)
+
+
+def step_together(decoder: Decoder, sessions: Sequence[Session], token_ids: Sequence[int]) -> Tensor:
+    """Run one generated token in each session: the logits [r, v] after them.
+
+    decoder: the open one; each session has one `beside` it. Waits for the device at most once per boundary.
+    """
+    batches = []
+    for session, token_id in zip(sessions, token_ids, strict=True):
+        with ropes_put_back(decoder.model):  # a RoPE that grows with the text starts anew for each row
+            batches.append(session.begin_step(torch.full((1,), token_id, device=decoder.device)))
+    runs: dict[int, GroupRun] = {}  # of each row
+    at = [0] * len(sessions)  # the group that each row is in: groups of two rows may end at different layers
+    start, stop = 0, 0
+    while stop < len(decoder.layers):
+        start = stop
+        for row, session in enumerate(sessions):
+            if session.groups[at[row]].layers.start == start:
+                runs[row] = session.enter(at[row], batches[row])
+            else:
+                runs[row] = replace(runs[row], batch=batches[row])
+        ends = [session.groups[index].layers.stop for session, index in zip(sessions, at, strict=True)]
+        stop = min(ends)
+        rows = [(session.decoder.probe, runs[row]) for row, session in enumerate(sessions)]
+        batches = decoder.run_packed(rows, range(start, stop))
+        leaving = [row for row, end in enumerate(ends) if end == stop]
+        questions = {row: sessions[row].ask(at[row], batches[row]) for row in leaving}
+        asked = {row: question for row, question in questions.items() if question is not None}
+        found = dict(zip(asked, positions_of([*asked.values()]), strict=True))
+        for row in leaving:
+            batches[row] = sessions[row].cross_in_step(at[row], batches[row], found.get(row))
+            at[row] += 1
+    for session in sessions:
+        session.end_step()
+    return decoder.last_logits([batch.hidden for batch in batches])
