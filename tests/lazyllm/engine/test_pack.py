@@ -17,12 +17,11 @@ from lazyllm.engine.generation import Generation, Greedy, as_prompt, continue_pr
 from lazyllm.engine.pack import Pack, Row, answers
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, Method
-from tests.helpers import prompt_of, prompt_tensor
+from tests.helpers import Waits, prompt_of, prompt_tensor
 from tests.lazyllm.engine.architecture_matrix import flash_stand_in, is_offered
 from tests.lazyllm.engine.test_counts import Held, Seen, small_llama
 from tests.lazyllm.methods.method_matrix import ROWS
 from tests.reference import VARIANTS, casts_in_float64, lazy_reference, random_model, random_variant
-from tests.waits import Waits
 
 TOLERANCE = 1e-9
 
