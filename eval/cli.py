@@ -22,6 +22,7 @@ VERBS = {
     "paper": ("eval.analysis.write", "make every table and figure from stored runs, without a model"),
     "board": ("eval.board", "score all submissions of results/board again, and write its page"),
     "report": ("eval.report.__main__", "make one HTML page of stored runs"),
+    "wandb-report": ("eval.report.wandb_report", "make a W&B Report of stored runs: tables, figures, panels"),
     "methods": ("lazyllm.methods.__main__", "list all methods with their hyperparameters and defaults"),
     "check": ("lazyllm.check.__main__", "run all invariants of methods on one method: check my_method keep=0.5"),
     "tune": ("eval.tune", "search for a schedule: the best score at a TTFT speedup"),
@@ -32,7 +33,7 @@ VERBS = {
 
 
 def usage() -> str:
-    lines = [f"  {verb:<9}{what}" for verb, (_, what) in VERBS.items()]
+    lines = [f"  {verb:<14}{what}" for verb, (_, what) in VERBS.items()]
     return "\n".join(["usage: lazyllm-bench VERB ...", "", *lines, "", "More: lazyllm-bench VERB --help"])
 
 

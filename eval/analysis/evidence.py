@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from eval.analysis.columns import EXAMPLES, LABEL, MODEL, SECTION, Column, cells, in_order
 from eval.analysis.known_methods import BASELINE
-from eval.analysis.style import GREY, MethodStyle, grid, new_figure, styled, styles_of, titled_parts
+from eval.analysis.style import GREY, MethodStyle, grid, new_figure, panels_of, styled, styles_of, titled_parts
 from eval.analysis.table import Figure, Table
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.results import Results
@@ -113,10 +113,10 @@ def data(results: Results) -> pd.DataFrame:
 @styled
 def plot(frame: Any) -> MplFigure:
     """For each model and suite, a panel for each task and one for the legend."""
-    panels = list(frame.groupby(SECTION, sort=False))
+    panels, left_out = panels_of(frame, SECTION)
     styles = styles_of(frame["method"])
     rows = [-(-(panel["task"].nunique() + 1) // _IN_A_ROW) for _, panel in panels]
-    figure = new_figure(11, 2.6 * sum(rows))
+    figure = new_figure(11, 2.6 * sum(rows), left_out=left_out)
     parts = titled_parts(figure, [f"{model}, {suite}" for (model, suite), _ in panels], rows)
     for part, (_, panel), height in zip(parts, panels, rows, strict=True):
         places = part.subplots(height, _IN_A_ROW, sharex=True, sharey=True, squeeze=False).ravel()

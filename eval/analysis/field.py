@@ -9,6 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.lines import Line2D
 
+from eval.analysis import style
 from eval.analysis.columns import (
     EXAMPLES,
     LABEL,
@@ -23,19 +24,6 @@ from eval.analysis.columns import (
     target_of,
 )  # fmt: skip
 from eval.analysis.known_methods import BASELINE, is_diagnostic, place_of
-from eval.analysis.style import (
-    GREY,
-    REFERENCE,
-    MethodStyle,
-    draw,
-    grid,
-    legend_beside,
-    log_scale,
-    new_figure,
-    styled,
-    styles_of,
-    titled_parts,
-)  # fmt: skip
 from eval.analysis.table import COMPUTED, Figure, Table
 from eval.store.results import Results
 from eval.store.runs import is_ablation
@@ -125,21 +113,21 @@ def data(results: Results) -> pd.DataFrame:
 
     All settings except the baseline.
     """
-    frame = overall(results)
+    frame = overall(style.usual(results))
     frame = frame[frame["method"] != BASELINE].dropna(subset=["relative_score", "ttft_speedup"])
     frame = frame.assign(on_curve=frame["settings"].map(target_of).notna())
     values = forms("relative_score", "ttft_speedup", "ideal_ttft_speedup")
     return frame[[*SECTION, "method", "label", "examples", "on_curve", *values]]
 
 
-@styled
+@style.styled
 def plot(frame: Any) -> MplFigure:
     """One row per model and suite: the score on the left, ideal speedups on the right, then the legend."""
-    panels = list(frame.groupby(SECTION, sort=False))
-    figure = new_figure(11, 4.4 * len(panels))
-    parts = titled_parts(figure, [f"{model}, {suite}, mean over tasks" for (model, suite), _ in panels])
+    panels, left_out = style.panels_of(frame, SECTION)
+    figure = style.new_figure(11, 4.4 * len(panels), left_out=left_out)
+    parts = style.titled_parts(figure, [f"{model}, {suite}, mean over tasks" for (model, suite), _ in panels])
     for part, (_, rows) in zip(parts, panels, strict=True):
-        styles = styles_of(rows["method"])
+        styles = style.styles_of(rows["method"])
         scores, ideals, legend = part.subplots(1, 3, width_ratios=[3, 2.3, 1.1])
         _draw_scores(scores, rows, styles)
         _draw_ideals(ideals, rows.dropna(subset=["ideal_ttft_speedup"]), styles)
@@ -147,53 +135,53 @@ def plot(frame: Any) -> MplFigure:
     return figure
 
 
-def _draw_scores(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
-    axes.axhline(100, **REFERENCE)
-    axes.axvline(1, **REFERENCE)
+def _draw_scores(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> None:
+    axes.axhline(100, **style.REFERENCE)
+    axes.axvline(1, **style.REFERENCE)
     for method, points in rows.groupby("method", sort=False):
         on_curve = points["on_curve"].astype(bool)
         others, curve = points[~on_curve], points[on_curve].sort_values("ideal_ttft_speedup")
         look = _look(method, styles)
         axes.plot(others["ttft_speedup"], others["relative_score"], **look | {"linestyle": "none", "alpha": 0.45})
-        draw(axes, curve, "ttft_speedup", "relative_score", with_x=True, **look)
+        style.draw(axes, curve, "ttft_speedup", "relative_score", with_x=True, **look)
     axes.set(xlabel="measured TTFT speedup over the paired baseline", ylabel="score, % of the paired baseline's")
     axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     axes.set_title("What is kept of the score")
-    log_scale(axes, "x", _TICKS)
-    grid(axes)
+    style.log_scale(axes, "x", _TICKS)
+    style.grid(axes)
 
 
-def _draw_ideals(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
+def _draw_ideals(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> None:
     if rows.empty:  # records without FLOPs
         axes.set_axis_off()
         return
     for method, points in rows.groupby("method", sort=False):
         ordered = points.sort_values("ideal_ttft_speedup")
         look: dict[str, Any] = _look(method, styles) | {"linestyle": "none"}
-        draw(axes, ordered, "ideal_ttft_speedup", "ttft_speedup", **look)
-    axes.axline((1, 1), (2, 2), **REFERENCE)
+        style.draw(axes, ordered, "ideal_ttft_speedup", "ttft_speedup", **look)
+    axes.axline((1, 1), (2, 2), **style.REFERENCE)
     axes.set(xlabel="ideal TTFT speedup (FLOPs of what was computed)", ylabel="measured TTFT speedup")
     axes.set_title("How much of the ideal is reached (dotted: all)")
     reach = 0.9 * min(1, rows["ttft_speedup"].min()), 1.1 * rows["ideal_ttft_speedup"].max()
     axes.set(xlim=reach, ylim=reach)
-    log_scale(axes, "x", _TICKS)
-    log_scale(axes, "y", _TICKS)
-    grid(axes)
+    style.log_scale(axes, "x", _TICKS)
+    style.log_scale(axes, "y", _TICKS)
+    style.grid(axes)
 
 
-def _look(method: str, styles: dict[str, MethodStyle]) -> dict[str, Any]:
+def _look(method: str, styles: dict[str, style.MethodStyle]) -> dict[str, Any]:
     """The style of a method's marks; hollow for a diagnostic."""
     look = styles[method].drawn | {"markersize": 5.5}
     return look | {"markerfacecolor": "white", "linewidth": 1.0} if is_diagnostic(method) else look
 
 
-def _write_legend(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
+def _write_legend(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> None:
     axes.set_axis_off()
     notes = {name: ":\nits price is not in its TTFT" if is_diagnostic(name) else "" for name in styles}
-    names = {name: f"{style.name}{notes[name]}" for name, style in styles.items()}
+    names = {name: f"{mark.name}{notes[name]}" for name, mark in styles.items()}
     handles = [Line2D([], [], label=label, **_look(name, styles)) for name, label in names.items()]
     if not rows["on_curve"].astype(bool).all():
-        handles.append(Line2D([], [], label="faint: other settings", color=GREY, marker="o", linestyle="none",
+        handles.append(Line2D([], [], label="faint: other settings", color=style.GREY, marker="o", linestyle="none",
                               alpha=0.45, markersize=5.5))  # fmt: skip
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(-0.25, 0.5), handlelength=3)
 
@@ -217,7 +205,7 @@ FIGURE = Figure(
 # ---------------------------------------------------------------------------------------------------------- comparison
 
 
-@styled
+@style.styled
 def plot_comparison(table: pd.DataFrame, title: str, methods: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
     """The methods of one command (`compare`): score against TTFT speedup, one colour per method.
 
@@ -226,7 +214,7 @@ def plot_comparison(table: pd.DataFrame, title: str, methods: Mapping[str, Mappi
     settings}, for labels that are not method names; a method's first label that is not an ablation gets its style.
     Returns a matplotlib figure.
     """
-    figure = new_figure(7.2, 4.4)
+    figure = style.new_figure(7.2, 4.4)
     axes = figure.subplots()
     whole = table["task"].iloc[-1]  # the mean over tasks, or the only task
     looks: dict[str, str] = {}
@@ -234,16 +222,16 @@ def plot_comparison(table: pd.DataFrame, title: str, methods: Mapping[str, Mappi
         method = (methods or {}).get(label, {})
         name = method.get("name", label)
         looks[label] = label if name in looks.values() or is_ablation(method) else name
-    styles = styles_of(looks.values())
+    styles = style.styles_of(looks.values())
     for label, name in looks.items():
         rows: Any = table[table["method"] == label]
-        style: dict[str, Any] = {"color": styles[name].colour, "marker": styles[name].marker}
+        mark: dict[str, Any] = {"color": styles[name].colour, "marker": styles[name].marker}
         tasks, mean = rows[rows["task"] != whole], rows[rows["task"] == whole]
-        axes.scatter(tasks["ttft_speedup"], tasks["score"], s=22, alpha=0.55, linewidths=0, **style)
-        style |= {"markersize": 10, "markeredgecolor": "white", "linestyle": "none", "label": label}
-        draw(axes, mean, "ttft_speedup", "score", with_x=True, capsize=3, elinewidth=None, **style)
+        axes.scatter(tasks["ttft_speedup"], tasks["score"], s=22, alpha=0.55, linewidths=0, **mark)
+        mark |= {"markersize": 10, "markeredgecolor": "white", "linestyle": "none", "label": label}
+        style.draw(axes, mean, "ttft_speedup", "score", with_x=True, capsize=3, elinewidth=None, **mark)
     axes.set(xlabel="TTFT speedup over the paired baseline", ylabel="score (0 to 100)", ylim=(-4, 104))
     axes.set_title(title, fontsize=11)
-    grid(axes)
-    legend_beside(axes, title=f"large: {whole}\nsmall: one task", alignment="left")
+    style.grid(axes)
+    style.legend_beside(axes, title=f"large: {whole}\nsmall: one task", alignment="left")
     return figure

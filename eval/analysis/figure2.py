@@ -10,12 +10,13 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import MaxNLocator
 
-from eval.analysis.style import COLOURS, grid, new_figure, styled, traced_example
+from eval.analysis.style import COLOURS, REFERENCE, new_figure, styled, traced_example
 from eval.analysis.table import Figure
 from eval.store.record import Trace
 from eval.store.results import Results
 
 COLUMNS = 700  # of the heat map; more would not be visible in print
+FIRST = 30  # tokens in the inset
 _FAINTEST = 0.01  # as a share of 1/n: scores below it have the darkest colour
 
 
@@ -50,11 +51,11 @@ def data(results: Results) -> pd.DataFrame:
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """The heat map on the left, the distribution of the tokens' mean scores on the right."""
+    """The heat map on the left, each token's mean score over the layers on the right."""
     figure = new_figure(10, 3.4, wspace=0.06)
     left, right = figure.subplots(1, 2, width_ratios=(2.1, 1))
     _draw_map(figure, left, frame)
-    _draw_distribution(right, frame)
+    _draw_means(right, frame)
     return figure
 
 
@@ -80,27 +81,24 @@ def _draw_map(figure: MplFigure, axes: Any, frame: Any) -> None:
     )  # fmt: skip
 
 
-def _draw_distribution(axes: Any, frame: Any) -> None:
-    scores = np.sort(frame.loc[frame["part"] == "mean", "importance"].to_numpy(dtype=float))[::-1]
+def _draw_means(axes: Any, frame: Any) -> None:
+    scores = frame.loc[frame["part"] == "mean", "importance"].to_numpy(dtype=float)
     n = len(scores)
-    edges = np.geomspace(max(scores.min(), _FAINTEST / n), scores.max() * 1.001, 31)
-    counts, _ = np.histogram(np.maximum(scores, edges[0]), bins=edges)
-    axes.stairs(100 * counts / n, edges, fill=True, color=COLOURS[0], alpha=0.85)
-    axes.set_xscale("log")
-    axes.set(xlabel="mean score of a token over the layers", ylabel="% of the prompt tokens")
-    top = -(-n // 10)
-    axes.set_title("b  Distribution of the mean score", pad=30)
+    inset = axes.inset_axes((0.3, 0.4, 0.6, 0.45))
+    for place, shown in ((axes, n), (inset, min(n, FIRST))):
+        place.vlines(np.arange(1, shown + 1), 0, scores[:shown], color=COLOURS[0], linewidth=max(0.8, 40 / shown))
+        place.axhline(1 / n, **REFERENCE)
+        place.set(xlim=(0, shown + 1), ylim=(0, 1.05 * scores[:shown].max()))
+    inset.set_title(f"first {min(n, FIRST)} tokens", fontsize=8)
+    inset.tick_params(labelsize=7)
+    axes.set(xlabel="prompt token (dotted: 1/n)", ylabel="mean score over the layers")
+    axes.set_title("b  Mean score by token", pad=30)
+    top = np.sort(scores)[::-1][: -(-n // 10)]
     axes.annotate(
         f"{100 * (scores < 1 / n).mean():.0f} % of the tokens get less than an equal share;\n"
-        f"the top 10 % get {100 * scores[:top].sum() / scores.sum():.0f} % of the attention",
+        f"the top 10 % get {100 * top.sum() / scores.sum():.0f} % of the attention",
         (0, 1.02), xycoords="axes fraction", va="bottom", fontsize=8,
     )  # fmt: skip
-    highest = 100 * counts.max() / n
-    axes.plot([1 / n] * 2, [0, 1.08 * highest], color="black", linewidth=1, linestyle=(0, (4, 2)))
-    axes.annotate(f"1/n = {1 / n:.2g}", (1 / n, 1.1 * highest), ha="left", va="bottom", fontsize=7.5)
-    axes.set_ylim(0, 1.2 * highest)
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    grid(axes, "y")
 
 
 FIGURE = Figure(
@@ -109,8 +107,8 @@ FIGURE = Figure(
     caption=(
         "Importance (Eq. 1) of every token of one prompt, without pruning. Left: by layer, on a log scale; "
         "if there are more tokens than columns, a column shows the largest score of its tokens. Scores below 1 % of "
-        "an equal share (1/n) have the darkest colour. Right: distribution of the tokens' mean scores over the "
-        "layers; the first bar includes all lower scores."
+        "an equal share (1/n) have the darkest colour. Right: each token's mean score over the layers; inset: the "
+        "first tokens."
     ),
     data=data,
     plot=plot,

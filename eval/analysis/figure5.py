@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,22 +10,10 @@ import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.lines import Line2D
 
+from eval.analysis import style
 from eval.analysis.columns import SECTION, forms, target_of
 from eval.analysis.known_methods import BASELINE, STUDIED
-from eval.analysis.paper_tables import PAPER_MODELS, published
-from eval.analysis.style import (
-    GREY,
-    REFERENCE,
-    MethodStyle,
-    as_published,
-    draw,
-    grid,
-    log_scale,
-    new_figure,
-    styled,
-    styles_of,
-    titled_parts,
-)  # fmt: skip
+from eval.analysis.paper_tables import MODEL_NAMES, PAPER_MODELS, published
 from eval.analysis.table import Figure
 from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
@@ -35,7 +22,7 @@ MEASURED, PAPER, CLAIM = "measured", "paper, Table 1", "paper, text"
 # Section 5 of the paper, Llama 2 7B, multi-document QA: 2.34x at a loss of 1 % at most, 3.0x at 10 % at most
 CLAIMS = ((2.34, 99.0), (3.0, 90.0))
 
-_NAMES = {"llama2": "Llama 2 7B", "xgen": "XGen 7B"}
+_IN_A_ROW = 4
 _TITLES = {"all": "mean over tasks"}
 _POINTS = ["relative_score", "ttft_speedup"]
 _HEIGHTS = {"relative_score": "score, % of the paired baseline's", "kl": "KL from the baseline's first token, nats"}
@@ -50,7 +37,7 @@ def data(results: Results) -> pd.DataFrame:
     on_curve: whether a speedup such as `2.0x` gives the setting; for a method without such settings, whether no other
         setting beats it in both score and speedup.
     """
-    table: Any = as_published(results).by_task
+    table: Any = style.as_published(results).by_task
     table = table[(table["level"] != "dataset") & (table["method"] != BASELINE)]
     table = table.dropna(subset=_POINTS).assign(source=MEASURED)
     if table.empty:
@@ -90,16 +77,21 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
     return table.assign(paper_model=paper_model).drop(columns="score")
 
 
-@styled
+@style.styled
 def plot(frame: Any) -> MplFigure:
-    """Eight panels per model and suite: six tasks, their mean, the legend. Eight more show KL if it was measured."""
-    panels = list(frame.groupby(SECTION, sort=False))
-    heights = [column for column in _HEIGHTS if frame[column].notna().any()]
-    styles = styles_of(frame["method"])
-    figure = new_figure(11, 5.3 * len(panels) * len(heights))
-    parts = titled_parts(figure, [f"{model}, {suite}" for (model, suite), _ in panels for _ in heights])
-    for part, ((_, rows), column) in zip(parts, product(panels, heights), strict=True):
-        _draw_panel(part, rows.dropna(subset=column), styles, column)
+    """For each model and suite a panel for each task, their mean and the legend; the same of KL if it was measured."""
+    sections, left_out = style.panels_of(frame, SECTION)
+    blocks = [
+        (f"{model}, {suite}", rows.dropna(subset=column), column)
+        for (model, suite), rows in sections
+        for column in _HEIGHTS
+        if rows[column].notna().any()
+    ]
+    lines = [-(-(len(set(rows["task"])) + 1) // _IN_A_ROW) for _, rows, _ in blocks]
+    figure = style.new_figure(11, 2.65 * sum(lines), left_out=left_out)
+    parts = style.titled_parts(figure, [title for title, _, _ in blocks], lines)
+    for part, (_, rows, column), height in zip(parts, blocks, lines, strict=True):
+        _draw_panel(part, rows, style.styles_of(frame["method"]), column, height)
     return figure
 
 
@@ -111,15 +103,15 @@ def _undominated(settings: Any) -> np.ndarray:
     return is_new.reindex(settings.index).to_numpy()
 
 
-def _draw_panel(part: Any, rows: Any, styles: dict[str, MethodStyle], column: str) -> None:
-    cells = part.subplots(2, 4, sharex=True, sharey=True).ravel()
+def _draw_panel(part: Any, rows: Any, styles: dict[str, style.MethodStyle], column: str, lines: int) -> None:
+    cells = part.subplots(lines, _IN_A_ROW, sharex=True, sharey=True, squeeze=False).ravel()
     tasks = [task for task in (*TASKS, "all") if task in set(rows["task"])]
     low, high = rows["ttft_speedup"].min() / 1.15, rows["ttft_speedup"].max() * 1.15
     top = max(106.0, 1.05 * rows["relative_score"].max())
     for task, axes in zip(tasks, cells, strict=False):
         _draw_task(axes, rows[rows["task"] == task], styles, column)
         axes.set_title(_TITLES.get(task, task))
-        log_scale(axes, "x", (0.1, 0.2, 0.5, 1, 2, 3, 5, 10))
+        style.log_scale(axes, "x", (0.1, 0.2, 0.5, 1, 2, 3, 5, 10))
         axes.set(xlim=(low, high))
         if column == "kl":
             axes.set_yscale("log", nonpositive="clip")
@@ -130,32 +122,31 @@ def _draw_panel(part: Any, rows: Any, styles: dict[str, MethodStyle], column: st
         axes.set_axis_off()
     part.supxlabel("TTFT speedup over the paired baseline (times)", fontsize=9)
     part.supylabel(_HEIGHTS[column], fontsize=9)
-    if len(tasks) < len(cells):
-        _write_legend(cells[-1], rows, styles)
+    _write_legend(cells[len(tasks)], rows, styles)
 
 
-def _draw_task(axes: Any, rows: Any, styles: dict[str, MethodStyle], column: str) -> None:
+def _draw_task(axes: Any, rows: Any, styles: dict[str, style.MethodStyle], column: str) -> None:
     if column != "kl":
-        axes.axhline(100, **REFERENCE)
-    axes.axvline(1, **REFERENCE)
+        axes.axhline(100, **style.REFERENCE)
+    axes.axvline(1, **style.REFERENCE)
     published_alpha = 0.9 if _is_own(rows) else 0.45
     for method, points in rows[rows["source"] == PAPER].groupby("method"):
-        style = styles[method]
+        mark = styles[method]
         axes.plot(
-            points["ttft_speedup"], points[column], linestyle="none", marker=style.marker, markersize=8,
-            markerfacecolor="none", markeredgecolor=style.colour, markeredgewidth=1.4, alpha=published_alpha, zorder=2,
+            points["ttft_speedup"], points[column], linestyle="none", marker=mark.marker, markersize=8,
+            markerfacecolor="none", markeredgecolor=mark.colour, markeredgewidth=1.4, alpha=published_alpha, zorder=2,
         )  # fmt: skip
     for method, points in rows[rows["source"] == MEASURED].groupby("method"):
-        style = styles[method]
+        mark = styles[method]
         on_curve = points["on_curve"].astype(bool)
         others, curve = points[~on_curve], points[on_curve].sort_values("ttft_speedup")
-        axes.plot(others["ttft_speedup"], others[column], **style.drawn | {"linestyle": "none"},
+        axes.plot(others["ttft_speedup"], others[column], **mark.drawn | {"linestyle": "none"},
                   markersize=3.5, alpha=0.35, markeredgewidth=0)  # fmt: skip
-        draw(axes, curve, "ttft_speedup", column, with_x=True, markersize=5, capsize=0, zorder=3, **style.drawn)
+        style.draw(axes, curve, "ttft_speedup", column, with_x=True, markersize=5, capsize=0, zorder=3, **mark.drawn)
     for _, claim in rows[rows["source"] == CLAIM].iterrows():
         x, y = claim["ttft_speedup"], claim[column]
         axes.plot(x, y, marker="+", markersize=11, markeredgewidth=1.3, color="black", linestyle="none", zorder=4)
-    grid(axes)
+    style.grid(axes)
 
 
 def _is_own(rows: Any) -> bool:
@@ -164,19 +155,19 @@ def _is_own(rows: Any) -> bool:
     return bool(measured.notna().any())
 
 
-def _write_legend(axes: Any, rows: Any, styles: dict[str, MethodStyle]) -> None:
+def _write_legend(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> None:
     measured = set(rows.loc[rows["source"] == MEASURED, "method"])
     published = rows[rows["source"] == PAPER]
     hollow: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 8}
-    handles = [Line2D([], [], label=style.name, markersize=5, **style.drawn) for method, style in styles.items()
+    handles = [Line2D([], [], label=mark.name, markersize=5, **mark.drawn) for method, mark in styles.items()
                if method in measured]  # fmt: skip
     if len(published):  # the paper has no KL
-        name = _NAMES[published["paper_model"].iloc[0]]
+        name = MODEL_NAMES[published["paper_model"].iloc[0]]
         whose = f"the paper's, {name}" if _is_own(rows) else f"the paper's (of {name},\non LongBench)"
-        handles.append(Line2D([], [], label=f"hollow: {whose}", marker="o", color=GREY, **hollow))
+        handles.append(Line2D([], [], label=f"hollow: {whose}", marker="o", color=style.GREY, **hollow))
     handles += [
-        Line2D([], [], label=f"{style.name} (the paper's only)", **style.drawn | hollow)
-        for method, style in styles.items()
+        Line2D([], [], label=f"{mark.name} (the paper's only)", **mark.drawn | hollow)
+        for method, mark in styles.items()
         if method in set(published["method"]) - measured
     ]
     if (rows["source"] == CLAIM).any():

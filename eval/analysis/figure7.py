@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import FuncFormatter
 
-from eval.analysis.style import COLOURS, GREY, grid, legend_beside, look_of, new_figure, studied, styled
+from eval.analysis import style
 from eval.analysis.table import Figure
 from eval.store.results import Results
 from eval.store.runs import StoredRun
@@ -24,7 +24,7 @@ def data(results: Results) -> pd.DataFrame:
     pct_computed: 0 to 100, distinct prompt tokens computed so far in the group's layers, mean over all `examples`. An
     example that has ended keeps its last value; `generating` counts those that have not.
     """
-    runs = studied(results).runs
+    runs = style.studied(results).runs
     parts = []
     for model, label in dict.fromkeys((run.model, run.label) for run in runs):
         parts.append(_curves([run for run in runs if run.model == model]).assign(model=model, label=label))
@@ -34,18 +34,17 @@ def data(results: Results) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True).reindex(columns=columns)
 
 
-@styled
+@style.styled
 def plot(frame: Any) -> MplFigure:
     """A panel for each model, a curve for each group of layers; below it, the number of examples still generating."""
-    models = list(dict.fromkeys(frame["model"]))
-    figure = new_figure(6.4 * len(models), 4.4)
-    panels = figure.subplots(2, len(models), squeeze=False, sharex="col", height_ratios=(4, 1))
-    for model, upper, lower in zip(models, *panels, strict=True):
-        of_model = frame[frame["model"] == model]
-        _draw_curves(upper, of_model)
-        _draw_examples(lower, of_model)
-    panels[0][0].set_ylabel("% of prompt tokens computed so far")
-    panels[1][0].set_ylabel("examples")
+    models, left_out = style.panels_of(frame, ["model"])
+    figure = style.new_figure(6.8, 4.4 * len(models), left_out=left_out)
+    for part, (_, rows) in zip(figure.subfigures(len(models), 1, squeeze=False)[:, 0], models, strict=True):
+        upper, lower = part.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+        _draw_curves(upper, rows)
+        _draw_examples(lower, rows)
+        upper.set_ylabel("% of prompt tokens computed so far")
+        lower.set_ylabel("examples")
     return figure
 
 
@@ -88,14 +87,15 @@ def _draw_curves(axes: Any, frame: Any) -> None:
     for (_, name), curve in frame.groupby(["group", "layers"], sort=True):
         number = int(curve["group"].iloc[0]) - 1
         axes.plot(
-            curve["step"], curve["pct_computed"], color=COLOURS[number % len(COLOURS)],
-            **look_of(number), markersize=4.5 if steps <= _LINEAR_STEPS else 0, label=str(name), clip_on=False,
+            curve["step"], curve["pct_computed"], color=style.COLOURS[number % len(style.COLOURS)],
+            **style.look_of(number), markersize=4.5 if steps <= _LINEAR_STEPS else 0, label=str(name), clip_on=False,
         )  # fmt: skip
+    axes.axhline(100, label="baseline", **style.REFERENCE)
     axes.set_ylim(0, 103)
     axes.set_xlim(0, max(steps, 1))
     axes.set_title(f"{frame['model'].iloc[0]}: {frame['label'].iloc[0]}, {frame['examples'].iloc[0]} examples")
-    legend_beside(axes)
-    grid(axes)
+    style.legend_beside(axes)
+    style.grid(axes)
 
 
 def _draw_examples(axes: Any, frame: Any) -> None:
@@ -105,7 +105,9 @@ def _draw_examples(axes: Any, frame: Any) -> None:
     axes.stairs(counts["generating"], edges, fill=True, color="#BDBDBD")
     axes.set_ylim(0, 1.15 * counts["examples"].max())
     axes.set_xlabel("generation step (0: prefill)")
-    axes.annotate("still generating", (1, 1), xycoords="axes fraction", ha="right", va="top", fontsize=8, color=GREY)
+    axes.annotate(
+        "still generating", (1, 1), xycoords="axes fraction", ha="right", va="top", fontsize=8, color=style.GREY
+    )
     if steps > _LINEAR_STEPS:
         axes.set_xscale("symlog", linthresh=1)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:g}"))
@@ -118,9 +120,9 @@ FIGURE = Figure(
     title="Prompt tokens computed, step by step, in each group of layers (the paper's Figure 7)",
     caption=(
         "Distinct prompt tokens computed so far, in % of the prompt, mean over all examples. An example that has "
-        "ended keeps its last value, so the right end shows what whole answers needed (Table 2's quantity, "
-        "by group). Below: the number of examples still generating. The paper averages 1000 random "
-        "LongBench examples."
+        "ended keeps its last value, so the right end shows what whole answers needed (Table 2's quantity, by group). "
+        "The baseline computes all of them in its prefill. Below: the number of examples still generating. The paper "
+        "averages 1000 random LongBench examples."
     ),
     data=data,
     plot=plot,

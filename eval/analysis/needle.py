@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 
 from eval.analysis.columns import SETTING, in_order
-from eval.analysis.style import GREY, heat_map, new_figure, styled
+from eval.analysis.style import GREY, heat_map, new_figure, panels_of, styled
 from eval.analysis.table import Figure
 from eval.store.aggregate import with_baselines
 from eval.store.results import Results
@@ -33,10 +33,10 @@ def data(results: Results) -> pd.DataFrame:
 @styled
 def plot(frame: Any) -> MplFigure:
     """A panel for each setting: lengths from left to right, depths from top to bottom."""
-    panels = list(frame.groupby(SETTING, sort=False))
+    panels, left_out = panels_of(frame, SETTING, most=4 * _IN_A_ROW)
     columns = min(_IN_A_ROW, len(panels))
     lines = -(-len(panels) // columns)
-    figure = new_figure(0.8 + 2.6 * columns, 0.4 + 2.8 * lines)
+    figure = new_figure(0.8 + 2.6 * columns, 0.4 + 2.8 * lines, left_out=left_out)
     axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     picture: Any = None
     for place, (setting, rows) in zip(axes.flat, panels, strict=False):

@@ -6,19 +6,20 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import MODEL, SECTION, Column, cells, forms, overall, random_models
+from eval.analysis.columns import MODEL, SECTION, Column, cells, forms, model_name, overall, random_models
 from eval.analysis.known_methods import BASELINE, STUDIED, place_of
 from eval.analysis.table import COMPUTED, Table
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS
 from eval.store.results import Results
-from eval.store.runs import settings_in
+from eval.store.runs import is_ablation, settings_in
 
 PUBLISHED = Path(__file__).parent / "published"
 PAPER_MODELS = ("llama2", "xgen")
@@ -119,18 +120,21 @@ def _with_published(results: Results, name: str, title: str, values: Sequence[_V
     for row in runs.by_task.to_dict("records"):
         if row["level"] == "task":
             measured.setdefault((row["model"], row["suite"], row["task"], row["method"]), []).append(row)
-    status, dummies = _Status(runs), random_models(results)
+    parameters, dummies = _parameters(runs), random_models(results)
+    sizes = {name: size for run in runs.runs for name, size in run.about.get("examples", {}).items()}
     rows = []
     for model, column, suite in _sections(results):
-        for task in SUITES[suite].all_tasks:
-            for method in published(name)["method"].unique():
-                key = {"model": model, "suite": suite, "paper_model": column, "task": task, "method": method}
-                for row in measured.get((model, suite, task, method), []):
-                    line = {**row, **key, **status.of(key, row)}
-                    rows.append(line | _compared(line, values, line["status"] == "measured", model in dummies))
-                if (model, suite, task, method) not in measured:
-                    line = key | {"status": "no run", "examples": 0, "datasets": 0, "seeds": 0}
-                    rows.append(line | _compared(line, values, False, False))
+        for task, method in product(SUITES[suite].all_tasks, published(name)["method"].unique()):
+            names = [name for name, of in DATASETS.items() if (of.task, of.suite) == (task, suite)]
+            key = {"model": model, "suite": suite, "paper_model": column, "task": task, "method": method}
+            absent: dict[str, Any] = {"status": "no run", "examples": 0, "datasets": 0, "seeds": 0}
+            for row in measured.get((model, suite, task, method), [absent]):
+                line = {**row, **key}
+                if row is not absent:  # a task has one target, so all its datasets have the same parameters
+                    places = ((model, method, row["settings"], name) for name in names)
+                    line |= {"parameters": next(filter(None, map(parameters.get, places)), None)}
+                    line |= {"status": _status(line, names, sizes)}
+                rows.append(line | _compared(line, values, model in dummies))
     frame = pd.DataFrame(rows, columns=[*_KEYS, *(form for value in values for form in value.forms)])
     failed = sum(len(run.failures) for run in runs.runs)
     failures = f" {failed} examples failed and are not counted (see failures.jsonl of their runs)." if failed else ""
@@ -156,44 +160,34 @@ def _sections(results: Results) -> Iterable[tuple[str, str | None, str]]:
     yield from sorted((section for section in there if section[1] is None), key=lambda section: section[::2])
 
 
-def _compared(line: Mapping[str, Any], values: Sequence[_Value], is_whole: bool, is_random: bool) -> dict[str, float]:
+def _compared(line: Mapping[str, Any], values: Sequence[_Value], is_random: bool) -> dict[str, float]:
     """The paper's numbers, and the differences to them of a task that was run as a whole."""
     compared = {}
     for value in values:
         paper = paper_values().get((line["paper_model"], line["task"], line["method"], value.name), np.nan)
-        counts = is_whole and not (is_random and value.name == "score")
+        counts = line["status"] == "measured" and not (is_random and value.name == "score")
         difference = line[value.name] - paper if counts else np.nan
         compared |= {f"paper_{value.name}": paper, f"{value.name}_difference": difference}
     return compared
 
 
-class _Status:
-    """How much of each task was run, and with which parameters."""
+def _parameters(results: Results) -> dict[tuple[str, ...], str]:
+    """{(model, method, settings, dataset): JSON of a preset's parameters there}."""
+    return {
+        (run.model, run.method, json.dumps(run.settings, sort_keys=True), dataset): json.dumps(
+            settings_in(resolved), sort_keys=True
+        )
+        for run in results.runs
+        for dataset, resolved in (run.identity.get("parameters") or {}).items()
+    }
 
-    def __init__(self, results: Results) -> None:
-        # {(model, method, settings, dataset): JSON of a preset's parameters there}
-        self._parameters = {
-            (run.model, run.method, json.dumps(run.settings, sort_keys=True), dataset): json.dumps(
-                settings_in(resolved), sort_keys=True
-            )
-            for run in results.runs
-            for dataset, resolved in (run.identity.get("parameters") or {}).items()
-        }
-        # {dataset: number of its examples, if a run has stored it}
-        self._sizes = {name: size for run in results.runs for name, size in run.about.get("examples", {}).items()}
 
-    def of(self, key: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-        """status and parameters of a measured row."""
-        names = [name for name, of in DATASETS.items() if (of.task, of.suite) == (key["task"], key["suite"])]
-        size = sum(self._sizes.get(name, 0) for name in names)
-        status = "measured"
-        if row["datasets"] < len(names):
-            status = f"{row['datasets']} of {len(names)} datasets"
-        elif key["paper_model"] and row["examples"] < size:
-            status = f"of {size}"
-        # a task has one target, so all its datasets have the same parameters
-        places = [(key["model"], key["method"], row["settings"], name) for name in names]
-        return {"status": status, "parameters": next(filter(None, map(self._parameters.get, places)), None)}
+def _status(row: Mapping[str, Any], names: Sequence[str], sizes: Mapping[str, int]) -> str:
+    """How much of a task was run. names: its datasets. sizes: their numbers of examples, if a run has stored them."""
+    size = sum(sizes.get(name, 0) for name in names)
+    if row["datasets"] < len(names):
+        return f"{row['datasets']} of {len(names)} datasets"
+    return f"of {size}" if row["paper_model"] and row["examples"] < size else "measured"
 
 
 def _cells(frame: pd.DataFrame, values: Sequence[_Value], results: Results) -> pd.DataFrame:
@@ -208,6 +202,64 @@ def _cells(frame: pd.DataFrame, values: Sequence[_Value], results: Results) -> p
     table = cells(shown, [*keys, *(column for value in values for column in value.columns)], results)
     table.loc[absent, [value.heading for value in values if value.paper is not None]] = "no run"
     return table
+
+
+# ---------------------------------------------------------------------------------------------- in the paper's shape
+
+_TASK_NAMES = {
+    "single_doc_qa": "Single-Document QA", "multi_doc_qa": "Multi-Document QA", "summarization": "Summarization",
+    "few_shot": "Few-shot Learning", "synthetic": "Synthetic", "code": "Code Completion",
+}  # fmt: skip
+_METHOD_NAMES = {
+    "baseline": "Baseline", "random_drop": "Random Token Drop", "static_pruning": "Static Token Pruning",
+    "prompt_compression": "Prompt Compression", "lazy": "LazyLLM (Ours)",
+}  # fmt: skip
+MODEL_NAMES = {"llama2": "Llama 2 7B", "xgen": "XGen 7B"}
+
+
+def table1_paper(results: Results) -> Table:
+    """Table 1 as the paper prints it: 30 rows, and score and TTFT speedup of two models."""
+    return _as_printed(table1(results), "Table 1", _TABLE1[:2], results)
+
+
+def table2_paper(results: Results) -> Table:
+    """Table 2 as the paper prints it: a row for each task, and two values of two models."""
+    return _as_printed(table2(results), "Table 2", _TABLE2, results)
+
+
+def _as_printed(table: Table, title: str, values: Sequence[_Value], results: Results) -> Table:
+    """Two models side by side: the paper's, or the first two that were run if none of the paper's was."""
+    key, side = ["task", "method"], ["model", "suite", "paper_model"]
+    frame: Any = table.frame
+    ablation = frame["settings"].map(lambda settings: isinstance(settings, str) and is_ablation(json.loads(settings)))
+    ran = frame[(frame["status"] != "no run") & ~ablation]
+    of_paper = frame[frame["paper_model"].notna()].drop_duplicates("paper_model")
+    sides = (ran if len(ran) and ran["paper_model"].isna().all() else of_paper).drop_duplicates(side)[side].head(2)
+    lines = frame[key].drop_duplicates().reset_index(drop=True)
+    cells = pd.DataFrame({"Tasks": lines["task"].map(_TASK_NAMES), "Method": lines["method"].map(_METHOD_NAMES)})
+    cells = cells if cells["Method"].nunique() > 1 else cells[["Tasks"]]
+    keys = len(cells.columns)
+    for (model, suite, column), value in product(sides.itertuples(index=False), values):
+        rows = ran[(ran["model"] == model) & (ran["suite"] == suite)].drop_duplicates(key)
+        rows = lines[key].merge(rows, "left", key).to_dict("records")
+        paper = [paper_values().get((column, row["task"], row["method"], value.name), np.nan) for row in rows]
+        lines[f"{model}_{value.name}"] = [row[value.name] for row in rows]
+        lines[f"{model}_paper_{value.name}"] = paper
+        name = model_name({"model": model, "suite": suite}, results).replace(model, MODEL_NAMES.get(column, model), 1)
+        cells[f"{name}: {value.heading}"] = [_both(*pair, value) for pair in zip(rows, paper, strict=True)]
+    others = ran[~ran["model"].isin(sides["model"])]["model"].unique()
+    caption = (
+        "Each cell: ours (the paper's); blank: not run, or not in the paper. *: only a part of the task was run. Means "
+        f"over seeds. {table.title.partition(':')[0]} of all runs has intervals, numbers of examples and differences."
+    ) + (f" Not here: {', '.join(others)}; `--where` chooses the runs." if others else "")
+    return Table(f"{table.name}_paper", f"{title} as the paper prints it", caption, lines, cells, keys)
+
+
+def _both(row: Mapping[Any, Any], paper: float, value: _Value) -> str:
+    """`25.30 (25.59)`; either may be missing."""
+    ours = "" if pd.isna(row[value.name]) else f"{row[value.name]:.{value.digits}f}"
+    ours += "*" if ours and row["status"] != "measured" else ""
+    return f"{ours} ({paper:.{value.digits}f})".strip() if np.isfinite(paper) else ours
 
 
 # ------------------------------------------------------------------------------------------------------- other methods

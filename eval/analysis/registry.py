@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from eval.analysis import evidence, field, figure2, figure5, figure7, mechanism, needle, sensitivity, ttft_share, turns
 from eval.analysis.effective_keep import effective_keep
 from eval.analysis.groups import groups
-from eval.analysis.paper_tables import claims, table1, table2
+from eval.analysis.paper_tables import claims, table1, table1_paper, table2, table2_paper
 from eval.analysis.ranking import ranking
 from eval.analysis.table import Figure, Table
+from eval.analysis.verdicts import step_cost, verdicts
 from eval.store.results import Results
 
 
@@ -29,6 +30,10 @@ class Subject:
 SUBJECTS = {
     "field": Subject(field.field, field.FIGURE, "python run.py -m experiment=field model=tiny"),
     "claims": Subject(claims, command="python run.py model=custom model.name=FOLDER_OR_HUB_ID method=gemfilter"),
+    "verdicts": Subject(verdicts, command="python run.py -m experiment=table1,figure5,figure6,figure7 model=llama2"),
+    "step_cost": Subject(step_cost, command="python run.py -m experiment=table2 model=llama2,xgen"),
+    "table1_paper": Subject(table1_paper, command="python run.py -m experiment=table1 model=llama2,xgen"),
+    "table2_paper": Subject(table2_paper, command="python run.py -m experiment=table2 model=llama2,xgen"),
     "table1": Subject(table1, command="python run.py -m experiment=table1 model=llama2,xgen"),
     "table2": Subject(table2, command="python run.py -m experiment=table2 model=llama2,xgen"),
     "mechanism": Subject(figure=mechanism.FIGURE, command="python run.py experiment=figure2 model=tiny"),

@@ -13,23 +13,12 @@ import pandas as pd
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as MplFigure
 
+from eval.analysis import style
 from eval.analysis.columns import EXAMPLES, MODEL, SECTION, SETTING, Column, cells, forms, overall
 from eval.analysis.known_methods import STUDIED
-from eval.analysis.style import (
-    GREY,
-    REFERENCE,
-    draw,
-    grid,
-    heat_map,
-    legend_beside,
-    look_of,
-    new_figure,
-    shade_of,
-    styled,
-)
 from eval.analysis.table import COMPUTED, Figure, Table
 from eval.store.results import Results
-from eval.store.runs import is_ablation, label_of
+from eval.store.runs import label_of
 
 _SLOPE = "score_change_per_0.1_keep"
 _COLUMNS = (
@@ -106,21 +95,20 @@ def single_points(results: Results) -> pd.DataFrame:
     """Means over tasks of LazyLLM's runs with one pruning layer and default settings: model, suite, layer, keep (0 to
     1), examples, and score, baseline_score, relative_score, ttft_speedup, kl, with `_low` and `_high`.
     """
-    table: Any = results.by_task
+    table: Any = style.as_published(results).by_task
     table = _with_schedules(table[(table["level"] == "all") & (table["method"] == STUDIED)])
-    usual = np.array([not is_ablation(json.loads(text)) for text in table["settings"]], dtype=bool)
-    table = table[_has_one_layer(table) & usual].astype({"layers": int}).rename(columns={"layers": "layer"})
+    table = table[_has_one_layer(table)].astype({"layers": int}).rename(columns={"layers": "layer"})
     values = forms("score", "baseline_score", "relative_score", "ttft_speedup", "kl")
     table = table.sort_values([*SECTION, "keep", "layer"])
     return table[[*SECTION, "layer", "keep", "examples", *values]].reset_index(drop=True)
 
 
-@styled
+@style.styled
 def plot_figure6(frame: Any) -> MplFigure:
     """One panel per model and suite, with one curve per kept share; below it a panel of KL, if it was measured."""
-    panels = list(frame.groupby(SECTION, sort=False))
+    panels, left_out = style.panels_of(frame, SECTION)
     has_kl = frame["kl"].notna().any()
-    figure = new_figure(5.6 * len(panels), 4 + 3.4 * has_kl)
+    figure = style.new_figure(5.6 * len(panels), 4 + 3.4 * has_kl, left_out=left_out)
     columns = figure.subplots(1 + has_kl, len(panels), squeeze=False).T
     for column, ((model, suite), rows) in zip(columns, panels, strict=True):
         low, high = rows["examples"].min(), rows["examples"].max()
@@ -140,19 +128,19 @@ def _draw_scores(axes: Any, rows: Any) -> None:
     axes.set(ylim=(low - margin, high + margin))
     baseline = float(np.mean(rows["baseline_score"]))
     if np.isfinite(baseline):
-        axes.axhline(baseline, label="baseline", **REFERENCE)
+        axes.axhline(baseline, label="baseline", **style.REFERENCE)
     _draw_curves(axes, rows, "score", "score (0 to 100)")
 
 
 def _draw_curves(axes: Any, rows: Any, column: str, label: str) -> None:
     shares = sorted(set(rows["keep"]))
     for number, keep in enumerate(shares):
-        look = {"color": shade_of(number, len(shares)), "markersize": 5, **look_of(number)}
-        draw(axes, rows[rows["keep"] == keep], "layer", column, label=f"keep {100 * keep:g} %", **look)
+        look = {"color": style.shade_of(number, len(shares)), "markersize": 5, **style.look_of(number)}
+        style.draw(axes, rows[rows["keep"] == keep], "layer", column, label=f"keep {100 * keep:g} %", **look)
     axes.set_xticks(sorted(set(rows["layer"])))
     axes.set(xlabel="layer after which tokens are pruned, once", ylabel=label)
-    legend_beside(axes)
-    grid(axes)
+    style.legend_beside(axes)
+    style.grid(axes)
 
 
 FIGURE6 = Figure(
@@ -183,13 +171,13 @@ def data(results: Results) -> pd.DataFrame:
     return points[points.duplicated(SECTION, keep=False)].reset_index(drop=True)
 
 
-@styled
+@style.styled
 def plot(frame: Any) -> MplFigure:
     """One row per model and suite: maps of score, speedup and, if measured, KL, by layer and kept share."""
-    rows = list(frame.groupby(SECTION, sort=False))
+    rows, left_out = style.panels_of(frame, SECTION)
     layers = max(points["layer"].nunique() for _, points in rows)
     panels = [panel for panel in _PANELS if frame[panel[0]].notna().any()]
-    figure = new_figure(max(7.0, len(panels) * (1.6 + 0.52 * layers)), 0.5 + 2.6 * len(rows))
+    figure = style.new_figure(max(7.0, len(panels) * (1.6 + 0.52 * layers)), 0.5 + 2.6 * len(rows), left_out=left_out)
     lines = figure.subplots(len(rows), len(panels), squeeze=False)
     for line, ((model, suite), points) in zip(lines, rows, strict=True):
         for axes, (column, title, form, scale) in zip(line, panels, strict=True):
@@ -202,10 +190,10 @@ def plot(frame: Any) -> MplFigure:
 def _draw_map(axes: Any, values: Any, form: str, norm: Any) -> None:
     numbers = values.to_numpy()
     shown = np.ma.masked_invalid(numbers) if norm is None else np.ma.masked_less_equal(numbers, 0)
-    picture = heat_map(axes, values, shown, norm=norm, linewidth=1)
+    picture = style.heat_map(axes, values, shown, norm=norm, linewidth=1)
     for row, column in np.ndindex(*numbers.shape):
         number = numbers[row, column]
-        text, colour = "no run", GREY
+        text, colour = "no run", style.GREY
         if np.isfinite(number):
             text, colour = form.format(number), "white" if picture.norm(number) < 0.55 else "black"
         axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=8, color=colour)

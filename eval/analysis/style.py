@@ -66,9 +66,18 @@ _NO_DATE = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 # ---------------------------------------------------------------------------------------------------------------- runs
 
 
+def usual(results: Results) -> Results:
+    """Of each model, the runs that differ least from most of its runs (`StoredRun.facts`): tables show all of them."""
+    least: dict[str, int] = {}
+    for run in results.runs:
+        name = run.model.removesuffix(run.apart)
+        least[name] = min(len(run.facts), least.get(name, len(run.facts)))
+    return results.where(lambda run: len(run.facts) == least[run.model.removesuffix(run.apart)])
+
+
 def as_published(results: Results) -> Results:
-    """The results without ablations of LazyLLM, which only tables show."""
-    return results.where(lambda run: not is_ablation(run.settings))
+    """The `usual` runs without ablations of LazyLLM, which only tables show."""
+    return usual(results).where(lambda run: not is_ablation(run.settings))
 
 
 def studied(results: Results) -> Results:
@@ -161,9 +170,26 @@ def styled(plot: _Plot) -> _Plot:
     return in_style  # pyright: ignore[reportReturnType]
 
 
-def new_figure(width: float, height: float, wspace: float = 0.02) -> MplFigure:
-    """An empty figure with constrained layout; sizes in inches. wspace: the least gap between parts, as a share."""
-    return MplFigure(figsize=(width, height), layout=ConstrainedLayoutEngine(wspace=wspace))
+MOST = 3  # models and suites in a figure
+
+
+def new_figure(width: float, height: float, wspace: float = 0.02, left_out: int = 0) -> MplFigure:
+    """An empty figure with constrained layout; sizes in inches. wspace: the least gap between parts, as a share.
+
+    left_out: of `panels_of`; a line on top says how to choose them.
+    """
+    figure = MplFigure(figsize=(width, height), layout=ConstrainedLayoutEngine(wspace=wspace))
+    if left_out:
+        text = f"{left_out} more in the CSV: --where KEY=VALUE chooses the runs to draw"
+        figure.suptitle(text, x=0.01, ha="left", fontsize=8, color=GREY)
+    return figure
+
+
+def panels_of(frame: Any, keys: Sequence[str], most: int = MOST) -> tuple[list[tuple[Any, Any]], int]:
+    """(the keys' values, their rows) in order, at most the `most` with most rows; and the number left out."""
+    panels = list(frame.groupby(list(keys), sort=False))
+    sizes = sorted(((-len(rows), number) for number, (_, rows) in enumerate(panels)))[:most]
+    return [panels[number] for number in sorted(number for _, number in sizes)], max(0, len(panels) - most)
 
 
 def titled_parts(figure: MplFigure, titles: Sequence[str], heights: Sequence[float] | None = None) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -71,14 +72,20 @@ class Table:
         return table
 
     def to_latex(self) -> str:
-        """A `longtable` (it may span pages) with booktabs rules, and thin rules between groups of rows."""
+        """A `longtable` (it may span pages) with booktabs rules, and thin rules between groups of rows.
+
+        A name of a group stands in its first row only. Neighbouring headings such as `XGen: score` share a line above.
+        """
         headings, rows = list(self.cells.columns), self.cells.to_numpy().tolist()
-        lines = []
+        lines, begins = [], True
         for row, ends in zip(rows, self._ends(), strict=True):
-            lines += [_latex_line(row), *([r"\midrule"] if ends else [])]
+            groups = row[: self.keys - 1]
+            lines += [_latex_line(row if begins else [*([""] * len(groups)), *row[len(groups) :]])]
+            lines += [r"\midrule"] if ends else []
+            begins = ends
         if not rows:
             headings, lines = [""], [_latex_line([_EMPTY])]
-        head = [r"\toprule", _latex_line(headings), r"\midrule"]  # on every page
+        head = [r"\toprule", *_latex_head(headings), r"\midrule"]  # on every page
         columns = "l" * self.keys + "r" * (len(headings) - self.keys)
         return "\n".join(
             [
@@ -137,6 +144,15 @@ def markdown_lines(headings: Sequence[str], rows: Sequence[Sequence[str]], keys:
 def latex(text: str) -> str:
     """The text with LaTeX's special characters escaped."""
     return "".join(_LATEX.get(letter, letter) for letter in text)
+
+
+def _latex_head(headings: Sequence[str]) -> list[str]:
+    """One line, or two if headings have a part before a colon."""
+    shared = [heading.rpartition(": ")[0] for heading in headings]
+    if not any(shared):
+        return [_latex_line(headings)]
+    above = [rf"\multicolumn{{{len(list(group))}}}{{c}}{{{latex(name)}}}" for name, group in groupby(shared)]
+    return [" & ".join(above) + r" \\", _latex_line([heading.rpartition(": ")[2] for heading in headings])]
 
 
 def _latex_line(cells: Sequence[str]) -> str:

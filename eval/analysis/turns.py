@@ -10,20 +10,9 @@ import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import MaxNLocator
 
+from eval.analysis import style
 from eval.analysis.columns import EXAMPLES, LABEL, MB, MODEL, SECTION, SETTING, Column, cells, forms, in_order
 from eval.analysis.known_methods import BASELINE
-from eval.analysis.style import (
-    LINES,
-    REFERENCE,
-    draw,
-    grid,
-    legend_beside,
-    log_scale,
-    new_figure,
-    styled,
-    styles_of,
-    titled_parts,
-)  # fmt: skip
 from eval.analysis.table import Figure, Table
 from eval.store.aggregate import rows_of
 from eval.store.results import Results
@@ -115,24 +104,24 @@ def data(results: Results) -> pd.DataFrame:
     return frame.loc[frame["level"] == "all", columns].reset_index(drop=True)
 
 
-@styled
+@style.styled
 def plot(frame: Any) -> MplFigure:
     """One block per model and suite, one row per value; left, methods that continue; right, those that start again."""
-    blocks = list(frame.groupby(SECTION, sort=False))
-    figure = new_figure(9.5, 2.3 * len(_PANELS) * len(blocks))
-    parts = titled_parts(figure, [f"{model}, {suite}, mean over tasks" for (model, suite), _ in blocks])
+    blocks, left_out = style.panels_of(frame, SECTION, most=2)
+    figure = style.new_figure(9.5, 2.3 * len(_PANELS) * len(blocks), left_out=left_out)
+    parts = style.titled_parts(figure, [f"{model}, {suite}, mean over tasks" for (model, suite), _ in blocks])
     for part, (_, rows) in zip(parts, blocks, strict=True):
         panels = part.subplots(len(_PANELS), 2, sharex=True, sharey="row", squeeze=False)
         for column, (turns, title) in enumerate(_TITLES.items()):
             of_kind = rows[rows["turns"] == turns]
             for axes, (value, (label, is_log)) in zip(panels[:, column], _PANELS.items(), strict=True):
-                _draw_panel(axes, of_kind, value, styles_of(rows["method"]))
+                _draw_panel(axes, of_kind, value, style.styles_of(rows["method"]))
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True))
                 if is_log:
-                    log_scale(axes, "y", _TICKS)
+                    style.log_scale(axes, "y", _TICKS)
                 else:
                     axes.set_ylim(bottom=0, top=104 if value == "score" else None)
-                grid(axes)
+                style.grid(axes)
                 if column == 0:
                     axes.set_ylabel(label)
             panels[0, column].set_title(title)
@@ -141,7 +130,7 @@ def plot(frame: Any) -> MplFigure:
             label: line for axes in panels[0] for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
         names = dict.fromkeys([*map(_name, rows["label"]), "baseline"])
-        legend_beside(panels[0, 1], handles=[lines[name] for name in names], labels=list(names))
+        style.legend_beside(panels[0, 1], handles=[lines[name] for name in names], labels=list(names))
     return figure
 
 
@@ -154,13 +143,13 @@ def _draw_panel(axes: Any, rows: Any, value: str, styles: Any) -> None:
         number = counts[method] = counts.get(method, -1) + 1
         look = styles[method].drawn | {"label": _name(label), "elinewidth": 0.7, "capsize": 1.5, "markersize": 4}
         if number:
-            look |= {"linestyle": LINES[number % len(LINES)], "markerfacecolor": "white"}
-        draw(axes, curve, "turn", value, **look)
+            look |= {"linestyle": style.LINES[number % len(style.LINES)], "markerfacecolor": "white"}
+        style.draw(axes, curve, "turn", value, **look)
     if value == "score" and len(rows):
         baseline = rows.groupby("turn")["baseline_score"].mean()
-        axes.plot(baseline.index, baseline, label="baseline", **REFERENCE)
+        axes.plot(baseline.index, baseline, label="baseline", **style.REFERENCE)
     elif value.startswith(("ttft_", "speedup")):
-        axes.axhline(1, **REFERENCE)
+        axes.axhline(1, **style.REFERENCE)
 
 
 def _name(label: str) -> str:

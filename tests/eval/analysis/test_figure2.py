@@ -39,7 +39,7 @@ def test_figure2_columns_show_the_peaks_of_many_tokens() -> None:
     assert (frame["part"] == "mean").sum() == n
 
 
-def test_figure2_draws_map_and_distribution(tmp_path: Path) -> None:
+def test_figure2_draws_map_and_score_by_token(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     importance = rng.dirichlet(np.full(40, 0.1), size=12)
     trace = replace(small_trace(), tokens=["a"] * 40, importance=importance.tolist())
@@ -48,11 +48,14 @@ def test_figure2_draws_map_and_distribution(tmp_path: Path) -> None:
     image = left.images[0]
     np.testing.assert_allclose(image.get_array(), importance)
     assert image.get_extent() == [0.5, 40.5, 12.5, 0.5]  # layer 1 on top, tokens from 1
-    assert right.patches[0].get_data().values.sum() == pytest.approx(100)
+    (inset,) = right.child_axes
+    for place, shown in ((right, 40), (inset, 30)):
+        ends = np.array(place.collections[0].get_segments())
+        np.testing.assert_allclose(ends[:, 1], np.stack([np.arange(1, shown + 1), importance.mean(axis=0)[:shown]], 1))
     written = " ".join(texts(picture))
     below = 100 * (importance.mean(axis=0) < 1 / 40).mean()
     top = 100 * np.sort(importance.mean(axis=0))[-4:].sum()
     assert f"{below:.0f} % of the tokens get less" in written
     assert f"the top 10 % get {top:.0f} %" in written
-    for text in ("layer", "prompt token", "% of the prompt tokens", "1/n = 0.025", "tiny, lookup"):
+    for text in ("layer", "prompt token", "mean score over the layers", "first 30 tokens", "tiny, lookup"):
         assert text in written

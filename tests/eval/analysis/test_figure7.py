@@ -38,10 +38,11 @@ def test_figure7_shows_one_setting_for_each_model() -> None:
 def test_figure7_draws_a_curve_for_each_group() -> None:
     picture = drawn(FIGURE, FIGURE.data(Results([stored([LONG, SHORT])])))
     curves, examples = picture.axes
-    assert [line.get_ydata().tolist() for line in curves.lines] == [
-        pytest.approx([100, 100, 100]), pytest.approx([50, 60, 65]), pytest.approx([35, 45, 55]),
+    assert [list(line.get_ydata()) for line in curves.lines] == [
+        pytest.approx([100, 100, 100]), pytest.approx([50, 60, 65]), pytest.approx([35, 45, 55]), [100, 100],
     ]  # fmt: skip
-    assert len({(line.get_color(), line.get_marker(), str(line.get_linestyle())) for line in curves.lines}) == 3
+    assert curves.lines[3].get_label() == "baseline"
+    assert len({(line.get_color(), line.get_marker(), str(line.get_linestyle())) for line in curves.lines}) == 4
     assert examples.patches[0].get_data().values.tolist() == [2, 1, 1]
     written = texts(picture)
     for text in ("layers 1–2", "layers 3–4", "layers 5 and up", "still generating", "generation step (0: prefill)"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eval.analysis.paper_tables import claims, paper_values, table1, table2
+from eval.analysis.paper_tables import claims, paper_values, table1, table1_paper, table2, table2_paper
 from eval.store.record import Record
 from eval.store.results import Results
 from eval.store.runs import StoredRun
@@ -16,7 +16,7 @@ MULTI_DOC_QA = ("hotpotqa", "2wikimqa", "musique")
 
 
 def llama2(method: str, records: list[Record], **about: Any) -> StoredRun:
-    return preset(method, records, model="llama2", paper="llama2", **about)
+    return preset(method, records, **{"model": "llama2", "paper": "llama2"} | about)
 
 
 def test_paper_values_are_read_by_key() -> None:
@@ -134,6 +134,32 @@ def test_table2_by_hand() -> None:
     assert found["pct_prompt_tokens_computed_difference"] == pytest.approx(-3.94)
     assert found["generation_speedup"] == pytest.approx(4)  # 0.8 s to 0.2 s
     assert found["generation_speedup_difference"] == pytest.approx(4 - 1.56)
+
+
+def test_printed_tables_have_the_papers_shape() -> None:
+    runs = [llama2("lazy", over(MULTI_DOC_QA, score=0.25, ttft_s=0.1)), llama2("static_pruning", over(("trec",)))]
+    runs.append(llama2("lazy", over(MULTI_DOC_QA), model="other", paper=None))
+    first, second = table1_paper(Results(runs)), table2_paper(Results(runs))
+    assert (first.cells.shape, second.cells.shape) == ((30, 2 + 4), (6, 1 + 4))
+    row = line(first.cells, Tasks="Multi-Document QA", Method="LazyLLM (Ours)")
+    assert list(row.values())[2:] == ["25.00 (22.31)", "4.00 (2.34)", "(20.68)", "(2.65)"]
+    part = line(first.cells, Tasks="Few-shot Learning", Method="Static Token Pruning")
+    assert part["Llama 2 7B: score"] == "50.00* (56.54)"
+    assert "Not here: other;" in first.caption
+    assert line(second.cells, Tasks="Multi-Document QA")["Llama 2 7B: % tokens computed"] == "75.00 (63.94)"
+    tex = first.to_latex().splitlines()
+    assert r"\multicolumn{2}{c}{} & \multicolumn{2}{c}{Llama 2 7B} & \multicolumn{2}{c}{XGen 7B} \\" in tex
+    assert r" & LazyLLM (Ours) & 25.00 (22.31) & 4.00 (2.34) & (20.68) & (2.65) \\" in tex  # its task stands above
+
+
+def test_printed_tables_show_other_models_without_the_papers_numbers() -> None:
+    runs = [preset("lazy", over(("hops",))), preset("lazy", over(("hops",), score=0.2), model="coder")]
+    cells = table1_paper(Results(runs)).cells
+    row = line(cells, Tasks="Multi-Document QA", Method="LazyLLM (Ours)")
+    assert {name: row[name] for name in list(row)[2:] if "score" in name} == {
+        "coder (embedded): score": "20.00", "tiny (embedded): score": "50.00",
+    }  # fmt: skip
+    assert list(line(cells, Tasks="Synthetic", Method="Baseline").values())[2:] == [""] * 4
 
 
 def test_claims_are_joined_with_runs_of_the_same_settings() -> None:

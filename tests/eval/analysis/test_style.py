@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -8,8 +9,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import to_rgb
 
-from eval.analysis.style import around, new_figure, save, styled, styles_of
+from eval.analysis.style import MOST, around, new_figure, panels_of, save, styled, styles_of, usual
+from eval.store.results import Results
 from lazyllm.methods import METHODS
+from tests.eval.analysis.made import stored, texts
 
 # {how a colour-blind reader sees linear RGB}: Machado et al. 2009, severity 1
 
@@ -78,3 +81,20 @@ def test_around_gives_distances_and_nan_without_interval() -> None:
     rows = pd.DataFrame({"x": [5.0, 5.0], "x_low": [4.0, np.nan], "x_high": [7.5, np.nan]})
     assert np.array_equal(around(rows, "x"), [[1, np.nan], [2.5, np.nan]], equal_nan=True)
     assert around(rows.iloc[0], "x").tolist() == [[1], [2.5]]
+
+
+def test_figures_choose_the_runs_that_differ_least() -> None:
+    one, other, third = (stored([], seed=seed, model=model) for seed, model in enumerate(("tiny", "tiny", "big")))
+    odd = [
+        replace(run, apart=" (a=1)", facts=dict.fromkeys(facts, "1")) for run, facts in ((other, "a"), (third, "ab"))
+    ]
+    assert [run.model for run in usual(Results([one, *odd])).runs] == ["tiny", "big (a=1)"]  # no usual run of `big`
+
+
+def test_figures_draw_the_largest_panels_and_say_how_to_choose() -> None:
+    frame = pd.DataFrame({"model": list("abbccdddde"), "suite": "s"})
+    panels, left_out = panels_of(frame, ["model", "suite"])
+    assert [key for key, _ in panels] == [("b", "s"), ("c", "s"), ("d", "s")]
+    assert (len(panels), left_out) == (MOST, 2)
+    assert "2 more in the CSV: --where KEY=VALUE chooses the runs to draw" in texts(new_figure(2, 2, left_out=left_out))
+    assert not texts(new_figure(2, 2))

@@ -51,7 +51,7 @@ def test_latex() -> None:
             *(r"\toprule", r"model & task & score \\", r"\midrule", r"\endfirsthead"),
             *(r"\toprule", r"model & task & score \\", r"\midrule", r"\endhead"),
             r"a & x & 0.33 $\pm$0.10 \\",
-            r"a & y\textbar{}z & no run \\",
+            r" & y\textbar{}z & no run \\",
             r"\midrule",
             r"b & x & 2.00 \\",
             r"\bottomrule",

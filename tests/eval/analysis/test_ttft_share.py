@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from eval.analysis.ttft_share import FIGURE, _answer, ttft_share
+from eval.analysis.ttft_share import FIGURE, ttft_share
 from eval.store.results import Results
 from tests.eval.analysis.made import drawn, example, line, stored, texts
 
@@ -31,8 +31,9 @@ def test_ttft_share_by_hand() -> None:
     for key, value in expected.items():
         assert found[key] == pytest.approx(value)
     assert line(table.cells, method="baseline")["all"] == "50.0"  # 0.4 s of 0.8 s
+    assert line(table.cells, method="baseline")["in steps"] == "4.0"  # of 0.1 s
     assert line(table.cells, method="lazy, schedule=paper") == {
-        "model": "tiny (embedded)", "method": "lazy, schedule=paper", "all": "31.2",
+        "model": "tiny (embedded)", "method": "lazy, schedule=paper", "in steps": "1.7", "all": "31.2",
         "prompt 1-512": "25.0", "prompt 513-1024": "33.3", "answer 1-4": "50.0", "answer 5-16": "12.5",
     }  # fmt: skip
 
@@ -63,11 +64,6 @@ def test_ttft_share_figure_by_hand() -> None:
     assert FIGURE.data(Results([stored(RECORDS, "static_pruning")])).empty
 
 
-@pytest.mark.parametrize(("tokens", "name"), [(1, "1-4"), (4, "1-4"), (5, "5-16"), (64, "17-64"), (1025, "1025+")])
-def test_answers_are_grouped_by_length(tokens: int, name: str) -> None:
-    assert _answer(tokens) == name
-
-
 @pytest.mark.parametrize(("model", "paper"), [("tiny", None), ("llama2", "llama2"), ("xgen", "xgen")])
 def test_ttft_share_figure_draws_the_papers_share_for_its_model_only(model: str, paper: str | None) -> None:
     picture = drawn(FIGURE, FIGURE.data(Results([stored(RECORDS, model=model, paper=paper)])))
@@ -80,7 +76,7 @@ def test_ttft_share_figure_draws_the_papers_share_for_its_model_only(model: str,
         assert not hollow
     else:
         assert [line.get_xydata().tolist() for line in hollow] == [[[3376, 23]]]
-        assert "paper, Llama 2 7B:\n68 tokens" in written
+        assert "paper, Llama 2 7B:\n68 tokens; the first\ntakes 21 steps" in written
     for text in ("1–4 tokens", "65–256 tokens", f"{model}: baseline", f"{model}: lazy, schedule=paper", "prompt tokens",
                  "TTFT, % of the generation time"):  # fmt: skip
         assert text in written

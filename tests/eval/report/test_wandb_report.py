@@ -1,0 +1,136 @@
+"""A W&B Report's specification is made offline from stored runs; wandb_workspaces takes it as it is."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.cli import main
+from eval.report.wandb_report import made, report_id
+from eval.store.results import Results
+from tests.eval.analysis.made import PRESETS, over
+from tests.eval.store.made import write_run
+
+pytest.importorskip("wandb_workspaces", reason="the extra wandb-report is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """No key, no access to other machines, and two runs in `runs`."""
+    for name in ("WANDB_API_KEY", "WANDB_ENTITY", "WANDB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    monkeypatch.chdir(tmp_path)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    for method, names in (("lazy", ("hotpotqa", "2wikimqa", "musique")), ("static_pruning", ("lcc",))):
+        write_run(Path("runs", method), over(names, score=0.25, ttft_s=0.1), {"name": method, **PRESETS[method]},
+                  model="llama2", paper="llama2", device="a device", data=dict.fromkeys(names, "d"))  # fmt: skip
+    yield
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()
+
+
+def of_kind(value: Any, kind: str) -> list[dict[str, Any]]:
+    """All blocks of a kind within a specification."""
+    if isinstance(value, list):
+        return [block for item in value for block in of_kind(item, kind)]
+    if not isinstance(value, dict):
+        return []
+    return ([value] if value["kind"] == kind else []) + [
+        block for item in value.values() for block in of_kind(item, kind)
+    ]
+
+
+def written(*arguments: str) -> dict[str, Any]:
+    assert main(["wandb-report", "runs", "--out", "report.json", *arguments]) == 0
+    return json.loads(Path("report.json").read_text())
+
+
+def test_report_has_the_papers_tables_the_figures_and_the_runs_panels() -> None:
+    report = written("--title", "A title")
+    assert (report["title"], report["project"]) == ("A title", "lazyllm-bench")
+    text = "".join(block["text"] for block in of_kind(report, "MarkdownBlock"))
+    assert "| Multi-Document QA | LazyLLM (Ours) | 25.00 (22.31) | 4.00 (2.34) |" in text
+    assert "# The paper's claims" in text
+    images = {key for block in of_kind(report, "MediaBrowser") for key in block["media_keys"]}
+    assert {"figures/figure5", "figures/figure7"} <= images
+    bars = {metric for block in of_kind(report, "BarPlot") for metric in block["metrics"]}
+    columns = ("score", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kv_bytes", "aux_bytes")
+    assert bars == {f"{task}/{column}" for task in ("multi_doc_qa", "code", "all") for column in columns}
+    results = Results.read([Path("runs")])
+    filters = {block["filters"] for block in of_kind(report, "Runset")}
+    assert filters == {
+        f"Config('fingerprint') in {[run.about['fingerprint'] for run in results.runs]}",
+        f"Config('report') = '{report_id(results)}'",
+    }
+    assert written("--title", "A title") == report
+
+
+def test_report_is_made_of_public_classes() -> None:
+    report = made(written("--entity", "me", "--project", "mine"))
+    assert (report.entity, report.project) == ("me", "mine")
+    assert [type(block).__name__ for block in report.blocks[:3]] == ["P", "TableOfContents", "MarkdownBlock"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["runs", "--publish"], "--publish needs --entity NAME"),
+        (["runs", "--publish", "--entity", "me"], "--publish needs a key"),
+        (["nosuch", "--out", "x.json"], "no such folder"),
+        (["runs"], "give --out FILE for the specification, or --publish"),
+    ],
+)
+def test_report_refuses_with_what_to_do(arguments: list[str], message: str, capsys: Any) -> None:
+    assert main(["wandb-report", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("x.json").exists()
+
+
+def test_publish_logs_the_images_saves_the_report_and_prints_its_address(monkeypatch, capsys) -> None:
+    from wandb_workspaces.reports.v2 import Report
+
+    logged: dict[str, Any] = {}
+
+    class Run:
+        def __enter__(self) -> Run:
+            return self
+
+        def __exit__(self, *_: Any) -> None:
+            pass
+
+        def log(self, values: dict[str, Any]) -> None:
+            logged.update(values)
+
+    monkeypatch.setattr("wandb.login", lambda **_: True)
+    monkeypatch.setattr("wandb.init", lambda **place: logged.update(place) or Run())
+    monkeypatch.setattr(Report, "save", lambda self: logged.update(saved=self))
+    monkeypatch.setattr(Report, "url", "https://example.org/report")
+    assert main(["wandb-report", "runs", "--publish", "--entity", "me", "--project", "mine"]) == 0
+    assert capsys.readouterr().out.strip() == "https://example.org/report"
+    assert (logged["saved"].entity, logged["project"], logged["job_type"]) == ("me", "mine", "report")
+    assert type(logged["figures/figure5"]).__name__ == "Image"
+
+    def refuse(_: Report) -> None:
+        raise ValueError("no such project")
+
+    monkeypatch.setattr(Report, "save", refuse)
+    assert main(["wandb-report", "runs", "--publish", "--entity", "me"]) == 2
+    assert "W&B refused the report (ValueError: no such project)" in capsys.readouterr().err
+
+
+def test_publish_names_the_extra_that_is_missing(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("wandb.login", lambda **_: True)
+    monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)
+    assert main(["wandb-report", "runs", "--publish", "--entity", "me"]) == 2
+    assert "pip install 'lazyllm-bench[wandb-report]'" in capsys.readouterr().err
