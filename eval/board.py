@@ -184,7 +184,7 @@ def _described(submission: Submission, beside: Path) -> str:
 def _settings(submission: Submission) -> pd.DataFrame:
     """A row for each setting: its mean over tasks, its method's effective keep rate, the folders of its runs."""
     from eval.analysis.columns import SECTION, random_models
-    from eval.analysis.effective_keep import effective_keep
+    from eval.analysis.ranking import effective_keep
 
     results = submission.results
     means = results.by_task[results.by_task["level"] == "all"]

@@ -1,15 +1,19 @@
-"""Scores by a suite's groups of rows, such as length or difficulty."""
+"""Scores by a suite's groups of rows, such as length or difficulty; needle in a haystack as heat maps."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from textwrap import wrap
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure as MplFigure
 
 from eval.analysis.columns import EXAMPLES, LABEL, MODEL, SETTING, Column, cells, forms, in_order
-from eval.analysis.table import Table
+from eval.analysis.style import GREY, heat_map, new_figure, panels_of, styled
+from eval.analysis.table import Figure, Table
 from eval.store.aggregate import rows_of, with_baselines
 from eval.store.results import Results
 
@@ -58,3 +62,66 @@ def _parts(examples: Any) -> Iterator[tuple[str, Any]]:
 def _place(group: str) -> tuple[str, int, str]:
     number = re.search(r"\d+", group)
     return group.partition("=")[0], int(number[0]) if number else 0, group
+
+
+# -------------------------------------------------------------------------------------------------------------- needle
+
+_IN_A_ROW = 4
+_WIDTH = 30  # characters above a panel
+_AXES = ("length", "depth")
+
+
+def data(results: Results) -> pd.DataFrame:
+    """model, suite, method, settings, label, length, depth, examples, score (mean over rows with both groups)."""
+    frame = with_baselines(results.frame)
+    facts = [dict(group.split("=", 1) for group in groups) for groups in frame["groups"]]
+    frame = frame.assign(**{axis: [fact.get(axis) for fact in facts] for axis in _AXES}).dropna(subset=list(_AXES))
+    frame = in_order(frame.astype(dict.fromkeys(_AXES, int)))
+    means = frame.groupby([*SETTING, *_AXES], sort=False).agg(examples=("id", "nunique"), score=("score", "mean"))
+    return means.reset_index()
+
+
+@styled
+def plot(frame: Any) -> MplFigure:
+    """A panel for each setting: lengths from left to right, depths from top to bottom."""
+    panels, left_out = panels_of(frame, SETTING, most=4 * _IN_A_ROW)
+    columns = min(_IN_A_ROW, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = new_figure(0.8 + 2.6 * columns, 0.4 + 2.8 * lines, left_out=left_out)
+    axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
+    picture: Any = None
+    for place, (setting, rows) in zip(axes.flat, panels, strict=False):
+        picture = _draw_map(place, rows.pivot(index="depth", columns="length", values="score"))
+        method, _, settings = setting[-1].partition(", ")
+        settings = settings if len(settings) <= _WIDTH else f"{settings[: _WIDTH - 1]}…"
+        place.set_title("\n".join([*wrap(setting[0], _WIDTH), method, settings]))
+    for place in axes.flat[len(panels) :]:
+        place.set_visible(False)
+    for place in axes.flat[max(0, len(panels) - columns) : len(panels)]:  # no panel below
+        place.tick_params(labelbottom=True)
+    for place in axes[:, 0]:
+        place.set_ylabel("depth of the needle, %")
+    figure.supxlabel("length of the prompt, tokens", fontsize=9)
+    figure.colorbar(picture, ax=axes, label="score (0 to 100)", shrink=0.8)
+    return figure
+
+
+def _draw_map(axes: Any, values: Any) -> Any:
+    shown = np.ma.masked_invalid(values.to_numpy(dtype=float))
+    picture = heat_map(axes, values, shown, rotation=45, vmin=0, vmax=100, linewidth=0.5)
+    for row, column in zip(*np.nonzero(np.ma.getmaskarray(shown)), strict=True):
+        axes.text(column + 0.5, row + 0.5, "no run", ha="center", va="center", fontsize=7, color=GREY)
+    axes.set_ylim(len(values), 0)
+    return picture
+
+
+FIGURE = Figure(
+    name="needle",
+    title="Needle in a haystack: score by length and depth",
+    caption=(
+        "Each cell: mean score of the prompts of that length with the needle at that depth; 0 % is the beginning. "
+        "The table of scores by group has intervals for each length and each depth."
+    ),
+    data=data,
+    plot=plot,
+)

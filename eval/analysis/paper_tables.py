@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -17,7 +17,7 @@ from eval.analysis.columns import MODEL, SECTION, Column, cells, forms, model_na
 from eval.analysis.known_methods import BASELINE, STUDIED, place_of
 from eval.analysis.table import COMPUTED, Table
 from eval.benchmarks import SUITES
-from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.results import Results
 from eval.store.runs import is_ablation, settings_in
 
@@ -116,25 +116,21 @@ def is_table1_preset(settings: dict[str, Any]) -> bool:
 
 def _with_published(results: Results, name: str, title: str, values: Sequence[_Value], note: str) -> Table:
     runs = results.where(lambda run: run.method == BASELINE or is_table1_preset(run.settings))
-    measured: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row in runs.by_task.to_dict("records"):
-        if row["level"] == "task":
-            measured.setdefault((row["model"], row["suite"], row["task"], row["method"]), []).append(row)
+    methods = list(published(name)["method"].unique())
     parameters, dummies = _parameters(runs), random_models(results)
     sizes = {name: size for run in runs.runs for name, size in run.about.get("examples", {}).items()}
     rows = []
-    for model, column, suite in _sections(results):
-        for task, method in product(SUITES[suite].all_tasks, published(name)["method"].unique()):
-            names = [name for name, of in DATASETS.items() if (of.task, of.suite) == (task, suite)]
-            key = {"model": model, "suite": suite, "paper_model": column, "task": task, "method": method}
-            absent: dict[str, Any] = {"status": "no run", "examples": 0, "datasets": 0, "seeds": 0}
-            for row in measured.get((model, suite, task, method), [absent]):
-                line = {**row, **key}
-                if row is not absent:  # a task has one target, so all its datasets have the same parameters
-                    places = ((model, method, row["settings"], name) for name in names)
-                    line |= {"parameters": next(filter(None, map(parameters.get, places)), None)}
-                    line |= {"status": _status(line, names, sizes)}
-                rows.append(line | _compared(line, values, model in dummies))
+    for row in runs.by_task[runs.by_task["level"] == "task"].to_dict("records"):
+        names = [name for name, of in DATASETS.items() if (of.task, of.suite) == (row["task"], row["suite"])]
+        if row["paper_model"] not in PAPER_MODELS or not SUITES[row["suite"]].in_paper:
+            row["paper_model"] = None
+        # a task has one target, so all its datasets have the same parameters
+        places = ((row["model"], row["method"], row["settings"], name) for name in names)
+        row["parameters"] = next(filter(None, map(parameters.get, places)), None)
+        row["status"] = _status(row, names, sizes)
+        if row["method"] in methods:
+            rows.append(row | _compared(row, values, row["model"] in dummies))
+    rows.sort(key=_place)
     frame = pd.DataFrame(rows, columns=[*_KEYS, *(form for value in values for form in value.forms)])
     failed = sum(len(run.failures) for run in runs.runs)
     failures = f" {failed} examples failed and are not counted (see failures.jsonl of their runs)." if failed else ""
@@ -148,19 +144,13 @@ def _with_published(results: Results, name: str, title: str, values: Sequence[_V
     return Table(name, title, caption, frame, _cells(frame, values, results), keys=3)
 
 
-def _sections(results: Results) -> Iterable[tuple[str, str | None, str]]:
-    """(model, the paper's column, suite): the paper's models on LongBench, run or not, then all other runs."""
-    there = {
-        (run.model, run.paper_model if SUITES[suite].in_paper else None, suite)
-        for run in results.runs
-        for suite in {DATASETS[name].suite for name in run.datasets}
-    }
-    for column in PAPER_MODELS:
-        yield from sorted(section for section in there if section[1] == column) or [(column, column, "longbench")]
-    yield from sorted((section for section in there if section[1] is None), key=lambda section: section[::2])
+def _place(row: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """Sort keys: the paper's models first, tasks and methods as in the paper."""
+    model = [*PAPER_MODELS, None].index(row["paper_model"])
+    return model, row["model"], row["suite"], TASKS.index(row["task"]), list(_METHOD_NAMES).index(row["method"])
 
 
-def _compared(line: Mapping[str, Any], values: Sequence[_Value], is_random: bool) -> dict[str, float]:
+def _compared(line: Mapping[Any, Any], values: Sequence[_Value], is_random: bool) -> dict[str, float]:
     """The paper's numbers, and the differences to them of a task that was run as a whole."""
     compared = {}
     for value in values:
@@ -182,7 +172,7 @@ def _parameters(results: Results) -> dict[tuple[str, ...], str]:
     }
 
 
-def _status(row: Mapping[str, Any], names: Sequence[str], sizes: Mapping[str, int]) -> str:
+def _status(row: Mapping[Any, Any], names: Sequence[str], sizes: Mapping[str, int]) -> str:
     """How much of a task was run. names: its datasets. sizes: their numbers of examples, if a run has stored them."""
     size = sum(sizes.get(name, 0) for name in names)
     if row["datasets"] < len(names):
@@ -192,16 +182,13 @@ def _status(row: Mapping[str, Any], names: Sequence[str], sizes: Mapping[str, in
 
 def _cells(frame: pd.DataFrame, values: Sequence[_Value], results: Results) -> pd.DataFrame:
     counts: Any = frame.groupby([*SECTION, "method"])["settings"].transform("nunique")
-    absent = frame["status"] == "no run"
-    notes = ["" if status == "measured" else f" ({status})" for status in frame["status"]]
+    counted = zip(frame["examples"], frame["status"], strict=True)
     shown = frame.assign(
-        method=frame["label"].where((counts > 1) & ~absent, frame["method"]),
-        n=(frame["examples"].astype(str) + notes).where(~absent),
+        method=frame["label"].where(counts > 1, frame["method"]),
+        n=[str(number) if status == "measured" else f"{number} ({status})" for number, status in counted],
     )
     keys = [MODEL, Column("task", "task"), Column("method", "method"), Column("n", "n")]
-    table = cells(shown, [*keys, *(column for value in values for column in value.columns)], results)
-    table.loc[absent, [value.heading for value in values if value.paper is not None]] = "no run"
-    return table
+    return cells(shown, [*keys, *(column for value in values for column in value.columns)], results)
 
 
 # ---------------------------------------------------------------------------------------------- in the paper's shape
@@ -230,24 +217,27 @@ def table2_paper(results: Results) -> Table:
 def _as_printed(table: Table, title: str, values: Sequence[_Value], results: Results) -> Table:
     """Two models side by side: the paper's, or the first two that were run if none of the paper's was."""
     key, side = ["task", "method"], ["model", "suite", "paper_model"]
-    frame: Any = table.frame
-    ablation = frame["settings"].map(lambda settings: isinstance(settings, str) and is_ablation(json.loads(settings)))
-    ran = frame[(frame["status"] != "no run") & ~ablation]
-    of_paper = frame[frame["paper_model"].notna()].drop_duplicates("paper_model")
-    sides = (ran if len(ran) and ran["paper_model"].isna().all() else of_paper).drop_duplicates(side)[side].head(2)
-    lines = frame[key].drop_duplicates().reset_index(drop=True)
+    ran: Any = table.frame[~table.frame["settings"].map(lambda settings: is_ablation(json.loads(settings)))]
+    sides = ran.drop_duplicates(side)[side].to_numpy().tolist()
+    theirs = {column: [model, suite, column] for model, suite, column in reversed(sides) if column in PAPER_MODELS}
+    if theirs or not sides:
+        sides = [theirs.get(column, [column, "longbench", column]) for column in PAPER_MODELS]
+    lines: Any = published(table.name)[key]
     cells = pd.DataFrame({"Tasks": lines["task"].map(_TASK_NAMES), "Method": lines["method"].map(_METHOD_NAMES)})
     cells = cells if cells["Method"].nunique() > 1 else cells[["Tasks"]]
     keys = len(cells.columns)
-    for (model, suite, column), value in product(sides.itertuples(index=False), values):
+    for (model, suite, column), value in product(sides[:2], values):
         rows = ran[(ran["model"] == model) & (ran["suite"] == suite)].drop_duplicates(key)
         rows = lines[key].merge(rows, "left", key).to_dict("records")
         paper = [paper_values().get((column, row["task"], row["method"], value.name), np.nan) for row in rows]
-        lines[f"{model}_{value.name}"] = [row[value.name] for row in rows]
-        lines[f"{model}_paper_{value.name}"] = paper
+        lines = lines.assign(
+            **{f"{model}_{value.name}": [row[value.name] for row in rows], f"{model}_paper_{value.name}": paper}
+        )
         name = model_name({"model": model, "suite": suite}, results).replace(model, MODEL_NAMES.get(column, model), 1)
-        cells[f"{name}: {value.heading}"] = [_both(*pair, value) for pair in zip(rows, paper, strict=True)]
-    others = ran[~ran["model"].isin(sides["model"])]["model"].unique()
+        cells = cells.assign(
+            **{f"{name}: {value.heading}": [_both(*pair, value) for pair in zip(rows, paper, strict=True)]}
+        )
+    others = sorted(set(ran["model"]) - {model for model, *_ in sides[:2]})
     caption = (
         "Each cell: ours (the paper's); blank: not run, or not in the paper. *: only a part of the task was run. Means "
         f"over seeds. {table.title.partition(':')[0]} of all runs has intervals, numbers of examples and differences."

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from eval.analysis import evidence, field, figure2, figure5, figure7, mechanism, needle, sensitivity, ttft_share, turns
-from eval.analysis.effective_keep import effective_keep
+from eval.analysis import evidence, field, figure2, figure5, figure7, mechanism, sensitivity, ttft_share, turns
+from eval.analysis.groups import FIGURE as NEEDLE
 from eval.analysis.groups import groups
 from eval.analysis.paper_tables import claims, table1, table1_paper, table2, table2_paper
-from eval.analysis.ranking import ranking
+from eval.analysis.ranking import effective_keep, ranking
 from eval.analysis.table import Figure, Table
 from eval.analysis.verdicts import step_cost, verdicts
 from eval.store.results import Results
@@ -30,7 +30,7 @@ class Subject:
 SUBJECTS = {
     "field": Subject(field.field, field.FIGURE, "python run.py -m experiment=field model=tiny"),
     "claims": Subject(claims, command="python run.py model=custom model.name=FOLDER_OR_HUB_ID method=gemfilter"),
-    "verdicts": Subject(verdicts, command="python run.py -m experiment=table1,figure5,figure6,figure7 model=llama2"),
+    "verdicts": Subject(verdicts, command="python run.py -m experiment=table1 model=llama2,xgen"),
     "step_cost": Subject(step_cost, command="python run.py -m experiment=table2 model=llama2,xgen"),
     "table1_paper": Subject(table1_paper, command="python run.py -m experiment=table1 model=llama2,xgen"),
     "table2_paper": Subject(table2_paper, command="python run.py -m experiment=table2 model=llama2,xgen"),
@@ -48,15 +48,10 @@ SUBJECTS = {
     "sensitivity": Subject(
         sensitivity.sensitivity, sensitivity.FIGURE, "python run.py -m experiment=figure6 model=tiny"
     ),
-    "needle": Subject(figure=needle.FIGURE, command="python run.py dataset=needle"),
+    "needle": Subject(figure=NEEDLE, command="python run.py dataset=needle"),
     "ranking": Subject(ranking, command="python run.py -m experiment=figure5 model=tiny"),
     "effective_keep": Subject(effective_keep, command="python run.py -m experiment=figure5 model=tiny"),
     "evidence": Subject(evidence.evidence, evidence.FIGURE),
 }
 TABLES = {name: subject.table for name, subject in SUBJECTS.items() if subject.table is not None}
 FIGURES = {name: subject.figure for name, subject in SUBJECTS.items() if subject.figure is not None}
-
-
-def command_for(name: str) -> str:
-    """The command whose runs give the data of a table or figure."""
-    return SUBJECTS[name].command

@@ -39,7 +39,7 @@ def write_paper(results: Results, out: Path, subjects: Mapping[str, Subject]) ->
             table = subject.table(results)
             paths += _write_table(table, out / "tables" / name)
             sections.append(_table_section(table, subject.command))
-            missing += [f"{table.title}: {what}" for what in _without_run(table)]
+            missing += [table.title] if table.frame.empty else []
     for name, subject in subjects.items():
         if subject.figure is not None:
             written = _write_figure(subject.figure, results, out / "figures" / name)
@@ -92,28 +92,6 @@ def _write_figure(figure: Figure, results: Results, stem: Path) -> list[Path]:
     return [table, *save(figure.plot(data), stem, _PICTURES)]
 
 
-def _without_run(table: Table) -> list[str]:
-    """The parts of a table without a run, by model and method: `tiny on embedded: lazy (2 of 6 tasks)`."""
-    if table.frame.empty:
-        return ["all of it"]
-    if "status" not in table.frame:
-        return []
-    absent: dict[str, dict[str, list[bool]]] = {}
-    for row in table.frame.to_dict("records"):
-        methods = absent.setdefault(f"{row['model']} on {row['suite']}", {})
-        methods.setdefault(row["method"], []).append(row["status"] == "no run")
-    lines = []
-    for model, methods in absent.items():
-        lacking = [_share(method, tasks) for method, tasks in methods.items() if any(tasks)]
-        everything = all(all(tasks) for tasks in methods.values())
-        lines += [f"{model}: {'everything' if everything else ', '.join(lacking)}"] if lacking else []
-    return lines
-
-
-def _share(method: str, absent: Sequence[bool]) -> str:
-    return method if all(absent) else f"{method} ({sum(absent)} of {len(absent)} tasks)"
-
-
 def _table_section(table: Table, command: str) -> str:
     files = " ".join(f"[{suffix}](tables/{table.name}.{suffix})" for suffix in _TABLE_FILES)
     return f"{table.to_markdown('##')}\n{files}; `{command}`\n"
@@ -154,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     options = parser.parse_args(argv)
     results = Results.read(options.runs, options.where, options.newest)
-    from eval.analysis.effective_keep import effective_keep  # not at the top: importing matplotlib is slow
+    from eval.analysis.ranking import effective_keep  # not at the top: importing matplotlib is slow
     from eval.analysis.registry import SUBJECTS
 
     keep = replace(SUBJECTS["effective_keep"], table=partial(effective_keep, within=options.within))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -39,8 +38,7 @@ class Cell:
 class Grid:
     """A table on the page.
 
-    name: unique on the page. filtered: a column whose values can be filtered, or None. without_run: rows without
-    values from a run, folded below the others.
+    name: unique on the page. filtered: a column whose values can be filtered, or None.
     """
 
     name: str
@@ -49,7 +47,6 @@ class Grid:
     columns: tuple[Heading, ...]
     rows: tuple[tuple[Cell, ...], ...]
     filtered: int | None = None
-    without_run: tuple[tuple[Cell, ...], ...] = ()
 
     def choices(self) -> list[str]:
         """The values of the filtered column, in order of their first rows."""
@@ -63,13 +60,11 @@ def grid(
     cells: pd.DataFrame,
     filtered: str | None = None,
     keys: int | None = None,
-    has_run: Sequence[bool] | None = None,
 ) -> Grid:
     """The grid of a table of texts.
 
-    keys: number of columns that name the row. Later columns are numeric, even with cells such as "no run". Key columns
-    are numeric if every cell begins with a number or is empty. has_run: per row, whether a run gives its values; None
-    if all have one.
+    keys: number of columns that name the row; they are numeric if every cell begins with a number or is empty. Later
+    columns are numeric, even with cells such as "unpaired".
     """
     keys = len(cells.columns) if keys is None else keys
     columns, shown = [], []
@@ -79,16 +74,13 @@ def grid(
         numeric = number >= keys or (bool(filled) and all(_number(text) is not None for text in filled))
         columns.append(Heading(heading, numeric))
         shown.append([Cell(text, _number(text) if numeric else None) for text in texts])
-    rows = list(zip(*shown, strict=True))
-    measured = [True] * len(rows) if has_run is None else has_run
     return Grid(
         name,
         title,
         caption,
         tuple(columns),
-        rows=tuple(row for row, has in zip(rows, measured, strict=True) if has),
+        rows=tuple(zip(*shown, strict=True)),
         filtered=None if filtered is None else [column.text for column in columns].index(filtered),
-        without_run=tuple(row for row, has in zip(rows, measured, strict=True) if not has),
     )
 
 

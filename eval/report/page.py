@@ -78,8 +78,7 @@ def _template() -> Any:
 
 
 def _as_grid(table: Table) -> Grid:
-    has_run = None if "status" not in table.frame else (table.frame["status"] != "no run").tolist()
-    return grid(f"table-{table.name}", table.title, table.caption, table.cells, keys=table.keys, has_run=has_run)
+    return grid(f"table-{table.name}", table.title, table.caption, table.cells, keys=table.keys)
 
 
 def _as_picture(figure: Figure, command: str, results: Results) -> dict[str, Any]:

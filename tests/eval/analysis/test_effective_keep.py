@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eval.analysis.effective_keep import effective_keep
+from eval.analysis.ranking import effective_keep
 from eval.store.results import Results
 from eval.store.runs import StoredRun
 from tests.eval.analysis.made import example, line, stored

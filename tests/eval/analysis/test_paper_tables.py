@@ -45,26 +45,10 @@ def test_table1_by_hand() -> None:
     assert (baseline["score"], baseline["ttft_speedup"], baseline["paper_score"]) == (100, 1, 22.43)
 
 
-def test_table1_says_what_was_not_run() -> None:
-    table = table1(Results([llama2("lazy", over(MULTI_DOC_QA))]))
-    assert len(table.frame) == 2 * 6 * 5
-    for key in (
-        {"model": "llama2", "task": "multi_doc_qa", "method": "static_pruning"},
-        {"model": "llama2", "task": "code", "method": "lazy"},
-        {"model": "xgen", "task": "multi_doc_qa", "method": "lazy"},
-    ):
-        found, cells = line(table.frame, **key), line(table.cells, **key)
-        assert found["status"] == "no run"
-        assert math.isnan(found["score"])
-        assert math.isnan(found["score_difference"])
-        assert (cells["score"], cells["TTFT speedup"], cells["score, Δ"], cells["n"]) == ("no run", "no run", "-", "-")
-        assert cells["score, paper"] == f"{found['paper_score']:.2f}"
-
-
 def test_table1_leaves_out_other_settings_than_the_preset() -> None:
     other = {"schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
     table = table1(Results([stored(over(MULTI_DOC_QA), "lazy", other, model="llama2", paper="llama2")]))
-    assert set(table.frame["status"]) == {"no run"}
+    assert set(table.frame["method"]) == {"baseline"}  # the paired ones
 
 
 def test_table1_does_not_compare_part_of_a_task() -> None:
@@ -90,9 +74,7 @@ def test_table1_has_no_published_number_of_other_models() -> None:
     cells = line(table.cells, model="tiny (embedded)", task="multi_doc_qa", method="lazy")
     assert (cells["score"], cells["score, paper"], cells["score, Δ"]) == ("50.00 ±0.00", "-", "-")
     # the paper's model on another suite is not the paper's experiment either
-    frame = table1(Results([llama2("lazy", over(("hops",)))])).frame
-    assert line(frame, suite="longbench", task="multi_doc_qa", method="lazy", model="llama2")["status"] == "no run"
-    embedded = line(frame, suite="embedded", task="multi_doc_qa", method="lazy")
+    embedded = line(table1(Results([llama2("lazy", over(("hops",)))])).frame, method="lazy")
     assert math.isnan(embedded["paper_score"])
 
 

@@ -15,8 +15,7 @@ from tests.eval.analysis.made import LONG, SHORT, over, preset, small_trace, sto
 def test_table_without_runs_says_so(name: str) -> None:
     table = TABLES[name](Results([]))
     shown = table.to_markdown()
-    assert shown.count("no run") == 2 * {"table1": 60, "table2": 12}.get(name, 0)
-    assert ("No run for this table." in shown) != name.startswith(("table1", "table2"))
+    assert ("No run for this table." in shown) != name.endswith("_paper")  # these show what could be run
     assert table.name == name
     assert len(pd.read_csv(io.StringIO(table.to_csv()))) == len(table.frame) == len(table.cells)
     assert table.to_latex()

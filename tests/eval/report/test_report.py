@@ -115,9 +115,9 @@ def test_column_with_other_text_is_not_numeric(text: str) -> None:
 
 def test_columns_after_the_keys_are_numeric() -> None:
     table = pd.DataFrame({"task": ["1", "code"], "score": ["no run", "+5.5 ±1"], "unpaired": ["unpaired", "unpaired"]})
-    found = grid("t", "", "", table, keys=1, has_run=[False, True])
+    found = grid("t", "", "", table, keys=1)
     assert [column.numeric for column in found.columns] == [False, True, True]
-    assert [[cell.value for cell in row] for row in (*found.without_run, *found.rows)] == [
+    assert [[cell.value for cell in row] for row in found.rows] == [
         [None, None, None], [None, 5.5, None]
     ]  # fmt: skip
 
