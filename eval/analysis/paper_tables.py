@@ -120,7 +120,8 @@ def _with_published(results: Results, name: str, title: str, values: Sequence[_V
     parameters, dummies = _parameters(runs), random_models(results)
     sizes = {name: size for run in runs.runs for name, size in run.about.get("examples", {}).items()}
     rows = []
-    for row in runs.by_task[runs.by_task["level"] == "task"].to_dict("records"):
+    means: Any = runs.by_task
+    for row in means[means["level"] == "task"].to_dict("records"):
         names = [name for name, of in DATASETS.items() if (of.task, of.suite) == (row["task"], row["suite"])]
         if row["paper_model"] not in PAPER_MODELS or not SUITES[row["suite"]].in_paper:
             row["paper_model"] = None
@@ -217,13 +218,14 @@ def table2_paper(results: Results) -> Table:
 def _as_printed(table: Table, title: str, values: Sequence[_Value], results: Results) -> Table:
     """Two models side by side: the paper's, or the first two that were run if none of the paper's was."""
     key, side = ["task", "method"], ["model", "suite", "paper_model"]
-    ran: Any = table.frame[~table.frame["settings"].map(lambda settings: is_ablation(json.loads(settings)))]
-    sides = ran.drop_duplicates(side)[side].to_numpy().tolist()
+    ablations = [is_ablation(json.loads(settings)) for settings in table.frame["settings"]]
+    ran: Any = table.frame[~np.array(ablations, dtype=bool)]
+    sides: Any = ran.drop_duplicates(side)[side].to_numpy().tolist()
     theirs = {column: [model, suite, column] for model, suite, column in reversed(sides) if column in PAPER_MODELS}
     if theirs or not sides:
         sides = [theirs.get(column, [column, "longbench", column]) for column in PAPER_MODELS]
     lines: Any = published(table.name)[key]
-    cells = pd.DataFrame({"Tasks": lines["task"].map(_TASK_NAMES), "Method": lines["method"].map(_METHOD_NAMES)})
+    cells: Any = pd.DataFrame({"Tasks": lines["task"].map(_TASK_NAMES), "Method": lines["method"].map(_METHOD_NAMES)})
     cells = cells if cells["Method"].nunique() > 1 else cells[["Tasks"]]
     keys = len(cells.columns)
     for (model, suite, column), value in product(sides[:2], values):
@@ -233,7 +235,7 @@ def _as_printed(table: Table, title: str, values: Sequence[_Value], results: Res
         lines = lines.assign(
             **{f"{model}_{value.name}": [row[value.name] for row in rows], f"{model}_paper_{value.name}": paper}
         )
-        name = model_name({"model": model, "suite": suite}, results).replace(model, MODEL_NAMES.get(column, model), 1)
+        name = model_name({"model": model, "suite": suite}, results).replace(model, MODEL_NAMES.get(column, model))
         cells = cells.assign(
             **{f"{name}: {value.heading}": [_both(*pair, value) for pair in zip(rows, paper, strict=True)]}
         )

@@ -106,7 +106,7 @@ def _lead(section: _Section, column: str, other: str) -> Value | None:
     rows = rows[rows["method"].isin([STUDIED, other])].dropna(subset=["target", column])
     leads = []
     for _, group in rows.assign(label=rows["method"]).groupby("target"):
-        values = on_common_examples(group, column)
+        values: Any = on_common_examples(group, column)
         if len(values) and len(values.columns) == 2:
             leads.append(drawn_means(values[[STUDIED, other]]) @ [1, -1])
     return _interval(_SIGN[column] * np.mean(leads, axis=0)) if leads else None
