@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 
 from eval.analysis.columns import EXAMPLES, LABEL, MODEL, SETTING, Column, cells, forms, in_order
-from eval.analysis.style import GREY, heat_map, new_figure, panels_of, styled
+from eval.analysis.style import GREY, new_figure, panels_of, styled
 from eval.analysis.table import Figure, Table
 from eval.store.aggregate import rows_of, with_baselines
 from eval.store.results import Results
@@ -108,7 +108,11 @@ def plot(frame: Any) -> MplFigure:
 
 def _draw_map(axes: Any, values: Any) -> Any:
     shown = np.ma.masked_invalid(values.to_numpy(dtype=float))
-    picture = heat_map(axes, values, shown, rotation=45, vmin=0, vmax=100, linewidth=0.5)
+    picture = axes.pcolormesh(shown, cmap="cividis", edgecolors="white", vmin=0, vmax=100, linewidth=0.5)
+    axes.set_xticks(np.arange(values.shape[1]) + 0.5, values.columns, rotation=45)
+    axes.set_yticks(np.arange(values.shape[0]) + 0.5, values.index)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
     for row, column in zip(*np.nonzero(np.ma.getmaskarray(shown)), strict=True):
         axes.text(column + 0.5, row + 0.5, "no run", ha="center", va="center", fontsize=7, color=GREY)
     axes.set_ylim(len(values), 0)

@@ -39,15 +39,13 @@ SUBJECTS = {
     "mechanism": Subject(figure=mechanism.FIGURE, command="python run.py experiment=figure2 model=tiny"),
     "figure2": Subject(figure=figure2.FIGURE, command="python run.py experiment=figure2 model=llama2 dataset=hotpotqa"),
     "figure5": Subject(figure=figure5.FIGURE, command="python run.py -m experiment=figure5 model=llama2,xgen"),
-    "figure6": Subject(figure=sensitivity.FIGURE6, command="python run.py -m experiment=figure6 model=llama2,xgen"),
+    "figure6": Subject(figure=sensitivity.FIGURE, command="python run.py -m experiment=figure6 model=llama2,xgen"),
     "figure7": Subject(figure=figure7.FIGURE, command="python run.py experiment=figure7 model=llama2"),
     "groups": Subject(groups),
     "turns": Subject(turns.turns, turns.FIGURE, "python run.py experiment=turns"),
     "memory": Subject(field.memory),
     "ttft_share": Subject(ttft_share.ttft_share, ttft_share.FIGURE),
-    "sensitivity": Subject(
-        sensitivity.sensitivity, sensitivity.FIGURE, "python run.py -m experiment=figure6 model=tiny"
-    ),
+    "sensitivity": Subject(sensitivity.sensitivity, command="python run.py -m experiment=figure6 model=tiny"),
     "needle": Subject(figure=NEEDLE, command="python run.py dataset=needle"),
     "ranking": Subject(ranking, command="python run.py -m experiment=figure5 model=tiny"),
     "effective_keep": Subject(effective_keep, command="python run.py -m experiment=figure5 model=tiny"),

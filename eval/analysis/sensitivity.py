@@ -1,6 +1,6 @@
 """Sensitivity of score, KL and speed to the schedule of the method under study.
 
-The table has every schedule; Figure 6 and the heat maps have those with a single pruning layer.
+The table has every schedule; Figure 6 has those with a single pruning layer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as MplFigure
 
 from eval.analysis import style
@@ -91,7 +90,7 @@ def _slopes(frame: pd.DataFrame) -> pd.Series:
 # ------------------------------------------------------------------------------------------------------------ Figure 6
 
 
-def single_points(results: Results) -> pd.DataFrame:
+def data(results: Results) -> pd.DataFrame:
     """Means over tasks of LazyLLM's runs with one pruning layer and default settings: model, suite, layer, keep (0 to
     1), examples, and score, baseline_score, relative_score, ttft_speedup, kl, with `_low` and `_high`.
     """
@@ -104,7 +103,7 @@ def single_points(results: Results) -> pd.DataFrame:
 
 
 @style.styled
-def plot_figure6(frame: Any) -> MplFigure:
+def plot(frame: Any) -> MplFigure:
     """One panel per model and suite, with one curve per kept share; below it a panel of KL, if it was measured."""
     panels, left_out = style.panels_of(frame, SECTION)
     has_kl = frame["kl"].notna().any()
@@ -143,7 +142,7 @@ def _draw_curves(axes: Any, rows: Any, column: str, label: str) -> None:
     style.grid(axes)
 
 
-FIGURE6 = Figure(
+FIGURE = Figure(
     name="figure6",
     title="Score against the layer of a single pruning point (the paper's Figure 6)",
     caption=(
@@ -151,62 +150,6 @@ FIGURE6 = Figure(
         "on a log scale the KL divergence of the first token's distribution from the paired baseline's. The paper "
         "claims that scores fall if fewer tokens are kept and rise if pruning is later; it gives no numbers to "
         "overlay."
-    ),
-    data=single_points,
-    plot=plot_figure6,
-)
-
-# ----------------------------------------------------------------------------------------------------------- heat maps
-
-_PANELS = (
-    ("relative_score", "Score, % of the paired baseline's", "{:.0f}", None),
-    ("ttft_speedup", "TTFT speedup over the baseline", "{:.2f}", None),
-    ("kl", "KL, first token, nats", "{:.1g}", LogNorm),
-)  # (column, title, form of a number, scale of colours)
-
-
-def data(results: Results) -> pd.DataFrame:
-    """`single_points` of each model and suite that has several."""
-    points: Any = single_points(results)
-    return points[points.duplicated(SECTION, keep=False)].reset_index(drop=True)
-
-
-@style.styled
-def plot(frame: Any) -> MplFigure:
-    """One row per model and suite: maps of score, speedup and, if measured, KL, by layer and kept share."""
-    rows, left_out = style.panels_of(frame, SECTION)
-    layers = max(points["layer"].nunique() for _, points in rows)
-    panels = [panel for panel in _PANELS if frame[panel[0]].notna().any()]
-    figure = style.new_figure(max(7.0, len(panels) * (1.6 + 0.52 * layers)), 0.5 + 2.6 * len(rows), left_out=left_out)
-    lines = figure.subplots(len(rows), len(panels), squeeze=False)
-    for line, ((model, suite), points) in zip(lines, rows, strict=True):
-        for axes, (column, title, form, scale) in zip(line, panels, strict=True):
-            values = points.pivot(index="keep", columns="layer", values=column).rename(lambda keep: f"{100 * keep:g} %")
-            _draw_map(axes, values, form, scale() if scale else None)
-            axes.set_title(f"{title}\n{model}, {suite}, mean over tasks")
-    return figure
-
-
-def _draw_map(axes: Any, values: Any, form: str, norm: Any) -> None:
-    numbers = values.to_numpy()
-    shown = np.ma.masked_invalid(numbers) if norm is None else np.ma.masked_less_equal(numbers, 0)
-    picture = style.heat_map(axes, values, shown, norm=norm, linewidth=1)
-    for row, column in np.ndindex(*numbers.shape):
-        number = numbers[row, column]
-        text, colour = "no run", style.GREY
-        if np.isfinite(number):
-            text, colour = form.format(number), "white" if picture.norm(number) < 0.55 else "black"
-        axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=8, color=colour)
-    axes.set(xlabel="pruned after layer", ylabel="kept share")
-
-
-FIGURE = Figure(
-    name="sensitivity",
-    title="How sensitive score, speed and KL are to the schedule",
-    caption=(
-        "LazyLLM with a single pruning layer: the share of the score that it keeps, the TTFT speedup, and the KL "
-        "divergence of the first token's distribution from the paired baseline's, for every layer and kept share that "
-        "was run, mean over tasks. The paper's reviewers asked for this; intervals are in the CSV."
     ),
     data=data,
     plot=plot,

@@ -232,19 +232,6 @@ def draw(axes: Any, rows: Any, x: str, y: str, with_x: bool = False, **look: Any
     axes.errorbar(rows[x], rows[y], yerr=around(rows, y), **bars, **{"elinewidth": 0.8, "capsize": 2} | look)
 
 
-def heat_map(axes: Any, values: Any, shown: Any, rotation: float = 0, **options: Any) -> Any:
-    """A map of `values` (rows by columns, a frame) with their names as ticks. shown: the same cells, masked if empty.
-
-    options: of matplotlib's `pcolormesh`. Returns the picture, for a colour bar.
-    """
-    picture = axes.pcolormesh(shown, cmap="cividis", edgecolors="white", **options)
-    axes.set_xticks(np.arange(values.shape[1]) + 0.5, values.columns, rotation=rotation)
-    axes.set_yticks(np.arange(values.shape[0]) + 0.5, values.index)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    return picture
-
-
 def save(figure: Any, stem: Path, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
     """Write the figure as `stem` with each suffix (svg, pdf or png). Equal pictures have equal bytes.
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from eval.analysis.sensitivity import FIGURE, FIGURE6, sensitivity
+from eval.analysis.sensitivity import FIGURE, sensitivity
 from eval.store.results import Results
 from eval.store.runs import StoredRun
 from tests.eval.analysis.made import drawn, example, over, stored, texts
@@ -63,19 +63,19 @@ def test_figure6_by_hand() -> None:
         stored([example("hotpotqa", "a")], settings={"schedule": {"2": 0.5}, "prune_generated": True}),
         stored([example("hotpotqa", "a")], "static_pruning", {"layer": 2, "keep": 0.5}),
     ]
-    frame = FIGURE6.data(Results([*RUNS, *others]))
+    frame = FIGURE.data(Results([*RUNS, *others]))
     columns = ["model", "suite", "layer", "keep", "examples", "score", "relative_score", "ttft_speedup"]
     assert frame[columns].to_numpy().tolist() == [
         ["tiny", "longbench", 2, 0.1, 2, 5, 5, 3], ["tiny", "longbench", 4, 0.1, 2, 50, 50, 3],
         ["tiny", "longbench", 2, 0.5, 2, pytest.approx(30), pytest.approx(30), 3],
         ["tiny", "longbench", 4, 0.5, 2, pytest.approx(70), pytest.approx(70), 3],
     ]  # fmt: skip
-    assert FIGURE6.data(Results(others)).empty
+    assert FIGURE.data(Results(others)).empty
 
 
 def test_figure6_draws_a_curve_for_each_share() -> None:
-    frame = FIGURE6.data(Results([*RUNS, single(2, 0.5, model="llama2", paper="llama2")]))
-    picture = drawn(FIGURE6, frame)
+    frame = FIGURE.data(Results([*RUNS, single(2, 0.5, model="llama2", paper="llama2")]))
+    picture = drawn(FIGURE, frame)
     assert len(picture.axes) == 2
     axes = next(panel for panel in picture.axes if panel.get_title(loc="left").startswith("tiny"))
     curves = [bars.lines[0].get_xydata().tolist() for bars in axes.containers]
@@ -90,25 +90,9 @@ def test_figure6_draws_a_curve_for_each_share() -> None:
 
 def test_figure6_draws_kl_on_a_log_scale() -> None:
     run = stored([example("hotpotqa", "a", kl=0.02), example("trec", "a", kl=0.04)], settings=single(2, 0.5).settings)
-    frame = FIGURE6.data(Results([run]))
+    frame = FIGURE.data(Results([run]))
     assert frame["kl"].tolist() == [pytest.approx(0.03)]
-    picture = drawn(FIGURE6, frame)
+    picture = drawn(FIGURE, frame)
     scores, divergences = picture.axes
     assert (scores.get_yscale(), divergences.get_yscale()) == ("linear", "log")
     assert divergences.containers[0].lines[0].get_xydata().tolist() == [[2, pytest.approx(0.03)]]
-    maps = drawn(FIGURE, frame)
-    assert [text.get_text() for axes in maps.axes for text in axes.texts] == ["50", "2.00", "0.03"]
-
-
-def test_sensitivity_map_shows_each_point_and_where_there_is_none() -> None:
-    picture = drawn(FIGURE, FIGURE.data(Results([*RUNS, single(6, 0.1, (0.9, 0.9))])))
-    scores, speedups = ([text.get_text() for text in axes.texts] for axes in picture.axes)
-    assert scores == ["5", "50", "90", "30", "70", "no run"]  # row by row, the smallest share first
-    assert speedups == ["3.00"] * 5 + ["no run"]
-    written = texts(picture)
-    for text in ("pruned after layer", "kept share", "10 %", "50 %", "6"):
-        assert text in written
-    assert FIGURE.data(Results([stored([example("trec", "a")])])).empty
-    lone = single(2, 0.5, model="big")  # one cell is no map
-    assert set(FIGURE.data(Results([*RUNS, lone]))["model"]) == {"tiny"}
-    assert FIGURE.data(Results([lone])).empty
