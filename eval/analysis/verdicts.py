@@ -31,23 +31,22 @@ Value = tuple[float, float, float]  # with both ends of its 95 % interval
 
 
 class _Section:
-    """The runs of one model and suite without ablations; `usual`: those of LazyLLM with Table 1's parameters, else of
-    the setting that `studied` chooses.
+    """One model and suite. usual: the runs of LazyLLM with Table 1's parameters, else of the setting that `studied`
+    chooses. examples: first turns, the baseline's too. by_task: as `Results.by_task`.
     """
 
     def __init__(self, results: Results, model: str, suite: str) -> None:
         self.model, self.suite = model, suite
-        of_section = as_published(results).where(
+        published = as_published(results)
+        of_section = published.where(
             lambda run: run.model == model and any(DATASETS[name].suite == suite for name in run.datasets)
         )
         preset = of_section.where(lambda run: run.method == STUDIED and is_table1_preset(run.settings))
         self.usual = preset if preset.runs else studied(of_section)
-        self.examples = self._examples(of_section)
-        self.by_task: Any = of_section.by_task[of_section.by_task["suite"] == suite]
-
-    def _examples(self, results: Results) -> Any:
-        frame = with_baselines(first_turns(results.frame))
-        return frame[frame["suite"] == self.suite]
+        self.examples, self.by_task = (
+            frame[(frame["model"] == model) & (frame["suite"] == suite)]
+            for frame in (with_baselines(first_turns(published.frame)), published.by_task)
+        )
 
     @cached_property
     def tasks(self) -> Any:

@@ -112,16 +112,9 @@ def publish(results: Results, report: Block) -> str:
         raise UserError("--publish needs a key: WANDB_API_KEY, or `wandb login`. Offline: --out FILE")
     report_made = made(report)
     try:
-        place = {
-            "project": report["project"],
-            "entity": report["entity"],
-            "job_type": "report",
-            "name": report["title"],
-        }
-        with (
-            TemporaryDirectory() as folder,
-            wandb.init(**place, job_type="report", config={"report": report_id(results)}) as run,
-        ):
+        place = {"project": report["project"], "entity": report["entity"], "name": report["title"]}
+        facts = {"report": report_id(results)}
+        with TemporaryDirectory() as folder, wandb.init(**place, job_type="report", config=facts) as run:
             data = {name: figure.data(results) for name, figure in FIGURES.items()}
             for name, frame in data.items():
                 if not frame.empty:

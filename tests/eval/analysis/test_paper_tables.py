@@ -48,7 +48,7 @@ def test_table1_by_hand() -> None:
 def test_table1_leaves_out_other_settings_than_the_preset() -> None:
     other = {"schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
     table = table1(Results([stored(over(MULTI_DOC_QA), "lazy", other, model="llama2", paper="llama2")]))
-    assert set(table.frame["method"]) == {"baseline"}  # the paired ones
+    assert table.frame.empty
 
 
 def test_table1_does_not_compare_part_of_a_task() -> None:
