@@ -246,6 +246,7 @@ _COSTS = (
     Column("revived_a_step", "revived a step", 1),
     Column("step_cost", "a step costs", 2),
     Column("token_cost", "a revived token", 3),
+    Column("prefill_token_cost", "a token in prefill", 3),
     Column("predicted", "speedup, predicted", 2),
     Column("generation_speedup", "speedup, measured", 2),
 )
@@ -258,10 +259,11 @@ def step_cost(results: Results) -> Table:
         rows, columns=[*SECTION, *(column.name for column in _COSTS[1:-1]), *forms("generation_speedup")]
     )
     caption = (
-        "Unit of all costs: one decoding step of the baseline. An answer's decoding time is fitted (least squares, on "
-        "the examples of all other tasks) as steps times a step's cost plus revived tokens (mean over layers) times a "
-        "revived token's cost; predicted: the speedup that this gives with the measured TTFT. LazyLLM is slower if "
-        "steps and revivals cost more than the prefill saves. ±: half of the 95 % bootstrap interval over examples."
+        "Unit of all costs: one decoding step of the baseline; a token in prefill: the baseline's. An answer's "
+        "decoding time is fitted (least squares, on the examples of all other tasks) as steps times a step's cost plus "
+        "revived tokens (mean over layers) times a revived token's cost; predicted: the speedup that this gives with "
+        "the measured TTFT. LazyLLM is slower if steps and revivals cost more than the prefill saves. ±: half of the "
+        "95 % bootstrap interval over examples."
     )
     return Table("step_cost", "What a decoding step of LazyLLM costs", caption, frame, cells(frame, _COSTS, results), 2)
 
@@ -287,6 +289,7 @@ def _costs(section: _Section) -> list[dict[str, Any]]:
             "prefill_saved": (group["baseline_ttft_s"] - group["ttft_s"]).mean() / unit,
             "revived_a_step": group["revived_tokens"].sum() / max(1, group["steps"].sum()),
             "step_cost": step / unit, "token_cost": token / unit,
+            "prefill_token_cost": group["baseline_ttft_s"].sum() / group["prompt_tokens"].sum() / unit,
             "predicted": (both["baseline_total_s"] / both["predicted"]).mean(),
             **measured.loc[task, forms("generation_speedup")],
         })  # fmt: skip
