@@ -217,10 +217,10 @@ def table2_paper(results: Results) -> Table:
 
 def _as_printed(table: Table, title: str, values: Sequence[_Value], results: Results) -> Table:
     """Two models side by side: the paper's, or the first two that were run if none of the paper's was."""
-    key, side = ["task", "method"], ["model", "suite", "paper_model"]
+    key, names = ["task", "method"], ["model", "suite", "paper_model"]
     ablations = [is_ablation(json.loads(settings)) for settings in table.frame["settings"]]
     ran: Any = table.frame[~np.array(ablations, dtype=bool)]
-    sides: Any = ran.drop_duplicates(side)[side].to_numpy().tolist()
+    sides: Any = ran.drop_duplicates(names)[names].to_numpy().tolist()
     theirs = {column: [model, suite, column] for model, suite, column in reversed(sides) if column in PAPER_MODELS}
     if theirs or not sides:
         sides = [theirs.get(column, [column, "longbench", column]) for column in PAPER_MODELS]
@@ -228,7 +228,9 @@ def _as_printed(table: Table, title: str, values: Sequence[_Value], results: Res
     cells: Any = pd.DataFrame({"Tasks": lines["task"].map(_TASK_NAMES), "Method": lines["method"].map(_METHOD_NAMES)})
     cells = cells if cells["Method"].nunique() > 1 else cells[["Tasks"]]
     keys = len(cells.columns)
-    for (model, suite, column), value in product(sides[:2], values):
+    chosen: list[Any] = sides[:2]
+    for side, value in product(chosen, values):
+        model, suite, column = side
         rows = ran[(ran["model"] == model) & (ran["suite"] == suite)].drop_duplicates(key)
         rows = lines[key].merge(rows, "left", key).to_dict("records")
         paper = [paper_values().get((column, row["task"], row["method"], value.name), np.nan) for row in rows]
@@ -239,7 +241,7 @@ def _as_printed(table: Table, title: str, values: Sequence[_Value], results: Res
         cells = cells.assign(
             **{f"{name}: {value.heading}": [_both(*pair, value) for pair in zip(rows, paper, strict=True)]}
         )
-    others = sorted(set(ran["model"]) - {model for model, *_ in sides[:2]})
+    others = sorted(set(ran["model"]) - {model for model, *_ in chosen})
     caption = (
         "Each cell: ours (the paper's); blank: not run, or not in the paper. *: only a part of the task was run. Means "
         f"over seeds. {table.title.partition(':')[0]} of all runs has intervals, numbers of examples and differences."

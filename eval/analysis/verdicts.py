@@ -43,10 +43,11 @@ class _Section:
         )
         preset = of_section.where(lambda run: run.method == STUDIED and is_table1_preset(run.settings))
         self.usual = preset if preset.runs else studied(of_section)
-        self.examples, self.by_task = (
-            frame[(frame["model"] == model) & (frame["suite"] == suite)]
-            for frame in (with_baselines(first_turns(published.frame)), published.by_task)
-        )
+        self.examples = self._own(with_baselines(first_turns(published.frame)))
+        self.by_task = self._own(published.by_task)
+
+    def _own(self, frame: Any) -> Any:
+        return frame[(frame["model"] == self.model) & (frame["suite"] == self.suite)]
 
     @cached_property
     def tasks(self) -> Any:
