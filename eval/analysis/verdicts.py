@@ -273,7 +273,7 @@ def _costs(section: _Section) -> list[dict[str, Any]]:
     """A row for each task of a section."""
     labels = [run.label for run in section.usual.runs]
     rows = section.examples[section.examples["label"].isin(labels)]
-    rows = rows.dropna(subset=["revived_tokens", "baseline_total_s"])
+    rows = rows.dropna(subset=["revived_tokens", "total_s", "baseline_total_s"])
     rows = rows.assign(steps=rows["generated_tokens"] - 1, decoding_s=rows["total_s"] - rows["ttft_s"])
     measured = section.tasks.set_index("name")
     costs = []
