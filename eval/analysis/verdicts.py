@@ -93,9 +93,9 @@ def _ttft_in(section: _Section, unit: str, scale: float) -> Value | None:
 
 
 def _kept_at(section: _Section, speedup: float) -> Value | None:
-    """The best relative score on multi-document QA of the settings that are at least this fast."""
-    rows = section.by_task
-    rows = rows[(rows["method"] == STUDIED) & (rows["name"] == "multi_doc_qa") & (rows["ttft_speedup"] >= speedup)]
+    """The best relative score on multi-document QA of the settings that are at least this fast, to one per cent."""
+    rows = section.by_task[(section.by_task["method"] == STUDIED) & (section.by_task["name"] == "multi_doc_qa")]
+    rows = rows[rows[["ttft_speedup", "ideal_ttft_speedup"]].max(axis=1) > 0.99 * speedup]
     rows = rows.dropna(subset="relative_score").sort_values("relative_score", ascending=False)
     return _of_row(rows, "relative_score")
 
@@ -223,8 +223,9 @@ def verdicts(results: Results) -> Table:
     caption = (
         "holds, does not hold: the whole 95 % bootstrap interval over examples obeys the rule, or none of it. cannot "
         "be seen: some of it does, or there is no interval. The paper's numbers are of Llama 2 7B on LongBench. "
-        "LazyLLM has Table 1's parameters if these were run, else the setting of Figure 7. At one speedup: the mean "
-        "over the ideal speedups that both methods have. ±: half of the interval."
+        "LazyLLM has Table 1's parameters if these were run, else the setting of Figure 7. At 2.34x and "
+        "3x: the best setting with this measured or ideal speedup. At one speedup: the mean over the ideal speedups "
+        "that both methods have. ±: half of the interval."
     )
     return Table(
         "verdicts", "The paper's claims", caption, frame.drop(columns="ours"), cells(frame, _COLUMNS, results), 3
