@@ -92,7 +92,7 @@ def to_tune_config(config: DictConfig) -> TuneConfig:
     target, timeout = plain.target_speedup, plain.timeout_s
     expected = {
         **{key: (getattr(plain, key) == getattr(default, key), "no such key in a search") for key in _NOT_HERE},
-        "timing.paired": (plain.timing.paired, "true, as the finalists of a search are paired"),
+        "timing.paired": (plain.timing.paired is True, "true, as the finalists of a search are paired"),
         "method.name": (
             by_name(plain.method["name"]).dial == "schedule",
             f"method={searched}, with a schedule to find",

@@ -14,9 +14,11 @@ import numpy as np
 import pandas as pd
 
 from eval.analysis.columns import Column, cells, forms
+from eval.analysis.known_methods import BASELINE
 from eval.analysis.table import COMPUTED, Table
 from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import VALUES, rows_of
+from eval.store.comparable import without_baseline
 from eval.store.folder import read_planned
 from eval.store.results import Results
 
@@ -58,6 +60,7 @@ def run_table(results: Results, title: str) -> Table:
 def compared_table(runs: Mapping[str, Results], title: str) -> Table:
     """Methods by tasks, as in the paper's Table 1, each with its own paired baseline. runs: by the method's label."""
     rows = {f"{label}: ": _rows(results) for label, results in runs.items()}
+    baselines = {label for label, results in runs.items() if results.runs[0].method == BASELINE}
     by_task: dict[str, dict[str, dict[str, Any]]] = {}
     for label, of_run in zip(runs, rows.values(), strict=True):
         for row in _without_mean_of_one(of_run):
@@ -66,12 +69,13 @@ def compared_table(runs: Mapping[str, Results], title: str) -> Table:
     lines: list[dict[str, Any]] = []
     for task, methods in by_task.items():
         first = next(iter(methods.values()))
-        if not np.isnan(first["baseline_score"]):
+        own = {"ttft_speedup": 1.0, "generation_speedup": 1.0, "pct_prompt_tokens_computed": 100.0, "kl": 0.0}
+        if not np.isnan(first["baseline_score"]) and not baselines:
             line = {"task": task, "method": "baseline", "examples": first["examples"]}
             line |= {form: first[f"baseline_{form}"] for form in forms("score", "ttft_s")}
-            line |= {"ttft_speedup": 1.0, "generation_speedup": 1.0, "pct_prompt_tokens_computed": 100.0, "kl": 0.0}
-            lines.append(line)  # its failed examples are unknown: it is measured only for a method's example
-        lines += [{**row, "task": task, "method": label} for label, row in methods.items()]
+            lines.append(line | own)  # its failed examples are unknown: it is measured only for a method's example
+        for label, row in methods.items():
+            lines.append({**row, "task": task, "method": label} | (own if label in baselines else {}))
     columns = ["task", "method", "examples", *forms(*_COMPARED), "failed", "score_failed_as_zero"]
     frame = pd.DataFrame(lines, columns=columns).astype({"failed": "Int64"})  # an integer, even if baselines lack it
     keys = [Column("task", "task"), Column("method", "method"), Column("examples", "n")]
@@ -141,14 +145,16 @@ def _cells(frame: pd.DataFrame, keys: Sequence[Column], has_failed: bool) -> pd.
 
 def _caption(runs: Mapping[str, Results], rows: Mapping[str, list[dict[str, Any]]]) -> str:
     """runs, rows: by the beginning of a sentence about a run. All runs have the same prompts."""
-    label, results = next(iter(runs.items()))
+    results = next(iter(runs.values()))
     text = (
         "Scores 0 to 100. ±: half of the 95 % bootstrap interval over examples; both ends are in summary.csv. It is "
         f"not shown for n below {FEWEST}.\n"
         f"% tokens computed: {COMPUTED}. KL: of the first token's distribution from the baseline's.\n"
     )
-    if all(np.isnan(row["ttft_speedup"]) for row in rows[label]):
+    if all(np.isnan(row["ttft_speedup"]) for of_run in rows.values() for row in of_run):
         text += "No speedup: no baseline was run beside the method (it is the baseline, or timing.paired=false)."
+    elif lacking := without_baseline([run for of_one in runs.values() for run in of_one.runs]):
+        text += "\n".join(lacking)
     else:
         text += "Generation speedup compares whole answers, which may differ in length (see summary.csv)."
     columns = ["prompt_tokens", "prompt_tokens_before_truncation"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,6 +17,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import MISSING as MISSING_VALUE
@@ -99,7 +102,11 @@ class DataConfig:
 class TimingConfig:
     """Which runs are timed."""
 
-    paired: bool = setting(True, "also run the baseline on every example, in alternation")
+    paired: Any = setting(
+        True,
+        "also run the baseline on every example, in alternation; `ttft`: only up to its first token, the rest is in "
+        "its own run (`method=baseline`); `false`: not at all",
+    )
     warmup: int = setting(5, "warm-up runs of each before the first example")
 
 
@@ -340,8 +347,9 @@ def check_launcher(arguments: Sequence[str]) -> None:
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
     """The config of one run: the defaults in conf with the overrides. Raises UserError."""
+    in_sweep = GlobalHydra.instance().is_initialized()  # it composes from the same folder
     try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
+        with nullcontext() if in_sweep else initialize_config_dir(str(CONF), version_base="1.3"):
             return compose("config", list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise one_line(error) from error
@@ -403,6 +411,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
         "data.on_error": ("raise", "skip"),
         "half": (None, *HALVES),
         "fidelity": (None, "answer"),
+        "timing.paired": (True, "ttft", False),
         "tracker.name": TRACKERS,
         "tracker.mode": TRACKER_MODES,
         "model.paper": (None, "llama2", "xgen"),
@@ -410,11 +419,14 @@ def to_run_config(config: DictConfig) -> RunConfig:
     }
     for key, known_values in choices.items():
         value = OmegaConf.select(config, key)
-        _require(value in known_values, key, value, " or ".join(str(known or "null") for known in known_values))
+        shown = " or ".join(json.dumps(known).strip('"') for known in known_values)
+        _require(repr(value) in map(repr, known_values), key, value, shown)  # 1 is not true
     for key, least in (*((key, 0) for key in _MAY_BE_0), *((key, 1) for key in _COUNTS)):
         value = OmegaConf.select(config, key)
         _require(value is None or value >= least, key, value, f"{least} or more{', or null' if least else ''}")
-    _require(plain.fidelity is None or plain.timing.paired, "fidelity", plain.fidelity, "timing.paired=true with it")
+    _require(
+        plain.fidelity is None or plain.timing.paired is True, "fidelity", plain.fidelity, "timing.paired=true with it"
+    )
     _require(plain.out is None or one_run, "out", plain.out, "no out= with compare, as each run has its own folder")
     _require(plain.shard is None or one_run, "shard", plain.shard, "only=LABEL with it, as it divides one run")
     if plain.shard is not None:

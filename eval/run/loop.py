@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -22,12 +22,14 @@ from transformers.utils import logging as transformers_logging
 
 from eval.analysis.known_methods import marked
 from eval.analysis.run_table import compared_table, run_json, run_table
+from eval.analysis.table import Table
 from eval.run import device_lock, identity
 from eval.run.config import DEFAULT_LABEL
 from eval.run.measure import Bench, Case, PackedBench, Subject, released
 from eval.run.prepare import Plan, prepare, within_reach
 from eval.run.resolved import Resolved
 from eval.run.wandb_run import Tracker, facts_of, open_tracker
+from eval.store.comparable import tell_apart, with_baselines
 from eval.store.folder import PLANNED, RunStore, fingerprint, open_store, planned_text, read_about
 from eval.store.record import Failure, Trace
 from eval.store.results import Results
@@ -106,7 +108,7 @@ def compare(comparison: Resolved) -> list[RunResult]:
     model = Path(config.model.name).name
     stem = Path("runs") / f"{config.label}-{model}"
     # every run has its results, as shards are refused with compare
-    table = compared_table({name: result.results for name, result in results.items() if result.results}, title)
+    table = _compared({name: result.results for name, result in results.items() if result.results}, title)
     abouts = {label: read_about(result.folder / "run.json") for label, result in results.items()}
     texts = {
         "md": table.to_markdown(),
@@ -147,13 +149,21 @@ def show_together(results: Sequence[RunResult]) -> None:
         if result.results is not None
     }
     if len(runs) > 1:
-        console().print(compared_table(runs, "All runs of the sweep").to_rich())
+        console().print(_compared(runs, "All runs of the sweep").to_rich())
+
+
+def _compared(results: Mapping[str, Results], title: str) -> Table:
+    """`compared_table` of finished runs; those that timed only the baseline's first tokens have the rest of its run."""
+    runs = with_baselines(tell_apart([run for of_one in results.values() for run in of_one.runs]))
+    return compared_table({label: Results([run]) for label, run in zip(results, runs, strict=True)}, title)
 
 
 def _stored(plan: Plan, store: RunStore) -> StoredRun:
-    """The run as stored in its folder, without reading it again."""
+    """The run as stored in its folder, without reading it again, with the baseline's run beside it if it needs one."""
     about = {"fingerprint": fingerprint(plan.identity), "identity": plan.identity, **plan.about}
-    return StoredRun(plan.folder, about, list(store.records.values()))
+    baselines = plan.folder.parent.glob(f"*-{plan.baseline_fingerprint[:8]}") if plan.paired == "ttft" else ()
+    beside = tuple(StoredRun(folder, read_about(folder / "run.json")) for folder in baselines)
+    return StoredRun(plan.folder, about, list(store.records.values()), baselines=beside)
 
 
 # --------------------------------------------------------------------------------------------------------- measurement

@@ -142,14 +142,14 @@ class Subject(Protocol):
 class Bench:
     """A model in this process, to measure methods on.
 
-    paired: also measure the baseline on each example. forced: then also feed the baseline's and gold answers to both.
-    evidence: record the evidence that each layer computes.
+    paired: also measure the baseline on each example, "ttft" only up to its first token. forced: then also feed the
+    baseline's and gold answers to both. evidence: record the evidence that each layer computes.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
-    paired: bool
+    paired: bool | str
     forced: bool = False
     evidence: bool = True
 
@@ -215,6 +215,7 @@ class Bench:
             id=case.example.id,
             prompt_tokens_before_truncation=case.prompt.tokens_before_truncation,
             groups=list(case.example.groups),
+            baseline_ttft_s=baseline.outs[0].ttft_s if baseline is not None and self.paired == "ttft" else None,
             later=[LaterTurn(**turn) for turn in later] or None,
             **first,
         )
@@ -227,11 +228,12 @@ class Bench:
         message = (case.prompt, *case.prompt.turns)[turn]
         asked = (case.example, *case.example.turns)[turn]
         beside = self._fidelity(case, turn, baseline, method) if baseline is not None else {}
+        whole = baseline if self.paired is True else None
         return {
             "prompt_sha256": message.sha256,
             "prompt_tokens": len(message.token_ids),
             "method": replace(self._measurement(case, turn, method), **beside),
-            "baseline": None if baseline is None else self._measurement(case, turn, baseline),
+            "baseline": None if whole is None else self._measurement(case, turn, whole),
             "prompt_end": message.text[-PROMPT_END:],
             "answers": list(asked.answers),
         }
@@ -239,6 +241,8 @@ class Bench:
     def _run(self, case: Case, method: Method) -> _Run:
         if not method.models():  # a draft or scorer counts only in its own method's memory
             park()
+        if self.paired == "ttft" and method is not case.method:
+            case = replace(case, max_new_tokens=1)
         devices = devices_of(self.model)
         reset_peak(*devices)
         run = _Run(method, case.turns_of(method), [], [])
@@ -253,6 +257,8 @@ class Bench:
 
         Answers are forced in the first turn only: in later turns, the two have different texts before them.
         """
+        if self.paired == "ttft":
+            return of_first_tokens(baseline.outs[turn], own.outs[turn])
         found = of_generations(baseline.outs[turn], own.outs[turn])
         if not self.forced or turn:
             return found
@@ -314,7 +320,7 @@ class PackedBench(Bench):
         """
         yield from super().measure([case for case in cases if case.prompt.turns])
         waiting = sorted((case for case in cases if not case.prompt.turns), key=lambda case: len(case.prompt.token_ids))
-        most, number = max(1, self.rows // (1 + self.paired)), 0  # most: examples at once
+        most, number = max(1, self.rows // (2 if self.paired else 1)), 0  # most: examples at once
         pack, inside = Pack(self.model, self.rows), list[_Packed]()
         while waiting or inside:
             try:
@@ -347,7 +353,9 @@ class PackedBench(Bench):
         for side in reversed(sides) if baseline_first else sides:
             if not sides[side].models():
                 park()
-            example.rows[side] = row_of(self.model, case.prompt.as_input(), sides[side], **_answering(case))
+            only_first = {"max_new_tokens": 1} if self.paired == "ttft" and side == "baseline" else {}
+            answering = _answering(case) | only_first
+            example.rows[side] = row_of(self.model, case.prompt.as_input(), sides[side], **answering)
             pack.join(example.rows[side])
 
     def _outcome(self, example: _Packed) -> Record | Failure:
@@ -385,13 +393,16 @@ def _evidence(prompt: BuiltPrompt, turn: int, run: _Run) -> dict[str, Any]:
     }
 
 
+def of_first_tokens(baseline: Generation, method: Generation) -> dict[str, Any]:
+    """The fields of `Measurement` that compare the first tokens of two generations."""
+    p, q = _log_probabilities(baseline.first_logits), _log_probabilities(method.first_logits)
+    return {"kl": mean_kl(p, q), "top1_agrees": int(p.argmax() == q.argmax())}
+
+
 def of_generations(baseline: Generation, method: Generation) -> dict[str, Any]:
     """The fields of `Measurement` that compare two finished generations."""
     ours, theirs = method.token_ids, baseline.token_ids
-    p, q = _log_probabilities(baseline.first_logits), _log_probabilities(method.first_logits)
-    return {
-        "kl": mean_kl(p, q),
-        "top1_agrees": int(p.argmax() == q.argmax()),
+    return of_first_tokens(baseline, method) | {
         "leading_tokens": sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))),
         "edit_similarity": edit_similarity(ours, theirs),
         "same_answer": int(ours == theirs),

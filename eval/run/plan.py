@@ -119,6 +119,7 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Device | None) -> Cost:
     sides = [(methods, later_turns(run.method))]
     if run.config.timing.paired and run.method["name"] != "baseline":
         sides.append((dict.fromkeys(methods, Baseline()), "continue"))
+    only_first = run.config.timing.paired == "ttft"
     first = rows[0]
     warm_up = Rows(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), run.config.timing.warmup)
     longest = {row.dataset: row for row in sorted(rows, key=lambda row: row.length)}.values()
@@ -133,7 +134,8 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Device | None) -> Cost:
     works, seconds, peaks = [Work(0, 0), Work(0, 0)], 0.0, []
     for side, (by_dataset, turns) in enumerate(sides):
         for row in (*rows, warm_up):
-            for work in model.conversation(by_dataset[row.dataset], row.messages, row.new_tokens, turns, together):
+            new_tokens = 1 if side == 1 and only_first and row is not warm_up else row.new_tokens
+            for work in model.conversation(by_dataset[row.dataset], row.messages, new_tokens, turns, together):
                 works[side] += Work(row.count * work.flops, row.count * work.read)
                 seconds += row.count * device.seconds(work) if device is not None else 0
         peaks += [model.memory(by_dataset[row.dataset], row.length, row.new_tokens, together) for row in longest]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -13,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from eval.benchmarks.datasets import load
+from eval.benchmarks.datasets import CHOICES, datasets_asked_for, load
 from eval.benchmarks.prompts import build_prompt, end_token_ids
 from eval.benchmarks.subsets import Shard, in_half, parse_shard, shard_numbers
 from eval.benchmarks.suite import DoesNotFitError, Example, LoadedDataset
 from eval.run import targets
-from eval.run.config import RunConfig, prompt_limit
+from eval.run.config import RunConfig, compose_config, prompt_limit, register_schema, to_run_config
 from eval.run.identity import (
     device_name,
     machine,
@@ -28,9 +29,10 @@ from eval.run.identity import (
     weights_sha256,
 )
 from eval.run.measure import Case
-from eval.run.resolved import RUNS, Resolved, about_the_method, at_depth, build_method, later_turns, plain
+from eval.run.resolved import RUNS, Resolved, about_the_method, at_depth, build_method, canonical, later_turns, plain
 from eval.run.targets import OutOfReachError
 from eval.run.work import rows_of_answers
+from eval.store.comparable import as_text
 from eval.store.folder import fingerprint
 from eval.store.runs import label_of, settings_in
 from lazyllm.engine.devices import memory_of
@@ -67,13 +69,20 @@ class Identified:
     end_ids: tuple[int, ...]
     prompt_limit: int
     devices: tuple[torch.device, ...]
-    paired: bool
+    paired: bool | str
     rows: int
 
     @property
     def keys(self) -> list[tuple[str, str]]:
         """(dataset, id) of all its examples, in order."""
         return [(name, example.id) for name, examples in self.examples.items() for example in examples]
+
+    @property
+    def baseline_fingerprint(self) -> str:
+        """Of the baseline's run on the same prompts."""
+        own = {"method_code", "method_weights"}
+        shared = {key: value for key, value in self.identity.items() if key not in own}
+        return fingerprint(shared | {"method": canonical({"name": "baseline"}), "parameters": None, "paired": False})
 
 
 @dataclass(frozen=True)
@@ -138,6 +147,7 @@ def prepare(run: Resolved) -> Plan:
             },
             # `limit` and `sample` choose from these
             "examples": {rows.dataset.name: rows.total or len(rows.examples) for rows in identified.loaded},
+            **({"baseline_command": _baseline_command(run)} if identified.paired == "ttft" else {}),
         },
         file_part=shard.file_part if shard is not None else "",
     )
@@ -263,6 +273,11 @@ def _cases(identified: Identified) -> Iterator[Case]:
                     f"ones exceed the model's {longest} positions: "
                     f"{f'set {shorter}, or less' if dataset.truncate else run.suite.shorter}"
                 )
+            if identified.paired == "ttft" and prompt.turns:
+                raise UserError(
+                    f"timing.paired=ttft: {dataset.name} has later turns, which follow the baseline's own answers: "
+                    "give timing.paired=true, or turns=1"
+                )
             yield Case(dataset, example, prompt, method, max_new_tokens, end_ids, turns)
 
 
@@ -371,6 +386,35 @@ def _version_of_quantiser(spec: ModelSpec, model_config: PreTrainedConfig) -> di
     packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
     package = packages.get(spec.quantise or quantised_by(model_config) or "")
     return {package: version(package)} if package is not None else {}
+
+
+def _baseline_command(run: Resolved) -> str:
+    """The command of the baseline's run on the same prompts."""
+    register_schema()
+    config, label, name = run.config, _data_label(run), run.config.model.name
+    try:
+        command = [f"model={name}"]
+        compose_config(command)
+    except UserError:  # a folder or a hub id
+        command = ["model=custom", f"model.name={name}"]
+    if label not in CHOICES or datasets_asked_for({label: True}, name) != run.datasets:
+        label = f"[{','.join(dataset.name for dataset in run.datasets)}]"
+    command += ["method=baseline", f"dataset={label}"]
+    usual, here = (
+        {key: value for key, value in as_text(asdict(one)).items() if not key.startswith(_NOT_THE_BASELINES)}
+        for one in (to_run_config(compose_config(command)), config)
+    )
+    command += [
+        f"{'' if key in usual else '++'}{key}={value}" for key, value in here.items() if usual.get(key) != value
+    ]
+    return f"python run.py {shlex.join(command)}"
+
+
+# Settings that the baseline's run of the same prompts has no use for
+_NOT_THE_BASELINES = (
+    "method", "dataset", "compare", "only", "label", "speedup", "draft", "out", "shard", "trace", "tracker",
+    "timing.paired",
+)  # fmt: skip
 
 
 def _data_label(run: Resolved) -> str:

@@ -66,9 +66,9 @@ class Resolved:
         return tuple(build_method(targets.check(self.method)).models())
 
     @property
-    def paired(self) -> bool:
-        """Whether the baseline runs beside the method."""
-        return self.config.timing.paired and by_name(self.method["name"]) is not Baseline
+    def paired(self) -> bool | str:
+        """Whether the baseline runs beside the method; "ttft": up to its first token."""
+        return by_name(self.method["name"]) is not Baseline and self.config.timing.paired
 
     def identity(self, num_layers: int) -> dict[str, Any]:
         """The part of the run's identity that its settings give. Raises UserError."""

@@ -100,7 +100,7 @@ def with_baselines(frame: pd.DataFrame) -> pd.DataFrame:
     own, others = frame[is_own], frame[~is_own]
     example = ["model", "dataset", "id"]
     known = frame.set_index(example).index.isin(own.set_index(example).index)
-    paired: Any = frame[~is_own & ~known & frame["baseline_ttft_s"].notna()]
+    paired: Any = frame[~is_own & ~known & frame["baseline_score"].notna()]
     paired = paired.drop(columns=list(MEASURED)).rename(columns=theirs)
     paired = paired.assign(method="baseline", settings="{}", label="baseline", seed=0)  # the same model for all seeds
     baselines: Any = pd.concat([own.drop(columns=list(theirs)), paired])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.store.folder import fingerprint
-from eval.store.runs import StoredRun
+from eval.store.runs import StoredRun, counted
 from lazyllm.errors import UserError
 
 # Facts that may differ between runs that share a table
@@ -45,6 +45,30 @@ def tell_apart(runs: Sequence[StoredRun]) -> list[StoredRun]:
     return [
         replace(run, apart=_apart(own, set(words)), facts=facts)
         for run, facts, own in zip(runs, odd, words, strict=True)
+    ]
+
+
+def with_baselines(runs: Sequence[StoredRun]) -> list[StoredRun]:
+    """The runs of `tell_apart`, each one with `timing.paired=ttft` with the baseline's runs of its table."""
+    baselines: defaultdict[str, list[StoredRun]] = defaultdict(list)
+    for run in runs:
+        if run.method == "baseline":
+            baselines[run.model].append(run)
+    return [
+        replace(run, baselines=tuple(baselines[run.model])) if run.identity["paired"] == "ttft" else run for run in runs
+    ]
+
+
+def without_baseline(runs: Sequence[StoredRun]) -> list[str]:
+    """A sentence, with a command, for each run of the baseline that runs of `with_baselines` lack."""
+    lacking: defaultdict[str, list[StoredRun]] = defaultdict(list)
+    for run in runs:
+        if run.identity["paired"] == "ttft" and run.examples["baseline_score"].isna().any():
+            lacking[run.about["baseline_command"]].append(run)
+    return [
+        f"{counted(len(named), 'run')} of {named[0].model} timed only the baseline's first tokens "
+        f"(timing.paired=ttft); the run with its answers and scores is not here, or not finished: {command}"
+        for command, named in lacking.items()
     ]
 
 

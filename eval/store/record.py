@@ -162,6 +162,9 @@ class LaterTurn:
 class Record(Line):
     """One example: its prompt, and the measurements of the method and of the paired baseline (None if not paired).
 
+    baseline_ttft_s: seconds to the baseline's first token, if that was all that was timed beside the method
+    (`timing.paired=ttft`): `eval.store.runs.StoredRun` takes the rest of `baseline` from the baseline's own run.
+
     prompt_end: the last `PROMPT_END` characters of the prompt's text. answers: the gold answers. groups: of the
     example, such as "length=8k+".
     later: the later turns, in order: a line holds all turns of an example.
@@ -178,6 +181,7 @@ class Record(Line):
     groups: list[str] = field(default_factory=list)
     later: list[LaterTurn] | None = None
     turn: int = 1
+    baseline_ttft_s: float | None = None
 
     @property
     def by_turn(self) -> list[Record]:

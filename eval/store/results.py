@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eval.store.comparable import chosen, tell_apart
+from eval.store.comparable import chosen, tell_apart, with_baselines, without_baseline
 from eval.store.record import MEASURED
 from eval.store.runs import StoredRun, stored_runs
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd
+
+log = logging.getLogger(__name__)
 
 COLUMNS = [
     "model", "paper_model", "method", "settings", "label", "seed", "run", "folder", "paired",
@@ -68,7 +71,10 @@ def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool =
     runs = [run for run in chosen(stored_runs(folders), where, newest) if len(run.examples)]
     if not runs:
         raise UserError(f"no run with records in {', '.join(map(str, folders))}")
-    return tell_apart(runs)
+    runs = with_baselines(tell_apart(runs))
+    for sentence in without_baseline(runs):
+        log.warning("%s", sentence)
+    return runs
 
 
 def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
@@ -80,8 +86,8 @@ def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
     method, and with the prefix `baseline_` of the paired baseline (NaN without one). Scores are 0 to 100; step_s is the
     mean decoding step (NaN for answers of one token).
 
-    If two runs hold the same example with the same setting and seed, the paired run counts; of two paired ones that
-    with more examples. Raises UserError if this does not decide.
+    If two runs hold the same example with the same setting and seed, the one with more of the baseline counts
+    (`timing.paired`); of two such ones that with more examples. Raises UserError if this does not decide.
     """
     import pandas as pd
 
@@ -105,16 +111,17 @@ def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
         for run in runs
     ]
     fixed = {name: np.repeat(np.array([run[name] for run in described], dtype=object), sizes) for name in described[0]}
-    fixed |= {"seed": fixed["seed"].astype(int), "paired": fixed["paired"].astype(bool)}
+    fixed |= {"seed": fixed["seed"].astype(int)}
     table: Any = pd.concat([pd.DataFrame(fixed), examples], axis=1)[COLUMNS]
     settings = {(run["model"], run["method"], run["settings"], run["seed"]) for run in described}
     return table if len(settings) == len(runs) else _without_repeated(table)  # one run holds an example once
 
 
 def _without_repeated(table: pd.DataFrame) -> pd.DataFrame:
-    table = table.assign(size=table.groupby("folder")["id"].transform("size"))
-    table = table.sort_values(["paired", "size"], ascending=False, kind="stable")
-    twice = table[table.duplicated([*_KEY, "paired", "size"], keep=False)]
+    ranks = table["paired"].map({True: 2, "ttft": 1, False: 0})
+    table = table.assign(size=table.groupby("folder")["id"].transform("size"), rank=ranks)
+    table = table.sort_values(["rank", "size"], ascending=False, kind="stable")
+    twice = table[table.duplicated([*_KEY, "rank", "size"], keep=False)]
     if len(twice):
         row = twice.iloc[0]
         both = sorted(set(twice[(twice[_KEY] == row[_KEY]).all(axis=1)]["folder"]))
@@ -122,7 +129,7 @@ def _without_repeated(table: pd.DataFrame) -> pd.DataFrame:
             f"{row['dataset']}, row {row['id']}, {row['label']}: measured twice, in {' and '.join(both)}; remove one, "
             "or choose by a setting in which they differ: --where KEY=VALUE"
         )
-    return table.drop_duplicates(_KEY).sort_index().reset_index(drop=True).drop(columns="size")
+    return table.drop_duplicates(_KEY).sort_index().reset_index(drop=True).drop(columns=["size", "rank"])
 
 
 def first_turns(frame: pd.DataFrame) -> pd.DataFrame:

@@ -64,6 +64,7 @@ class StoredRun:
     source: of the records: the folder's lines (None), a campaign's part, or records in memory.
     apart: follows the model's short name if the run shares no table with most runs of the model; facts: the facts in
     which it differs from them (`eval.store.comparable`).
+    baselines: the baseline's runs of the same table, if this run timed only the baseline's first tokens.
     """
 
     folder: Path
@@ -71,6 +72,7 @@ class StoredRun:
     source: Sequence[Record] | Part | None = None
     apart: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
+    baselines: tuple[StoredRun, ...] = ()
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Every record, in order. columns: flat, as in this module's docstring; None for `SCHEMA`'s, nested.
@@ -80,15 +82,18 @@ class StoredRun:
         if self.source is None:
             table = read_table(self.folder)
         else:
-            table = self.source.table(columns) if isinstance(self.source, Part) else to_table(self.source)
+            wanted = None if self.baselines else columns
+            table = self.source.table(wanted) if isinstance(self.source, Part) else to_table(self.source)
+        if self.baselines:
+            table = _with_baseline(table, pa.concat_tables([run.table() for run in self.baselines]))
         return table if columns is None else table.flatten().select(list(columns)).combine_chunks()
 
     @property
     def records(self) -> list[Record]:
         """Every record, in order. Raises UserError."""
-        if self.source is None:
-            return read_records(self.folder)
-        return to_records(self.table()) if isinstance(self.source, Part) else list(self.source)
+        if self.baselines or isinstance(self.source, Part):
+            return to_records(self.table())
+        return read_records(self.folder) if self.source is None else list(self.source)
 
     @cached_property
     def examples(self) -> pd.DataFrame:
@@ -224,6 +229,27 @@ def _collected_runs(campaign: Path) -> list[StoredRun]:
         raise UserError(f"{file}: cannot be read as a campaign ({type(error).__name__}: {error})") from error
 
 
+def _with_baseline(table: pa.Table, whole: pa.Table) -> pa.Table:
+    """A run's nested table with `baseline` from the whole baseline's table, from the rows with the same prompts.
+
+    The time to the first token is the one measured beside the method; the total time is this plus the decoding.
+    """
+    of_table, of_whole = (
+        list(zip(*(part[name].to_pylist() for name in ("dataset", "id", "prompt_sha256")), strict=True))
+        for part in (table, whole)
+    )
+    places = {key: place for place, key in enumerate(of_whole)}
+    taken = whole["method"].combine_chunks().take(pa.array([places.get(key) for key in of_table], pa.int64()))
+    parts = dict(zip((part.name for part in taken.type), taken.flatten(), strict=True))
+    ttft = table["baseline_ttft_s"].combine_chunks()
+    for total in ("total_s", "total_s_so_far"):
+        parts[total] = pc.add(parts[total], pc.subtract(ttft, parts["ttft_s"]))
+    column = table.schema.get_field_index("baseline")
+    fields = list(SCHEMA.field(column).type)
+    joined = pa.StructArray.from_arrays(list((parts | {"ttft_s": ttft}).values()), fields=fields, mask=taken.is_null())
+    return table.set_column(column, SCHEMA.field(column), joined)
+
+
 # --------------------------------------------------------------------------------------------------------- example rows
 
 
@@ -235,7 +261,7 @@ def example_rows(records: Sequence[Record]) -> pd.DataFrame:
 
 # The columns of records that `_example_rows` reads
 _READ = [
-    "dataset", "id", "groups", "prompt_tokens", "turn", "later",
+    "dataset", "id", "groups", "prompt_tokens", "turn", "later", "baseline_ttft_s",
     *(f"{side}.{name}" for side in _SIDES for name in (*SCALES, "decode_step_s", "token_ids", "text")),
 ]  # fmt: skip
 
@@ -258,6 +284,7 @@ def _example_rows(table: pa.Table) -> pd.DataFrame:
         )
         answered = pc.call_function("not_equal", [table[f"{side}.text"], pa.scalar("")])
         columns[f"{prefix}pct_answered"] = 100 * _numbers(answered)
+    columns["baseline_ttft_s"] = columns["baseline_ttft_s"].fillna(_numbers(table["baseline_ttft_s"]))
     return pd.DataFrame(columns)
 
 

@@ -49,7 +49,7 @@ def calls(monkeypatch) -> list[tuple]:
     return seen
 
 
-def bench(paired: bool = True, chat: str = "none") -> Bench:
+def bench(paired: bool | str = True, chat: str = "none") -> Bench:
     model = SimpleNamespace(device=torch.device("cpu"), config=CONFIG)
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: TEXTS[ids[0]])
     return Bench(model, tokenizer, CHAT_FORMATS[chat], paired)  # type: ignore[arg-type]
@@ -93,6 +93,16 @@ def test_record_keeps_the_prompts_end_and_the_gold_answers(calls, text: str, end
 def test_unpaired_runs_the_method_only(calls) -> None:
     assert bench(paired=False).record(case("qasper"), baseline_first=True).baseline is None
     assert [call[0] for call in calls] == ["reset", METHOD]
+
+
+@pytest.mark.parametrize("baseline_first", [True, False])
+def test_baseline_that_is_paired_for_ttft_stops_after_its_first_token(calls, baseline_first: bool) -> None:
+    record = bench(paired="ttft").record(case("qasper"), baseline_first)
+    made = [(call[0], call[2]["max_new_tokens"]) for call in calls if len(call) == 3]
+    order = [(Baseline(), 1), (METHOD, 40)]
+    assert made == (order if baseline_first else order[::-1])
+    assert (record.baseline, record.baseline_ttft_s) == (None, 0.5)
+    assert (record.method.kl, record.method.top1_agrees, record.method.same_answer) == (0, 1, None)
 
 
 def test_methods_get_the_tokens_and_what_they_stand_for(calls) -> None:

@@ -111,6 +111,9 @@ def test_plan_adds_the_baseline_and_the_warm_ups() -> None:
     warmed = cost(alone.changed(timing=replace(alone.config.timing, warmup=2)), rows, GPUS["l4"])
     assert (one.baseline, paired.method) == (Work(0, 0), one.method)
     assert paired.baseline.flops > paired.method.flops
+    once = cost(alone.changed(timing=replace(alone.config.timing, paired="ttft")), rows, GPUS["l4"])
+    assert (once.method, once.baseline) == (one.method, Model.of(alone.spec).prefill(Baseline(), rows[0].length))
+    assert one.seconds < once.seconds < paired.seconds
     ((row, method),) = [(row, StaticPruning(2, 0.3)) for row in rows]
     twice = added(2 * Model.of(alone.spec).conversation(method, row.messages, 4))
     assert warmed.method == one.method + twice
