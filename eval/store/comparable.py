@@ -63,7 +63,7 @@ def without_baseline(runs: Sequence[StoredRun]) -> list[str]:
     """A sentence, with a command, for each run of the baseline that runs of `with_baselines` lack."""
     lacking: defaultdict[str, list[StoredRun]] = defaultdict(list)
     for run in runs:
-        if run.identity["paired"] == "ttft" and run.examples["baseline_score"].isna().any():
+        if run.identity["paired"] == "ttft" and run.examples["baseline_score"].hasnans:
             lacking[run.about["baseline_command"]].append(run)
     return [
         f"{counted(len(named), 'run')} of {named[0].model} timed only the baseline's first tokens "

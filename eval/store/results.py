@@ -118,7 +118,7 @@ def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
 
 
 def _without_repeated(table: pd.DataFrame) -> pd.DataFrame:
-    ranks = table["paired"].map({True: 2, "ttft": 1, False: 0})
+    ranks = [(False, "ttft", True).index(paired) for paired in table["paired"]]
     table = table.assign(size=table.groupby("folder")["id"].transform("size"), rank=ranks)
     table = table.sort_values(["rank", "size"], ascending=False, kind="stable")
     twice = table[table.duplicated([*_KEY, "rank", "size"], keep=False)]

@@ -243,7 +243,8 @@ def _with_baseline(table: pa.Table, whole: pa.Table) -> pa.Table:
     parts = dict(zip((part.name for part in taken.type), taken.flatten(), strict=True))
     ttft = table["baseline_ttft_s"].combine_chunks()
     for total in ("total_s", "total_s_so_far"):
-        parts[total] = pc.add(parts[total], pc.subtract(ttft, parts["ttft_s"]))
+        decoding = pc.call_function("subtract", [parts[total], parts["ttft_s"]])
+        parts[total] = pc.call_function("add", [decoding, ttft])
     column = table.schema.get_field_index("baseline")
     fields = list(SCHEMA.field(column).type)
     joined = pa.StructArray.from_arrays(list((parts | {"ttft_s": ttft}).values()), fields=fields, mask=taken.is_null())

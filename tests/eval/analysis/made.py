@@ -47,7 +47,12 @@ def stored(
 ) -> StoredRun:  # fmt: skip
     if settings is None:
         settings = {"schedule": "paper", "prune_generated": False, "revive": True} if method == "lazy" else {}
-    identity = {"method": {"name": method, **json.loads(json.dumps(settings))}, "seed": seed, "paired": True}
+    identity = {
+        "method": {"name": method, **json.loads(json.dumps(settings))},
+        "seed": seed,
+        "paired": True,
+        "data": {},
+    }
     config = {"model": {"name": model, "paper": paper}}
     return StoredRun(folder, {"identity": identity, "config": config, "fingerprint": f"{method}{seed}"}, records)
 
