@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.metrics import needs_classes
-from eval.store.comparable import tell_apart
+from eval.store.comparable import tell_apart, with_baselines
 from eval.store.folder import fingerprint, read_planned
 from eval.store.record import Measurement, Record
 from eval.store.results import Results
@@ -76,7 +76,7 @@ def _submission(folder: Path) -> Submission:
     if not first.startswith("# "):
         raise UserError(f"{readme}: expected a title in its first line (# ...), then how and where it was run")
     try:
-        runs = tell_apart(stored_runs([folder]))
+        runs = with_baselines(tell_apart(stored_runs([folder])))
     except KeyError as error:
         raise UserError(f"{folder}: a run.json lacks {error}; submit it as `lazyllm-bench run` wrote it") from error
     if not any(len(run.examples) for run in runs):

@@ -108,7 +108,7 @@ def runs_grid(runs: Sequence[StoredRun]) -> Grid:
             "seed": run.seed,
             "examples": len(run.examples),
             "datasets": len(run.datasets),
-            "paired": "yes" if run.identity["paired"] else "no",
+            "paired": {True: "yes", False: "no"}.get(run.identity["paired"], "first token"),
             "started": _moment(run),
             "fingerprint": run.about["fingerprint"],
             "folder": run.folder.name,
