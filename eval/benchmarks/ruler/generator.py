@@ -363,7 +363,7 @@ class _ChainsExample(_Chains):
         return draft
 
     def too_short(self) -> UserError:
-        return UserError(
+        return DoesNotFitError(
             "vt cannot be made with this tokenizer: its worked example may have 500 tokens (chat template included), "
             "but the shortest one has more; leave vt out"
         )
@@ -407,7 +407,7 @@ class _CommonWords(_Sampler):
             return self.words
         self.more_words = self.more_words or english_words(self.setting.sources)
         if size > len(self.more_words):
-            raise UserError(
+            raise DoesNotFitError(
                 f"cwe needs {size} different words at ruler.length={self.setting.length}, but english_words.json has "
                 f"{len(self.more_words)}; give a smaller ruler.length"
             )
