@@ -78,6 +78,8 @@ class Pretending(TorchFunctionMode):
             return place_of(args[0])
         if func is torch.Tensor.cpu:
             return self._moved(args[0], CPU)
+        if func is torch.Tensor.numpy:
+            return func(_held(args[0]), **kwargs)
         if func is torch.Tensor.to:
             asked = [arg for arg in (*args[1:], *kwargs.values()) if isinstance(arg, torch.device)]
             others = [arg for arg in args[1:] if not isinstance(arg, torch.device)]
