@@ -167,7 +167,10 @@ class RunConfig(SuiteSettings):
     speedup: str | None = setting(
         None, "the ideal TTFT speedup at which `experiment=field` and `turns` compare methods, such as `2x`"
     )
-    draft: str | None = setting(None, "SpecPrefill's draft model in `experiment=field`: folder, hub id or preset")
+    draft: str | None = setting(
+        None,
+        "another model, by folder, hub id or preset: SpecPrefill's in `experiment=field`, the scorer in `compression`",
+    )
     compare: dict[str, dict[str, Any]] = setting(
         {}, "several methods in one table, instead of `method`: `{label: {name: lazy, schedule: paper}, ...}`"
     )

@@ -21,14 +21,17 @@ class LayerShape:
 
     @classmethod
     def of(cls, config: Any) -> LayerShape:
-        """Read the shape from a transformers config of a decoder with gated MLPs, fused or not (no experts)."""
+        """Read the shape from a transformers config of a decoder with gated MLPs, fused or not (no experts).
+
+        A config without an MLP's width, such as GPT-2's, is taken for one of four times the model's width.
+        """
         heads = config.num_attention_heads
         return cls(
             width=config.hidden_size,
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            mlp_width=config.intermediate_size,
+            mlp_width=getattr(config, "intermediate_size", 4 * config.hidden_size),
         )
 
     @property
@@ -66,17 +69,19 @@ def windows_of(config: Any) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def prefill_flops(config: Any, tokens_per_layer: Sequence[int], logits: int = 1) -> int:
+def prefill_flops(config: Any, tokens_per_layer: Sequence[int], logits: int = 1, matrices: int | None = None) -> int:
     """FLOPs of a prefill in which `tokens_per_layer[l]` tokens enter layer l, with logits at `logits` positions.
 
+    matrices: elements of the matrices in a layer of another kind than `LayerShape` describes.
     A multiplication and an addition count as two FLOPs. Attention counts the pairs that causality and the layer's
     sliding window allow. If tokens were dropped, the rest are counted as neighbours, so a window may count too many.
     Not counted, as below 1 %: norms, RoPE, softmax, activations, and the selection (one row of attention per pruning
     layer, which the layer computes anyway).
     """
     shape = LayerShape.of(config)
+    linear_flops = shape.linear_flops if matrices is None else 2 * matrices
     layers = sum(
-        n * shape.linear_flops + _pairs(n, window) * shape.pair_flops
+        n * linear_flops + _pairs(n, window) * shape.pair_flops
         for n, window in zip(tokens_per_layer, windows_of(config), strict=True)
     )
     return layers + logits * 2 * shape.width * config.vocab_size

@@ -18,6 +18,7 @@ from lazyllm.methods.prompt_compression.scoring import (
     carried_over,
     scoring_flops,
     self_information,
+    self_information_by,
     window_size,
 )
 from lazyllm.methods.prompt_compression.segments import LINE_BREAK, check_spacy, load_splitter, starts_in
@@ -40,7 +41,8 @@ class PromptCompression(Select):
     keep: share of the `droppable` tokens that stays, `ceil(keep * c)` of c. Units larger than a token are kept whole:
         the most informative units that together have at least that many tokens.
     unit: "token", "sentence" (in code: line) or "phrase" (noun phrases and single words, by spaCy's English model).
-    scorer: folder, hub id or preset of the model that scores; None for the model under test, as in LazyLLM.
+    scorer: folder, hub id or preset of the model that scores, any causal model of transformers with a fast tokenizer
+        (Selective Context: `openai-community/gpt2`); None for the model under test.
     window: tokens that the scoring model sees at once; None for all its positions. See
         `lazyllm.methods.prompt_compression.scoring`.
 
@@ -88,9 +90,10 @@ class PromptCompression(Select):
             check_spacy()
         window_size(self._scorer_config(config), self.window)
         for spec in self.models():
-            from lazyllm.methods.support.other_models import tokenizer_beside
+            from lazyllm.methods.support.other_models import matrices_beside, tokenizer_beside
 
             tokenizer_beside(spec)
+            matrices_beside(spec)
 
     def check_prompt(self, prompt: Prompt) -> None:
         needs_text = self.unit != "token" or self.scorer is not None
@@ -108,10 +111,10 @@ class PromptCompression(Select):
         if self.unit != "token":
             load_splitter(self.unit)
         for spec in self.models():
-            from lazyllm.methods.support.other_models import tokenizer_beside
+            from lazyllm.methods.support.other_models import load_beside, tokenizer_beside
 
             tokenizer_beside(spec)
-        super().prepare(model)
+            load_beside(spec, model, plain=True)
 
     def kept(self, n: int) -> int:
         """For token ids without text: n - 1 are droppable. With a text it depends on the prompt: see `kept_of`."""
@@ -123,7 +126,12 @@ class PromptCompression(Select):
 
     def scoring_flops(self, config: Any, n: int) -> int:
         """FLOPs for token ids without text. A scorer's tokenizer is assumed to give as many tokens."""
-        return scoring_flops(self._scorer_config(config), n - 1, self.window)
+        if self.scorer is None:
+            return scoring_flops(config, n - 1, self.window)
+        from lazyllm.methods.support.other_models import matrices_beside
+
+        (spec,) = self.models()
+        return scoring_flops(self._scorer_config(config), n - 1, self.window, matrices_beside(spec))
 
     def select(self, decoder: Decoder, prompt: Prompt) -> np.ndarray:
         may_go = droppable(prompt)
@@ -166,12 +174,12 @@ class PromptCompression(Select):
         """[k] self-information, by the scorer, of tokens that stand for the character ranges `spans` [k, 2]."""
         import torch
 
-        from lazyllm.methods.support.other_models import open_beside, read_beside
+        from lazyllm.methods.support.other_models import load_beside, read_beside
 
         (spec,) = self.models()
-        own = read_beside(spec, text, special_tokens=False)
-        with open_beside(spec, decoder) as scorer:
-            info = self_information(scorer, torch.tensor(own.token_ids, device=scorer.device), self.window)
+        own, scorer = read_beside(spec, text, special_tokens=False), load_beside(spec, decoder.model, plain=True).model
+        token_ids = torch.tensor(own.token_ids, device=scorer.device)
+        info = self_information_by(scorer, decoder, token_ids, self.window)
         return carried_over(info, np.asarray(own.spans, dtype=np.int64), spans)
 
 

@@ -7,7 +7,7 @@ Notation:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from lazyllm.engine.flops import prefill_flops
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from lazyllm.engine.decoder import Decoder
 
@@ -76,34 +77,67 @@ def self_information(decoder: Decoder, token_ids: Tensor, window: int | None = N
     positions at a time.
     Raises ValueError for a window beyond the model's limit.
     """
+    from lazyllm.engine.decoder import run_layers
+
+    def logits(run: Tensor, first: int) -> Iterator[Tensor]:
+        hidden = decoder.norm(run_layers(decoder, run))[0, first:]  # [n, w]
+        return map(decoder.head, hidden.split(CHUNK))
+
+    return _in_windows(decoder.config, decoder.dtype, token_ids, window, logits)
+
+
+def self_information_by(
+    model: PreTrainedModel, decoder: Decoder, token_ids: Tensor, window: int | None = None
+) -> np.ndarray:
+    """`self_information` by any causal model of transformers, called as `model(...)`. The logits of a whole window are
+    in memory. Its tokens count in `decoder.tokens_run`."""
+
+    def logits(run: Tensor, first: int) -> tuple[Tensor, ...]:
+        decoder.tokens_run += len(run)
+        return model(input_ids=run[None], use_cache=False).logits[0, first:].split(CHUNK)
+
+    return _in_windows(model.config, model.dtype, token_ids, window, logits)
+
+
+def _in_windows(
+    config: Any,
+    dtype: Any,
+    token_ids: Tensor,
+    window: int | None,
+    logits: Callable[[Tensor, int], Iterable[Tensor]],
+) -> np.ndarray:
+    """logits: those of a run [m] from a place on, in parts [chunk, v]."""
     import torch
     import torch.nn.functional as F
 
-    from lazyllm.engine.decoder import run_layers
-
-    size = window_size(decoder.config, window)
-    bos = bos_of(decoder.config)
+    size, bos = window_size(config, window), bos_of(config)
     sequence = token_ids if bos is None else torch.cat([token_ids.new_tensor([bos]), token_ids])
-    exact = torch.promote_types(decoder.dtype, torch.float32)
-    info = torch.full(sequence.shape, math.log(decoder.config.vocab_size), dtype=exact, device=decoder.device)
+    exact = torch.promote_types(dtype, torch.float32)
+    info = torch.full(sequence.shape, math.log(config.vocab_size), dtype=exact, device=sequence.device)
     for run in windows(len(sequence), size):
         if run.first == run.stop:
             continue
+        first = run.first
         # the last token's logits are not needed
-        hidden = decoder.norm(run_layers(decoder, sequence[run.start : run.stop - 1]))[0]  # [n, w]
-        for first in range(run.first, run.stop, CHUNK):
-            stop = min(first + CHUNK, run.stop)
-            logits = decoder.head(hidden[first - 1 - run.start : stop - 1 - run.start]).to(exact)  # [chunk, v]
-            info[first:stop] = F.cross_entropy(logits, sequence[first:stop].to(logits.device), reduction="none")
+        for part in logits(sequence[run.start : run.stop - 1], first - 1 - run.start):
+            stop = first + len(part)
+            targets = sequence[first:stop].to(part.device)
+            info[first:stop] = F.cross_entropy(part.to(exact), targets, reduction="none")
+            first = stop
     return (info if bos is None else info[1:]).double().cpu().numpy()
 
 
-def scoring_flops(config: Any, n: int, window: int | None = None) -> int:
-    """FLOPs of scoring n tokens: the layers over each window, logits at every scored position."""
+def scoring_flops(config: Any, n: int, window: int | None = None, matrices: int | None = None) -> int:
+    """FLOPs of scoring n tokens: the layers over each window, logits at every scored position.
+
+    matrices: as of `prefill_flops`.
+    """
     length = n + (bos_of(config) is not None)
     runs = windows(length, window_size(config, window))
     layers = config.num_hidden_layers
-    return sum(prefill_flops(config, [run.stop - 1 - run.start] * layers, run.stop - run.first) for run in runs)
+    return sum(
+        prefill_flops(config, [run.stop - 1 - run.start] * layers, run.stop - run.first, matrices) for run in runs
+    )
 
 
 def carried_over(info: np.ndarray, from_spans: np.ndarray, to_spans: np.ndarray) -> np.ndarray:

@@ -9,7 +9,9 @@ from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
-from transformers import PreTrainedModel
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lazyllm.engine.architecture import Layout, find_layout
 from lazyllm.engine.decoder import Decoder, open_decoder
@@ -23,19 +25,20 @@ _LOADED: WeakSet[Any] = WeakSet()
 
 @dataclass(frozen=True)
 class Beside:
-    """Another model. layout: found before the clock starts."""
+    """Another model. layout: found before the clock starts; None for a plain one."""
 
     model: PreTrainedModel
-    layout: Layout
+    layout: Layout | None
 
 
-def load_beside(spec: ModelSpec, model: PreTrainedModel) -> Beside:
+def load_beside(spec: ModelSpec, model: PreTrainedModel, plain: bool = False) -> Beside:
     """The model of a spec, in the dtype and on the device of `model`. Cached for later prompts.
 
+    plain: of any architecture, to be run by `model(...)`; else its layers are run one by one (`open_beside`).
     Methods have no state, so `Method.prepare` loads models into this cache for `Method.start`. Raises UserError.
     """
     home = home_of(model)
-    other = _load(replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home)))
+    other = _load(replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home)), plain)
     parked: Any = other.model
     if home_of(parked) != home:
         parked.to(home)
@@ -79,6 +82,22 @@ def config_beside(spec: ModelSpec) -> Any:
 
 
 @lru_cache(maxsize=2)
+def matrices_beside(spec: ModelSpec) -> int:
+    """Elements of the matrices in a layer of the model of a spec, all of which each token is multiplied with.
+
+    Counted in the model's own modules, so for any architecture. Experts are counted as if all of them ran. Raises
+    UserError.
+    """
+    config = config_beside(spec)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tables = [*(part for part in model.modules() if isinstance(part, nn.Embedding)), model.get_output_embeddings()]
+    outside = {id(weight) for table in tables for weight in table.parameters()}
+    matrices = (weight for weight in model.parameters() if weight.dim() > 1 and id(weight) not in outside)
+    return sum(weight.numel() for weight in matrices) // config.num_hidden_layers
+
+
+@lru_cache(maxsize=2)
 def tokenizer_beside(spec: ModelSpec) -> Any:
     """The tokenizer of the model of a spec. Raises UserError if there is none, or one without spans."""
     tokenizer = load_tokenizer_of(spec)
@@ -90,7 +109,7 @@ def tokenizer_beside(spec: ModelSpec) -> Any:
 
 
 @lru_cache(maxsize=2)
-def _load(spec: ModelSpec) -> Beside:
-    model = load_weights(spec)
+def _load(spec: ModelSpec, plain: bool) -> Beside:
+    model = load_weights(spec, plain)
     _LOADED.add(model)
-    return Beside(model, find_layout(model))
+    return Beside(model, None if plain else find_layout(model))

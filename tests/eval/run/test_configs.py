@@ -205,6 +205,7 @@ def test_config_refuses(overrides: list[str], message: str) -> None:
 
 def test_config_accepts_method_and_dataset_keys() -> None:
     assert run_of("experiment=field", "speedup=3x", "draft=tiny").config.compare["specprefill"]["draft"] == "tiny"
+    assert run_of("experiment=compression", "draft=tiny").config.compare["keep_0.5"]["scorer"] == "tiny"
     own = run_of("+compare={mine: {name: random_drop, keep: ${speedup}}}", "speedup=3x")
     assert own.config.compare["mine"]["keep"] == "3x"
     assert run_of("method=random_drop", "method.keep=${speedup}", "speedup=3x").method["keep"] == "3x"

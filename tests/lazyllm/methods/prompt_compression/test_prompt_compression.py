@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import lazyllm
 from lazyllm.engine import generation
 from lazyllm.engine.checks import check_same_as_model
-from lazyllm.engine.flops import prefill_flops
+from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.methods import Baseline, PromptCompression
 from lazyllm.methods import prompt_compression as module
 from lazyllm.methods.prompt_compression import droppable, most_informative
@@ -25,6 +25,7 @@ from lazyllm.methods.prompt_compression.scoring import scoring_flops
 from lazyllm.methods.support import other_models
 from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
+from tests.lazyllm.methods.prompt_compression.test_scoring import slow
 from tests.reference import random_model
 
 BOS = 1
@@ -267,13 +268,21 @@ def test_ideal_speedup_counts_the_scoring() -> None:
     assert PromptCompression(0.5, scorer="tiny").ideal_speedup(config, 200) == pytest.approx(with_tiny, rel=1e-12)
 
 
-@pytest.fixture
-def scorer(tmp_path: Path) -> tuple[str, PreTrainedTokenizerFast]:
-    """A random model in a folder, whose tokenizer cuts texts elsewhere: pairs of letters, a space after the word."""
+@pytest.fixture(params=["mistral", "gpt2"])
+def scorer(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, PreTrainedTokenizerFast]:
+    """A random model in a folder, whose tokenizer cuts texts elsewhere: pairs of letters, a space after the word.
+
+    GPT-2 has 16 positions, and lies there as on the hub: the weights of the model without its head, which is tied.
+    """
     tokenizer = words_tokenizer(r"\w{1,2} ?|\s+|[^\w\s]{1,3}", TEXT)
     tokenizer.save_pretrained(tmp_path)
-    model = random_model("mistral", 9, num_layers=2, float64_throughout=False, bos_token_id=BOS, vocab_size=120)
-    model.save_pretrained(tmp_path)
+    if request.param == "gpt2":
+        torch.manual_seed(9)
+        sizes = dict(n_layer=2, n_embd=32, n_head=2, n_positions=16, vocab_size=120, initializer_range=0.5)
+        GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=BOS, eos_token_id=BOS)).transformer.save_pretrained(tmp_path)
+    else:
+        model = random_model("mistral", 9, num_layers=2, float64_throughout=False, bos_token_id=BOS, vocab_size=120)
+        model.save_pretrained(tmp_path)
     assert len(tokenizer) <= 120
     return str(tmp_path), tokenizer
 
@@ -288,19 +297,42 @@ def test_another_model_scores_with_its_own_tokens(unit: str, scorer) -> None:
     start, stop = prompt.spans[may_go[0]][0], prompt.spans[may_go[-1]][1]
     own = tokenizer(TEXT[start:stop], return_offsets_mapping=True, add_special_tokens=False)
     assert own["offset_mapping"] != [(a - start, b - start) for a, b in prompt.spans[may_go[0] : may_go[-1] + 1]]
-    model, _ = lazyllm.load_model(name, dtype="float64", device="cpu")
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64).eval()
+    size, length = model.config.max_position_embeddings, 1 + len(own["input_ids"])  # with BOS
+    own_info = slow(model, own["input_ids"], size, BOS)
     of_letter: dict[int, float] = {}
-    for value, (a, b) in zip(slow_information(model, own["input_ids"]), own["offset_mapping"], strict=True):
+    for value, (a, b) in zip(own_info, own["offset_mapping"], strict=True):
         of_letter |= {start + place: value / (b - a) for place in range(a, b)}
     info = [sum(of_letter[place] for place in range(*prompt.spans[position])) for position in may_go]
     chosen = slow_choice(info, slow_units(prompt, may_go, unit), math.ceil(Fraction(keep) * len(may_go)))
     stays = {may_go[index] for index in chosen}
     assert [position for position in may_go if position in out.selected[0][0]] == sorted(stays)
     assert out.scoring_s > 0
-    assert out.scoring_tokens == len(own["input_ids"])  # with BOS, without the last token, whose logits are not needed
+    stop = min(size, length)
+    tokens = stop - 1  # without the last token of a window, whose logits are not needed
+    while stop < length:  # each further window begins half a window before
+        start = stop - size // 2
+        stop = min(start + size, length)
+        tokens += stop - 1 - start
+    assert out.scoring_tokens == tokens
     assert out.pct_prompt_tokens_computed == pytest.approx(
         100 * (out.computed[0, 0] + out.scoring_tokens) / len(prompt)
     )
+
+
+def test_flops_of_a_scorer_are_those_of_its_own_matrices(scorer) -> None:
+    name, _ = scorer
+    config = load_config(ModelSpec(name))
+    width, layers, logits = config.hidden_size, config.num_hidden_layers, 2 * config.hidden_size * 120
+    pairs = 4 * width * 10 * 11 // 2
+    if config.model_type == "gpt2":  # q, k, v and o; up and down
+        linear = 2 * 10 * (4 * width * width + 2 * width * 4 * width)
+    else:
+        linear = 10 * LayerShape.of(config).linear_flops
+        pairs = LayerShape.of(config).pair_flops * 10 * 11 // 2
+    # BOS and ten tokens, of which the last one is only predicted
+    method = PromptCompression(0.5, "token", scorer=name)
+    assert method.scoring_flops(model_of().config, 11) == layers * (linear + pairs) + 10 * logits
 
 
 def test_scorer_is_loaded_once_and_before_the_clock(scorer, monkeypatch) -> None:

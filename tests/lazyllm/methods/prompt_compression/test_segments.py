@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -67,10 +68,22 @@ def test_phrases_are_noun_phrases_and_single_words() -> None:
     assert pieces(text, phrase_starts(text, nlp)) == ["The old man ", "saw ", "a dog", "."]
 
 
+def test_phrases_by_spacys_english_model() -> None:
+    if find_spec("spacy") is None or find_spec(segments.SPACY_MODEL) is None:
+        pytest.skip("spaCy's English model is not installed: .ci/run downloads it")
+    split = load_splitter("phrase")
+    text = "The old man saw a very small dog. Its owner, Anna Smith, had left two red balls in the garden."
+    assert pieces(text, split(text)) == [
+        "The old man ", "saw ", "a very small dog", ". ", "Its owner", ", ", "Anna Smith", ", ", "had ", "left ",
+        "two red balls ", "in ", "the garden", ".",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("there", "message"), [((), "spaCy, which is not"), (("spacy",), "model en_core_web_sm")])
 def test_missing_spacy_or_its_model_is_named(there: tuple[str, ...], message: str, monkeypatch) -> None:
     monkeypatch.setattr(segments, "find_spec", lambda name: name if name in there else None)
-    with pytest.raises(ValueError, match=message):
-        check_spacy()
+    for ask in (check_spacy, lambda: load_splitter("phrase")):
+        with pytest.raises(ValueError, match=rf"{message}.* python -m spacy download en_core_web_sm$"):
+            ask()
     monkeypatch.setattr(segments, "find_spec", lambda name: name)
     check_spacy()
