@@ -48,12 +48,11 @@ def rows(folder: Path, spacy_model: str) -> Iterator[dict[str, Any]]:
 
     nlp = spacy.load(spacy_model, exclude=["ner", "lemmatizer"])
     gpt2, empty = (
-        GPT2LMHeadModel(GPT2Config(n_embd=width, vocab_size=words)).eval() for width, words in ((768, 50257), (12, 100))
+        GPT2LMHeadModel(GPT2Config(n_embd=width, vocab_size=words, bos_token_id=0, eos_token_id=0)).eval()
+        for width, words in ((768, 50257), (12, 100))
     )
     count: Any = SimpleNamespace(tokens_run=0.0)
     llama, a100 = Model.of(ModelSpec("llama2", "dummy")), GPUS["a100"]
-    whole, half = (a100.seconds(llama.prefill(method, TOKENS)) for method in (Baseline(), RandomDrop(0.5)))
-    arithmetic = scoring_flops(gpt2.config, TOKENS, matrices=12 * 768**2) / a100.flops_per_s / RATE
     phrase_starts("A warm-up.", nlp)
     for file in sorted(folder.glob("*.jsonl")):
         with file.open(encoding="utf-8") as lines:
@@ -71,6 +70,8 @@ def rows(folder: Path, spacy_model: str) -> Iterator[dict[str, Any]]:
             "scoring_by_sentence_s": seconds(lambda each=parts: [gpt2(part) for part in each]),
             "empty_calls_by_sentence_s": seconds(lambda each=parts: [empty(part % 100) for part in each]),
         }
+        whole, half = (a100.seconds(llama.prefill(method, len(ids))) for method in (Baseline(), RandomDrop(0.5)))
+        arithmetic = scoring_flops(gpt2.config, len(ids), matrices=12 * 768**2) / a100.flops_per_s / RATE
         by_sentence = line["segmenting_by_sentence_s"] + line["empty_calls_by_sentence_s"] + arithmetic + half
         at_once = line["segmenting_s"] + arithmetic + half
         line |= {"a100_prefill_s": whole, "speedup_by_sentence": whole / by_sentence, "speedup": whole / at_once}
