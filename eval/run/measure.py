@@ -353,8 +353,9 @@ class PackedBench(Bench):
         for side in reversed(sides) if baseline_first else sides:
             if not sides[side].models():
                 park()
-            only_first = {"max_new_tokens": 1} if self.paired == "ttft" and side == "baseline" else {}
-            answering = _answering(case) | only_first
+            answering = _answering(case)
+            if self.paired == "ttft" and side == "baseline":
+                answering["max_new_tokens"] = 1
             example.rows[side] = row_of(self.model, case.prompt.as_input(), sides[side], **answering)
             pack.join(example.rows[side])
 

@@ -16,7 +16,10 @@ from eval.store.runs import StoredRun, counted
 from lazyllm.errors import UserError
 
 # Facts that may differ between runs that share a table
-_FREE = {"method", "parameters", "data", "seed", "paired", "warmup", "method_weights", "method_code", "fidelity"}
+_FREE = {
+    "method", "parameters", "data", "seed", "paired", "warmup", "method_weights", "method_code", "fidelity",
+    "answers_rows",
+}  # fmt: skip
 _ROWS = "rows of "  # a dataset's fact: the hashes of its rows and templates
 
 
