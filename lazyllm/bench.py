@@ -8,6 +8,7 @@ their median and quartiles. With one CPU thread, seconds are the process's CPU t
     lazyllm-bench bench --shape layers=16,width=1024 --dtype float32 --method '{2: 0.4, 5: 0.5}' --json out.json
     lazyllm-bench bench --field --threads 1 --tokens 2000 4000 --new-tokens 9 --repeats 2
     lazyllm-bench bench --turn 64 256 --threads 1 --tokens 2000 --repeats 5 --against hf
+    lazyllm-bench bench --rows 1 8 16 --threads 1 --tokens 500 --new-tokens 9
 
 A method is a schedule: `paper` (Figure 4's), `none`, `keep1` (Figure 4's layers, keep ratio 1), or
 {layer: keep ratio, ...}. Random weights attend to all tokens alike, so LazyLLM revives in nearly every step until
@@ -15,7 +16,8 @@ nothing is left to revive. --field times all methods instead, each at the ideal 
 
 --against hf also times transformers' own `model(...)` and `generate(...)`, each after a generation of the baseline.
 --turn times the second turn of a session, of N tokens after the prompt and one answer token. The sessions of a pair run
-one after the other; transformers continues from its KV cache. --repeats 0 takes one generation of each, alone, for
+one after the other; transformers continues from its KV cache. --rows shows the tokens a second of N rows that decode
+together, over those of one row whose steps take turns with theirs. --repeats 0 takes one generation of each, alone, for
 prompts that take many minutes.
 
 Columns: "ideal" is the TTFT speedup by FLOPs. "without revival" compares the steps in which LazyLLM revives nothing,
@@ -162,6 +164,8 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError("--field times all methods: leave out --method, --against and --turn")
     if options.repeats == 0 and (options.against or options.turn):
         raise UserError("--repeats 0 is one generation of each method, alone: leave out --against and --turn")
+    if options.rows and (options.field or options.against or options.turn):
+        raise UserError("--rows compares decoding steps only: leave out --field, --against and --turn")
     fields, named = fields_of(options.shape), dict[str, Method]()
     for text in options.method or ["paper"]:
         try:
@@ -195,6 +199,11 @@ def main(arguments: Sequence[str]) -> None:
         print(forecast(options, config, max(map(len, contenders.values())), device), flush=True)
         model = random_weights(config, spec).eval()
         check_same_as_model(model)
+        for count in options.rows:
+            for name, method in ({"baseline": Baseline()} | named).items():
+                print(f"{name}, {count} rows: {gain_of_rows(model, method, count, options):.3g}x", flush=True)
+        if options.rows:
+            return
         print("", row(HEADINGS), row(f"{'-' * (width - 1)}:" for width in WIDTHS), sep="\n")
         for case in measure(options, model, contenders):
             cases.append(case)
@@ -268,6 +277,30 @@ def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: T
         for generation in generations * (new_tokens - 1):
             next(generation)
         return first + [run for run in map(next, generations) if run is not None]
+
+
+def gain_of_rows(model: PreTrainedModel, method: Method, rows: int, options: Any) -> float:
+    """Tokens a second of `rows` rows that decode together over those of one row: the median over steps, in turns."""
+    import torch
+
+    from lazyllm.engine.decoder import open_decoder
+    from lazyllm.engine.pack import step_together
+
+    draw = torch.Generator().manual_seed(options.seed)
+    gains = []
+    with torch.inference_mode(), open_decoder(model) as decoder:
+        sessions = []
+        for _ in range(rows + 1):
+            prompt = torch.randint(0, model.config.vocab_size, (options.tokens[0],), generator=draw)
+            sessions.append(method.start(decoder.beside(), Prompt(prompt), options.new_tokens[0]))
+            sessions[-1].prefill(prompt.to(model.device))
+        for token_id in range(1, options.new_tokens[0]):
+            began = read_clock(model.device)
+            step_together(decoder, sessions[1:], [token_id] * rows)
+            between = read_clock(model.device)
+            sessions[0].step(token_id)
+            gains.append(rows * (read_clock(model.device) - between) / (between - began))
+    return statistics.median(gains)
 
 
 def run_alone(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int) -> tuple[Run, int | None]:
@@ -439,6 +472,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--method", action="append", help="a schedule, see above; may be repeated; default paper")
     add("--field", action="store_true", help="all methods, at the ideal speedups of --speedups")
     add("--turn", type=int, nargs="+", default=[], help="tokens of a second turn, which is measured")
+    add("--rows", type=int, nargs="+", default=[], help="numbers of rows that decode together, see above")
     add("--speedups", type=float, nargs="+", default=[1.5, 2, 3], help="of --field")
     add("--against", choices=["hf"], help="also time transformers' own model(...) and generate(...)")
     add("--repeats", type=int, default=7, help="timed pairs; 0: one generation of each, alone")

@@ -320,64 +320,58 @@ class PackedBench(Bench):
         """
         yield from super().measure([case for case in cases if case.prompt.turns])
         waiting = sorted((case for case in cases if not case.prompt.turns), key=lambda case: len(case.prompt.token_ids))
-        most, number = max(1, self.rows // (2 if self.paired else 1)), 0  # most: examples at once
-        pack, inside = Pack(self.model, self.rows), list[_Packed]()
+        most, number = max(1, self.rows // (1 + (self.paired is True))), 0  # most: examples at once
+        pack, inside = Pack(self.model, self.rows), list[tuple[Case, dict[str, Row]]]()
         while waiting or inside:
+            failure = None
             try:
                 if waiting and len(inside) < most:
-                    inside.append(_Packed(waiting.pop(), {}))
-                    self._join(pack, inside[-1], baseline_first=number % 2 == 0)
+                    inside.append((waiting.pop(), {}))
+                    self._join(pack, *inside[-1], baseline_first=number % 2 == 0)
                     number += 1
                 else:
                     pack.run()
             except UserError:
                 raise  # all other examples would fail too
             except Exception as error:
-                outcome = _failure(inside[0].case, error) if len(inside) == 1 else None
-                if outcome is None:
-                    most = len(inside) // 2
-                    waiting += [example.case for example in reversed(inside)]
-                    log.warning("%d examples at once from here on: %s", most, reason_of(error))
+                failure = _failure(inside[0][0], error)
+            if failure is not None:
+                lost = [case for case, _ in reversed(inside)]
                 pack, inside = Pack(self.model, self.rows), []
                 free(*devices_of(self.model))
-                if outcome is not None:
-                    yield outcome
-            for example in [example for example in inside if all(row.result for row in example.rows.values())]:
-                inside.remove(example)
-                yield self._outcome(example)
+                if len(lost) == 1:
+                    yield failure
+                else:
+                    most = len(lost) // 2
+                    waiting += lost
+                    log.warning("%d examples at once from here on: %s", most, failure.reason.partition(";")[0])
+            ended = [all(row.result for row in rows.values()) for _, rows in inside]
+            yield from (self._outcome(*example) for example, has_ended in zip(inside, ended, strict=True) if has_ended)
+            inside = [example for example, has_ended in zip(inside, ended, strict=True) if not has_ended]
 
-    def _join(self, pack: Pack, example: _Packed, baseline_first: bool) -> None:
-        """Generate the first tokens of the method and the baseline, alone and in turns."""
-        case = example.case
+    def _join(self, pack: Pack, case: Case, rows: dict[str, Row], baseline_first: bool) -> None:
+        """Add the rows of the method and the baseline, whose first tokens are generated alone and in turns."""
         sides = {"method": case.method} | ({"baseline": Baseline()} if self.paired else {})
         for side in reversed(sides) if baseline_first else sides:
             if not sides[side].models():
                 park()
-            answering = _answering(case)
-            if self.paired == "ttft" and side == "baseline":
-                answering["max_new_tokens"] = 1
-            example.rows[side] = row_of(self.model, case.prompt.as_input(), sides[side], **answering)
-            pack.join(example.rows[side])
+            options = _answering(case)
+            if side == "baseline" and self.paired is not True:
+                options["max_new_tokens"] = 1
+            rows[side] = row_of(self.model, case.prompt.as_input(), sides[side], **options)
+            pack.join(rows[side])
 
-    def _outcome(self, example: _Packed) -> Record | Failure:
+    def _outcome(self, case: Case, rows: dict[str, Row]) -> Record | Failure:
         try:
             runs = {
                 side: _Run(row.method, "continue", [row.generation()], [None], packed=True)
-                for side, row in example.rows.items()
+                for side, row in rows.items()
             }
-            return self.record_of(example.case, runs["method"], runs.get("baseline"))
+            return self.record_of(case, runs["method"], runs.get("baseline"))
         except UserError:
             raise
         except Exception as error:
-            return _failure(example.case, error)
-
-
-@dataclass(frozen=True, eq=False)
-class _Packed:
-    """An example in a pack. rows: of the "method" and the "baseline"."""
-
-    case: Case
-    rows: dict[str, Row]
+            return _failure(case, error)
 
 
 def _evidence(prompt: BuiltPrompt, turn: int, run: _Run) -> dict[str, Any]:
