@@ -24,9 +24,9 @@ FLOORS = [
     ["lazyllm"],
     ["lazyllm.bench", "lazyllm.check", "eval.benchmarks"],
     ["eval.score", "eval.store"],
-    ["eval.analysis"],
+    ["eval.analysis", "eval.server"],
     ["eval.report", "eval.run"],
-    ["eval.board", "eval.tune"],
+    ["eval.board", "eval.serve", "eval.tune"],
     ["eval.cli"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

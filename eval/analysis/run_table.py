@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from eval.analysis.columns import Column, cells, forms
+from eval.analysis.difference import difference
 from eval.analysis.known_methods import BASELINE
 from eval.analysis.table import COMPUTED, Table
 from eval.benchmarks.datasets import DATASETS
@@ -41,8 +42,9 @@ _COLUMNS = ["name", "kind", "task", "examples", "failed", "score_failed_as_zero"
 _COMPARED = ("score", "ttft_s", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kl")
 
 
-def run_table(results: Results, title: str) -> Table:
-    """A run's datasets and tasks; each task follows its datasets. results: of one run.
+def run_table(results: Results, title: str, control: Results | None = None) -> Table:
+    """A run's datasets and tasks; each task follows its datasets. results: of one run. control: of its baseline beside
+    itself.
 
     frame: name, kind ("dataset", "task" or "all"), task, examples, failed (the number of examples that could not be
     measured; no other column counts them), score_failed_as_zero (the score if they count as 0), and the columns of
@@ -54,11 +56,14 @@ def run_table(results: Results, title: str) -> Table:
     names = [row["name"] if row["kind"] == "dataset" else f"**{row['name']}**" for row in shown]
     keys = [Column("shown_name", "dataset, **task**"), Column("examples", "n")]
     table = _cells(frame.assign(shown_name=names), keys, has_failed=rows[-1]["failed"] > 0)
-    return Table("summary", title, _caption({"": results}, {"": rows}), frame, table)
+    return Table("summary", title, _caption({"": results}, {"": rows}, control), frame, table)
 
 
-def compared_table(runs: Mapping[str, Results], title: str) -> Table:
-    """Methods by tasks, as in the paper's Table 1, each with its own paired baseline. runs: by the method's label."""
+def compared_table(runs: Mapping[str, Results], title: str, control: Results | None = None) -> Table:
+    """Methods by tasks, as in the paper's Table 1, each with its own paired baseline. runs: by the method's label.
+
+    control: of the baseline beside itself.
+    """
     rows = {f"{label}: ": _rows(results) for label, results in runs.items()}
     baselines = {label for label, results in runs.items() if results.runs[0].method == BASELINE}
     by_task: dict[str, dict[str, dict[str, Any]]] = {}
@@ -69,7 +74,9 @@ def compared_table(runs: Mapping[str, Results], title: str) -> Table:
     lines: list[dict[str, Any]] = []
     for task, methods in by_task.items():
         first = next(iter(methods.values()))
-        own = {"ttft_speedup": 1.0, "generation_speedup": 1.0, "pct_prompt_tokens_computed": 100.0, "kl": 0.0}
+        own = {"ttft_speedup": 1.0, "generation_speedup": 1.0}
+        if not np.isnan(first["pct_prompt_tokens_computed"]):  # a server tells neither
+            own |= {"pct_prompt_tokens_computed": 100.0, "kl": 0.0}
         if not np.isnan(first["baseline_score"]) and not baselines:
             line = {"task": task, "method": "baseline", "examples": first["examples"]}
             line |= {form: first[f"baseline_{form}"] for form in forms("score", "ttft_s")}
@@ -80,7 +87,7 @@ def compared_table(runs: Mapping[str, Results], title: str) -> Table:
     frame = pd.DataFrame(lines, columns=columns).astype({"failed": "Int64"})  # an integer, even if baselines lack it
     keys = [Column("task", "task"), Column("method", "method"), Column("examples", "n")]
     table = _cells(frame, keys, has_failed=any(of_run[-1]["failed"] for of_run in rows.values()))
-    caption = _caption(dict(zip(rows, runs.values(), strict=True)), rows)
+    caption = _caption(dict(zip(rows, runs.values(), strict=True)), rows, control)
     return Table("compared", title, caption, frame, table, keys=2)
 
 
@@ -143,7 +150,9 @@ def _cells(frame: pd.DataFrame, keys: Sequence[Column], has_failed: bool) -> pd.
     return cells(shown, [*keys, *(column for column in _SHOWN if column.name in frame and column.name not in left_out)])
 
 
-def _caption(runs: Mapping[str, Results], rows: Mapping[str, list[dict[str, Any]]]) -> str:
+def _caption(
+    runs: Mapping[str, Results], rows: Mapping[str, list[dict[str, Any]]], control: Results | None = None
+) -> str:
     """runs, rows: by the beginning of a sentence about a run. All runs have the same prompts."""
     results = next(iter(runs.values()))
     text = (
@@ -157,6 +166,10 @@ def _caption(runs: Mapping[str, Results], rows: Mapping[str, list[dict[str, Any]
         text += "\n".join(lacking)
     else:
         text += "Generation speedup compares whole answers, which may differ in length (see summary.csv)."
+    beside = {label: difference(of_run) for label, of_run in runs.items()}
+    text += "".join(f"\n{label}beside its baseline: {found}." for label, found in beside.items() if found)
+    if control is not None:
+        text += f"\nBy chance, the baseline beside itself: {difference(control)}."
     columns = ["prompt_tokens", "prompt_tokens_before_truncation"]
     prompts = [row for run in results.runs for row in run.table(columns).to_pylist()]
     cut = sum(row["prompt_tokens"] < row["prompt_tokens_before_truncation"] for row in prompts)

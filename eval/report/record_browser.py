@@ -62,18 +62,25 @@ def _embed(run: int, record: Record, name: str, strings: Strings) -> dict[str, A
 def _measured(measured: Measurement, strings: Strings) -> dict[str, Any]:
     return {
         "text": strings.number(measured.text),
-        "tokens": len(measured.token_ids),
+        "tokens": _tokens(measured),
         "score": _short(100 * measured.score),
         "ttft": _short(measured.ttft_s),
         "total": None if measured.total_s is None else _short(measured.total_s),
         "pct": _short(measured.pct_prompt_tokens_computed),
-        "kl": None if measured.kl is None else _short(measured.kl),
+        "kl": _short(measured.kl),
     }
 
 
-def _short(value: float) -> float:
+def _tokens(measured: Measurement) -> int | None:
+    """The answer's tokens; None if a server does not tell."""
+    if measured.token_ids is not None:
+        return len(measured.token_ids)
+    return measured.request and measured.request.completion_tokens
+
+
+def _short(value: float | None) -> float | None:
     """Six digits: more than are shown, and fewer than a float has, for a smaller page."""
-    return float(f"{value:.6g}")
+    return None if value is None else float(f"{value:.6g}")
 
 
 def embed_traces(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:

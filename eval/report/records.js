@@ -100,9 +100,9 @@
     add("TTFT", seconds(method.ttft), "");
     if (baseline !== null) add("TTFT speedup", `${speedup(record).toFixed(2)}×`, "");
     if (method.kl !== null) add("KL", `${method.kl.toPrecision(3)} nats`, "");
-    add("% computed", method.pct.toFixed(1), "");
+    if (method.pct !== null) add("% computed", method.pct.toFixed(1), "");
     add("prompt tokens", record.tokens.toLocaleString("en") + (record.uncut > record.tokens ? `, cut from ${record.uncut.toLocaleString("en")}` : ""), "");
-    add("answer tokens", baseline === null ? String(method.tokens) : `${method.tokens}, baseline ${baseline.tokens}`, "");
+    add("answer tokens", [method, baseline].filter((side) => side !== null).map((side) => side.tokens ?? "-").join(", baseline "), "");
     return list;
   }
 

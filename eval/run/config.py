@@ -44,12 +44,17 @@ LAUNCHERS = {
 TRACKERS = ("none", "wandb")
 TRACKER_MODES = ("online", "offline", "disabled")
 DEFAULT_LABEL = "comparison"  # of an experiment without a label
+# A method that is a server, compared with the one at model.url. On the command line, its settings take the place of the
+# model's, and `name` is the model's name there; in `compare` and in a run's identity, `name` is "server" as of any
+# method, and `model` is the model's name.
+SERVER = "server"
+SERVER_SETTINGS = ("name", "url", "kind", "extra_body", "label")
 
 # Config groups whose choice is an argument, and keys whose subkeys the schema leaves open
 _GROUPS = ("model", "method", "dataset", "tracker", "experiment")
-_COUNTS = ("limit", "sample", "max_new_tokens", "threads", "turns", "answers.rows")
+_COUNTS = ("limit", "sample", "max_new_tokens", "threads", "turns", "answers.rows", "load.concurrency", "load.block")
 _MAY_BE_0 = ("timing.warmup", "trace", "model.thinking_tokens")
-_OPEN = ("dataset", "compare", "model.device_map", "model.chat_args")
+_OPEN = ("dataset", "compare", "model.device_map", "model.chat_args", "model.extra_body", "method.extra_body")
 
 # The files in conf/hydra/launcher have the names of the plugins' configs, and Hydra checks them against these
 warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
@@ -83,6 +88,16 @@ class ModelConfig:
     today: str = setting(TODAY, "the date, for templates that write one into the prompt")
     thinking_tokens: int = setting(0, "extra tokens for thinking; the text after `</think>` is scored")
     paper: str | None = setting(None, "the column of the paper's tables to compare with: `llama2`, `xgen`")
+    url: str | None = setting(None, "of a server with the model, such as `http://127.0.0.1:8000/v1`")
+    kind: str | None = setting(
+        None, "the server: `vllm`, `sglang`, `llama.cpp`, `transformers`, `plain`; `null`: it is asked"
+    )
+    api: str = setting("completions", "`chat` for a server without `/v1/completions`, which then applies its template")
+    extra_body: dict[str, Any] = setting({}, "further fields of each request to the server")
+    cache: str = setting("cold", "`warm` asks the server twice and times the second request")
+    trust_prompt: bool = setting(False, "accept a server whose count of prompt tokens differs from ours")
+    key_env: str = setting("OPENAI_API_KEY", "the environment variable that holds the server's key")
+    timeout_s: float = setting(600.0, "seconds for a server's whole answer")
 
 
 @dataclass
@@ -122,6 +137,17 @@ class AnswersConfig:
 
 
 @dataclass
+class LoadConfig:
+    """The load on a server."""
+
+    concurrency: int = setting(1, "requests at once, each sent when another has ended")
+    rate: float | None = setting(None, "requests per second instead, at random times (Poisson)")
+    block: int | None = setting(None, "under load, requests to one side before the other; `null`: 32 or more")
+    ttft_limit_s: float | None = setting(None, "goodput counts answers with at most this TTFT")
+    tpot_limit_s: float | None = setting(None, "and at most this time per later token")
+
+
+@dataclass
 class TrackerConfig:
     """Weights & Biases."""
 
@@ -144,6 +170,8 @@ class RunConfig(SuiteSettings):
     timing: TimingConfig = field(default_factory=TimingConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+    control: bool = setting(False, "also measure the baseline beside itself: how much answers and times vary by chance")
     limit: int | None = setting(
         None, "the first N examples of each dataset; `null`: all (`embedded`: 12; `stdlib`: 24; `ruler`: 500)"
     )
@@ -209,6 +237,7 @@ def register_schema(schema: type[RunConfig] = RunConfig) -> None:
     OmegaConf.register_new_resolver("settings", lambda: _help(schema()), replace=True)
     store = ConfigStore.instance().store
     store(name="schema", node=schema)
+    store(group="method", name=SERVER, node=dict.fromkeys(SERVER_SETTINGS))
     register_configs()
     for name, node in model_nodes().items():
         store(group="model", name=name, node=node)
@@ -409,6 +438,10 @@ def to_run_config(config: DictConfig) -> RunConfig:
             f"{error.full_key} has no default: give it on the command line, {error.full_key}={value}"
         ) from error
     assert isinstance(plain, RunConfig)
+    if plain.method.keys() == set(SERVER_SETTINGS):
+        given = {key: value for key, value in plain.method.items() if value is not None}
+        named = {"model": given.pop("name")} if "name" in given else {}
+        plain.method = {"name": SERVER, **named, **given}
     one_run = not plain.compare or plain.only is not None
     choices = {
         "data.on_error": ("raise", "skip"),
@@ -419,6 +452,9 @@ def to_run_config(config: DictConfig) -> RunConfig:
         "tracker.mode": TRACKER_MODES,
         "model.paper": (None, "llama2", "xgen"),
         "only": (None, *plain.compare),
+        "model.kind": (None, "vllm", "sglang", "llama.cpp", "transformers", "plain"),
+        "model.api": ("completions", "chat"),
+        "model.cache": ("cold", "warm"),
     }
     for key, known_values in choices.items():
         value = OmegaConf.select(config, key)

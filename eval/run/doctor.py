@@ -2,6 +2,7 @@
 
     lazyllm-bench doctor                 # for Llama 2 on LongBench
     lazyllm-bench doctor --model qwen3-8b
+    lazyllm-bench doctor --url http://127.0.0.1:8000/v1    # what a server is and can do
 
 Nothing is downloaded, no network is needed, and torch is not imported. `missing`: the run needs it and would not find
 it. `not needed`: the run works without it. The exit code is 0 if nothing is missing, else 2.
@@ -169,7 +170,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="lazyllm-bench doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="llama2", metavar="NAME", help="preset, folder or hub id; default: llama2")
-    states = examine(parser.parse_args(arguments).model)
+    parser.add_argument("--url", help="of a server with OpenAI's API; the key is read from OPENAI_API_KEY")
+    options = parser.parse_args(arguments)
+    if options.url is not None:
+        return _describe(options.url.rstrip("/"))
+    states = examine(options.model)
     for thing, (state, says) in states.items():
         print(f"{thing:<15}{state:<12}{says}")
     return 2 if any(state == MISSING for state, _ in states.values()) else 0
+
+
+def _describe(url: str) -> int:
+    """Print what a server says of itself and how it would be asked. Raises UserError if there is none."""
+    from eval.server.client import Client, Endpoint
+    from eval.server.kinds import describe
+
+    with Client(Endpoint(url, "")) as client:
+        models = [str(entry.get("id")) for entry in client.models()]
+    server = describe(Endpoint(url, models[0] if models else ""))
+    kind = server.kind
+    facts = {
+        "server": f"{kind.name} {server.version or '(version unknown)'}",
+        "models": ", ".join(models) or "none listed",
+        "positions": str(server.positions or "unknown: give model.max_prompt_tokens"),
+        "prompts": "as token ids" if kind.token_ids else "as text",
+        "cold": kind.cold,
+        "sampling": ", ".join(f"{key}={value:g}" for key, value in kind.sampling.items()),
+    }
+    for name, says in facts.items():
+        print(f"{name:<12}{says}")
+    return 0

@@ -38,7 +38,11 @@ def fetched(run: Resolved) -> Iterator[str]:
     """Download everything that a run needs; yields a line for each thing afterwards. Raises UserError."""
     from lazyllm.models.load import check_loading, checkpoint_folder, load_tokenizer_of
 
-    for spec in (run.spec, *(spec for one in run.runs.values() for spec in one.other_models())):
+    if run.is_served:
+        load_tokenizer_of(run.spec)
+        yield f"{run.spec.name}: tokenizer only"
+    models = () if run.is_served else (run.spec, *(spec for one in run.runs.values() for spec in one.other_models()))
+    for spec in models:
         config = check_loading(spec)
         load_tokenizer_of(spec)
         yield f"{spec.name}: {'shapes only' if spec.is_dummy else checkpoint_folder(spec, config)}"

@@ -30,6 +30,7 @@ CODE = (
     "eval/benchmarks",
     "eval/run/measure.py",
 )
+SERVED_CODE = ("eval/benchmarks", "eval/server", "eval/run/served.py")  # that can change a record of a server
 _ROOT = Path(__file__).parents[2]
 _SAMPLES, _SAMPLE_BYTES = 256, 2**14  # of a weight file, spread evenly over it
 
@@ -107,12 +108,12 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """The machine of a run, as the summary reports it. Names no folder and no host."""
+def machine(device: torch.device | None) -> dict[str, Any]:
+    """The machine of a run, as the summary reports it. Names no folder and no host. device: None behind a server."""
     import torch  # not at the top: the rest is known before it is imported
 
     return {
-        "device": device_name(device),
+        "device": device_name(device) if device is not None else "server",
         "cpu": device_name(torch.device("cpu")),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),

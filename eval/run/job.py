@@ -6,8 +6,10 @@ joined at the end delay that. Records are safe at any moment (`eval.store.folder
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -26,20 +28,29 @@ from omegaconf.errors import OmegaConfBaseException
 
 from eval.run.config import CONF, RunConfig, check_arguments, compose_config, one_line, register_schema, to_run_config
 from eval.run.resolved import RUNS, check_early, check_writable, resolve
-from lazyllm.errors import FailedExamplesError
+from lazyllm.errors import FailedExamplesError, UserError
 
 if TYPE_CHECKING:
     from eval.run.loop import RunResult
 
 GRACE_S = 0.5  # for the regular end, which frees the device and writes down when the job ended
 INTERRUPTED = 130  # a shell's exit code of a program that Ctrl-C ended
+_BOUND = re.compile(r"(score|ttft)>=([+-]?\d+(?:\.\d+)?)")  # of a gate
 _finished: list[RunResult] = []  # of this process's jobs; other launchers run theirs in other processes
 _told: set[str] = set()  # errors of this process's jobs
 MESSAGE = "stopped: every finished example is safe, and the same command goes on from there"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `run`: one run, a comparison, or a sweep (-m). Returns the exit code. Raises UserError."""
+    """The verb `run`: one run, a comparison, or a sweep (-m). Returns the exit code. Raises UserError.
+
+    --gate 'score>=-1 ttft>=1.2' makes it 1 unless the intervals of every method's score difference and TTFT speedup lie
+    above these bounds.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--gate")
+    options, arguments = parser.parse_known_args(arguments)
+    bounds = None if options.gate is None else parse_gate(options.gate)
     _finished.clear()
     try:
         start(run_job, arguments)
@@ -48,7 +59,21 @@ def main(arguments: Sequence[str]) -> int:
             from eval.run.loop import show_together  # the jobs have imported it
 
             show_together(_finished)
-    return 0
+    if bounds is None:
+        return 0
+    from eval.analysis.difference import difference, passes  # the jobs have imported it
+
+    passed = passes([result.results and difference(result.results) for result in _finished], bounds)
+    print(f"gate {options.gate}: {'passed' if passed else 'FAILED'}")
+    return 0 if passed else 1
+
+
+def parse_gate(text: str) -> dict[str, float]:
+    """{"score": -1.0, "ttft": 1.2} of `score>=-1 ttft>=1.2`. Raises UserError."""
+    bounds = [_BOUND.fullmatch(word) for word in text.split()]
+    if not bounds or None in bounds:
+        raise UserError(f"--gate {text!r}: expected bounds such as 'score>=-1 ttft>=1.2'")
+    return {bound[1]: float(bound[2]) for bound in bounds if bound is not None}
 
 
 def run_job(config: DictConfig) -> None:

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from eval.analysis.difference import difference
 from eval.analysis.known_methods import marked
 from eval.analysis.run_table import compared_table, run_json, run_table
 from eval.analysis.table import Table
@@ -28,12 +29,13 @@ from eval.run.config import DEFAULT_LABEL
 from eval.run.measure import Bench, Case, PackedBench, Subject, released
 from eval.run.prepare import Plan, prepare, within_reach
 from eval.run.resolved import Resolved
+from eval.run.served import Servers
 from eval.run.wandb_run import Tracker, facts_of, open_tracker
 from eval.store.comparable import tell_apart, with_baselines
 from eval.store.folder import PLANNED, RunStore, fingerprint, open_store, planned_text, read_about
 from eval.store.record import Failure, Trace
 from eval.store.results import Results
-from eval.store.runs import StoredRun
+from eval.store.runs import StoredRun, short_name
 from lazyllm.engine.devices import devices_of
 from lazyllm.errors import FailedExamplesError, UserError, reason_of
 from lazyllm.files import write_whole
@@ -48,13 +50,15 @@ PROGRESS_EVERY_S = 10.0  # between lines of progress if there is no terminal
 class RunResult:
     """A finished run: its folder, and its results; None while other shards have examples to measure.
 
-    names: as in `Plan`. failed: how many examples failed, and why; "" for none.
+    names: as in `Plan`. failed: how many examples failed, and why; "" for none. control: the results of its baseline
+    beside itself; None without `control`.
     """
 
     folder: Path
     results: Results | None
     names: tuple[str, ...]
     failed: str = ""
+    control: Results | None = None
 
 
 def run(run: Resolved, show: bool = True, load: Callable[[], PreTrainedModel] | None = None) -> RunResult:
@@ -63,6 +67,23 @@ def run(run: Resolved, show: bool = True, load: Callable[[], PreTrainedModel] | 
     show: print the table. load: gives the model, if several runs share it. Raises UserError, before the model loads if
     possible.
     """
+    if run.config.control and run.method["name"] != "baseline":
+        return _with_control(run, show, load)
+    return _run(run, show, load)
+
+
+def _with_control(run: Resolved, show: bool, load: Callable[[], PreTrainedModel] | None) -> RunResult:
+    """Run the baseline beside itself, as a run of its own, then the run. Both share the model."""
+    out = run.config.out
+    control = run.changed(method={"name": "baseline"}, out=None if out is None else f"{out}-control")
+    with loaded_once(run) as loaded:
+        beside = _run(control, False, load or loaded).results
+        return _run(run, show, load or loaded, beside)
+
+
+def _run(
+    run: Resolved, show: bool, load: Callable[[], PreTrainedModel] | None, control: Results | None = None
+) -> RunResult:
     log.info("reading %s", ", ".join(dataset.name for dataset in run.datasets))
     plan, config = prepare(run), run.config
     with open_store(plan.folder, plan.identity, plan.about, plan.file_part) as store:
@@ -76,8 +97,10 @@ def run(run: Resolved, show: bool = True, load: Callable[[], PreTrainedModel] | 
                 store.reload()  # with the other shards' records so far
             results, failed = _results(plan, store)
             if results is not None:
-                table = run_table(results, plan.title)
-                store.write("summary.json", run_json(table, plan.about | {"identity": plan.identity}))
+                table = run_table(results, plan.title, control)
+                found = {"difference": difference(results), "control": control and difference(control)}
+                about = {key: value.as_json for key, value in found.items() if value is not None}
+                store.write("summary.json", run_json(table, about | plan.about | {"identity": plan.identity}))
                 store.write("summary.csv", table.to_csv())
                 store.write("summary.md", table.to_markdown())
                 log.info("records, summary.json, .csv and .md are in %s", plan.folder)
@@ -87,7 +110,7 @@ def run(run: Resolved, show: bool = True, load: Callable[[], PreTrainedModel] | 
                     console().print(table.to_rich())
     if plan.skipped:
         log.warning("%s", plan.skipped)
-    return RunResult(plan.folder, results, plan.names, failed)
+    return RunResult(plan.folder, results, plan.names, failed, control)
 
 
 def compare(comparison: Resolved) -> list[RunResult]:
@@ -105,10 +128,11 @@ def compare(comparison: Resolved) -> list[RunResult]:
     with loaded_once(comparison) as load:
         results = {name: run(one, show=False, load=load) for name, one in runs.items()}
     title = config.label if config.half is None else f"{config.label}, {config.half} half"
-    model = Path(config.model.name).name
-    stem = Path("runs") / f"{config.label}-{model}"
+    model = short_name(vars(config.model))
+    stem = Path("runs") / f"{config.label}-{model.replace('/', '-')}"
     # every run has its results, as shards are refused with compare
-    table = _compared({name: result.results for name, result in results.items() if result.results}, title)
+    control = next(iter(results.values())).control
+    table = _compared({name: result.results for name, result in results.items() if result.results}, title, control)
     abouts = {label: read_about(result.folder / "run.json") for label, result in results.items()}
     texts = {
         "md": table.to_markdown(),
@@ -152,10 +176,10 @@ def show_together(results: Sequence[RunResult]) -> None:
         console().print(_compared(runs, "All runs of the sweep").to_rich())
 
 
-def _compared(results: Mapping[str, Results], title: str) -> Table:
+def _compared(results: Mapping[str, Results], title: str, control: Results | None = None) -> Table:
     """`compared_table` of finished runs; those that timed only the baseline's first tokens have the rest of its run."""
     runs = with_baselines(tell_apart([run for of_one in results.values() for run in of_one.runs]))
-    return compared_table({label: Results([run]) for label, run in zip(results, runs, strict=True)}, title)
+    return compared_table({label: Results([run]) for label, run in zip(results, runs, strict=True)}, title, control)
 
 
 def _stored(plan: Plan, store: RunStore) -> StoredRun:
@@ -235,8 +259,8 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker, load: Callab
     if not todo and not untraced:
         return
     holder = f"process {os.getpid()} for {plan.folder}"
-    with device_lock.held(plan.devices, holder), _noted(store, plan.devices, len(todo)), released(plan.devices):
-        subject = _bench(plan, load)
+    noted = _noted(store, plan.devices, len(todo))
+    with device_lock.held(plan.devices, holder), noted, _opened(plan, load) as subject:
         if todo:
             _measure(subject, todo, plan.run.config.timing.warmup, store, tracker)
         for case in untraced:
@@ -244,13 +268,20 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker, load: Callab
                 _trace(subject, case, store)
 
 
-def _bench(plan: Plan, load: Callable[[], PreTrainedModel]) -> Bench:
-    """The run's model in this process."""
+@contextmanager
+def _opened(plan: Plan, load: Callable[[], PreTrainedModel]) -> Iterator[Subject]:
+    """What the run measures: its servers, or its model in this process."""
+    config = plan.run.config
+    if plan.servers:
+        sides = plan.servers if plan.paired else {"method": plan.servers["method"]}
+        with Servers(plan.run, plan.tokenizer, sides) as servers:
+            yield servers
+        return
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    config = plan.run.config
-    parts = load(), plan.tokenizer, plan.run.chat, plan.paired, config.fidelity is not None, config.evidence
-    return Bench(*parts) if plan.rows == 1 else PackedBench(*parts, rows=plan.rows)
+    parts = plan.tokenizer, plan.run.chat, plan.paired, config.fidelity is not None, config.evidence
+    with released(plan.devices):
+        yield Bench(load(), *parts) if plan.rows == 1 else PackedBench(load(), *parts, rows=plan.rows)
 
 
 def _measure(subject: Subject, cases: list[Case], warmup: int, store: RunStore, tracker: Tracker) -> None:

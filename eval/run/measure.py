@@ -275,15 +275,10 @@ class Bench:
         out = run.outs[turn]
         decoded = self.tokenizer.decode(out.token_ids, skip_special_tokens=True)
         assert isinstance(decoded, str)
-        text = post_process(decoded, self.chat, case.dataset.chat_wrap)
-        answers = list((case.example, *case.example.turns)[turn].answers)
-        classes = list(case.example.all_classes)
         group_starts, computed = compact_counts(out.computed)
         return Measurement(
-            text=text,
+            **scored(case, decoded, self.chat, turn),
             token_ids=out.token_ids,
-            score=SUITES[case.dataset.suite].score(case.dataset, text, answers, classes),
-            rouge_l=second_score(case.dataset, text, answers),
             ttft_s=out.ttft_s,
             scoring_s=out.scoring_s,
             scoring_tokens=out.scoring_tokens,
@@ -372,6 +367,17 @@ class PackedBench(Bench):
             raise
         except Exception as error:
             return _failure(case, error)
+
+
+def scored(case: Case, decoded: str, chat: ChatFormat, turn: int = 0) -> dict[str, Any]:
+    """The fields of `Measurement` that an answer's text determines."""
+    text = post_process(decoded, chat, case.dataset.chat_wrap)
+    answers = list((case.example, *case.example.turns)[turn].answers)
+    return {
+        "text": text,
+        "score": SUITES[case.dataset.suite].score(case.dataset, text, answers, list(case.example.all_classes)),
+        "rouge_l": second_score(case.dataset, text, answers),
+    }
 
 
 def _evidence(prompt: BuiltPrompt, turn: int, run: _Run) -> dict[str, Any]:

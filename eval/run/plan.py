@@ -159,6 +159,8 @@ def costs(arguments: Sequence[str], device: Device | None) -> list[Cost]:
     """
     whole = [argument for argument in arguments if not argument.startswith("shard=")]
     jobs = [resolve(to_run_config(compose_config(job))) for job in jobs_of(whole)]
+    if any(job.is_served for job in jobs):
+        raise UserError("a plan counts the work of a model in this process; a server's is unknown")
     from eval.run.prepare import within_reach
 
     known: dict[str, list[Rows]] = {}  # by settings: the runs of a sweep share their prompts

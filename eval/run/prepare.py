@@ -30,11 +30,12 @@ from eval.run.identity import (
 )
 from eval.run.measure import Case
 from eval.run.resolved import RUNS, Resolved, about_the_method, at_depth, build_method, canonical, later_turns, plain
+from eval.run.served import describe_servers
 from eval.run.targets import OutOfReachError
 from eval.run.work import rows_of_answers
 from eval.store.comparable import as_text
 from eval.store.folder import fingerprint
-from eval.store.runs import label_of, settings_in
+from eval.store.runs import label_of, settings_in, short_name
 from lazyllm.engine.devices import memory_of
 from lazyllm.errors import UserError
 from lazyllm.machine import git_commit
@@ -46,6 +47,8 @@ from lazyllm.spec import QUANTISATIONS, ModelSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+    from eval.server.kinds import Server
+
 log = logging.getLogger(__name__)
 
 DEFAULT_THREADS = torch.get_num_threads()  # restored for a sweep's job after one that set its own number
@@ -56,7 +59,9 @@ class Identified:
     """A run without its prompts.
 
     identity: must agree for two records to share a folder. parameters: the method's, by dataset. devices: all that the
-    model may compute on. prompt_limit: tokens; longer prompts lose their middle. rows: answers that decode together.
+    model may compute on. positions: the longest prompt and answer; None if a server does not tell. prompt_limit:
+    tokens; longer prompts lose their middle. servers: by side; empty for a model in this process, which has a
+    model_config (`transformers.PreTrainedConfig`, else None). rows: answers that decode together.
     """
 
     run: Resolved
@@ -64,11 +69,13 @@ class Identified:
     parameters: dict[str, dict[str, Any]]
     examples: dict[str, list[Example]]
     loaded: list[LoadedDataset]
-    model_config: PreTrainedConfig
+    model_config: Any
     tokenizer: PreTrainedTokenizerBase
     end_ids: tuple[int, ...]
+    positions: int | None
     prompt_limit: int
     devices: tuple[torch.device, ...]
+    servers: dict[str, Server]
     paired: bool | str
     rows: int
 
@@ -129,7 +136,8 @@ def prepare(run: Resolved) -> Plan:
     firsts = [
         case for _, group in groupby(cases, lambda case: case.dataset.name) for case in islice(group, config.trace)
     ]
-    name = f"{Path(config.model.name).name}-{method['name']}-{data}-{fingerprint(identified.identity)[:8]}"
+    model = short_name(vars(config.model)).replace("/", "-")
+    name = f"{model}-{method['name']}-{data}-{fingerprint(identified.identity)[:8]}"
     return Plan(
         **vars(identified),
         folder=Path(config.out) if config.out else RUNS / name,
@@ -142,7 +150,7 @@ def prepare(run: Resolved) -> Plan:
             "provenance": {
                 "git_commit": git_commit(),
                 "versions": versions(),
-                "machine": machine(identified.devices[0]),
+                "machine": machine(identified.devices[0] if identified.devices else None),
                 "started": now(),
             },
             # `limit` and `sample` choose from these
@@ -154,38 +162,48 @@ def prepare(run: Resolved) -> Plan:
 
 
 def identify(run: Resolved) -> Identified:
-    """The run without its prompts. Raises UserError."""
+    """The run without its prompts. Servers are asked what they are. Raises UserError."""
     config, model = run.config, run.config.model
-    devices = devices_in_use(run.spec)
+    servers = describe_servers(run) if run.is_served else {}
+    devices = () if servers else devices_in_use(run.spec)
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
-    model_config = check_loading(run.spec)
-    parameters = parameters_of(run, model_config)
+    model_config = None if servers else check_loading(run.spec)
+    parameters = {dataset.name: {} for dataset in run.datasets}
+    if model_config is not None:
+        parameters = parameters_of(run, model_config)
     tokenizer = load_tokenizer_of(run.spec)
     assert tokenizer is not None  # `resolve` refuses random weights without one
-    longest = model_config.max_position_embeddings
+    told = [server.positions for server in servers.values() if server.positions is not None]
+    longest = min(told, default=None) if model_config is None else model_config.max_position_embeddings
     length = run.suite.length(run.data)
-    if length is not None and length > longest:  # before the rows are made
+    if length is not None and longest is not None and length > longest:  # before the rows are made
         raise UserError(
             f"{run.datasets[0].name}: {length} tokens of prompt and answer exceed the model's {longest} positions: "
             f"{run.suite.shorter}"
         )
-    limit = model.max_prompt_tokens or prompt_limit(longest)
-    if limit > longest:
+    limit = model.max_prompt_tokens or (prompt_limit(longest) if longest is not None else length)
+    if limit is None:
+        raise UserError("the server does not tell how long a prompt may be: give model.max_prompt_tokens=N")
+    if longest is not None and limit > longest:
         raise UserError(f"model.max_prompt_tokens={limit}: the model has {longest} positions: give fewer")
     if None in (model.max_prompt_tokens, model.chat):
         log.info(
-            "%s: has %d positions, so prompts beyond %d tokens lose their middle; %s",
-            *(model.name, longest, limit),
+            "%s: %sprompts beyond %d tokens lose their middle; %s",
+            *(model.name, "" if longest is None else f"has {longest} positions, so ", limit),
             "prompts have its own chat template"
             if run.chat.uses_template(tokenizer)
             else "it has no chat template: prompts are plain text",
         )
     loaded = _loaded(run)
-    end_ids = load_end_ids(run.spec)
-    methods = [build_method(solved) for solved in parameters.values()] + ([Baseline()] if run.paired else [])
-    new_tokens = max(rows.max_new_tokens for rows in loaded)
-    rows = rows_of_answers(config.answers.rows, run.spec, methods, limit, new_tokens, memory_of(*devices))
-    identity = _identity(run, loaded, model_config, tokenizer, end_ids, devices) | {
+    end_ids, rows = (), 1
+    if model_config is not None:
+        end_ids = load_end_ids(run.spec)
+        methods = [build_method(solved) for solved in parameters.values()] + ([Baseline()] if run.paired else [])
+        new_tokens = max(data.max_new_tokens for data in loaded)
+        rows = rows_of_answers(config.answers.rows, run.spec, methods, limit, new_tokens, memory_of(*devices))
+    identity = {
+        **_identity(run, loaded, model_config, tokenizer),
+        **(_served_identity(run, servers) if servers else _model_identity(run, model_config, end_ids, devices)),
         **_chat_identity(run, tokenizer),
         "max_prompt_tokens": limit,
         **({"answers_rows": rows} if rows > 1 else {}),  # rounding differs by the number of rows
@@ -200,8 +218,10 @@ def identify(run: Resolved) -> Identified:
         model_config=model_config,
         tokenizer=tokenizer,
         end_ids=end_ids,
+        positions=longest,
         prompt_limit=limit,
         devices=devices,
+        servers=servers,
         paired=run.paired,
         rows=rows,
     )
@@ -213,8 +233,9 @@ def within_reach(run: Resolved) -> dict[str, Resolved]:
     The others are left out, with a line in the log. All other errors in methods' settings are raised here, before the
     first method runs. Raises UserError.
     """
-    model_config = shape_of(run.spec)
-    runs = {}
+    if run.is_served:
+        return run.runs
+    model_config, runs = shape_of(run.spec), {}
     for label, one in run.runs.items():
         try:
             parameters_of(one, model_config)
@@ -239,12 +260,12 @@ def parameters_of(run: Resolved, model_config: PreTrainedConfig) -> dict[str, di
 
 def _cases(identified: Identified) -> Iterator[Case]:
     """Every example of the run with its prompt. Prompts that the model or the method cannot take are refused here."""
-    run, tokenizer = identified.run, identified.tokenizer
-    longest = identified.model_config.max_position_embeddings
+    run, tokenizer, longest = identified.run, identified.tokenizer, identified.positions
     for rows in identified.loaded:
         dataset = rows.dataset
         settings = identified.parameters[dataset.name]
-        method, turns = build_method(settings), later_turns(settings)
+        method = Baseline() if identified.servers else build_method(settings)  # servers have their own
+        turns = later_turns(settings)
         end_ids = end_token_ids(tokenizer, identified.end_ids, dataset)
         thinking = run.chat.thinking_tokens if dataset.chat_wrap else 0
         max_new_tokens = min(rows.max_new_tokens, run.config.max_new_tokens or rows.max_new_tokens) + thinking
@@ -264,7 +285,9 @@ def _cases(identified: Identified) -> Iterator[Case]:
             except ValueError as error:
                 raise UserError(f"{dataset.name}, row {example.id}: {error}") from error
             new_tokens = max_new_tokens * (1 + len(prompt.turns))
-            if (tokens := prompt.conversation_tokens) + new_tokens > longest:
+            if identified.servers and prompt.turns:
+                raise UserError(f"{dataset.name}, row {example.id}: a server answers one question a row: give turns=1")
+            if longest is not None and (tokens := prompt.conversation_tokens) + new_tokens > longest:
                 around = tokens - min(prompt.tokens_before_truncation, identified.prompt_limit)
                 shorter = f"model.max_prompt_tokens={longest - new_tokens - around}"
                 of_turns = f" of {1 + len(prompt.turns)} turns" if prompt.turns else ""
@@ -330,34 +353,56 @@ def _keys_of(shard: Shard | None, cases: list[Case]) -> set[tuple[str, str]]:
 
 
 def _identity(
-    run: Resolved,
-    loaded: list[LoadedDataset],
-    model_config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: tuple[int, ...],
-    devices: tuple[torch.device, ...],
+    run: Resolved, loaded: list[LoadedDataset], model_config: Any, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """The facts that must agree for two records to share a folder. `limit` is not one of them and may be raised."""
-    config, source = run.config, run.spec.source
-    shorter, longest = config.max_new_tokens, max(data.max_new_tokens for data in loaded)
-    others = run.other_models()
-    code = code_of(config.method["name"])  # of lazyllm's own methods it is in "code"
+    """The facts that must agree for two records to share a folder, wherever the model runs.
+
+    `limit` is not one of them and may be raised.
+    """
+    shorter, longest = run.config.max_new_tokens, max(data.max_new_tokens for data in loaded)
     return {
-        **run.identity(model_config.num_hidden_layers),
-        "revision": config.model.revision or getattr(model_config, "_commit_hash", None),
-        "weights": f"random, seed {config.seed}" if run.spec.is_dummy else weights_sha256(source),
+        **run.identity(0 if model_config is None else model_config.num_hidden_layers),
         "tokenizer": tokenizer_sha256(tokenizer)[:16],
-        "end_ids": list(end_ids),
-        **({"method_code": code} if code is not None else {}),
-        **({"method_weights": [_weights_of(spec) for spec in others]} if others else {}),
         "data": {
             data.dataset.name: f"{data.data_sha256[:16]} {data.config_sha256[:16]} v{run.suite.version}"
             for data in loaded
         },
         "max_new_tokens": shorter if shorter is not None and shorter < longest else None,
+    }
+
+
+def _model_identity(
+    run: Resolved, model_config: Any, end_ids: tuple[int, ...], devices: tuple[torch.device, ...]
+) -> dict[str, Any]:
+    """The facts of a model in this process."""
+    config, source = run.config, run.spec.source
+    others = run.other_models()
+    code = code_of(config.method["name"])  # of lazyllm's own methods it is in "code"
+    return {
+        "revision": config.model.revision or getattr(model_config, "_commit_hash", None),
+        "weights": f"random, seed {config.seed}" if run.spec.is_dummy else weights_sha256(source),
+        "end_ids": list(end_ids),
+        **({"method_code": code} if code is not None else {}),
+        **({"method_weights": [_weights_of(spec) for spec in others]} if others else {}),
         "versions": versions() | _version_of_quantiser(run.spec, model_config),
         "device": " + ".join(map(device_name, devices)),
         "threads": torch.get_num_threads() if devices[0].type == "cpu" else None,
+    }
+
+
+def _served_identity(run: Resolved, servers: dict[str, Server]) -> dict[str, Any]:
+    """The facts of the baseline's server, and of how all are asked. Those of another server are the method's."""
+    model, load, about = run.config.model, run.config.load, servers["baseline"]
+    return {
+        "server": {
+            "url": about.endpoint.url,
+            "kind": about.kind.name,
+            "version": about.version,
+            "api": model.api,
+            "cache": model.cache,
+            "extra_body": plain(model.extra_body),
+        },
+        "load": {"concurrency": load.concurrency, "rate": load.rate},
     }
 
 

@@ -9,18 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.chat_format import NO_TEMPLATE, ChatFormat, chat_format
 from eval.benchmarks.datasets import check_rows, datasets_asked_for, missing_rows
 from eval.benchmarks.suite import Dataset, DataSettings, Suite
 from eval.run import targets
-from eval.run.config import RunConfig
-from eval.run.identity import code_sha256, versions
+from eval.run.config import SERVER, SERVER_SETTINGS, LoadConfig, ModelConfig, RunConfig
+from eval.run.identity import SERVED_CODE, code_sha256, versions
 from lazyllm.engine.inputs import TURNS
 from lazyllm.errors import UserError
 from lazyllm.machine import may_have_gpu
-from lazyllm.methods import Baseline, Method, by_name, make, settings_of
+from lazyllm.methods import Method, by_name, make, settings_of
 from lazyllm.models.checkpoint import read_config
 from lazyllm.models.tokenizers import has_chat_template
 from lazyllm.spec import ModelSpec
@@ -34,8 +35,8 @@ RUNS = Path("runs")  # the folder of runs without `out`, and `hydra.sweep.dir` o
 class Resolved:
     """A run, or a comparison of several methods (`runs` gives its runs). Made by `resolve`.
 
-    config: the settings. spec: the model. chat: the format of prompts and answers. datasets: those whose rows can be
-    loaded, all of `suite`. data: the settings that determine their rows.
+    config: the settings. spec: the model; behind a server, its tokenizer's. chat: the format of prompts and answers.
+    datasets: those whose rows can be loaded, all of `suite`. data: the settings that determine their rows.
     """
 
     config: RunConfig
@@ -61,31 +62,46 @@ class Resolved:
             if config.only in (None, label)
         }
 
+    @property
+    def is_served(self) -> bool:
+        """Whether servers answer, not a model in this process."""
+        return self.config.model.url is not None
+
     def other_models(self) -> tuple[ModelSpec, ...]:
         """The models that the run's method needs besides `spec`."""
+        if self.is_served:
+            return ()
         return tuple(build_method(targets.check(self.method)).models())
 
     @property
     def paired(self) -> bool | str:
         """Whether the baseline runs beside the method; "ttft": up to its first token."""
-        return by_name(self.method["name"]) is not Baseline and self.config.timing.paired
+        if self.method["name"] == "baseline":
+            return self.config.control and bool(self.config.timing.paired)
+        return self.config.timing.paired
 
     def identity(self, num_layers: int) -> dict[str, Any]:
-        """The part of the run's identity that its settings give. Raises UserError."""
+        """The part of the run's identity that its settings give. num_layers: 0 behind a server. Raises UserError."""
         config, model = self.config, self.config.model
+        if self.is_served:
+            about = {"model": model.name, "method": plain(self.method), "code": code_sha256(SERVED_CODE)[:16]}
+        else:
+            about = {
+                "model": model.name if Path(self.spec.source).is_dir() else self.spec.source,
+                "load_format": model.load_format,
+                "dtype": model.dtype,
+                "attn_implementation": model.attn_implementation,
+                "quantise": model.quantise,
+                "device_map": model.device_map,  # times depend on it, and results, as kernels of devices differ
+                "method": plain(canonical(at_depth(self.method, num_layers))),
+                "code": code_sha256()[:16],
+            }
         return {
-            "model": model.name if Path(self.spec.source).is_dir() else self.spec.source,
-            "load_format": model.load_format,
-            "dtype": model.dtype,
-            "attn_implementation": model.attn_implementation,
-            "quantise": model.quantise,
-            "device_map": model.device_map,  # times depend on it, and results, as kernels of devices differ
-            "method": plain(canonical(at_depth(self.method, num_layers))),
+            **about,
             "seed": config.seed,
             "paired": self.paired,
             "warmup": config.timing.warmup,
             "versions": versions(),
-            "code": code_sha256()[:16],
             **({"turns": config.turns} if config.turns is not None else {}),
             **({"half": config.half} if config.half is not None else {}),  # halves share no table
             **({"fidelity": config.fidelity} if config.fidelity is not None and self.paired else {}),
@@ -103,23 +119,29 @@ def resolve(config: RunConfig) -> Resolved:
     out, with a line in the log.
     """
     model = config.model
-    keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
-    spec = ModelSpec(**{key: getattr(model, key) for key in keys}, seed=config.seed)
-    spec.check()
+    methods = [config.compare[config.only]] if config.only else list(config.compare.values()) or [config.method]
+    if model.url is None:
+        keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
+        spec = ModelSpec(**{key: getattr(model, key) for key in keys}, seed=config.seed)
+        spec.check()
+        _check_needs_no_server(config, methods)
+    else:
+        _check_servers(config, methods)
+        spec = ModelSpec(model.tokenizer or model.name, revision=model.revision, seed=config.seed)
     if not Path(spec.source).is_dir() and spec.is_dummy and spec.tokenizer is None:
         raise UserError(
             "random weights (model.load_format=dummy) download nothing, so the tokenizer must be given: "
             "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
         )
+    by_server = model.api == "chat"  # which then applies the model's template
     chat = chat_format(
-        model.chat,
-        args=model.chat_args or {},
-        system=model.system,
+        "none" if by_server else model.chat,
+        args={} if by_server else model.chat_args or {},
+        system=None if by_server else model.system,
         today=model.today,
         thinking_tokens=model.thinking_tokens,
     )
-    methods = [config.compare[config.only]] if config.only else list(config.compare.values()) or [config.method]
-    for settings in methods:
+    for settings in methods if model.url is None else ():
         build_method(targets.check(settings))
         later_turns(settings)
     named = datasets_asked_for(config.dataset, model.name)
@@ -142,6 +164,8 @@ def check_early(run: Resolved) -> None:
 
     What is not known without torch is left to `eval.run.prepare`. Raises UserError.
     """
+    if run.is_served:
+        return check_writable(Path(run.config.out or RUNS))
     spec, chat = run.spec, run.chat
     if spec.device.startswith("cuda") and not may_have_gpu():
         raise UserError(f"model.device={spec.device}: this machine or its torch has no GPU: give model.device=cpu")
@@ -153,7 +177,7 @@ def check_early(run: Resolved) -> None:
     folder = Path(run.config.out or RUNS)
     check_writable(folder)
     if "num_hidden_layers" not in config:  # a nested config, which transformers reads
-        return
+        return None
     layers: int = config["num_hidden_layers"]
     for one in run.runs.values():
         with about_the_method():
@@ -206,6 +230,47 @@ def canonical(settings: dict[str, Any]) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """The value with keys as in JSON."""
     return {str(key): plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _check_needs_no_server(config: RunConfig, methods: list[dict[str, Any]]) -> None:
+    """Refuse what only a server takes. Raises UserError."""
+    of_server = ("kind", "api", "extra_body", "cache", "trust_prompt", "key_env", "timeout_s")
+    given = [f"model.{key}" for key in of_server if getattr(config.model, key) != getattr(ModelConfig("-"), key)]
+    given += [f"load.{item.name}" for item in fields(LoadConfig) if getattr(config.load, item.name) != item.default]
+    given += ["method=server" for settings in methods if settings.get("name") == SERVER]
+    if given:
+        raise UserError(f"{given[0]}: expected model=server model.url=http://HOST:PORT/v1 with it")
+
+
+def _check_servers(config: RunConfig, methods: list[dict[str, Any]]) -> None:
+    """Refuse what servers cannot do, and URLs that cannot be one's. Raises UserError."""
+    model = config.model
+    for settings in methods:
+        name = settings.get("name", "")
+        if name not in ("baseline", SERVER):
+            raise UserError(
+                f"method={name} runs inside transformers: lazyllm-bench serve model=NAME method={name} port=8123 puts "
+                f"it behind a server; then compare with method=server method.url=http://127.0.0.1:8123/v1"
+            )
+        unknown = settings.keys() - {*SERVER_SETTINGS, "model", "turns"}
+        if unknown:
+            raise UserError(f"method server has no setting {min(unknown)!r}; it has {', '.join(SERVER_SETTINGS)}")
+    for url in (model.url, *(settings["url"] for settings in methods if "url" in settings)):
+        parts = urlsplit(url or "")
+        if parts.username is not None:
+            raise UserError(f"a URL with a name or password would be stored: give a key in {model.key_env}")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+            raise UserError(f"url={url}: expected a URL such as http://127.0.0.1:8000/v1")
+    if model.tokenizer is None and "/" not in model.name and not Path(model.name).is_dir():
+        raise UserError("prompts are made here: give model.tokenizer=FOLDER_OR_HUB_ID of the served model")
+    if model.api == "chat" and model.chat not in (None, "none"):
+        raise UserError(f"model.chat={model.chat}: with model.api=chat, the server applies its own template")
+    if config.timing.paired == "ttft":
+        raise UserError("timing.paired=ttft: a server answers as a whole: give true or false")
+    if config.fidelity is not None:
+        raise UserError("fidelity: a server does not tell the probabilities that it needs")
+    if config.load.concurrency > 1 and config.load.rate is not None:
+        raise UserError("load.rate sends requests at its own times: leave out load.concurrency")
 
 
 def build_method(settings: dict[str, Any]) -> Method:

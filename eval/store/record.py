@@ -41,8 +41,32 @@ _TYPES: dict[str, tuple[tuple[type, ...], pa.DataType]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a client saw of one request to a server. Times are seconds since just before the POST.
+
+    headers_s, first_event_s: when they came. first_content_s: the first text of the answer, which may follow reasoning.
+    end_s: the end of the stream. tpot_s: seconds per token after the first, (last token - first) / (tokens - 1).
+    sent_at: in seconds since 1970.
+    prompt_tokens, completion_tokens, cached_tokens: the server's counts. retries: before this attempt.
+    noise: the line before the prompt that kept it out of a prefix cache.
+    """
+
+    headers_s: float
+    first_event_s: float
+    first_content_s: float | None
+    end_s: float
+    tpot_s: float | None
+    sent_at: float
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    cached_tokens: int | None
+    retries: int
+    noise: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One generation, scored.
+    """One generation, scored. What a server does not tell is None.
 
     text: the scored answer, before the first-line rule of some datasets. token_ids: its tokens.
     score: the dataset's metric, 0 to 1. rouge_l: rouge-score's ROUGE-L if the metric is ROUGE, else None.
@@ -71,23 +95,26 @@ class Measurement:
     Of a turn; tokens are prompt tokens of all turns so far, mean over layers:
     tokens_computed: run for this turn, `scoring_tokens` included. revived_tokens: of these, tokens that earlier steps
         or turns had left out of a layer. tokens_computed_so_far, total_s_so_far: sums over the turns up to this one.
+
+    request: of a server's answer; None in process. Its ttft_s and total_s end at the first and the last event with a
+        token.
     """
 
     text: str
-    token_ids: list[int]
+    token_ids: list[int] | None = None
     score: float = field(metadata=_PERCENT)
     rouge_l: float | None = field(metadata=_PERCENT)
     ttft_s: float
-    scoring_s: float
-    scoring_tokens: int = 0
+    scoring_s: float | None = None
+    scoring_tokens: int | None = 0
     total_s: float | None
-    decode_step_s: list[float] | None
-    pct_prompt_tokens_computed: float
-    group_starts: list[int]
-    computed: list[list[int]]
-    kv_bytes: int
-    aux_bytes: int
-    peak_memory_bytes: int | None
+    decode_step_s: list[float] | None = None
+    pct_prompt_tokens_computed: float | None = None
+    group_starts: list[int] | None = None
+    computed: list[list[int]] | None = None
+    kv_bytes: int | None = None
+    aux_bytes: int | None = None
+    peak_memory_bytes: int | None = None
     prefill_flops: int | None = None
     kl: float | None = None
     top1_agrees: int | None = field(default=None, metadata=_PERCENT)
@@ -106,6 +133,7 @@ class Measurement:
     revived_tokens: float | None = None
     tokens_computed_so_far: float | None = None
     total_s_so_far: float | None = None
+    request: Request | None = None
 
 
 def _columns(kind: type) -> list[Field[Any]]:
@@ -270,7 +298,11 @@ def _allowed(kind: type) -> list[tuple[str, tuple[type, ...]]]:
 
 
 # The classes of nested fields, and whether a field holds a list of them
-_NESTED: dict[str, tuple[type, bool]] = {"Measurement": (Measurement, False), "list[LaterTurn]": (LaterTurn, True)}
+_NESTED: dict[str, tuple[type, bool]] = {
+    "Measurement": (Measurement, False),
+    "Request": (Request, False),
+    "list[LaterTurn]": (LaterTurn, True),
+}
 
 
 # ------------------------------------------------------------------------------------------------------------- columns
@@ -304,10 +336,14 @@ def to_table(records: Iterable[Record]) -> pa.Table:
 
 def _nested(line: Record | LaterTurn) -> dict[str, Any]:
     """A line's values, with its measurements' and turns', without copies of their lists."""
-    values = {**vars(line), "method": vars(line.method), "baseline": line.baseline and vars(line.baseline)}
+    values = {**vars(line), "method": _flat(line.method), "baseline": line.baseline and _flat(line.baseline)}
     if isinstance(line, Record) and line.later is not None:
         values["later"] = [_nested(turn) for turn in line.later]
     return values
+
+
+def _flat(measured: Measurement) -> dict[str, Any]:
+    return {**vars(measured), "request": measured.request and vars(measured.request)}
 
 
 def to_records(table: pa.Table) -> list[Record]:

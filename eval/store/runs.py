@@ -124,8 +124,8 @@ class StoredRun:
 
     @property
     def model(self) -> str:
-        """The model's short name: the preset, or the last part of its folder or hub id; then `apart`."""
-        return Path(self.about["config"]["model"]["name"]).name + self.apart
+        """The model's short name (`short_name`), then `apart`."""
+        return short_name(self.about["config"]["model"]) + self.apart
 
     @property
     def paper_model(self) -> str | None:
@@ -163,13 +163,23 @@ class StoredRun:
         return sorted((self.folder / "traces").glob("*.json"))
 
 
+def short_name(model: Mapping[str, Any]) -> str:
+    """A preset, the last part of a folder or hub id, or the whole name of a server's model. model: its config."""
+    return model["name"] if model.get("url") is not None else Path(model["name"]).name
+
+
 def settings_in(method: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters in a method's config, without name and seed."""
     return {key: value for key, value in method.items() if key not in ("name", "seed")}
 
 
 def label_of(method: str, settings: dict[str, Any]) -> str:
-    """A setting for people: `lazy, schedule={2: 0.3}`, without empty values, and without LazyLLM's usual ones."""
+    """A setting for people: `lazy, schedule={2: 0.3}`, without empty values, and without LazyLLM's usual ones.
+
+    A server's setting may have its own label.
+    """
+    if settings.get("label") is not None:
+        return settings["label"]
     shown = {key: value for key, value in settings.items() if value is not None and _USUAL.get(key) is not value}
     return ", ".join([method, *(f"{key}={_plain(value)}" for key, value in shown.items())])
 
@@ -263,7 +273,7 @@ def example_rows(records: Sequence[Record]) -> pd.DataFrame:
 # The columns of records that `_example_rows` reads
 _READ = [
     "dataset", "id", "groups", "prompt_tokens", "turn", "later", "baseline_ttft_s",
-    *(f"{side}.{name}" for side in _SIDES for name in (*SCALES, "decode_step_s", "token_ids", "text")),
+    *(f"{side}.{name}" for side in _SIDES for name in (*SCALES, "decode_step_s", "token_ids", "text", "request")),
 ]  # fmt: skip
 
 
@@ -279,14 +289,20 @@ def _example_rows(table: pa.Table) -> pd.DataFrame:
     columns |= {name: table[name].to_numpy() for name in ("prompt_tokens", "turn")}
     for side, prefix in _SIDES.items():
         columns |= {f"{prefix}{name}": scale * _numbers(table[f"{side}.{name}"]) for name, scale in SCALES.items()}
-        columns[f"{prefix}step_s"] = _means(table[f"{side}.decode_step_s"].to_pandas())
-        columns[f"{prefix}generated_tokens"] = _numbers(
-            pc.call_function("list_value_length", [table[f"{side}.token_ids"]])
-        )
+        request = table[f"{side}.request"]  # tells what a server's answer has no lists for
+        steps = _means(table[f"{side}.decode_step_s"].to_pandas())
+        columns[f"{prefix}step_s"] = np.where(np.isnan(steps), _numbers(_part(request, "tpot_s")), steps)
+        lengths = pc.call_function("list_value_length", [table[f"{side}.token_ids"]])
+        told = _part(request, "completion_tokens")
+        columns[f"{prefix}generated_tokens"] = _numbers(pc.call_function("coalesce", [lengths.cast(pa.int64()), told]))
         answered = pc.call_function("not_equal", [table[f"{side}.text"], pa.scalar("")])
         columns[f"{prefix}pct_answered"] = 100 * _numbers(answered)
     columns["baseline_ttft_s"] = columns["baseline_ttft_s"].fillna(_numbers(table["baseline_ttft_s"]))
     return pd.DataFrame(columns)
+
+
+def _part(structs: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
+    return pc.call_function("struct_field", [structs], pc.StructFieldOptions(name))
 
 
 def _numbers(column: pa.ChunkedArray) -> pd.Series:

@@ -52,7 +52,8 @@ def test_config_file_opens_with_its_command_and_composes(file: Path) -> None:
     else:
         assert f"{group}={name}" in lines[0]
         register_schema()
-        config = to_run_config(compose_config([f"{group}={name}", *(["model.name=tiny"] if name == "custom" else [])]))
+        needed = ["model.name=tiny"] if name in ("custom", "server") else []
+        config = to_run_config(compose_config([f"{group}={name}", *needed]))
         if group == "method":  # what its class says, or the paper: no third place
             assert isinstance(build_method(config.method), METHODS[name])
             assert config.method.keys() == {"name", "turns", *settings_of(METHODS[name])}

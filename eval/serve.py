@@ -1,0 +1,141 @@
+"""A server with OpenAI's API around a model of ours, with methods: lazyllm-bench serve model=tiny method=lazy port=8123
+
+    lazyllm-bench serve model=tiny 'methods=[lazy,fastkv]' port=8123
+
+/v1/models lists the model's name (the first method), NAME/METHOD of each method, and NAME/baseline; requests choose by
+name. Other arguments are those of lazyllm-bench run. It listens on this machine only unless host=ADDRESS is given. One
+request runs at a time, and others wait. The handlers are those of `transformers serve`, around one loaded model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+from uuid import uuid4
+
+from eval.run.config import compose_config, register_schema, to_run_config
+from eval.run.job import job
+from eval.run.resolved import Resolved, build_method, resolve
+from lazyllm.errors import UserError
+from lazyllm.methods import Method
+
+_GRACE_S = 2  # for answers in progress after SIGTERM
+
+
+class Served:
+    """A model whose `generate` runs a method; all else is the model's. Calls come from one thread."""
+
+    def __init__(self, model: Any, method: Method) -> None:
+        self._model, self._method = model, method
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def generate(self, **call: Any) -> Any:
+        from lazyllm import using
+
+        with using(self._model, self._method):
+            return self._model.generate(**call)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The verb `serve`; ends by SIGTERM or Ctrl-C. Returns the exit code. Raises UserError."""
+    arguments = list(arguments or ())
+    if {"-h", "--help"} & {*arguments}:
+        print(__doc__)
+        return 0
+    given = dict(
+        argument.split("=", 1) for argument in arguments if argument.startswith(("port=", "host=", "methods="))
+    )
+    others = [argument for argument in arguments if argument.partition("=")[0] not in given]
+    port, host = given.get("port", "8000"), given.get("host", "127.0.0.1")
+    if not port.isdigit():
+        raise UserError(f"port={port}: expected a number")
+    names = [name.strip() for name in given.get("methods", "").strip("[]").split(",") if name.strip()]
+    runs = [_run_of([*others, f"method={name}"]) for name in names] or [_run_of(others)]
+    missing = [package for package in ("fastapi", "uvicorn", "openai") if find_spec(package) is None]
+    if missing:
+        raise UserError(f"serve needs {missing[0]}: pip install --editable '.[serve]' in the repository's folder")
+    with job():
+        import uvicorn
+
+        app, models = app_of(runs)
+        print(f"http://{host}:{port}/v1: {', '.join(models)}", flush=True)
+        uvicorn.run(app, host=host, port=int(port), log_level="warning", timeout_graceful_shutdown=_GRACE_S)
+    return 0
+
+
+def _run_of(arguments: list[str]) -> Resolved:
+    """The run of the arguments; its dataset, which none is needed for, is one that is made here. Raises UserError."""
+    register_schema()
+    run = resolve(to_run_config(compose_config(["dataset=lookup", *arguments])))
+    if run.is_served or run.config.compare:
+        raise UserError("serve takes a model and methods of this process: model=NAME method=NAME, or methods=[...]")
+    return run
+
+
+def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
+    """The ASGI app that serves the methods of the runs, of one model, and the names that it lists. Raises UserError."""
+    from fastapi import FastAPI, HTTPException
+    from fastapi.responses import JSONResponse
+    from transformers.cli.serving.chat_completion import ChatCompletionHandler
+    from transformers.cli.serving.completion import CompletionHandler
+    from transformers.cli.serving.model_manager import ModelManager
+    from transformers.cli.serving.utils import GenerateManager, GenerationState
+
+    from eval.run.prepare import parameters_of
+    from lazyllm.methods import Baseline
+    from lazyllm.models.load import load_tokenizer_of, load_weights
+
+    first, model = runs[0], load_weights(runs[0].spec)
+    tokenizer = load_tokenizer_of(first.spec)
+    methods = [build_method(next(iter(parameters_of(run, model.config).values()))) for run in runs]
+    name = first.config.model.name
+    served = {name: methods[0]}
+    served |= {f"{name}/{run.method['name']}": method for run, method in zip(runs, methods, strict=True)}
+    models = {key: Served(model, method) for key, method in (served | {f"{name}/baseline": Baseline()}).items()}
+
+    class Models(ModelManager):
+        """Has the models that are served, and loads no other."""
+
+        def load_model_and_processor(self, model_id_and_revision: str, *_: Any, **__: Any) -> Any:
+            key = model_id_and_revision.removesuffix("@main")
+            if key not in models:
+                raise HTTPException(404, f"no model {key!r}; there are {', '.join(models)}")
+            return models[key], tokenizer
+
+    class OneAtATime(GenerationState):
+        """All models share the thread that generates."""
+
+        manager = GenerateManager()
+
+        def get_manager(self, *_: Any, **__: Any) -> GenerateManager:
+            return self.manager
+
+    manager, state = Models(), OneAtATime()
+    app = FastAPI()
+
+    def add(path: str, handler: Any) -> None:
+        @app.post(path)
+        async def answer(body: dict[str, Any]) -> Any:
+            try:
+                return await handler.handle_request(body, uuid4().hex)
+            except (KeyError, TypeError, ValueError) as error:
+                raise HTTPException(400, f"{type(error).__name__}: {error}") from error
+
+    add("/v1/completions", CompletionHandler(manager, state))
+    add("/v1/chat/completions", ChatCompletionHandler(manager, state))
+
+    @app.get("/v1/models")
+    def listed() -> JSONResponse:
+        facts = {"object": "model", "owned_by": "lazyllm-bench", "version": version("lazyllm-bench")}
+        facts["max_model_len"] = model.config.max_position_embeddings
+        return JSONResponse({"object": "list", "data": [{"id": key, **facts} for key in models]})
+
+    @app.get("/health")
+    def health() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    return app, list(models)

@@ -1,0 +1,375 @@
+"""Runs on servers: one that follows a script, and `lazyllm-bench serve` around the tiny model."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.run import loop
+from eval.run.job import main
+from eval.run.prepare import prepare
+from eval.run.resolved import Resolved
+from eval.server import client
+from eval.store.folder import read_failures, read_run
+from eval.store.record import Record
+from eval.store.results import Results, find_runs
+from lazyllm import Generation
+from lazyllm.engine.generation import continue_prompt
+from lazyllm.errors import UserError
+from lazyllm.integrations import transformers_generate
+from lazyllm.models.tokenizers import load_tokenizer
+from lazyllm.presets import PRESETS
+from tests.eval.server.scripted import DONE, Reply, Seen, chat, event, scripted, usage
+from tests.runs import run_of
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = load_tokenizer(PRESETS["tiny"].source)
+Script = Callable[[int, dict[str, Any]], Reply]
+
+
+def entry(owner: str) -> dict[str, Any]:
+    return {"id": "m", "owned_by": owner, "max_model_len": 4096}
+
+
+def tokens(body: dict[str, Any]) -> int:
+    """The prompt's tokens, as a server with the tiny model's tokenizer counts them."""
+    prompt = body["prompt"]
+    return len(prompt) if isinstance(prompt, list) else len(TINY(prompt)["input_ids"])
+
+
+def yes(_: int, body: dict[str, Any]) -> Reply:
+    return Reply([event("Yes"), event(" no"), event("", "stop"), usage(tokens(body), 3, cached=0), DONE])
+
+
+def served(url: str, out: Path | None, *overrides: str) -> Resolved:
+    fixed = ("model=server", f"model.url={url}", "model.name=m", "model.tokenizer=tiny", "dataset=lookup", "limit=3")
+    return run_of(*fixed, "timing.warmup=0", *([f"out={out}"] if out is not None else []), *overrides)
+
+
+def run(url: str, out: Path, *overrides: str) -> list[Record]:
+    loop.run(served(url, out, *overrides), show=False)
+    return read_run(out)[1]
+
+
+def on(script: Script, out: Path, *overrides: str, owner: str = "vllm") -> tuple[list[Record], Seen]:
+    """The records of a run on a server of this kind that follows the script, and what the server saw."""
+    with scripted(script, entry(owner)) as (url, seen):
+        return run(url, out, *overrides), seen
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "PAUSES_S", (0.0, 0.0))
+
+
+def test_record_holds_what_a_server_tells_and_null_for_the_rest(tmp_path: Path) -> None:
+    records, seen = on(yes, tmp_path / "run", "method=server", "method.extra_body={depth: 2}", "method.label=Half")
+    assert len(records) == 3
+    for record in records:
+        for side in (record.method, record.baseline):
+            assert side is not None
+            assert (side.text, side.token_ids, side.computed, side.kv_bytes, side.kl) == (
+                "Yes no",
+                None,
+                None,
+                None,
+                None,
+            )
+            request = side.request
+            assert request is not None
+            assert (request.prompt_tokens, request.completion_tokens, request.cached_tokens) == (
+                record.prompt_tokens,
+                3,
+                0,
+            )
+            assert 0 < request.headers_s <= request.first_event_s <= side.ttft_s <= side.total_s <= request.end_s
+            assert request.tpot_s == pytest.approx((side.total_s - side.ttft_s) / 2)
+        assert record.method.same_answer == 1
+    assert sorted(body.get("depth", 0) for _, body in seen.posts) == [0, 0, 0, 2, 2, 2]
+    frame = Results.read([tmp_path]).frame
+    assert set(frame["generated_tokens"]) == {3}
+    assert set(frame["label"]) == {"Half"}
+    assert frame["step_s"].tolist() == [record.method.request.tpot_s for record in records if record.method.request]
+    table = (tmp_path / "run" / "summary.md").read_text()
+    assert re.search(r"\| lookup \| 3 \| .* \| - \| - \|\n", table)
+
+
+@pytest.mark.parametrize(
+    ("owner", "sent", "not_sent"),
+    [
+        ("vllm", {"temperature": 0, "top_k": 0, "stream_options": {"include_usage": True}}, {"cache_prompt"}),
+        (
+            "lazyllm-bench",
+            {"temperature": 0, "top_p": 1},
+            {"stream_options", "cache_salt", "top_k", "presence_penalty"},
+        ),
+        ("llamacpp", {"cache_prompt": False, "repeat_penalty": 1}, {"cache_salt", "repetition_penalty"}),
+        ("someone", {"frequency_penalty": 0, "seed": 0}, {"top_k", "cache_salt", "cache_prompt"}),
+    ],
+)
+def test_requests_are_greedy_cold_and_have_no_field_that_the_server_refuses(
+    tmp_path: Path, owner: str, sent: dict[str, Any], not_sent: set[str]
+) -> None:
+    records, seen = on(yes, tmp_path / "run", owner=owner)
+    texts = prompt_texts()
+    bodies = [body for _, body in seen.posts]
+    noise = [record.method.request.noise if record.method.request else "" for record in records]
+    for body in bodies:
+        assert body.items() >= sent.items()
+        assert not body.keys() & not_sent
+    prompts = [TINY.decode(body["prompt"]) if owner == "vllm" else body["prompt"] for body in bodies]
+    if owner == "someone":  # each prompt has its own line before it, and the record tells which
+        assert len(set(noise)) == 3
+        assert prompts == [f"{line}{text}" for line, text in zip(noise, texts, strict=True)]
+    else:
+        assert noise == [None] * 3
+        assert [TINY(text)["input_ids"] for text in texts] == [
+            body["prompt"] if owner == "vllm" else TINY(body["prompt"])["input_ids"] for body in bodies
+        ]
+    salts = [body.get("cache_salt") for body in bodies]
+    assert len(set(salts)) == (3 if owner == "vllm" else 1)
+
+
+def prompt_texts() -> list[str]:
+    """The prompts of the same run in this process."""
+    return [case.prompt.text for case in prepare(run_of("dataset=lookup", "limit=3")).cases]
+
+
+def test_warm_prompt_is_asked_twice_and_chat_has_its_messages(tmp_path: Path) -> None:
+    def answer(number: int, body: dict[str, Any]) -> Reply:
+        assert body["messages"][0] == {"role": "system", "content": "Be brief"}
+        return Reply([chat(role="assistant", content=""), chat(content=str(number)), chat("stop"), DONE])
+
+    settings = ("model.api=chat", "model.cache=warm", "model.system=Be brief")
+    records, seen = on(answer, tmp_path / "run", *settings)
+    assert [record.method.text for record in records] == ["1", "3", "5"]
+    bodies = [body for _, body in seen.posts]
+    assert bodies[0::2] == bodies[1::2]
+    assert [body["messages"][1]["content"] for body in bodies[::2]] == prompt_texts()
+
+
+def test_answer_that_breaks_off_is_a_failure_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    def broken(number: int, body: dict[str, Any]) -> Reply:
+        return Reply([event("Ye")], broken=True) if number == 1 else yes(number, body)
+
+    with scripted(broken, entry("vllm")) as (url, seen):
+        assert len(run(url, tmp_path / "run")) == 2
+        (failure,) = read_failures(tmp_path / "run")
+        assert "the answer broke off after" in failure.reason
+        records = run(url, tmp_path / "run")
+        assert (len(records), len({record.key for record in records}), len(seen.posts)) == (3, 3, 4)
+
+
+def test_server_that_has_gone_ends_the_run_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    gone = threading.Event()
+
+    def leaves(number: int, body: dict[str, Any]) -> Reply:
+        return Reply(status=0) if number > 0 and not gone.is_set() else yes(number, body)
+
+    with scripted(leaves, entry("vllm")) as (url, seen):
+        with pytest.raises(UserError, match=r"no server answers at .*: start it, then give the same command again"):
+            run(url, tmp_path / "run")
+        assert (len(read_run(tmp_path / "run")[1]), read_failures(tmp_path / "run")) == (1, [])
+        gone.set()
+        records = run(url, tmp_path / "run")
+        assert (len(records), len({record.key for record in records})) == (3, 3)
+        assert len(seen.posts) == 1 + 3 + 2  # the second request was tried three times
+
+
+@pytest.mark.parametrize(
+    ("answer", "overrides", "message"),
+    [
+        (usage(9, 3), [], r"counts 9 prompt tokens, but \d+ were sent: it cuts or changes the prompt"),
+        (None, [], "took 64 prompt tokens from its cache"),
+    ],
+)
+def test_server_that_changes_prompts_or_takes_them_from_its_cache_is_refused(
+    tmp_path: Path, answer: bytes | None, overrides: list[str], message: str
+) -> None:
+    def lying(_: int, body: dict[str, Any]) -> Reply:
+        return Reply([event("Yes", "stop"), answer or usage(tokens(body), 3, cached=64), DONE])
+
+    with pytest.raises(UserError, match=message):
+        on(lying, tmp_path / "run", *overrides)
+    accepted = "model.trust_prompt=true" if answer else "model.cache=warm"
+    records, _ = on(lying, tmp_path / "accepted", accepted)
+    assert len(records) == 3
+
+
+@pytest.mark.parametrize(("load", "most"), [("load.concurrency=3", 3), ("load.rate=400", 6), ("load.concurrency=1", 1)])
+def test_load_is_on_one_side_at_a_time(tmp_path: Path, load: str, most: int) -> None:
+    def slow(_: int, body: dict[str, Any]) -> Reply:
+        return Reply([0.05, event("Yes", "stop"), usage(tokens(body), 2), DONE])
+
+    overrides = ("method=server", "method.extra_body={b: 1}", "limit=6", load)
+    records, seen = on(slow, tmp_path / "run", *overrides)
+    assert len(records) == 6
+    assert 1 <= seen.at_once <= most
+    assert (seen.at_once > 1) == (most > 1)
+    sides = ["b" in body for _, body in seen.posts]
+    changes = sum(side != other for side, other in pairwise(sides))
+    assert changes == 1 if most > 1 else changes >= 6 - 1  # in a block each, or in turns
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["method=lazy"], "method=lazy runs inside transformers: lazyllm-bench serve"),
+        (["model.url=localhost:80"], "url=localhost:80: expected a URL such as http://127.0.0.1:8000/v1"),
+        (["model.url=http://me:secret@a/v1"], "a URL with a name or password would be stored"),
+        (["model.tokenizer=null"], "prompts are made here: give model.tokenizer"),
+        (["model.api=chat", "model.chat=llama2"], "the server applies its own template"),
+        (["model.api=text"], "model.api=text: expected completions or chat"),
+        (["fidelity=answer"], "fidelity: a server does not tell"),
+        (["load.rate=2", "load.concurrency=4"], "leave out load.concurrency"),
+    ],
+)
+def test_config_refuses_what_a_server_cannot_do(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        served("http://127.0.0.1:9/v1", None, *overrides)
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("given", ["model.cache=warm", "model.kind=vllm", "load.rate=2", "method=server"])
+def test_config_refuses_what_only_a_server_takes(given: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"{given.split('=')[0]}") + ".*: expected model=server"):
+        run_of(given)
+
+
+def test_absent_server_is_told_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no server answers at http://127\.0\.0\.1:9/v1"):
+        run("http://127.0.0.1:9/v1", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# ------------------------------------------------------------------------------------------------- lazyllm-bench serve
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """The URL of a server around the tiny model, in a thread."""
+    uvicorn = pytest.importorskip("uvicorn", reason="needs the extra [serve]")
+    from eval.serve import app_of
+
+    app, names = app_of([run_of("model=tiny", "method=lazy", "method.schedule={2: 0.3}")])
+    assert names == ["tiny", "tiny/lazy", "tiny/baseline"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.02)
+    yield f"http://127.0.0.1:{port}/v1"
+    server.should_exit = True
+    thread.join(5)
+
+
+def test_method_behind_a_server_answers_as_in_this_process(endpoint: str, tmp_path: Path, monkeypatch) -> None:
+    engine: list[float] = []
+
+    def timed(*arguments: Any) -> Generation:
+        out = continue_prompt(*arguments)
+        engine.append(out.ttft_s)
+        return out
+
+    monkeypatch.setattr(transformers_generate, "continue_prompt", timed)
+    shared = ("dataset=[lookup,shots]", "limit=2", "max_new_tokens=6", "timing.warmup=0")
+    loop.run(run_of("method.schedule={2: 0.3}", f"out={tmp_path / 'here'}", *shared), show=False)
+    names = ("model.name=tiny/baseline", "method=server", "method.name=tiny")
+    run(endpoint, tmp_path / "there", *names, *shared)
+    here, there = (read_run(tmp_path / name)[1] for name in ("here", "there"))
+    for ours, theirs in zip(here, there, strict=True):
+        assert (ours.key, ours.prompt_sha256, ours.prompt_tokens) == (
+            theirs.key,
+            theirs.prompt_sha256,
+            theirs.prompt_tokens,
+        )
+        for one, other in ((ours.method, theirs.method), (ours.baseline, theirs.baseline)):
+            assert one is not None
+            assert other is not None
+            assert (one.text, one.score) == (other.text, other.score)
+            assert one.token_ids is not None
+            assert other.request is not None
+            assert other.request.completion_tokens == len(one.token_ids)
+    sides = [side for record in there for side in (record.method, record.baseline) if side and side.request]
+    sides.sort(key=lambda side: side.request.sent_at if side.request else 0)
+    assert all(side.ttft_s >= own for side, own in zip(sides, engine, strict=True))
+    assert len(find_runs([tmp_path])) == 2
+
+
+def test_control_agrees_with_itself_and_a_gate_decides_the_exit_code(endpoint: str, tmp_path: Path, capsys) -> None:
+    out = f"out={tmp_path / 'run'}"
+    fixed = ["model=server", f"model.url={endpoint}", "model.name=tiny/baseline", "model.tokenizer=tiny", out]
+    fixed += ["dataset=lookup", "limit=5", "max_new_tokens=2", "method=server", "method.name=tiny", "control=true"]
+    codes = [main([*fixed, "--gate", gate]) for gate in ("score>=-101 ttft>=0", "ttft>=999")]
+    assert codes == [0, 1]
+    assert "gate ttft>=999: FAILED" in capsys.readouterr().out
+    about = json.loads((tmp_path / "run" / "summary.json").read_text())
+    control = about["control"]
+    assert (control["changed"], control["score"], control["better"] + control["worse"]) == (0, 0, 0)
+    assert control["ttft_low"] <= control["ttft"] <= control["ttft_high"]
+    assert len(read_run(tmp_path / "run-control")[1]) == about["difference"]["examples"] == 5
+
+
+@pytest.mark.slow
+def test_killed_client_and_killed_server_lose_and_double_nothing(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url, out = f"http://127.0.0.1:{port}/v1", tmp_path / "run"
+    measure = ["run", "model=server", f"model.url={url}", "model.name=tiny", "model.tokenizer=tiny", "dataset=hops"]
+    measure += ["limit=40", f"out={out}", "timing.warmup=0"]
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "eval.cli", *arguments]
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def serve() -> subprocess.Popen[str]:
+        server = start("serve", "model=tiny", f"port={port}")
+        assert server.stdout is not None
+        assert any(url in line for line in server.stdout)  # it listens soon after
+        for _ in range(600):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                return server
+            time.sleep(0.1)
+        raise AssertionError
+
+    def killed_at(records: int, victim: subprocess.Popen[str], running: subprocess.Popen[str]) -> None:
+        file = out / "records.jsonl"
+        while running.poll() is None and (not file.exists() or file.read_bytes().count(b"\n") < records):
+            time.sleep(0.01)
+        victim.kill()
+
+    server = serve()
+    client_ = start(*measure)
+    killed_at(3, client_, client_)
+    assert client_.wait(60) == -signal.SIGKILL
+    client_ = start(*measure)
+    killed_at(8, server, client_)
+    said, _ = client_.communicate(timeout=120)
+    assert client_.returncode == 2
+    assert "no server answers" in said
+    done = [record.key for record in read_run(out)[1]]
+    assert 8 <= len(done) < 40
+    server = serve()
+    assert start(*measure).wait(300) == 0
+    keys = [record.key for record in read_run(out)[1]]
+    assert keys[: len(done)] == done
+    assert len(keys) == len(set(keys)) == 40
+    server.terminate()
+    assert server.wait(30) in (0, -signal.SIGTERM)

@@ -1,0 +1,166 @@
+"""The client against a server that follows a script: what it reads, when, and what it tries again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from eval.server import client
+from eval.server.client import Answer, Client, Endpoint, RequestError
+from eval.server.kinds import describe
+from lazyllm.errors import UserError
+from tests.eval.server.scripted import DONE, Reply, Seen, chat, event, scripted, usage
+
+MODEL = {"id": "m", "owned_by": "vllm", "max_model_len": 512}
+FINE = Reply([event("Yes"), event(".", "stop"), usage(7, 3), DONE])
+HALF = event("Yés").find("é".encode("unicode-escape")[:1]) + 3
+
+
+def asked(*replies: Reply, api: str = "completions", timeout_s: float = 20.0) -> tuple[Answer, Seen]:
+    """The answer of a server that gives these replies one after the other."""
+    server = scripted(lambda number, _: replies[number], MODEL)
+    with server as (url, seen), Client(Endpoint(url, "m", api, timeout_s=timeout_s)) as connection:
+        return connection.answer(b'{"stream": true}'), seen
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "PAUSES_S", (0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("api", "parts", "text", "reasoning", "counts"),
+    [
+        ("completions", [event("a"), event("b"), event("", "stop"), usage(5, 3, cached=0), DONE], "ab", "", (5, 3, 0)),
+        ("completions", [b": ping\n\n", event("two words", "length")], "two words", "", (None, None, None)),
+        ("completions", [event("Yés")[:HALF], event("Yés")[HALF:], event("", "stop")], "Yés", "", (None, None, None)),
+        ("completions", ["data: {\"choices\": [{\"text\": \"Yés\", \"finish_reason\": \"stop\"}]}\r\n\r\n".encode()],
+         "Yés", "", (None, None, None)),
+        ("completions", [event(finish="stop"), DONE], "", "", (None, None, None)),  # the only token is the end token
+        ("chat", [chat(role="assistant", content=""), chat(content="a"), chat("stop"), DONE], "a", "", (None,) * 3),
+        ("chat", [chat(reasoning_content="hm"), chat(content="a"), chat("stop")], "a", "hm", (None, None, None)),
+        ("chat", [chat(reasoning="hm"), chat("length")], "", "hm", (None, None, None)),
+        ("chat", [chat(tool_calls=[{"index": 0}]), chat("tool_calls")], "", "", (None, None, None)),
+    ],
+)  # fmt: skip
+def test_stream_has_text_and_counts(api: str, parts: list[bytes], text: str, reasoning: str, counts: tuple) -> None:
+    answer, seen = asked(Reply(parts), api=api)
+    assert (answer.text, answer.reasoning) == (text, reasoning)
+    assert (answer.request.prompt_tokens, answer.request.completion_tokens, answer.request.cached_tokens) == counts
+    assert seen.posts[0][0] == ("/v1/chat/completions" if api == "chat" else "/v1/completions")
+
+
+def test_stamps_are_of_tokens_and_lie_between_those_of_the_server() -> None:
+    parts = [chat(role="assistant", content=""), 0.06, chat(reasoning_content="hm"), 0.06, chat(content="a")]
+    answer, seen = asked(Reply([*parts, 0.06, chat(content="b"), chat("stop"), 0.06, DONE]), api="chat")
+    role, thought, content, _, end, done = (stamp - seen.received for stamp in seen.sent)
+    request = answer.request
+    stamps = [request.headers_s, request.first_event_s, answer.ttft_s, request.first_content_s, answer.last_token_s]
+    assert stamps == sorted(stamps)
+    assert answer.last_token_s < request.end_s
+    # the client's clock starts before the server's, and it cannot see what is not sent yet
+    for stamp, sent in zip([*stamps[1:], request.end_s], [role, thought, content, end, done], strict=True):
+        assert stamp is not None
+        assert stamp >= sent
+
+
+def test_connection_is_open_before_the_clock_starts() -> None:
+    _, seen = asked(FINE)
+    assert [kind for kind, _ in seen.connections] == ["GET", "POST"]
+    assert len({port for _, port in seen.connections}) == 1
+
+
+@pytest.mark.parametrize(
+    ("failures", "retries"),
+    [
+        ([Reply(status=429, headers={"Retry-After": "0"}), Reply(status=500), Reply(status=503)], 3),
+        ([Reply(status=0)], 1),  # it closes the connection without a word
+        ([], 0),
+    ],
+)
+def test_request_is_sent_again_before_the_first_byte(failures: list[Reply], retries: int) -> None:
+    answer, seen = asked(*failures, FINE)
+    assert (answer.text, answer.request.retries, len(seen.posts)) == ("Yes.", retries, 1 + retries)
+
+
+@pytest.mark.parametrize(
+    ("replies", "posts", "message"),
+    [
+        ([Reply([event("Yes")], broken=True)], 1, "the answer broke off after"),
+        ([Reply([event("Yes")])], 1, "without an end"),
+        ([Reply([event("Yes"), b'data: {"error": {"message": "out of memory"}}\n\n'])], 1, "out of memory"),
+        ([Reply([b'data: {"error": "bad "quotes""}\n\n'])], 1, 'bad "quotes"'),
+        ([Reply([1.5, event("Yes", "stop")])], 1, r"no answer within 0.5 s \(model.timeout_s\)"),
+        ([Reply([event("Yes"), *[0.2, event("!")] * 4, event("", "stop")])], 1, "more than 0.5 s"),
+        ([Reply([b'{"message": "too long"}'], 400)], 1, "HTTP 400: too long"),
+        ([Reply([b'{"error": {"message": "busy"}}'], 503)] * 4, 4, "HTTP 503: busy after 3 retries"),
+    ],
+)
+def test_request_fails_and_is_not_sent_again_after_the_first_byte(
+    replies: list[Reply], posts: int, message: str
+) -> None:
+    with scripted(lambda number, _: replies[number], MODEL) as (url, seen):
+        with Client(Endpoint(url, "m", timeout_s=0.5)) as connection, pytest.raises(RequestError, match=message):
+            connection.answer(b"{}")
+        assert len(seen.posts) == posts
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (
+            Reply([b'{"error": {"message": "bad key sk-secret"}}'], 401),
+            r"HTTP 401: bad key \*\*\*; the key is read from",
+        ),
+        (Reply([b'{"detail": "no such model"}'], 404), "HTTP 404: no such model; expected a server with"),
+        (Reply([b'{"detail": "extra field"}'], 422), "HTTP 422: extra field; the server refuses a field"),
+        (Reply(status=0), "no server answers at"),
+    ],
+)
+def test_server_that_would_refuse_all_is_named_in_one_line(reply: Reply, message: str, monkeypatch) -> None:
+    monkeypatch.setenv("A_KEY", "sk-secret")
+    with (
+        scripted(lambda *_: reply, MODEL) as (url, seen),
+        Client(Endpoint(url, "m", key_env="A_KEY")) as connection,
+        pytest.raises(UserError, match=message) as error,
+    ):
+        connection.answer(b"{}")
+    assert "sk-secret" not in str(error.value)
+    assert "\n" not in str(error.value)
+    assert seen.keys == {"Bearer sk-secret"}
+
+
+def test_server_that_goes_away_and_comes_back_answers_the_same_request(monkeypatch) -> None:
+    with scripted(lambda *_: FINE, MODEL) as (url, _):
+        port = int(url.split(":")[2].split("/")[0])
+    back: list[Any] = []
+
+    def pause(_: float) -> None:  # the server comes back in the second one
+        back.append(scripted(lambda *_: FINE, MODEL, port) if len(back) == 1 else None)
+        if back[-1] is not None:
+            back[-1].__enter__()
+
+    monkeypatch.setattr(client.time, "sleep", pause)
+    with Client(Endpoint(url, "m")) as connection:
+        assert (connection.answer(b"{}").text, len(back)) == ("Yes.", 2)
+    back[1].__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("entry", "kind", "positions"),
+    [
+        ({"id": "m", "owned_by": "vllm", "max_model_len": 512}, "vllm", 512),
+        ({"id": "m", "owned_by": "sglang"}, "sglang", None),
+        ({"id": "m", "owned_by": "lazyllm-bench", "max_model_len": 64}, "transformers", 64),
+        ({"id": "m", "owned_by": "someone"}, "plain", None),
+    ],
+)
+def test_server_is_known_by_what_it_says(entry: dict[str, Any], kind: str, positions: int | None) -> None:
+    with scripted(lambda *_: FINE, entry) as (url, _):
+        server = describe(Endpoint(url, "m"))
+        assert (server.kind.name, server.positions, server.models) == (kind, positions, ("m",))
+        assert describe(Endpoint(url, "m"), "plain").kind.name == "plain"
+        if server.kind.lists:
+            with pytest.raises(UserError, match="has no model 'other': give one of m"):
+                describe(Endpoint(url, "other"))
