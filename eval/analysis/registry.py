@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from eval.analysis import evidence, field, figure2, figure5, figure7, mechanism, sensitivity, ttft_share, turns
+from eval.analysis import evidence, field, figure2, figure5, figure7, mechanism, sensitivity, serving, ttft_share, turns
 from eval.analysis.groups import FIGURE as NEEDLE
 from eval.analysis.groups import groups
 from eval.analysis.paper_tables import claims, table1, table1_paper, table2, table2_paper
@@ -50,6 +50,7 @@ SUBJECTS = {
     "ranking": Subject(ranking, command="python run.py -m experiment=figure5 model=tiny"),
     "effective_keep": Subject(effective_keep, command="python run.py -m experiment=figure5 model=tiny"),
     "evidence": Subject(evidence.evidence, evidence.FIGURE),
+    "serving": Subject(serving.serving, serving.FIGURE, "python run.py model=server model.url=URL model.name=NAME"),
 }
 TABLES = {name: subject.table for name, subject in SUBJECTS.items() if subject.table is not None}
 FIGURES = {name: subject.figure for name, subject in SUBJECTS.items() if subject.figure is not None}

@@ -1,0 +1,139 @@
+"""Servers: percentiles of TTFT and of the time per later token, goodput, and TTFT by prompt length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure as MplFigure
+
+from eval.analysis.columns import EXAMPLES, LABEL, MODEL, SETTING, Column, cells, in_order
+from eval.analysis.known_methods import BASELINE
+from eval.analysis.style import grid, legend_beside, look_of, new_figure, shade_of, styled
+from eval.analysis.table import Figure, Table
+from eval.benchmarks.datasets import DATASETS
+from eval.store.results import Results
+
+_PERCENTILES = (50, 90, 99)
+_CLOCKS = {"ttft_s": "TTFT", "tpot_s": "TPOT"}
+_FIT = ("a", "b", "c")
+
+
+def serving(results: Results) -> Table:
+    """Each server's times and goodput under each load."""
+    frame = requests(results)
+    key: Any
+    rows = []
+    for key, group in frame.groupby([*SETTING, "load"], sort=False):
+        times = {
+            f"{clock}_p{percent}": group[clock].quantile(percent / 100) for clock in _CLOCKS for percent in _PERCENTILES
+        }
+        good = group[group["is_good"]]
+        rows.append(
+            dict(zip([*SETTING, "load"], key, strict=True))
+            | {"examples": len(group), **times, "pct_good": 100 * len(good) / len(group)}
+            | {"goodput_per_s": len(good) / _busy_s(group), "retries": group["retries"].sum()}
+        )
+    clocks = [f"{clock}_p{percent}" for clock in _CLOCKS for percent in _PERCENTILES]
+    columns = [*SETTING, "load", "examples", *clocks, "pct_good", "goodput_per_s", "retries"]
+    table = in_order(pd.DataFrame(rows, columns=columns))
+    headings = [
+        Column(f"{clock}_p{percent}", f"{name} p{percent}, ms", 1, scale=1e-3)
+        for clock, name in _CLOCKS.items()
+        for percent in _PERCENTILES
+    ]
+    shown = [MODEL, LABEL, Column("load", "load"), EXAMPLES, *headings]
+    shown += [Column("pct_good", "good, %", 1), Column("goodput_per_s", "goodput, 1/s", 2)]
+    caption = (
+        "TTFT: from just before the request to the first event with a token. TPOT: (last - first) / (tokens - 1), as "
+        "an event may hold several tokens; - if the server does not count them. Percentiles over requests. Good: "
+        "answers within load.ttft_limit_s and load.tpot_limit_s (all, if neither is given); goodput: their number per "
+        "second in which this server had a request to answer."
+    )
+    return Table("serving", "Servers under load", caption, table, cells(table, shown, results), keys=3)
+
+
+def requests(results: Results) -> pd.DataFrame:
+    """A row for each request to a server: the columns of `SETTING`, load, dataset, id, prompt_tokens, ttft_s, tpot_s,
+    sent_at, end_s, retries, is_good. The baselines of several runs are one setting."""
+    rows = []
+    for run in results.runs:
+        load = run.about["config"].get("load", {})
+        many = f"{load.get('concurrency', 1)} at once" if load.get("rate") is None else f"{load['rate']:g} per s"
+        limits = [(clock, load.get(f"{clock[:4]}_limit_s")) for clock in _CLOCKS]
+        own = {"method": run.method, "settings": str(run.settings), "label": run.label}
+        for record in run.records if "server" in run.identity else ():
+            base = {"model": run.model, "suite": DATASETS[record.dataset].suite, "load": many}
+            base |= {"dataset": record.dataset, "id": record.id, "prompt_tokens": record.prompt_tokens}
+            theirs = {"method": BASELINE, "settings": "{}", "label": BASELINE}
+            for side, named in ((record.method, own), (record.baseline, theirs)):
+                if side is not None and side.request is not None:
+                    row = base | named | {"ttft_s": side.ttft_s, "tpot_s": side.request.tpot_s}
+                    row |= {name: getattr(side.request, name) for name in ("sent_at", "end_s", "retries")}
+                    row["is_good"] = all(most is None or (row[clock] or 0.0) <= most for clock, most in limits)
+                    rows.append(row)
+    columns = [*SETTING, "load", "dataset", "id", "prompt_tokens", *_CLOCKS, "sent_at", "end_s", "retries", "is_good"]
+    return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(_CLOCKS, float))
+
+
+def _busy_s(group: pd.DataFrame) -> float:
+    """Seconds in which at least one of the requests was in progress."""
+    total, until = 0.0, float("-inf")
+    ordered = group.sort_values("sent_at")
+    for start, end in zip(ordered["sent_at"], ordered["sent_at"] + ordered["end_s"], strict=True):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def data(results: Results) -> pd.DataFrame:
+    """A row for each request, as `requests`, with the coefficients a, b, c of its setting's fit (`ttft_fit`)."""
+    frame: Any = in_order(requests(results))
+    fits = {key: ttft_fit(group) for key, group in frame.groupby([*SETTING, "load"], sort=False)}
+    found = [fits[tuple(row)] for row in frame[[*SETTING, "load"]].to_numpy()]
+    return frame.assign(**{name: [fit[number] for fit in found] for number, name in enumerate(_FIT)})
+
+
+def ttft_fit(group: pd.DataFrame) -> tuple[float, float, float]:
+    """a, b, c of TTFT = a n^2 + b n + c seconds by least squares; NaN for fewer than three prompt lengths n."""
+    lengths = group["prompt_tokens"].to_numpy(dtype=float)
+    if len(set(lengths)) < 3:
+        return float("nan"), float("nan"), float("nan")
+    scale = lengths.max()  # else the squares swamp the rest
+    a, b, c = np.polyfit(lengths / scale, group["ttft_s"], 2)
+    return float(a / scale**2), float(b / scale), float(c)
+
+
+@styled
+def plot(frame: Any) -> MplFigure:
+    """A panel for each model: a point for each request, and the fit of each setting."""
+    models = list(frame.groupby("model", sort=False))
+    figure = new_figure(8.5, 3.7 * len(models))
+    for axes, (model, rows) in zip(figure.subplots(len(models), 1, squeeze=False).flat, models, strict=True):
+        settings = list(rows.groupby(["label", "load"], sort=False))
+        for number, ((label, load), group) in enumerate(settings):
+            colour, look = shade_of(number, len(settings)), look_of(number)
+            points = {"marker": look["marker"], "markersize": 3, "alpha": 0.5, "linestyle": "none"}
+            axes.plot(group["prompt_tokens"], 1000 * group["ttft_s"], color=colour, **points)
+            a, b, c = (group[name].iloc[0] for name in _FIT)
+            n = np.linspace(group["prompt_tokens"].min(), group["prompt_tokens"].max())
+            known = "" if np.isnan(a) else f": {1e9 * a:.3g} (n/1000)² + {1e6 * b:.3g} n/1000 + {1e3 * c:.3g} ms"
+            fit = 1000 * (a * n**2 + b * n + c)
+            axes.plot(n, fit, color=colour, linestyle=look["linestyle"], label=f"{label}, {load}{known}")
+        axes.set(title=model, xlabel="prompt tokens", ylabel="TTFT, ms", ylim=(0, None))
+        grid(axes)
+        legend_beside(axes)
+    return figure
+
+
+FIGURE = Figure(
+    name="serving",
+    title="TTFT of servers by prompt length",
+    caption=(
+        "A point for each request, and TTFT = a n² + b n + c fitted by least squares for each server and load: "
+        "attention, the other layers, and the constant cost of a request."
+    ),
+    data=data,
+    plot=plot,
+)
