@@ -84,7 +84,8 @@ class Resolved:
         """The part of the run's identity that its settings give. num_layers: 0 behind a server. Raises UserError."""
         config, model = self.config, self.config.model
         if self.is_served:
-            about = {"model": model.name, "method": plain(self.method), "code": code_sha256(SERVED_CODE)[:16]}
+            method = {key: plain(value) for key, value in self.method.items() if key != "turns"}
+            about = {"model": model.name, "method": method, "code": code_sha256(SERVED_CODE)[:16]}
         else:
             about = {
                 "model": model.name if Path(self.spec.source).is_dir() else self.spec.source,
@@ -164,8 +165,10 @@ def check_early(run: Resolved) -> None:
 
     What is not known without torch is left to `eval.run.prepare`. Raises UserError.
     """
+    folder = Path(run.config.out or RUNS)
+    check_writable(folder)
     if run.is_served:
-        return check_writable(Path(run.config.out or RUNS))
+        return
     spec, chat = run.spec, run.chat
     if spec.device.startswith("cuda") and not may_have_gpu():
         raise UserError(f"model.device={spec.device}: this machine or its torch has no GPU: give model.device=cpu")
@@ -174,10 +177,8 @@ def check_early(run: Resolved) -> None:
         source = (spec.source, spec.revision) if spec.tokenizer is None else (spec.tokenizer,)
         if not has_chat_template(*source):
             raise UserError(NO_TEMPLATE)
-    folder = Path(run.config.out or RUNS)
-    check_writable(folder)
     if "num_hidden_layers" not in config:  # a nested config, which transformers reads
-        return None
+        return
     layers: int = config["num_hidden_layers"]
     for one in run.runs.values():
         with about_the_method():
