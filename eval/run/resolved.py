@@ -174,7 +174,7 @@ def check_early(run: Resolved) -> None:
         raise UserError(f"model.device={spec.device}: this machine or its torch has no GPU: give model.device=cpu")
     config = read_config(spec)
     if chat.from_tokenizer and not chat.or_none:
-        source = (spec.source, spec.revision) if spec.tokenizer is None else (spec.tokenizer,)
+        source = (spec.source, spec.revision) if spec.tokenizer is None else (spec.tokenizer, None)
         if not has_chat_template(*source):
             raise UserError(NO_TEMPLATE)
     if "num_hidden_layers" not in config:  # a nested config, which transformers reads
