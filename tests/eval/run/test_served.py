@@ -27,7 +27,6 @@ from eval.store.folder import read_failures, read_run
 from eval.store.record import Record
 from eval.store.results import Results, find_runs
 from lazyllm import Generation
-from lazyllm.engine.generation import continue_prompt
 from lazyllm.errors import UserError
 from lazyllm.integrations import transformers_generate
 from lazyllm.models.tokenizers import load_tokenizer
@@ -282,12 +281,12 @@ def endpoint() -> Iterator[str]:
 def test_method_behind_a_server_answers_as_in_this_process(endpoint: str, tmp_path: Path, monkeypatch) -> None:
     engine: list[float] = []
 
-    def timed(*arguments: Any) -> Generation:
-        out = continue_prompt(*arguments)
-        engine.append(out.ttft_s)
-        return out
+    def sequences(input_ids: Any, generations: list[Generation], *others: Any) -> Any:
+        engine.extend(out.ttft_s for out in generations)
+        return of_generations(input_ids, generations, *others)
 
-    monkeypatch.setattr(transformers_generate, "continue_prompt", timed)
+    of_generations = transformers_generate._sequences
+    monkeypatch.setattr(transformers_generate, "_sequences", sequences)
     shared = ("dataset=[lookup,shots]", "limit=2", "max_new_tokens=6", "timing.warmup=0")
     loop.run(run_of("method.schedule={2: 0.3}", f"out={tmp_path / 'here'}", *shared), show=False)
     names = ("model.name=tiny/baseline", "method=server", "method.name=tiny")
