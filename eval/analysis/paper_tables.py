@@ -203,7 +203,7 @@ _METHOD_NAMES = {
     "baseline": "Baseline", "random_drop": "Random Token Drop", "static_pruning": "Static Token Pruning",
     "prompt_compression": "Prompt Compression", "lazy": "LazyLLM (Ours)",
 }  # fmt: skip
-MODEL_NAMES = {"llama2": "Llama 2 7B", "xgen": "XGen 7B"}
+MODEL_NAMES: dict[str | None, str] = {"llama2": "Llama 2 7B", "xgen": "XGen 7B"}
 
 
 def table1_paper(results: Results) -> Table:
@@ -229,9 +229,8 @@ def _as_printed(table: Table, title: str, values: Sequence[_Value], results: Res
     cells: Any = pd.DataFrame({"Tasks": lines["task"].map(_TASK_NAMES), "Method": lines["method"].map(_METHOD_NAMES)})
     cells = cells if cells["Method"].nunique() > 1 else cells[["Tasks"]]
     keys = len(cells.columns)
-    chosen: list[Any] = sides[:2]
-    for side, value in product(chosen, values):
-        model, suite, column = side
+    chosen = [(str(model), suite, column) for model, suite, column in sides[:2]]
+    for (model, suite, column), value in product(chosen, values):
         rows = ran[(ran["model"] == model) & (ran["suite"] == suite)].drop_duplicates(key)
         rows = lines[key].merge(rows, "left", key).to_dict("records")
         paper = [paper_values().get((column, row["task"], row["method"], value.name), np.nan) for row in rows]
