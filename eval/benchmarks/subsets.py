@@ -20,7 +20,6 @@ from lazyllm.errors import UserError
 
 TUNING, HELD_OUT = "tuning", "held-out"
 HALVES = (TUNING, HELD_OUT)
-RULE = "of each two neighbours in a dataset's order the hash of the first one's id decides which is tuned on"
 
 
 def in_half(dataset: str, examples: Sequence[Example], half: str | None) -> list[Example]:

@@ -80,11 +80,6 @@ class Identified:
     rows: int
 
     @property
-    def keys(self) -> list[tuple[str, str]]:
-        """(dataset, id) of all its examples, in order."""
-        return [(name, example.id) for name, examples in self.examples.items() for example in examples]
-
-    @property
     def baseline_fingerprint(self) -> str:
         """Of the baseline's run on the same prompts."""
         own = {"method_code", "method_weights"}

@@ -20,14 +20,14 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from filelock import FileLock, Timeout
 
-from eval.store.record import SCHEMA, Failure, Record, job_event, to_table
+from eval.store.record import Failure, Record, job_event, to_table
 from lazyllm.errors import UserError
 from lazyllm.files import write_whole
 
@@ -49,7 +49,6 @@ _PARSE: dict[str, Callable[[str], Any]] = {
     "failures": Failure.from_json,
     "jobs": job_event,
 }
-_BATCH = 256  # records that are objects at the same time while a table is made
 
 
 def fingerprint(identity: dict[str, Any]) -> str:
@@ -224,39 +223,31 @@ def read_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
 
 def read_table(folder: Path) -> pa.Table:
     """The run's records in the columns of `eval.store.record.SCHEMA`, each example once. Raises UserError."""
-    records = _each_record(folder)
+    records = read_records(folder)
     try:
-        batches = [to_table(batch) for batch in iter(lambda: list(islice(records, _BATCH)), [])]
-    except UserError:
-        raise
+        return to_table(records)
     except ValueError as error:
         raise UserError(
             f"{folder}: a record holds an impossible value ({error}). Nothing was changed: remove its line, and the "
             "run measures its example again"
         ) from error
-    return pa.concat_tables([SCHEMA.empty_table(), *batches])
 
 
 def read_records(folder: Path) -> list[Record]:
     """The run's records, each example once. Raises UserError for an invalid line, or two different records of a row."""
-    return list(_each_record(folder))
-
-
-def _each_record(folder: Path) -> Iterator[Record]:
-    seen: dict[tuple[str, str], tuple[str, bytes]] = {}  # {example: the place of its line, and its hash}
+    records: dict[tuple[str, str], tuple[str, Record]] = {}  # {example: the place of its line, and its record}
     for file in files_of(folder, "records"):
-        for number, data, record in _good_lines(file, "records"):
-            place, digest = f"{file}:{number}", hashlib.sha256(data).digest()
-            first, same = seen.setdefault(record.key, (place, digest))
-            if same != digest:
+        for number, _, record in _good_lines(file, "records"):
+            place = f"{file}:{number}"
+            first, same = records.setdefault(record.key, (place, record))
+            if same != record:
                 raise UserError(
                     f"{place}: another record of {record.dataset}, row {record.id}, than {first}. Nothing was changed: "
                     "run the run's command again, without shard=, which sets both aside and measures the example again"
                 )
-            if place == first:
-                yield record
-            else:
+            if place != first:
                 log.warning("%s: repeats %s; the record counts once", place, first)
+    return [record for _, record in records.values()]
 
 
 def read_failures(folder: Path) -> list[Failure]:

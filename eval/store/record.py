@@ -13,7 +13,6 @@ from dataclasses import Field, dataclass, field, fields, replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from types import NoneType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -264,37 +263,29 @@ def _made(kind: type[_Kind], values: Any) -> _Kind:
     """
     if type(values) is not dict:
         raise TypeError(f"{kind.__name__} is {type(values).__name__}, not dict")
-    for name, inner, is_list in _nested_in(kind):
+    values = dict(values)
+    for name, optional, annotation in _described(kind):
         value = values.get(name)
-        if value is not None:
-            made = [_made(inner, item) for item in value] if is_list else _made(inner, value)
-            values = {**values, name: made}
-    line = kind(**values)
-    for name, types in _allowed(kind):
-        value = getattr(line, name)
-        if type(value) not in types:  # JSON gives plain types; True is not a number
+        if name not in values or (value is None and optional):
+            continue
+        if annotation in _NESTED:
+            inner, is_list = _NESTED[annotation]
+            values[name] = [_made(inner, item) for item in value] if is_list else _made(inner, value)
+        elif type(value) not in (types := _TYPES[annotation][0]):  # JSON gives plain types; True is not a number
             expected = " or ".join(kind.__name__ for kind in types)
-            raise TypeError(f"{name} is {type(value).__name__}, not {expected}")
-        if type(value) is float and not math.isfinite(value):
+            raise TypeError(f"{name} is {type(value).__name__}, not {expected}{' or None' if optional else ''}")
+        elif type(value) is float and not math.isfinite(value):
             raise ValueError(f"{name} is {value}")
+    line = kind(**values)
     if isinstance(line, Line) and line.dataset not in DATASETS:
         raise ValueError(f"there is no dataset {line.dataset!r}")
     return line
 
 
 @cache
-def _nested_in(kind: type) -> list[tuple[str, type, bool]]:
-    """(field, class of its values, whether it is a list of them) of the fields that hold other objects."""
-    return [(item.name, *_NESTED[name]) for item in fields(kind) if (name := _type(item)[1]) in _NESTED]
-
-
-@cache
-def _allowed(kind: type) -> list[tuple[str, tuple[type, ...]]]:
-    """(field, the types of its values) of all fields."""
-    typed = [(item.name, *_type(item)) for item in fields(kind)]
-    nested = {name: (list if is_list else made,) for name, (made, is_list) in _NESTED.items()}
-    types = {name: types for name, (types, _) in _TYPES.items()} | nested
-    return [(name, (*types[kind], *((NoneType,) if optional else ()))) for name, optional, kind in typed]
+def _described(kind: type) -> list[tuple[str, bool, str]]:
+    """(field, whether it may be None, its annotation without None) of all fields."""
+    return [(item.name, *_type(item)) for item in fields(kind)]
 
 
 # The classes of nested fields, and whether a field holds a list of them

@@ -84,7 +84,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         "chat tokens": reserved,
         "templates": OFFICIAL_SHA256,
         "corpus": corpus_sha256(task, sources),
-        "first row": made[0].official(),
+        "first row": made[0].official,
     }
     return LoadedDataset(
         dataset,
@@ -127,18 +127,19 @@ def _sources(settings: DataSettings) -> Sources:
 
 
 def _example(dataset: Dataset, options: RulerConfig, number: int, row: Row) -> Example:
-    start, end = row.context
+    (start, end), official = row.context, row.official
+    text = official["input"]
     return Example(
         dataset=dataset.name,
         id=f"{dataset.name}-{options.length}-{options.seed}-{number:04d}",
-        input=row.input[end:],
-        context=row.input[start:end],
-        answers=row.outputs,
+        input=text[end:],
+        context=text[start:end],
+        answers=tuple(official["outputs"]),
         all_classes=(),
-        length=row.length,
+        length=official["length"],
         language="en",
-        instruction=row.input[:start],
-        answer_prefix=row.answer_prefix,
+        instruction=text[:start],
+        answer_prefix=official["answer_prefix"],
         evidence=tuple((first - start, last - start) for first, last in row.evidence),
-        official=row.official(),
+        official=official,
     )

@@ -45,43 +45,20 @@ _TRIES = 100  # how often a row of the smallest size is drawn again until it fit
 
 @dataclass(frozen=True)
 class Row:
-    """One row, with the official fields.
+    """One row.
 
-    index: for niah, the first gold answer's position in `input`, in characters; for other tasks, the row's number.
-    input: the prompt, without the answer prefix and without a chat template.
-    outputs: the gold answers.
-    length: tokens of input, answer prefix and answer (`max_new_tokens`).
-    length_w_model_temp: `length` plus the tokens reserved for a chat template.
-    answer_prefix: the text after the chat template, which the answer continues; a part of the prompt.
-    token_position_answer: number of tokens of `input` before the first gold answer; None except for niah.
+    official: the fields of a line of the official `validation.jsonl`, in order. index: for niah, the first gold
+        answer's position in `input`, in characters; for other tasks, the row's number. length: tokens of input, answer
+        prefix and answer; length_w_model_temp: and those reserved for a chat template. token_position_answer, for niah
+        only: number of tokens of `input` before the first gold answer.
     context: Ours: [start, end) of the context in `input`, in characters: the text that the question is about.
     evidence: Ours: [start, end) ranges in `input`, in characters, of the text that holds the answer: needles,
         assignments, every occurrence of a common word, documents.
     """
 
-    index: int
-    input: str
-    outputs: tuple[str, ...]
-    length: int
-    length_w_model_temp: int
-    answer_prefix: str
-    token_position_answer: int | None
+    official: dict[str, Any]
     context: tuple[int, int]
     evidence: tuple[tuple[int, int], ...]
-
-    def official(self) -> dict[str, Any]:
-        """The fields of a line of the official `validation.jsonl`, in order."""
-        fields = {
-            "index": self.index,
-            "input": self.input,
-            "outputs": list(self.outputs),
-            "length": self.length,
-            "length_w_model_temp": self.length_w_model_temp,
-            "answer_prefix": self.answer_prefix,
-        }
-        if self.token_position_answer is not None:
-            fields["token_position_answer"] = self.token_position_answer
-        return fields
 
 
 def rows(
@@ -515,22 +492,19 @@ def _rows(sampler: _Sampler, count: int, reserved: int) -> Iterator[Row]:
     size = sampler.size()
     for number in range(count):
         draft, tokens = sampler.fitted(size, number)
-        index, position = number, None
+        length = tokens + sampler.task.max_new_tokens
+        official = {
+            "index": number,
+            "input": draft.input,
+            "outputs": list(draft.outputs),
+            "length": length,
+            "length_w_model_temp": length + reserved,
+            "answer_prefix": draft.answer_prefix,
+        }
         if isinstance(sampler, _Needles):
             index = draft.input.find(draft.outputs[0])
-            position = sampler.setting.count(draft.input[:index])
-        length = tokens + sampler.task.max_new_tokens
-        yield Row(
-            index,
-            draft.input,
-            draft.outputs,
-            length,
-            length + reserved,
-            draft.answer_prefix,
-            position,
-            draft.context,
-            draft.spans(),
-        )
+            official |= {"index": index, "token_position_answer": sampler.setting.count(draft.input[:index])}
+        yield Row(official, draft.context, draft.spans())
 
 
 def _singular(template: str) -> str:

@@ -145,21 +145,21 @@ def test_rows_equal_the_official_ones_byte_for_byte(file):
     lines = file.read_text().splitlines()
     task = read_tasks(SHARED / "ruler" / "official")[file.stem]
     made = generator.rows(task, llama2(), int(file.parent.name), len(lines))
-    assert [json.dumps(row.official()) for row in made] == lines
+    assert [json.dumps(row.official) for row in made] == lines
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_row_fits_and_holds_its_answers(task, make, tasks):
     tokenizer, length, reserved = WordTokenizer(), 2500, 17
     for row in make(task, length, seed=7, reserved=reserved):
-        prompt = row.input + row.answer_prefix
+        prompt = row.official["input"] + row.official["answer_prefix"]
         counted = len(tokenizer.encode(prompt, add_special_tokens=False, verbose=False))
-        assert row.length == counted + tasks[task].max_new_tokens
-        assert length * 0.5 < row.length_w_model_temp == row.length + reserved <= length
-        evidence = [row.input[start:end] for start, end in row.evidence]
+        assert row.official["length"] == counted + tasks[task].max_new_tokens
+        assert length * 0.5 < row.official["length_w_model_temp"] == row.official["length"] + reserved <= length
+        evidence = [row.official["input"][start:end] for start, end in row.evidence]
         assert evidence
-        assert all(any(output in text for text in evidence) for output in row.outputs)
-        assert all(any(output in text for output in row.outputs) for text in evidence)
+        assert all(any(output in text for text in evidence) for output in row.official["outputs"])
+        assert all(any(output in text for output in row.official["outputs"]) for text in evidence)
         assert "{" not in prompt
 
 
@@ -169,9 +169,9 @@ def test_rows_do_not_depend_on_their_number(make):
 
 def test_needles_stand_between_sentences(make, folder):
     row = make("niah_multiquery", 3000, count=1)[0]
-    assert len(row.outputs) == len(set(row.outputs)) == len(row.evidence) == 4
-    text = row.input.split("\n")[1]
-    for needle in [row.input[start:end] for start, end in row.evidence]:
+    assert len(row.official["outputs"]) == len(set(row.official["outputs"])) == len(row.evidence) == 4
+    text = row.official["input"].split("\n")[1]
+    for needle in [row.official["input"][start:end] for start, end in row.evidence]:
         assert re.search(rf"(^|ran\. |\d\. ){re.escape(needle)}( The| One|$)", text)
         text = text.replace(needle, "")
     words = text.split()
@@ -189,21 +189,21 @@ def test_folder_of_texts_is_one_text(make, folder, tmp_path):
 
 def test_qa_question_has_its_own_documents_first(make):
     row = make("qa_1", 2500, count=3)[2]
-    assert row.input.endswith("Question: Who is in 2 of 0?")
-    assert row.outputs == ("2 wolves", "wolves")
-    documents = re.findall(r"Document (\d+):\n(.*)", row.input)
+    assert row.official["input"].endswith("Question: Who is in 2 of 0?")
+    assert row.official["outputs"] == ["2 wolves", "wolves"]
+    documents = re.findall(r"Document (\d+):\n(.*)", row.official["input"])
     assert [int(number) for number, _ in documents] == list(range(1, len(documents) + 1))
     texts = [text for _, text in documents]
     assert sum(" of 0:" in text for text in texts) == 15  # all of its article, before any other
     assert len(set(texts)) == len(texts) > 15
-    assert [row.input[start:end] for start, end in row.evidence] == [
+    assert [row.official["input"][start:end] for start, end in row.evidence] == [
         text for text in texts if text.startswith("Paragraph 2 of 0")
     ]
 
 
 def test_qa_documents_repeat_if_they_are_too_few(make):
     row = make("qa_2", 30_000, count=1)[0]
-    assert row.input.count("Title 7-4\n") >= 2
+    assert row.official["input"].count("Title 7-4\n") >= 2
 
 
 def test_hub_rows_give_the_same_rows_as_the_official_files(make, folder, monkeypatch):
@@ -256,7 +256,7 @@ def test_cwe_needs_a_second_list_for_more_words_than_wonderwords(make, tmp_path,
         make("cwe", 40_000)
     (tmp_path / "english_words.json").write_text(json.dumps({str(number): f"w{number}x" for number in range(20_000)}))
     row = make("cwe", 40_000, sources=Sources(tmp_path))[0]
-    assert all(re.fullmatch(r"w\d+x", output) for output in row.outputs)
+    assert all(re.fullmatch(r"w\d+x", output) for output in row.official["outputs"])
     (tmp_path / "english_words.json").write_text("{}")
     with pytest.raises(UserError, match=r"cwe needs 4096 different words .*, but english_words\.json has 0"):
         make("cwe", 40_000, sources=Sources(tmp_path))
