@@ -402,18 +402,21 @@ def is_test(context: Tokens, question: Question) -> bool:
 _GOLDEN = 0.6180339887498949  # the golden ratio's fraction
 
 
-def _row(name: str, split: str, index: int, turns: int = 1) -> tuple[dict[str, Any], list[list[tuple[int, int]]]]:
-    """Row `index` of a split, and the evidence of each turn; drawn again until its hash is of that split."""
+def _row(name: str, index: int, turns: int) -> tuple[dict[str, Any], list[list[tuple[int, int]]]]:
+    """Row `index`, and the evidence of each turn; drawn again until its hash is of the test split.
+
+    `length` is in words, as in LongBench. The prompt's tokens are the third part of `_id`: "lookup-test-1024-0007".
+    """
     length = LENGTHS[index % len(LENGTHS)]
     inputs = {"shots": 4, "retrieve": 3}.get(name, 1)
     level = Level(length - len(head(name)) - len(tail(name)) - inputs, facts=length // 32)
-    rng = random.Random(f"{name}-{split}-{index}")
+    rng = random.Random(f"{name}-test-{index}")
     while True:
         context, questions = GENERATORS[name](rng, level)
         # questions step through the needles by the golden ratio, so that few rows cover all depths
         turn = (index // len(LENGTHS) * _GOLDEN + rng.random() * 0.1) % 1
         question = questions[int(turn * len(questions))]
-        if is_test(context, question) == (split == "test"):
+        if is_test(context, question):
             break
     others = [other for other in questions if other is not question]
     later = rng.sample(others, len(others))[: turns - 1]
@@ -425,7 +428,7 @@ def _row(name: str, split: str, index: int, turns: int = 1) -> tuple[dict[str, A
         "dataset": name,
         "language": "en",
         "all_classes": list(CLASSES) if name == "shots" else None,
-        "_id": f"{name}-{split}-{length}-{index:04d}",
+        "_id": f"{name}-test-{length}-{index:04d}",
     }
     if later:
         asking = END + TEMPLATES[name].partition("{context}")[2]
@@ -442,26 +445,6 @@ def _gold(name: str, question: Question) -> str:
     return f"Paragraph {gold}" if name == "retrieve" else gold
 
 
-def rows(name: str, split: str = "test", count: int = 12) -> list[dict[str, Any]]:
-    """The first `count` rows of the dataset `name`, in LongBench's format.
-
-    split: "test", or "train" for rows that training may see.
-    count: the lengths of `LENGTHS` take turns, so a multiple of three has equal numbers of each.
-    The row's `length` is in words, as in LongBench; the prompt's length in tokens is the third part of `_id`:
-    "lookup-test-1024-0007". Raises ValueError for an unknown name or split.
-    """
-    if name not in GENERATORS:
-        raise ValueError(f"unknown embedded dataset {name!r}: expected one of {', '.join(NAMES)}")
-    if split not in ("test", "train"):
-        raise ValueError(f"unknown split {split!r} of {name}: expected 'test' or 'train'")
-    return [_row(name, split, index)[0] for index in range(count)]
-
-
-def token_length(row: dict[str, Any]) -> int:
-    """The length of a row's prompt in tokens of the tiny tokenizer, read from its `_id`."""
-    return int(str(row["_id"]).split("-")[2])
-
-
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """One dataset, generated once and then read from the cache folder."""
     # the rows depend on this file, on Python's random numbers, and on their number
@@ -469,10 +452,9 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     key = f"{code} python{sys.version_info.major}.{sys.version_info.minor} {ROWS}"
     name, turns = dataset.name, settings.turns or 1
     file = cache_folder() / "embedded" / f"{name}{f'-{turns}' if turns > 1 else ''}.jsonl"
-    data = made_once(file, key, lambda: canonical([_row(name, "test", index, turns) for index in range(ROWS)]))
+    data = made_once(file, key, lambda: canonical([_row(name, index, turns) for index in range(ROWS)]))
     made: list[Any] = json.loads(data)
-    lines = b"\n".join(canonical(row) for row, _ in made)
-    source = f"embedded suite, {name}"
+    lines, source = b"\n".join(canonical(row) for row, _ in made), f"embedded suite, {name}"
     loaded = load_lines(dataset, lines, source, TEMPLATES[name], MAX_NEW_TOKENS[name], settings.on_error)
     examples = [_with_evidence(example, spans) for example, (_, spans) in zip(loaded.examples, made, strict=True)]
     return replace(loaded, examples=tuple(examples))

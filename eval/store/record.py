@@ -265,7 +265,7 @@ def _made(kind: type[_Kind], values: Any) -> _Kind:
         raise TypeError(f"{kind.__name__} is {type(values).__name__}, not dict")
     values = dict(values)
     for name, optional, annotation in _described(kind):
-        value = values.get(name)
+        value: Any = values.get(name)
         if name not in values or (value is None and optional):
             continue
         if annotation in _NESTED:

@@ -3,7 +3,6 @@
     nice -n 10 python -m scripts.dev.train tiny --work FOLDER                    # train, or resume FOLDER's checkpoint
     nice -n 10 python -m scripts.dev.train coder --work FOLDER --tokens 16_000_000
     python -m scripts.dev.train coder --work FOLDER --save lazyllm/models/coder  # write the checkpoint as a model
-    python -m scripts.dev.train coder --held-out FILE    # eval/benchmarks/stdlib_held_out.json.xz, the suite's files
 
 The shipped weights were made at commit 8716cf3. Recipes and draws are the same since then, rounding is not.
 
@@ -12,32 +11,33 @@ of which segments are repeated at varying distance), half are contexts of the su
 start short, with few facts, keys and words; they grow when the running accuracy of the answers' first tokens, mean over
 tasks, passes `ADVANCE`. The loss is on answers only. No question of the test split is asked.
 
-coder learns Python: the standard library of the running Python and its tests, without the modules that
-`eval.benchmarks.stdlib.is_held_out` picks. It starts as tiny with 4 more layers, whose outputs are 0 at first, and a
-larger vocabulary in which every token of tiny keeps its id. Its rate falls in the last fifth of `--tokens`. To train
-longer, copy `before_fall.pt` over `checkpoint.pt` and call again with more `--tokens`.
+coder learns Python: the standard library of the running Python and its tests, without the modules that `is_held_out`
+picks, of which `eval/benchmarks/stdlib.py` has its rows. It starts as tiny with 4 more layers, whose outputs are 0 at
+first, and a larger vocabulary in which every token of tiny keeps its id. Its rate falls in the last fifth of
+`--tokens`. To train longer, copy `before_fall.pt` over `checkpoint.pt` and call again with more `--tokens`.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-import lzma
 import random
+import re
 import sysconfig
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import pandas as pd
 import torch
 from torch import nn
 
-from eval.benchmarks import embedded, stdlib
+from eval.benchmarks import embedded
 from lazyllm.presets import PRESETS
 
 IGNORE = -100  # the label of a token without a loss
@@ -377,7 +377,30 @@ SHARES = (0.74, 0.18, 0.06, 0.02)  # of the lengths while the rate is constant: 
 LAST_SHARES = (0.4, 0.3, 0.2, 0.1)  # while the rate falls
 KINDS = {"file": 0.38, "cross": 0.37, "tasks": 0.2, "copy": 0.05}
 """Shares of the sequences: windows of files, windows after chunks of related files, embedded tasks, copying."""
+_IMPORT = re.compile(r"^\s*(?:from|import)\s+([\w.]+)", re.MULTILINE)
 NEW_LAYERS = (2, 5, 8, 11)  # of 12; the others are tiny's
+
+
+def module_of(path: str) -> str:
+    """The module of a file of the library: http for http/client.py, io for _pyio.py."""
+    name = PurePosixPath(path).parts[0].removesuffix(".py")
+    return name.lstrip("_").removeprefix("py") or name
+
+
+def is_held_out(path: str) -> bool:
+    """Whether a file's module is left out of training: 1 of 8 modules, by the hash of its name."""
+    return hashlib.sha256(module_of(path).encode()).digest()[0] % 8 == 0
+
+
+def related(path: str, text: str, files: Iterable[str]) -> list[str]:
+    """The files related to a file: those of its package, and those of modules that it imports."""
+    imported = {name.split(".")[0] for name in _IMPORT.findall(text)}
+    package = PurePosixPath(path).parent
+    return [
+        file
+        for file in files
+        if file != path and (PurePosixPath(file).parent == package != PurePosixPath(".") or module_of(file) in imported)
+    ]
 
 
 def library_files() -> dict[str, str]:
@@ -453,8 +476,8 @@ class Sequences:
         encoded = tokenizer.encode_batch([*texts.values()], add_special_tokens=False)
         files = {name: code.ids for name, code in zip(texts, encoded, strict=True)}
         self.files = {name: ids for name, ids in files.items() if len(ids) > 100}
-        self.related = {name: stdlib.related(name, texts[name], self.files) for name in self.files}
-        self.headers = {name: encode(stdlib.header(name)) for name in self.files}
+        self.related = {name: related(name, texts[name], self.files) for name in self.files}
+        self.headers = {name: encode(f"# {name}\n") for name in self.files}
         self.newline = encode("\n")[0]
         self.weights = [len(ids) * (0.5 if name.startswith("test/") else 1.0) for name, ids in self.files.items()]
         self.rng = rng
@@ -515,8 +538,8 @@ class CoderTrainer(Trainer):
         from tokenizers import Tokenizer
 
         library = library_files()
-        held_out = {stdlib.module_of(name) for name in library if stdlib.is_held_out(name)}
-        texts = {name: text for name, text in library.items() if not stdlib.is_held_out(name)}
+        held_out = {module_of(name) for name in library if is_held_out(name)}
+        texts = {name: text for name, text in library.items() if not is_held_out(name)}
         path = settings.work / "tokenizer.json"
         if not path.exists():
             coder_tokenizer([*texts.values()]).save(str(path))
@@ -586,14 +609,10 @@ def main() -> None:
     add("--steps", type=int, default=0, help="stop after this step (0: at the end)")
     add("--threads", type=int, default=1)
     add("--save", type=Path, help="write the checkpoint in --work into this folder as a model, and stop")
-    add("--held-out", type=Path, help="write the held-out files of this Python's library into this file, and stop")
     args = parser.parse_args()
     work = args.work or Path(f"/tmp/train_{args.model}")
     if args.save:
         save(args.model, work, args.save)
-    elif args.held_out:
-        files = {name: text for name, text in library_files().items() if stdlib.is_held_out(name)}
-        args.held_out.write_bytes(lzma.compress(json.dumps(files).encode(), preset=9 | lzma.PRESET_EXTREME))
     else:
         torch.set_num_threads(args.threads)
         work.mkdir(parents=True, exist_ok=True)

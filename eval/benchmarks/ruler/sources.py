@@ -292,7 +292,7 @@ def read_corpus(dataset: str, sources: Sources) -> Corpus:
         content, source = _json(file), str(file)
     else:
         loaded = load_from_hub(source, configuration, "validation", f"RULER's {name}")
-        content = _squad_file(loaded) if dataset == "squad" else _hotpotqa_file(loaded)
+        content = _squad_file(loaded) if dataset == "squad" else loaded
     try:
         corpus = _squad(content) if dataset == "squad" else _hotpotqa(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -320,18 +320,21 @@ def _squad(content: Any) -> Corpus:
 
 
 def _hotpotqa(content: Any) -> Corpus:
-    def document(title: str, sentences: Sequence[str]) -> str:
-        return f"{title}\n{''.join(sentences)}"
+    def pairs(value: Any, second: str) -> list[Any]:
+        """Of a title and another value: the hub has a column of each instead."""
+        return list(zip(value["title"], value[second], strict=True)) if isinstance(value, dict) else value
 
-    documents = sorted({document(*paragraph) for asked in content for paragraph in asked["context"]})
+    contexts = [
+        [(title, f"{title}\n{''.join(sentences)}") for title, sentences in pairs(asked["context"], "sentences")]
+        for asked in content
+    ]
+    documents = sorted({text for context in contexts for _, text in context})
     index = {text: number for number, text in enumerate(documents)}
     questions = []
-    for asked in content:
-        supporting = {title for title, _ in asked["supporting_facts"]}
-        numbers = tuple(index[document(*paragraph)] for paragraph in asked["context"])
-        evidence = tuple(
-            number for number, (title, _) in zip(numbers, asked["context"], strict=True) if title in supporting
-        )
+    for asked, context in zip(content, contexts, strict=True):
+        supporting = {title for title, _ in pairs(asked["supporting_facts"], "sent_id")}
+        numbers = tuple(index[text] for _, text in context)
+        evidence = tuple(number for number, (title, _) in zip(numbers, context, strict=True) if title in supporting)
         questions.append(QaQuestion(asked["question"], (asked["answer"],), numbers, (), evidence))
     return Corpus(questions, documents)
 
@@ -351,20 +354,6 @@ def _squad_file(loaded: Iterable[Any]) -> dict[str, Any]:
 def _squad_question(row: Any) -> dict[str, Any]:
     texts = row["answers"]["text"]
     return {"question": row["question"], "answers": [{"text": text} for text in texts], "is_impossible": not texts}
-
-
-def _hotpotqa_file(loaded: Iterable[Any]) -> list[dict[str, Any]]:
-    return [
-        {
-            "question": row["question"],
-            "answer": row["answer"],
-            "context": list(zip(row["context"]["title"], row["context"]["sentences"], strict=True)),
-            "supporting_facts": list(
-                zip(row["supporting_facts"]["title"], row["supporting_facts"]["sent_id"], strict=True)
-            ),
-        }
-        for row in loaded
-    ]
 
 
 def _texts(answers: Iterable[Any]) -> tuple[str, ...]:

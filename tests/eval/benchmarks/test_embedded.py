@@ -27,7 +27,7 @@ def tokenizer():
 
 @cache
 def rows_of(name: str) -> list[dict]:
-    return embedded.rows(name, count=120)
+    return [dict(example.official) for example in load_rows(DATASETS[name]).examples[:120]]
 
 
 def needle(row: dict) -> str:
@@ -61,14 +61,13 @@ def test_rows_and_templates_equal_those_of_the_stored_runs():
 
 
 @EVERY
-def test_rows_are_the_same_for_every_count(name):
-    assert embedded.rows(name, count=4) == rows_of(name)[:4]
+def test_rows_differ(name):
     assert len({json.dumps(row) for row in rows_of(name)}) == 120
 
 
 def test_rows_are_generated_once_and_again_if_the_file_is_damaged(tmp_path, monkeypatch):
+    generated = rows_of("lookup")[:3]
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
-    generated = embedded.rows("lookup", count=3)
     monkeypatch.setattr(embedded, "ROWS", 3)
     loaded = load_rows(DATASETS["lookup"])
     assert [(e.id, e.input, e.context, list(e.answers)) for e in loaded.examples] == [
@@ -78,7 +77,7 @@ def test_rows_are_generated_once_and_again_if_the_file_is_damaged(tmp_path, monk
     file = tmp_path / "embedded" / "lookup.jsonl"
     whole = file.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(embedded, "rows", lambda *_, **__: pytest.fail("the rows were generated again"))
+        patch.setattr(embedded, "_row", lambda *_, **__: pytest.fail("the rows were generated again"))
         assert load_rows(DATASETS["lookup"]) == loaded
     for damaged in (whole[:-1], whole.replace(b"entry", b"extra", 1), b"", whole.partition(b"\n")[2]):
         file.write_bytes(damaged)
@@ -99,12 +98,13 @@ def test_unwritable_cache_only_warns(tmp_path, monkeypatch, caplog):
 
 @pytest.mark.parametrize("name", [name for name in embedded.NAMES if name != "digest"])
 def test_turns_ask_for_eight_needles_as_training_does(name, tokenizer, monkeypatch, tmp_path):
+    rows = rows_of(name)[:6]
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(embedded, "ROWS", 6)
     examples = {turns: embedded.load(DATASETS[name], DataSettings(turns=turns)).examples for turns in (None, 1, 3, 8)}
     assert examples[None] == examples[1]
     ids = tokenizer.get_vocab()
-    for row, alone, three, eight in zip(embedded.rows(name, count=6), *(examples[n] for n in (1, 3, 8)), strict=True):
+    for row, alone, three, eight in zip(rows, *(examples[n] for n in (1, 3, 8)), strict=True):
         assert alone == replace(eight, turns=())
         assert three.turns == eight.turns[:2]
         asked = [{**row, "input": eight.input}]
@@ -128,7 +128,7 @@ def test_turns_ask_for_eight_needles_as_training_does(name, tokenizer, monkeypat
 @EVERY
 def test_prompts_have_exactly_the_stated_tokens_and_answers_fit(name, tokenizer):
     for row in rows_of(name)[:12]:
-        assert len(tokenizer(embedded.TEMPLATES[name].format(**row)).input_ids) == embedded.token_length(row)
+        assert len(tokenizer(embedded.TEMPLATES[name].format(**row)).input_ids) == int(row["_id"].split("-")[2])
         said = row["answers"][0].strip().removeprefix("Paragraph ")
         ids = tokenizer(f" {said}", add_special_tokens=False).input_ids
         assert len(ids) + 2 <= embedded.MAX_NEW_TOKENS[name]  # full stop and end token
@@ -155,17 +155,6 @@ def test_evidence_is_the_needles_of_the_answer(name):
 
 
 @EVERY
-def test_splits_are_disjoint_by_the_hash_of_a_row(name):
-    texts = {}
-    for split, rows in (("test", rows_of(name)[:30]), ("train", embedded.rows(name, "train", 30))):
-        texts[split] = {row["context"] + "\0" + row["input"] for row in rows}
-        for row in rows[:6]:
-            assert embedded.is_test([row["context"]], embedded.Question([row["input"]], [], [])) == (split == "test")
-    assert not texts["test"] & texts["train"]
-
-
-def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="unknown embedded dataset 'lookups': expected one of lookup, hops"):
-        embedded.rows("lookups")
-    with pytest.raises(ValueError, match="unknown split 'dev'"):
-        embedded.rows("lookup", "dev")
+def test_rows_are_of_the_test_split(name):
+    for row in rows_of(name)[:6]:
+        assert embedded.is_test([row["context"]], embedded.Question([row["input"]], [], []))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.benchmarks import embedded, stdlib
+from eval.benchmarks.datasets import DATASETS, load_rows
 from lazyllm.presets import PRESETS
 from scripts.dev import train
 
@@ -38,7 +39,7 @@ def test_tokenizer_is_lossless(tokenizer, text: str) -> None:
 def test_embedded_tasks_have_tinys_tokens(tokenizer) -> None:
     tiny = train.tiny_tokenizer()
     for name in embedded.NAMES:
-        for row in embedded.rows(name, count=3):
+        for row in (example.official for example in load_rows(DATASETS[name]).examples[:3]):
             text = embedded.TEMPLATES[name].format(**row)
             assert tokenizer(text).input_ids == tiny.encode(text).ids
 
@@ -47,7 +48,10 @@ def test_embedded_tasks_have_tinys_tokens(tokenizer) -> None:
 def test_prompts_of_the_stdlib_suite_have_1000_to_4000_tokens(tokenizer) -> None:
     newline = tokenizer("\n", add_special_tokens=False).input_ids
     for name, template in stdlib.TEMPLATES.items():
-        prompts = [tokenizer(template.format(**row)).input_ids for row in stdlib.rows(name)]
+        prompts = [
+            tokenizer(template.format(**row)).input_ids
+            for row in (example.official for example in load_rows(DATASETS[name]).examples)
+        ]
         assert all(ids[-1:] == newline for ids in prompts)
         assert 600 < min(map(len, prompts)) < 1000
         assert 3000 < max(map(len, prompts)) <= 4096
