@@ -9,6 +9,7 @@ request runs at a time, and others wait. The handlers are those of `transformers
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with job():
         import uvicorn
 
+        logging.getLogger("transformers.cli").setLevel(logging.ERROR)  # it warns of each request
         app, models = app_of(runs)
         print(f"http://{host}:{port}/v1: {', '.join(models)}", flush=True)
         uvicorn.run(app, host=host, port=int(port), log_level="warning", timeout_graceful_shutdown=_GRACE_S)
