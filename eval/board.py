@@ -2,8 +2,8 @@
 
 FOLDER (results/board) holds a folder for each submission: its runs, as written by `lazyllm-bench run` or, smaller, by
 `lazyllm-bench collect`, and a README.md that begins with a title. Every stored answer is scored again. No page is
-written if a score differs, if a planned example has no record, or if a run lacks its commit, versions, machine or the
-hash of its rows.
+written if a score differs, if a planned example has no record, if a run lacks its commit, versions, machine or the
+hash of its rows, or if a prefill was faster than its accelerator can be.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from eval.store.results import Results
 from eval.store.runs import StoredRun, counted, stored_runs
 from lazyllm.errors import UserError
 from lazyllm.files import write_whole
+from lazyllm.machine import accelerator
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,7 +45,8 @@ Mean over tasks. ±: half of the 95 % bootstrap interval over examples. KL: of t
 paired baseline's, in nats. Ideal: the FLOPs of the baseline's prefills over the method's, scoring included. Effective
 keep: the least share of a prefill's FLOPs at which the method scores within 1 % of its own baseline, over all of its
 settings in the submission; 100: at none. Diagnostic: a reference, no method; its price is not in its TTFT. -: not
-measured. Scores compare within a table; times within a submission only, if machines differ.
+measured. Machine: a hash of machine, attention kernel and versions; times compare within one. Baseline MFU: FLOPs of
+its prefill over TTFT and the accelerator's dense peak (on a CPU: the rate of a measured matrix product).
 """
 
 
@@ -98,12 +100,27 @@ def _lacking(run: StoredRun) -> Iterator[str]:
         yield f"{about}: the code had uncommitted changes; commit them, then run again"
     if run.about.get("fingerprint") != fingerprint(run.identity):
         yield f"{about}: the fingerprint differs from the identity's; the file was edited"
+    yield from _impossible(run)
     planned = read_planned(run.folder)
     if planned is None:
         yield f"{run.folder}: lacks examples.json, the list of planned examples"
     elif missing := sorted(set(planned) - set(run.keys)):
         lacks = counted(len(missing), "planned example")
         yield f"{run.folder}: no record of {lacks}, such as {', row '.join(missing[0])}"
+
+
+def _impossible(run: StoredRun) -> Iterator[str]:
+    """A line for a run whose clock its accelerator forbids: its fastest prefill, over the peak in 16 bits."""
+    kind = accelerator(run.device)
+    if kind is None:
+        return
+    rates = [(run.examples[f"{side}prefill_flops"] / run.examples[f"{side}ttft_s"]).max() for side in ("", "baseline_")]
+    share = max([rate for rate in rates if rate == rate], default=0) / kind.flops_per_s  # NaN: not measured
+    if share > 1:
+        yield (
+            f"{run.folder}: impossible clock: a prefill at {share:.0%} of the peak of {run.device} "
+            f"({kind.flops_per_s / 1e12:.0f} TFLOP/s); expected at most 100 %"
+        )
 
 
 def _disagreeing(run: StoredRun) -> Iterator[str]:
@@ -153,6 +170,8 @@ def board_page(board: Sequence[Submission], beside: Path) -> str:
         Column("ttft_speedup", "TTFT speedup", 2),
         Column("ideal_ttft_speedup", "ideal", 2),
         Column("keep", "effective keep, %", 1),
+        Column("baseline_prefill_mfu", "baseline MFU, %", 1, interval=False),
+        Column("machines", "machine"),
         Column("records", "records"),
     ]
 
@@ -160,7 +179,9 @@ def board_page(board: Sequence[Submission], beside: Path) -> str:
     lines += [_described(submission, beside) for submission in board]
     names: Any
     for names, rows in in_order(pd.concat(map(_settings, board))).groupby(["suite", "model"], sort=False):
-        shown = cells(rows.assign(records=[_records(row, beside) for row in rows.to_dict("records")]), columns)
+        of_runs = [(_records(row, beside), _machines(row, board)) for row in rows.to_dict("records")]
+        records, machines = zip(*of_runs, strict=True)
+        shown = cells(rows.assign(records=records, machines=machines), columns)
         lines += ["", f"## {': '.join(names)}", ""]
         lines += markdown_lines(list(shown.columns), shown.to_numpy().tolist(), keys=1)
     return "\n".join([*lines, _CAPTION])
@@ -174,11 +195,13 @@ def _described(submission: Submission, beside: Path) -> str:
         (counted(len(runs), "run"),),
         (f"commit {known['git_commit'][:7]}" for known in about),
         (known["machine"].get("device") for known in about),
+        (kernel for run in runs for kernel in run.kernels),
         (run.identity.get("dtype") for run in runs),
         (known.get("started", "")[:10] for known in about),
     )
-    said = "; ".join(", ".join(sorted(set(map(str, values)))) for values in facts)
-    return f"- {_link(submission.folder.name, submission.folder, beside)}: {submission.title} ({said})"
+    said = "; ".join(listed for values in facts if (listed := ", ".join(sorted(set(map(str, values))))))
+    cautions = "".join(f". Caution: {sentence}" for sentence in sorted({s for run in runs for s in run.handicaps}))
+    return f"- {_link(submission.folder.name, submission.folder, beside)}: {submission.title} ({said}){cautions}"
 
 
 def _settings(submission: Submission) -> pd.DataFrame:
@@ -206,6 +229,15 @@ def _records(row: dict[Any, Any], beside: Path) -> str:
         for run in ([] if isinstance(runs, float) else runs)
     ]
     return ", ".join(links) or _link(folder.name, folder, beside)
+
+
+def _machines(row: dict[Any, Any], board: Sequence[Submission]) -> str:
+    """The first digits of the fingerprints of a row's runs: of machine, attention kernels and versions."""
+    folders = [] if isinstance(row["folders"], float) else list(map(str, row["folders"]))
+    [submission] = [one for one in board if one.folder == row["submission"]]
+    runs = [run for run in submission.results.runs if not folders or str(run.folder) in folders]
+    facts = [(run.about["provenance"]["machine"], run.kernels, run.about["provenance"]["versions"]) for run in runs]
+    return ", ".join(sorted({fingerprint({"of": list(fact)})[:6] for fact in facts}))
 
 
 def _link(text: str, folder: Path, beside: Path) -> str:

@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -64,6 +64,8 @@ class Run:
 
     step_s: seconds of each decoding step; of transformers' `generate` only the mean step is known.
     flops: up to the first token, scoring included (`lazyllm.engine.flops`).
+    mfu: model FLOPs utilisation up to the first token: these FLOPs a second over the device's peak, which on a CPU is
+        the rate of a matrix product measured here; None if the peak is unknown.
     revived: prompt tokens that each step computed, mean over layers; empty for transformers.
     kv_bytes, aux_bytes: held after the prefill; 0 of transformers, and of a second turn.
     """
@@ -76,6 +78,7 @@ class Run:
     revived: list[float]
     kv_bytes: int = 0
     aux_bytes: int = 0
+    mfu: float | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ COLUMNS: dict[str, tuple[bool, Callable[[Pair], float | None]]] = {
     "TTFT speedup": (True, Pair.ttft_speedup),
     "ideal": (False, lambda pair: pair.baseline.flops / pair.other.flops),
     "share of ideal": (False, lambda pair: pair.ttft_speedup() * pair.other.flops / pair.baseline.flops),
+    "baseline's MFU, %": (False, lambda pair: None if pair.baseline.mfu is None else 100 * pair.baseline.mfu),
     "step / baseline's": (True, Pair.step_ratio),
     "without revival": (False, Pair.idle_step_ratio),
     "whole / baseline's": (True, lambda pair: pair.other.total_s / pair.baseline.total_s),
@@ -178,6 +182,7 @@ def main(arguments: Sequence[str]) -> None:
     from transformers import AutoConfig
 
     from lazyllm.engine.checks import check_same_as_model
+    from lazyllm.engine.devices import attention_events, attention_kernel
     from lazyllm.models.load import as_device, random_weights
 
     device = as_device(options.device)
@@ -204,6 +209,10 @@ def main(arguments: Sequence[str]) -> None:
                 print(f"{name}, {count} rows: {gain_of_rows(model, method, count, options):.3g}x", flush=True)
         if options.rows:
             return
+        prompt = torch.randint(0, config.vocab_size, (min(1000, *options.tokens),))
+        events = attention_events(lambda: in_turns(model, [Baseline()], prompt, 1))
+        about["attention_kernel"] = attention_kernel(events)
+        print(f"the baseline's attention kernel, by profiler: {about['attention_kernel']}")
         print("", row(HEADINGS), row(f"{'-' * (width - 1)}:" for width in WIDTHS), sep="\n")
         for case in measure(options, model, contenders):
             cases.append(case)
@@ -247,27 +256,30 @@ def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: T
     import torch
 
     from lazyllm.engine.decoder import open_decoder
+    from lazyllm.engine.devices import peak_of, read_work_clock
     from lazyllm.engine.generation import Greedy
 
-    device, config, choose = model.device, model.config, Greedy()
+    device, config, choose, shape = model.device, model.config, Greedy(), LayerShape.of(model.config)
+    peak = peak_of(device, model.dtype, shape.width, shape.mlp_width)
 
     def token_by_token(method: Method) -> Iterator[Run | None]:
         """The generation of `lazyllm.generate`: each `next` generates a token; the last one gives the run."""
-        began = read_clock(device)
+        began = read_work_clock(device)
         session = method.start(decoder, Prompt(prompt), new_tokens)
         token_id, _ = choose(session.prefill(prompt.to(device)))
-        token_ids, seconds = [token_id], [read_clock(device) - began - session.scoring.uncounted_s]
+        token_ids, seconds = [token_id], [read_work_clock(device) - began - session.scoring.uncounted_s]
         held = session.kv_bytes, session.aux_bytes
         for _ in range(new_tokens - 1):
             yield None
-            began = read_clock(device)
+            began = read_work_clock(device)
             token_id, _ = choose(session.step(token_id))
-            seconds.append(read_clock(device) - began)
+            seconds.append(read_work_clock(device) - began)
             token_ids.append(token_id)
         computed = [[int(count) for count in step] for step in session.computed]
         revived = [after - before for before, after in pairwise(map(statistics.fmean, computed))]
         flops = method.first_token_flops(config, len(prompt), computed[0])
-        yield Run(token_ids, seconds[0], seconds[1:], sum(seconds), flops, revived, *held)
+        mfu = peak.share(flops, seconds[0]) if peak is not None else None
+        yield Run(token_ids, seconds[0], seconds[1:], sum(seconds), flops, revived, *held, mfu)
 
     first = [_transformers(model, prompt, new_tokens) for method in methods if method is None]
     for method in filter(None, methods):
@@ -319,12 +331,14 @@ def _transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> Ru
     """The mean step of `model.generate`, then the prefill by `model(...)`, logits of the last token only."""
     import torch
 
+    from lazyllm.engine.devices import read_work_clock
+
     token_ids = prompt[None].to(model.device)
 
     def timed(call: Callable[[], Tensor]) -> tuple[float, list[int]]:
-        began = read_clock(model.device)
+        began = read_work_clock(model.device)
         tokens = call().cpu()
-        return read_clock(model.device) - began, tokens.tolist()
+        return read_work_clock(model.device) - began, tokens.tolist()
 
     def generate(count: int) -> Tensor:
         options = dict(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -344,6 +358,7 @@ def second_turn(model: PreTrainedModel, method: Method | None, prompt: Tensor, t
     """The first token after a turn [m] that follows a prompt [n] and an answer of one token; None is transformers."""
     import torch
 
+    from lazyllm.engine.devices import read_work_clock
     from lazyllm.engine.generation import start
 
     before, after, revived = Kept(), Kept(), 0.0
@@ -351,16 +366,16 @@ def second_turn(model: PreTrainedModel, method: Method | None, prompt: Tensor, t
         with torch.inference_mode():
             output = model(prompt[None].to(model.device), use_cache=True, logits_to_keep=1)
             text = torch.cat([output.logits[0].argmax(-1).cpu(), turn])[None]
-            began = read_clock(model.device)
+            began = read_work_clock(model.device)
             output = model(text.to(model.device), past_key_values=output.past_key_values, logits_to_keep=1)
             token_ids = output.logits[0].argmax(-1).tolist()
-            seconds = read_clock(model.device) - began
+            seconds = read_work_clock(model.device) - began
     else:
         with start(model, prompt, method) as session:
             before = session.answer(None, 1, ()).selected[0]
-            began = read_clock(model.device)
+            began = read_work_clock(model.device)
             second = session.answer(turn, 1, ())
-            seconds = read_clock(model.device) - began
+            seconds = read_work_clock(model.device) - began
         token_ids, after, revived = second.token_ids, second.selected[0], float(second.revived.mean())
     flops = turn_flops(model.config, before, after, len(prompt), len(turn))
     return Run(token_ids, seconds, [], seconds, flops, [revived])
@@ -422,16 +437,12 @@ def forecast(options: argparse.Namespace, config: Any, contenders: int, device: 
     """
     import torch
 
+    from lazyllm.engine.devices import product_seconds
+
     shape, layers, dtype = LayerShape.of(config), config.num_hidden_layers, getattr(torch, options.dtype)
     parameters = config.vocab_size * shape.width * (2 - config.tie_word_embeddings) + layers * shape.linear_flops // 2
-    weight = torch.rand(shape.width, shape.mlp_width, device=device).to(dtype)
-    seconds = []  # of products with one weight
-    for tokens in (1000, 1):
-        rows = torch.rand(tokens, shape.width, device=device).to(dtype)
-        torch.mm(rows, weight)  # the first product is slower
-        began = read_clock(device)
-        torch.mm(rows, weight)
-        seconds.append((read_clock(device) - began) / weight.numel())
+    sizes = shape.width, shape.mlp_width
+    seconds = [product_seconds(device, dtype, tokens, *sizes) / math.prod(sizes) for tokens in (1000, 1)]
     total_s = (contenders * (2 * (options.warmup + options.repeats) * bool(options.repeats) + 1) + 1) * sum(
         prefill_flops(config, [tokens + turn] * layers) * seconds[0] / 2000 + (new - 1) * parameters * seconds[1]
         for tokens, turn, new in _sizes(options)
@@ -446,16 +457,6 @@ def forecast(options: argparse.Namespace, config: Any, contenders: int, device: 
 def _sizes(options: argparse.Namespace) -> Iterator[tuple[int, int, int]]:
     """(prompt tokens, tokens of the second turn, new tokens) of every measurement."""
     return product(options.tokens, options.turn or [0], [1] if options.turn else options.new_tokens)
-
-
-def read_clock(device: torch.device) -> float:
-    """Seconds, read after the device has finished all its work; CPU time of this process with one CPU thread."""
-    import torch
-
-    from lazyllm.engine import devices
-
-    is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
-    return time.process_time() if is_one_thread else devices.read_clock(device)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,16 +1,58 @@
-"""Facts about the machine and the code, for stored results."""
+"""Facts about the machine and the code, for stored results: what it is, and how fast it can be."""
 
 from __future__ import annotations
 
 import platform
+import re
 import runpy
 import subprocess
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A kind of GPU, by its maker's data sheet, without sparsity.
+
+    name: words of the driver's name for it. flops_per_s: in 16 bits. float32_flops_per_s: without TF32. gigabytes: its
+    memory.
+    """
+
+    name: str
+    flops_per_s: float
+    float32_flops_per_s: float
+    bytes_per_s: float
+    gigabytes: float
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether it is of the generation that FlashAttention 2 was not written for."""
+        return self.name.startswith("H")
+
+
+FLASH_2 = "FlashAttention 2"  # as `lazyllm.engine.devices.attention_kernel` names it
+# Names that contain another one come first
+ACCELERATORS = {
+    "h200": Accelerator("H200", 989e12, 67e12, 4.8e12, 141),
+    "h100_nvl": Accelerator("H100 NVL", 835e12, 60e12, 3.9e12, 94),
+    "h100_pcie": Accelerator("H100 PCIe", 756e12, 51e12, 2e12, 80),
+    "h100": Accelerator("H100", 989e12, 67e12, 3.35e12, 80),
+    "a100": Accelerator("A100", 312e12, 19.5e12, 2.04e12, 80),
+    "l40s": Accelerator("L40S", 362e12, 91.6e12, 0.864e12, 48),
+    "rtx4090": Accelerator("RTX 4090", 165e12, 82.6e12, 1.01e12, 24),
+    "l4": Accelerator("L4", 121e12, 30.3e12, 0.3e12, 24),
+}
+
+
+def accelerator(device: str) -> Accelerator | None:
+    """The data sheet of a device, by the driver's name; None if it is unknown or a part of a GPU (MIG)."""
+    whole = "MIG" not in device.split()
+    return next((kind for kind in ACCELERATORS.values() if whole and re.search(rf"\b{kind.name}\b", device)), None)
 
 
 def device_name(device: torch.device) -> str:

@@ -11,13 +11,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-PART_S = 540  # of a part; machines that are lent by the call often end one after ten minutes
+from lazyllm.machine import accelerator
 
-# Dense peak rates in TFLOP/s, in 16 bits, by a part of the device's name (the makers' data sheets)
-PEAKS = {"H100": 989, "H200": 989, "A100": 312, "L40S": 362, "RTX 4090": 165, "L4": 121}
+PART_S = 540  # of a part; machines that are lent by the call often end one after ten minutes
 
 _TINY = "layers=4,width=64,heads=4,kv_heads=2"
 _FIELD = ["--field", "--speedups", "1.5", "2", "--repeats", "3", "--warmup", "1"]
@@ -78,6 +78,7 @@ def checks() -> dict[str, Any]:
     import torch
     from transformers import AutoConfig
 
+    from lazyllm.engine.devices import attention_events
     from lazyllm.engine.generation import generate
     from lazyllm.methods import Baseline, make
     from lazyllm.models.load import as_device, random_weights
@@ -123,7 +124,7 @@ def checks() -> dict[str, Any]:
             before = torch.cuda.memory_allocated()
             generate(model, prompt, method, 2, ())
             found["peak_bytes"] = torch.cuda.max_memory_allocated() - before
-        found["kernels"] = _kernels(model, prompt, method, on_gpu)
+        found["kernels"] = attention_events(partial(generate, model, prompt, method, 1, ()))
         about["results"][name] = found
     return about
 
@@ -154,19 +155,6 @@ def _waits(model: Any, prompt: Any, method: Any) -> int:
     return sum("synchroniz" in str(warning.message) for warning in caught)
 
 
-def _kernels(model: Any, prompt: Any, method: Any, on_gpu: bool) -> list[str]:
-    """The names of the attention kernels that ran in one generation of a token."""
-    from torch.profiler import ProfilerActivity, profile
-
-    from lazyllm.engine.generation import generate
-
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities) as recorded:
-        generate(model, prompt, method, 1, ())
-    words = ("flash", "fmha", "attention", "cudnn", "sdpa")
-    return sorted({event.key[:120] for event in recorded.key_averages() if any(w in event.key.lower() for w in words)})
-
-
 def summary(out: Path) -> Iterator[str]:
     """A table of the baseline's and the methods' times, with model FLOPs utilisation, from the files."""
     yield "# The first hour on a GPU: random weights, time only"
@@ -177,7 +165,7 @@ def summary(out: Path) -> Iterator[str]:
             for name, found in data["results"].items():
                 yield f"- {name}: {json.dumps(found)}"
             continue
-        peak = next((rate for name, rate in PEAKS.items() if name in data["device"]), None)
+        kind = accelerator(data["device"])
         yield f"\n## {file.stem}: {data['device']}, {data['settings']['shape']}, {data['settings']['dtype']}\n"
         yield "| method | prompt | TTFT, s | MFU % | baseline, s | MFU % | TTFT speedup | ideal | step / baseline's |"
         yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
@@ -190,7 +178,7 @@ def summary(out: Path) -> Iterator[str]:
                 if pair["other"]["step_s"] and pair["baseline"]["step_s"]
             ]  # fmt: skip
             used, base_used = (
-                f"{100 * run['flops'] / run['ttft_s'] / peak / 1e12:.1f}" if peak else "-" for run in (own, base)
+                f"{100 * run['flops'] / run['ttft_s'] / kind.flops_per_s:.1f}" if kind else "-" for run in (own, base)
             )
             cells = [
                 case["name"], str(case["tokens"]), f"{own['ttft_s']:.4f}", used, f"{base['ttft_s']:.4f}", base_used,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import Column, cells, forms
+from eval.analysis.columns import PROMPT_ENDS, Column, cells, forms, range_names, range_of
 from eval.analysis.difference import difference
 from eval.analysis.known_methods import BASELINE
 from eval.analysis.table import COMPUTED, Table
@@ -22,9 +22,15 @@ from eval.store.aggregate import VALUES, rows_of
 from eval.store.comparable import without_baseline
 from eval.store.folder import read_planned
 from eval.store.results import Results
+from lazyllm.machine import accelerator
 
 FEWEST = 5  # least number of examples for an interval: with fewer, the bootstrap is too narrow (±0 if they agree)
-_OF_BASELINE = ("baseline_score", "baseline_ttft_s", "baseline_generated_tokens")  # other values are the method's
+_OF_BASELINE = (
+    "baseline_score",
+    "baseline_ttft_s",
+    "baseline_generated_tokens",
+    "baseline_prefill_mfu",
+)  # other values are the method's
 _VALUES = [name for name in VALUES if not name.startswith("baseline_") or name in _OF_BASELINE]
 # TTFT and KL are shown without intervals, so that the table fits a terminal; the CSV has both ends
 _SHOWN = (
@@ -34,6 +40,7 @@ _SHOWN = (
     Column("baseline_score", "baseline score", 2),
     Column("ttft_s", "TTFT, ms", 1, scale=1e-3, interval=False),
     Column("ttft_speedup", "TTFT speedup", 2),
+    Column("baseline_prefill_mfu", "baseline MFU, %", 1, interval=False),
     Column("generation_speedup", "generation speedup", 2),
     Column("pct_prompt_tokens_computed", "% tokens computed", 1),
     Column("kl", "KL, nats", 5, interval=False),
@@ -46,12 +53,13 @@ def run_table(results: Results, title: str, control: Results | None = None) -> T
     """A run's datasets and tasks; each task follows its datasets. results: of one run. control: of its baseline beside
     itself.
 
-    frame: name, kind ("dataset", "task" or "all"), task, examples, failed (the number of examples that could not be
-    measured; no other column counts them), score_failed_as_zero (the score if they count as 0), and the columns of
-    `eval.store.aggregate.by_task`, of the baseline only score, TTFT and length of answers.
+    frame: name, kind ("dataset", "task", "all", or "length": a range of prompt tokens, if there are several), task,
+    examples, failed (the number of examples that could not be measured; no other column counts them),
+    score_failed_as_zero (the score if they count as 0), and the columns of `eval.store.aggregate.by_task`, of the
+    baseline only score, TTFT, MFU and length of answers.
     """
     rows = _rows(results)
-    shown = _without_mean_of_one(rows)
+    shown = _without_mean_of_one(rows) + _by_length(results)
     frame = pd.DataFrame(shown, columns=_COLUMNS)
     names = [row["name"] if row["kind"] == "dataset" else f"**{row['name']}**" for row in shown]
     keys = [Column("shown_name", "dataset, **task**"), Column("examples", "n")]
@@ -115,6 +123,18 @@ def _rows(results: Results) -> list[dict[str, Any]]:
     return rows
 
 
+def _by_length(results: Results) -> list[dict[str, Any]]:
+    """A row for each range of prompt tokens, of all tasks; none if all prompts are in one. Failures are not counted."""
+    ranges = range_of(results.frame["prompt_tokens"], PROMPT_ENDS)
+    present = [name for name in range_names(PROMPT_ENDS) if name in set(ranges)]
+    more = {"kind": "length", "failed": 0, "score_failed_as_zero": np.nan}
+    return [
+        rows_of(results.frame[ranges == name])[-1] | more | {"name": f"{name} prompt tokens"}
+        for name in present
+        if len(present) > 1
+    ]
+
+
 def _without_mean_of_one(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Without the mean over tasks if there is one task."""
     return rows[:-1] if sum(row["kind"] == "task" for row in rows) == 1 else rows
@@ -139,6 +159,17 @@ def _with_failures(results: Results, measured: Mapping[str, dict[str, Any]]) -> 
     failed = {name: counts[name] for name in zeroed} | {"all": len(failures)}
     failed |= {task: sum(counts[name] for name in names) for task, names in by_task.items()}
     return failed, zeroed | of_tasks | {"all": float(np.mean(list(of_tasks.values())))}
+
+
+def _physics(results: Results) -> str:
+    """Lines about the baseline's speed: the attention kernel that ran, what MFU is, and what flatters speedups."""
+    [run] = results.runs
+    kernels = ", ".join(run.kernels) or "unknown"
+    text = f"\nAttention kernel of the baseline, by profiler: {kernels}."
+    if results.frame["prefill_mfu"].notna().any():
+        peak = "its maker's dense peak" if accelerator(run.device) else "the rate of a matrix product measured here"
+        text += f" MFU: model FLOPs utilisation of the prefill, FLOPs / TTFT over {peak} ({run.device})."
+    return text + "".join(f"\nCaution: {sentence}." for sentence in run.handicaps)
 
 
 def _cells(frame: pd.DataFrame, keys: Sequence[Column], has_failed: bool) -> pd.DataFrame:
@@ -170,6 +201,7 @@ def _caption(
     text += "".join(f"\n{label}beside its baseline: {found}." for label, found in beside.items() if found)
     if control is not None:
         text += f"\nBy chance, the baseline beside itself: {difference(control)}."
+    text += _physics(results)
     columns = ["prompt_tokens", "prompt_tokens_before_truncation"]
     prompts = [row for run in results.runs for row in run.table(columns).to_pylist()]
     cut = sum(row["prompt_tokens"] < row["prompt_tokens_before_truncation"] for row in prompts)

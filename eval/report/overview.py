@@ -31,6 +31,7 @@ _RESULTS = (
     Column("pct_prompt_tokens_computed", "% tokens computed", 1),
     Column("kl", "KL, nats", 5),
     Column("ttft_s", "TTFT, s", 4),
+    Column("baseline_prefill_mfu", "baseline MFU, %", 1),
 )  # of `Results.by_task`
 # facts that are elsewhere on the page
 _SHOWN_ELSEWHERE = {"method", "versions", "seed", "paired"}
@@ -47,7 +48,8 @@ def facts(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
         ("Datasets", _listed(name for run in runs for name in run.datasets)),
         ("Examples", f"{len(examples):,}, in {counted(sum(len(run.examples) for run in runs), 'record')}"),
         ("Measured", started[0] if started[0] == started[-1] else f"{started[0]} to {started[-1]}"),
-        ("On", _listed(run.about["provenance"]["machine"]["device"] for run in runs)),
+        ("On", _listed(run.device for run in runs)),
+        ("Attention kernel", _listed(kernel for run in runs for kernel in run.kernels) or "unknown"),
     ]
 
 
@@ -184,6 +186,8 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
         (cold, "Timed without warm-up: the first examples' times include one-off costs"),
         (changed, "Measured with uncommitted code: it cannot be checked out again"),
     ]
+    signs = dict.fromkeys(sign for run in runs for sign in run.handicaps)
+    concerned += [([run for run in runs if sign in run.handicaps], sign) for sign in signs]
     sentences = [f"{text} ({_names(named)})." for named, text in concerned if named] + _missing(runs)
     if most is not None and any(first_turns(run.examples)["dataset"].value_counts().max() > most for run in runs):
         shown = f"only the first {most} records are" if most > 1 else "only the first record is"

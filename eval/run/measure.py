@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,8 +26,17 @@ from eval.benchmarks.suite import Dataset, Example
 from eval.store.record import PROMPT_END, Failure, LaterTurn, Measurement, Record, Trace, compact_counts
 from lazyllm import Generation, generate, start
 from lazyllm.engine.decoder import importance_of_layers
-from lazyllm.engine.devices import devices_of, read_clock, read_peak, release_memory, reset_peak
-from lazyllm.engine.flops import prefill_flops
+from lazyllm.engine.devices import (
+    attention_events,
+    attention_kernel,
+    devices_of,
+    peak_of,
+    read_clock,
+    read_peak,
+    release_memory,
+    reset_peak,
+)
+from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.generation import as_prompt, continue_prompt
 from lazyllm.engine.pack import ROWS, Pack, Row, row_of
 from lazyllm.errors import UserError, reason_of
@@ -138,12 +148,13 @@ class Subject(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bench:
     """A model in this process, to measure methods on.
 
     paired: also measure the baseline on each example, "ttft" only up to its first token. forced: then also feed the
-    baseline's and gold answers to both. evidence: record the evidence that each layer computes.
+    baseline's and gold answers to both. evidence: record the evidence that each layer computes. attention_kernel: as of
+    `Record`; known after `warm_up`.
     """
 
     model: PreTrainedModel
@@ -152,6 +163,7 @@ class Bench:
     paired: bool | str
     forced: bool = False
     evidence: bool = True
+    attention_kernel: str | None = None
 
     def warm_up(self, cases: Sequence[Case], runs: int) -> None:
         """Run the method, and the baseline if paired, `runs` times on the first prompt, and drop the results.
@@ -169,15 +181,15 @@ class Bench:
             free(*devices_of(self.model))
 
     def _warm_up(self, case: Case, runs: int) -> None:
-        for _ in range(runs):
-            for method in (Baseline(), case.method) if self.paired else (case.method,):
-                generate(
-                    self.model,
-                    case.prompt.as_input(),
-                    method,
-                    max_new_tokens=min(WARMUP_TOKENS, case.max_new_tokens),
-                    eos_token_ids=(),
-                )
+        """Run the methods; the first run of all is profiled."""
+        methods = [Baseline(), case.method] if self.paired else [case.method]
+        for number, method in enumerate(methods * runs):
+            options = {"max_new_tokens": min(WARMUP_TOKENS, case.max_new_tokens), "eos_token_ids": ()}
+            run = partial(generate, self.model, case.prompt.as_input(), method, **options)
+            if number == 0:
+                self.attention_kernel = attention_kernel(attention_events(run))
+            else:
+                run()
 
     def measure(self, cases: Sequence[Case]) -> Iterator[Record | Failure]:
         """Each example's record, or a failure: out of memory, logits that are not finite, an error in a method.
@@ -217,6 +229,7 @@ class Bench:
             groups=list(case.example.groups),
             baseline_ttft_s=baseline.outs[0].ttft_s if baseline is not None and self.paired == "ttft" else None,
             later=[LaterTurn(**turn) for turn in later] or None,
+            attention_kernel=self.attention_kernel,
             **first,
         )
 
@@ -276,6 +289,10 @@ class Bench:
         decoded = self.tokenizer.decode(out.token_ids, skip_special_tokens=True)
         assert isinstance(decoded, str)
         group_starts, computed = compact_counts(out.computed)
+        flops, shape = run.prefill_flops(self.model.config, turn), LayerShape.of(self.model.config)
+        sizes = shape.width, shape.mlp_width
+        is_known = getattr(self.model.config, "quantization_config", None) is None  # quantised products are faster
+        peak = peak_of(devices_of(self.model)[0], self.model.dtype, *sizes) if is_known else None
         return Measurement(
             **scored(case, decoded, self.chat, turn),
             token_ids=out.token_ids,
@@ -290,7 +307,8 @@ class Bench:
             kv_bytes=out.kv_bytes,
             aux_bytes=out.aux_bytes,
             peak_memory_bytes=run.peaks[turn],
-            prefill_flops=run.prefill_flops(self.model.config, turn),
+            prefill_flops=flops,
+            prefill_mfu=None if peak is None else peak.share(flops, out.ttft_s),
             tokens_computed=run.tokens_computed(turn),
             revived_tokens=float(out.revived.mean()),
             tokens_computed_so_far=sum(map(run.tokens_computed, range(turn + 1))),

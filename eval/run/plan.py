@@ -24,31 +24,15 @@ from eval.run.config import compose_config, jobs_of, to_run_config
 from eval.run.resolved import Resolved, build_method, later_turns, resolve
 from eval.run.work import Model, Work, rows_of_answers
 from lazyllm.errors import UserError
+from lazyllm.machine import ACCELERATORS, Accelerator
 from lazyllm.methods import Baseline, Method
 
 RATE = 0.5  # the assumed share of a data sheet's FLOP/s and bytes per second
 
 
-@dataclass(frozen=True)
-class Device:
-    """A kind of GPU. flops_per_s, bytes_per_s: of its data sheet, dense bfloat16. gigabytes: its memory."""
-
-    name: str
-    flops_per_s: float
-    bytes_per_s: float
-    gigabytes: float
-
-    def seconds(self, work: Work) -> float:
-        """Seconds at the assumed rate: of the computation or of the reading, whichever takes longer."""
-        return max(work.flops / self.flops_per_s, work.read / self.bytes_per_s) / RATE
-
-
-GPUS = {
-    "h100": Device("H100", 989e12, 3.35e12, 80),
-    "a100": Device("A100", 312e12, 2.04e12, 80),
-    "rtx4090": Device("RTX 4090", 165e12, 1.01e12, 24),
-    "l4": Device("L4", 121e12, 0.3e12, 24),
-}
+def seconds_on(device: Accelerator, work: Work) -> float:
+    """Seconds at the assumed rate: of the computation or of the reading, whichever takes longer."""
+    return max(work.flops / device.flops_per_s, work.read / device.bytes_per_s) / RATE
 
 
 # --------------------------------------------------------------------------------------------------------- cost of runs
@@ -106,7 +90,7 @@ def rows_of(run: Resolved) -> list[Rows]:
     return [Rows(*key, count) for key, count in Counter(zip(names, messages, limits, strict=True)).items()]
 
 
-def cost(run: Resolved, rows: Sequence[Rows], device: Device | None) -> Cost:
+def cost(run: Resolved, rows: Sequence[Rows], device: Accelerator | None) -> Cost:
     """The cost of one run. rows: of `rows_of`. Raises UserError, as the run would."""
     from eval.run.measure import WARMUP_TOKENS
     from eval.run.prepare import parameters_of
@@ -137,7 +121,7 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Device | None) -> Cost:
             new_tokens = 1 if side == 1 and only_first and row is not warm_up else row.new_tokens
             for work in model.conversation(by_dataset[row.dataset], row.messages, new_tokens, turns, together):
                 works[side] += Work(row.count * work.flops, row.count * work.read)
-                seconds += row.count * device.seconds(work) if device is not None else 0
+                seconds += row.count * seconds_on(device, work) if device is not None else 0
         peaks += [model.memory(by_dataset[row.dataset], row.length, row.new_tokens, together) for row in longest]
     return Cost(
         run=f"{Path(run.spec.name).name}, {label_of(run.method['name'], settings_in(run.method))}",
@@ -152,7 +136,7 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Device | None) -> Cost:
     )
 
 
-def costs(arguments: Sequence[str], device: Device | None) -> list[Cost]:
+def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
     """The cost of each run of the arguments. Raises UserError.
 
     Runs that cannot reach their target speedup are left out, with a line in the log.
@@ -178,7 +162,7 @@ def costs(arguments: Sequence[str], device: Device | None) -> list[Cost]:
 # --------------------------------------------------------------------------------------------------------- command line
 
 
-def as_text(planned: Sequence[Cost], device: Device | None) -> str:
+def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
     """A Markdown table, and the assumptions below it."""
     from eval.analysis.table import markdown_lines  # not at the top: it imports pandas
 
@@ -201,7 +185,7 @@ def as_text(planned: Sequence[Cost], device: Device | None) -> str:
         f"most memory: {largest.peak / 1e9:.3g} GB ({parts}), {largest.run}; Python and torch take more",
     ]
     if device is None:
-        return "\n".join([*lines, f"{len(planned)} runs; for hours, give --gpu {', '.join(GPUS)}"])
+        return "\n".join([*lines, f"{len(planned)} runs; for hours, give --gpu {', '.join(ACCELERATORS)}"])
     rates = f"{device.flops_per_s / 1e12:.0f} TFLOP/s and {device.bytes_per_s / 1e12:.3g} TB/s"
     hours = sum(one.seconds for one in planned) / 3600
     lines.append(f"{len(planned)} runs, {hours:.2g} hours one after the other at {RATE:.0%} of {device.name}'s {rates}")
@@ -219,10 +203,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="lazyllm-bench plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", nargs="*", metavar="KEY=VALUE", help="as of lazyllm-bench run")
-    parser.add_argument("--gpu", choices=GPUS, help="for hours on this GPU")
+    parser.add_argument("--gpu", choices=ACCELERATORS, help="for hours on this GPU")
     parser.add_argument("-m", action="store_true", help="no effect: all jobs of a sweep are planned anyway")
     options = parser.parse_intermixed_args(arguments)
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's client is imported: planning downloads nothing
-    device = GPUS.get(options.gpu)
+    device = ACCELERATORS.get(options.gpu)
     print(as_text(costs(options.run, device), device))
     return 0

@@ -77,6 +77,8 @@ class Measurement:
     computed: [steps][groups] distinct prompt tokens computed so far.
     kv_bytes, aux_bytes: held at the end. peak_memory_bytes: the device's (the process's on CPU), weights included.
     prefill_flops: of the tokens that each layer computed in prefill, and of scoring (`lazyllm.engine.flops`).
+    prefill_mfu: model FLOPs utilisation, 0 to 1: `prefill_flops` / `ttft_s` over the peak of a known accelerator, or on
+        a CPU over the rate of a matrix product that the run measured; None for other devices.
 
     Compared with the paired baseline; None in the baseline's own measurement, and without a baseline:
     kl: KL(baseline || method) in nats of the first token's distribution. top1_agrees: 1 if both have the same most
@@ -115,6 +117,7 @@ class Measurement:
     aux_bytes: int | None = None
     peak_memory_bytes: int | None = None
     prefill_flops: int | None = None
+    prefill_mfu: float | None = field(default=None, metadata=_PERCENT)
     kl: float | None = None
     top1_agrees: int | None = field(default=None, metadata=_PERCENT)
     leading_tokens: int | None = None
@@ -196,6 +199,7 @@ class Record(Line):
     example, such as "length=8k+".
     later: the later turns, in order: a line holds all turns of an example.
     turn: the number of this turn, from 1; a stored record is the first.
+    attention_kernel: of the baseline's prefill, by profiler at warm-up; of the method's without a paired baseline.
     """
 
     prompt_sha256: str
@@ -209,6 +213,7 @@ class Record(Line):
     later: list[LaterTurn] | None = None
     turn: int = 1
     baseline_ttft_s: float | None = None
+    attention_kernel: str | None = None
 
     @property
     def by_turn(self) -> list[Record]:

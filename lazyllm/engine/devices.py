@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
+
+from lazyllm.errors import UserError
+from lazyllm.machine import FLASH_2, accelerator, device_name
 
 _CLEAR = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -69,6 +74,84 @@ def read_clock(*devices: torch.device) -> float:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
     return time.perf_counter()
+
+
+def read_work_clock(device: torch.device) -> float:
+    """Seconds, read after the device has finished all its work; CPU time of this process with one CPU thread."""
+    is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time() if is_one_thread else read_clock(device)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The rate that a device can reach. is_bound: whether nothing is faster: a data sheet's, not one measured here."""
+
+    flops_per_s: float
+    is_bound: bool
+
+    def share(self, flops: float, seconds: float) -> float:
+        """The share of the rate that some work used. Raises UserError if it is more than the device can do."""
+        share = flops / seconds / self.flops_per_s
+        if self.is_bound and share > 1:
+            raise UserError(
+                f"impossible clock: {flops / 1e12:.4g} TFLOP in {seconds:.4g} s are {share:.0%} of this device's peak "
+                f"of {self.flops_per_s / 1e12:.4g} TFLOP/s; expected at most 100 %: wait for the device before each "
+                "reading (torch.cuda.synchronize), and give the device and dtype that ran"
+            )
+        return share
+
+
+@cache
+def peak_of(device: torch.device, dtype: torch.dtype, width: int, mlp_width: int) -> Peak | None:
+    """The peak of a known accelerator in `dtype`; of a CPU, the rate of one matrix product. None for other devices.
+
+    width, mlp_width: of the model; the CPU multiplies 1,000 of its tokens by a matrix of this size, best of three.
+    """
+    if device.type == "cpu":
+        seconds = min(product_seconds(device, dtype, 1000, width, mlp_width) for _ in range(3))
+        return Peak(2 * 1000 * width * mlp_width / seconds, is_bound=False)
+    kind = accelerator(device_name(device))
+    if kind is None or dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return None
+    is_float32 = dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    return Peak(kind.float32_flops_per_s if is_float32 else kind.flops_per_s, is_bound=True)
+
+
+def product_seconds(device: torch.device, dtype: torch.dtype, tokens: int, width: int, mlp_width: int) -> float:
+    """Seconds of the product of random matrices [tokens, width] and [width, mlp_width]."""
+    rows, weight = (torch.rand(size, device=device).to(dtype) for size in ((tokens, width), (width, mlp_width)))
+    torch.mm(rows, weight)  # the first product is slower
+    began = read_work_clock(device)
+    torch.mm(rows, weight)
+    return read_work_clock(device) - began
+
+
+# {a part of an event's name in PyTorch's profiler, in lower case: the attention kernel}, the most telling first
+_KERNELS = {
+    "cudnn": "cuDNN",
+    "sm90": "FlashAttention 3",
+    "flash_attention_for_cpu": "SDPA's flash for CPUs",
+    "flash_fwd": FLASH_2,
+    "fmha": "memory-efficient",
+    "attention_math": "SDPA without a fused kernel",
+}
+
+
+def attention_events(run: Callable[[], object]) -> list[str]:
+    """The events of a run that name attention, by PyTorch's profiler: operators, and kernels of a GPU."""
+    from torch.profiler import profile
+
+    with profile() as recorded:
+        run()
+    words = ("flash", "fmha", "attention", "cudnn", "sdpa")
+    keys = {event.key[:120] for event in recorded.key_averages()}
+    return sorted(key for key in keys if any(word in key.lower() for word in words))
+
+
+def attention_kernel(events: Sequence[str]) -> str:
+    """The attention kernel that ran, by `attention_events`."""
+    names = " ".join(events).lower()
+    return next((kernel for part, kernel in _KERNELS.items() if part in names), "eager")
 
 
 def reset_peak(*devices: torch.device) -> None:

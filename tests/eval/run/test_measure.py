@@ -50,7 +50,7 @@ def calls(monkeypatch) -> list[tuple]:
 
 
 def bench(paired: bool | str = True, chat: str = "none") -> Bench:
-    model = SimpleNamespace(device=torch.device("cpu"), config=CONFIG)
+    model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, config=CONFIG)
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: TEXTS[ids[0]])
     return Bench(model, tokenizer, CHAT_FORMATS[chat], paired)  # type: ignore[arg-type]
 

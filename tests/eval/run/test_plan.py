@@ -10,10 +10,11 @@ import torch
 
 import lazyllm
 from eval.run.loop import run
-from eval.run.plan import GPUS, RATE, Model, Work, as_text, cost, costs, rows_of
+from eval.run.plan import RATE, Model, Work, as_text, cost, costs, rows_of
 from eval.store.runs import stored_runs
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError
+from lazyllm.machine import ACCELERATORS
 from lazyllm.methods import Baseline, FastKV, Method, StaticPruning
 from lazyllm.models.load import load_weights
 from lazyllm.spec import ModelSpec
@@ -35,7 +36,7 @@ def test_plan_counts_what_the_run_measures(more: list[str], tmp_path: Path) -> N
     arguments = [*PRUNING, *more]
     run(run_of(*arguments, f"out={tmp_path / 'run'}"), show=False)
     (stored,) = stored_runs([tmp_path])
-    examples, (planned,) = stored.examples, costs(arguments, GPUS["l4"])
+    examples, (planned,) = stored.examples, costs(arguments, ACCELERATORS["l4"])
     conversations = examples.groupby("id")["prompt_tokens"].sum()
     assert planned.examples == len(conversations)
     assert planned.prompt_tokens == conversations.sum()
@@ -61,8 +62,8 @@ def test_llama_2_by_hand() -> None:
     )
     eager = Model.of(replace(LLAMA2, attn_implementation="eager")).memory(Baseline(), n, 1)
     assert eager["working"] == 2 * 32 * n * n * 2 > model.memory(Baseline(), n, 1)["working"]
-    assert GPUS["l4"].seconds(Work(steps, read)) == pytest.approx(read / 0.3e12 / RATE)
-    assert GPUS["l4"].seconds(Work(prefill, model.weights)) == pytest.approx(prefill / 121e12 / RATE)
+    assert ACCELERATORS["l4"].seconds(Work(steps, read)) == pytest.approx(read / 0.3e12 / RATE)
+    assert ACCELERATORS["l4"].seconds(Work(prefill, model.weights)) == pytest.approx(prefill / 121e12 / RATE)
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +107,9 @@ def test_work_of_a_later_turn_is_that_of_the_tokens_it_runs(method: Method, tiny
 def test_plan_adds_the_baseline_and_the_warm_ups() -> None:
     alone = run_of(*PRUNING, "dataset=lookup", "limit=1", "timing.paired=false")
     rows = rows_of(alone)
-    one = cost(alone, rows, GPUS["l4"])
-    paired = cost(alone.changed(timing=replace(alone.config.timing, paired=True)), rows, GPUS["l4"])
-    warmed = cost(alone.changed(timing=replace(alone.config.timing, warmup=2)), rows, GPUS["l4"])
+    one = cost(alone, rows, ACCELERATORS["l4"])
+    paired = cost(alone.changed(timing=replace(alone.config.timing, paired=True)), rows, ACCELERATORS["l4"])
+    warmed = cost(alone.changed(timing=replace(alone.config.timing, warmup=2)), rows, ACCELERATORS["l4"])
     assert (one.baseline, paired.method) == (Work(0, 0), one.method)
     assert paired.baseline.flops > paired.method.flops
     once = cost(alone.changed(timing=replace(alone.config.timing, paired="ttft")), rows, GPUS["l4"])
@@ -129,11 +130,11 @@ def test_sweep_lists_each_run_without_shards_and_logs_those_out_of_reach(caplog:
         "only=lazy,fastkv",
         "seed=0,1",
     ]
-    planned = costs([*sweep, "shard=1/2,2/2"], GPUS["h100"])
+    planned = costs([*sweep, "shard=1/2,2/2"], ACCELERATORS["h100"])
     assert [one.run.split(", ")[1] for one in planned] == ["lazy", "lazy"]
     assert "left out: fastkv: method 'fastkv' cannot reach an ideal TTFT speedup of 2.0" in caplog.text
     assert min(one.seconds for one in planned) > 0
-    assert "2 runs, " in as_text(planned, GPUS["h100"])
+    assert "2 runs, " in as_text(planned, ACCELERATORS["h100"])
     assert "give --gpu" in as_text(planned, None)
 
 

@@ -1,0 +1,151 @@
+"""Numbers that physics allows: utilisation of a device's peak, the attention kernel that ran, and what they refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eval.analysis.run_table import run_table
+from eval.board import read_board
+from eval.report.overview import warnings
+from eval.run import doctor, measure
+from eval.run.config import TimingConfig
+from eval.run.loop import run
+from eval.store.record import Record
+from eval.store.results import Results
+from eval.store.runs import StoredRun, stored_runs
+from lazyllm.engine.devices import Peak, attention_events, attention_kernel, peak_of
+from lazyllm.engine.generation import generate
+from lazyllm.errors import UserError
+from lazyllm.machine import FLASH_2, accelerator
+from lazyllm.methods import Baseline
+from lazyllm.models.load import load_config
+from lazyllm.spec import ModelSpec
+from tests.eval.store.made import PROVENANCE, measurement, record, write_run
+from tests.eval.test_board import submit
+from tests.helpers import prompt_of
+from tests.reference import random_model
+from tests.runs import small_run
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+    ("device", "teraflops"),
+    [
+        (H100, 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989), ("NVIDIA L40S", 362),
+        ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA L4", 121), ("NVIDIA L40", None),
+        ("NVIDIA GH200 480GB", None), (f"{H100} MIG 1g.10gb", None), ("AMD EPYC 7742", None),
+    ],
+)  # fmt: skip
+def test_data_sheet_is_found_by_the_drivers_name(device: str, teraflops: int | None) -> None:
+    kind = accelerator(device)
+    assert (kind and kind.flops_per_s) == (teraflops and teraflops * 1e12)
+
+
+def test_peak_refuses_more_than_all_of_a_data_sheet() -> None:
+    assert Peak(100e12, is_bound=True).share(5e12, 0.1) == 0.5
+    assert Peak(100e12, is_bound=False).share(5e12, 0.01) == 5  # a rate measured here may be exceeded
+    with pytest.raises(UserError, match=r"impossible clock: 5 TFLOP in 0\.01 s are 500%.*100 TFLOP/s.*synchronize"):
+        Peak(100e12, is_bound=True).share(5e12, 0.01)
+
+
+def test_peak_of_a_cpu_is_a_measured_rate() -> None:
+    peak = peak_of(torch.device("cpu"), torch.float32, 64, 96)
+    assert peak is not None
+    assert peak.flops_per_s > 0
+    assert not peak.is_bound
+
+
+@pytest.mark.parametrize(
+    ("event", "kernel"),
+    [
+        ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...", "FlashAttention 3"),
+        ("void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<128, ...", FLASH_2),
+        ("void flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, 64, ...", FLASH_2),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1", "cuDNN"),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<...", "memory-efficient"),
+        ("aten::_scaled_dot_product_attention_math", "SDPA without a fused kernel"),
+    ],
+)
+def test_kernel_is_told_by_names_of_its_events(event: str, kernel: str) -> None:
+    assert attention_kernel([event, "aten::scaled_dot_product_attention"]) == kernel
+
+
+@pytest.mark.parametrize(("attention", "kernel"), [("sdpa", "SDPA's flash for CPUs"), ("eager", "eager")])
+def test_kernel_that_ran_is_told_by_a_profile(attention: str, kernel: str) -> None:
+    model = random_model("llama", 1, num_layers=2, attn_implementation=attention)
+    assert attention_kernel(attention_events(lambda: generate(model, prompt_of(9), Baseline(), 1, ()))) == kernel
+
+
+def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "peak_of", lambda *_: Peak(1e9, is_bound=False))
+    result = run(small_run(tmp_path / "run", limit=1, dataset={"lookup": True}, timing=TimingConfig(warmup=1)))
+    assert result.results is not None
+    [stored] = result.results.runs
+    [one] = stored.records
+    assert one.baseline is not None
+    config: Any = load_config(ModelSpec("tiny"))
+    n, w, d = one.prompt_tokens, config.hidden_size, config.head_dim
+    linear = 2 * (
+        w * d * 2 * (config.num_attention_heads + config.num_key_value_heads) + 3 * w * config.intermediate_size
+    )
+    pairs = 4 * config.num_attention_heads * d * n * (n + 1) // 2
+    flops = config.num_hidden_layers * (n * linear + pairs) + 2 * w * config.vocab_size
+    assert one.baseline.prefill_mfu == pytest.approx(flops / one.baseline.ttft_s / 1e9)
+    assert one.attention_kernel == "SDPA's flash for CPUs"
+    text = run_table(result.results, "a run").to_markdown()
+    assert "baseline MFU, %" in text
+    assert "Attention kernel of the baseline, by profiler: SDPA's flash for CPUs." in text
+
+
+def at(mfu: float | None, tokens: int, kernel: str | None = None) -> Record:
+    made = replace(record(1), prompt_tokens=tokens, attention_kernel=kernel)
+    return replace(made, baseline=measurement(prefill_mfu=mfu))
+
+
+def stored_on(device: str, made: Record, folder: Path) -> StoredRun:
+    about = PROVENANCE | {"machine": {"device": device}, "started": "2026-11-22T00:00:00Z"}
+    write_run(folder / "run", [made], provenance=about, warmup=1)
+    [stored] = stored_runs([folder])
+    return stored
+
+
+@pytest.mark.parametrize(
+    ("device", "made", "signs"),
+    [
+        (H100, at(0.39, 8000), ["39 % of the peak of NVIDIA H100"]),
+        (H100, at(0.39, 7999), []),
+        (H100, at(0.41, 8000, "FlashAttention 3"), []),
+        (H100, at(0.1, 9000, FLASH_2), ["10 % of the peak", "FlashAttention 2 on NVIDIA H100"]),
+        (H100, at(None, 9000), []),
+        ("NVIDIA A100-SXM4-80GB", at(0.5, 9000, FLASH_2), []),
+        ("AMD EPYC 7742", at(0.1, 9000), []),  # its peak was measured, not promised
+    ],
+)
+def test_baseline_that_flatters_speedups_is_named(device: str, made: Record, signs: list[str], tmp_path: Path) -> None:
+    stored = stored_on(device, made, tmp_path)
+    assert len(stored.handicaps) == len(signs)
+    table, page = run_table(Results([stored]), "a run").to_markdown(), " ".join(warnings([stored], None))
+    for sign, sentence in zip(signs, stored.handicaps, strict=True):
+        assert sign in sentence
+        assert f"Caution: {sentence}." in table
+        assert sentence in page
+    assert ("Caution" in table) == bool(signs)
+
+
+def test_board_refuses_an_impossible_clock_with_its_number(tmp_path: Path) -> None:
+    machine = PROVENANCE | {"machine": {"device": H100}}
+    fast = replace(record(1), method=measurement(prefill_flops=int(2 * 989e12 * 0.2)))  # in 0.2 s
+    submit(tmp_path / "board" / "fast", [fast], provenance=machine)
+    [submission] = read_board(tmp_path / "board")
+    assert any("impossible clock: a prefill at 200% of the peak of NVIDIA H100" in line for line in submission.problems)
+
+
+def test_doctor_names_the_kernel_on_a_cpu_and_waits_for_torch_on_a_gpu() -> None:
+    assert doctor.check_attention(None, True) == ("ok", "sdpa runs PyTorch's flash attention for CPUs")
+    assert doctor.check_attention([H100, "580", "81920 MiB"], False)[0] == "not needed"
