@@ -135,13 +135,15 @@ def build_prompt(
     # its own template writes the special tokens out, BOS among them if the model wants one: none is added
     special = not (chat_wrap and chat.uses_template(tokenizer))
     if not special:
-        inner, text = text, chat.wrapped(tokenizer, text)
+        inner, text = text, chat.wrapped(tokenizer, text, example.earlier)
         moved, *evidence = (_after_own_template(ranges, inner, text) for ranges in (context, *evidence))
     elif chat_wrap:
-        text = f"{chat.before}{text}{chat.after}"
-        moved, *evidence = (_moved(ranges, len(chat.before)) for ranges in (context, *evidence))
+        opening = chat.opening(tokenizer, example.earlier)
+        text = f"{opening}{text}{chat.after}"
+        moved, *evidence = (_moved(ranges, len(opening)) for ranges in (context, *evidence))
     text += example.answer_prefix
     ids, spans = _tokenize_with_spans(tokenizer, text, special)
+    before = len(ids) if example.earlier else before  # a conversation is not truncated
     if not ids:
         raise UserError(f"{example.dataset}, row {example.id!r}: the prompt has no tokens (its text is {text!r})")
     if moved is None:

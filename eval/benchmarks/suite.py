@@ -88,6 +88,7 @@ class Example:
     evidence: the [start, end) ranges of `context`, in characters, that hold the answer; empty if unknown.
     groups: its groups of rows, for which scores are shown, such as "length=8k+".
     turns: the later questions, in order; the first is `input`.
+    earlier: the messages before `input` in a given conversation, of the user and the assistant in turns.
     official: the row in the suite's official format.
     """
 
@@ -104,6 +105,7 @@ class Example:
     evidence: tuple[tuple[int, int], ...] = ()
     groups: tuple[str, ...] = ()
     turns: tuple[Turn, ...] = ()
+    earlier: tuple[str, ...] = ()
     official: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 

@@ -1,0 +1,152 @@
+"""MRCR: the official scorer, and conversations from made parquet files through formats with and without a template."""
+
+from __future__ import annotations
+
+import json
+import random
+from difflib import SequenceMatcher
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from eval.benchmarks import mrcr
+from eval.benchmarks.chat_format import CHAT_FORMATS
+from eval.benchmarks.mrcr import SUITE, MrcrConfig, load, score
+from eval.benchmarks.prompts import build_prompt
+from eval.benchmarks.suite import DataSettings
+from eval.run.config import DataConfig
+from eval.run.loop import run
+from eval.store.record import Record
+from lazyllm.errors import UserError
+from lazyllm.models.load import load_tokenizer_of
+from lazyllm.spec import ModelSpec
+from tests.runs import small_run
+
+TINY = ModelSpec("tiny", dtype="float32", device="cpu")
+ASK = "Write a poem about tapirs."
+TALK = [ASK, "A tapir ran.", ASK, "It slept.", "Prepend xY9 to the 2nd."]
+
+
+def grade(response: str, answer: str, random_string_to_prepend: str) -> float:
+    """The function of the dataset's card (openai/mrcr, MIT)."""
+    if not response.startswith(random_string_to_prepend):
+        return 0
+    response = response.removeprefix(random_string_to_prepend)
+    answer = answer.removeprefix(random_string_to_prepend)
+    return float(SequenceMatcher(None, response, answer).ratio())
+
+
+def row(talk: list[str] = TALK, needles: int = 2, **changes: Any) -> dict[str, Any]:
+    messages = [{"role": ("user", "assistant")[place % 2], "content": said} for place, said in enumerate(talk)]
+    made = {"prompt": json.dumps(messages), "answer": "xY9It slept.", "random_string_to_prepend": "xY9"}
+    return made | {"n_needles": needles, "n_chars": sum(map(len, talk))} | changes
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """(rows of a file, settings) -> the settings to load them, with tokens counted as words."""
+
+    def made(*rows: dict[str, Any], lengths: tuple[int, ...] = (8192,), **more: Any) -> DataSettings:
+        (tmp_path / "2needle").mkdir(exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(list(rows)), tmp_path / "2needle" / "2needle_0.parquet")
+        return DataSettings(tmp_path, options=MrcrConfig(list(lengths)), **more)
+
+    monkeypatch.setattr(mrcr, "_counter", lambda settings: ("words", lambda text: len(text.split())))
+    return made
+
+
+def long(words: int, **changes: Any) -> dict[str, Any]:
+    return row([*TALK[:-1], " ".join(["word"] * words)], **changes)
+
+
+def test_score_is_the_datasets_own() -> None:
+    rng, dataset, gold = random.Random(0), SUITE.datasets[0], "xY9It slept all day, and dreamt."
+    answers = ["", "xY9", gold, " " + gold, gold.lower(), gold[3:], "xY9xY9It slept", "xY9" + gold[:2:-1]]
+    answers += ["xY9" + "".join(rng.choices("Itslept, day", k=rng.randint(0, 300))) for _ in range(50)]
+    for answer in answers:
+        assert score(dataset, answer, (gold, "xY9")) == grade(answer, gold, "xY9")
+    assert score(dataset, gold, (gold, "xY9")) == 1
+    assert score(dataset, gold[3:], (gold, "xY9")) == 0
+
+
+def test_rows_are_chosen_by_needles_and_bins(settings) -> None:
+    sizes = (4079, 4080, 8175, 8176, 16_367)  # and 17 words of the other messages and the answer
+    given = settings(*(long(size) for size in sizes), long(5000, needles=4), lengths=(8192, 16_384))
+    two, four, _ = SUITE.datasets
+    assert [(one.length, one.groups) for one in load(two, given).examples] == [
+        (4097, ("length=8192",)), (8192, ("length=8192",)), (8193, ("length=16384",)), (16_384, ("length=16384",))
+    ]  # fmt: skip
+    assert len(load(four, given).examples) == 1
+    assert load(two, given).source.endswith("tokens by words")
+    assert [one.length for one in load(two, settings(*map(long, sizes))).examples] == [4097, 8192]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"prompt": "no list"}, "not a list of messages"),
+        ({"prompt": json.dumps([{"role": "assistant", "content": "x"}])}, "expected user, assistant"),
+        ({"answer": "It slept."}, "does not start with random_string_to_prepend"),
+        ({"random_string_to_prepend": ""}, "random_string_to_prepend"),
+    ],
+)
+def test_unusable_row_is_named(settings, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        load(SUITE.datasets[0], settings(long(5000, **changes)))
+
+
+def test_bins_without_rows_or_unknown_are_refused(settings) -> None:
+    with pytest.raises(UserError, match=r"no row has \[16384\] tokens by words: give other mrcr\.lengths"):
+        load(SUITE.datasets[0], settings(long(5000), lengths=(16_384,)))
+    with pytest.raises(UserError, match=r"mrcr\.lengths=\[5000\]: expected a list of 8192"):
+        SUITE.check(SUITE.datasets[0], settings(long(5000), lengths=(5000,)))
+
+
+def test_tokens_are_counted_by_the_model_without_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(mrcr, "importlib", SimpleNamespace(import_module=missing))
+    name, count = mrcr._counter(DataSettings(model=TINY))
+    tokenizer: Any = load_tokenizer_of(TINY)
+    assert (name, count("1 2 3")) == (
+        "the model's tokenizer",
+        len(tokenizer("1 2 3", add_special_tokens=False)["input_ids"]),
+    )
+
+
+def test_messages_enter_the_template_as_they_are(settings) -> None:
+    (example,) = load(SUITE.datasets[0], settings(long(5000))).examples
+    tokenizer: Any = load_tokenizer_of(TINY)
+    tokenizer.chat_template = (
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    talk = [*TALK[:-1], example.input]
+    roles = ["user", "assistant", "user", "assistant", "user"]
+    expected = "".join(f"<{role}>{said}" for role, said in zip(roles, talk, strict=True)) + "<assistant>"
+    built = build_prompt(example, mrcr.TEMPLATE, tokenizer, chat=CHAT_FORMATS["auto"])
+    assert built.text == expected
+    assert built.tokens_before_truncation == len(built.token_ids)
+    plain = build_prompt(example, mrcr.TEMPLATE, tokenizer, chat=CHAT_FORMATS["llama2"]).text
+    eos, bos = tokenizer.eos_token or "", tokenizer.bos_token or ""
+    turns = [f"[INST]{asked}[/INST]{answer}{eos}{bos}" for asked, answer in zip(talk[::2], talk[1::2], strict=False)]
+    assert plain == "".join(turns) + f"[INST]{talk[-1]}[/INST]"
+
+
+def test_run_from_a_folder_scores_and_stores(settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mrcr, "BINS", (64,))
+    folder = settings(long(30), long(31)).dir
+    result = run(
+        small_run(tmp_path / "run", dataset={"mrcr_2": True}, data=DataConfig(dir=str(folder)), mrcr=MrcrConfig([64]))
+    )
+    assert result.results is not None
+    records: list[Record] = result.results.runs[0].records
+    assert [(one.dataset, one.groups, one.answers) for one in records] == [
+        ("mrcr_2", ["length=64"], ["xY9It slept.", "xY9"])
+    ] * 2
+    assert records[0].prompt_end == "".join([*TALK[:-1], " ".join(["word"] * 30)])
