@@ -1,4 +1,4 @@
-"""Scores by a suite's groups of rows, such as length or difficulty; needle in a haystack as heat maps."""
+"""Scores by groups of rows: a suite's own, and ranges of prompt lengths; needle in a haystack as heat maps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 
-from eval.analysis.columns import EXAMPLES, LABEL, MODEL, SETTING, Column, cells, forms, in_order
+from eval.analysis.columns import EXAMPLES, LABEL, MODEL, PROMPT_ENDS, SETTING, Column, cells, forms, in_order, range_of
 from eval.analysis.style import GREY, new_figure, panels_of, styled
 from eval.analysis.table import Figure, Table
 from eval.store.aggregate import rows_of, with_baselines
@@ -33,7 +33,7 @@ _VALUES = forms("score", "baseline_score", "pct_answered", "answered_score", "tt
 
 def groups(results: Results) -> Table:
     """Scores of every setting by group of rows. frame: datasets, tasks and their mean; cells: the mean."""
-    frame = with_baselines(results.frame)
+    frame = with_lengths(with_baselines(results.frame))
     frame = in_order(frame[frame["groups"].str.len() > 0])
     rows = [
         {**dict(zip(SETTING, setting, strict=True)), "group": group, **row}
@@ -49,6 +49,20 @@ def groups(results: Results) -> Table:
     )
     shown = cells(table[table["level"] == "all"], _COLUMNS, results)
     return Table("groups", "Scores by group of rows", caption, table, shown, keys=3)
+
+
+def with_lengths(frame: Any) -> Any:
+    """The frame whose rows are also in the group of their range of prompt tokens.
+
+    Not if the suite groups its rows by length, or if the prompts of a model on a suite are all in one range.
+    """
+    ranges = pd.Series(range_of(frame["prompt_tokens"], PROMPT_ENDS), frame.index)
+    several = ranges.groupby([frame["model"], frame["suite"]]).transform("nunique") > 1
+    grouped = [
+        [*names, *([f"tokens={name}"] if adds and not any(own.startswith("length=") for own in names) else [])]
+        for names, name, adds in zip(frame["groups"], ranges, several, strict=True)
+    ]
+    return frame.assign(groups=pd.Series(grouped, frame.index, dtype=object))
 
 
 def _parts(examples: Any) -> Iterator[tuple[str, Any]]:

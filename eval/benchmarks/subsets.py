@@ -1,4 +1,8 @@
-"""Divisions of a run's examples: halves, one to choose a setting and one to report it; and shards, for jobs.
+"""Divisions of a run's examples: a spread, for quick checks; halves, one to choose a setting and one to report it; and
+shards, for jobs.
+
+A spread of N examples: sorted by length, then by the id's hash, they are cut into N parts of equal size; the middle one
+of each part is in. So it has the lengths of the whole, and is the same for everyone.
 
 Halves: of each two neighbours in a dataset's order, the hash of the first one's id decides which is tuned on; the other
 is held out. So the halves of a dataset have equal size (up to one example) and the same mix of lengths and sources, and
@@ -20,6 +24,17 @@ from lazyllm.errors import UserError
 
 TUNING, HELD_OUT = "tuning", "held-out"
 HALVES = (TUNING, HELD_OUT)
+
+
+def spread_over(examples: Sequence[Example], count: int) -> list[Example]:
+    """The spread of `count` examples of a dataset, in their order; all if there are no more."""
+
+    def rank(number: int) -> tuple[int, bytes]:
+        return examples[number].length, hashlib.sha256(examples[number].id.encode()).digest()
+
+    ranked, count = sorted(range(len(examples)), key=rank), min(count, len(examples))
+    middles = [ranked[(2 * part + 1) * len(ranked) // (2 * count)] for part in range(count)]
+    return [examples[number] for number in sorted(middles)]
 
 
 def in_half(dataset: str, examples: Sequence[Example], half: str | None) -> list[Example]:

@@ -175,6 +175,10 @@ class RunConfig(SuiteSettings):
     limit: int | None = setting(
         None, "the first N examples of each dataset; `null`: all (`embedded`: 12; `stdlib`: 24; `ruler`: 500)"
     )
+    spread: str | None = setting(
+        None,
+        "`length`: `limit` takes N examples of each dataset, spread over its lengths, the same for everyone",
+    )
     max_new_tokens: int | None = setting(None, "shorter answers than the dataset allows, for a quick look")
     seed: int = setting(0, "of random weights, of `sample`, and the default of methods with a `seed`")
     threads: int | None = setting(None, "CPU threads; `null`: torch's choice (`tiny`, `coder`: 1)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import groupby, islice
@@ -16,7 +16,8 @@ import torch
 
 from eval.benchmarks.datasets import CHOICES, datasets_asked_for, load
 from eval.benchmarks.prompts import build_prompt, end_token_ids
-from eval.benchmarks.subsets import Shard, in_half, parse_shard, shard_numbers
+from eval.benchmarks.rows import sha256_of
+from eval.benchmarks.subsets import Shard, in_half, parse_shard, shard_numbers, spread_over
 from eval.benchmarks.suite import DoesNotFitError, Example, LoadedDataset
 from eval.run import targets
 from eval.run.config import RunConfig, compose_config, prompt_limit, register_schema, to_run_config
@@ -325,7 +326,7 @@ def _examples(config: RunConfig, loaded: list[LoadedDataset]) -> dict[str, list[
     pairs = [
         (data.dataset.name, replace(example, turns=example.turns[:last]))
         for data in loaded
-        for example in in_half(data.dataset.name, data.examples[: config.limit], config.half)
+        for example in in_half(data.dataset.name, _limited(config, data), config.half)
     ]
     empty = [data.dataset.name for data in loaded if data.dataset.name not in {name for name, _ in pairs}]
     if config.half is not None and empty:
@@ -337,6 +338,18 @@ def _examples(config: RunConfig, loaded: list[LoadedDataset]) -> dict[str, list[
     for name, example in pairs:
         chosen[name].append(example)
     return chosen
+
+
+def _limited(config: RunConfig, data: LoadedDataset) -> Sequence[Example]:
+    """A dataset's examples after `limit` and `spread`."""
+    if config.spread is not None and config.limit is not None:
+        return spread_over(data.examples, config.limit)
+    return data.examples[: config.limit]
+
+
+def _spread_sha256(config: RunConfig, loaded: Sequence[LoadedDataset]) -> str:
+    """The hash of the chosen rows' ids: equal for all who chose the same rows."""
+    return sha256_of({data.dataset.name: [one.id for one in _limited(config, data)] for data in loaded})[:16]
 
 
 def _keys_of(shard: Shard | None, cases: list[Case]) -> set[tuple[str, str]]:
@@ -358,6 +371,7 @@ def _identity(
     return {
         **run.identity(0 if model_config is None else model_config.num_hidden_layers),
         "tokenizer": tokenizer_sha256(tokenizer)[:16],
+        **({"spread": _spread_sha256(run.config, loaded)} if run.config.spread is not None else {}),
         "data": {
             data.dataset.name: f"{data.data_sha256[:16]} {data.config_sha256[:16]} v{run.suite.version}"
             for data in loaded

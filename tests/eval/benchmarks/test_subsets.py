@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.benchmarks.subsets import HALVES, Shard, in_half, parse_shard, shard_numbers
+from eval.benchmarks.subsets import HALVES, Shard, in_half, parse_shard, shard_numbers, spread_over
 from eval.benchmarks.suite import Example
 from eval.run.loop import run
 from eval.run.prepare import prepare
@@ -129,3 +132,28 @@ def test_shard_is_read_and_written() -> None:
 def test_malformed_shards_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="written i/n"):
         parse_shard(text)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 50), st.randoms())
+def test_spread_has_the_lengths_of_the_whole_and_depends_on_no_order(lengths: list[int], count: int, rng: Any) -> None:
+    ids = [str(number) for number in range(len(lengths))]
+    whole = [replace(one, length=length) for one, length in zip(examples_of(ids), lengths, strict=True)]
+    chosen = spread_over(whole, count)
+    assert len(chosen) == min(count, len(whole))
+    assert [one for one in whole if one in chosen] == chosen  # in the dataset's order
+    ranked = sorted(lengths)
+    for part, length in enumerate(sorted(one.length for one in chosen)):
+        low, high = (len(ranked) * end // len(chosen) for end in (part, part + 1))
+        assert ranked[low] <= length <= ranked[min(high, len(ranked) - 1)]
+    shuffled = rng.sample(whole, len(whole))
+    assert {one.id for one in spread_over(shuffled, count)} == {one.id for one in chosen}
+
+
+def test_spread_is_the_same_for_everyone_and_a_part_of_identity(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"dataset": {"lookup": True}, "limit": 3, "spread": "length"}
+    one, other = (prepare(small_run(tmp_path / name, seed=seed, **settings)) for name, seed in (("a", 0), ("b", 7)))
+    assert [case.key for case in one.cases] == [case.key for case in other.cases]
+    assert one.identity["spread"] == other.identity["spread"]
+    assert prepare(small_run(tmp_path / "c", **settings | {"limit": 2})).identity["spread"] != one.identity["spread"]
+    with pytest.raises(UserError, match="spread=length, limit=None: expected spread=length with limit=50"):
+        small_run(tmp_path / "d", **settings | {"limit": None})
