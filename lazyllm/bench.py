@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError
-from lazyllm.machine import device_name, git_commit
+from lazyllm.machine import LONG, device_name, git_commit, handicaps
 from lazyllm.methods import METHODS, Baseline, Lazy, Method, make
 from lazyllm.methods.support.schedule import Schedule
 from lazyllm.presets import fields_of
@@ -219,6 +219,9 @@ def main(arguments: Sequence[str]) -> None:
             print(row(cells_of(case)), flush=True)
             if options.json:
                 options.json.write_text(json.dumps({**about, "cases": list(map(asdict, cases))}) + "\n")
+    long = [pair.baseline.mfu for case in cases if case.tokens >= LONG for pair in case.pairs]
+    least = min((100 * mfu for mfu in long if mfu is not None), default=math.nan)
+    print(*(f"Caution: {sign}." for sign in handicaps(about["device"], [about["attention_kernel"]], least)), sep="\n")
 
 
 def measure(options: Any, model: PreTrainedModel, contenders: dict[int, dict[str, Method]]) -> Iterator[BenchCase]:

@@ -6,6 +6,7 @@ import platform
 import re
 import runpy
 import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +36,7 @@ class Accelerator:
         return self.name.startswith("H")
 
 
+LONG, LEAST_MFU = 8000, 40  # tokens; per cent of its peak that a good baseline reaches from there on
 FLASH_2 = "FlashAttention 2"  # as `lazyllm.engine.devices.attention_kernel` names it
 # Names that contain another one come first
 ACCELERATORS = {
@@ -53,6 +55,27 @@ def accelerator(device: str) -> Accelerator | None:
     """The data sheet of a device, by the driver's name; None if it is unknown or a part of a GPU (MIG)."""
     whole = "MIG" not in device.split()
     return next((kind for kind in ACCELERATORS.values() if whole and re.search(rf"\b{kind.name}\b", device)), None)
+
+
+def handicaps(device: str, kernels: Collection[str], least_mfu: float) -> list[str]:
+    """A sentence for each sign that a baseline is slower than it could be, which flatters every speedup.
+
+    device: the driver's name. kernels: of its attention. least_mfu: in per cent, of its prefills of `LONG` prompts; NaN
+    if there are none.
+    """
+    kind = accelerator(device)
+    sentences = []
+    if kind is not None and least_mfu < LEAST_MFU:
+        sentences.append(
+            f"At {LONG:,} prompt tokens and more, the baseline's prefill reaches {least_mfu:.0f} % of the peak of "
+            f"{device}, a good one {LEAST_MFU} % or more: this flatters every speedup"
+        )
+    if kind is not None and kind.is_hopper and FLASH_2 in kernels:
+        sentences.append(
+            f"The baseline ran {FLASH_2} on {device}, where it reaches about 35 % of the peak and FlashAttention 3 "
+            "75 % (arXiv 2407.08608): this flatters every speedup at long prompts"
+        )
+    return sentences
 
 
 def device_name(device: torch.device) -> str:

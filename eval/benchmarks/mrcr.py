@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 from eval.benchmarks.downloads import is_cached, missing_from_hub, rows_from_files, rows_from_hub
@@ -73,7 +74,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         else rows_from_files(settings.dir, "**/*.parquet")
     )
     counted_by, count = _counter(settings)
-    lengths, others = _lengths(settings), {*NEEDLES} - {_needles(dataset)}
+    lengths, others = _lengths(settings), {*NEEDLES} - {int(dataset.name.removeprefix("mrcr_"))}
     mine = [
         (where, row)
         for where, row in rows
@@ -108,13 +109,18 @@ SUITE = Suite(
     check=check,
     missing=lambda dataset, settings: None if settings.dir is not None else missing_from_hub(REPOSITORY, _GIVE),
     cached=partial(is_cached, REPOSITORY),
+    rows=lambda dataset, settings: map(row_of, load(dataset, settings).examples[: settings.limit]),
     length=lambda settings: max(_lengths(settings)),
     shorter="give smaller mrcr.lengths",
 )
 
 
-def _needles(dataset: Dataset) -> int:
-    return int(dataset.name.removeprefix("mrcr_"))
+def row_of(example: Example) -> dict[str, Any]:
+    """The row in the dataset's format."""
+    contents, (answer, prefix) = (*example.earlier, example.input), example.answers
+    messages = [{"role": role, "content": said} for role, said in zip(cycle(("user", "assistant")), contents)]
+    row = {"prompt": json.dumps(messages), "answer": answer, "random_string_to_prepend": prefix}
+    return row | {"n_needles": int(example.dataset.removeprefix("mrcr_")), "n_chars": sum(map(len, contents))}
 
 
 def _lengths(settings: DataSettings) -> list[int]:

@@ -24,7 +24,7 @@ from eval.benchmarks.datasets import DATASETS
 from eval.store.folder import files_of, read_about, read_failures, read_records, read_table
 from eval.store.record import SCALES, SCHEMA, Failure, Record, to_records, to_table
 from lazyllm.errors import UserError
-from lazyllm.machine import FLASH_2, accelerator
+from lazyllm.machine import LONG, handicaps
 from lazyllm.methods import Lazy, settings_of
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 CAMPAIGN = "campaign.json"  # in a collected campaign (`eval.store.collect`)
 CAMPAIGN_VERSION = 1
 CAMPAIGN_RECORDS = "records.parquet"
-
-LONG, LEAST_MFU = 8000, 40  # tokens; per cent of a known accelerator's peak that a good baseline reaches from there on
 
 _SIDES = {"method": "", "baseline": "baseline_"}  # {measurement of a record: prefix of its columns}
 # LazyLLM's switches, which labels leave out at their defaults
@@ -165,23 +163,10 @@ class StoredRun:
 
     @property
     def handicaps(self) -> list[str]:
-        """A sentence for each sign that the baseline is slower than it could be, which flatters every speedup."""
-        kind, sentences, side = accelerator(self.device), list[str](), "" if self.method == "baseline" else "baseline_"
-        if kind is None:
-            return sentences
+        """`lazyllm.machine.handicaps` of its baseline."""
+        side = "" if self.method == "baseline" else "baseline_"
         long = self.examples[self.examples["prompt_tokens"] >= LONG]
-        least = long[f"{side}prefill_mfu"].min()
-        if least < LEAST_MFU:
-            sentences.append(
-                f"At {LONG:,} prompt tokens and more, the baseline's prefill reaches {least:.0f} % of the peak of "
-                f"{self.device}, a good one {LEAST_MFU} % or more: this flatters every speedup"
-            )
-        if kind.is_hopper and FLASH_2 in self.kernels:
-            sentences.append(
-                f"The baseline ran {FLASH_2} on {self.device}, where it reaches about 35 % of the peak and "
-                "FlashAttention 3 75 % (arXiv 2407.08608): this flatters every speedup at long prompts"
-            )
-        return sentences
+        return handicaps(self.device, self.kernels, long[f"{side}prefill_mfu"].min())
 
     @property
     def records_sha256(self) -> dict[str, str]:

@@ -101,20 +101,25 @@ class Peak:
         return share
 
 
-@cache
 def peak_of(device: torch.device, dtype: torch.dtype, width: int, mlp_width: int) -> Peak | None:
     """The peak of a known accelerator in `dtype`; of a CPU, the rate of one matrix product. None for other devices.
 
     width, mlp_width: of the model; the CPU multiplies 1,000 of its tokens by a matrix of this size, best of three.
     """
     if device.type == "cpu":
-        seconds = min(product_seconds(device, dtype, 1000, width, mlp_width) for _ in range(3))
-        return Peak(2 * 1000 * width * mlp_width / seconds, is_bound=False)
+        return Peak(_cpu_rate(dtype, width, mlp_width, torch.get_num_threads()), is_bound=False)
     kind = accelerator(device_name(device))
     if kind is None or dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return None
     is_float32 = dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
     return Peak(kind.float32_flops_per_s if is_float32 else kind.flops_per_s, is_bound=True)
+
+
+@cache
+def _cpu_rate(dtype: torch.dtype, width: int, mlp_width: int, threads: int) -> float:
+    """FLOP/s of a product, measured once for each number of threads."""
+    seconds = min(product_seconds(torch.device("cpu"), dtype, 1000, width, mlp_width) for _ in range(3))
+    return 2 * 1000 * width * mlp_width / seconds
 
 
 def product_seconds(device: torch.device, dtype: torch.dtype, tokens: int, width: int, mlp_width: int) -> float:

@@ -43,7 +43,7 @@ def test_row_has_medians_and_quartiles() -> None:
     slower = Pair(PAIR.baseline, Run([1], 8.0, [3.0, 2.0, 5.0], 18.0, 30, [10, 0, 30], 60, 15))
     cells = cells_of(BenchCase("paper", 9, 0, 4, [PAIR, slower, slower], 2_000_000_000, None))
     assert cells == [
-        "paper", "9", "0", "4", "8", "1 [1, 1.5]", "3", "0.3333", f"{10 / 7:.4g} [1.429, 1.429]", "0.5",
+        "paper", "9", "0", "4", "8", "1 [1, 1.5]", "3", "0.3333", "-", f"{10 / 7:.4g} [1.429, 1.429]", "0.5",
         "1.2 [1.067, 1.2]", "40", "0.75", "2", "-",
     ]  # fmt: skip
     transformers = Pair(PAIR.baseline, Run([1], 9.0, [7.0], 23.0, 90, []))

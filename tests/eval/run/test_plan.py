@@ -62,8 +62,8 @@ def test_llama_2_by_hand() -> None:
     )
     eager = Model.of(replace(LLAMA2, attn_implementation="eager")).memory(Baseline(), n, 1)
     assert eager["working"] == 2 * 32 * n * n * 2 > model.memory(Baseline(), n, 1)["working"]
-    assert ACCELERATORS["l4"].seconds(Work(steps, read)) == pytest.approx(read / 0.3e12 / RATE)
-    assert ACCELERATORS["l4"].seconds(Work(prefill, model.weights)) == pytest.approx(prefill / 121e12 / RATE)
+    assert Work(steps, read).seconds_on(ACCELERATORS["l4"]) == pytest.approx(read / 0.3e12 / RATE)
+    assert Work(prefill, model.weights).seconds_on(ACCELERATORS["l4"]) == pytest.approx(prefill / 121e12 / RATE)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,8 @@ def test_memory_is_what_a_generation_holds(name: str, tiny) -> None:
     model = Model.of(TINY)
     planned = model.memory(method, n, 1)
     assert model.weights == sum(weight.nbytes for weight in tiny.parameters())
-    assert out.kv_bytes == sum(method.stored_per_layer(8, n)) * model.kv_bytes
+    declared = sum(method.stored_per_layer(8, n)) * model.kv_bytes
+    assert out.kv_bytes == declared or (method.adaptive and out.kv_bytes < declared)
     assert planned["Aux Cache"] == pytest.approx(out.aux_bytes, rel=0.1)
     assert planned["K and V"] >= out.kv_bytes  # a prefill holds tokens that static pruning later discards
 
