@@ -20,9 +20,11 @@ one after the other; transformers continues from its KV cache. --rows shows the 
 together, over those of one row whose steps take turns with theirs. --repeats 0 takes one generation of each, alone, for
 prompts that take many minutes.
 
-Columns: "ideal" is the TTFT speedup by FLOPs. "without revival" compares the steps in which LazyLLM revives nothing,
-"whole" the whole generation. "revived" counts tokens, mean over layers. "stored" is the KV and Aux Cache after the
-prefill, over the baseline's KV. The peaks of memory are beyond the weights; the last one is the baseline's.
+Columns: "ideal" is the TTFT speedup by FLOPs. "baseline's MFU" is model FLOPs utilisation: FLOPs / TTFT over the
+device's peak, on a CPU over the rate of a matrix product. "without revival" compares the steps in which LazyLLM
+revives nothing, "whole" the whole generation. "revived" counts tokens, mean over layers. "stored" is the KV and Aux
+Cache after the prefill, over the baseline's KV. The peaks of memory are beyond the weights; the last one is the
+baseline's.
 """
 
 from __future__ import annotations
