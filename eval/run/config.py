@@ -450,6 +450,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
     choices = {
         "data.on_error": ("raise", "skip"),
         "half": (None, *HALVES),
+        "spread": (None, "length"),
         "fidelity": (None, "answer"),
         "timing.paired": (True, "ttft", False),
         "tracker.name": TRACKERS,
@@ -470,6 +471,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
     _require(
         plain.fidelity is None or plain.timing.paired is True, "fidelity", plain.fidelity, "timing.paired=true with it"
     )
+    _require(plain.spread is None or plain.limit is not None, "spread", plain.spread, "limit=50 or so with it")
     _require(plain.out is None or one_run, "out", plain.out, "no out= with compare, as each run has its own folder")
     _require(plain.shard is None or one_run, "shard", plain.shard, "only=LABEL with it, as it divides one run")
     if plain.shard is not None:

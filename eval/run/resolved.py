@@ -145,8 +145,6 @@ def resolve(config: RunConfig) -> Resolved:
     for settings in methods if model.url is None else ():
         build_method(targets.check(settings))
         later_turns(settings)
-    if config.spread is not None and (config.spread != "length" or not config.limit):
-        raise UserError(f"spread={config.spread}, limit={config.limit}: expected spread=length with limit=50 or so")
     named = datasets_asked_for(config.dataset, model.name)
     suite = SUITES[named[0].suite]
     data = DataSettings(

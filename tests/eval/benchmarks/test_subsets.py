@@ -19,7 +19,7 @@ from eval.run.loop import run
 from eval.run.prepare import prepare
 from eval.store.results import find_runs
 from lazyllm.errors import UserError
-from tests.runs import small_run
+from tests.runs import run_of, small_run
 
 IDS = st.lists(st.text(max_size=8), unique=True, max_size=40)
 
@@ -155,5 +155,5 @@ def test_spread_is_the_same_for_everyone_and_a_part_of_identity(tmp_path: Path) 
     assert [case.key for case in one.cases] == [case.key for case in other.cases]
     assert one.identity["spread"] == other.identity["spread"]
     assert prepare(small_run(tmp_path / "c", **settings | {"limit": 2})).identity["spread"] != one.identity["spread"]
-    with pytest.raises(UserError, match="spread=length, limit=None: expected spread=length with limit=50"):
-        small_run(tmp_path / "d", **settings | {"limit": None})
+    with pytest.raises(UserError, match="spread=length: expected limit=50"):
+        run_of("model=tiny", "dataset=lookup", "spread=length")
