@@ -15,26 +15,24 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 from eval.benchmarks.downloads import is_cached, missing_from_hub, rows_from_files, rows_from_hub
 from eval.benchmarks.prompts import tokenizer_for_rows
-from eval.benchmarks.rows import check_fields, is_filled, sha256_of, usable
+from eval.benchmarks.rows import check_fields, is_filled, loaded, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
 
 REPOSITORY = "openai/mrcr"
-TEMPLATE = "{input}"
 MAX_NEW_TOKENS = 2048
 NEEDLES = (2, 4, 8)
 BINS = tuple(2**power for power in range(13, 21))
 """Upper ends; each bin begins above half of its end."""
 
-_GIVE = "data.dir=FOLDER with its parquet files"
+_GIVE = "its parquet files"
 _CHARACTERS = 16  # of a token, at most, on average over a conversation: rows beyond it are not counted
 _FIELDS = (
     ("prompt", is_filled, "a conversation as JSON"),
@@ -61,7 +59,7 @@ def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Se
 
 def check(dataset: Dataset, settings: DataSettings) -> None:
     """Refuse unknown bins. Raises UserError."""
-    lengths = _lengths(settings)
+    lengths = settings.options.lengths
     if not lengths or not set(lengths) <= set(BINS):
         raise UserError(f"mrcr.lengths={lengths}: expected a list of {', '.join(map(str, BINS))}")
 
@@ -74,26 +72,20 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         else rows_from_files(settings.dir, "**/*.parquet")
     )
     counted_by, count = _counter(settings)
-    lengths, others = _lengths(settings), {*NEEDLES} - {int(dataset.name.removeprefix("mrcr_"))}
+    lengths, others = settings.options.lengths, {*NEEDLES} - {int(dataset.name.removeprefix("mrcr_"))}
     mine = [
         (where, row)
         for where, row in rows
         if row.get("n_needles") not in others and len(str(row.get("prompt"))) <= _CHARACTERS * max(lengths)
     ]
-    examples, skipped = usable(mine, partial(_example, dataset, count), source, settings.on_error, "conversations")
-    in_bins = tuple(example for example in examples if set(map("length={}".format, lengths)) & {*example.groups})
+    sha256 = sha256_of([sha256, lengths, counted_by])
+    rows = mine, f"{source}, tokens by {counted_by}", sha256
+    whole = loaded(dataset, rows, partial(_example, dataset, count), settings.on_error, "conversations", MAX_NEW_TOKENS)
+    groups = {f"length={length}" for length in lengths}
+    in_bins = tuple(example for example in whole.examples if groups & {*example.groups})
     if not in_bins:
         raise UserError(f"{dataset.name}: no row has {lengths} tokens by {counted_by}: give other mrcr.lengths")
-    return LoadedDataset(
-        dataset=dataset,
-        examples=in_bins,
-        template=TEMPLATE,
-        max_new_tokens=MAX_NEW_TOKENS,
-        data_sha256=sha256_of([sha256, lengths, counted_by]),
-        config_sha256=sha256_of([TEMPLATE, MAX_NEW_TOKENS]),
-        source=f"{source}, tokens by {counted_by}",
-        skipped=skipped,
-    )
+    return replace(whole, examples=in_bins)
 
 
 SUITE = Suite(
@@ -109,22 +101,9 @@ SUITE = Suite(
     check=check,
     missing=lambda dataset, settings: None if settings.dir is not None else missing_from_hub(REPOSITORY, _GIVE),
     cached=partial(is_cached, REPOSITORY),
-    rows=lambda dataset, settings: map(row_of, load(dataset, settings).examples[: settings.limit]),
-    length=lambda settings: max(_lengths(settings)),
+    length=lambda settings: max(settings.options.lengths),
     shorter="give smaller mrcr.lengths",
 )
-
-
-def row_of(example: Example) -> dict[str, Any]:
-    """The row in the dataset's format."""
-    contents, (answer, prefix) = (*example.earlier, example.input), example.answers
-    messages = [{"role": role, "content": said} for role, said in zip(cycle(("user", "assistant")), contents)]
-    row = {"prompt": json.dumps(messages), "answer": answer, "random_string_to_prepend": prefix}
-    return row | {"n_needles": int(example.dataset.removeprefix("mrcr_")), "n_chars": sum(map(len, contents))}
-
-
-def _lengths(settings: DataSettings) -> list[int]:
-    return (settings.options or MrcrConfig()).lengths
 
 
 def _counter(settings: DataSettings) -> tuple[str, Callable[[str], int]]:
@@ -155,6 +134,7 @@ def _example(dataset: Dataset, count: Callable[[str], int], row: Any, number: in
         language="en",
         groups=tuple(f"length={end}" for end in BINS if end // 2 < tokens <= end),
         earlier=tuple(messages[:-1]),
+        official=row,
     )
 
 

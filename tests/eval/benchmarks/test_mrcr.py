@@ -18,7 +18,7 @@ from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import official_rows
 from eval.benchmarks.mrcr import SUITE, MrcrConfig, load, score
 from eval.benchmarks.prompts import build_prompt
-from eval.benchmarks.suite import DataSettings
+from eval.benchmarks.suite import TEMPLATE, DataSettings
 from eval.run.config import DataConfig
 from eval.run.loop import run
 from eval.store.record import Record
@@ -131,10 +131,10 @@ def test_messages_enter_the_template_as_they_are(settings) -> None:
     talk = [*TALK[:-1], example.input]
     roles = ["user", "assistant", "user", "assistant", "user"]
     expected = "".join(f"<{role}>{said}" for role, said in zip(roles, talk, strict=True)) + "<assistant>"
-    built = build_prompt(example, mrcr.TEMPLATE, tokenizer, chat=CHAT_FORMATS["auto"])
+    built = build_prompt(example, TEMPLATE, tokenizer, chat=CHAT_FORMATS["auto"])
     assert built.text == expected
     assert built.tokens_before_truncation == len(built.token_ids)
-    plain = build_prompt(example, mrcr.TEMPLATE, tokenizer, chat=CHAT_FORMATS["llama2"]).text
+    plain = build_prompt(example, TEMPLATE, tokenizer, chat=CHAT_FORMATS["llama2"]).text
     eos, bos = tokenizer.eos_token or "", tokenizer.bos_token or ""
     turns = [f"[INST]{asked}[/INST]{answer}{eos}{bos}" for asked, answer in zip(talk[::2], talk[1::2], strict=False)]
     assert plain == "".join(turns) + f"[INST]{talk[-1]}[/INST]"

@@ -10,7 +10,8 @@ import torch
 
 import lazyllm
 from eval.run.loop import run
-from eval.run.plan import RATE, Model, Work, as_text, cost, costs, rows_of
+from eval.run.plan import RATE, as_text, cost, costs, rows_of, seconds_on
+from eval.run.work import Model, Work
 from eval.store.runs import stored_runs
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError
@@ -62,8 +63,8 @@ def test_llama_2_by_hand() -> None:
     )
     eager = Model.of(replace(LLAMA2, attn_implementation="eager")).memory(Baseline(), n, 1)
     assert eager["working"] == 2 * 32 * n * n * 2 > model.memory(Baseline(), n, 1)["working"]
-    assert Work(steps, read).seconds_on(ACCELERATORS["l4"]) == pytest.approx(read / 0.3e12 / RATE)
-    assert Work(prefill, model.weights).seconds_on(ACCELERATORS["l4"]) == pytest.approx(prefill / 121e12 / RATE)
+    assert seconds_on(ACCELERATORS["l4"], Work(steps, read)) == pytest.approx(read / 0.3e12 / RATE)
+    assert seconds_on(ACCELERATORS["l4"], Work(prefill, model.weights)) == pytest.approx(prefill / 121e12 / RATE)
 
 
 @pytest.fixture(scope="module")
