@@ -317,7 +317,7 @@ class Bench:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class PackedBench(Bench):
     """A `Bench` whose answers decode together, `rows` of them, after TTFT was measured as in `Bench`.
 
