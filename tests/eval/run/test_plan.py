@@ -114,7 +114,7 @@ def test_plan_adds_the_baseline_and_the_warm_ups() -> None:
     warmed = cost(alone.changed(timing=replace(alone.config.timing, warmup=2)), rows, ACCELERATORS["l4"])
     assert (one.baseline, paired.method) == (Work(0, 0), one.method)
     assert paired.baseline.flops > paired.method.flops
-    once = cost(alone.changed(timing=replace(alone.config.timing, paired="ttft")), rows, GPUS["l4"])
+    once = cost(alone.changed(timing=replace(alone.config.timing, paired="ttft")), rows, ACCELERATORS["l4"])
     assert (once.method, once.baseline) == (one.method, Model.of(alone.spec).prefill(Baseline(), rows[0].length))
     assert one.seconds < once.seconds < paired.seconds
     ((row, method),) = [(row, StaticPruning(2, 0.3)) for row in rows]
