@@ -301,6 +301,7 @@ def gain_of_rows(model: PreTrainedModel, method: Method, rows: int, options: Any
     import torch
 
     from lazyllm.engine.decoder import open_decoder
+    from lazyllm.engine.devices import read_work_clock
     from lazyllm.engine.pack import step_together
 
     draw = torch.Generator().manual_seed(options.seed)
@@ -312,11 +313,11 @@ def gain_of_rows(model: PreTrainedModel, method: Method, rows: int, options: Any
             sessions.append(method.start(decoder.beside(), Prompt(prompt), options.new_tokens[0]))
             sessions[-1].prefill(prompt.to(model.device))
         for token_id in range(1, options.new_tokens[0]):
-            began = read_clock(model.device)
+            began = read_work_clock(model.device)
             step_together(decoder, sessions[1:], [token_id] * rows)
-            between = read_clock(model.device)
+            between = read_work_clock(model.device)
             sessions[0].step(token_id)
-            gains.append(rows * (read_clock(model.device) - between) / (between - began))
+            gains.append(rows * (read_work_clock(model.device) - between) / (between - began))
     return statistics.median(gains)
 
 
