@@ -114,8 +114,9 @@ def _impossible(run: StoredRun) -> Iterator[str]:
     kind = accelerator(run.device)
     if kind is None:
         return
-    rates = [(run.examples[f"{side}prefill_flops"] / run.examples[f"{side}ttft_s"]).max() for side in ("", "baseline_")]
-    share = max([rate for rate in rates if rate == rate], default=0) / kind.flops_per_s  # NaN: not measured
+    examples: Any = run.examples
+    rates = [float((examples[f"{side}prefill_flops"] / examples[f"{side}ttft_s"]).max()) for side in ("", "baseline_")]
+    share = max((rate for rate in rates if rate == rate), default=0.0) / kind.flops_per_s  # NaN: not measured
     if share > 1:
         yield (
             f"{run.folder}: impossible clock: a prefill at {share:.0%} of the peak of {run.device} "

@@ -57,9 +57,9 @@ def with_lengths(frame: Any) -> Any:
     Not if the suite groups its rows by length, or if the prompts of a model on a suite are all in one range.
     """
     ranges = pd.Series(range_of(frame["prompt_tokens"], PROMPT_ENDS), frame.index)
-    several = ranges.groupby([frame["model"], frame["suite"]]).transform("nunique") > 1
+    several: Any = ranges.groupby([frame["model"], frame["suite"]]).transform("nunique")
     grouped = [
-        [*names, *([f"tokens={name}"] if adds and not any(own.startswith("length=") for own in names) else [])]
+        [*names, *([f"tokens={name}"] if adds > 1 and not any(own.startswith("length=") for own in names) else [])]
         for names, name, adds in zip(frame["groups"], ranges, several, strict=True)
     ]
     return frame.assign(groups=pd.Series(grouped, frame.index, dtype=object))

@@ -129,7 +129,7 @@ def _by_length(results: Results) -> list[dict[str, Any]]:
     present = [name for name in range_names(PROMPT_ENDS) if name in set(ranges)]
     more = {"kind": "length", "failed": 0, "score_failed_as_zero": np.nan}
     return [
-        rows_of(results.frame[ranges == name])[-1] | more | {"name": f"{name} prompt tokens"}
+        rows_of(results.frame.loc[ranges == name])[-1] | more | {"name": f"{name} prompt tokens"}
         for name in present
         if len(present) > 1
     ]
@@ -166,7 +166,7 @@ def _physics(results: Results) -> str:
     [run] = results.runs
     kernels = ", ".join(run.kernels) or "unknown"
     text = f"\nAttention kernel of the baseline, by profiler: {kernels}."
-    if results.frame["prefill_mfu"].notna().any():
+    if bool(results.frame["prefill_mfu"].notna().any()):
         peak = "its maker's dense peak" if accelerator(run.device) else "the rate of a matrix product measured here"
         text += f" MFU: model FLOPs utilisation of the prefill, FLOPs / TTFT over {peak} ({run.device})."
     return text + "".join(f"\nCaution: {sentence}." for sentence in run.handicaps)

@@ -165,8 +165,8 @@ class StoredRun:
     def handicaps(self) -> list[str]:
         """`lazyllm.machine.handicaps` of its baseline."""
         side = "" if self.method == "baseline" else "baseline_"
-        long = self.examples[self.examples["prompt_tokens"] >= LONG]
-        return handicaps(self.device, self.kernels, long[f"{side}prefill_mfu"].min())
+        long: Any = self.examples[self.examples["prompt_tokens"] >= LONG]
+        return handicaps(self.device, self.kernels, float(long[f"{side}prefill_mfu"].min()))
 
     @property
     def records_sha256(self) -> dict[str, str]:
