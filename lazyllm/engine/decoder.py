@@ -155,7 +155,8 @@ class Decoder:
                 probe.watch(run.look)
         reaches: list[dict[int | None, Reach]] = [{} for _ in rows]
         device = self.device
-        with products_of(hidden, self._largest_matrix) if rows[0][0].decodes else nullcontext():
+        packed = len(rows) > 1
+        with products_of(hidden, self._largest_matrix, packed) if rows[0][0].decodes else nullcontext():
             for layer in layers:
                 window = self.layout.windows[layer]
                 for (probe, run), made in zip(rows, reaches, strict=True):
@@ -195,7 +196,8 @@ class Decoder:
     def last_logits(self, hidden: Sequence[Tensor]) -> Tensor:
         """[r, v] logits of the last token of each of r rows [1, m, w]."""
         last = _joined([of_row[:, -1:] for of_row in hidden])
-        return moved(self.head(self.norm(last)[0]), self.device)
+        with products_of(last, self._largest_matrix, packed=True):
+            return moved(self.head(self.norm(last)[0]), self.device)
 
 
 @contextmanager

@@ -39,6 +39,20 @@ def test_products_of_a_few_rows_are_products(m: int, bias: bool) -> None:
     assert found.layout == torch.strided
 
 
+@pytest.mark.parametrize(("m", "bias"), [(2, True), (8, False)])
+def test_packed_bfloat16_products_are_products(m: int, bias: bool, monkeypatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    draw = torch.Generator().manual_seed(m)
+    rows, weight = (torch.randn(*shape, 700, generator=draw).bfloat16() for shape in ((1, m), (500,)))
+    offset = torch.randn(500, generator=draw).bfloat16() if bias else None
+    exact = rows.double() @ weight.double().T + (offset.double() if offset is not None else 0)
+    with torch.inference_mode(), devices.products_of(rows, 700 * 500, packed=True), Names() as names:
+        found = F.linear(rows, weight, offset)
+    assert names.found.count("split") == 1
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-3)  # rounded once
+
+
 @pytest.mark.parametrize(
     ("m", "dtype", "size"),
     [(1, torch.float32, 600), (32, torch.float32, 600), (3, torch.float64, 600), (3, torch.float32, 60)],
