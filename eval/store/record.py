@@ -270,9 +270,9 @@ def _made(kind: type[_Kind], values: Any) -> _Kind:
         raise TypeError(f"{kind.__name__} is {type(values).__name__}, not dict")
     values = dict(values)
     for name, optional, annotation in _described(kind):
-        value: Any = values.get(name)
-        if name not in values or (value is None and optional):
+        if name not in values or (values[name] is None and optional):
             continue
+        value = values[name]
         if annotation in _NESTED:
             inner, is_list = _NESTED[annotation]
             values[name] = [_made(inner, item) for item in value] if is_list else _made(inner, value)

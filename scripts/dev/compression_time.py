@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from eval.run.plan import GPUS, RATE, Model
+from eval.run.plan import RATE, Model, seconds_on
+from lazyllm.machine import ACCELERATORS
 from lazyllm.methods import Baseline, RandomDrop
 from lazyllm.methods.prompt_compression.scoring import scoring_flops, self_information_by
 from lazyllm.methods.prompt_compression.segments import phrase_starts, sentence_starts
@@ -52,7 +53,7 @@ def rows(folder: Path, spacy_model: str) -> Iterator[dict[str, Any]]:
         for width, words in ((768, 50257), (12, 100))
     )
     count: Any = SimpleNamespace(tokens_run=0.0)
-    llama, a100 = Model.of(ModelSpec("llama2", "dummy")), GPUS["a100"]
+    llama, a100 = Model.of(ModelSpec("llama2", "dummy")), ACCELERATORS["a100"]
     phrase_starts("A warm-up.", nlp)
     for file in sorted(folder.glob("*.jsonl")):
         with file.open(encoding="utf-8") as lines:
@@ -70,7 +71,7 @@ def rows(folder: Path, spacy_model: str) -> Iterator[dict[str, Any]]:
             "scoring_by_sentence_s": seconds(lambda each=parts: [gpt2(part) for part in each]),
             "empty_calls_by_sentence_s": seconds(lambda each=parts: [empty(part % 100) for part in each]),
         }
-        whole, half = (a100.seconds(llama.prefill(method, len(ids))) for method in (Baseline(), RandomDrop(0.5)))
+        whole, half = (seconds_on(a100, llama.prefill(method, len(ids))) for method in (Baseline(), RandomDrop(0.5)))
         arithmetic = scoring_flops(gpt2.config, len(ids), matrices=12 * 768**2) / a100.flops_per_s / RATE
         by_sentence = line["segmenting_by_sentence_s"] + line["empty_calls_by_sentence_s"] + arithmetic + half
         at_once = line["segmenting_s"] + arithmetic + half
