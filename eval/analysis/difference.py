@@ -48,8 +48,11 @@ class Difference:
 
 
 def difference(results: Results) -> Difference | None:
-    """Of a run's examples, as a mean over tasks; None without a paired baseline. results: of one run."""
-    frame: Any = results.frame.dropna(subset=["baseline_ttft_s"])
+    """Of a run's examples, as a mean over tasks; None without a paired baseline. results: of one run.
+
+    With `timing.paired=ttft`, examples count once the baseline's own run has answered them.
+    """
+    frame: Any = results.frame.dropna(subset=["baseline_ttft_s", "baseline_score"])
     if frame.empty:
         return None
     gains = on_common_examples(frame.assign(gain=frame["score"] - frame["baseline_score"]), "gain")

@@ -21,7 +21,7 @@ from lazyllm.methods import Baseline, Lazy
 from lazyllm.spec import ModelSpec
 from tests.runs import run_of, small_run
 
-OWN_TIMES = {"ttft_s", "scoring_s", "total_s", "decode_step_s", "total_s_so_far", "peak_memory_bytes"}
+OWN_TIMES = {"ttft_s", "scoring_s", "total_s", "decode_step_s", "total_s_so_far", "peak_memory_bytes", "prefill_mfu"}
 
 
 def records_of(folder: Path, rows: int, **changes: Any) -> dict[str, Record]:

@@ -36,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def untimed(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of methods, and the columns that no clock, no reading of memory and no folder is in."""
-    left_out = ("_s", "_so_far", "_speedup", "peak_memory_bytes", "run", "folder", "paired", *ANSWERS)
+    left_out = ("_s", "_so_far", "_speedup", "_mfu", "peak_memory_bytes", "run", "folder", "paired", *ANSWERS)
     names = [name.removesuffix("_low").removesuffix("_high") for name in frame]
     shown = [name == "ideal_ttft_speedup" or not name.endswith(left_out) for name in names]
     return frame.loc[frame["method"] == "lazy", shown].reset_index(drop=True)
