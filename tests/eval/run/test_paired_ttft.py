@@ -87,7 +87,8 @@ def test_missing_baseline_is_named_with_its_command(runs: Path, tmp_path: Path, 
     command = sentence.rpartition(": ")[2]
     assert f"not finished: {command}" in (runs / "once" / "a" / "summary.md").read_text()
     named = identify(run_of(*shlex.split(command)[2:]))
-    assert (named.identity, named.keys) == (baseline.identity, baseline.keys)
+    keys = [(dataset, one.id) for dataset, examples in named.examples.items() for one in examples]
+    assert (named.identity, keys) == (baseline.identity, baseline.keys)
 
 
 def test_comparison_joins_its_baseline_and_a_later_run_finds_it(tmp_path: Path, monkeypatch) -> None:
