@@ -105,3 +105,13 @@ def test_import_of_the_command_loads_nothing_slow() -> None:
     code = "import sys, eval.analysis.write; print({'pandas', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.slow
+def test_committed_tables_are_those_of_the_committed_records(tmp_path: Path) -> None:
+    """results/embedded goes stale if a table changes: `lazyllm-bench paper results/embedded/records` makes it."""
+    committed = ROOT / "results" / "embedded"
+    assert main([str(committed / "records"), "--out", str(tmp_path)]) == 0
+    for suffix in ("md", "tex"):
+        made = {file.name: file.read_bytes() for file in (tmp_path / "tables").glob(f"*.{suffix}")}
+        assert made == {file.name: file.read_bytes() for file in (committed / "tables").glob(f"*.{suffix}")}

@@ -11,7 +11,7 @@ import pytest
 import lazyllm
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS, load_rows
-from eval.benchmarks.embedded import TEMPLATES, rows
+from eval.benchmarks.embedded import TEMPLATES, _row
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import Example
 from lazyllm.methods import PromptCompression
@@ -61,7 +61,7 @@ def test_context_of_a_real_few_shot_row_holds_no_answer(name: str, label: str) -
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_only_words_of_an_embedded_rows_context_may_go(name: str) -> None:
     tokenizer: Any = load_tokenizer_of(ModelSpec("tiny"))
-    for row in rows(name, count=6):
+    for row in (_row(name, index, 1)[0] for index in range(6)):
         example = Example(name, row["_id"], row["input"], row["context"], ("",), (), 5, "en")
         prompt = build_prompt(example, TEMPLATES[name], tokenizer, protected=DATASETS[name].protected)
         assert prompt.spans is not None
