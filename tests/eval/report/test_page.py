@@ -100,6 +100,7 @@ def test_overview_tables_and_figures_show_what_was_measured(page: webdriver.Chro
         "Examples": "45, in 47 records",
         "Measured": "2026-01-02 03:04:05 UTC",
         "On": "one core",
+        "Attention kernel": "unknown",
     }
     warnings = texts(page, ".warnings li")
     assert len(warnings) == 2
