@@ -10,12 +10,25 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lazyllm.machine import accelerator
+import torch
+from transformers import AutoConfig
+
+from lazyllm.bench import HEADINGS, BenchCase, Pair, Run, cells_of, row
+from lazyllm.bench import main as bench
+from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.devices import attention_events
+from lazyllm.engine.generation import generate
+from lazyllm.engine.inputs import Prompt
+from lazyllm.methods import Baseline, make
+from lazyllm.models.load import as_device, random_weights
+from lazyllm.presets import fields_of
+from lazyllm.spec import ModelSpec
 
 PART_S = 540  # of a part; machines that are lent by the call often end one after ten minutes
 
@@ -63,8 +76,6 @@ def run_part(part: str, file: str) -> None:
     if part == "checks":
         Path(file).write_text(json.dumps(checks(), indent=1) + "\n", encoding="utf-8")
         return
-    from lazyllm.bench import main as bench
-
     arguments = PARTS[part]
     if os.environ.get("SHAPES") == "tiny":
         small = {"--shape": _TINY, "--tokens": "60", "--new-tokens": "3", "--repeats": "1", "--warmup": "0"}
@@ -75,29 +86,14 @@ def run_part(part: str, file: str) -> None:
 
 def checks() -> dict[str, Any]:
     """What only a device can show: results as on the CPU, no waits in prefill, the attention kernel, memory."""
-    import torch
-    from transformers import AutoConfig
-
-    from lazyllm.engine.devices import attention_events
-    from lazyllm.engine.generation import generate
-    from lazyllm.methods import Baseline, make
-    from lazyllm.models.load import as_device, random_weights
-    from lazyllm.presets import fields_of
-    from lazyllm.spec import ModelSpec
-
     device = as_device("auto")
     on_gpu = device.type == "cuda"
     shape = _TINY if os.environ.get("SHAPES") == "tiny" else "layers=8,width=512,heads=8,kv_heads=4"
     fields: dict[str, Any] = fields_of(shape) | {"max_position_embeddings": 4096}
     config = AutoConfig.for_model(**fields)
     prompt = torch.randint(0, config.vocab_size, (600,), generator=torch.Generator().manual_seed(0))
-    methods = {
-        "baseline": Baseline(),
-        "lazy": make("lazy", {"schedule": {1: 0.6, 3: 0.5}}),
-        "static_pruning": make("static_pruning", {"layer": 2, "keep": 0.5}),
-        "fastkv": make("fastkv", {"layer": 2, "keep": 0.5}),
-        "gemfilter": make("gemfilter", {"layer": 2, "keep": 0.5}),
-    }
+    methods = {"baseline": Baseline(), "lazy": make("lazy", {"schedule": {1: 0.6, 3: 0.5}})}
+    methods |= {name: make(name, {"layer": 2, "keep": 0.5}) for name in ("static_pruning", "fastkv", "gemfilter")}
     about: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
         "capability": torch.cuda.get_device_capability() if on_gpu else None,
@@ -131,13 +127,6 @@ def checks() -> dict[str, Any]:
 
 def _waits(model: Any, prompt: Any, method: Any) -> int:
     """How often the host waits for the device between the prompt's arrival there and the first logits."""
-    import warnings
-
-    import torch
-
-    from lazyllm.engine.decoder import open_decoder
-    from lazyllm.engine.inputs import Prompt
-
     with torch.inference_mode(), open_decoder(model) as decoder:
         method.prepare(model)
         on_device = prompt.to(decoder.device)
@@ -156,41 +145,19 @@ def _waits(model: Any, prompt: Any, method: Any) -> int:
 
 
 def summary(out: Path) -> Iterator[str]:
-    """A table of the baseline's and the methods' times, with model FLOPs utilisation, from the files."""
+    """Each file's checks, or its cases in the table of `lazyllm-bench bench`."""
     yield "# The first hour on a GPU: random weights, time only"
     for file in sorted(out.glob("*.json")):
         data = json.loads(file.read_text(encoding="utf-8"))
+        yield f"\n## {file.stem}: {data['device']}\n"
         if "cases" not in data:
-            yield f"\n## {file.stem}: {data['device']}\n"
-            for name, found in data["results"].items():
-                yield f"- {name}: {json.dumps(found)}"
+            yield from (f"- {name}: {json.dumps(found)}" for name, found in data["results"].items())
             continue
-        kind = accelerator(data["device"])
-        yield f"\n## {file.stem}: {data['device']}, {data['settings']['shape']}, {data['settings']['dtype']}\n"
-        yield "| method | prompt | TTFT, s | MFU % | baseline, s | MFU % | TTFT speedup | ideal | step / baseline's |"
-        yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+        yield f"{data['settings']['shape']}, {data['settings']['dtype']}\n\n{row(HEADINGS)}"
+        yield row("---:" for _ in HEADINGS)
         for case in data["cases"]:
-            own, base = (_middle([pair[key] for pair in case["pairs"]]) for key in ("other", "baseline"))
-            steps = [
-                sum(pair["other"]["step_s"]) / len(pair["other"]["step_s"]) * len(pair["baseline"]["step_s"])
-                / sum(pair["baseline"]["step_s"])
-                for pair in case["pairs"]
-                if pair["other"]["step_s"] and pair["baseline"]["step_s"]
-            ]  # fmt: skip
-            used, base_used = (
-                f"{100 * run['flops'] / run['ttft_s'] / kind.flops_per_s:.1f}" if kind else "-" for run in (own, base)
-            )
-            cells = [
-                case["name"], str(case["tokens"]), f"{own['ttft_s']:.4f}", used, f"{base['ttft_s']:.4f}", base_used,
-                f"{base['ttft_s'] / own['ttft_s']:.2f}", f"{base['flops'] / own['flops']:.2f}",
-                f"{sorted(steps)[len(steps) // 2]:.2f}" if steps else "-",
-            ]  # fmt: skip
-            yield f"| {' | '.join(cells)} |"
-
-
-def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run with the median TTFT."""
-    return sorted(runs, key=lambda run: run["ttft_s"])[len(runs) // 2]
+            pairs = [Pair(*(Run(**pair[side]) for side in ("baseline", "other"))) for pair in case["pairs"]]
+            yield row(cells_of(BenchCase(**case | {"pairs": pairs})))
 
 
 if __name__ == "__main__":

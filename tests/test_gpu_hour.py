@@ -26,8 +26,8 @@ def test_parts_write_their_files_and_are_left_out_the_next_time(
     names = [case["name"] for case in json.loads((tmp_path / "llama2_hf.json").read_text())["cases"]]
     assert names == ["paper", "hf"]
     rows = [line for line in (tmp_path / "summary.md").read_text().splitlines() if line.startswith("| ")]
-    assert [row.split(" | ")[0] for row in rows] == ["| method", "| paper", "| hf"]
-    assert all(row.count(" | ") == 8 for row in rows)
+    assert [row.split()[1] for row in rows if "---:" not in row] == ["method", "paper", "hf"]
+    assert len({row.count(" | ") for row in rows}) == 1
     capsys.readouterr()
     assert gpu_hour.main([str(tmp_path), "checks", "llama2_hf"]) == 0
     assert "---" not in capsys.readouterr().out.partition("# The first hour")[0]

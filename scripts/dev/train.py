@@ -35,7 +35,9 @@ from typing import Any, ClassVar
 
 import pandas as pd
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval.benchmarks import embedded
 from lazyllm.presets import PRESETS
@@ -183,8 +185,6 @@ def byte_level_bpe(words: Sequence[str], merges: Sequence[tuple[str, str]], spli
 
     Ids: specials, 256 bytes, words, results of merges. split: the pre-tokenizer, ending in a ByteLevel one.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     written = [word.replace(" ", "\u0120") for word in words]
     tokens = dict.fromkeys([*SPECIALS, *alphabet, *written, *(left + right for left, right in merges)])
@@ -246,8 +246,6 @@ STAGES = (
 
 def tiny_tokenizer() -> Any:
     """Words of the suite and the newline are single tokens, other text is bytes. No merges."""
-    from tokenizers import pre_tokenizers
-
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     return byte_level_bpe(embedded.vocabulary(), (), split)
 
@@ -261,8 +259,6 @@ def token_ids() -> dict[str, int]:
 
 def tiny_model(seed: int) -> Any:
     """A randomly initialised model: 8 layers, 128 wide, 4 query heads on 2 key/value heads."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     ids = token_ids()
     config = LlamaConfig(
         vocab_size=len(ids), hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
@@ -309,22 +305,19 @@ def task_sequence(rng: random.Random, name: str, stage: Stage) -> Sequence_:
     generators = embedded.WARM_UP if stage.direct else embedded.GENERATORS
     context, questions = generators[name](rng, level)
     questions = [question for question in questions if not embedded.is_test(context, question)]
-    tokens = [*before, *context]
-    answers: list[tuple[int, int]] = []
+    sequence = [ids[token] for token in (*before, *context)]
+    labels, starts = [IGNORE] * len(sequence), list[int]()
     for question in rng.choices(questions, k=24) if questions else []:
-        asking = [*between, *question.input]
-        stop = len(tokens) + len(asking) + len(question.answer) + 1
-        if stop > stage.length:
+        asking = [ids[token] for token in (*between, *question.input)]
+        answer = [ids[token] for token in (*question.answer, embedded.END)]
+        if len(sequence) + len(asking) + len(answer) > stage.length:
             break
-        tokens += [*asking, *question.answer, embedded.END]
-        answers.append((stop - len(question.answer) - 1, stop))
+        starts.append(len(sequence) + len(asking))
+        sequence += [*asking, *answer]
+        labels += [*[IGNORE] * len(asking), *answer]
         if name == "digest":
             break
-    sequence = [ids[token] for token in tokens]
-    labels = [IGNORE] * len(sequence)
-    for start, stop in answers:
-        labels[start:stop] = sequence[start:stop]
-    return sequence, labels, [start for start, _ in answers]
+    return sequence, labels, starts
 
 
 class TinyTrainer(Trainer):
@@ -423,8 +416,6 @@ def _files(pattern: str, chosen: Callable[[str], bool]) -> dict[str, str]:
 
 def coder_tokenizer(texts: list[str]) -> Any:
     """tiny's tokenizer with merges learned on these texts: tiny's tokens keep their ids."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
     split = pre_tokenizers.Sequence([
         pre_tokenizers.Split("\n", "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
@@ -442,8 +433,6 @@ def coder_tokenizer(texts: list[str]) -> Any:
 
 def coder_model(vocabulary: int, seed: int) -> Any:
     """tiny with four more layers whose outputs are zero, and a larger vocabulary."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(seed)
     tiny = LlamaForCausalLM.from_pretrained(PRESETS["tiny"].source, dtype=torch.float32)
     layers = tiny.config.num_hidden_layers + len(NEW_LAYERS)
@@ -470,15 +459,12 @@ class Sequences:
     """
 
     def __init__(self, tokenizer: Any, texts: dict[str, str], rng: random.Random) -> None:
-        def encode(text: str) -> list[int]:
-            return tokenizer.encode(text, add_special_tokens=False).ids
-
         encoded = tokenizer.encode_batch([*texts.values()], add_special_tokens=False)
         files = {name: code.ids for name, code in zip(texts, encoded, strict=True)}
         self.files = {name: ids for name, ids in files.items() if len(ids) > 100}
         self.related = {name: related(name, texts[name], self.files) for name in self.files}
-        self.headers = {name: encode(f"# {name}\n") for name in self.files}
-        self.newline = encode("\n")[0]
+        self.headers = {name: tokenizer.encode(f"# {name}\n", add_special_tokens=False).ids for name in self.files}
+        self.newline = tokenizer.encode("\n", add_special_tokens=False).ids[0]
         self.weights = [len(ids) * (0.5 if name.startswith("test/") else 1.0) for name, ids in self.files.items()]
         self.rng = rng
 
@@ -535,8 +521,6 @@ class CoderTrainer(Trainer):
     weights = (1.0, 1.0, 4.0, 4.0)  # of a token of code, of an answer or a copy
 
     def __init__(self, settings: Settings) -> None:
-        from tokenizers import Tokenizer
-
         library = library_files()
         held_out = {module_of(name) for name in library if is_held_out(name)}
         texts = {name: text for name, text in library.items() if not is_held_out(name)}
@@ -581,9 +565,6 @@ TRAINERS: dict[str, tuple[type[TinyTrainer | CoderTrainer], float]] = {
 
 def save(name: str, work: Path, folder: Path) -> None:
     """Write the checkpoint in `work` and its tokenizer in `from_pretrained` form: tiny in float32, coder in float16."""
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer = tiny_tokenizer() if name == "tiny" else Tokenizer.from_file(str(work / "tokenizer.json"))
     model = tiny_model(0) if name == "tiny" else coder_model(tokenizer.get_vocab_size(), 0).half()
     model.load_state_dict(torch.load(work / "checkpoint.pt", weights_only=False)["model"])
@@ -606,18 +587,16 @@ def main() -> None:
     add("model", choices=[*TRAINERS])
     add("--work", type=Path, help="folder of checkpoint and log (/tmp/train_MODEL)")
     add("--tokens", type=int, default=Settings.tokens, help="of coder's whole training")
-    add("--steps", type=int, default=0, help="stop after this step (0: at the end)")
-    add("--threads", type=int, default=1)
     add("--save", type=Path, help="write the checkpoint in --work into this folder as a model, and stop")
     args = parser.parse_args()
     work = args.work or Path(f"/tmp/train_{args.model}")
     if args.save:
         save(args.model, work, args.save)
     else:
-        torch.set_num_threads(args.threads)
+        torch.set_num_threads(1)
         work.mkdir(parents=True, exist_ok=True)
         trainer, rate = TRAINERS[args.model]
-        trainer(Settings(work, rate, args.tokens, args.steps)).train()
+        trainer(Settings(work, rate, args.tokens)).train()
 
 
 if __name__ == "__main__":
