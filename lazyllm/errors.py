@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class UserError(ValueError):
     """An error the user can fix: the message says what was given, what was expected, and what to do.
@@ -21,3 +23,9 @@ class FailedExamplesError(UserError):
 def reason_of(error: Exception) -> str:
     """An error's kind and text, in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def require(holds: bool, key: str, value: Any, expected: str) -> None:
+    """Raise UserError unless a setting has an allowed value."""
+    if not holds:
+        raise UserError(f"{key}={value}: expected {expected}")

@@ -8,18 +8,16 @@ their dictionary of these tasks is read, and checked by sha256. Prompts and scor
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from eval.benchmarks.downloads import is_cached, missing_from_hub, official_file, rows_from_files, rows_from_hub
+from eval.benchmarks.downloads import HubDataset, is_cached, literals, official_file
 from eval.benchmarks.rows import check_fields, is_text, loaded, sha256_of
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, check_lengths
 from lazyllm.errors import UserError
 
-REPOSITORY = "RMT-team/babilong"
 PROMPTS = "prompts.py"
 PROMPTS_URL = (
     "https://raw.githubusercontent.com/booydar/babilong/ffa075fb7aff504275037efc04d3aeaa5b1f65b0/babilong/prompts.py"
@@ -35,7 +33,7 @@ LABELS = dict.fromkeys(("qa1", "qa2", "qa3", "qa4"), _PLACES) | {
     "qa5": ("bill", "fred", "jeff", "mary", "apple", "football", "milk")
 }
 _PARTS = ("instruction", "examples", "post_prompt")
-_GIVE = f"data/<task>/<length>.json and {PROMPTS}"
+_HUB = HubDataset("RMT-team/babilong", f"data/<task>/<length>.json and {PROMPTS}")
 _FIELDS = tuple((name, is_text, "a string") for name in ("input", "question", "target"))
 
 
@@ -52,26 +50,14 @@ def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Se
     return float([label for label in all_classes or () if label in sentence] == [answers[0].lower()])
 
 
-def check(dataset: Dataset, settings: DataSettings) -> None:
-    """Refuse unknown lengths. Raises UserError."""
-    lengths = settings.options.lengths
-    if not lengths or not set(lengths) <= set(LENGTHS):
-        raise UserError(f"babilong.lengths={lengths}: expected a list of {', '.join(LENGTHS)}")
-
-
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """One task's rows at all lengths. Raises UserError for an unusable row or file, and without cache and network."""
-    task, folder = dataset.name.removeprefix("babilong_"), settings.dir
-    content = official_file("BABILong", PROMPTS, PROMPTS_URL, PROMPTS_SHA256, folder, _GIVE, prompts_sha256)
+    task, folder, lengths = dataset.name.removeprefix("babilong_"), settings.dir, settings.options.lengths
+    content = official_file("BABILong", PROMPTS, PROMPTS_URL, PROMPTS_SHA256, folder, _HUB.give, prompts_sha256)
     prompts = read_prompts(content)[task]
-    files = {
-        length: rows_from_hub(REPOSITORY, length, task, _GIVE)
-        if folder is None
-        else rows_from_files(folder, f"data/{task}/{length}.json")
-        for length in settings.options.lengths
-    }
+    files = {length: _HUB.rows(settings, f"data/{task}/{length}.json", length, task) for length in lengths}
     rows = [(where, (length, row)) for length, (rows, _, _) in files.items() for where, row in rows]
-    source, sha256 = next(iter(files.values()))[1], sha256_of([sha256 for _, _, sha256 in files.values()])
+    source, sha256 = files[lengths[0]][1], sha256_of([sha256 for _, _, sha256 in files.values()])
     parse, expected = partial(_example, dataset, prompts), "rows with input, question and target"
     return loaded(
         dataset, (rows, source, sha256), parse, settings.on_error, expected, MAX_NEW_TOKENS, prompts=[prompts]
@@ -79,15 +65,12 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 
 def read_prompts(content: bytes) -> dict[str, dict[str, str]]:
-    """The official prompts of the five tasks, from their Python file, which is not run. Raises UserError."""
+    """The official prompts of the five tasks, from their Python file. Raises UserError."""
     try:
-        for node in ast.parse(content).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "DEFAULT_PROMPTS":
-                prompts = ast.literal_eval(node.value)
-                return {task: {part: prompts[task][part] for part in _PARTS} for task in LABELS}
+        (prompts,) = literals(content, "DEFAULT_PROMPTS")
+        return {task: {part: prompts[task][part] for part in _PARTS} for task in LABELS}
     except (SyntaxError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{PROMPTS}: not BABILong's prompts ({type(error).__name__}: {error})") from error
-    raise UserError(f"{PROMPTS}: not BABILong's prompts: it has no DEFAULT_PROMPTS")
 
 
 def prompts_sha256(content: bytes) -> str:
@@ -105,9 +88,9 @@ SUITE = Suite(
     score=score,
     whole="babilong",
     options=BabilongConfig,
-    check=check,
-    missing=lambda dataset, settings: None if settings.dir is not None else missing_from_hub(REPOSITORY, _GIVE),
-    cached=partial(is_cached, REPOSITORY),
+    check=partial(check_lengths, LENGTHS),
+    missing=_HUB.missing,
+    cached=partial(is_cached, _HUB.repository),
 )
 
 
@@ -124,7 +107,6 @@ def _example(dataset: Dataset, prompts: dict[str, str], at_length: tuple[str, An
         answers=(row["target"],),
         all_classes=tuple(label for label in labels if label not in row["question"].lower()),
         length=len(row["input"]),
-        language="en",
         instruction="\n\n".join([*(prompts[part] for part in _PARTS), "<context>\n"]),
         groups=(f"length={length}",),
         official=row,

@@ -3,6 +3,7 @@ a network."""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import logging
@@ -12,11 +13,13 @@ import urllib.error
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.rows import Rows, canonical
+from eval.benchmarks.suite import Dataset, DataSettings
 from lazyllm.errors import UserError, reason_of
 from lazyllm.files import cache_folder, write_whole
 
@@ -67,23 +70,6 @@ def rows_from_hub(repository: str, configuration: str | None, split: str, give: 
     return _hashed({source: map(dict, load_from_hub(repository, configuration, split, give))}, source)
 
 
-def rows_from_files(folder: Path, pattern: str) -> Rows:
-    """The rows of a folder's parquet or JSON files whose names match `pattern`. Raises UserError."""
-    import pyarrow.parquet as pq  # not at the top: it is slow to import
-
-    folder = folder.expanduser()
-    files: dict[str, list[dict[str, Any]]] = {}
-    for file in sorted(folder.glob(pattern)):
-        try:
-            rows = json.loads(file.read_bytes()) if file.suffix == ".json" else pq.read_table(file).to_pylist()
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file}: not a table of rows ({reason_of(error)})") from error
-        files[str(file)] = rows
-    if not files:
-        raise UserError(f"data.dir={folder}: no file {pattern} is there; expected the dataset's own files")
-    return _hashed(files, str(folder))
-
-
 def _hashed(parts: Mapping[str, Iterable[dict[str, Any]]], source: str) -> Rows:
     """parts: {file or dataset: its rows}."""
     rows = [(f"{part}, row {number}", row) for part, values in parts.items() for number, row in enumerate(values, 1)]
@@ -98,6 +84,47 @@ def missing_from_hub(repository: str, give: str) -> str | None:
         f"{repository} is not cached and cannot be downloaded: give data.dir=FOLDER with {give}, or run once with a "
         "network"
     )
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A dataset of the hub whose own files may be in `data.dir` instead. give: those files, for messages."""
+
+    repository: str
+    give: str
+
+    def rows(
+        self, settings: DataSettings, pattern: str, configuration: str | None = None, split: str = "train"
+    ) -> Rows:
+        """The rows of the files in `data.dir` whose names match `pattern`, or of a split. Raises UserError."""
+        if settings.dir is None:
+            return rows_from_hub(self.repository, configuration, split, self.give)
+        import pyarrow.parquet as pq  # not at the top: it is slow to import
+
+        folder, files = settings.dir.expanduser(), {}
+        for file in sorted(folder.glob(pattern)):
+            try:
+                rows = json.loads(file.read_bytes()) if file.suffix == ".json" else pq.read_table(file).to_pylist()
+            except (OSError, ValueError) as error:
+                raise UserError(f"{file}: not a table of rows ({reason_of(error)})") from error
+            files[str(file)] = rows
+        if not files:
+            raise UserError(f"data.dir={folder}: no file {pattern} is there; expected the dataset's own files")
+        return _hashed(files, str(folder))
+
+    def missing(self, dataset: Dataset, settings: DataSettings) -> str | None:
+        """Why the rows cannot be loaded; None if they can."""
+        return missing_from_hub(self.repository, self.give) if settings.dir is None else None
+
+
+def literals(content: bytes, *names: str) -> list[Any]:
+    """The literals that an official Python file assigns to some names; its code is not run.
+
+    Raises SyntaxError, ValueError or KeyError.
+    """
+    statements = [statement for statement in ast.parse(content).body if isinstance(statement, ast.Assign)]
+    assigned = {ast.unparse(statement.targets[0]): statement.value for statement in statements}
+    return [ast.literal_eval(assigned[name]) for name in names]
 
 
 def made_once(file: Path, key: str, make: Callable[[], bytes]) -> bytes:

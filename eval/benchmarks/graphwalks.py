@@ -13,20 +13,19 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, islice, product
+from itertools import islice, product
 from typing import Any
 
-from eval.benchmarks.downloads import is_cached, missing_from_hub, rows_from_files, rows_from_hub
+from eval.benchmarks.downloads import HubDataset, is_cached
 from eval.benchmarks.prompts import build_prompt, tokenizer_for_rows
 from eval.benchmarks.rows import check_fields, is_filled, is_texts, loaded, sha256_of
 from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, Example, LoadedDataset, Suite
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, require
 
-REPOSITORY = "openai/graphwalks"
 VERSION = 1
 ANSWER_TOKENS = {"hub": 2048, "made": 512}
 
-_GIVE = "its parquet files, or graphwalks.lengths=[8000] for made rows"
+_HUB = HubDataset("openai/graphwalks", "its parquet files, or graphwalks.lengths=[8000] for made rows")
 _FINAL = re.compile(r"Final Answer: \[(.*)\]")
 _INSTRUCTION = "A directed graph is given as a list of edges, one in each line. Answer the question after the list.\n\n"
 _QUESTIONS = {
@@ -71,38 +70,24 @@ def _final_nodes(answer: str) -> set[str] | None:
 
 def check(dataset: Dataset, settings: DataSettings) -> None:
     """Refuse settings that allow no rows. Raises UserError."""
-    options = settings.options
-    if options.repeats < 1 or (options.lengths is not None and min(options.lengths, default=0) < 1):
-        raise UserError(
-            f"graphwalks.lengths={options.lengths}, graphwalks.repeats={options.repeats}: expected a list of numbers "
-            "of tokens, or null, and at least 1 row"
-        )
+    lengths, repeats = settings.options.lengths, settings.options.repeats
+    require(lengths is None or min(lengths, default=0) > 0, "graphwalks.lengths", lengths, "numbers of tokens, or null")
+    require(repeats > 0, "graphwalks.repeats", repeats, "1 or more")
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """The rows of one type of problem. Raises UserError for an unusable row or file, or a length that is too short."""
-    options = settings.options
+    options, tokens = settings.options, ANSWER_TOKENS["hub" if settings.options.lengths is None else "made"]
     if options.lengths is None:
-        rows, source, sha256 = (
-            rows_from_hub(REPOSITORY, None, "train", _GIVE)
-            if settings.dir is None
-            else rows_from_files(settings.dir, "*.parquet")
-        )
-        others = set(_QUESTIONS) - {_kind(dataset)}
+        rows, source, sha256 = _HUB.rows(settings, "*.parquet")
+        others = _QUESTIONS.keys() - {_kind(dataset)}
         mine = [(where, row) for where, row in rows if row.get("problem_type") not in others], source, sha256
         expected = "prompt, answer_nodes and problem_type"
-        return loaded(dataset, mine, partial(_example, dataset), settings.on_error, expected, ANSWER_TOKENS["hub"])
-    examples, max_new_tokens = tuple(_made(dataset, settings, options)), ANSWER_TOKENS["made"]
+        return loaded(dataset, mine, partial(_example, dataset), settings.on_error, expected, tokens)
+    examples = tuple(_made(dataset, settings, tokens))
     facts = [VERSION, options.lengths, options.seed, repr(settings.chat), examples[0].official]
-    return LoadedDataset(
-        dataset,
-        examples,
-        max_new_tokens,
-        sha256_of(facts),
-        sha256_of([TEMPLATE, max_new_tokens]),
-        f"made graphs, seed {options.seed}",
-        total=options.repeats * len(options.lengths),
-    )
+    about = sha256_of(facts), sha256_of([TEMPLATE, tokens]), f"made graphs, seed {options.seed}"
+    return LoadedDataset(dataset, examples, tokens, *about, total=options.repeats * len(options.lengths))
 
 
 SUITE = Suite(
@@ -117,10 +102,8 @@ SUITE = Suite(
     whole="graphwalks",
     options=GraphWalksConfig,
     check=check,
-    missing=lambda dataset, settings: (
-        missing_from_hub(REPOSITORY, _GIVE) if settings.dir is None and settings.options.lengths is None else None
-    ),
-    cached=partial(is_cached, REPOSITORY),
+    missing=lambda dataset, settings: _HUB.missing(dataset, settings) if settings.options.lengths is None else None,
+    cached=partial(is_cached, _HUB.repository),
     length=lambda settings: max(settings.options.lengths or [0]) or None,
     shorter="give smaller graphwalks.lengths",
 )
@@ -136,40 +119,39 @@ def _example(dataset: Dataset, row: Any, number: int) -> Example:
     context, operation, question = row["prompt"].rpartition("Operation:")
     nodes = f"Final Answer: [{', '.join(row['answer_nodes'])}]"
     identity, length = f"{dataset.name}-{number}", len(row["prompt"])
-    return Example(dataset.name, identity, operation + question, context, (nodes,), (), length, "en", official=row)
+    return Example(dataset.name, identity, operation + question, context, (nodes,), length=length, official=row)
 
 
-def _made(dataset: Dataset, settings: DataSettings, options: GraphWalksConfig) -> Iterator[Example]:
+def _made(dataset: Dataset, settings: DataSettings, answer_tokens: int) -> Iterator[Example]:
     """For every length, `repeats` times, the largest graph within 2 % that leaves room for the answer."""
-    tokenizer = tokenizer_for_rows(settings.model, "graphwalks")
-    for repeat, length in islice(product(range(options.repeats), options.lengths or ()), settings.limit):
+    tokenizer, options = tokenizer_for_rows(settings.model, "graphwalks"), settings.options
+
+    def excess(example: Example) -> int:
+        prompt = build_prompt(example, TEMPLATE, tokenizer, chat=settings.chat)
+        return len(prompt.token_ids) + answer_tokens - example.length
+
+    for repeat, length in islice(product(range(options.repeats), options.lengths), settings.limit):
         identity = f"{dataset.name}-{length}-{options.seed}-{repeat:02d}"
-
-        def excess(nodes: int, identity: str = identity, length: int = length) -> int:
-            prompt = build_prompt(
-                make_example(dataset, identity, nodes, length), TEMPLATE, tokenizer, chat=settings.chat
-            )
-            return len(prompt.token_ids) + ANSWER_TOKENS["made"] - length
-
-        least = excess(8)
+        make = partial(make_example, dataset, identity, length=length)
+        least = excess(make(nodes=8))
         if least > 0:
             raise UserError(f"graphwalks.lengths: {length} is too short for 8 nodes and an answer by {least} tokens")
-        nodes = 8 - least * 64 // (excess(72) - least)
-        while excess(nodes) > 0:
+        nodes = 8 - least * 64 // (excess(make(nodes=72)) - least)
+        while excess(example := make(nodes=nodes)) > 0:
             nodes = min(nodes - 1, nodes * 98 // 100)
-        yield make_example(dataset, identity, nodes, length)
+        yield example
 
 
 def make_example(dataset: Dataset, identity: str, nodes: int, length: int) -> Example:
     """A random graph of at least 3 nodes, each with edges to two others, and a question about it, by `identity`."""
-    rng = random.Random(identity)
+    rng, kind = random.Random(identity), _kind(dataset)
     names = [f"{value:08x}" for value in rng.sample(range(16**8), nodes)]
-    steps = [sorted(rng.sample(range(1, nodes), 2)) for _ in names]
-    edges = [(name, names[(place + step) % nodes]) for place, name in enumerate(names) for step in steps[place]]
+    steps = [(place, step) for place in range(nodes) for step in sorted(rng.sample(range(1, nodes), 2))]
+    edges = [(names[place], names[(place + step) % nodes]) for place, step in steps]
     rng.shuffle(edges)
     node, depth = rng.choice(edges)[1], rng.randint(1, 3)
     answer, before = {node}, set[str]()
-    if _kind(dataset) == "parents":
+    if kind == "parents":
         answer, needed = {source for source, target in edges if target == node}, [edge[1] == node for edge in edges]
     else:
         for _ in range(depth):
@@ -177,23 +159,19 @@ def make_example(dataset: Dataset, identity: str, nodes: int, length: int) -> Ex
             answer = {target for source, target in edges if source in answer} - before
         needed = [source in before for source, _ in edges]
     lines = [f"{source} -> {target}\n" for source, target in edges]
-    ends = list(accumulate(map(len, lines)))
-    context, kind = "".join(lines), _kind(dataset)
+    context, width = "".join(lines), len(lines[0])
+    starts = [width * place for place, hit in enumerate(needed) if hit]
     asked = "\n" + _QUESTIONS[kind].format(node=node, depth=depth) + f" Leave out {node} itself." + _FORM
-    prompt = _INSTRUCTION + context + asked
+    prompt, gold = _INSTRUCTION + context + asked, sorted(answer)
     return Example(
         dataset=dataset.name,
         id=identity,
         input=asked,
         context=context,
-        answers=(f"Final Answer: [{', '.join(sorted(answer))}]",),
-        all_classes=(),
+        answers=(f"Final Answer: [{', '.join(gold)}]",),
         length=length,
-        language="en",
         instruction=_INSTRUCTION,
-        evidence=tuple((end - len(line), end) for line, end, hit in zip(lines, ends, needed, strict=True) if hit),
+        evidence=tuple((start, start + width) for start in starts),
         groups=(f"length={length}",),
-        official={
-            "prompt": prompt, "answer_nodes": sorted(answer), "prompt_chars": len(prompt), "problem_type": kind,
-        },
-    )  # fmt: skip
+        official=dict(prompt=prompt, answer_nodes=gold, prompt_chars=len(prompt), problem_type=kind),
+    )

@@ -16,13 +16,12 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from eval.benchmarks.downloads import is_cached, missing_from_hub, official_file, rows_from_hub
+from eval.benchmarks.downloads import HubDataset, is_cached, official_file, rows_from_hub
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import Field, Rows, check_fields, is_filled, is_text, loaded, shortened
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
 
-REPOSITORY = "THUDM/LongBench-v2"
 ROWS, PROMPT = "data.json", "prompts/0shot.txt"
 PROMPT_URL = f"https://raw.githubusercontent.com/THUDM/LongBench/2e00731f8d0bff23dc4325161044d0ed8af94c1e/{PROMPT}"
 PROMPT_SHA256 = "68a162252bc9ff71d5d7abca3d69bb31aac3c35f832d657a2866f2018b8a6950"
@@ -30,7 +29,7 @@ MAX_NEW_TOKENS = 128
 LENGTHS = {"short": "short (0-32k words)", "medium": "medium (32-128k words)", "long": "long (128k-2M words)"}
 """A row's `length`, and the group of these rows."""
 
-_GIVE = f"LongBench v2's {ROWS} and {PROMPT}"
+_HUB = HubDataset("THUDM/LongBench-v2", f"LongBench v2's {ROWS} and {PROMPT}")
 _PLACES = {"$Q$": "question", "$C_A$": "choice_A", "$C_B$": "choice_B", "$C_C$": "choice_C", "$C_D$": "choice_D"}
 _LETTERS = ("A", "B", "C", "D")
 
@@ -49,11 +48,6 @@ _FIELDS: tuple[Field, ...] = (
     _one_of("answer", _LETTERS),
     ("context", is_filled, "a string that is not empty"),
 )
-
-
-def missing(dataset: Dataset, settings: DataSettings) -> str | None:
-    """Why the rows cannot be loaded; None if they can."""
-    return None if settings.dir is not None else missing_from_hub(REPOSITORY, _GIVE)
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
@@ -77,14 +71,14 @@ SUITE = Suite(
     score=score_example,
     whole="longbench_v2",
     rows_in_dir=True,
-    missing=missing,
-    cached=partial(is_cached, REPOSITORY),
+    missing=_HUB.missing,
+    cached=partial(is_cached, _HUB.repository),
 )
 
 
 def _template(settings: DataSettings) -> str:
     """The official prompt, from the folder or downloaded. Raises UserError."""
-    content = official_file("LongBench v2", PROMPT, PROMPT_URL, PROMPT_SHA256, settings.dir, _GIVE)
+    content = official_file("LongBench v2", PROMPT, PROMPT_URL, PROMPT_SHA256, settings.dir, _HUB.give)
     try:
         template = content.decode()
     except UnicodeDecodeError as error:
@@ -98,10 +92,10 @@ def _template(settings: DataSettings) -> str:
 def _rows(settings: DataSettings) -> Rows:
     """The rows of the folder or of the hub. Raises UserError."""
     if settings.dir is None:
-        return rows_from_hub(REPOSITORY, None, "train", _GIVE)
+        return rows_from_hub(_HUB.repository, None, "train", _HUB.give)
     file = settings.dir.expanduser() / ROWS
     if not file.is_file():
-        raise UserError(f"data.dir={settings.dir}: {ROWS} is missing; give data.dir=FOLDER with {_GIVE}")
+        raise UserError(f"data.dir={settings.dir}: {ROWS} is missing; give data.dir=FOLDER with {_HUB.give}")
     data = file.read_bytes()
     try:
         values = json.loads(data)
@@ -129,7 +123,6 @@ def _example(dataset: Dataset, template: str, row: Any, number: int) -> Example:
         answers=(row["answer"],),
         all_classes=_LETTERS,
         length=len(row["context"]),
-        language="en",
         instruction=parts[0],
         groups=(f"difficulty={row['difficulty']}", f"length={LENGTHS[row['length']]}"),
         official=row,

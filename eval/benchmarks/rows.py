@@ -99,7 +99,7 @@ def lines_of(data: bytes, source: str) -> Rows:
 def loaded(
     dataset: Dataset,
     rows: Rows,
-    parse: Callable[[Any, int], Example],
+    parse: Callable[[Any, int], Example | None],
     on_error: OnError,
     expected: str,
     max_new_tokens: int,
@@ -108,7 +108,8 @@ def loaded(
 ) -> LoadedDataset:
     """A dataset from its rows.
 
-    parse: from a row and its number, from 0; raises UserError. expected: the right content of the rows' source.
+    parse: from a row and its number, from 0; None leaves it out; raises UserError. expected: the right content of the
+    source.
     prompts: the official ones, if not the template alone.
     Raises UserError for an unusable row (unless skipped), which names the first ten, for a repeated `_id`, and for no
     usable row.
@@ -122,6 +123,8 @@ def loaded(
             if isinstance(row, UserError):
                 raise row
             example = parse(row, number)
+            if example is None:
+                continue
             if (place := places.setdefault(example.id, where)) != where:
                 raise UserError(f"the same _id as in {place} ({example.id!r}); expected each row once")
             examples.append(example)

@@ -14,14 +14,13 @@ Ours differs in four points:
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from eval.benchmarks.downloads import is_cached, missing_from_hub, official_file, rows_from_hub
+from eval.benchmarks.downloads import is_cached, literals, missing_from_hub, official_file, rows_from_hub
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import Rows, check_fields, is_filled, is_texts, lines_of, loaded, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn
@@ -141,12 +140,7 @@ def _is_wrapped(settings: DataSettings) -> bool:
 def _parsed_prompts(content: bytes) -> dict[str, dict[str, str]]:
     """{name of a dictionary in the official file: its prompts by task}; the file's code is not run."""
     try:
-        assigned = {
-            ast.unparse(statement.targets[0]): statement.value
-            for statement in ast.parse(content).body
-            if isinstance(statement, ast.Assign)
-        }
-        prompts = {name: ast.literal_eval(assigned[name]) for name in _NAMES}
+        prompts = dict(zip(_NAMES, literals(content, *_NAMES), strict=True))
         for name in _NAMES:
             for task in TASKS:
                 fields = dict.fromkeys(_PLACES | {"context" if name == _NAMES[0] else "pre_ans"}, "")
@@ -201,7 +195,6 @@ def _example(dataset: Dataset, prompts: _Prompts, row: Any, number: int) -> Exam
         input=behind.format(**fields),
         context=context,
         answers=answers,
-        all_classes=(),
         length=len(context),
         language="zh" if dataset.name == "scbench_qa_chn" else "en",
         instruction=before.format(**fields),

@@ -97,9 +97,9 @@ class Example:
     input: str
     context: str
     answers: tuple[str, ...]
-    all_classes: tuple[str, ...]
-    length: int
-    language: str
+    all_classes: tuple[str, ...] = ()
+    length: int = 0
+    language: str = "en"
     instruction: str = ""
     answer_prefix: str = ""
     evidence: tuple[tuple[int, int], ...] = ()
@@ -165,6 +165,13 @@ class DataSettings:
     model: ModelSpec | None = None
     chat: ChatFormat = CHAT_FORMATS["none"]
     turns: int | None = None
+
+
+def check_lengths(allowed: Sequence[Any], dataset: Dataset, settings: DataSettings) -> None:
+    """Refuse `lengths` in a suite's options that are none, or not all allowed. Raises UserError."""
+    if not settings.options.lengths or not {*settings.options.lengths} <= {*allowed}:
+        expected = f"expected a list of {', '.join(map(str, allowed))}"
+        raise UserError(f"{dataset.suite}.lengths={settings.options.lengths}: {expected}")
 
 
 @dataclass(frozen=True)

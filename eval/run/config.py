@@ -28,7 +28,7 @@ from eval.benchmarks.chat_format import TODAY
 from eval.benchmarks.datasets import SuiteSettings, register_configs
 from eval.benchmarks.subsets import HALVES, parse_shard
 from eval.benchmarks.suite import setting
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, require
 from lazyllm.methods import METHODS, by_name, known, settings_of
 from lazyllm.presets import PRESETS
 
@@ -464,28 +464,23 @@ def to_run_config(config: DictConfig) -> RunConfig:
     for key, known_values in choices.items():
         value = OmegaConf.select(config, key)
         shown = " or ".join(json.dumps(known).strip('"') for known in known_values)
-        _require(repr(value) in map(repr, known_values), key, value, shown)  # 1 is not true
+        require(repr(value) in map(repr, known_values), key, value, shown)  # 1 is not true
     for key, least in (*((key, 0) for key in _MAY_BE_0), *((key, 1) for key in _COUNTS)):
         value = OmegaConf.select(config, key)
-        _require(value is None or value >= least, key, value, f"{least} or more{', or null' if least else ''}")
-    _require(
+        require(value is None or value >= least, key, value, f"{least} or more{', or null' if least else ''}")
+    require(
         plain.fidelity is None or plain.timing.paired is True, "fidelity", plain.fidelity, "timing.paired=true with it"
     )
-    _require(plain.spread is None or plain.limit is not None, "spread", plain.spread, "limit=50 or so with it")
-    _require(plain.out is None or one_run, "out", plain.out, "no out= with compare, as each run has its own folder")
-    _require(plain.shard is None or one_run, "shard", plain.shard, "only=LABEL with it, as it divides one run")
+    require(plain.spread is None or plain.limit is not None, "spread", plain.spread, "limit=50 or so with it")
+    require(plain.out is None or one_run, "out", plain.out, "no out= with compare, as each run has its own folder")
+    require(plain.shard is None or one_run, "shard", plain.shard, "only=LABEL with it, as it divides one run")
     if plain.shard is not None:
         parse_shard(plain.shard)
     folder = plain.data.dir
-    _require(folder is None or Path(folder).is_dir(), "data.dir", folder, "an existing folder")
+    require(folder is None or Path(folder).is_dir(), "data.dir", folder, "an existing folder")
     methods = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["method", "compare"]))  # interpolations unresolved
     for key in ("speedup", "draft"):
         value, reference = getattr(plain, key), f"${{{key}}}"
         expected = f"experiment=field with it, or a method with {reference}: none here has it"
-        _require(value is None or reference in methods, key, value, expected)
+        require(value is None or reference in methods, key, value, expected)
     return plain
-
-
-def _require(holds: bool, key: str, value: Any, expected: str) -> None:
-    if not holds:
-        raise UserError(f"{key}={value}: expected {expected}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import bisect
 import hashlib
 import itertools
@@ -14,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from eval.benchmarks.downloads import load_from_hub, missing_from_hub, official_file
+from eval.benchmarks.downloads import literals, load_from_hub, missing_from_hub, official_file
 from eval.benchmarks.rows import check_fields, is_text
 from lazyllm.errors import UserError
 
@@ -149,12 +148,7 @@ def parse_tasks(prompts: bytes, settings: bytes) -> dict[str, Task]:
     """The tasks of `constants.py`, whose code is not run, and `synthetic.yaml`."""
     import yaml
 
-    assigned = {
-        ast.unparse(statement.targets[0]): statement.value
-        for statement in ast.parse(prompts).body
-        if isinstance(statement, ast.Assign)
-    }
-    kinds, chosen = ast.literal_eval(assigned["TASKS"]), yaml.safe_load(settings)
+    (kinds,), chosen = literals(prompts, "TASKS"), yaml.safe_load(settings)
     tasks = {}
     for name in TASKS:
         kind = chosen[name]["task"]

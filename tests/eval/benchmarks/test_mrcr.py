@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from difflib import SequenceMatcher
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eval.benchmarks import mrcr
+from eval.benchmarks import SUITES, mrcr
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.mrcr import SUITE, MrcrConfig, load, score
 from eval.benchmarks.prompts import build_prompt
-from eval.benchmarks.suite import TEMPLATE, DataSettings
+from eval.benchmarks.suite import TEMPLATE, DataSettings, check_lengths
 from eval.run.config import DataConfig
 from eval.run.loop import run
 from eval.store.record import Record
@@ -100,7 +102,9 @@ def test_unusable_row_is_named(settings, changes: dict[str, Any], named: str) ->
 
 
 def test_bins_without_rows_or_unknown_are_refused(settings) -> None:
-    with pytest.raises(UserError, match=r"no row has \[16384\] tokens by words: give other mrcr\.lengths"):
+    with pytest.raises(
+        UserError, match=r"tokens by words: no usable row; .* \[16384\] tokens: give other mrcr\.lengths"
+    ):
         load(SUITE.datasets[0], settings(long(5000), lengths=(16_384,)))
     with pytest.raises(UserError, match=r"mrcr\.lengths=\[5000\]: expected a list of 8192"):
         SUITE.check(SUITE.datasets[0], settings(long(5000), lengths=(5000,)))
@@ -139,7 +143,7 @@ def test_messages_enter_the_template_as_they_are(settings) -> None:
 
 
 def test_run_from_a_folder_scores_and_stores(settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mrcr, "BINS", (64,))
+    monkeypatch.setitem(SUITES, "mrcr", replace(SUITE, check=partial(check_lengths, (64,))))
     folder = settings(long(30), long(31)).dir
     result = run(
         small_run(tmp_path / "run", dataset={"mrcr_2": True}, data=DataConfig(dir=str(folder)), mrcr=MrcrConfig([64]))
