@@ -99,7 +99,8 @@ class Decoder:
         self.device = home_of(model)
         self.probe = Probe(self.device)
         self.devices = devices_of(model)
-        self._layer_devices = [device_of(layer) if is_spread(model) else self.device for layer in self.layers]
+        self._is_spread = is_spread(model)
+        self._layer_devices = [device_of(layer) if self._is_spread else self.device for layer in self.layers]
         self.dtype = model.dtype
         self.width: int = model.config.hidden_size
         self.tokens_run = 0.0
@@ -155,7 +156,7 @@ class Decoder:
                 probe.watch(run.look)
         reaches: list[dict[int | None, Reach]] = [{} for _ in rows]
         device = self.device
-        packed = len(rows) > 1
+        packed = len(rows) > 1 and not self._is_spread
         with products_of(hidden, self._largest_matrix, packed) if rows[0][0].decodes else nullcontext():
             for layer in layers:
                 window = self.layout.windows[layer]
@@ -196,7 +197,7 @@ class Decoder:
     def last_logits(self, hidden: Sequence[Tensor]) -> Tensor:
         """[r, v] logits of the last token of each of r rows [1, m, w]."""
         last = _joined([of_row[:, -1:] for of_row in hidden])
-        with products_of(last, self._largest_matrix, packed=True):
+        with products_of(last, self._largest_matrix, not self._is_spread):
             return moved(self.head(self.norm(last)[0]), self.device)
 
 

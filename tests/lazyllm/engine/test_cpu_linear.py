@@ -39,18 +39,39 @@ def test_products_of_a_few_rows_are_products(m: int, bias: bool) -> None:
     assert found.layout == torch.strided
 
 
-@pytest.mark.parametrize(("m", "bias"), [(2, True), (8, False)])
+needs_fbgemm = pytest.mark.skipif(torch.backends.quantized.engine not in ("x86", "fbgemm"), reason="no FBGEMM here")
+
+
+def packed_product(rows: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
+    """The product of packed rows, and the operators that ran."""
+    with torch.inference_mode(), devices.products_of(rows, weight.numel(), packed=True), Names() as names:
+        return F.linear(rows, weight, *bias), names.found
+
+
+@needs_fbgemm
+@pytest.mark.parametrize(("m", "bias"), [(2, True), (8, False), (40, False)])
 def test_packed_bfloat16_products_are_products(m: int, bias: bool, monkeypatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     draw = torch.Generator().manual_seed(m)
     rows, weight = (torch.randn(*shape, 700, generator=draw).bfloat16() for shape in ((1, m), (500,)))
-    offset = torch.randn(500, generator=draw).bfloat16() if bias else None
-    exact = rows.double() @ weight.double().T + (offset.double() if offset is not None else 0)
-    with torch.inference_mode(), devices.products_of(rows, 700 * 500, packed=True), Names() as names:
-        found = F.linear(rows, weight, offset)
-    assert names.found.count("split") == 1
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-3)  # rounded once
+    weight[:250] *= 1e-5  # in float16 not all of these are exact
+    offset = [torch.randn(500, generator=draw).bfloat16()] if bias else []
+    for factor in (1, 1, 2, 1e6):  # from the first product's copy; a changed weight; one beyond float16
+        weight *= factor
+        exact = rows.double() @ weight.double().T + (offset[0].double() if bias else 0)
+        found, operators = packed_product(rows, weight, *offset)
+        assert operators.count("linear_dynamic_fp16") == (factor != 1e6)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=2**-25 * 700)  # rounded once
+
+
+@needs_fbgemm
+def test_packed_products_in_float32_stay_in_float32(monkeypatch) -> None:
+    """Some models keep a layer in float32."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    with devices.products_of(torch.ones(1, 3, 600).bfloat16(), 600 * 600, packed=True), Names() as names:
+        F.linear(torch.ones(1, 3, 600), torch.ones(600, 600))
+    assert "linear_dynamic_fp16" not in names.found
 
 
 @pytest.mark.parametrize(
