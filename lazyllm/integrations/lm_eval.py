@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ except ImportError as error:
         f"lm-evaluation-harness could not be imported ({error}): pip install 'lazyllm-bench[lm-eval]'"
     ) from error
 
-from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.inputs import Prompt
+from lazyllm.engine.pack import ROWS, Row, answers
 from lazyllm.integrations.transformers_generate import generate_with
 from lazyllm.methods import code_of, make
 from lazyllm.models.load import as_device, check_loading, load_config, load_tokenizer_of, load_weights
@@ -53,8 +53,9 @@ class PrunedLM(_HFLM):
     """A model whose contexts are prefilled by a method, for lm-eval.
 
     pretrained, revision, tokenizer, attn_implementation, device: as in `lazyllm.load_model`. dtype: "auto" is the
-        checkpoint's. method: its name. batch_size: ignored, requests run one by one. settings: the method's
-        hyperparameters, a schedule as `2:0.7+5:0.7`, and arguments of lm-eval's `hf`.
+        checkpoint's. method: its name. batch_size: requests that decode together (answers: up to 8), each pruned by
+        its own length; "auto" is 8. settings: the method's hyperparameters, a schedule as `2:0.7+5:0.7`, and arguments
+        of lm-eval's `hf`.
 
     loglikelihood: the context is the prompt that the method prunes; the continuation's tokens are fed one by one, as
         if the model had generated them. All continuations of one token, and one longer continuation, share a prefill.
@@ -96,7 +97,7 @@ class PrunedLM(_HFLM):
             tokenizer=tokenizer,
             device=str(as_device(device)),
             dtype=self._spec.dtype,
-            batch_size=1,
+            batch_size=ROWS if str(batch_size).startswith("auto") else batch_size,  # "auto:N" too
             **of_hf,
         )
         self.method.prepare(self.model)
@@ -128,18 +129,28 @@ class PrunedLM(_HFLM):
     ) -> list[tuple[float, bool]]:
         """(log-probability, whether greedy decoding gives it) of each request's continuation, in order."""
         by_context: dict[tuple[int, ...], list[int]] = {}
-        cut = [self._cut(context, continuation) for _, context, continuation in requests]
-        for number, context in enumerate(cut):
-            by_context.setdefault(context, []).append(number)
-        answers: dict[int, tuple[float, bool]] = {}
-        with torch.inference_mode(), open_decoder(self.model) as decoder:
-            for context, numbers in by_context.items():
-                judged = self._judge(decoder, context, [requests[number][2] for number in numbers])
-                for number, answer in zip(numbers, judged, strict=True):
-                    answers[number] = answer
-                    if requests[number][0] is not None:  # a window of a rolling request has no key
-                        self.cache_hook.add_partial("loglikelihood", requests[number][0], answer)
-        return [answers[number] for number in range(len(requests))]
+        for number, (_, context, continuation) in enumerate(requests):
+            by_context.setdefault(self._cut(context, continuation), []).append(number)
+        rows, asked = list[Row](), list[tuple[_Forced, list[int]]]()
+        for context, numbers in by_context.items():
+            longer = [number for number in numbers if len(requests[number][2]) > 1]
+            only_first = [number for number in numbers if number not in longer]  # these need the first logits only
+            shared = [only_first + longer[:1], *([number] for number in longer[1:])]
+            for sharing in shared:
+                choose = _Forced(requests[sharing[-1]][2])
+                rows.append(Row(_prompt_of(context), self.method, len(choose.token_ids), choose))
+                asked.append((choose, sharing))
+        found: dict[int, tuple[float, bool]] = {}
+        for index, _ in answers(self.model, rows, self.batch_size):
+            choose, sharing = asked[index]
+            logits = torch.stack(choose.logits)
+            choose.logits.clear()
+            for number in sharing:
+                key, _, continuation = requests[number]
+                found[number] = self._answer(logits[: len(continuation)], continuation)
+                if key is not None:  # a window of a rolling request has no key
+                    self.cache_hook.add_partial("loglikelihood", key, found[number])
+        return [found[number] for number in range(len(requests))]
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[int, ...]:
         """The context, truncated on the left to leave room for the continuation without its last token."""
@@ -149,27 +160,6 @@ class PrunedLM(_HFLM):
                 f"a continuation has {len(continuation)} tokens, expected 1 to {self.max_length} (max_length)"
             )
         return tuple(context[-room:])
-
-    def _judge(
-        self, decoder: Decoder, context: tuple[int, ...], continuations: list[list[int]]
-    ) -> list[tuple[float, bool]]:
-        """The result of each continuation. Raises FloatingPointError if logits are not finite."""
-        prompt = _prompt_of(context)
-        token_ids = prompt.token_ids.to(decoder.device)
-        session = None  # after its prefill, not stepped yet
-        first: Tensor | None = None
-        answers = []
-        for continuation in continuations:
-            if first is None or (len(continuation) > 1 and session is None):
-                session = self.method.start(decoder, prompt, max(map(len, continuations)))
-                first = session.prefill(token_ids)
-            logits = [first]
-            if len(continuation) > 1:
-                assert session is not None
-                logits += [session.step(token_id) for token_id in continuation[:-1]]
-                session = None
-            answers.append(self._answer(torch.stack(logits), continuation))
-        return answers
 
     def _answer(self, logits: Tensor, continuation: list[int]) -> tuple[float, bool]:
         """logits [m, v], one row for each of the continuation's m tokens."""
@@ -185,6 +175,21 @@ class PrunedLM(_HFLM):
         return super()._model_generate(
             context, max_length, stop, custom_generate=generate_with(self.method), **settings
         )
+
+
+@dataclass
+class _Forced:
+    """A `Chooser` of the tokens of a continuation. logits: [v] before each."""
+
+    token_ids: Sequence[int]
+    logits: list[Tensor] = field(default_factory=list)
+
+    def pick(self, logits: Tensor) -> Tensor:
+        self.logits.append(logits)
+        return logits.new_empty(0, dtype=torch.float64)
+
+    def read(self, picked: list[float]) -> tuple[int, bool]:
+        return self.token_ids[len(self.logits) - 1], False
 
 
 def _prompt_of(token_ids: Sequence[int]) -> Prompt:

@@ -305,7 +305,7 @@ class GenerateWith:
                 ids=input_ids[index : index + 1],
                 left=left,
                 processors=[_of_row(processor, input_ids, index, left) for processor in logits_processor],
-                criteria=stopping_criteria,
+                criteria=[_of_row(criterion, input_ids, index, left) for criterion in stopping_criteria],
                 generator=self._generator(index, input_ids.device),
                 samples=bool(generation_config.do_sample),
                 scores=() if wanted and generation_config.output_scores else None,
@@ -317,7 +317,7 @@ class GenerateWith:
             Row(prompt, self.method, max_new_tokens, row, put) for prompt, row in zip(prompts, choosers, strict=True)
         ]
         in_turn = generation_config.do_sample and self.seed is None
-        together = self.method.packs and not in_turn and _of_transformers([*logits_processor, *stopping_criteria])
+        together = self.method.packs and not in_turn and _serve_several([*logits_processor, *stopping_criteria])
         done = dict(answers(model, packed, ROWS if together else 1))
         generations = [done[index] for index in range(rows)]
         if streamer is not None:
@@ -466,7 +466,7 @@ def _padding_token(config: GenerationConfig) -> int | None:
 
 
 def _of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
-    """The processor for one row, made of a processor that transformers made for the whole batch."""
+    """The processor or criterion for one row, made of one for the whole batch."""
     if input_ids.shape[0] == 1 and left == 0:
         return processor
     prompt = input_ids[row : row + 1, left:]
@@ -486,14 +486,18 @@ def _of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
             processor = PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
         case SynthIDTextWatermarkLogitsProcessor():
             processor = copy.deepcopy(processor)  # it holds state: its calls and its row's contexts
+        case object(done_tracker=[*_], initial_decoder_input_length=int()):  # lm-eval's criterion of a stop string
+            processor = copy.copy(processor)
+            processor.done_tracker = [False]
+            processor.initial_decoder_input_length = prompt.shape[1]
         case _:
             pass
     return processor
 
 
-def _of_transformers(rules: Sequence[Any]) -> bool:
-    """Whether all processors and criteria are transformers' own, which serve several rows at a time."""
-    return all(type(rule).__module__.partition(".")[0] == "transformers" for rule in rules)
+def _serve_several(rules: Sequence[Any]) -> bool:
+    """Whether all processors and criteria are transformers' own or lm-eval's, of which rows hold no state in common."""
+    return all(type(rule).__module__.partition(".")[0] in ("transformers", "lm_eval") for rule in rules)
 
 
 def _sequences(input_ids: Tensor, generations: Sequence[Generation], pad_id: int | None) -> Tensor:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from lm_eval.tasks import TaskManager
 
 from eval import cli
 from eval.benchmarks.embedded import _row
+from lazyllm.engine import pack
 from lazyllm.engine.session import Session
 from lazyllm.integrations import lm_eval
 from lazyllm.integrations.lm_eval import PrunedLM
@@ -233,6 +235,26 @@ def test_settings_are_refused_before_the_weights_load(monkeypatch, settings: dic
     monkeypatch.setattr("lazyllm.models.load._checkpoint", lambda *_: pytest.fail("the weights were loaded"))
     with pytest.raises(UserError, match=message):
         PrunedLM(**({"pretrained": "tiny", "device": "cpu"} | settings))
+
+
+def test_requests_in_a_pack_give_what_each_gives_alone(pruned: PrunedLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    packs = PrunedLM("tiny", "lazy", schedule=SCHEDULE, batch_size="auto", **CPU)
+    sizes, own = [], pack.step_together
+    monkeypatch.setattr(pack, "step_together", lambda *arguments: sizes.append(len(arguments[1])) or own(*arguments))
+    contexts = [CONTEXT, CONTEXT[8:], CONTEXT[30:]]
+    pairs = product(contexts, (" window wizard wagon", " olive", " coral cricket"))
+    asked = [instances("loglikelihood", *pairs)]
+    asked += [instances("generate_until", *((context, {"until": until, "max_gen_toks": 6}) for context in contexts))
+              for until in (["never this"], [" wagon"], ["a"])]  # fmt: skip
+    for requests in asked:
+        kind = requests[0].request_type
+        expected, found = getattr(pruned, kind)(requests), getattr(packs, kind)(requests)
+        if kind == "generate_until":
+            assert found == expected
+        else:
+            assert [log for log, _ in found] == pytest.approx([log for log, _ in expected], abs=1e-4)
+            assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert {6, 3} <= set(sizes)  # six longer continuations; three answers
 
 
 def test_sampled_answers_are_those_of_hf_after_the_same_seed(hf: HFLM) -> None:
