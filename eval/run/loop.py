@@ -26,7 +26,7 @@ from eval.analysis.run_table import compared_table, run_json, run_table
 from eval.analysis.table import Table
 from eval.run import device_lock, identity
 from eval.run.config import DEFAULT_LABEL
-from eval.run.measure import Bench, Case, PackedBench, Subject, released
+from eval.run.measure import Bench, Case, released
 from eval.run.prepare import Plan, prepare, within_reach
 from eval.run.resolved import Resolved
 from eval.run.served import Servers
@@ -67,13 +67,8 @@ def run(run: Resolved, show: bool = True, load: Callable[[], PreTrainedModel] | 
     show: print the table. load: gives the model, if several runs share it. Raises UserError, before the model loads if
     possible.
     """
-    if run.config.control and run.method["name"] != "baseline":
-        return _with_control(run, show, load)
-    return _run(run, show, load)
-
-
-def _with_control(run: Resolved, show: bool, load: Callable[[], PreTrainedModel] | None) -> RunResult:
-    """Run the baseline beside itself, as a run of its own, then the run. Both share the model."""
+    if not run.config.control or run.method["name"] == "baseline":
+        return _run(run, show, load)
     out = run.config.out
     control = run.changed(method={"name": "baseline"}, out=None if out is None else f"{out}-control")
     with loaded_once(run) as loaded:
@@ -108,8 +103,9 @@ def _run(
                 tracker.finish(table, results.runs[0].records, pictures, plan.folder)
                 if show:
                     console().print(table.to_rich())
-    if plan.skipped:
-        log.warning("%s", plan.skipped)
+    if bad := plan.skipped:
+        where, reason = bad[0].where, bad[0].reason
+        log.warning("%d rows were skipped (data.on_error=skip), the first: %s: %s", len(bad), where, reason)
     return RunResult(plan.folder, results, plan.names, failed, control)
 
 
@@ -185,7 +181,7 @@ def _compared(results: Mapping[str, Results], title: str, control: Results | Non
 def _stored(plan: Plan, store: RunStore) -> StoredRun:
     """The run as stored in its folder, without reading it again, with the baseline's run beside it if it needs one."""
     about = {"fingerprint": fingerprint(plan.identity), "identity": plan.identity, **plan.about}
-    baselines = plan.folder.parent.glob(f"*-{plan.baseline_fingerprint[:8]}") if plan.paired == "ttft" else ()
+    baselines = plan.folder.parent.glob(f"*-{plan.baseline_fingerprint[:8]}") if plan.run.paired == "ttft" else ()
     beside = tuple(StoredRun(folder, read_about(folder / "run.json")) for folder in baselines)
     return StoredRun(plan.folder, about, list(store.records.values()), baselines=beside)
 
@@ -269,41 +265,49 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker, load: Callab
 
 
 @contextmanager
-def _opened(plan: Plan, load: Callable[[], PreTrainedModel]) -> Iterator[Subject]:
+def _opened(plan: Plan, load: Callable[[], PreTrainedModel]) -> Iterator[Bench | Servers]:
     """What the run measures: its servers, or its model in this process."""
     config = plan.run.config
     if plan.servers:
-        sides = plan.servers if plan.paired else {"method": plan.servers["method"]}
+        sides = plan.servers if plan.run.paired else {"method": plan.servers["method"]}
         with Servers(plan.run, plan.tokenizer, sides) as servers:
             yield servers
         return
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    parts = plan.tokenizer, plan.run.chat, plan.paired, config.fidelity is not None, config.evidence
+    parts = plan.tokenizer, plan.run.chat, plan.run.paired, config.fidelity is not None, config.evidence
     with released(plan.devices):
-        yield Bench(load(), *parts) if plan.rows == 1 else PackedBench(load(), *parts, rows=plan.rows)
+        yield Bench(load(), *parts, plan.rows)
 
 
-def _measure(subject: Subject, cases: list[Case], warmup: int, store: RunStore, tracker: Tracker) -> None:
-    """Store the outcome of each case as soon as it is there."""
+def _measure(subject: Bench | Servers, cases: list[Case], warmup: int, store: RunStore, tracker: Tracker) -> None:
+    """Store the outcome of each case as soon as it is there. Progress is a bar on a terminal, else lines."""
     log.info("warming up: %d runs", warmup)
     subject.warm_up(cases, warmup)
-    with progress(len(cases)) as advance:
-        for outcome in subject.measure(cases):
+    screen, start, last = Console(stderr=True), time.monotonic(), time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    eta = (TextColumn("ETA"), TimeRemainingColumn())
+    with Progress(*columns, *eta, console=screen, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("", total=len(cases))
+        for done, outcome in enumerate(subject.measure(cases), start=1):
             if isinstance(outcome, Failure):
                 log.warning("%s, row %s failed: %s", *outcome.key, outcome.reason)
                 store.fail(outcome)
             else:
                 store.append(outcome)
                 tracker.record(outcome)
-            advance(outcome.dataset)
+            bar.update(task, advance=1, description=outcome.dataset)
+            now = time.monotonic()
+            if not screen.is_terminal and (now - last >= PROGRESS_EVERY_S or done == len(cases)):
+                last, eta_s = now, (now - start) / done * (len(cases) - done)
+                log.info("%d of %d examples (%s), ETA %.0f s", done, len(cases), outcome.dataset, eta_s)
 
 
 def _trace_file(case: Case) -> str:
     return f"traces/{Trace.file_name(case.dataset.name, case.example.id)}"
 
 
-def _trace(subject: Subject, case: Case, store: RunStore) -> None:
+def _trace(subject: Bench | Servers, case: Case, store: RunStore) -> None:
     """Trace a measured example. The run is complete without the trace."""
     try:
         text = subject.trace(case).to_json()
@@ -311,30 +315,6 @@ def _trace(subject: Subject, case: Case, store: RunStore) -> None:
         log.warning("%s, row %s: no trace (%s)", *case.key, reason_of(error))
         return
     store.write(_trace_file(case), text)
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A function to call with the dataset's name after each of `total` examples: a bar on a terminal, else lines."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, TextColumn("ETA"), TimeRemainingColumn(), console=console) as bar:
-            task = bar.add_task("", total=total)
-            yield lambda name: bar.update(task, advance=1, description=name)
-        return
-    start = last = time.monotonic()
-    done = 0
-
-    def line(name: str) -> None:
-        nonlocal done, last
-        done += 1
-        now = time.monotonic()
-        if now - last >= PROGRESS_EVERY_S or done == total:
-            last = now
-            log.info("%d of %d examples (%s), ETA %.0f s", done, total, name, (now - start) / done * (total - done))
-
-    yield line
 
 
 # ------------------------------------------------------------------------------------------------------------- results

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from itertools import groupby, islice
+from itertools import count, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +18,10 @@ from eval.benchmarks.datasets import CHOICES, datasets_asked_for, load
 from eval.benchmarks.prompts import build_prompt, end_token_ids
 from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.subsets import Shard, in_half, parse_shard, shard_numbers, spread_over
-from eval.benchmarks.suite import DoesNotFitError, Example, LoadedDataset
+from eval.benchmarks.suite import DoesNotFitError, Example, LoadedDataset, Skipped
 from eval.run import targets
 from eval.run.config import RunConfig, compose_config, prompt_limit, register_schema, to_run_config
-from eval.run.identity import (
-    device_name,
-    machine,
-    now,
-    tokenizer_sha256,
-    versions,
-    weights_sha256,
-)
+from eval.run.identity import machine, now, tokenizer_sha256, versions, weights_sha256
 from eval.run.measure import Case
 from eval.run.resolved import RUNS, Resolved, about_the_method, at_depth, build_method, canonical, later_turns, plain
 from eval.run.served import describe_servers
@@ -39,7 +32,7 @@ from eval.store.folder import fingerprint
 from eval.store.runs import label_of, settings_in, short_name
 from lazyllm.engine.devices import memory_of
 from lazyllm.errors import UserError
-from lazyllm.machine import git_commit
+from lazyllm.machine import device_name, git_commit
 from lazyllm.methods import Baseline, code_of
 from lazyllm.models.load import check_loading, devices_in_use, load_config, load_end_ids, load_tokenizer_of, shape_of
 from lazyllm.models.quantisation import quantised_by
@@ -56,29 +49,38 @@ DEFAULT_THREADS = torch.get_num_threads()  # restored for a sweep's job after on
 
 
 @dataclass(frozen=True)
-class Identified:
-    """A run without its prompts.
+class Plan:
+    """A run, ready to be measured.
 
-    identity: must agree for two records to share a folder. parameters: the method's, by dataset. devices: all that the
-    model may compute on. positions: the longest prompt and answer; None if a server does not tell. prompt_limit:
-    tokens; longer prompts lose their middle. servers: by side; empty for a model in this process, which has a
-    model_config (`transformers.PreTrainedConfig`, else None). rows: answers that decode together.
+    identity: must agree for two records to share a folder. about: config and provenance. names: for people: the model,
+    the setting, its seed ("" without random numbers), the data. cases: all examples, in order. ours: keys of the
+    examples that this job measures (`eval.benchmarks.subsets`). traced: keys of those to trace. parameters: the
+    method's, by dataset. devices: all that the model may compute on. servers: by side; empty for a model in this
+    process, which has a model_config (`transformers.PreTrainedConfig`, else None). rows: answers that decode together.
+    skipped: bad rows that were left out. file_part: the shard's part of its file names;
+    "" for a run in one job.
     """
 
     run: Resolved
+    folder: Path
     identity: dict[str, Any]
+    about: dict[str, Any]
+    names: tuple[str, ...]
+    cases: list[Case]
+    ours: set[tuple[str, str]]
+    traced: list[Case]
     parameters: dict[str, dict[str, Any]]
-    examples: dict[str, list[Example]]
-    loaded: list[LoadedDataset]
     model_config: Any
     tokenizer: PreTrainedTokenizerBase
-    end_ids: tuple[int, ...]
-    positions: int | None
-    prompt_limit: int
     devices: tuple[torch.device, ...]
     servers: dict[str, Server]
-    paired: bool | str
     rows: int
+    skipped: list[Skipped]
+    file_part: str
+
+    @property
+    def title(self) -> str:
+        return ", ".join(filter(None, self.names))
 
     @property
     def baseline_fingerprint(self) -> str:
@@ -88,100 +90,19 @@ class Identified:
         return fingerprint(shared | {"method": canonical({"name": "baseline"}), "parameters": None, "paired": False})
 
 
-@dataclass(frozen=True)
-class Plan(Identified):
-    """A run, ready to be measured.
-
-    names: for people: the model, the setting, its seed ("" without random numbers), the data. cases: all examples, in
-    order. ours: keys of the examples that this job measures (`eval.benchmarks.subsets`). traced: keys of those to
-    trace. about: config and provenance. file_part: the shard's part of its file names; "" for a run in one job.
-    """
-
-    folder: Path
-    names: tuple[str, ...]
-    cases: list[Case]
-    ours: set[tuple[str, str]]
-    traced: list[Case]
-    about: dict[str, Any]
-    file_part: str
-
-    @property
-    def title(self) -> str:
-        return ", ".join(filter(None, self.names))
-
-    @property
-    def skipped(self) -> str | None:
-        """A message about bad rows that were left out; None for none."""
-        rows = [row for data in self.loaded for row in data.skipped]
-        if not rows:
-            return None
-        return f"{len(rows)} rows were skipped (data.on_error=skip), the first: {rows[0].where}: {rows[0].reason}"
-
-
 def prepare(run: Resolved) -> Plan:
-    """A run's plan, without the model's weights. Raises UserError."""
-    identified, config = identify(run), run.config
-    cases = list(_cases(identified))
-    data = _data_label(run)
-    half = f", {config.half} half" if config.half is not None else ""
-    method = identified.identity["method"]
-    setting = label_of(method["name"], settings_in(method))
-    seed = f"seed {method['seed']}" if "seed" in method else ""
-    shard = parse_shard(config.shard) if config.shard is not None else None
-    ours = _keys_of(shard, cases)
-    firsts = [
-        case for _, group in groupby(cases, lambda case: case.dataset.name) for case in islice(group, config.trace)
-    ]
-    model = short_name(vars(config.model)).replace("/", "-")
-    name = f"{model}-{method['name']}-{data}-{fingerprint(identified.identity)[:8]}"
-    return Plan(
-        **vars(identified),
-        folder=Path(config.out) if config.out else RUNS / name,
-        names=(config.model.name, setting, seed, data + half),
-        cases=cases,
-        ours=ours,
-        traced=[case for case in firsts if case.key in ours],
-        about={
-            "config": asdict(replace(config, shard=None)),
-            "provenance": {
-                "git_commit": git_commit(),
-                "versions": versions(),
-                "machine": machine(identified.devices[0] if identified.devices else None),
-                "started": now(),
-            },
-            # `limit` and `sample` choose from these
-            "examples": {rows.dataset.name: rows.total or len(rows.examples) for rows in identified.loaded},
-            **({"baseline_command": _baseline_command(run)} if identified.paired == "ttft" else {}),
-        },
-        file_part=shard.file_part if shard is not None else "",
-    )
-
-
-def identify(run: Resolved) -> Identified:
-    """The run without its prompts. Servers are asked what they are. Raises UserError."""
+    """A run's plan, without the model's weights. Servers are asked what they are. Raises UserError."""
     config, model = run.config, run.config.model
     servers = describe_servers(run) if run.is_served else {}
     devices = () if servers else devices_in_use(run.spec)
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
     model_config = None if servers else check_loading(run.spec)
-    parameters = {dataset.name: {} for dataset in run.datasets}
-    if model_config is not None:
-        parameters = parameters_of(run, model_config)
+    parameters = dict[str, dict[str, Any]]() if model_config is None else parameters_of(run, model_config)
     tokenizer = load_tokenizer_of(run.spec)
     assert tokenizer is not None  # `resolve` refuses random weights without one
     told = [server.positions for server in servers.values() if server.positions is not None]
     longest = min(told, default=None) if model_config is None else model_config.max_position_embeddings
-    length = run.suite.length(run.data)
-    if length is not None and longest is not None and length > longest:  # before the rows are made
-        raise UserError(
-            f"{run.datasets[0].name}: {length} tokens of prompt and answer exceed the model's {longest} positions: "
-            f"{run.suite.shorter}"
-        )
-    limit = model.max_prompt_tokens or (prompt_limit(longest) if longest is not None else length)
-    if limit is None:
-        raise UserError("the server does not tell how long a prompt may be: give model.max_prompt_tokens=N")
-    if longest is not None and limit > longest:
-        raise UserError(f"model.max_prompt_tokens={limit}: the model has {longest} positions: give fewer")
+    limit = _prompt_limit(run, longest)
     if None in (model.max_prompt_tokens, model.chat):
         log.info(
             "%s: %sprompts beyond %d tokens lose their middle; %s",
@@ -198,29 +119,76 @@ def identify(run: Resolved) -> Identified:
         new_tokens = max(data.max_new_tokens for data in loaded)
         rows = rows_of_answers(config.answers.rows, run.spec, methods, limit, new_tokens, memory_of(*devices))
     identity = {
-        **_identity(run, loaded, model_config, tokenizer),
+        **run.identity(0 if model_config is None else model_config.num_hidden_layers),
+        **_data_identity(run, loaded),
         **(_served_identity(run, servers) if servers else _model_identity(run, model_config, end_ids, devices)),
         **_chat_identity(run, tokenizer),
+        "tokenizer": tokenizer_sha256(tokenizer)[:16],
         "max_prompt_tokens": limit,
         **({"answers_rows": rows} if rows > 1 else {}),  # rounding differs by the number of rows
         "parameters": plain(parameters) if targets.uses_preset(run.method) else None,
     }
-    return Identified(
+    chosen = _examples(config, loaded)
+    cases = [
+        case
+        for data in loaded
+        for name, settings in [(data.dataset.name, parameters.get(data.dataset.name, {}))]
+        for case in _cases(run, data, chosen[name], settings, tokenizer, end_ids, limit, longest)
+    ]
+    shard = parse_shard(config.shard) if config.shard is not None else None
+    ours = _keys_of(shard, cases)
+    firsts = [
+        case for _, group in groupby(cases, lambda case: case.dataset.name) for case in islice(group, config.trace)
+    ]
+    label, method = _data_label(run), identity["method"]
+    name = f"{short_name(vars(model)).replace('/', '-')}-{method['name']}-{label}-{fingerprint(identity)[:8]}"
+    half = f", {config.half} half" if config.half is not None else ""
+    seed = f"seed {method['seed']}" if "seed" in method else ""
+    return Plan(
         run=run,
+        folder=Path(config.out) if config.out else RUNS / name,
         identity=identity,
+        about={
+            "config": asdict(replace(config, shard=None)),
+            "provenance": {
+                "git_commit": git_commit(),
+                "versions": versions(),
+                "machine": machine(devices[0] if devices else None),
+                "started": now(),
+            },
+            # `limit` and `sample` choose from these
+            "examples": {data.dataset.name: data.total or len(data.examples) for data in loaded},
+            **({"baseline_command": _baseline_command(run, label)} if run.paired == "ttft" else {}),
+        },
+        names=(model.name, label_of(method["name"], settings_in(method)), seed, label + half),
+        cases=cases,
+        ours=ours,
+        traced=[case for case in firsts if case.key in ours],
         parameters=parameters,
-        examples=_examples(config, loaded),
-        loaded=loaded,
         model_config=model_config,
         tokenizer=tokenizer,
-        end_ids=end_ids,
-        positions=longest,
-        prompt_limit=limit,
         devices=devices,
         servers=servers,
-        paired=run.paired,
         rows=rows,
+        skipped=[row for data in loaded for row in data.skipped],
+        file_part=shard.file_part if shard is not None else "",
     )
+
+
+def _prompt_limit(run: Resolved, longest: int | None) -> int:
+    """Tokens of a prompt; longer ones lose their middle. longest: the model's positions, if known. Raises UserError."""
+    length, asked = run.suite.length(run.data), run.config.model.max_prompt_tokens
+    if length is not None and longest is not None and length > longest:  # before the rows are made
+        raise UserError(
+            f"{run.datasets[0].name}: {length} tokens of prompt and answer exceed the model's {longest} positions: "
+            f"{run.suite.shorter}"
+        )
+    limit = asked or (prompt_limit(longest) if longest is not None else length)
+    if limit is None:
+        raise UserError("the server does not tell how long a prompt may be: give model.max_prompt_tokens=N")
+    if longest is not None and limit > longest:
+        raise UserError(f"model.max_prompt_tokens={limit}: the model has {longest} positions: give fewer")
+    return limit
 
 
 def within_reach(run: Resolved) -> dict[str, Resolved]:
@@ -254,50 +222,57 @@ def parameters_of(run: Resolved, model_config: PreTrainedConfig) -> dict[str, di
     return parameters
 
 
-def _cases(identified: Identified) -> Iterator[Case]:
-    """Every example of the run with its prompt. Prompts that the model or the method cannot take are refused here."""
-    run, tokenizer, longest = identified.run, identified.tokenizer, identified.positions
-    for rows in identified.loaded:
-        dataset = rows.dataset
-        settings = identified.parameters[dataset.name]
-        method = Baseline() if identified.servers else build_method(settings)  # servers have their own
-        turns = later_turns(settings)
-        end_ids = end_token_ids(tokenizer, identified.end_ids, dataset)
-        thinking = run.chat.thinking_tokens if dataset.chat_wrap else 0
-        max_new_tokens = min(rows.max_new_tokens, run.config.max_new_tokens or rows.max_new_tokens) + thinking
-        for example in identified.examples[dataset.name]:
-            prompt = build_prompt(
-                example,
-                rows.template,
-                tokenizer,
-                identified.prompt_limit if dataset.truncate else None,
-                run.chat,
-                dataset.chat_wrap,
-                dataset.protected,
-                dataset.decode_halves,
+def _cases(
+    run: Resolved,
+    data: LoadedDataset,
+    examples: Sequence[Example],
+    settings: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    model_end_ids: tuple[int, ...],
+    limit: int,
+    longest: int | None,
+) -> Iterator[Case]:
+    """A dataset's examples with their prompts. Prompts that the model or the method cannot take are refused here.
+
+    settings: the method's. limit, longest: tokens, as of `_prompt_limit`.
+    """
+    dataset = data.dataset
+    method = Baseline() if run.is_served else build_method(settings)  # servers have their own
+    turns, end_ids = later_turns(settings), end_token_ids(tokenizer, model_end_ids, dataset)
+    thinking = run.chat.thinking_tokens if dataset.chat_wrap else 0
+    max_new_tokens = min(data.max_new_tokens, run.config.max_new_tokens or data.max_new_tokens) + thinking
+    for example in examples:
+        prompt = build_prompt(
+            example,
+            data.template,
+            tokenizer,
+            limit if dataset.truncate else None,
+            run.chat,
+            dataset.chat_wrap,
+            dataset.protected,
+            dataset.decode_halves,
+        )
+        where, new_tokens = f"{dataset.name}, row {example.id}", max_new_tokens * (1 + len(prompt.turns))
+        try:
+            method.check_prompt(prompt.as_input())
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from error
+        if run.is_served and prompt.turns:
+            raise UserError(f"{where}: a server answers one question a row: give turns=1")
+        if longest is not None and (tokens := prompt.conversation_tokens) + new_tokens > longest:
+            fits = longest - new_tokens - tokens + min(prompt.tokens_before_truncation, limit)
+            of_turns = f" of {1 + len(prompt.turns)} turns" if prompt.turns else ""
+            raise UserError(
+                f"{where}: {tokens} prompt tokens{of_turns} and up to {new_tokens} new ones exceed the model's "
+                f"{longest} positions: "
+                f"{f'set model.max_prompt_tokens={fits}, or less' if dataset.truncate else run.suite.shorter}"
             )
-            try:
-                method.check_prompt(prompt.as_input())
-            except ValueError as error:
-                raise UserError(f"{dataset.name}, row {example.id}: {error}") from error
-            new_tokens = max_new_tokens * (1 + len(prompt.turns))
-            if identified.servers and prompt.turns:
-                raise UserError(f"{dataset.name}, row {example.id}: a server answers one question a row: give turns=1")
-            if longest is not None and (tokens := prompt.conversation_tokens) + new_tokens > longest:
-                around = tokens - min(prompt.tokens_before_truncation, identified.prompt_limit)
-                shorter = f"model.max_prompt_tokens={longest - new_tokens - around}"
-                of_turns = f" of {1 + len(prompt.turns)} turns" if prompt.turns else ""
-                raise UserError(
-                    f"{dataset.name}, row {example.id}: {tokens} prompt tokens{of_turns} and up to {new_tokens} new "
-                    f"ones exceed the model's {longest} positions: "
-                    f"{f'set {shorter}, or less' if dataset.truncate else run.suite.shorter}"
-                )
-            if identified.paired == "ttft" and prompt.turns:
-                raise UserError(
-                    f"timing.paired=ttft: {dataset.name} has later turns, which follow the baseline's own answers: "
-                    "give timing.paired=true, or turns=1"
-                )
-            yield Case(dataset, example, prompt, method, max_new_tokens, end_ids, turns)
+        if run.paired == "ttft" and prompt.turns:
+            raise UserError(
+                f"timing.paired=ttft: {dataset.name} has later turns, which follow the baseline's own answers: "
+                "give timing.paired=true, or turns=1"
+            )
+        yield Case(dataset, example, prompt, method, max_new_tokens, end_ids, turns)
 
 
 def _loaded(run: Resolved) -> list[LoadedDataset]:
@@ -317,27 +292,21 @@ def _loaded(run: Resolved) -> list[LoadedDataset]:
 
 def _examples(config: RunConfig, loaded: list[LoadedDataset]) -> dict[str, list[Example]]:
     """The examples of each dataset after `limit`, `half` and `sample`, in the dataset's order."""
-    for data in loaded:
-        if (config.turns or 1) > 1 and not any(example.turns for example in data.examples):
-            raise UserError(
-                f"turns={config.turns}: the rows of {data.dataset.name} hold one question each; leave it out"
-            )
     last = None if config.turns is None else config.turns - 1
-    pairs = [
-        (data.dataset.name, replace(example, turns=example.turns[:last]))
-        for data in loaded
-        for example in in_half(data.dataset.name, _limited(config, data), config.half)
-    ]
-    empty = [data.dataset.name for data in loaded if data.dataset.name not in {name for name, _ in pairs}]
-    if config.half is not None and empty:
-        raise UserError(f"half={config.half} leaves no example of {empty[0]}: give limit=2 or more, or half=null")
-    if config.sample is not None and config.sample < len(pairs):
-        drawn = np.random.default_rng(config.seed).choice(len(pairs), config.sample, replace=False)
-        pairs = [pairs[number] for number in sorted(drawn.tolist())]
-    chosen: dict[str, list[Example]] = {data.dataset.name: [] for data in loaded}
-    for name, example in pairs:
-        chosen[name].append(example)
-    return chosen
+    chosen: dict[str, list[Example]] = {}
+    for data in loaded:
+        name = data.dataset.name
+        if last and not any(example.turns for example in data.examples):
+            raise UserError(f"turns={config.turns}: the rows of {name} hold one question each; leave it out")
+        examples = in_half(name, _limited(config, data), config.half)
+        if config.half is not None and not examples:
+            raise UserError(f"half={config.half} leaves no example of {name}: give limit=2 or more, or half=null")
+        chosen[name] = [replace(example, turns=example.turns[:last]) for example in examples]
+    total = sum(map(len, chosen.values()))
+    if config.sample is None or config.sample >= total:
+        return chosen
+    drawn, numbers = set(np.random.default_rng(config.seed).choice(total, config.sample, replace=False)), count()
+    return {name: [one for one in examples if next(numbers) in drawn] for name, examples in chosen.items()}
 
 
 def _limited(config: RunConfig, data: LoadedDataset) -> Sequence[Example]:
@@ -345,11 +314,6 @@ def _limited(config: RunConfig, data: LoadedDataset) -> Sequence[Example]:
     if config.spread is not None and config.limit is not None:
         return spread_over(data.examples, config.limit)
     return data.examples[: config.limit]
-
-
-def _spread_sha256(config: RunConfig, loaded: Sequence[LoadedDataset]) -> str:
-    """The hash of the chosen rows' ids: equal for all who chose the same rows."""
-    return sha256_of({data.dataset.name: [one.id for one in _limited(config, data)] for data in loaded})[:16]
 
 
 def _keys_of(shard: Shard | None, cases: list[Case]) -> set[tuple[str, str]]:
@@ -360,39 +324,37 @@ def _keys_of(shard: Shard | None, cases: list[Case]) -> set[tuple[str, str]]:
     return {key for key, number in shard_numbers(tokens, shard.count).items() if number == shard.number}
 
 
-def _identity(
-    run: Resolved, loaded: list[LoadedDataset], model_config: Any, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
-    """The facts that must agree for two records to share a folder, wherever the model runs.
-
-    `limit` is not one of them and may be raised.
-    """
-    shorter, longest = run.config.max_new_tokens, max(data.max_new_tokens for data in loaded)
-    return {
-        **run.identity(0 if model_config is None else model_config.num_hidden_layers),
-        "tokenizer": tokenizer_sha256(tokenizer)[:16],
-        **({"spread": _spread_sha256(run.config, loaded)} if run.config.spread is not None else {}),
+def _data_identity(run: Resolved, loaded: list[LoadedDataset]) -> dict[str, Any]:
+    """The facts of rows and answers. `limit` is not one of them and may be raised."""
+    config, longest = run.config, max(data.max_new_tokens for data in loaded)
+    facts: dict[str, Any] = {
         "data": {
             data.dataset.name: f"{data.data_sha256[:16]} {data.config_sha256[:16]} v{run.suite.version}"
             for data in loaded
         },
-        "max_new_tokens": shorter if shorter is not None and shorter < longest else None,
+        "max_new_tokens": config.max_new_tokens if (config.max_new_tokens or longest) < longest else None,
     }
+    if config.spread is not None:  # equal for all who chose the same rows
+        facts["spread"] = sha256_of({data.dataset.name: [one.id for one in _limited(config, data)] for data in loaded})
+        facts["spread"] = facts["spread"][:16]
+    return facts
 
 
 def _model_identity(
     run: Resolved, model_config: Any, end_ids: tuple[int, ...], devices: tuple[torch.device, ...]
 ) -> dict[str, Any]:
     """The facts of a model in this process."""
-    config, source = run.config, run.spec.source
-    others = run.other_models()
-    code = code_of(config.method["name"])  # of lazyllm's own methods it is in "code"
+    config, code = run.config, code_of(run.method["name"])  # of lazyllm's own methods it is in "code"
+    # of the method's other models: a local one's hash, a hub model's commit
+    others = [
+        weights_sha256(spec.source) or getattr(load_config(spec), "_commit_hash", None) for spec in run.other_models()
+    ]
     return {
         "revision": config.model.revision or getattr(model_config, "_commit_hash", None),
-        "weights": f"random, seed {config.seed}" if run.spec.is_dummy else weights_sha256(source),
+        "weights": f"random, seed {config.seed}" if run.spec.is_dummy else weights_sha256(run.spec.source),
         "end_ids": list(end_ids),
         **({"method_code": code} if code is not None else {}),
-        **({"method_weights": [_weights_of(spec) for spec in others]} if others else {}),
+        **({"method_weights": others} if others else {}),
         "versions": versions() | _version_of_quantiser(run.spec, model_config),
         "device": " + ".join(map(device_name, devices)),
         "threads": torch.get_num_threads() if devices[0].type == "cpu" else None,
@@ -430,11 +392,6 @@ def _chat_identity(run: Resolved, tokenizer: PreTrainedTokenizerBase) -> dict[st
     return {key: value for key, value in about.items() if value}
 
 
-def _weights_of(spec: ModelSpec) -> str | None:
-    """The identity of the weights of a method's other model: a local model's hash, a hub model's commit."""
-    return weights_sha256(spec.source) or getattr(load_config(spec), "_commit_hash", None)
-
-
 def _version_of_quantiser(spec: ModelSpec, model_config: PreTrainedConfig) -> dict[str, str]:
     """{package that quantises the weights: its version}; {} if `lazyllm.models.quantisation` does not quantise them."""
     packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
@@ -442,10 +399,10 @@ def _version_of_quantiser(spec: ModelSpec, model_config: PreTrainedConfig) -> di
     return {package: version(package)} if package is not None else {}
 
 
-def _baseline_command(run: Resolved) -> str:
-    """The command of the baseline's run on the same prompts."""
+def _baseline_command(run: Resolved, label: str) -> str:
+    """The command of the baseline's run on the same prompts. label: of `_data_label`."""
     register_schema()
-    config, label, name = run.config, _data_label(run), run.config.model.name
+    config, name = run.config, run.config.model.name
     try:
         command = [f"model={name}"]
         compose_config(command)

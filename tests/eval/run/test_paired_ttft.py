@@ -11,7 +11,7 @@ import pytest
 
 from eval.run.config import TimingConfig
 from eval.run.loop import compare, run
-from eval.run.prepare import identify, prepare
+from eval.run.prepare import prepare
 from eval.store.collect import collect
 from eval.store.folder import open_store
 from eval.store.results import Results, as_frame, find_runs
@@ -86,9 +86,8 @@ def test_missing_baseline_is_named_with_its_command(runs: Path, tmp_path: Path, 
     assert caplog.messages == [sentence]
     command = sentence.rpartition(": ")[2]
     assert f"not finished: {command}" in (runs / "once" / "a" / "summary.md").read_text()
-    named = identify(run_of(*shlex.split(command)[2:]))
-    keys = [(dataset, one.id) for dataset, examples in named.examples.items() for one in examples]
-    assert (named.identity, keys) == (baseline.identity, baseline.keys)
+    named = prepare(run_of(*shlex.split(command)[2:]))
+    assert (named.identity, [case.key for case in named.cases]) == (baseline.identity, baseline.keys)
 
 
 def test_comparison_joins_its_baseline_and_a_later_run_finds_it(tmp_path: Path, monkeypatch) -> None:

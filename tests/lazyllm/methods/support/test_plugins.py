@@ -16,7 +16,7 @@ from hydra.errors import MissingConfigException
 
 import lazyllm
 from eval.run.config import check_arguments, register_schema, to_run_config
-from eval.run.prepare import identify
+from eval.run.prepare import prepare
 from eval.run.resolved import canonical, resolve
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
@@ -210,7 +210,7 @@ def test_code_of_a_plugin_changes_with_its_files(installed: Path) -> None:
     assert changed != first
     assert code_of("keep_last") == first
     run = run_of("model=tiny", "dataset=lookup", "limit=1", "method=keep_last", "method.layer=2")
-    assert identify(run).identity["method_code"] == first  # so two versions share no folder and no table
+    assert prepare(run).identity["method_code"] == first  # so two versions share no folder and no table
 
 
 def test_two_drafts_never_share_a_run_folder(installed: Path, tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_two_drafts_never_share_a_run_folder(installed: Path, tmp_path: Path) ->
 
     def identity() -> dict:
         overrides = ("model=tiny", "dataset=lookup", "limit=1", "method=drafted", f"method.draft={draft}")
-        return identify(run_of(*overrides)).identity
+        return prepare(run_of(*overrides)).identity
 
     first = identity()
     assert identity() == first
