@@ -4,8 +4,7 @@ The paper does not publish the parameters behind its Table 1. Ours are solved fo
 set so that the *ideal* TTFT speedup (`lazyllm.engine.flops`) on a prompt of reference length is the one that the paper
 measured for the task and the model. `Method.table1` holds the values of parameters that are not solved for.
 
-python -m eval.run.targets    prints all of table1's parameters as CSV:
-eval/analysis/published/table1_parameters.csv
+eval/analysis/published/table1_parameters.csv lists all of table1's parameters.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from eval.benchmarks import SUITES
-from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.suite import Dataset
 from lazyllm.errors import UserError
 from lazyllm.methods import by_name, settings_of
 from lazyllm.methods.support.schedule import Schedule
-from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,9 +30,7 @@ if TYPE_CHECKING:
 # Prompt lengths: the paper's mean for Llama 2, LongBench's limit for XGen (most prompts are truncated to it)
 REFERENCE_TOKENS = {"llama2": 3376, "xgen": 7500}
 
-_EVAL = Path(__file__).parents[1]
-_TABLE1 = _EVAL / "analysis" / "published" / "table1.csv"
-_EXPERIMENT = _EVAL / "conf" / "experiment" / "table1.yaml"
+_TABLE1 = Path(__file__).parents[1] / "analysis" / "published" / "table1.csv"
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
 
 
@@ -131,40 +126,6 @@ def table1_speedup(task: str, method: str, column: str) -> float:
     if (task, method) not in _paper().index:
         raise UserError(f"Table 1 has no speedup of method {method!r}: give a speedup such as 2.0x instead of table1")
     return float(_paper().loc[(task, method), f"{column}_ttft_speedup"])
-
-
-def parameters() -> pd.DataFrame:
-    """`table1` on the paper's two models: task, model, method, parameters, ideal speedup and the paper's speedup."""
-    import pandas as pd
-
-    from lazyllm.models.load import load_config
-
-    compared = yaml.safe_load(_EXPERIMENT.read_text(encoding="utf-8"))["compare"].values()
-    methods = {method["name"]: {key: value for key, value in method.items() if key != "seed"} for method in compared}
-    dialled = [method for method in methods.values() if method.get(by_name(method["name"]).dial) == "table1"]
-    rows = []
-    for column, tokens in REFERENCE_TOKENS.items():
-        model_config = load_config(ModelSpec(column, "dummy"))
-        for dataset in {data.task: data for data in DATASETS.values() if SUITES[data.suite].in_paper}.values():
-            for settings in dialled:
-                solved_for = solved(settings, dataset, model_config, column)
-                name = solved_for.pop("name")
-                rows.append(
-                    {
-                        "task": dataset.task,
-                        "model": column,
-                        "method": name,
-                        "parameters": json.dumps(solved_for),
-                        "prompt_tokens": tokens,
-                        "ideal_ttft_speedup": round(by_name(name)(**solved_for).ideal_speedup(model_config, tokens), 3),
-                        "paper_ttft_speedup": table1_speedup(dataset.task, name, column),
-                    }
-                )
-    return pd.DataFrame(rows)
-
-
-if __name__ == "__main__":
-    print(parameters().to_csv(index=False), end="")
 
 
 PREFIX = "tuned/"
