@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from eval.benchmarks.metrics import second_score
 from eval.benchmarks.prompts import BuiltPrompt, gold_token_ids
 from eval.benchmarks.suite import Dataset, Example
 from eval.store.record import PROMPT_END, Failure, LaterTurn, Measurement, Record, Trace, compact_counts
-from lazyllm import Generation, generate, start
+from lazyllm import Generation, Prompt, generate, start
 from lazyllm.engine.decoder import importance_of_layers
 from lazyllm.engine.devices import (
     attention_events,
@@ -38,17 +38,13 @@ from lazyllm.engine.devices import (
 )
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.generation import as_prompt, continue_prompt
-from lazyllm.engine.pack import ROWS, Pack, Row, row_of
+from lazyllm.engine.pack import Pack, Row, row_of
 from lazyllm.errors import UserError, reason_of
 from lazyllm.methods import Baseline, Method
 from lazyllm.methods.support.other_models import park
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from eval.benchmarks.prompts import BuiltPrompt
-    from lazyllm import Generation, Prompt
-    from lazyllm.methods import Method
 
 log = logging.getLogger(__name__)
 
@@ -132,29 +128,14 @@ class _Run:
         return flops + self.method.scoring_flops(config, out.prompt_tokens)
 
 
-class Subject(Protocol):
-    """What a run measures: it answers prompts and is timed. `Bench` is a model in this process."""
-
-    def warm_up(self, cases: Sequence[Case], runs: int) -> None:
-        """Answer without a record, so that the first record is no slower than the others. Raises UserError."""
-        ...
-
-    def measure(self, cases: Sequence[Case]) -> Iterator[Record | Failure]:
-        """The outcome of each case, in any order. Raises UserError if all other cases would fail too."""
-        ...
-
-    def trace(self, case: Case) -> Trace:
-        """What each layer computes for the case. Raises RuntimeError or FloatingPointError."""
-        ...
-
-
 @dataclass
 class Bench:
     """A model in this process, to measure methods on.
 
     paired: also measure the baseline on each example, "ttft" only up to its first token. forced: then also feed the
-    baseline's and gold answers to both. evidence: record the evidence that each layer computes. attention_kernel: as of
-    `Record`; known after `warm_up`.
+    baseline's and gold answers to both. evidence: record the evidence that each layer computes. rows: answers that
+    decode together, two of a paired example, after their first tokens. attention_kernel: as of `Record`; known after
+    `warm_up`.
     """
 
     model: PreTrainedModel
@@ -163,12 +144,14 @@ class Bench:
     paired: bool | str
     forced: bool = False
     evidence: bool = True
+    rows: int = 1
     attention_kernel: str | None = None
 
     def warm_up(self, cases: Sequence[Case], runs: int) -> None:
         """Run the method, and the baseline if paired, `runs` times on the first prompt, and drop the results.
 
-        If it does not fit into memory, the shortest prompt takes its place; measuring the first records the failure.
+        So the first record is no slower than the others. If that prompt does not fit into memory, the shortest one
+        takes its place; measuring the first records the failure.
         """
         for case in (cases[0], min(cases, key=lambda case: len(case.prompt.token_ids))):
             try:
@@ -194,30 +177,80 @@ class Bench:
     def measure(self, cases: Sequence[Case]) -> Iterator[Record | Failure]:
         """Each example's record, or a failure: out of memory, logits that are not finite, an error in a method.
 
-        The order of the two generations alternates, so that neither profits from it.
+        The order of the two generations alternates, so that neither profits from it. Examples of several turns are
+        measured one by one, whatever `rows` is.
         """
-        for number, case in enumerate(cases):
-            try:
-                outcome = self.record(case, baseline_first=number % 2 == 0)
-            except UserError:
-                raise  # all other examples would fail too
-            except Exception as error:
-                outcome = _failure(case, error)
+        alone = [case for case in cases if self.rows == 1 or case.prompt.turns]
+        for number, case in enumerate(alone):
+            outcome = _outcome(case, partial(self.record, case, baseline_first=number % 2 == 0))
             yield outcome
             if isinstance(outcome, Failure):
                 free(*devices_of(self.model))
+        if self.rows > 1:
+            yield from self._measure_together([case for case in cases if not case.prompt.turns])
+
+    def _measure_together(self, cases: Sequence[Case]) -> Iterator[Record | Failure]:
+        """As `measure`, the longest prompts first.
+
+        After an error, the examples in the pack start again, half as many at once until all of them have ended; a lone
+        example's is its failure.
+        """
+        waiting = sorted(cases, key=lambda case: len(case.prompt.token_ids))
+        wanted = most = max(1, self.rows // (1 + (self.paired is True)))  # examples at once
+        pack, inside = Pack(self.model, self.rows), dict[tuple[str, str], tuple[Case, dict[str, Row]]]()
+        again, number = set[tuple[str, str]](), 0  # again: examples that failed together
+        while waiting or inside:
+            failure = None
+            try:
+                if waiting and len(inside) < most:
+                    case, rows = waiting.pop(), dict[str, Row]()
+                    inside[case.key] = case, rows
+                    for side, method, its_case in self._sides(case, baseline_first=number % 2 == 0):
+                        rows[side] = row_of(self.model, case.prompt.as_input(), method, **_answering(its_case))
+                        pack.join(rows[side])
+                    number += 1
+                else:
+                    pack.run()
+            except UserError:
+                raise  # all other examples would fail too
+            except Exception as error:
+                failure = _failure(next(iter(inside.values()))[0], error)
+            if failure is not None:  # not in the handler, as the error's frames hold memory
+                lost = [case for case, _ in reversed(inside.values())]
+                pack, inside = Pack(self.model, self.rows), {}
+                free(*devices_of(self.model))
+                if len(lost) == 1:
+                    again.discard(failure.key)
+                    yield failure
+                else:
+                    most = len(lost) // 2
+                    waiting += lost
+                    again |= {case.key for case in lost}
+                    reason = failure.reason.partition(";")[0]
+                    log.warning("%d examples at once until %d have ended: %s", most, len(again), reason)
+            for key in [key for key, (_, rows) in inside.items() if all(row.result for row in rows.values())]:
+                again.discard(key)
+                case, rows = inside.pop(key)
+                yield _outcome(case, partial(self._packed_record, case, rows))
+            most = most if again else wanted
+
+    def _packed_record(self, case: Case, rows: dict[str, Row]) -> Record:
+        runs = {side: _Run(row.method, "continue", [row.generation()], [None], True) for side, row in rows.items()}
+        return self.record_of(case, runs["method"], runs.get("baseline"))
+
+    def _sides(self, case: Case, baseline_first: bool) -> Iterator[tuple[str, Method, Case]]:
+        """(side, method, its case) in order. A draft or scorer counts only in its own method's memory."""
+        sides = {"method": case.method} | ({"baseline": Baseline()} if self.paired else {})
+        for side in reversed(sides) if baseline_first else sides:
+            if not sides[side].models():
+                park()
+            only_first = self.paired == "ttft" and side == "baseline"
+            yield side, sides[side], replace(case, max_new_tokens=1) if only_first else case
 
     def record(self, case: Case, baseline_first: bool) -> Record:
         """The record of one example."""
-        if not self.paired:
-            method, baseline = self._run(case, case.method), None
-        elif baseline_first:
-            baseline = self._run(case, Baseline())
-            method = self._run(case, case.method)
-        else:
-            method = self._run(case, case.method)
-            baseline = self._run(case, Baseline())
-        return self.record_of(case, method, baseline)
+        runs = {side: self._run(its_case, method) for side, method, its_case in self._sides(case, baseline_first)}
+        return self.record_of(case, runs["method"], runs.get("baseline"))
 
     def record_of(self, case: Case, method: _Run, baseline: _Run | None) -> Record:
         """The record of a case's answers."""
@@ -234,7 +267,20 @@ class Bench:
         )
 
     def trace(self, case: Case) -> Trace:
-        return trace(self.model, self.tokenizer, case)
+        """Generate once more, and keep what records leave out. Raises RuntimeError or FloatingPointError."""
+        out = generate_case(self.model, case, case.method)
+        importance = importance_of_layers(self.model, case.prompt.token_ids)
+        group_starts, computed = compact_counts(out.computed)
+        return Trace(
+            dataset=case.dataset.name,
+            id=case.example.id,
+            tokens=_texts_of_prompt(self.tokenizer, case.prompt),
+            generated=_texts_of_answer(self.tokenizer, out.token_ids),
+            importance=[[float(f"{value:.4g}") for value in row] for row in importance.tolist()],
+            selected=selections_that_ran(out),
+            group_starts=group_starts,
+            computed=computed,
+        )
 
     def _turn(self, case: Case, turn: int, method: _Run, baseline: _Run | None) -> dict[str, Any]:
         """The common fields of `Record` and `LaterTurn` for a turn, from 0."""
@@ -252,10 +298,6 @@ class Bench:
         }
 
     def _run(self, case: Case, method: Method) -> _Run:
-        if not method.models():  # a draft or scorer counts only in its own method's memory
-            park()
-        if self.paired == "ttft" and method is not case.method:
-            case = replace(case, max_new_tokens=1)
         devices = devices_of(self.model)
         reset_peak(*devices)
         run = _Run(method, case.turns_of(method), [], [])
@@ -315,76 +357,6 @@ class Bench:
             total_s_so_far=None if run.packed else sum(done.total_s for done in run.outs[: turn + 1]),
             **(_evidence(case.prompt, turn, run) if self.evidence else {}),
         )
-
-
-@dataclass
-class PackedBench(Bench):
-    """A `Bench` whose answers decode together, `rows` of them, after TTFT was measured as in `Bench`.
-
-    A paired example has two answers. Examples of several turns are measured one by one.
-    """
-
-    rows: int = ROWS
-
-    def measure(self, cases: Sequence[Case]) -> Iterator[Record | Failure]:
-        """As of `Bench`, the longest prompts first.
-
-        After an error, the examples in the pack start again, half as many at once; a lone example's is its failure.
-        """
-        yield from super().measure([case for case in cases if case.prompt.turns])
-        waiting = sorted((case for case in cases if not case.prompt.turns), key=lambda case: len(case.prompt.token_ids))
-        most, number = max(1, self.rows // (1 + (self.paired is True))), 0  # most: examples at once
-        pack, inside = Pack(self.model, self.rows), list[tuple[Case, dict[str, Row]]]()
-        while waiting or inside:
-            failure = None
-            try:
-                if waiting and len(inside) < most:
-                    inside.append((waiting.pop(), {}))
-                    self._join(pack, *inside[-1], baseline_first=number % 2 == 0)
-                    number += 1
-                else:
-                    pack.run()
-            except UserError:
-                raise  # all other examples would fail too
-            except Exception as error:
-                failure = _failure(inside[0][0], error)
-            if failure is not None:
-                lost = [case for case, _ in reversed(inside)]
-                pack, inside = Pack(self.model, self.rows), []
-                free(*devices_of(self.model))
-                if len(lost) == 1:
-                    yield failure
-                else:
-                    most = len(lost) // 2
-                    waiting += lost
-                    log.warning("%d examples at once from here on: %s", most, failure.reason.partition(";")[0])
-            ended = [all(row.result for row in rows.values()) for _, rows in inside]
-            yield from (self._outcome(*example) for example, has_ended in zip(inside, ended, strict=True) if has_ended)
-            inside = [example for example, has_ended in zip(inside, ended, strict=True) if not has_ended]
-
-    def _join(self, pack: Pack, case: Case, rows: dict[str, Row], baseline_first: bool) -> None:
-        """Add the rows of the method and the baseline, whose first tokens are generated alone and in turns."""
-        sides = {"method": case.method} | ({"baseline": Baseline()} if self.paired else {})
-        for side in reversed(sides) if baseline_first else sides:
-            if not sides[side].models():
-                park()
-            options = _answering(case)
-            if side == "baseline" and self.paired is not True:
-                options["max_new_tokens"] = 1
-            rows[side] = row_of(self.model, case.prompt.as_input(), sides[side], **options)
-            pack.join(rows[side])
-
-    def _outcome(self, case: Case, rows: dict[str, Row]) -> Record | Failure:
-        try:
-            runs = {
-                side: _Run(row.method, "continue", [row.generation()], [None], packed=True)
-                for side, row in rows.items()
-            }
-            return self.record_of(case, runs["method"], runs.get("baseline"))
-        except UserError:
-            raise
-        except Exception as error:
-            return _failure(case, error)
 
 
 def scored(case: Case, decoded: str, chat: ChatFormat, turn: int = 0) -> dict[str, Any]:
@@ -522,6 +494,16 @@ def _in_sets(selected: dict[int, list[int]], positions: np.ndarray, layers: int)
     return np.array(sets)
 
 
+def _outcome(case: Case, record: Callable[[], Record]) -> Record | Failure:
+    """The case's record, or its failure. Raises UserError: all other examples would fail too."""
+    try:
+        return record()
+    except UserError:
+        raise
+    except Exception as error:
+        return _failure(case, error)
+
+
 def _failure(case: Case, error: Exception) -> Failure:
     advice = ""
     if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):  # of a device, or of the host
@@ -554,23 +536,6 @@ def released(devices: tuple[torch.device, ...]) -> Iterator[None]:
             release_memory(*devices)
         except RuntimeError as error:  # only logged: the run's own error is raised
             log.warning("%s: its memory could not be freed (%s)", ", ".join(map(str, devices)), error)
-
-
-def trace(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case) -> Trace:
-    """Generate once more, and keep what records leave out."""
-    out = generate_case(model, case, case.method)
-    found = importance_of_layers(model, case.prompt.token_ids)
-    group_starts, computed = compact_counts(out.computed)
-    return Trace(
-        dataset=case.dataset.name,
-        id=case.example.id,
-        tokens=_texts_of_prompt(tokenizer, case.prompt),
-        generated=_texts_of_answer(tokenizer, out.token_ids),
-        importance=[[float(f"{value:.4g}") for value in row] for row in found.tolist()],
-        selected=selections_that_ran(out),
-        group_starts=group_starts,
-        computed=computed,
-    )
 
 
 def _texts_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: BuiltPrompt) -> list[str]:

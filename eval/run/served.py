@@ -52,7 +52,7 @@ def describe_servers(run: Resolved) -> dict[str, Server]:
 
 @dataclass(frozen=True)
 class Servers:
-    """The servers of a run (`eval.run.measure.Subject`).
+    """The servers of a run: what `eval.run.measure.Bench` is for a model in this process.
 
     sides: those to ask, by name. The prompts are text, or token ids if the server takes them. By default every prompt
     is kept out of the prefix caches (`Kind.cold`), and refused if the server counts other prompt tokens than we.
