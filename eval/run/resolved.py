@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -161,19 +162,25 @@ def resolve(config: RunConfig) -> Resolved:
 
 
 def check_early(run: Resolved) -> None:
-    """Refuse what the model's files, this machine and the run's folder rule out, before torch is imported.
+    """Refuse what the model's files, this machine, the run's folder and given rows rule out, before torch is imported.
 
-    What is not known without torch is left to `eval.run.prepare`. Raises UserError.
+    Rows come last, as reading them takes longest. What is not known without torch is left to `eval.run.prepare`.
+    Raises UserError.
     """
-    folder = Path(run.config.out or RUNS)
-    check_writable(folder)
-    if run.is_served:
-        return
-    spec, chat = run.spec, run.chat
+    check_writable(Path(run.config.out or RUNS))
+    if not run.is_served:
+        _check_model(run)
+    for dataset in run.datasets:
+        check_rows(dataset, run.data)
+
+
+def _check_model(run: Resolved) -> None:
+    """Refuse a device, a chat format, or a method at the model's depth, and a folder of another run."""
+    spec, folder = run.spec, run.config.out
     if spec.device.startswith("cuda") and not may_have_gpu():
         raise UserError(f"model.device={spec.device}: this machine or its torch has no GPU: give model.device=cpu")
     config = read_config(spec)
-    if chat.from_tokenizer and not chat.or_none:
+    if run.chat.from_tokenizer and not run.chat.or_none:
         source = (spec.source, spec.revision) if spec.tokenizer is None else (spec.tokenizer, None)
         if not has_chat_template(*source):
             raise UserError(NO_TEMPLATE)
@@ -183,10 +190,10 @@ def check_early(run: Resolved) -> None:
     for one in run.runs.values():
         with about_the_method():
             build_method(targets.check(targets.at_depth(one.method, layers))).tokens_per_layer(layers, 1)
-        if run.config.out is not None and any(folder.glob("r*.json*")):
+        if folder is not None and any(Path(folder).glob("r*.json*")):
             from eval.store.folder import about_in  # not at the top: it imports pyarrow
 
-            about_in(folder, one.identity(layers), in_part=True)
+            about_in(Path(folder), one.identity(layers), in_part=True)
 
 
 def check_writable(folder: Path) -> None:
@@ -297,12 +304,14 @@ def _with_rows(config: RunConfig, suite: Suite, named: tuple[Dataset, ...], data
         if not is_whole or len(reasons) == len(named):
             raise UserError(f"{dataset.name}: {reason}")
     for reason in dict.fromkeys(reasons.values()):
-        log.warning(
-            "left out: %s: %s", ", ".join(dataset.name for dataset in reasons if reasons[dataset] == reason), reason
-        )
-    for dataset in (with_rows := tuple(dataset for dataset in named if dataset not in reasons)):
-        check_rows(dataset, data)
-    return with_rows
+        _tell_once(f"{', '.join(dataset.name for dataset in reasons if reasons[dataset] == reason)}: {reason}")
+    return tuple(dataset for dataset in named if dataset not in reasons)
+
+
+@cache
+def _tell_once(left_out: str) -> None:
+    """All jobs of a sweep in this process leave out the same."""
+    log.warning("left out: %s", left_out)
 
 
 def _check_options(config: RunConfig, suite: Suite, named: tuple[Dataset, ...]) -> None:

@@ -15,6 +15,7 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.ruler import SUITE, TASKS, RulerConfig, sources
 from eval.benchmarks.suite import DataSettings, Example
+from eval.run import resolved
 from eval.run.loop import run
 from eval.store.folder import read_run
 from lazyllm.errors import UserError
@@ -55,6 +56,7 @@ def settings_of(folder: Path, options: RulerConfig | None = None, **settings) ->
 @NEEDS_SHARED
 @pytest.mark.parametrize("length", [2048, 4096])
 def test_rows_command_writes_the_official_rows(length, tmp_path, caplog, capsys):
+    resolved._tell_once.cache_clear()  # another test may have been told
     rows = 1 + (length == 2048)
     shared = [f"model.tokenizer={SHARED / 'tokenizers' / 'llama2'}", f"data.dir={SHARED / 'ruler' / 'official'}"]
     command = ["rows", "dataset=ruler", f"limit={rows}", f"ruler.length={length}", "out=made", *shared]
@@ -182,11 +184,11 @@ def test_tasks_that_do_not_fit_are_named_together_with_what_leaves_them_out(fold
 
 
 def test_target_speedup_is_solved_for_the_length(folder):
-    from eval.run.prepare import identify
+    from eval.run.prepare import prepare
 
     def keep(length):
         run = ["method=random_drop", "method.keep=2.0x", "dataset=niah_single_1", "limit=1", f"data.dir={folder}"]
-        return identify(run_of(*run, f"ruler.length={length}")).parameters["niah_single_1"]["keep"]
+        return prepare(run_of(*run, f"ruler.length={length}")).parameters["niah_single_1"]["keep"]
 
     # attention's share of the arithmetic grows with the length, and dropping a token saves more of it
     assert keep(4000) > keep(1024)
