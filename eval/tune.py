@@ -16,7 +16,6 @@ tuned.yaml, tuned-1.80x.yaml, ...  schedules for `method.schedule=tuned/...`: th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -25,7 +24,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -34,10 +33,12 @@ from filelock import FileLock
 from omegaconf import DictConfig, OmegaConf
 
 from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.subsets import HELD_OUT, TUNING
+from eval.benchmarks.suite import setting
 from eval.run.config import RunConfig, TimingConfig, TrackerConfig, to_run_config
 from eval.run.job import job, start
-from eval.run.resolved import resolve
+from eval.run.resolved import Resolved, check_early, resolve
 from eval.run.targets import FILE, as_yaml
 from lazyllm.engine.flops import prefill_flops
 from lazyllm.errors import UserError
@@ -66,22 +67,16 @@ Cuts = tuple[tuple[int, int], ...]  # a schedule: (pruning layer, per cent kept)
 
 @dataclass
 class TuneConfig(RunConfig):
-    """A run's settings (`eval.run.config.RunConfig`), and the search's.
+    """A run's settings, and the search's. `seed` is also the search's; `out` is the study's folder."""
 
-    target_speedup: the ideal TTFT speedup that a schedule must reach; null searches the whole front of score against
-        speedup. trials: number of schedules to measure. layers: maximum number of pruning layers of a schedule.
-    finalists: number of schedules of a front to measure on the held-out half.
-    timeout_s: seconds after which this process begins no further trial; null for no limit.
-    worker: the number of this process; a sweep over it (-m worker=1,2,3,4) starts N processes on one study.
-    `seed` is also the search's. `out` is the study's folder; null makes studies/<name>-<fingerprint>.
-    """
-
-    target_speedup: float | None = None
-    trials: int = 64
-    layers: int = 3
-    finalists: int = 6
-    timeout_s: float | None = None
-    worker: int | None = None
+    target_speedup: float | None = setting(
+        None, "the ideal TTFT speedup that a schedule must reach; `null`: the whole front of score against speedup"
+    )
+    trials: int = setting(64, "schedules to measure")
+    layers: int = setting(3, "maximum number of pruning layers of a schedule")
+    finalists: int = setting(6, "schedules of a front to measure on the held-out half")
+    timeout_s: float | None = setting(None, "seconds after which this process begins no further trial")
+    worker: int | None = setting(None, "the number of this process; `-m worker=1,2,3,4` starts four on one study")
 
 
 def to_tune_config(config: DictConfig) -> TuneConfig:
@@ -110,12 +105,8 @@ def to_tune_config(config: DictConfig) -> TuneConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """The verb `tune`. Returns the exit code. Raises UserError."""
-    if not {"-h", "--help"} & set(arguments):
-        try:
-            version("optuna")
-        except PackageNotFoundError as error:
-            install = "run pip install --editable '.[tune]' in the repository's folder"
-            raise UserError(f"the search needs the package optuna: {install}") from error
+    if find_spec("optuna") is None and not {"-h", "--help"} & set(arguments):
+        raise UserError("the search needs the package optuna: pip install --editable '.[tune]' in the repository")
     start(tune_job, arguments, TuneConfig)
     return 0
 
@@ -236,18 +227,18 @@ class Tried:
 
 def tune(config: TuneConfig) -> Path:
     """Search, then report; returns the study's folder. Raises UserError, before a model loads if possible."""
+    plain = RunConfig(**{key.name: getattr(config, key.name) for key in fields(RunConfig)})
+    unpaired = TimingConfig(paired=False, warmup=0)  # trials are compared by score only
+    trials = resolve(
+        replace(plain, half=TUNING, out=None, timing=unpaired, tracker=TrackerConfig(), fidelity=None, evidence=False)
+    )
+    check_early(trials)
     from eval.run.loop import loaded_once, run  # not at the top, as all heavy imports: arguments are checked first
     from eval.run.prepare import prepare
     from eval.store.aggregate import rows_of
-    from eval.store.folder import fingerprint, read_about
-    from eval.store.runs import StoredRun
+    from eval.store.folder import fingerprint
 
-    plain = RunConfig(**{key.name: getattr(config, key.name) for key in fields(RunConfig)})
-    unpaired = TimingConfig(paired=False, warmup=0)  # trials are compared by score only
-    trial = replace(
-        plain, half=TUNING, out=None, timing=unpaired, tracker=TrackerConfig(), fidelity=None, evidence=False
-    )
-    plan = prepare(resolve(trial))
+    plan = prepare(trials)
     space = Space.of(plan, config)
     identity = study_identity(config, plan)
     aim = "front" if config.target_speedup is None else f"{config.target_speedup:g}x"
@@ -255,36 +246,34 @@ def tune(config: TuneConfig) -> Path:
     folder = Path(config.out or f"studies/{name}")
     study = open_study(folder, identity, config)
     log.info("%s: %d examples to tune on, %d schedules measured", folder, len(plan.cases), len(tried_in(study)))
-    with loaded_once(plan.run) as load:
+    with loaded_once(trials) as load:
 
         def score(cuts: Cuts) -> float | None:
             out = folder / "trials" / "-".join(f"{layer}_{percent}" for layer, percent in cuts)
             method = {**config.method, "schedule": schedule_of(cuts)}
-            run(plan.run.changed(method=method, out=str(out)), show=False, load=load)
-            stored = StoredRun(out, read_about(out / "run.json"))
-            return None if stored.failures else rows_of(stored.examples.assign(seed=0))[-1]["score"]
+            result = run(trials.changed(method=method, out=str(out)), show=False, load=load)
+            return None if result.failed or result.results is None else rows_of(result.results.frame)[-1]["score"]
 
         search(study, space, score, config.trials, config.timeout_s)
     if tried_in(study):
         with FileLock(folder / "report.lock"):  # other processes of the study report too, when they end
-            report(config, replace(plain, half=HELD_OUT, out=None), space, study, folder)
+            report(config, resolve(replace(plain, half=HELD_OUT, out=None)), space, study, folder)
     else:
         log.warning("%s: no schedule has been measured; the same command resumes the search", folder)
     return folder
 
 
 def study_identity(config: TuneConfig, plan: Plan) -> dict[str, Any]:
-    """Everything that must agree to resume a study: the run's identity, the examples, the objective and the space.
+    """What must agree to resume a study: the run's identity, the examples, the objective and the space.
 
-    The number of trials is not part of it and may be raised.
+    The number of trials may be raised.
     """
     from eval.run.identity import code_sha256
 
-    keys = "\n".join(f"{dataset}\0{example}" for dataset, example in sorted(case.key for case in plan.cases))
     run = {key: value for key, value in plan.identity.items() if key not in ("parameters", "paired", "warmup")}
     return run | {
         "method": {key: value for key, value in plan.identity["method"].items() if key != "schedule"},
-        "tuned_on": f"{len(plan.cases)} examples, {hashlib.sha256(keys.encode()).hexdigest()[:16]}",
+        "tuned_on": f"{len(plan.cases)} examples, {sha256_of(sorted(case.key for case in plan.cases))[:16]}",
         "search_code": code_sha256(CODE)[:16],
         "target_speedup": config.target_speedup,
         "layers": config.layers,
@@ -416,7 +405,7 @@ def winners(tried: Sequence[Tried], target: float | None, count: int) -> dict[st
     return {(name := names[round(n * (len(names) - 1) / max(count - 1, 1))]): points[name] for n in range(count)}
 
 
-def report(config: TuneConfig, held_out: RunConfig, space: Space, study: optuna.Study, folder: Path) -> None:
+def report(config: TuneConfig, held_out: Resolved, space: Space, study: optuna.Study, folder: Path) -> None:
     """Compare the finalists on the held-out half, and write the study's files. Raises UserError.
 
     front.csv: kind ("trial", or a finalist's name), schedule, ideal_speedup (on the tuning half), tuning_score; of
@@ -425,40 +414,37 @@ def report(config: TuneConfig, held_out: RunConfig, space: Space, study: optuna.
     import numpy as np
     import pandas as pd
 
-    from eval.analysis.style import save
+    from eval.analysis.style import save, styled
     from eval.run.loop import compare
     from eval.store.aggregate import drawn_means, on_common_examples
-    from eval.store.folder import fingerprint, read_about
-    from eval.store.runs import StoredRun
+    from eval.store.folder import fingerprint
 
     tried = tried_in(study)
     winning = winners(tried, config.target_speedup, config.finalists)
     finalists = space.references() | winning
     methods = {name: {**config.method, "schedule": schedule_of(cuts)} for name, cuts in finalists.items()}
-    results = compare(resolve(replace(held_out, method={}, compare=methods, label=folder.name)))
-    runs = [StoredRun(result.folder, read_about(result.folder / "run.json")) for result in results]
-    if any(stored.failures for stored in runs):
+    results = dict(
+        zip(finalists, compare(held_out.changed(method={}, compare=methods, label=folder.name)), strict=True)
+    )
+    if any(result.failed for result in results.values()):
         raise UserError("held-out examples failed, so no schedule is written: the same command tries them again")
-    examples = [stored.examples.assign(label=name) for name, stored in zip(finalists, runs, strict=True)]
+    examples = [result.results.frame.assign(label=name) for name, result in results.items() if result.results]
     scores = on_common_examples(pd.concat(examples), "score")
     drawn = dict(zip(scores.columns, drawn_means(scores).T, strict=True))
     tuning = {point.cuts: point.score for point in tried}
     rows: list[dict[str, Any]] = []
     for kind, cuts in [*(("trial", point.cuts) for point in tried), *finalists.items()]:
         row = {"kind": kind, "schedule": json.dumps(schedule_of(cuts)), "ideal_speedup": space.speedup(cuts)}
-        values = (
-            {"score": drawn[kind], "difference": drawn[kind] - drawn.get("paper", math.nan)} if kind in drawn else {}
-        )
-        for column, value in values.items():
-            low, high = np.percentile(value[1:], [2.5, 97.5])
-            row |= {column: value[0], f"{column}_low": low, f"{column}_high": high}
+        if kind in drawn:
+            beside = drawn[kind] - drawn.get("paper", math.nan)
+            for column, values in (("score", drawn[kind]), ("difference", beside)):
+                low, high = np.percentile(values[1:], [2.5, 97.5])
+                row |= {column: values[0], f"{column}_low": low, f"{column}_high": high}
         rows.append(row | {"tuning_score": tuning.get(cuts, math.nan)})
     frame = pd.DataFrame(rows)
     write_whole(folder / "front.csv", frame.to_csv(index=False, lineterminator="\n"))
-    save(plot_front(frame, folder.name), folder / "front", ("svg", "pdf", "png"))
-    for row in rows:
-        if row["kind"] not in winning:
-            continue
+    save(styled(plot_front)(frame, folder.name), folder / "front", ("svg", "pdf", "png"))
+    for row in (row for row in rows if row["kind"] in winning):
         about = {
             "model": Path(config.model.name).name,
             "datasets": sorted(space.lengths),
@@ -470,33 +456,28 @@ def report(config: TuneConfig, held_out: RunConfig, space: Space, study: optuna.
         }
         shipped = folder.name + row["kind"].removeprefix("tuned")  # its name if it is copied to conf/tuned
         schedule = schedule_of(winning[row["kind"]])
-        file = folder / (FILE if row["kind"] == "tuned" else f"{row['kind']}.yaml")
+        file = folder / f"{row['kind']}.yaml"  # `FILE` of a study with a target
         write_whole(file, as_yaml(shipped, schedule, space.model_config.num_hidden_layers, about))
-        less, low, high = (row[f"difference{end}"] for end in ("", "_low", "_high"))
-        score = f"{row['kind']} {schedule}: ideal speedup {row['ideal_speedup']:.2f}, held-out score {row['score']:.2f}"
-        print(score + (f", {less:+.2f} [{low:+.2f}, {high:+.2f}] to paper's" if "paper" in finalists else ""))
+        beside = ", {difference:+.2f} [{difference_low:+.2f}, {difference_high:+.2f}] to paper's".format_map(row)
+        score = f"ideal speedup {row['ideal_speedup']:.2f}, held-out score {row['score']:.2f}"
+        print(f"{row['kind']} {schedule}: {score}{beside if 'paper' in finalists else ''}")
         print(f"Run it: python run.py method.schedule=tuned/{folder if file.name == FILE else file}")
 
 
 def plot_front(table: pd.DataFrame, title: str) -> Any:
     """All schedules tried, and the finalists on the held-out half with intervals. table: of `report`."""
-    from eval.analysis.style import COLOURS, GREY, around, grid, legend_beside, new_figure, styled
+    from eval.analysis.style import COLOURS, GREY, draw, grid, legend_beside, new_figure
 
-    @styled
-    def draw() -> Any:
-        figure = new_figure(7.2, 4.2)
-        axes: Any = figure.subplots()
-        dots: Any = {"color": GREY, "linestyle": "none", "marker": "o"}
-        trials: Any = table[table["kind"] == "trial"]
-        axes.plot(trials["ideal_speedup"], trials["tuning_score"], markersize=3, label="tried (tuning half)", **dots)
-        finalists: Any = table[table["kind"] != "trial"]
-        for number, (_, row) in enumerate(finalists.iterrows()):
-            dots |= {"color": COLOURS[number % len(COLOURS)], "label": f"{row['kind']} (held out, 95 %)"}
-            axes.errorbar(row["ideal_speedup"], row["score"], yerr=around(row, "score"), capsize=2.5, **dots)
-        axes.set(xlabel="ideal TTFT speedup (FLOPs) on the tuning half", ylabel="score (0 to 100), mean over tasks")
-        axes.set_title(title)
-        grid(axes)
-        legend_beside(axes)
-        return figure
-
-    return draw()
+    figure = new_figure(7.2, 4.2)
+    axes: Any = figure.subplots()
+    dots: Any = {"linestyle": "none", "marker": "o"}
+    trials: Any = table[table["kind"] == "trial"]
+    axes.plot("ideal_speedup", "tuning_score", data=trials, color=GREY, ms=3, label="tried (tuning half)", **dots)
+    for number, row in enumerate(table[table["kind"] != "trial"].to_dict("records")):
+        dots |= {"color": COLOURS[number % len(COLOURS)], "label": f"{row['kind']} (held out, 95 %)"}
+        draw(axes, row, "ideal_speedup", "score", **dots)
+    axes.set(xlabel="ideal TTFT speedup (FLOPs) on the tuning half", ylabel="score (0 to 100), mean over tasks")
+    axes.set_title(title)
+    grid(axes)
+    legend_beside(axes)
+    return figure
