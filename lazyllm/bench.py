@@ -439,7 +439,8 @@ def save_draft(config: PreTrainedConfig, spec: ModelSpec, folder: str) -> None:
 def forecast(options: argparse.Namespace, config: Any, contenders: int, device: torch.device) -> str:
     """What the measurement will take: memory, and time at the rate at which this device multiplies matrices.
 
-    A method's generation is taken to last as long as the baseline's, as it may revive what it has not computed.
+    A method's generation is taken to last as long as the baseline's, as it may revive what it has not computed. With
+    --rows, each method prefills one row more than decode together, as each step is compared with one of a single row.
     """
     import torch
 
@@ -448,15 +449,27 @@ def forecast(options: argparse.Namespace, config: Any, contenders: int, device: 
     shape, layers, dtype = LayerShape.of(config), config.num_hidden_layers, getattr(torch, options.dtype)
     parameters = config.vocab_size * shape.width * (2 - config.tie_word_embeddings) + layers * shape.linear_flops // 2
     sizes = shape.width, shape.mlp_width
-    seconds = [product_seconds(device, dtype, tokens, *sizes) / math.prod(sizes) for tokens in (1000, 1)]
-    total_s = (contenders * (2 * (options.warmup + options.repeats) * bool(options.repeats) + 1) + 1) * sum(
-        prefill_flops(config, [tokens + turn] * layers) * seconds[0] / 2000 + (new - 1) * parameters * seconds[1]
-        for tokens, turn, new in _sizes(options)
-    )
-    kv = max(options.tokens) * layers * 2 * shape.kv_heads * shape.head_dim
+
+    def seconds_of(tokens: int) -> float:
+        """Of a weight's product with this number of tokens."""
+        return product_seconds(device, dtype, tokens, *sizes) / math.prod(sizes)
+
+    prefill_s, step_s = seconds_of(1000) / 2000, seconds_of(1) * parameters
+    if options.rows:
+        prompt_s, steps = prefill_flops(config, [options.tokens[0]] * layers) * prefill_s, options.new_tokens[0] - 1
+        total_s = (contenders + 1) * sum(
+            (count + 1) * prompt_s + steps * (step_s + seconds_of(count) * parameters) for count in options.rows
+        )
+    else:
+        total_s = (contenders * (2 * (options.warmup + options.repeats) * bool(options.repeats) + 1) + 1) * sum(
+            prefill_flops(config, [tokens + turn] * layers) * prefill_s + (new - 1) * step_s
+            for tokens, turn, new in _sizes(options)
+        )
+    held = max(options.rows) + 1 if options.rows else 2  # prompts
+    kv = held * max(options.tokens) * layers * 2 * shape.kv_heads * shape.head_dim
     return (
         f"{options.shape}, {options.dtype}, on {device_name(device)}, {torch.get_num_threads()} CPU thread(s): about "
-        f"{timedelta(seconds=round(total_s))}, {(parameters + 2 * kv) * dtype.itemsize / 1e9:.2f} GB of weights and KV"
+        f"{timedelta(seconds=round(total_s))}, {(parameters + kv) * dtype.itemsize / 1e9:.2f} GB of weights and KV"
     )
 
 
