@@ -163,6 +163,7 @@ def board_page(board: Sequence[Submission], beside: Path) -> str:
     from eval.analysis.columns import EXAMPLES, LABEL, Column, cells, in_order
     from eval.analysis.table import markdown_lines
 
+    frame = in_order(pd.concat(_settings(submission, beside) for submission in board))
     columns = [
         LABEL,
         EXAMPLES,
@@ -178,12 +179,9 @@ def board_page(board: Sequence[Submission], beside: Path) -> str:
 
     lines = [_INTRODUCTION.format(records=sum(len(submission.results.frame) for submission in board))]
     lines += [_described(submission, beside) for submission in board]
-    names: Any
-    for names, rows in in_order(pd.concat(map(_settings, board))).groupby(["suite", "model"], sort=False):
-        of_runs = [(_records(row, beside), _machines(row, board)) for row in rows.to_dict("records")]
-        records, machines = zip(*of_runs, strict=True)
-        shown = cells(rows.assign(records=records, machines=machines), columns)
-        lines += ["", f"## {': '.join(names)}", ""]
+    for names, rows in frame.groupby(["suite", "model"], sort=False):
+        shown = cells(rows, columns)
+        lines += ["", f"## {names[0]}: {names[1]}", ""]
         lines += markdown_lines(list(shown.columns), shown.to_numpy().tolist(), keys=1)
     return "\n".join([*lines, _CAPTION])
 
@@ -205,8 +203,8 @@ def _described(submission: Submission, beside: Path) -> str:
     return f"- {_link(submission.folder.name, submission.folder, beside)}: {submission.title} ({said}){cautions}"
 
 
-def _settings(submission: Submission) -> pd.DataFrame:
-    """A row for each setting: its mean over tasks, its method's effective keep rate, the folders of its runs."""
+def _settings(submission: Submission, beside: Path) -> pd.DataFrame:
+    """A row for each setting: its mean over tasks, effective keep rate, links to its runs, and machines."""
     from eval.analysis.columns import SECTION, random_models
     from eval.analysis.ranking import effective_keep
 
@@ -214,31 +212,24 @@ def _settings(submission: Submission) -> pd.DataFrame:
     means = results.by_task[results.by_task["level"] == "all"]
     keep: Any = effective_keep(results).frame
     keep = keep[(keep["task"] == "all") & (keep["prompt_tokens"] == "all")]
-    keep = keep[[*SECTION, "method", "keep", "keep_low", "keep_high"]]
+    rows = means.merge(keep[[*SECTION, "method", "keep", "keep_low", "keep_high"]], how="left", on=[*SECTION, "method"])
     key = ["model", "method", "settings"]
-    folders = results.frame.groupby(key)["folder"].unique().rename("folders").reset_index()
-    rows = means.merge(keep, how="left", on=[*SECTION, "method"]).merge(folders, how="left", on=key)
-    names = {name: f"{name} (random weights)" for name in random_models(results)}
-    return rows.replace({"model": names}).assign(submission=submission.folder)
+    folders = {of: set(map(str, part)) for of, part in results.frame.groupby(key)["folder"]}
+    origins = [_origin(submission, folders.get(of, set()), beside) for of in rows[key].itertuples(index=False)]
+    rows["records"], rows["machines"] = zip(*origins, strict=True)
+    return rows.replace({"model": {name: f"{name} (random weights)" for name in random_models(results)}})
 
 
-def _records(row: dict[Any, Any], beside: Path) -> str:
-    """Links to a setting's runs, or to the submission of a paired baseline, which has no run (folders is NaN)."""
-    folder, runs = row["submission"], row["folders"]
-    links = [
-        _link(f"{folder.name} {Path(run).name.rpartition('-')[2]}", Path(run), beside)
-        for run in ([] if isinstance(runs, float) else runs)
-    ]
-    return ", ".join(links) or _link(folder.name, folder, beside)
+def _origin(submission: Submission, folders: set[str], beside: Path) -> tuple[str, str]:
+    """Links to the runs in these folders, and fingerprints of their machines, attention kernels and versions.
 
-
-def _machines(row: dict[Any, Any], board: Sequence[Submission]) -> str:
-    """The first digits of the fingerprints of a row's runs: of machine, attention kernels and versions."""
-    folders = [] if isinstance(row["folders"], float) else list(map(str, row["folders"]))
-    [submission] = [one for one in board if one.folder == row["submission"]]
-    runs = [run for run in submission.results.runs if not folders or str(run.folder) in folders]
-    facts = [(run.about["provenance"]["machine"], run.kernels, run.about["provenance"]["versions"]) for run in runs]
-    return ", ".join(sorted({fingerprint({"of": list(fact)})[:6] for fact in facts}))
+    A paired baseline has no folder, but all of the submission's runs.
+    """
+    of_setting, name = [run for run in submission.results.runs if str(run.folder) in folders], submission.folder.name
+    links = [_link(f"{name} {run.folder.name.rpartition('-')[2]}", run.folder, beside) for run in of_setting]
+    abouts = [(run.about["provenance"], run.kernels) for run in of_setting or submission.results.runs]
+    machines = {fingerprint({"of": [one["machine"], kernels, one["versions"]]})[:6] for one, kernels in abouts}
+    return ", ".join(links) or _link(name, submission.folder, beside), ", ".join(sorted(machines))
 
 
 def _link(text: str, folder: Path, beside: Path) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -130,16 +129,16 @@ def _score(dataset: Dataset, rows: Sequence[dict[str, Any]]) -> DatasetScore:
 
 def _task_scores(datasets: Sequence[DatasetScore]) -> tuple[TaskScore, ...]:
     """The score of every task with a dataset in the folder: the mean over these datasets, in the order of tables."""
-    scores = {dataset.dataset: dataset.score for dataset in datasets}
-    tasks: dict[tuple[str, str], list[str]] = {}
+    scores, tasks = {dataset.dataset: dataset.score for dataset in datasets}, dict[tuple[str, str], list[str]]()
     for dataset in DATASETS.values():
         tasks.setdefault((dataset.suite, dataset.task), []).append(dataset.name)
     found = []
     for (suite, task), names in tasks.items():
-        here = [name for name in names if name in scores]
+        here = tuple(name for name in names if name in scores)
         if here:
+            missing = tuple(name for name in names if name not in scores)
             mean = round(sum(scores[name] for name in here) / len(here), 2)
-            found.append(TaskScore(task, suite, mean, tuple(here), tuple(name for name in names if name not in here)))
+            found.append(TaskScore(task, suite, mean, here, missing))
     return tuple(found)
 
 
@@ -160,19 +159,11 @@ def as_text(scores: FolderScores) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns 0, or 2 with one message on stderr if the folder cannot be scored."""
+    """The verb `score`. Returns the exit code. Raises UserError if the folder cannot be scored."""
     parser = argparse.ArgumentParser(prog="lazyllm-bench score", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", help="folder of <dataset>.jsonl files of LongBench's pred.py")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(argv)
-    try:
-        scores = score_folder(options.folder)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    scores = score_folder(options.folder)
     print(json.dumps(asdict(scores), indent=2, ensure_ascii=False) if options.json else as_text(scores))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

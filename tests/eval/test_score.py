@@ -9,7 +9,8 @@ import pytest
 
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.metrics import dataset_score
-from eval.score import as_text, main, score_folder
+from eval.cli import main
+from eval.score import as_text, score_folder
 from lazyllm.errors import UserError
 from tests.eval import official
 
@@ -119,7 +120,7 @@ def test_bad_line_is_named(tmp_path, row, reason):
 def test_bad_folder_ends_with_one_message_and_code_2(tmp_path, capsys, files, reason):
     for name, rows in files.items():
         write(tmp_path, name, *rows)
-    assert main([str(tmp_path)]) == 2
+    assert main(["score", str(tmp_path)]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("error: ")
@@ -129,11 +130,11 @@ def test_bad_folder_ends_with_one_message_and_code_2(tmp_path, capsys, files, re
 
 def test_command_prints_a_table_and_json(tmp_path, capsys):
     write(tmp_path, "qasper", GOOD, GOOD | {"pred": "dog"})
-    assert main([str(tmp_path)]) == 0
+    assert main(["score", str(tmp_path)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "qasper single_doc_qa f1 2 50.00" in lines
     assert "single_doc_qa longbench 1 of 3 50.00 without narrativeqa, multifieldqa_en" in lines
-    assert main([str(tmp_path), "--json"]) == 0
+    assert main(["score", str(tmp_path), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["datasets"][0]["dataset"] == "qasper"
     assert shown["datasets"][0]["score"] == shown["tasks"][0]["score"] == dataset_score([1.0, 0.0])
