@@ -31,8 +31,7 @@ import pandas as pd
 import torch
 
 import eval.run.loop
-import eval.run.prepare
-from eval.benchmarks.datasets import load_rows
+from eval.benchmarks.datasets import load
 from eval.run.config import TimingConfig
 from eval.run.resolved import Resolved
 from eval.store.folder import read_run
@@ -189,9 +188,9 @@ def kill_run(folder: Path, kills: int, seed: int) -> Counts:
 def main(kills: int = 100, seed: int = 0) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    rows = {dataset.name: load_rows(dataset) for dataset in quick_run().datasets}
-    # generating the rows would take most of a job's time: they are made once, before the fork
-    eval.run.prepare._rows = lambda dataset, *_: rows[dataset.name]
+    quick = quick_run()
+    for dataset in quick.datasets:  # making the rows would take most of a job's time: it is done once, before the fork
+        load(dataset, quick.data)
     with tempfile.TemporaryDirectory() as folder:
         counts = kill_run(Path(folder), kills, seed)
     print(json.dumps(asdict(counts)))
