@@ -472,8 +472,9 @@ def plot_front(table: pd.DataFrame, title: str) -> Any:
     axes: Any = figure.subplots()
     dots: Any = {"linestyle": "none", "marker": "o"}
     trials: Any = table[table["kind"] == "trial"]
+    finalists: Any = table[table["kind"] != "trial"]
     axes.plot("ideal_speedup", "tuning_score", data=trials, color=GREY, ms=3, label="tried (tuning half)", **dots)
-    for number, row in enumerate(table[table["kind"] != "trial"].to_dict("records")):
+    for number, (_, row) in enumerate(finalists.iterrows()):
         dots |= {"color": COLOURS[number % len(COLOURS)], "label": f"{row['kind']} (held out, 95 %)"}
         draw(axes, row, "ideal_speedup", "score", **dots)
     axes.set(xlabel="ideal TTFT speedup (FLOPs) on the tuning half", ylabel="score (0 to 100), mean over tasks")

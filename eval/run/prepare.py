@@ -17,7 +17,7 @@ import torch
 from eval.benchmarks.datasets import CHOICES, datasets_asked_for, load
 from eval.benchmarks.prompts import build_prompt, end_token_ids
 from eval.benchmarks.rows import sha256_of
-from eval.benchmarks.subsets import Shard, in_half, parse_shard, shard_numbers, spread_over
+from eval.benchmarks.subsets import in_half, parse_shard, shard_numbers, spread_over
 from eval.benchmarks.suite import DoesNotFitError, Example, LoadedDataset, Skipped
 from eval.run import targets
 from eval.run.config import RunConfig, compose_config, prompt_limit, register_schema, to_run_config
@@ -136,7 +136,9 @@ def prepare(run: Resolved) -> Plan:
         for case in _cases(run, data, chosen[name], settings, tokenizer, end_ids, limit, longest)
     ]
     shard = parse_shard(config.shard) if config.shard is not None else None
-    ours = _keys_of(shard, cases)
+    tokens = {case.key: len(case.prompt.token_ids) for case in cases}
+    numbers = shard_numbers(tokens, shard.count) if shard is not None else {}
+    ours = {key for key in tokens if shard is None or numbers[key] == shard.number}
     firsts = [
         case for _, group in groupby(cases, lambda case: case.dataset.name) for case in islice(group, config.trace)
     ]
@@ -314,14 +316,6 @@ def _limited(config: RunConfig, data: LoadedDataset) -> Sequence[Example]:
     if config.spread is not None and config.limit is not None:
         return spread_over(data.examples, config.limit)
     return data.examples[: config.limit]
-
-
-def _keys_of(shard: Shard | None, cases: list[Case]) -> set[tuple[str, str]]:
-    """The keys of the examples that the shard measures; all without a shard."""
-    if shard is None:
-        return {case.key for case in cases}
-    tokens = {case.key: len(case.prompt.token_ids) for case in cases}
-    return {key for key, number in shard_numbers(tokens, shard.count).items() if number == shard.number}
 
 
 def _data_identity(run: Resolved, loaded: list[LoadedDataset]) -> dict[str, Any]:

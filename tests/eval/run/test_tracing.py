@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import lazyllm
+from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt
-from eval.run.measure import Case, trace
+from eval.run.measure import Bench, Case
 from eval.store.record import Trace, read_trace
 from lazyllm.methods import Lazy, Method, RandomDrop
 from lazyllm.models.load import load_tokenizer_of
@@ -18,6 +19,7 @@ from lazyllm.spec import ModelSpec
 from tests.helpers import tiny
 
 MODEL, TOKENIZER = tiny()
+BENCH = Bench(MODEL, TOKENIZER, CHAT_FORMATS["none"], paired=False)
 
 
 def case_of(name: str, method: Method) -> Case:
@@ -30,7 +32,7 @@ def case_of(name: str, method: Method) -> Case:
 @pytest.mark.parametrize("name", ["digest", "complete"])
 def test_trace_equals_the_generation(name: str) -> None:
     case = case_of(name, Lazy({2: 0.3, 5: 0.5}))
-    found = trace(MODEL, TOKENIZER, case)
+    found = BENCH.trace(case)
     out = lazyllm.generate(MODEL, case.prompt.token_ids, case.method, 12, (2,))
     assert found.selected == out.selected
     assert [len(row) for row in found.importance] == [len(case.prompt.token_ids)] * 8
@@ -40,7 +42,7 @@ def test_trace_equals_the_generation(name: str) -> None:
 
 
 def test_trace_comes_back_from_its_file(tmp_path: Path) -> None:
-    found = trace(MODEL, TOKENIZER, case_of("lookup", RandomDrop(0.5)))
+    found = BENCH.trace(case_of("lookup", RandomDrop(0.5)))
     assert list(found.selected[0]) == [0]
     file = tmp_path / Trace.file_name("lookup", "../a b")
     assert file.parent == tmp_path
