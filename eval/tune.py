@@ -40,10 +40,9 @@ from eval.run.config import RunConfig, TimingConfig, TrackerConfig, to_run_confi
 from eval.run.job import job, start
 from eval.run.resolved import Resolved, check_early, resolve
 from eval.run.targets import FILE, as_yaml
-from lazyllm.engine.flops import prefill_flops
 from lazyllm.errors import UserError
 from lazyllm.files import write_whole
-from lazyllm.methods import METHODS, Method, by_name
+from lazyllm.methods import METHODS, Baseline, Method, by_name
 from lazyllm.methods.lazy import DEPTHS
 
 if TYPE_CHECKING:
@@ -157,14 +156,14 @@ class Space:
     def speedup(self, cuts: Cuts) -> float:
         """The ideal speedup, aggregated as measured ones are (`eval.store.aggregate`): a dataset's is the baseline's
         summed FLOPs over the schedule's, a task's the mean over its datasets, the total the mean over tasks."""
-        method: Method = replace(self.method, schedule=schedule_of(cuts))  # type: ignore[type-var]  # a dataclass
-        layers = self.model_config.num_hidden_layers
+        pruned: Method = replace(self.method, schedule=schedule_of(cuts))  # type: ignore[type-var]  # a dataclass
         tasks: dict[str, list[float]] = {}
         for name, counts in self.lengths.items():
-            entering = [([n] * layers, method.tokens_per_layer(layers, n), times) for n, times in counts.items()]
-            whole = sum(times * prefill_flops(self.model_config, tokens) for tokens, _, times in entering)
-            pruned = sum(times * prefill_flops(self.model_config, tokens) for _, tokens, times in entering)
-            tasks.setdefault(DATASETS[name].task, []).append(whole / pruned)
+            whole, less = (
+                sum(times * method.first_token_flops(self.model_config, n) for n, times in counts.items())
+                for method in (Baseline(), pruned)
+            )
+            tasks.setdefault(DATASETS[name].task, []).append(whole / less)
         return mean(map(mean, tasks.values()))
 
     def reaches(self, cuts: Cuts) -> bool:
