@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
@@ -221,6 +222,11 @@ def test_asl_cuts_where_ranks_settle() -> None:
 
 def test_flops_of_selection_are_those_announced() -> None:
     """PyTorch's own counter, over the linear maps of what runs before and in a prefill."""
+    keys = torch.ones(1, 2, 8, 4)
+    with FlopCounterMode(display=False) as counter:
+        F.scaled_dot_product_attention(torch.ones(1, 4, 8, 4), keys, keys, is_causal=True, enable_gqa=True)
+    if counter.get_total_flops():
+        pytest.skip("this torch counts attention on a CPU as products of matrices")
     model, n = random_variant("llama", 0), 400
     shape = LayerShape.of(model.config)
     ids = torch.randint(0, 97, (n,), generator=torch.Generator().manual_seed(0))
