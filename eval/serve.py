@@ -10,6 +10,7 @@ request runs at a time, and others wait. The handlers are those of `transformers
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from uuid import uuid4
 from eval.run.config import compose_config, register_schema, to_run_config
 from eval.run.job import job
 from eval.run.resolved import Resolved, build_method, resolve
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, require
 from lazyllm.methods import Method
 
 _GRACE_S = 2  # for answers in progress after SIGTERM
@@ -47,14 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & {*arguments}:
         print(__doc__)
         return 0
-    given = dict(
-        argument.split("=", 1) for argument in arguments if argument.startswith(("port=", "host=", "methods="))
-    )
-    others = [argument for argument in arguments if argument.partition("=")[0] not in given]
-    port, host = given.get("port", "8000"), given.get("host", "127.0.0.1")
-    if not port.isdigit():
-        raise UserError(f"port={port}: expected a number")
-    names = [name.strip() for name in given.get("methods", "").strip("[]").split(",") if name.strip()]
+    words = [word.partition("=") for word in arguments if word.startswith(("port=", "host=", "methods="))]
+    given = {"port": "8000", "host": "127.0.0.1", "methods": ""} | {key: value for key, _, value in words}
+    others = [word for word in arguments if word.partition("=") not in words]
+    require(given["port"].isdigit(), "port", given["port"], "a number")
+    names = re.findall(r"[^\s,\[\]]+", given["methods"])
     runs = [_run_of([*others, f"method={name}"]) for name in names] or [_run_of(others)]
     missing = [package for package in ("fastapi", "uvicorn", "openai") if find_spec(package) is None]
     if missing:
@@ -64,8 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         logging.getLogger("transformers.cli").setLevel(logging.ERROR)  # it warns of each request
         app, models = app_of(runs)
+        host, port = given["host"], int(given["port"])
         print(f"http://{host}:{port}/v1: {', '.join(models)}", flush=True)
-        uvicorn.run(app, host=host, port=int(port), log_level="warning", timeout_graceful_shutdown=_GRACE_S)
+        uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=_GRACE_S)
     return 0
 
 
@@ -81,7 +80,6 @@ def _run_of(arguments: list[str]) -> Resolved:
 def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
     """The ASGI app that serves the methods of the runs, of one model, and the names that it lists. Raises UserError."""
     from fastapi import FastAPI, HTTPException
-    from fastapi.responses import JSONResponse
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
     from transformers.cli.serving.model_manager import ModelManager
@@ -91,12 +89,11 @@ def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
     from lazyllm.methods import Baseline
     from lazyllm.models.load import load_tokenizer_of, load_weights
 
-    first, model = runs[0], load_weights(runs[0].spec)
-    tokenizer = load_tokenizer_of(first.spec)
-    methods = [build_method(next(iter(parameters_of(run, model.config).values()))) for run in runs]
-    name = first.config.model.name
-    served = {name: methods[0]}
-    served |= {f"{name}/{run.method['name']}": method for run, method in zip(runs, methods, strict=True)}
+    spec, name = runs[0].spec, runs[0].config.model.name
+    model, tokenizer = load_weights(spec), load_tokenizer_of(spec)
+    positions = model.config.max_position_embeddings
+    methods = {run.method["name"]: build_method(next(iter(parameters_of(run, model.config).values()))) for run in runs}
+    served = {name: next(iter(methods.values()))} | {f"{name}/{key}": method for key, method in methods.items()}
     models = {key: Served(model, method) for key, method in (served | {f"{name}/baseline": Baseline()}).items()}
 
     class Models(ModelManager):
@@ -108,22 +105,31 @@ def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
                 raise HTTPException(404, f"no model {key!r}; there are {', '.join(models)}")
             return models[key], tokenizer
 
+    class FittingPrompts(GenerateManager):
+        """Refuses a prompt that is too long before the stream, and its status, begins."""
+
+        def generate_streaming(
+            self, model: Any, processor: Any, inputs: Any, gen_config: Any, *a: Any, **k: Any
+        ) -> Any:
+            tokens, new = inputs["input_ids"].shape[-1], gen_config.max_new_tokens or 1
+            require(tokens + new <= positions, "tokens", f"{tokens} + {new} new", f"at most {positions} together")
+            return super().generate_streaming(model, processor, inputs, gen_config, *a, **k)
+
     class OneAtATime(GenerationState):
         """All models share the thread that generates."""
 
-        manager = GenerateManager()
+        manager = FittingPrompts()
 
         def get_manager(self, *_: Any, **__: Any) -> GenerateManager:
             return self.manager
 
-    manager, state = Models(), OneAtATime()
-    app = FastAPI()
+    manager, state, app = Models(), OneAtATime(), FastAPI()
 
     def add(path: str, handler: Any) -> None:
         @app.post(path)
         async def answer(body: dict[str, Any]) -> Any:
             try:
-                return await handler.handle_request(body, uuid4().hex)
+                return await handler.handle_request({"model": name} | body, uuid4().hex)
             except (KeyError, TypeError, ValueError) as error:
                 raise HTTPException(400, f"{type(error).__name__}: {error}") from error
 
@@ -131,13 +137,12 @@ def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
     add("/v1/chat/completions", ChatCompletionHandler(manager, state))
 
     @app.get("/v1/models")
-    def listed() -> JSONResponse:
+    def listed() -> dict[str, Any]:
         facts = {"object": "model", "owned_by": "lazyllm-bench", "version": version("lazyllm-bench")}
-        facts["max_model_len"] = model.config.max_position_embeddings
-        return JSONResponse({"object": "list", "data": [{"id": key, **facts} for key in models]})
+        return {"object": "list", "data": [{"id": key, **facts, "max_model_len": positions} for key in models]}
 
     @app.get("/health")
-    def health() -> JSONResponse:
-        return JSONResponse({"status": "ok"})
+    def health() -> dict[str, str]:
+        return {"status": "ok"}
 
     return app, list(models)

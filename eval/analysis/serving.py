@@ -15,43 +15,42 @@ from eval.analysis.table import Figure, Table
 from eval.benchmarks.datasets import DATASETS
 from eval.store.results import Results
 
-_PERCENTILES = (50, 90, 99)
 _CLOCKS = {"ttft_s": "TTFT", "tpot_s": "TPOT"}
-_FIT = ("a", "b", "c")
+_KEYS = [*SETTING, "load"]
+_READ = ("tpot_s", "sent_at", "end_s", "retries")
+_QUANTILES = {f"{clock}_p{percent}": (clock, percent / 100) for clock in _CLOCKS for percent in (50, 90, 99)}
+_COLUMNS = (
+    MODEL,
+    LABEL,
+    Column("load", "load"),
+    EXAMPLES,
+    *(
+        Column(name, f"{_CLOCKS[clock]} p{100 * share:.0f}, ms", 1, scale=1e-3)
+        for name, (clock, share) in _QUANTILES.items()
+    ),
+    Column("pct_good", "good, %", 1),
+    Column("goodput_per_s", "goodput, 1/s", 2),
+)
 
 
 def serving(results: Results) -> Table:
     """Each server's times and goodput under each load."""
-    frame = requests(results)
-    key: Any
     rows = []
-    for key, group in frame.groupby([*SETTING, "load"], sort=False):
-        times = {
-            f"{clock}_p{percent}": group[clock].quantile(percent / 100) for clock in _CLOCKS for percent in _PERCENTILES
-        }
-        good = group[group["is_good"]]
-        rows.append(
-            dict(zip([*SETTING, "load"], key, strict=True))
-            | {"examples": len(group), **times, "pct_good": 100 * len(good) / len(group)}
-            | {"goodput_per_s": len(good) / _busy_s(group), "retries": group["retries"].sum()}
-        )
-    clocks = [f"{clock}_p{percent}" for clock in _CLOCKS for percent in _PERCENTILES]
-    columns = [*SETTING, "load", "examples", *clocks, "pct_good", "goodput_per_s", "retries"]
+    for key, group in requests(results).groupby(_KEYS, sort=False):
+        good = group["is_good"].sum()
+        row = dict(zip(_KEYS, key, strict=True)) | {"examples": len(group)}
+        row |= {name: group[clock].quantile(share) for name, (clock, share) in _QUANTILES.items()}
+        row |= {"pct_good": 100 * good / len(group), "goodput_per_s": good / _busy_s(group)}
+        rows.append(row | {"retries": group["retries"].sum()})
+    columns = [*_KEYS, "examples", *_QUANTILES, "pct_good", "goodput_per_s", "retries"]
     table = in_order(pd.DataFrame(rows, columns=columns))
-    headings = [
-        Column(f"{clock}_p{percent}", f"{name} p{percent}, ms", 1, scale=1e-3)
-        for clock, name in _CLOCKS.items()
-        for percent in _PERCENTILES
-    ]
-    shown = [MODEL, LABEL, Column("load", "load"), EXAMPLES, *headings]
-    shown += [Column("pct_good", "good, %", 1), Column("goodput_per_s", "goodput, 1/s", 2)]
     caption = (
         "TTFT: from just before the request to the first event with a token. TPOT: (last - first) / (tokens - 1), as "
         "an event may hold several tokens; - if the server does not count them. Percentiles over requests. Good: "
         "answers within load.ttft_limit_s and load.tpot_limit_s (all, if neither is given); goodput: their number per "
         "second in which this server had a request to answer."
     )
-    return Table("serving", "Servers under load", caption, table, cells(table, shown, results), keys=3)
+    return Table("serving", "Servers under load", caption, table, cells(table, _COLUMNS, results), keys=3)
 
 
 def requests(results: Results) -> pd.DataFrame:
@@ -61,19 +60,18 @@ def requests(results: Results) -> pd.DataFrame:
     for run in results.runs:
         load = run.about["config"].get("load", {})
         many = f"{load.get('concurrency', 1)} at once" if load.get("rate") is None else f"{load['rate']:g} per s"
-        limits = [(clock, load.get(f"{clock[:4]}_limit_s")) for clock in _CLOCKS]
-        own = {"method": run.method, "settings": str(run.settings), "label": run.label}
+        limits = {clock: load.get(f"{clock[:4]}_limit_s") or np.inf for clock in _CLOCKS}
+        own = run.method, str(run.settings), run.label
         for record in run.records if "server" in run.identity else ():
             base = {"model": run.model, "suite": DATASETS[record.dataset].suite, "load": many}
-            base |= {"dataset": record.dataset, "id": record.id, "prompt_tokens": record.prompt_tokens}
-            theirs = {"method": BASELINE, "settings": "{}", "label": BASELINE}
-            for side, named in ((record.method, own), (record.baseline, theirs)):
+            base |= {name: getattr(record, name) for name in ("dataset", "id", "prompt_tokens")}
+            for side, named in ((record.method, own), (record.baseline, (BASELINE, "{}", BASELINE))):
                 if side is not None and side.request is not None:
-                    row = base | named | {"ttft_s": side.ttft_s, "tpot_s": side.request.tpot_s}
-                    row |= {name: getattr(side.request, name) for name in ("sent_at", "end_s", "retries")}
-                    row["is_good"] = all(most is None or (row[clock] or 0.0) <= most for clock, most in limits)
+                    row = base | dict(zip(("method", "settings", "label"), named, strict=True))
+                    row |= {"ttft_s": side.ttft_s} | {name: getattr(side.request, name) for name in _READ}
+                    row["is_good"] = all((row[clock] or 0.0) <= most for clock, most in limits.items())
                     rows.append(row)
-    columns = [*SETTING, "load", "dataset", "id", "prompt_tokens", *_CLOCKS, "sent_at", "end_s", "retries", "is_good"]
+    columns = [*_KEYS, "dataset", "id", "prompt_tokens", "ttft_s", *_READ, "is_good"]
     return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(_CLOCKS, float))
 
 
@@ -90,9 +88,9 @@ def _busy_s(group: pd.DataFrame) -> float:
 def data(results: Results) -> pd.DataFrame:
     """A row for each request, as `requests`, with the coefficients a, b, c of its setting's fit (`ttft_fit`)."""
     frame: Any = in_order(requests(results))
-    fits = {key: ttft_fit(group) for key, group in frame.groupby([*SETTING, "load"], sort=False)}
-    found = [fits[tuple(row)] for row in frame[[*SETTING, "load"]].to_numpy()]
-    return frame.assign(**{name: [fit[number] for fit in found] for number, name in enumerate(_FIT)})
+    fits = {key: ttft_fit(group) for key, group in frame.groupby(_KEYS, sort=False)}
+    fit = [fits[tuple(row)] for row in frame[_KEYS].to_numpy()]
+    return frame.assign(**{name: [one[number] for one in fit] for number, name in enumerate("abc")})
 
 
 def ttft_fit(group: pd.DataFrame) -> tuple[float, float, float]:
@@ -116,7 +114,7 @@ def plot(frame: Any) -> MplFigure:
             colour, look = shade_of(number, len(settings)), look_of(number)
             points = {"marker": look["marker"], "markersize": 3, "alpha": 0.5, "linestyle": "none"}
             axes.plot(group["prompt_tokens"], 1000 * group["ttft_s"], color=colour, **points)
-            a, b, c = (group[name].iloc[0] for name in _FIT)
+            a, b, c = (group[name].iloc[0] for name in "abc")
             n = np.linspace(group["prompt_tokens"].min(), group["prompt_tokens"].max())
             known = "" if np.isnan(a) else f": {1e9 * a:.3g} (n/1000)² + {1e6 * b:.3g} n/1000 + {1e3 * c:.3g} ms"
             fit = 1000 * (a * n**2 + b * n + c)

@@ -146,6 +146,11 @@ class LoadConfig:
     ttft_limit_s: float | None = setting(None, "goodput counts answers with at most this TTFT")
     tpot_limit_s: float | None = setting(None, "and at most this time per later token")
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether a server answers several requests at once."""
+        return self.concurrency > 1 or self.rate is not None
+
 
 @dataclass
 class TrackerConfig:

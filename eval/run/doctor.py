@@ -180,16 +180,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _describe(url: str) -> int:
     """Print what a server says of itself and how it would be asked. Raises UserError if there is none."""
-    from eval.server.client import Client, Endpoint
+    from eval.server.client import Endpoint
     from eval.server.kinds import describe
 
-    with Client(Endpoint(url, "")) as client:
-        models = [str(entry.get("id")) for entry in client.models()]
-    server = describe(Endpoint(url, models[0] if models else ""))
+    server = describe(Endpoint(url, ""))
     kind = server.kind
     facts = {
         "server": f"{kind.name} {server.version or '(version unknown)'}",
-        "models": ", ".join(models) or "none listed",
+        "models": ", ".join(server.models) or "none listed",
         "positions": str(server.positions or "unknown: give model.max_prompt_tokens"),
         "prompts": "as token ids" if kind.token_ids else "as text",
         "cold": kind.cold,

@@ -69,11 +69,10 @@ def run(run: Resolved, show: bool = True, load: Callable[[], PreTrainedModel] | 
     """
     if not run.config.control or run.method["name"] == "baseline":
         return _run(run, show, load)
-    out = run.config.out
+    out = run.config.out  # first the baseline beside itself, as a run of its own, which shares the model
     control = run.changed(method={"name": "baseline"}, out=None if out is None else f"{out}-control")
     with loaded_once(run) as loaded:
-        beside = _run(control, False, load or loaded).results
-        return _run(run, show, load or loaded, beside)
+        return _run(run, show, load or loaded, _run(control, False, load or loaded).results)
 
 
 def _run(

@@ -254,17 +254,9 @@ class Bench:
 
     def record_of(self, case: Case, method: _Run, baseline: _Run | None) -> Record:
         """The record of a case's answers."""
-        first, *later = (self._turn(case, turn, method, baseline) for turn in range(len(method.outs)))
-        return Record(
-            dataset=case.dataset.name,
-            id=case.example.id,
-            prompt_tokens_before_truncation=case.prompt.tokens_before_truncation,
-            groups=list(case.example.groups),
-            baseline_ttft_s=baseline.outs[0].ttft_s if baseline is not None and self.paired == "ttft" else None,
-            later=[LaterTurn(**turn) for turn in later] or None,
-            attention_kernel=self.attention_kernel,
-            **first,
-        )
+        turns = [self._turn(case, turn, method, baseline) for turn in range(len(method.outs))]
+        ttft_s = baseline.outs[0].ttft_s if baseline is not None and self.paired == "ttft" else None
+        return record_of(case, turns, baseline_ttft_s=ttft_s, attention_kernel=self.attention_kernel)
 
     def trace(self, case: Case) -> Trace:
         """Generate once more, and keep what records leave out. Raises RuntimeError or FloatingPointError."""
@@ -282,20 +274,12 @@ class Bench:
             computed=computed,
         )
 
-    def _turn(self, case: Case, turn: int, method: _Run, baseline: _Run | None) -> dict[str, Any]:
-        """The common fields of `Record` and `LaterTurn` for a turn, from 0."""
-        message = (case.prompt, *case.prompt.turns)[turn]
-        asked = (case.example, *case.example.turns)[turn]
+    def _turn(
+        self, case: Case, turn: int, method: _Run, baseline: _Run | None
+    ) -> tuple[Measurement, Measurement | None]:
         beside = self._fidelity(case, turn, baseline, method) if baseline is not None else {}
-        whole = baseline if self.paired is True else None
-        return {
-            "prompt_sha256": message.sha256,
-            "prompt_tokens": len(message.token_ids),
-            "method": replace(self._measurement(case, turn, method), **beside),
-            "baseline": None if whole is None else self._measurement(case, turn, whole),
-            "prompt_end": message.text[-PROMPT_END:],
-            "answers": list(asked.answers),
-        }
+        whole = self._measurement(case, turn, baseline) if baseline is not None and self.paired is True else None
+        return replace(self._measurement(case, turn, method), **beside), whole
 
     def _run(self, case: Case, method: Method) -> _Run:
         devices = devices_of(self.model)
@@ -357,6 +341,31 @@ class Bench:
             total_s_so_far=None if run.packed else sum(done.total_s for done in run.outs[: turn + 1]),
             **(_evidence(case.prompt, turn, run) if self.evidence else {}),
         )
+
+
+def record_of(case: Case, turns: Sequence[tuple[Measurement, Measurement | None]], **others: Any) -> Record:
+    """The record of a case's answers. turns: the method's and the baseline's, in order. others: fields of `Record`."""
+    messages, asked = (case.prompt, *case.prompt.turns), (case.example, *case.example.turns)
+    first, *later = (
+        {
+            "prompt_sha256": message.sha256,
+            "prompt_tokens": len(message.token_ids),
+            "method": method,
+            "baseline": baseline,
+            "prompt_end": message.text[-PROMPT_END:],
+            "answers": list(question.answers),
+        }
+        for message, question, (method, baseline) in zip(messages, asked, turns, strict=True)
+    )
+    return Record(
+        dataset=case.dataset.name,
+        id=case.example.id,
+        prompt_tokens_before_truncation=case.prompt.tokens_before_truncation,
+        groups=list(case.example.groups),
+        later=[LaterTurn(**turn) for turn in later] or None,
+        **first,
+        **others,
+    )
 
 
 def scored(case: Case, decoded: str, chat: ChatFormat, turn: int = 0) -> dict[str, Any]:

@@ -259,8 +259,6 @@ def _cases(
             method.check_prompt(prompt.as_input())
         except ValueError as error:
             raise UserError(f"{where}: {error}") from error
-        if run.is_served and prompt.turns:
-            raise UserError(f"{where}: a server answers one question a row: give turns=1")
         if longest is not None and (tokens := prompt.conversation_tokens) + new_tokens > longest:
             fits = longest - new_tokens - tokens + min(prompt.tokens_before_truncation, limit)
             of_turns = f" of {1 + len(prompt.turns)} turns" if prompt.turns else ""
@@ -357,17 +355,11 @@ def _model_identity(
 
 def _served_identity(run: Resolved, servers: dict[str, Server]) -> dict[str, Any]:
     """The facts of the baseline's server, and of how all are asked. Those of another server are the method's."""
-    model, load, about = run.config.model, run.config.load, servers["baseline"]
+    config, about = run.config, servers["baseline"]
+    asked = {key: plain(getattr(config.model, key)) for key in ("api", "cache", "extra_body")}
     return {
-        "server": {
-            "url": about.endpoint.url,
-            "kind": about.kind.name,
-            "version": about.version,
-            "api": model.api,
-            "cache": model.cache,
-            "extra_body": plain(model.extra_body),
-        },
-        "load": {"concurrency": load.concurrency, "rate": load.rate},
+        "server": {"url": about.endpoint.url, "kind": about.kind.name, "version": about.version, **asked},
+        "load": {"concurrency": config.load.concurrency, "rate": config.load.rate},
     }
 
 

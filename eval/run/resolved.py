@@ -17,10 +17,10 @@ from eval.benchmarks.chat_format import NO_TEMPLATE, ChatFormat, chat_format
 from eval.benchmarks.datasets import check_rows, datasets_asked_for, missing_rows
 from eval.benchmarks.suite import Dataset, DataSettings, Suite
 from eval.run import targets
-from eval.run.config import SERVER, SERVER_SETTINGS, LoadConfig, ModelConfig, RunConfig
+from eval.run.config import SERVER, SERVER_SETTINGS, RunConfig
 from eval.run.identity import SERVED_CODE, code_sha256, versions
 from lazyllm.engine.inputs import TURNS
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, require
 from lazyllm.machine import may_have_gpu
 from lazyllm.methods import Method, by_name, make, settings_of
 from lazyllm.models.checkpoint import read_config
@@ -242,9 +242,10 @@ def plain(value: Any) -> Any:
 
 def _check_needs_no_server(config: RunConfig, methods: list[dict[str, Any]]) -> None:
     """Refuse what only a server takes. Raises UserError."""
+    usual = RunConfig()
     of_server = ("kind", "api", "extra_body", "cache", "trust_prompt", "key_env", "timeout_s")
-    given = [f"model.{key}" for key in of_server if getattr(config.model, key) != getattr(ModelConfig("-"), key)]
-    given += [f"load.{item.name}" for item in fields(LoadConfig) if getattr(config.load, item.name) != item.default]
+    given = [f"model.{key}" for key in of_server if getattr(config.model, key) != getattr(usual.model, key)]
+    given += [f"load.{key}" for key, value in vars(config.load).items() if value != getattr(usual.load, key)]
     given += ["method=server" for settings in methods if settings.get("name") == SERVER]
     if given:
         raise UserError(f"{given[0]}: expected model=server model.url=http://HOST:PORT/v1 with it")
@@ -254,31 +255,28 @@ def _check_servers(config: RunConfig, methods: list[dict[str, Any]]) -> None:
     """Refuse what servers cannot do, and URLs that cannot be one's. Raises UserError."""
     model = config.model
     for settings in methods:
-        name = settings.get("name", "")
+        name, unknown = settings.get("name", ""), settings.keys() - {*SERVER_SETTINGS, "model", "turns"}
         if name not in ("baseline", SERVER):
             raise UserError(
                 f"method={name} runs inside transformers: lazyllm-bench serve model=NAME method={name} port=8123 puts "
                 f"it behind a server; then compare with method=server method.url=http://127.0.0.1:8123/v1"
             )
-        unknown = settings.keys() - {*SERVER_SETTINGS, "model", "turns"}
         if unknown:
             raise UserError(f"method server has no setting {min(unknown)!r}; it has {', '.join(SERVER_SETTINGS)}")
     for url in (model.url, *(settings["url"] for settings in methods if "url" in settings)):
         parts = urlsplit(url or "")
         if parts.username is not None:
             raise UserError(f"a URL with a name or password would be stored: give a key in {model.key_env}")
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-            raise UserError(f"url={url}: expected a URL such as http://127.0.0.1:8000/v1")
-    if model.tokenizer is None and "/" not in model.name and not Path(model.name).is_dir():
-        raise UserError("prompts are made here: give model.tokenizer=FOLDER_OR_HUB_ID of the served model")
-    if model.api == "chat" and model.chat not in (None, "none"):
-        raise UserError(f"model.chat={model.chat}: with model.api=chat, the server applies its own template")
-    if config.timing.paired == "ttft":
-        raise UserError("timing.paired=ttft: a server answers as a whole: give true or false")
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query
+        require(is_address, "url", url, "a URL such as http://127.0.0.1:8000/v1")
+    is_source = model.tokenizer is not None or "/" in model.name or Path(model.name).is_dir()
+    require(is_source, "model.tokenizer", "null", "FOLDER_OR_HUB_ID of the served model, as prompts are made here")
+    if model.api == "chat":
+        require(model.chat in (None, "none"), "model.chat", model.chat, "none: the server applies its own template")
+    if config.load.rate is not None:
+        require(config.load.concurrency == 1, "load.concurrency", config.load.concurrency, "1 with load.rate")
     if config.fidelity is not None:
-        raise UserError("fidelity: a server does not tell the probabilities that it needs")
-    if config.load.concurrency > 1 and config.load.rate is not None:
-        raise UserError("load.rate sends requests at its own times: leave out load.concurrency")
+        log.warning("fidelity=%s: a server does not tell the probabilities that it needs: null", config.fidelity)
 
 
 def build_method(settings: dict[str, Any]) -> Method:

@@ -7,30 +7,26 @@ import logging
 import random
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from eval.analysis.columns import PROMPT_ENDS
 from eval.benchmarks.chat_format import THOUGHT_END
 from eval.run.config import SERVER
-from eval.run.measure import WARMUP_TOKENS, Case, scored
+from eval.run.measure import WARMUP_TOKENS, Case, record_of, scored
 from eval.run.resolved import Resolved
 from eval.server.client import Answer, Client, Endpoint, RequestError
 from eval.server.kinds import Server, describe
-from eval.store.record import PROMPT_END, Failure, Measurement, Record, Trace
+from eval.store.record import Failure, Measurement, Record, Trace
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-
 
 BLOCK = 32  # requests to one side before the other under load, or four times those at once
 
@@ -61,80 +57,77 @@ class Servers:
     run: Resolved
     tokenizer: PreTrainedTokenizerBase
     sides: dict[str, Server]
-    _clients: defaultdict[str, SimpleQueue[Client]] = field(default_factory=lambda: defaultdict(SimpleQueue))
-    _open: ExitStack = field(default_factory=ExitStack)
+    _clients: dict[str, Client] = field(default_factory=dict)
 
     def __enter__(self) -> Servers:
+        self._clients.update({side: Client(server.endpoint) for side, server in self.sides.items()})
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()
+        for client in self._clients.values():
+            client.close()
 
     def warm_up(self, cases: Sequence[Case], runs: int) -> None:
         """Short answers to the longest prompt of each range of lengths, as servers compile for each."""
-        longest: dict[int, Case] = {}
-        for case in sorted(cases, key=lambda case: len(case.prompt.token_ids)):
-            longest[sum(len(case.prompt.token_ids) > end for end in PROMPT_ENDS)] = case
+        ordered = sorted(cases, key=lambda case: len(case.prompt.token_ids))
+        longest = {sum(len(case.prompt.token_ids) > end for end in PROMPT_ENDS): case for case in ordered}
         for case in longest.values():
             for side in [*self.sides] * runs:
-                answer = self._ask(side, case, secrets.token_hex(8), WARMUP_TOKENS)
-                if isinstance(answer, RequestError):
-                    log.warning("warming up on %s, row %s failed (%s)", *case.key, answer)
+                try:
+                    self._timed(side, case, _noise(), [], WARMUP_TOKENS)
+                except RequestError as error:
+                    log.warning("warming up on %s, row %s failed (%s)", *case.key, error)
 
     def measure(self, cases: Sequence[Case]) -> Iterator[Record | Failure]:
         """The sides answer in turns, in an order drawn by the seed: prompt by prompt, or in blocks under load."""
         load, rng = self.run.config.load, random.Random(self.run.config.seed)
-        alone = load.concurrency == 1 and load.rate is None
-        size = 1 if alone else load.block or max(BLOCK, 4 * load.concurrency)
+        size = load.block or max(BLOCK, 4 * load.concurrency) if load.is_shared else 1
         apart = len({server.endpoint.root for server in self.sides.values()}) == len(self.sides)
         waiting = iter(cases)
         while block := list(islice(waiting, size)):
-            noise, answers = [secrets.token_hex(8) for _ in block], {}
+            noise, answers = None, {}
             for side in rng.sample([*self.sides], len(self.sides)):
+                if noise is None or not apart:  # one server would take the other side's prompt from its cache
+                    noise = [[_noise() for _ in (case.prompt, *case.prompt.turns)] for case in block]
                 answers[side] = self._answers(side, block, noise, rng)
-                if not apart:  # the server would take the other side's prompt from its cache
-                    noise = [secrets.token_hex(8) for _ in block]
             for number, case in enumerate(block):
-                yield self._outcome(case, {side: answers[side][number] for side in self.sides})
+                yield self._outcome(case, {side: given[number] for side, given in answers.items()})
 
     def trace(self, case: Case) -> Trace:
         raise RuntimeError("a server does not tell what its layers compute")
 
-    def _answers(self, side: str, block: Sequence[Case], noise: list[str], rng: random.Random) -> list[Any]:
-        """An `Answer` or RequestError each: one after the other, or with the run's number at once, or at its rate."""
-        load = self.run.config.load
-        if load.concurrency == 1 and load.rate is None:
-            return [self._ask(side, *one) for one in zip(block, noise, strict=True)]
-        futures: list[Future[Answer | RequestError]] = []
+    def _answers(
+        self, side: str, block: Sequence[Case], noise: list[list[str]], rng: random.Random
+    ) -> list[list[Answer] | RequestError]:
+        """Of each case, by turn: the run's number of conversations at once, or begun at its rate."""
+        load, futures = self.run.config.load, []
         with ThreadPoolExecutor(len(block) if load.rate is not None else load.concurrency) as pool:
             for one in zip(block, noise, strict=True):
-                futures.append(pool.submit(self._ask, side, *one))
+                futures.append(pool.submit(self._converse, side, *one))
                 if load.rate is not None:
                     time.sleep(rng.expovariate(load.rate))
         return [future.result() for future in futures]
 
-    def _ask(self, side: str, case: Case, noise: str, most: int | None = None) -> Answer | RequestError:
-        """One request, on a connection that no other request uses. most: new tokens, in place of the dataset's."""
-        free = self._clients[side]
+    def _converse(self, side: str, case: Case, noise: list[str]) -> list[Answer] | RequestError:
+        """The answers of a conversation; each message follows the server's own answers. noise: a line for each."""
+        is_first_only = side == "baseline" and self.run.paired == "ttft"
+        answers: list[Answer] = []
         try:
-            client = free.get_nowait()
-        except Empty:
-            client = self._open.enter_context(Client(self.sides[side].endpoint))
-        try:
-            return self._timed(client, self.sides[side], case, f"[{noise}]\n", most or case.max_new_tokens)
+            for line in noise:
+                answers.append(self._timed(side, case, line, answers, 1 if is_first_only else case.max_new_tokens))
         except RequestError as error:
             return error
-        finally:
-            free.put(client)
+        return answers
 
-    def _timed(self, client: Client, server: Server, case: Case, noise: str, most: int) -> Answer:
-        config = self.run.config
+    def _timed(self, side: str, case: Case, noise: str, earlier: Sequence[Answer], most: int) -> Answer:
+        """The answer that follows the earlier ones. most: new tokens. Raises RequestError."""
+        config, server, client = self.run.config, self.sides[side], self._clients[side]
         is_warm = config.model.cache == "warm"
         cold = "nothing" if is_warm else server.kind.cold
-        if cold == "flush" and (config.load.concurrency > 1 or config.load.rate is not None):
+        if cold == "flush" and config.load.is_shared:
             cold = "noise"  # a cache in use cannot be flushed
         noise = noise if cold == "noise" else ""
-        prompt, count = self._prompt(case, server, noise)
+        prompt, count = self._prompt(case, server, noise, earlier)
         fields: dict[str, Any] = {"model": server.endpoint.model, "stream": True, "max_tokens": most, **prompt}
         fields |= {**server.kind.sampling, "seed": config.seed}
         fields |= {"stream_options": {"include_usage": True}} if server.kind.usage else {}
@@ -143,78 +136,83 @@ class Servers:
         fields |= {"cache_prompt": False} if cold == "off" else {}
         body = json.dumps(fields | dict(server.endpoint.extra_body)).encode()
         if cold == "flush":
-            client.post(f"{server.endpoint.root}/flush_cache")
+            client.ask("POST", f"{server.endpoint.root}/flush_cache")
         if is_warm:
             client.answer(body)
         answer = client.answer(body)
         told, cached = answer.request.prompt_tokens, answer.request.cached_tokens
+        where = f"{case.dataset.name}, row {case.example.id}: {server.endpoint.url}"
         if None not in (told, count) and told != count and not config.model.trust_prompt:
             raise UserError(
-                f"{case.dataset.name}, row {case.example.id}: {server.endpoint.url} counts {told} prompt tokens, but "
-                f"{count} were sent: it cuts or changes the prompt, or model.tokenizer is not its own; "
-                "model.trust_prompt=true accepts its count"
+                f"{where} counts {told} prompt tokens, but {count} were sent: it cuts or changes the prompt, or "
+                "model.tokenizer is not its own; model.trust_prompt=true accepts its count"
             )
         if cached is not None and cached > 1 and not is_warm:  # the first token may be the same in all prompts
             raise UserError(
-                f"{case.dataset.name}, row {case.example.id}: {server.endpoint.url} took {cached} prompt tokens from "
-                "its cache: turn its prefix cache off, or give model.kind, or measure it with model.cache=warm"
+                f"{where} took {cached} prompt tokens from its cache: turn its prefix cache off, or give model.kind, "
+                "or measure it with model.cache=warm"
             )
         return replace(answer, request=replace(answer.request, noise=noise or None))
 
-    def _prompt(self, case: Case, server: Server, noise: str) -> tuple[dict[str, Any], int | None]:
-        """The request's fields with the prompt, and its number of tokens by our tokenizer; None if unknown."""
+    def _prompt(
+        self, case: Case, server: Server, noise: str, earlier: Sequence[Answer]
+    ) -> tuple[dict[str, Any], int | None]:
+        """The request's fields with the conversation, and its tokens by our tokenizer; None if unknown."""
         model, prompt = self.run.config.model, case.prompt
+        said = [prompt.text]
+        for answer, turn in zip(earlier, prompt.turns, strict=False):
+            said += [answer.text, turn.text]
         if model.api == "chat":
-            said = [{"role": "system", "content": model.system}] if model.system is not None else []
-            messages = [*said, {"role": "user", "content": noise + prompt.text}]
-            arguments = {"chat_template_kwargs": dict(model.chat_args)} if model.chat_args else {}
+            said[:1] = [*case.example.earlier, said[0].removeprefix("".join(case.example.earlier))]
+            said[0] = noise + said[0]
+            messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)]
+            messages[:0] = [{"role": "system", "content": model.system}] if model.system is not None else []
+            fields = {"messages": messages} | ({"chat_template_kwargs": model.chat_args} if model.chat_args else {})
             if not getattr(self.tokenizer, "chat_template", None):
-                return {"messages": messages, **arguments}, None
+                return fields, None
             ids: Any = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_dict=False, **(model.chat_args or {})
             )
-            return {"messages": messages, **arguments}, len(ids)
-        if server.kind.token_ids and not noise:
-            return {"prompt": list(prompt.token_ids)}, len(prompt.token_ids)
+            return fields, len(ids)
         begin = str(self.tokenizer.bos_token or "")
         begin = begin if prompt.text.startswith(begin) else ""
-        text = begin + noise + prompt.text.removeprefix(begin)
+        text = begin + noise + "".join(said).removeprefix(begin)
         assert prompt.encode is not None
-        ids = prompt.encode(text)
+        ids = prompt.encode(text) if noise or earlier else list(prompt.token_ids)
+        if server.kind.token_ids:
+            return {"prompt": ids}, len(ids)
         if self.tokenizer(text, verbose=False)["input_ids"] != ids:  # the server would write a second begin token
             text = text.removeprefix(begin)
         return {"prompt": text}, len(ids)
 
-    def _outcome(self, case: Case, answers: dict[str, Answer | RequestError]) -> Record | Failure:
-        measured: dict[str, Measurement] = {}
-        for side, answer in answers.items():
-            if isinstance(answer, RequestError):
-                reason = f"{self.sides[side].endpoint.url}: {answer}"
+    def _outcome(self, case: Case, answers: dict[str, list[Answer] | RequestError]) -> Record | Failure:
+        measured: dict[str, list[Measurement]] = {}
+        for side, given in answers.items():
+            if isinstance(given, RequestError):
+                reason = f"{self.sides[side].endpoint.url}: {given}"
                 return Failure(*case.key, reason, f"RequestError: {reason}")
-            measured[side] = self._measurement(case, answer)
-        method, baseline = measured["method"], measured.get("baseline")
-        if baseline is not None:
-            method = replace(method, same_answer=int(method.text == baseline.text))
-        return Record(
-            dataset=case.dataset.name,
-            id=case.example.id,
-            prompt_sha256=case.prompt.sha256,
-            prompt_tokens=len(case.prompt.token_ids),
-            prompt_tokens_before_truncation=case.prompt.tokens_before_truncation,
-            method=method,
-            baseline=baseline,
-            prompt_end=case.prompt.text[-PROMPT_END:],
-            answers=list(case.example.answers),
-            groups=list(case.example.groups),
-        )
+            measured[side] = [self._measurement(case, given[: turn + 1]) for turn in range(len(given))]
+        beside = measured.get("baseline")
+        if beside is None or self.run.paired == "ttft":
+            alone = [(method, None) for method in measured["method"]]
+            return record_of(case, alone, baseline_ttft_s=None if beside is None else beside[0].ttft_s)
+        pairs = zip(measured["method"], beside, strict=True)
+        return record_of(case, [(replace(a, same_answer=int(a.text == b.text)), b) for a, b in pairs])
 
-    def _measurement(self, case: Case, answer: Answer) -> Measurement:
-        thinks = self.run.chat.thinking_tokens and answer.reasoning
+    def _measurement(self, case: Case, answers: Sequence[Answer]) -> Measurement:
+        """Of the last answer."""
+        answer, chat = answers[-1], self.run.chat
+        thinks = chat.thinking_tokens and answer.reasoning
+        text = f"{answer.reasoning}{THOUGHT_END}{answer.text}" if thinks else answer.text
         return Measurement(
-            **scored(case, f"{answer.reasoning}{THOUGHT_END}{answer.text}" if thinks else answer.text, self.run.chat),
+            **scored(case, text, chat, len(answers) - 1),
             ttft_s=answer.ttft_s,
             scoring_tokens=None,
             total_s=answer.last_token_s,
-            total_s_so_far=answer.last_token_s,
+            total_s_so_far=sum(one.last_token_s for one in answers),
             request=answer.request,
         )
+
+
+def _noise() -> str:
+    return f"[{secrets.token_hex(8)}]\n"

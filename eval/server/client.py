@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import httpx2
 
@@ -22,6 +22,13 @@ from lazyllm.errors import UserError
 CONNECT_S = 10.0
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # before each retry; a longer Retry-After of the server counts
 _RETRIED = (429, 500, 502, 503, 504)
+_KEY = "the key is read from the environment variable {key_env} (model.key_env)"
+_ADVICE = {  # by status
+    401: _KEY,
+    403: _KEY,
+    404: "expected a server with /v1/{api} (model.api) and a model {model!r}",
+    422: "the server refuses a field of the request: give its model.kind, or change extra_body",
+}
 
 
 @dataclass(frozen=True)
@@ -64,16 +71,8 @@ class RequestError(Exception):
     """A request that failed, in a line for people. Others may not fail."""
 
 
-class _NotYetError(Exception):
-    """No answer has begun, so the request may be sent again. final: the error if all retries fail."""
-
-    def __init__(self, final: Exception, after_s: float = 0.0) -> None:
-        super().__init__(str(final))
-        self.final, self.after_s = final, after_s
-
-
 class Client:
-    """A connection to an endpoint. The key is in its headers only, never in a message."""
+    """Open connections to an endpoint, one for each request at a time. The key is in their headers only."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -81,120 +80,96 @@ class Client:
         self._http = httpx2.Client(
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
             timeout=httpx2.Timeout(endpoint.timeout_s, connect=CONNECT_S),
-            limits=httpx2.Limits(max_connections=1),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
         )
 
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the connections."""
         self._http.close()
 
-    def models(self) -> list[dict[str, Any]]:
-        """What the server says of its models. Raises UserError, without a retry, if it cannot be asked."""
-        listed = (self.get(f"{self.endpoint.url}/models") or {}).get("data")
-        if not isinstance(listed, list):
-            raise UserError(f"{self.endpoint.url}/models lists no models: give a URL such as http://HOST:PORT/v1")
-        return listed
-
-    def get(self, url: str) -> Any:
-        """The JSON of a page; None if there is none. Raises UserError."""
-        response = self._send("GET", url)
-        if response.status_code in (401, 403):
-            self._refuse(response)
-        return _json(response.text) if response.status_code == 200 else None
-
-    def post(self, url: str) -> None:
-        """Post nothing. Raises UserError if it is not accepted."""
-        if (response := self._send("POST", url)).status_code != 200:
-            raise UserError(f"{url}: HTTP {response.status_code}: {self._message(response.text)}")
-
-    def _send(self, method: str, url: str) -> httpx2.Response:
+    def ask(self, method: str, url: str) -> dict[str, Any]:
+        """The JSON object of a page, {} if there is none; a POST has no body. Raises UserError."""
         try:
-            return self._http.request(method, url)
+            response = self._http.request(method, url)
         except httpx2.TransportError as error:
             raise self._no_server(error) from error
+        if response.status_code in (401, 403):
+            raise self._refusal(response)
+        if method == "POST" and response.status_code != 200:
+            raise UserError(f"{url}: {self._said(response)}")
+        return _json(response.text) if response.status_code == 200 else {}
 
     def answer(self, body: bytes) -> Answer:
         """The answer to a request for a stream. Retries only before the first byte of an answer.
 
         Raises RequestError; UserError if all other requests would fail too.
         """
+        url, headers = self.endpoint.url, {"Content-Type": "application/json"}
         path = "chat/completions" if self.endpoint.api == "chat" else "completions"
-        headers = {"Content-Type": "application/json"}
-        request = self._http.build_request("POST", f"{self.endpoint.url}/{path}", content=body, headers=headers)
+        request = self._http.build_request("POST", f"{url}/{path}", content=body, headers=headers)
         for retries, pause in enumerate((*PAUSES_S, None)):
+            after = ""
             try:
-                return self._answer(request, retries)
-            except _NotYetError as error:
-                if pause is None:
-                    raise error.final from error
-                time.sleep(max(pause, error.after_s))
+                self._http.get(f"{url}/models")  # opens the connection
+                sent_at, start = time.time(), time.perf_counter()
+                response = self._http.send(request, stream=True)
+                headers_s = time.perf_counter() - start
+            except httpx2.ReadTimeout as error:
+                raise RequestError(f"no answer within {self.endpoint.timeout_s:g} s (model.timeout_s)") from error
+            except httpx2.TransportError as error:
+                failure = self._no_server(error)
+            else:
+                with closing(response):
+                    if response.status_code not in _RETRIED:
+                        return self._read(response, start, sent_at=sent_at, headers_s=headers_s, retries=retries)
+                    failure = RequestError(f"{self._said(response)} after {len(PAUSES_S)} retries")
+                    after = response.headers.get("Retry-After", "")
+            if pause is None:
+                raise failure
+            time.sleep(max(pause, float(after) if after.isdigit() else 0))
         raise AssertionError
 
-    def _answer(self, request: httpx2.Request, retries: int) -> Answer:
+    def _read(self, response: httpx2.Response, start: float, **told: Any) -> Answer:
+        """The answer of a stream, in which each event is one line of data. told: fields of `Request`."""
+        text, reasoning, usage, ended, now = "", "", {}, False, 0.0
+        tokens: list[float] = []  # stamps of the events with a token
         try:
-            self._http.get(f"{self.endpoint.url}/models")  # opens the connection
-            sent_at, start = time.time(), time.perf_counter()
-            response = self._http.send(request, stream=True)
-        except httpx2.ReadTimeout as error:
-            raise RequestError(f"no answer within {self.endpoint.timeout_s:g} s (model.timeout_s)") from error
+            if response.status_code != 200:
+                raise self._refusal(response)
+            for line in response.iter_lines():
+                now = time.perf_counter() - start
+                if now > self.endpoint.timeout_s:
+                    raise RequestError(f"the answer took more than {self.endpoint.timeout_s:g} s (model.timeout_s)")
+                if not line.startswith("data:"):
+                    continue
+                told.setdefault("first_event_s", now)
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    ended = True
+                    continue
+                event = _json(data)
+                if "error" in event or "choices" not in event:
+                    raise RequestError(f"the answer broke off after {now:.1f} s: {self._message(data)}")
+                usage = event.get("usage") or usage
+                choice = next(iter(event["choices"]), {})
+                delta, reason = choice.get("delta") or choice, choice.get("finish_reason")
+                content = delta.get("content") or delta.get("text") or ""
+                thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+                ended |= reason is not None
+                text, reasoning = text + content, reasoning + thought
+                if content or thought or delta.get("tool_calls") or reason == "stop":  # an end token has no text
+                    tokens.append(now)
+                if content:
+                    told.setdefault("first_content_s", now)
         except httpx2.TransportError as error:
-            raise _NotYetError(self._no_server(error)) from error
-
-        def clock() -> float:
-            return time.perf_counter() - start
-
-        about = {"headers_s": clock(), "sent_at": sent_at, "retries": retries}
-        with closing(response):
-            try:
-                if response.status_code != 200:
-                    response.read()
-                    self._refuse(response)
-                return self._read(response.iter_lines(), clock, about)
-            except httpx2.TransportError as error:
-                raise RequestError(f"the answer broke off after {clock():.1f} s ({_reason(error)})") from error
-
-    def _read(self, lines: Iterator[str], clock: Callable[[], float], about: dict[str, Any]) -> Answer:
-        """The answer of a stream, in which each event is one line of data. about: what is known of the request."""
-        text, reasoning, usage, ended = "", "", {}, False
-        events: list[float] = []  # stamps: of all events, of those with a token, of those with text
-        tokens: list[float] = []
-        contents: list[float] = []
-        for line in lines:
-            now = clock()
-            if now > self.endpoint.timeout_s:
-                raise RequestError(f"the answer took more than {self.endpoint.timeout_s:g} s (model.timeout_s)")
-            if not line.startswith("data:"):
-                continue
-            events.append(now)
-            data = line.removeprefix("data:").strip()
-            if data == "[DONE]":
-                ended = True
-                continue
-            event = _json(data)
-            if "error" in event or "choices" not in event:
-                raise RequestError(f"the answer broke off after {now:.1f} s: {self._message(data)}")
-            usage = event.get("usage") or usage
-            choice = next(iter(event["choices"]), {})
-            delta = choice.get("delta") or choice
-            content = delta.get("content") or delta.get("text") or ""
-            thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-            reason = choice.get("finish_reason")
-            ended |= reason is not None
-            text, reasoning = text + content, reasoning + thought
-            if content or thought or delta.get("tool_calls") or reason == "stop":  # an end token has no text
-                tokens.append(now)
-            if content:
-                contents.append(now)
+            end_s = time.perf_counter() - start
+            raise RequestError(f"the answer broke off after {end_s:.1f} s ({_reason(error)})") from error
         if not ended or not tokens:
-            raise RequestError(f"the answer broke off after {clock():.1f} s, without an end")
+            raise RequestError(f"the answer broke off after {now:.1f} s, without an end")
         count, later_s = usage.get("completion_tokens"), tokens[-1] - tokens[0]  # 0 if all tokens came in one event
         request = Request(
-            **about,
-            first_event_s=events[0],
-            first_content_s=contents[0] if contents else None,
-            end_s=clock(),
+            **{"first_content_s": None, **told},
+            end_s=time.perf_counter() - start,
             tpot_s=later_s / (count - 1) if count is not None and count > 1 and later_s > 0 else None,
             prompt_tokens=usage.get("prompt_tokens"),
             completion_tokens=count,
@@ -202,25 +177,12 @@ class Client:
         )
         return Answer(text, reasoning, tokens[0], tokens[-1], request)
 
-    def _refuse(self, response: httpx2.Response) -> NoReturn:
-        """Raise the error of a response that is no answer."""
-        endpoint, code = self.endpoint, response.status_code
-        said = f"HTTP {code}: {self._message(response.text)}"
-        if code in _RETRIED:
-            after = response.headers.get("Retry-After", "")
-            raise _NotYetError(
-                RequestError(f"{said} after {len(PAUSES_S)} retries"), float(after) if after.isdigit() else 0
-            )
-        key = f"the key is read from the environment variable {endpoint.key_env} (model.key_env)"
-        advice = {
-            401: key,
-            403: key,
-            404: f"expected a server with /v1/{endpoint.api} (model.api) and a model {endpoint.model!r}",
-            422: "the server refuses a field of the request: give its model.kind, or change extra_body",
-        }
-        if code in advice:
-            raise UserError(f"{endpoint.url}: {said}; {advice[code]}")
-        raise RequestError(said)
+    def _refusal(self, response: httpx2.Response) -> Exception:
+        """What a response means that is no answer: UserError if all others would be the same."""
+        said, advice = self._said(response), _ADVICE.get(response.status_code)
+        if advice is None:
+            return RequestError(said)
+        return UserError(f"{self.endpoint.url}: {said}; {advice.format(**vars(self.endpoint))}")
 
     def _no_server(self, error: Exception) -> UserError:
         return UserError(
@@ -228,12 +190,15 @@ class Client:
             "finished examples are safe"
         )
 
+    def _said(self, response: httpx2.Response) -> str:
+        response.read()
+        return f"HTTP {response.status_code}: {self._message(response.text)}"
+
     def _message(self, text: str) -> str:
         """What a server says of an error, in one line, without the key."""
         said = _json(text)
         error = said.get("error") or said.get("detail") or said.get("message") or text
-        message = error.get("message", error) if isinstance(error, dict) else error
-        line = " ".join(str(message).split())[:300]
+        line = " ".join(str(error.get("message", error) if isinstance(error, dict) else error).split())[:300]
         return line.replace(self._key, "***") if self._key else line
 
 

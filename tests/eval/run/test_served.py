@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from eval.run import loop
@@ -160,6 +161,54 @@ def test_warm_prompt_is_asked_twice_and_chat_has_its_messages(tmp_path: Path) ->
     assert [body["messages"][1]["content"] for body in bodies[::2]] == prompt_texts()
 
 
+@pytest.mark.parametrize(
+    ("setting", "times"), [("model.cache=cold", 1), ("model.cache=warm", 2), ("model.api=chat", 1)]
+)
+def test_later_turn_asks_the_conversation_with_the_servers_own_answers(
+    tmp_path: Path, setting: str, times: int
+) -> None:
+    def answer(number: int, body: dict[str, Any]) -> Reply:
+        if "messages" not in body:
+            return yes(number, body)
+        return Reply([chat(role="assistant", content=""), chat(content="Yes no"), chat("stop"), DONE])
+
+    records, seen = on(answer, tmp_path / "run", "turns=2", setting, owner="lazyllm-bench")
+    bodies = [body for _, body in seen.posts]
+    assert len(bodies) == 2 * 3 * times
+    expected = []
+    for case in prepare(run_of("dataset=lookup", "limit=3", "turns=2")).cases:
+        (turn,) = case.prompt.turns
+        expected += [[case.prompt.text], [case.prompt.text, "Yes no", turn.text]]
+    for body, texts in zip(bodies[::times], expected, strict=True):
+        if "messages" in body:
+            roles = ["user", "assistant", "user"][: len(texts)]
+            assert body["messages"] == [
+                {"role": role, "content": text} for role, text in zip(roles, texts, strict=True)
+            ]
+        else:
+            assert TINY(body["prompt"])["input_ids"] == TINY("".join(texts))["input_ids"]
+    for record in records:
+        assert record.later is not None
+        (later,) = record.later
+        assert later.method.total_s_so_far == pytest.approx(record.method.total_s + later.method.total_s)
+
+
+def test_first_token_alone_is_asked_of_the_baseline_and_its_own_run_has_the_rest(tmp_path: Path) -> None:
+    with scripted(yes, entry("vllm")) as (url, seen):
+        records = run(url, tmp_path / "a", "method=server", "method.extra_body={depth: 2}", "timing.paired=ttft")
+        assert (
+            sorted(("depth" in body, body["max_tokens"] == 1) for _, body in seen.posts)
+            == [(False, True)] * 3 + [(True, False)] * 3
+        )
+        for record in records:
+            assert record.baseline is None
+            assert record.baseline_ttft_s is not None
+        assert run(url, tmp_path / "b")
+    frame = Results.read([tmp_path]).frame.query("method == 'server'")
+    assert frame["baseline_ttft_s"].tolist() == [record.baseline_ttft_s for record in records]
+    assert frame["baseline_score"].notna().all()
+
+
 def test_answer_that_breaks_off_is_a_failure_and_the_same_command_goes_on(tmp_path: Path) -> None:
     def broken(number: int, body: dict[str, Any]) -> Reply:
         return Reply([event("Ye")], broken=True) if number == 1 else yes(number, body)
@@ -229,17 +278,21 @@ def test_load_is_on_one_side_at_a_time(tmp_path: Path, load: str, most: int) -> 
         (["method=lazy"], "method=lazy runs inside transformers: lazyllm-bench serve"),
         (["model.url=localhost:80"], "url=localhost:80: expected a URL such as http://127.0.0.1:8000/v1"),
         (["model.url=http://me:secret@a/v1"], "a URL with a name or password would be stored"),
-        (["model.tokenizer=null"], "prompts are made here: give model.tokenizer"),
-        (["model.api=chat", "model.chat=llama2"], "the server applies its own template"),
+        (["model.tokenizer=null"], "model.tokenizer=null: expected FOLDER_OR_HUB_ID of the served model"),
+        (["model.api=chat", "model.chat=llama2"], "model.chat=llama2: expected none"),
         (["model.api=text"], "model.api=text: expected completions or chat"),
-        (["fidelity=answer"], "fidelity: a server does not tell"),
-        (["load.rate=2", "load.concurrency=4"], "leave out load.concurrency"),
+        (["load.rate=2", "load.concurrency=4"], "load.concurrency=4: expected 1 with load.rate"),
     ],
 )
 def test_config_refuses_what_a_server_cannot_do(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)) as error:
         served("http://127.0.0.1:9/v1", None, *overrides)
     assert "secret" not in str(error.value)
+
+
+def test_fidelity_of_a_server_is_said_to_be_null(caplog: pytest.LogCaptureFixture) -> None:
+    served("http://127.0.0.1:9/v1", None, "method=server", "fidelity=answer")
+    assert "does not tell the probabilities" in caplog.text
 
 
 @pytest.mark.parametrize("given", ["model.cache=warm", "model.kind=vllm", "load.rate=2", "method=server"])
@@ -309,6 +362,26 @@ def test_method_behind_a_server_answers_as_in_this_process(endpoint: str, tmp_pa
     sides.sort(key=lambda side: side.request.sent_at if side.request else 0)
     assert all(side.ttft_s >= own for side, own in zip(sides, engine, strict=True))
     assert len(find_runs([tmp_path])) == 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("fields", "status", "said"),
+    [
+        ({"prompt": "lamp " * 5000}, 400, "4096"),
+        ({"prompt": [1, 2]}, 400, "string"),
+        ({"prompt": "lamp", "max_tokens": "x"}, 400, "'x'"),
+        ({"prompt": "lamp", "depth": 2}, 422, "depth"),
+        ({"prompt": "lamp", "model": "other"}, 404, "other"),
+    ],
+)
+def test_serve_refuses_a_bad_request_and_lives(
+    endpoint: str, stream: bool, fields: dict[str, Any], status: int, said: str
+) -> None:
+    ask = {"model": "tiny", "max_tokens": 2, "stream": stream}
+    refused = httpx2.post(f"{endpoint}/completions", json=ask | fields, timeout=60)
+    assert (refused.status_code, said in refused.text) == (status, True)
+    assert httpx2.post(f"{endpoint}/completions", json=ask | {"prompt": "lamp"}, timeout=60).status_code == 200
 
 
 def test_control_agrees_with_itself_and_a_gate_decides_the_exit_code(endpoint: str, tmp_path: Path, capsys) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ HALF = event("Yés").find("é".encode("unicode-escape")[:1]) + 3
 def asked(*replies: Reply, api: str = "completions", timeout_s: float = 20.0) -> tuple[Answer, Seen]:
     """The answer of a server that gives these replies one after the other."""
     server = scripted(lambda number, _: replies[number], MODEL)
-    with server as (url, seen), Client(Endpoint(url, "m", api, timeout_s=timeout_s)) as connection:
+    with server as (url, seen), closing(Client(Endpoint(url, "m", api, timeout_s=timeout_s))) as connection:
         return connection.answer(b'{"stream": true}'), seen
 
 
@@ -101,7 +102,10 @@ def test_request_fails_and_is_not_sent_again_after_the_first_byte(
     replies: list[Reply], posts: int, message: str
 ) -> None:
     with scripted(lambda number, _: replies[number], MODEL) as (url, seen):
-        with Client(Endpoint(url, "m", timeout_s=0.5)) as connection, pytest.raises(RequestError, match=message):
+        with (
+            closing(Client(Endpoint(url, "m", timeout_s=0.5))) as connection,
+            pytest.raises(RequestError, match=message),
+        ):
             connection.answer(b"{}")
         assert len(seen.posts) == posts
 
@@ -122,7 +126,7 @@ def test_server_that_would_refuse_all_is_named_in_one_line(reply: Reply, message
     monkeypatch.setenv("A_KEY", "sk-secret")
     with (
         scripted(lambda *_: reply, MODEL) as (url, seen),
-        Client(Endpoint(url, "m", key_env="A_KEY")) as connection,
+        closing(Client(Endpoint(url, "m", key_env="A_KEY"))) as connection,
         pytest.raises(UserError, match=message) as error,
     ):
         connection.answer(b"{}")
@@ -142,7 +146,7 @@ def test_server_that_goes_away_and_comes_back_answers_the_same_request(monkeypat
             back[-1].__enter__()
 
     monkeypatch.setattr(client.time, "sleep", pause)
-    with Client(Endpoint(url, "m")) as connection:
+    with closing(Client(Endpoint(url, "m"))) as connection:
         assert (connection.answer(b"{}").text, len(back)) == ("Yes.", 2)
     back[1].__exit__(None, None, None)
 
