@@ -36,6 +36,7 @@ _COLUMNS = (
 def serving(results: Results) -> Table:
     """Each server's times and goodput under each load."""
     rows = []
+    key: Any
     for key, group in requests(results).groupby(_KEYS, sort=False):
         good = group["is_good"].sum()
         row = dict(zip(_KEYS, key, strict=True)) | {"examples": len(group)}
@@ -67,7 +68,7 @@ def requests(results: Results) -> pd.DataFrame:
             base |= {name: getattr(record, name) for name in ("dataset", "id", "prompt_tokens")}
             for side, named in ((record.method, own), (record.baseline, (BASELINE, "{}", BASELINE))):
                 if side is not None and side.request is not None:
-                    row = base | dict(zip(("method", "settings", "label"), named, strict=True))
+                    row: dict[str, Any] = base | dict(zip(("method", "settings", "label"), named, strict=True))
                     row |= {"ttft_s": side.ttft_s} | {name: getattr(side.request, name) for name in _READ}
                     row["is_good"] = all((row[clock] or 0.0) <= most for clock, most in limits.items())
                     rows.append(row)

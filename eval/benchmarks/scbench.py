@@ -140,7 +140,7 @@ def _is_wrapped(settings: DataSettings) -> bool:
 def _parsed_prompts(content: bytes) -> dict[str, dict[str, str]]:
     """{name of a dictionary in the official file: its prompts by task}; the file's code is not run."""
     try:
-        prompts = dict(zip(_NAMES, literals(content, *_NAMES), strict=True))
+        prompts: dict[str, Any] = dict(zip(_NAMES, literals(content, *_NAMES), strict=True))
         for name in _NAMES:
             for task in TASKS:
                 fields = dict.fromkeys(_PLACES | {"context" if name == _NAMES[0] else "pre_ans"}, "")
