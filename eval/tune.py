@@ -40,7 +40,7 @@ from eval.run.config import RunConfig, TimingConfig, TrackerConfig, to_run_confi
 from eval.run.job import job, start
 from eval.run.resolved import Resolved, check_early, resolve
 from eval.run.targets import FILE, as_yaml
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, require
 from lazyllm.files import write_whole
 from lazyllm.methods import METHODS, Baseline, Method, by_name
 from lazyllm.methods.lazy import DEPTHS
@@ -97,8 +97,7 @@ def to_tune_config(config: DictConfig) -> TuneConfig:
         **{key: (getattr(plain, key) >= 1, "1 or more") for key in ("trials", "layers", "finalists")},
     }
     for key, (holds, instead) in expected.items():
-        if not holds:
-            raise UserError(f"{key}={OmegaConf.select(config, key)}: expected {instead}")
+        require(holds, key, OmegaConf.select(config, key), instead)
     return plain
 
 

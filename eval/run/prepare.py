@@ -20,7 +20,7 @@ from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.subsets import in_half, parse_shard, shard_numbers, spread_over
 from eval.benchmarks.suite import DoesNotFitError, Example, LoadedDataset, Skipped
 from eval.run import targets
-from eval.run.config import RunConfig, compose_config, prompt_limit, register_schema, to_run_config
+from eval.run.config import compose_config, prompt_limit, register_schema, to_run_config
 from eval.run.identity import machine, now, tokenizer_sha256, versions, weights_sha256
 from eval.run.measure import Case
 from eval.run.resolved import RUNS, Resolved, about_the_method, at_depth, build_method, canonical, later_turns, plain
@@ -128,7 +128,7 @@ def prepare(run: Resolved) -> Plan:
         **({"answers_rows": rows} if rows > 1 else {}),  # rounding differs by the number of rows
         "parameters": plain(parameters) if targets.uses_preset(run.method) else None,
     }
-    chosen = _examples(config, loaded)
+    chosen = _examples(run, loaded)
     cases = [
         case
         for data in loaded
@@ -290,15 +290,16 @@ def _loaded(run: Resolved) -> list[LoadedDataset]:
     return loaded
 
 
-def _examples(config: RunConfig, loaded: list[LoadedDataset]) -> dict[str, list[Example]]:
+def _examples(run: Resolved, loaded: list[LoadedDataset]) -> dict[str, list[Example]]:
     """The examples of each dataset after `limit`, `half` and `sample`, in the dataset's order."""
+    config = run.config
     last = None if config.turns is None else config.turns - 1
     chosen: dict[str, list[Example]] = {}
     for data in loaded:
         name = data.dataset.name
         if last and not any(example.turns for example in data.examples):
             raise UserError(f"turns={config.turns}: the rows of {name} hold one question each; leave it out")
-        examples = in_half(name, _limited(config, data), config.half)
+        examples = in_half(name, _limited(run, data), config.half)
         if config.half is not None and not examples:
             raise UserError(f"half={config.half} leaves no example of {name}: give limit=2 or more, or half=null")
         chosen[name] = [replace(example, turns=example.turns[:last]) for example in examples]
@@ -309,11 +310,10 @@ def _examples(config: RunConfig, loaded: list[LoadedDataset]) -> dict[str, list[
     return {name: [one for one in examples if next(numbers) in drawn] for name, examples in chosen.items()}
 
 
-def _limited(config: RunConfig, data: LoadedDataset) -> Sequence[Example]:
+def _limited(run: Resolved, data: LoadedDataset) -> Sequence[Example]:
     """A dataset's examples after `limit` and `spread`."""
-    if config.spread is not None and config.limit is not None:
-        return spread_over(data.examples, config.limit)
-    return data.examples[: config.limit]
+    limit = run.config.limit
+    return data.examples[:limit] if run.config.spread is None or limit is None else spread_over(data.examples, limit)
 
 
 def _data_identity(run: Resolved, loaded: list[LoadedDataset]) -> dict[str, Any]:
@@ -327,7 +327,7 @@ def _data_identity(run: Resolved, loaded: list[LoadedDataset]) -> dict[str, Any]
         "max_new_tokens": config.max_new_tokens if (config.max_new_tokens or longest) < longest else None,
     }
     if config.spread is not None:  # equal for all who chose the same rows
-        facts["spread"] = sha256_of({data.dataset.name: [one.id for one in _limited(config, data)] for data in loaded})
+        facts["spread"] = sha256_of({data.dataset.name: [one.id for one in _limited(run, data)] for data in loaded})
         facts["spread"] = facts["spread"][:16]
     return facts
 

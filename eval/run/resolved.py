@@ -315,11 +315,8 @@ def _tell_once(left_out: str) -> None:
 def _check_options(config: RunConfig, suite: Suite, named: tuple[Dataset, ...]) -> None:
     """Refuse settings of another suite, which would change nothing. Raises UserError."""
     for other in SUITES.values():
-        options = getattr(config, other.name, None)
+        options, expected = getattr(config, other.name, None), f"dataset={other.whole} with it"
         for item in fields(options) if options is not None and other is not suite else ():
-            value = getattr(options, item.name)
-            if value != getattr(type(options)(), item.name):
-                raise UserError(
-                    f"{other.name}.{item.name}={value}: expected dataset={other.whole} with it: {named[0].name} is of "
-                    f"{suite.name}"
-                )
+            key, value = f"{other.name}.{item.name}", getattr(options, item.name)
+            instead = f"{expected}: {named[0].name} is of {suite.name}"
+            require(value == getattr(type(options)(), item.name), key, value, instead)
