@@ -1,6 +1,6 @@
 """Kills a run on `tiny` by SIGKILL many times, and compares the result with the same run without kills.
 
-python -m tests.eval.run.kill_run [KILLS] [SEED]
+python -m tests.eval.run.kill_run [KILLS] [SEED] [ROWS]      ROWS: answers that decode together
 
 This process imports everything once and forks. Each fork is a job that calls `eval.run.loop.run` and dies by SIGKILL:
 half of them after a random time, the others after writing a random number of bytes (RLIMIT_FSIZE cuts a write at the
@@ -32,7 +32,7 @@ import torch
 
 import eval.run.loop
 from eval.benchmarks.datasets import load
-from eval.run.config import TimingConfig
+from eval.run.config import AnswersConfig, TimingConfig
 from eval.run.resolved import Resolved
 from eval.store.folder import read_run
 from eval.store.record import Measurement, Record
@@ -59,11 +59,12 @@ class Counts:
     runs: int = 0
 
 
-def quick_run() -> Resolved:
-    return small_run("run", timing=TimingConfig(warmup=1), limit=EXAMPLES, max_new_tokens=4)
+def quick_run(rows: int) -> Resolved:
+    answers = AnswersConfig(rows=rows)
+    return small_run("run", timing=TimingConfig(warmup=1), limit=EXAMPLES, max_new_tokens=4, answers=answers)
 
 
-def job(folder: Path, before: Callable[[], None] = lambda: None) -> int:
+def job(folder: Path, rows: int, before: Callable[[], None] = lambda: None) -> int:
     """Fork a job that makes the run in `folder`/run, and return its pid. before: called first in the job."""
     pid = os.fork()
     if pid:
@@ -72,7 +73,7 @@ def job(folder: Path, before: Callable[[], None] = lambda: None) -> int:
     try:
         os.chdir(folder)
         before()
-        eval.run.loop.run(quick_run(), show=False)
+        eval.run.loop.run(quick_run(rows), show=False)
         status = 0
     finally:
         os._exit(status)
@@ -122,26 +123,26 @@ def without_times(folder: Path) -> str:
 
 
 def outcomes(folder: Path) -> list[tuple[Any, ...]]:
-    """The run's records, in order, without times."""
-    return [
+    """The run's records, by their keys, without times."""
+    return sorted(
         (record.key, record.prompt_sha256, record.answers, _outcome(record.method), _outcome(record.baseline))
         for record in read_run(folder)[1]
-    ]
+    )
 
 
 def _outcome(side: Measurement | None) -> tuple[Any, ...] | None:
     return None if side is None else (side.text, side.token_ids, side.score, side.computed)
 
 
-def kill_run(folder: Path, kills: int, seed: int) -> Counts:
+def kill_run(folder: Path, kills: int, seed: int, rows: int) -> Counts:
     """Kill runs below `folder` N times. Raises AssertionError if something is lost, repeated or changed."""
     rng, counts = random.Random(seed), Counts()
     undisturbed = folder / "undisturbed" / "run"
     undisturbed.parent.mkdir()
-    assert ended_by(job(undisturbed.parent)) == 0
+    assert ended_by(job(undisturbed.parent, rows)) == 0
     started = time.monotonic()
     (folder / "again").mkdir()
-    assert ended_by(job(folder / "again")) == 0
+    assert ended_by(job(folder / "again", rows)) == 0
     whole_s = time.monotonic() - started
     whole, expected = without_times(undisturbed), outcomes(undisturbed)
     longest = max(map(len, whole_lines(undisturbed / "records.jsonl"))) + 1
@@ -149,11 +150,11 @@ def kill_run(folder: Path, kills: int, seed: int) -> Counts:
 
     def next_job(parent: Path, lines: list[bytes]) -> int:
         if counts.kills == kills:
-            return job(parent)
+            return job(parent, rows)
         if rng.random() < 0.5:
             size = sum(len(line) + 1 for line in lines) + rng.randrange(3 * longest)
-            return job(parent, lambda: die_at_size(size))
-        pid = job(parent)
+            return job(parent, rows, lambda: die_at_size(size))
+        pid = job(parent, rows)
         wait_at_most(pid, rng.uniform(0, whole_s * (0.3 + 0.7 * (1 - len(lines) / len(expected)))))
         os.kill(pid, signal.SIGKILL)  # a job that has ended remains until it is reaped
         return pid
@@ -185,14 +186,14 @@ def kill_run(folder: Path, kills: int, seed: int) -> Counts:
     return counts
 
 
-def main(kills: int = 100, seed: int = 0) -> None:
+def main(kills: int = 100, seed: int = 0, rows: int = 1) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    quick = quick_run()
+    quick = quick_run(rows)
     for dataset in quick.datasets:  # making the rows would take most of a job's time: it is done once, before the fork
         load(dataset, quick.data)
     with tempfile.TemporaryDirectory() as folder:
-        counts = kill_run(Path(folder), kills, seed)
+        counts = kill_run(Path(folder), kills, seed, rows)
     print(json.dumps(asdict(counts)))
 
 

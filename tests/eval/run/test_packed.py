@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from eval.run import measure
-from eval.run.config import AnswersConfig, TimingConfig
+from eval.run.config import AnswersConfig, ModelConfig, TimingConfig
 from eval.run.loop import run
 from eval.run.prepare import prepare
 from eval.run.work import Model, rows_of_answers
 from eval.store.aggregate import by_task
+from eval.store.folder import read_run
 from eval.store.record import Record
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy
@@ -56,6 +57,26 @@ def test_packed_records_are_those_of_single_runs_without_times_of_steps(tmp_path
             assert (measured.total_s, measured.decode_step_s, measured.peak_memory_bytes) == (None, None, None)
             assert alone is not None
             assert alone.total_s is not None
+
+
+@pytest.mark.slow
+def test_packed_shards_with_forced_answers_traces_and_evidence_are_a_single_run(tmp_path: Path) -> None:
+    model = ModelConfig(name="tiny", dtype="float32", device="cpu", max_prompt_tokens=520)  # the evidence is not cut
+    settings: dict[str, Any] = dict(model=model, max_new_tokens=6, trace=1, fidelity="answer")
+    run(small_run(tmp_path / "single", **settings), show=False)
+    packed = small_run(tmp_path / "packed", answers=AnswersConfig(rows=4), **settings)
+    for shard in ("1/2", "2/2"):
+        run(packed.changed(shard=shard), show=False)
+    single, found = ({r.key: untimed(r) for r in read_run(tmp_path / name)[1]} for name in ("single", "packed"))
+    assert len(found) == 6
+    for key, record in found.items():
+        for forced in ("answer_kl", "answer_log_likelihood", "gold_kl", "gold_log_likelihood"):
+            assert record["method"].pop(forced) == pytest.approx(single[key]["method"].pop(forced), abs=1e-5)
+        assert record == single[key]
+    assert any(record["method"]["evidence_recall"] is not None for record in found.values())
+    traces = {name: {file.name for file in (tmp_path / name / "traces").iterdir()} for name in ("single", "packed")}
+    assert traces["packed"] == traces["single"]
+    assert len(traces["single"]) == 2
 
 
 def test_packed_run_has_no_generation_speedup_and_an_identity_of_its_own(tmp_path: Path) -> None:
