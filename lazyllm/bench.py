@@ -307,11 +307,12 @@ def gain_of_rows(model: PreTrainedModel, method: Method, rows: int, options: Any
     draw = torch.Generator().manual_seed(options.seed)
     gains = []
     with torch.inference_mode(), open_decoder(model) as decoder:
-        sessions = []
-        for _ in range(rows + 1):
-            prompt = torch.randint(0, model.config.vocab_size, (options.tokens[0],), generator=draw)
-            sessions.append(method.start(decoder.beside(), Prompt(prompt), options.new_tokens[0]))
-            sessions[-1].prefill(prompt.to(model.device))
+        prompt = torch.randint(0, model.config.vocab_size, (options.tokens[0],), generator=draw)
+        first = method.start(decoder.beside(), Prompt(prompt), options.new_tokens[0])
+        first.prefill(prompt.to(model.device))
+        sessions = [first, *(first.fork() for _ in range(rows))]
+        for session in sessions:
+            session.decoder = decoder.beside()
         for token_id in range(1, options.new_tokens[0]):
             began = read_work_clock(model.device)
             step_together(decoder, sessions[1:], [token_id] * rows)
@@ -440,7 +441,7 @@ def forecast(options: argparse.Namespace, config: Any, contenders: int, device: 
     """What the measurement will take: memory, and time at the rate at which this device multiplies matrices.
 
     A method's generation is taken to last as long as the baseline's, as it may revive what it has not computed. With
-    --rows, each method prefills one row more than decode together, as each step is compared with one of a single row.
+    --rows, each method prefills one prompt, and each step of the rows is compared with one of a single row.
     """
     import torch
 
@@ -458,7 +459,7 @@ def forecast(options: argparse.Namespace, config: Any, contenders: int, device: 
     if options.rows:
         prompt_s, steps = prefill_flops(config, [options.tokens[0]] * layers) * prefill_s, options.new_tokens[0] - 1
         total_s = (contenders + 1) * sum(
-            (count + 1) * prompt_s + steps * (step_s + seconds_of(count) * parameters) for count in options.rows
+            prompt_s + steps * (step_s + seconds_of(count) * parameters) for count in options.rows
         )
     else:
         total_s = (contenders * (2 * (options.warmup + options.repeats) * bool(options.repeats) + 1) + 1) * sum(

@@ -139,7 +139,8 @@ class Session:
         """An independent copy of the state."""
         other = copy.copy(self)
         other.caches = [cache.fork() for cache in self.caches]
-        other._num_computed = [*self._num_computed]
+        other._num_computed, other.computed = [*self._num_computed], [*self.computed]
+        other._selected = [dict(step) for step in self._selected]
         return other
 
     def step(self, token_id: int) -> Tensor:

@@ -111,7 +111,7 @@ class LazySession(Session):
         other = super().fork()
         assert isinstance(other, LazySession)
         other._aux = [aux.fork() for aux in self._aux]
-        other._miscounted = [*self._miscounted]
+        other._miscounted, other._num_revived = [*self._miscounted], [*self._num_revived]
         return other
 
     def _lengthen(self, length: int, max_positions: int) -> None:
