@@ -37,7 +37,6 @@ from lazyllm.engine.devices import (
     reset_peak,
 )
 from lazyllm.engine.flops import LayerShape, prefill_flops
-from lazyllm.engine.generation import as_prompt, continue_prompt
 from lazyllm.engine.pack import Pack, Row, row_of
 from lazyllm.errors import UserError, reason_of
 from lazyllm.methods import Baseline, Method
@@ -430,7 +429,8 @@ def forced_logits(model: PreTrainedModel, prompt: Prompt, method: Method, token_
         seen.append(logits.cpu())
         return next(waiting), False
 
-    continue_prompt(model, as_prompt(model, prompt), method, len(token_ids), choose)
+    with start(model, prompt, method) as conversation:
+        conversation.answer_by(choose, None, len(token_ids))
     return torch.stack(seen)
 
 

@@ -152,7 +152,9 @@ class ObservedAttention:
         if decodes or not (self._is_eager or self._is_sdpa):
             form = functools.partial(part_mask, share=share, dtype=query.dtype)
         else:
-            form = functools.partial(_eager_mask, dtype=query.dtype) if self._is_eager else _bool_mask
+            form = (
+                functools.partial(_eager_mask, dtype=query.dtype) if self._is_eager else lambda seen: seen[None, None]
+            )
         # a pair costs one product per head if products are held in memory, else only its cell of the mask
         held = heads if kwargs.get("softcap") is not None or (self._is_eager and not decodes) else share
         if reach.order is not None:
@@ -254,11 +256,6 @@ def part_mask(seen: Tensor, share: int, dtype: torch.dtype) -> Tensor:
 def _eager_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """[1, 1, m, s], as transformers makes it for eager attention."""
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
-
-
-def _bool_mask(seen: Tensor) -> Tensor:
-    """[1, 1, m, s], as SDPA takes it."""
-    return seen[None, None]
 
 
 def attention_scores(

@@ -227,7 +227,8 @@ def check_lengths(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: in
 
     The model's own `generate` then recomputes all K and V; here every token is computed once.
     """
-    for switch in _rope_switches(model.config):
+    ropes = _rope_parameters(model.config)
+    for switch in (rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"):
         if prompt_tokens <= switch < prompt_tokens + max_new_tokens - 1:  # the last new token is not run
             raise ValueError(
                 f"{type(model).__name__} changes its RoPE for all tokens if a text grows beyond {switch} tokens, and "
@@ -257,13 +258,6 @@ def ropes_put_back(model: Any) -> Iterator[None]:
                 del rope.__dict__[key]
             rope.__dict__.update(values)
             rope._buffers.update(buffers)
-
-
-def _rope_switches(config: Any) -> Iterator[int]:
-    """The text lengths beyond which a LongRoPE uses its long frequencies."""
-    for rope in _rope_parameters(config):
-        if rope.get("rope_type") == "longrope":
-            yield rope["original_max_position_embeddings"]
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """Generation with any method, timed, with the counts that the paper reports.
 
-`generate` chooses greedily. `start` begins a session of several turns. `continue_prompt` takes another way to choose
-tokens.
+`generate` chooses greedily. `start` begins a session of several turns, whose tokens may be chosen in another way.
 """
 
 from __future__ import annotations
@@ -139,23 +138,6 @@ def start(
     return Conversation(model, prompt, method, chunk, turns)
 
 
-def continue_prompt(
-    model: PreTrainedModel,
-    prompt: Prompt,
-    method: Method,
-    max_new_tokens: int,
-    choose: Choose,
-    put: Callable[[int], None] | None = None,
-) -> Generation:
-    """Continue one prompt with the tokens that `choose` picks.
-
-    prompt: after `as_prompt` and `check_fits`. Other arguments: as of `Conversation.answer_by`. Raises UserError, and
-    whatever the method or `choose` raises.
-    """
-    with Conversation(model, prompt, method) as conversation:
-        return conversation.answer_by(choose, None, max_new_tokens, put)
-
-
 class Answer:
     """An answer in the making.
 
@@ -208,14 +190,7 @@ class Conversation:
     token_ids: the whole text so far, prompts and answers.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        prompt: Prompt,
-        method: Method,
-        chunk: int | None = None,
-        turns: str = "continue",
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, prompt: Prompt, method: Method, chunk: int | None, turns: str) -> None:
         self.token_ids: list[int] = prompt.token_ids.tolist()
         self._model = model
         self._method = method
@@ -355,21 +330,16 @@ class Conversation:
     def _check_turn(self, more_ids: Tensor | Sequence[int] | None, max_new_tokens: int) -> Tensor | None:
         """[m] the turn's tokens on the host; None for the first turn. Raises ValueError as `answer_by`."""
         self._check_open()
-        turn = self._new_tokens(more_ids)
+        if self._has_answered and more_ids is None:
+            raise UserError("a later turn needs tokens: give at least one in more_ids")
+        if not self._has_answered and more_ids is not None:
+            raise UserError("the first turn runs the prompt: leave out more_ids")
+        turn = None if more_ids is None else as_prompt(self._model, more_ids).token_ids
         before = len(self.token_ids) + (0 if turn is None else len(turn))
         check_length(self._model, before, max_new_tokens, ", or start a new session" if self._has_answered else "")
         if turn is not None and self._continues:
             check_lengths(self._model, len(self._prompt), before + max_new_tokens - len(self._prompt))
         return turn
-
-    def _new_tokens(self, more_ids: Tensor | Sequence[int] | None) -> Tensor | None:
-        if not self._has_answered:
-            if more_ids is not None:
-                raise UserError("the first turn runs the prompt: leave out more_ids")
-            return None
-        if more_ids is None:
-            raise UserError("a later turn needs tokens: give at least one in more_ids")
-        return as_prompt(self._model, more_ids).token_ids
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -15,7 +15,7 @@ from lazyllm.engine.inputs import Group, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lazyllm.engine.decoder import Decoder
+    from lazyllm.engine.decoder import Batch, Decoder
     from lazyllm.engine.session import Session
     from lazyllm.spec import ModelSpec
 
@@ -56,7 +56,11 @@ class Method(ABC):
         from lazyllm.engine.session import Session
 
         groups = self.groups(len(decoder.layers), len(prompt))
-        return Session(decoder, groups, len(prompt), max_new_tokens)
+        return Session(decoder, groups, len(prompt), max_new_tokens, self.cross)
+
+    def cross(self, session: Session, index: int, batch: Batch) -> Batch:
+        """`Session.cross_in_prefill`; by default all tokens enter the next group."""
+        return batch
 
     def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
         """How many of n prompt tokens enter each layer in prefill, layer 1 first. Raises ValueError as `groups`."""

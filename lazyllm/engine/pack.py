@@ -207,7 +207,7 @@ def step_together(decoder: Decoder, sessions: Sequence[Session], token_ids: Sequ
             batches.append(session.begin_step(torch.full((1,), token_id, device=decoder.device)))
     runs: dict[int, GroupRun] = {}  # of each row
     at = [0] * len(sessions)  # the group that each row is in: groups of two rows may end at different layers
-    start, stop = 0, 0
+    stop = 0
     while stop < len(decoder.layers):
         start = stop
         for row, session in enumerate(sessions):
@@ -220,8 +220,8 @@ def step_together(decoder: Decoder, sessions: Sequence[Session], token_ids: Sequ
         rows = [(session.decoder.probe, runs[row]) for row, session in enumerate(sessions)]
         batches = decoder.run_packed(rows, range(start, stop))
         leaving = [row for row, end in enumerate(ends) if end == stop]
-        questions = {row: sessions[row].ask(at[row], batches[row]) for row in leaving}
-        asked = {row: question for row, question in questions.items() if question is not None}
+        questions = ((row, sessions[row].ask(at[row], batches[row])) for row in leaving)
+        asked = {row: question for row, question in questions if question is not None}
         found = dict(zip(asked, positions_of([*asked.values()]), strict=True))
         for row in leaving:
             batches[row] = sessions[row].cross_in_step(at[row], batches[row], found.get(row))

@@ -81,7 +81,10 @@ class PrunedLM(_HFLM):
         **settings: Any,
     ) -> None:
         spec = ModelSpec(pretrained, "auto", "bfloat16", device, revision, tokenizer, attn_implementation)
-        self._spec = replace(spec, dtype=_dtype_of(load_config(spec)) if dtype == "auto" else dtype)
+        if dtype == "auto":  # the checkpoint's; float32 if its config has none, as in lm-eval's `hf`
+            own = str(getattr(load_config(spec), "dtype", None)).removeprefix("torch.")
+            dtype = own if own in DTYPES else "float32"
+        self._spec = replace(spec, dtype=dtype)
         config = check_loading(self._spec)
         of_hf = {key: settings.pop(key) for key in _OF_HF & settings.keys()}
         self.method = make(method, settings)
@@ -194,12 +197,6 @@ class _Forced:
 
 def _prompt_of(token_ids: Sequence[int]) -> Prompt:
     return Prompt(torch.tensor(token_ids, dtype=torch.long))
-
-
-def _dtype_of(config: Any) -> str:
-    """The checkpoint's dtype; float32 if its config has none, as in lm-eval's `hf`."""
-    name = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    return name if name in DTYPES else "float32"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -13,7 +13,7 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -194,7 +194,12 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
         call = dict(zip(_PARAMETERS, args, strict=False)) | kwargs
         if call.get("custom_generate") is None:
             call = _stop_strings_as_criterion(model, call)
-            call["custom_generate"] = _seen(decode, call)
+            _check_given(call)
+            if call.get("past_key_values") is not None:
+                raise ValueError(_GIVEN_CACHE)
+            # transformers drops these
+            dropped = {"streamer": call.get("streamer"), "mask_given": call.get("attention_mask") is not None}
+            call["custom_generate"] = functools.partial(decode, **dropped)
         return original(**call)
 
     setattr(model, "generate", generate)  # noqa: B010 - on the instance, it hides the class's
@@ -205,15 +210,6 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
             del model.generate
         else:
             setattr(model, "generate", own)  # noqa: B010
-
-
-def _seen(decode: GenerateWith, call: Mapping[str, Any]) -> Callable[..., Any]:
-    """`decode` with the arguments of `model.generate` that transformers drops. Raises ValueError."""
-    _check_given(call)
-    if call.get("past_key_values") is not None:
-        raise ValueError(_GIVEN_CACHE)
-    mask_given = call.get("attention_mask") is not None
-    return functools.partial(decode, streamer=call.get("streamer"), mask_given=mask_given)
 
 
 def _check_given(call: Mapping[str, Any]) -> None:
@@ -276,7 +272,7 @@ class GenerateWith:
         """
         check_options(generation_config)
         _check_call(model_kwargs)
-        rows, width = input_ids.shape
+        (rows, width), device = input_ids.shape, input_ids.device
         if streamer is not None and rows > 1:
             raise ValueError(f"a streamer takes one row, got {rows}: call generate for each row")
         padding = _left_padding(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
@@ -306,7 +302,7 @@ class GenerateWith:
                 left=left,
                 processors=[_of_row(processor, input_ids, index, left) for processor in logits_processor],
                 criteria=[_of_row(criterion, input_ids, index, left) for criterion in stopping_criteria],
-                generator=self._generator(index, input_ids.device),
+                generator=None if self.seed is None else torch.Generator(device).manual_seed(self.seed + index),
                 samples=bool(generation_config.do_sample),
                 scores=() if wanted and generation_config.output_scores else None,
                 logits=() if wanted and generation_config.output_logits else None,
@@ -332,9 +328,6 @@ class GenerateWith:
             logits=_by_step([row.logits for row in choosers], steps, None, math.nan),  # type: ignore[arg-type]
             generations=generations,
         )
-
-    def _generator(self, row: int, device: torch.device) -> torch.Generator | None:
-        return None if self.seed is None else torch.Generator(device).manual_seed(self.seed + row)
 
 
 @dataclass

@@ -107,13 +107,7 @@ class Prune(Method):
         stored = super().stored_per_layer(num_layers, n, later)
         return [stored[-1]] * num_layers if self.forget else stored
 
-    def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
-        from lazyllm.engine.session import Session
-
-        groups, n = self.groups(len(decoder.layers), len(prompt)), len(prompt)
-        return Session(decoder, groups, n, max_new_tokens, self._cross)
-
-    def _cross(self, session: Session, index: int, batch: Batch) -> Batch:
+    def cross(self, session: Session, index: int, batch: Batch) -> Batch:
         group, layers = session.groups[index], len(session.decoder.layers)
         layer = group.layers.stop
         keep = self.kept(layers, session.prompt_tokens).get(layer)
@@ -258,13 +252,7 @@ class Layerwise(Method):
             pairs += queries * group.prompt_tokens - queries * (queries - 1) // 2
         return pairs * LayerShape.of(config).pair_flops // 2  # no product with V
 
-    def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
-        from lazyllm.engine.session import Session
-
-        groups, n = self.groups(len(decoder.layers), len(prompt)), len(prompt)
-        return Session(decoder, groups, n, max_new_tokens, self._cross)
-
-    def _cross(self, session: Session, index: int, batch: Batch) -> Batch:
+    def cross(self, session: Session, index: int, batch: Batch) -> Batch:
         group, layers = session.groups[index], len(session.decoder.layers)
         layer, kept = group.layers.stop, None
         if group.look.layers:

@@ -13,7 +13,7 @@ import torch
 import lazyllm
 from lazyllm.engine.checks import check_once
 from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.generation import Generation, Greedy, as_prompt, continue_prompt
+from lazyllm.engine.generation import Generation, Greedy, as_prompt
 from lazyllm.engine.pack import Pack, Row, answers
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, Method
@@ -59,7 +59,7 @@ def check(model: Any, requests: list[Row], rows: int) -> list[Generation]:
         packed, choose = found[index], request.choose
         assert isinstance(choose, Recording)
         again = Recording(choose._end_ids)
-        alone = continue_prompt(model, request.prompt, request.method, request.max_new_tokens, again)
+        alone = lazyllm.start(model, request.prompt, request.method).answer_by(again, None, request.max_new_tokens)
         assert (packed.token_ids, packed.selected) == (alone.token_ids, alone.selected)
         assert packed.computed.tolist() == alone.computed.tolist()
         assert packed.revived.tolist() == alone.revived.tolist()
