@@ -56,7 +56,6 @@ class Oracle(Select):
         return super(Oracle, asked).start(decoder, prompt, max_new_tokens)
 
     def select(self, decoder: Decoder, prompt: Prompt) -> Tensor:
-
         from lazyllm.engine.generation import end_ids_of
         from lazyllm.methods.support.look_ahead import look_ahead
 

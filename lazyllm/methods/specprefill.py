@@ -135,7 +135,6 @@ class SpecPrefill(Select):
         return prefill_flops(draft, [run] * draft.num_hidden_layers, logits=self.lookahead)
 
     def select(self, decoder: Decoder, prompt: Prompt) -> Tensor:
-
         from lazyllm.methods.support.other_models import open_beside
 
         if self.draft is None:
