@@ -160,8 +160,8 @@ def board_page(board: Sequence[Submission], beside: Path) -> str:
     """The page in Markdown. beside: the folder that its links are relative to."""
     import pandas as pd
 
-    from eval.analysis.columns import EXAMPLES, LABEL, Column, cells, in_order
-    from eval.analysis.table import markdown_lines
+    from eval.analysis.columns import in_order
+    from eval.analysis.table import EXAMPLES, LABEL, Column, cells, markdown_lines
 
     frame = in_order(pd.concat(_settings(submission, beside) for submission in board))
     columns = [
@@ -205,8 +205,9 @@ def _described(submission: Submission, beside: Path) -> str:
 
 def _settings(submission: Submission, beside: Path) -> pd.DataFrame:
     """A row for each setting: its mean over tasks, effective keep rate, links to its runs, and machines."""
-    from eval.analysis.columns import SECTION, random_models
+    from eval.analysis.columns import SECTION
     from eval.analysis.ranking import effective_keep
+    from eval.analysis.table import random_models
 
     results = submission.results
     means = results.by_task[results.by_task["level"] == "all"]

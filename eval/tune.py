@@ -464,7 +464,7 @@ def report(config: TuneConfig, held_out: Resolved, space: Space, study: optuna.S
 
 def plot_front(table: pd.DataFrame, title: str) -> Any:
     """All schedules tried, and the finalists on the held-out half with intervals. table: of `report`."""
-    from eval.analysis.style import COLOURS, GREY, draw, grid, legend_beside, new_figure
+    from eval.analysis.style import COLOURS, GREY, draw, legend_beside, new_figure
 
     figure = new_figure(7.2, 4.2)
     axes: Any = figure.subplots()
@@ -477,6 +477,5 @@ def plot_front(table: pd.DataFrame, title: str) -> Any:
         draw(axes, row, "ideal_speedup", "score", **dots)
     axes.set(xlabel="ideal TTFT speedup (FLOPs) on the tuning half", ylabel="score (0 to 100), mean over tasks")
     axes.set_title(title)
-    grid(axes)
     legend_beside(axes)
     return figure

@@ -9,18 +9,21 @@ import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.lines import Line2D
 
-from eval.analysis.columns import EXAMPLES, LABEL, MODEL, SECTION, Column, cells, in_order
-from eval.analysis.known_methods import BASELINE
-from eval.analysis.style import GREY, MethodStyle, grid, new_figure, panels_of, styled, styles_of, titled_parts
-from eval.analysis.table import Figure, Table
+from eval.analysis import style
+from eval.analysis.columns import BASELINE, SECTION, in_order
+from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Figure, Table, cells
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.results import Results
 from eval.store.runs import StoredRun
 
-OUTCOMES = ("right", "wrong")
 FULL_SCORE = 1 - 1e-6  # ROUGE does not quite reach 1
 _KEYS = [*SECTION, "method", "label", "task", "outcome", "layer"]
-_STORED = ["dataset", "id", "method.score", "method.evidence_prefill", "method.evidence_revived"]
+_EXAMPLE = ["seed", "dataset", "id"]
+_SHARES = ["in_prefill", "revived"]
+_STORED = {
+    "dataset": "dataset", "id": "id", "method.score": "score", "method.evidence_prefill": "in_prefill",
+    "method.evidence_revived": "revived",
+}  # fmt: skip
 _COLUMNS = (
     MODEL,
     LABEL,
@@ -39,41 +42,30 @@ def evidence_shares(results: Results) -> pd.DataFrame:
 
     Means over the examples with known evidence; seeds are pooled. Empty if there are no such examples.
     """
-    parts = [_of_run(run) for run in results.runs]
-    shares = pd.concat(parts or [pd.DataFrame(columns=[*_KEYS, "seed", "dataset", "id", "in_prefill", "revived"])])
-    shares = shares.drop_duplicates([*_KEYS, "seed", "dataset", "id"])  # two runs may hold the same example
-    means: Any = shares.groupby(_KEYS).agg(
-        examples=("id", "size"), in_prefill=("in_prefill", "mean"), revived=("revived", "mean")
-    )
+    parts = [part for part in map(_of_run, results.runs) if len(part)]
+    shares = pd.concat(parts or [pd.DataFrame(columns=[*_KEYS, *_EXAMPLE, *_SHARES])])
+    shares = shares.drop_duplicates([*_KEYS, *_EXAMPLE])  # two runs may hold the same example
+    means: Any = shares.groupby(_KEYS).agg(examples=("id", "size"), **{name: (name, "mean") for name in _SHARES})
     return means.reset_index().sort_values("task", key=lambda tasks: tasks.map(TASKS.index), kind="stable")
 
 
 def _of_run(run: StoredRun) -> pd.DataFrame:
     """One row per example with known evidence, and layer."""
-    examples = [row for row in run.table(_STORED).to_pylist() if row["method.evidence_prefill"] is not None]
-    layers = len(examples[0]["method.evidence_prefill"]) if examples else 0
-    datasets = [DATASETS[row["dataset"]] for row in examples]
-    facts = {
-        "suite": [dataset.suite for dataset in datasets],
-        "task": [dataset.task for dataset in datasets],
-        "outcome": [OUTCOMES[row["method.score"] < FULL_SCORE] for row in examples],
-        "dataset": [row["dataset"] for row in examples],
-        "id": [row["id"] for row in examples],
-    }
-    by_layer = {name: np.repeat(np.array(values, dtype=object), layers) for name, values in facts.items()}
-    by_layer |= {"layer": np.tile(np.arange(1, layers + 1), len(examples))}
-    for column, name in (("in_prefill", "prefill"), ("revived", "revived")):
-        by_layer[column] = 100 * np.array([row[f"method.evidence_{name}"] for row in examples], dtype=float).ravel()
-    return pd.DataFrame(by_layer).assign(model=run.model, method=run.method, label=run.label, seed=run.seed)
+    table = run.table(list(_STORED)).rename_columns(list(_STORED.values())).to_pandas().dropna(subset="in_prefill")
+    for fact in ("suite", "task"):
+        table[fact] = [getattr(DATASETS[name], fact) for name in table["dataset"]]
+    table["outcome"] = np.where(table["score"] < FULL_SCORE, "wrong", "right")
+    table = table.explode(_SHARES)
+    table["layer"] = 1 + table.groupby(level=0).cumcount()
+    table[_SHARES] = 100 * table[_SHARES].astype(float)
+    return table.assign(model=run.model, method=run.method, label=run.label, seed=run.seed)
 
 
 def evidence(results: Results) -> Table:
     """The share of evidence that each setting computes, by task, for right and for wrong answers."""
     frame = in_order(evidence_shares(results))
     groups = frame.groupby([*SECTION, "label", "task", "outcome"], sort=False)
-    groups = [group.sort_values("layer") for _, group in groups]
-    last = pd.concat([group.tail(1) for group in groups] or [frame])
-    losses = [_largest_loss(group["in_prefill"].tolist()) for group in groups]
+    losses = groups["in_prefill"].transform(_largest_loss)
     caption = (
         "Share of the evidence (the prompt's tokens that hold the answer) that the last layer computes in prefill, and "
         "later in decoding (revived): mean over the examples with known evidence, separately for right answers (full "
@@ -81,10 +73,11 @@ def evidence(results: Results) -> Table:
         "points. Every layer is in the CSV."
     )
     title = "Evidence: the tokens that hold the answer, computed in the last layer"
-    return Table("evidence", title, caption, frame, cells(last.assign(largest_loss=losses), _COLUMNS, results), keys=4)
+    last = frame.assign(largest_loss=losses).loc[groups.tail(1).index]
+    return Table("evidence", title, caption, frame, cells(last, _COLUMNS, results), keys=4)
 
 
-def _largest_loss(shares: list[float]) -> str:
+def _largest_loss(shares: pd.Series) -> str:
     """shares: in per cent, for each layer; before layer 1 it is 100."""
     losses = [before - share for before, share in zip([100.0, *shares], shares, strict=False)]
     lost = max(losses)
@@ -93,8 +86,7 @@ def _largest_loss(shares: list[float]) -> str:
 
 # -------------------------------------------------------------------------------------------------------------- figure
 
-_LINES = dict(zip(OUTCOMES, ("-", (0, (3, 2))), strict=True))
-_IN_A_ROW = 4
+_LINES: dict[str, Any] = {"right": "-", "wrong": (0, (3, 2))}
 
 
 def data(results: Results) -> pd.DataFrame:
@@ -102,50 +94,35 @@ def data(results: Results) -> pd.DataFrame:
     frame: Any = evidence_shares(results)
     frame = frame[frame["method"] != BASELINE]
     first = frame[frame["layer"] == 1]
-    wrong = first[first["outcome"] == OUTCOMES[1]].groupby("label")["examples"].sum()
-    counts = first.groupby([*SECTION, "method", "label"], as_index=False)["examples"].sum()
-    counts["wrong"] = counts["label"].map(wrong).fillna(0)
+    first = first.assign(wrong=first["examples"].where(first["outcome"] == "wrong", 0))
+    counts = first.groupby([*SECTION, "method", "label"])[["examples", "wrong"]].sum().reset_index()
     counts = counts.sort_values(["examples", "wrong", "label"], ascending=[False, False, True], kind="stable")
     settings = counts.drop_duplicates([*SECTION, "method"])[[*SECTION, "method", "label"]]
-    return frame.merge(settings).reset_index(drop=True)
+    return frame.merge(settings)
 
 
-@styled
+@style.styled
 def plot(frame: Any) -> MplFigure:
     """For each model and suite, a panel for each task and one for the legend."""
-    panels, left_out = panels_of(frame, SECTION)
-    styles = styles_of(frame["method"])
-    rows = [-(-(panel["task"].nunique() + 1) // _IN_A_ROW) for _, panel in panels]
-    figure = new_figure(11, 2.6 * sum(rows), left_out=left_out)
-    parts = titled_parts(figure, [f"{model}, {suite}" for (model, suite), _ in panels], rows)
-    for part, (_, panel), height in zip(parts, panels, rows, strict=True):
-        places = part.subplots(height, _IN_A_ROW, sharex=True, sharey=True, squeeze=False).ravel()
-        _draw_panel(part, places, panel, styles)
+    figure, sections = style.sections_of(frame, 11, lambda rows: 0.6 + 2.6 * style.task_lines(rows))
+    styles = style.styles_of(frame["method"])
+    for part, section in sections:
+        panels = style.task_panels(part, section)
+        for (task, method, outcome), rows in section.groupby(["task", "method", "outcome"], sort=False):
+            look = styles[method].drawn | {"markersize": 4, "linestyle": _LINES[outcome]}
+            label = f"{rows['examples'].iloc[0]}"
+            panels[task].plot(rows["layer"], rows["in_prefill"], label=label, drawstyle="steps-mid", **look)
+        for axes in panels.values():
+            axes.set(ylim=(-4, 104))
+            axes.legend(title="n", fontsize=7, title_fontsize=7, handlelength=2.4, loc="lower left")
+        part.supxlabel("layer", fontsize=9)
+        part.supylabel("evidence computed in prefill, %", fontsize=9)
+        labels = section.drop_duplicates("method").set_index("method")["label"]
+        handles = [Line2D([], [], label=label, **styles[name].drawn) for name, label in labels.items()]
+        for kind, line in _LINES.items():
+            handles.append(Line2D([], [], color=style.GREY, linestyle=line, label=f"{kind} answers"))
+        part.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure
-
-
-def _draw_panel(part: Any, places: Any, panel: Any, styles: dict[str, MethodStyle]) -> None:
-    tasks = [task for task in TASKS if task in set(panel["task"])]
-    for axes, task in zip(places, tasks, strict=False):
-        for (method, outcome), rows in panel[panel["task"] == task].groupby(["method", "outcome"], sort=False):
-            rows = rows.sort_values("layer")
-            axes.plot(
-                rows["layer"], rows["in_prefill"], markersize=4, label=f"{rows['examples'].iloc[0]}",
-                drawstyle="steps-mid", **styles[method].drawn | {"linestyle": _LINES[outcome]},
-            )  # fmt: skip
-        axes.set(title=task, ylim=(-4, 104))
-        axes.tick_params(labelbottom=True, labelleft=True)
-        axes.legend(title="n", fontsize=7, title_fontsize=7, handlelength=2.4, loc="lower left")
-        grid(axes)
-    for axes in places[len(tasks) :]:
-        axes.set_axis_off()
-    part.supxlabel("layer", fontsize=9)
-    part.supylabel("evidence computed in prefill, %", fontsize=9)
-    labels = panel.drop_duplicates("method").set_index("method")["label"]
-    handles = [Line2D([], [], color=styles[name].colour, marker=styles[name].marker, label=label)
-               for name, label in labels.items()]  # fmt: skip
-    handles += [Line2D([], [], color=GREY, linestyle=_LINES[kind], label=f"{kind} answers") for kind in OUTCOMES]
-    places[len(tasks)].legend(handles=handles, loc="center left")
 
 
 FIGURE = Figure(

@@ -1,4 +1,4 @@
-"""All methods on one clock: score against TTFT speedup, measured against ideal speedup, and memory."""
+"""All methods on one clock: score against TTFT speedup, measured against ideal speedup, TTFT's share, and memory."""
 
 from __future__ import annotations
 
@@ -9,30 +9,14 @@ import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.lines import Line2D
 
-from eval.analysis import style
-from eval.analysis.columns import (
-    EXAMPLES,
-    LABEL,
-    MB,
-    MODEL,
-    SECTION,
-    SETTING,
-    Column,
-    cells,
-    forms,
-    overall,
-    target_of,
-)  # fmt: skip
-from eval.analysis.known_methods import BASELINE, is_diagnostic, place_of
-from eval.analysis.table import COMPUTED, Figure, Table
-from eval.store.results import Results
+from eval.analysis import columns, style
+from eval.analysis.columns import BASELINE, SECTION, SETTING, is_diagnostic, overall, range_of, ranges_in
+from eval.analysis.table import COMPUTED, EXAMPLES, LABEL, MB, MODEL, Column, Figure, Table, cells, forms
+from eval.store.aggregate import with_baselines
+from eval.store.results import Results, first_turns
 from eval.store.runs import is_ablation
 
-_FIELD = (
-    MODEL,
-    Column("name", "method"),
-    Column("setting", "setting"),
-    EXAMPLES,
+_VALUES = (
     Column("score", "score", 2),
     Column("relative_score", "% of baseline", 1),
     Column("ttft_speedup", "TTFT speedup", 2),
@@ -42,11 +26,10 @@ _FIELD = (
     Column("kv_bytes", "KV cache, MB", 3, scale=MB),
     Column("pct_prompt_tokens_computed", "% computed", 1),
 )
+_FIELD = (MODEL, Column("name", "method"), Column("setting", "setting"), EXAMPLES, *_VALUES)
+_ANSWER_ENDS = (4, 16, 64, 256)  # upper ends of the ranges of answer lengths, the end token included
 _WITHOUT_SELECTION = ["TTFT speedup", "ideal", "generation speedup", "% computed"]  # of a diagnostic
 _MEMORY = (
-    MODEL,
-    LABEL,
-    EXAMPLES,
     Column("kv_bytes", "KV cache, MB", 3, scale=MB),
     Column("aux_bytes", "Aux Cache, MB", 3, scale=MB),
     Column("cache_bytes", "both, MB", 3, scale=MB),
@@ -59,17 +42,13 @@ _MEMORY = (
 def field(results: Results) -> Table:
     """Score, speed, memory and computed tokens of every setting of every method, mean over tasks."""
     frame = overall(results)
-    frame["scoring_share"] = 100 * frame["scoring_s"] / frame["ttft_s"]
+    scoring = 100 * frame["scoring_s"] / frame["ttft_s"]
     frame["diagnostic"] = frame["method"].map(is_diagnostic).astype(bool)
-    values = ["score", "relative_score", "ttft_speedup", "ideal_ttft_speedup", "generation_speedup", "kv_bytes"]
-    values = forms(*values, "pct_prompt_tokens_computed")
-    frame = frame[[*SETTING, "diagnostic", "examples", "seeds", *values, "scoring_share"]]
-    settings = [label.removesuffix(" (diagnostic)").partition(", ")[2] for label in frame["label"]]
-    shown = frame.assign(
-        name=[place_of(name)[1] for name in frame["method"]],
-        setting=[setting or "-" for setting in settings],
-        scoring_share=frame["scoring_share"].where(frame["scoring_share"] > 0),
-    )
+    values = forms(*(column.name for column in _VALUES if column.name != "scoring_share"))
+    frame = frame[[*SETTING, "diagnostic", "examples", "seeds", *values]].assign(scoring_share=scoring)
+    settings = [label.removesuffix(" (diagnostic)").partition(", ")[2] or "-" for label in frame["label"]]
+    names = [columns.place_of(name)[1] for name in frame["method"]]
+    shown = frame.assign(name=names, setting=settings, scoring_share=scoring.where(scoring > 0))
     table = cells(shown, _FIELD, results)
     table.loc[frame["method"] == BASELINE, "% of baseline"] = "100.0"
     table.loc[frame["diagnostic"], _WITHOUT_SELECTION] = "(" + table[_WITHOUT_SELECTION] + ")"
@@ -89,22 +68,55 @@ def memory(results: Results) -> Table:
     frame = overall(results)
     frame["cache_ratio"] = frame["cache_bytes"] / frame["baseline_cache_bytes"]
     frame["peak_ratio"] = frame["peak_memory_bytes"] / frame["baseline_peak_memory_bytes"]
-    columns = ("kv_bytes", "aux_bytes", "cache_bytes", "peak_memory_bytes")
-    baseline = [f"baseline_{name}" for name in columns]
-    frame = frame[[*SETTING, "examples", "seeds", *forms(*columns), *baseline, "cache_ratio", "peak_ratio"]]
+    names = [column.name for column in _MEMORY if column.name.endswith("_bytes")]
+    baseline = [f"baseline_{name}" for name in names]
+    frame = frame[[*SETTING, "examples", "seeds", *forms(*names), *baseline, "cache_ratio", "peak_ratio"]]
     caption = (
         "Mean over tasks, MB = 10^6 bytes. KV cache and Aux Cache: at the end of a generation. Ratios: to the "
         "paired baseline on the same examples. Peak: during a generation, weights included; on a GPU the allocated "
         "memory, on a CPU the process's resident memory, with Python and its libraries. ±: half of the 95 % bootstrap "
         "interval over examples. unpaired: no baseline was run beside the method."
     )
+    shown = cells(frame, (MODEL, LABEL, EXAMPLES, *_MEMORY), results)
     title = "Memory: KV cache, Aux Cache and peak by method"
-    return Table("memory", title, caption, frame, cells(frame, _MEMORY, results), keys=2)
+    return Table("memory", title, caption, frame, shown, keys=2)
+
+
+def ttft_share(results: Results) -> Table:
+    """TTFT's share of the generation time for every setting, by length of prompt and of answer."""
+    frame: Any = with_baselines(first_turns(results.frame))
+    frame = frame.dropna(subset="total_s")  # answers in packs have no time of their own
+    frame = frame.assign(
+        prompt_tokens=range_of(frame["prompt_tokens"]),
+        answer_tokens=range_of(frame["generated_tokens"], _ANSWER_ENDS),
+        ttft_steps=frame["ttft_s"] / frame["step_s"],
+    )
+    all_prompts, all_answers = {"prompt_tokens": "all"}, {"answer_tokens": "all"}
+    parts = [frame.assign(**sums) for sums in ({}, all_prompts, all_answers, all_prompts | all_answers)]
+    grouped = pd.concat(parts).groupby([*SETTING, "prompt_tokens", "answer_tokens"], sort=False)
+    counted = {"generations": ("id", "size"), "ttft_s": ("ttft_s", "sum"), "total_s": ("total_s", "sum")}
+    shares: Any = columns.in_order(grouped.agg(**counted, ttft_steps=("ttft_steps", "mean")).reset_index())
+    shares["share"] = 100 * shares["ttft_s"] / shares["total_s"]
+    headings = {("all", "all"): "all"}
+    headings |= {(name, "all"): f"prompt {name}" for name in ranges_in(shares["prompt_tokens"])}
+    headings |= {("all", name): f"answer {name}" for name in ranges_in(shares["answer_tokens"], _ANSWER_ENDS)}
+    whole = shares[(shares["prompt_tokens"] == "all") & (shares["answer_tokens"] == "all")]
+    for (prompt, answer), heading in headings.items():
+        part = shares[(shares["prompt_tokens"] == prompt) & (shares["answer_tokens"] == answer)]
+        whole = whole.merge(part[[*SETTING, "share"]].rename(columns={"share": heading}), "left", SETTING)
+    shown = [MODEL, LABEL, Column("ttft_steps", "in steps", 1)]
+    shown += [Column(heading, heading, 1) for heading in headings.values()]
+    caption = (
+        "Per cent of the generation time before the first token: summed TTFT divided by summed generation time, "
+        "for generations with a prompt or an answer of this many tokens (the end token counts). The CSV has each "
+        "combination of prompt and answer length, and the number of generations. In steps: TTFT in decoding steps, "
+        "mean over generations of several tokens; the paper's baseline: 21. -: no such generation."
+    )
+    title = "TTFT's share of the generation time"
+    return Table("ttft_share", title, caption, shares, cells(whole, shown, results), keys=2)
 
 
 # -------------------------------------------------------------------------------------------------------------- figure
-
-_TICKS = (0.1, 0.2, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 10)
 
 
 def data(results: Results) -> pd.DataFrame:
@@ -115,7 +127,7 @@ def data(results: Results) -> pd.DataFrame:
     """
     frame = overall(style.usual(results))
     frame = frame[frame["method"] != BASELINE].dropna(subset=["relative_score", "ttft_speedup"])
-    frame = frame.assign(on_curve=frame["settings"].map(target_of).notna())
+    frame = frame.assign(on_curve=frame["settings"].map(columns.target_of).notna())
     values = forms("relative_score", "ttft_speedup", "ideal_ttft_speedup")
     return frame[[*SECTION, "method", "label", "examples", "on_curve", *values]]
 
@@ -123,66 +135,46 @@ def data(results: Results) -> pd.DataFrame:
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """One row per model and suite: the score on the left, ideal speedups on the right, then the legend."""
-    panels, left_out = style.panels_of(frame, SECTION)
-    figure = style.new_figure(11, 4.4 * len(panels), left_out=left_out)
-    parts = style.titled_parts(figure, [f"{model}, {suite}, mean over tasks" for (model, suite), _ in panels])
-    for part, (_, rows) in zip(parts, panels, strict=True):
+    figure, sections = style.sections_of(frame, 11, lambda _: 4.4, note=", mean over tasks")
+    for part, rows in sections:
         styles = style.styles_of(rows["method"])
         scores, ideals, legend = part.subplots(1, 3, width_ratios=[3, 2.3, 1.1])
-        _draw_scores(scores, rows, styles)
-        _draw_ideals(ideals, rows.dropna(subset=["ideal_ttft_speedup"]), styles)
+        scores.axhline(100, **style.REFERENCE)
+        scores.axvline(1, **style.REFERENCE)
+        style.draw_methods(scores, rows, styles, "ttft_speedup", "relative_score")
+        scores.set(xlabel="measured TTFT speedup over the paired baseline", ylabel="score, % of the paired baseline's")
+        scores.set_ylim(bottom=min(0, scores.get_ylim()[0]))
+        scores.set_title("What is kept of the score")
+        style.log_scale(scores, "x")
+        with_ideal = rows.dropna(subset="ideal_ttft_speedup")
+        if with_ideal.empty:  # records without FLOPs
+            ideals.set_axis_off()
+        else:
+            _draw_ideals(ideals, with_ideal, styles)
         _write_legend(legend, rows, styles)
     return figure
 
 
-def _draw_scores(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> None:
-    axes.axhline(100, **style.REFERENCE)
-    axes.axvline(1, **style.REFERENCE)
-    for method, points in rows.groupby("method", sort=False):
-        on_curve = points["on_curve"].astype(bool)
-        others, curve = points[~on_curve], points[on_curve].sort_values("ideal_ttft_speedup")
-        look = _look(method, styles)
-        axes.plot(others["ttft_speedup"], others["relative_score"], **look | {"linestyle": "none", "alpha": 0.45})
-        style.draw(axes, curve, "ttft_speedup", "relative_score", with_x=True, **look)
-    axes.set(xlabel="measured TTFT speedup over the paired baseline", ylabel="score, % of the paired baseline's")
-    axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
-    axes.set_title("What is kept of the score")
-    style.log_scale(axes, "x", _TICKS)
-    style.grid(axes)
-
-
 def _draw_ideals(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> None:
-    if rows.empty:  # records without FLOPs
-        axes.set_axis_off()
-        return
     for method, points in rows.groupby("method", sort=False):
-        ordered = points.sort_values("ideal_ttft_speedup")
-        look: dict[str, Any] = _look(method, styles) | {"linestyle": "none"}
-        style.draw(axes, ordered, "ideal_ttft_speedup", "ttft_speedup", **look)
+        look: dict[str, Any] = styles[method].drawn | {"linestyle": "none"}
+        style.draw(axes, points, "ideal_ttft_speedup", "ttft_speedup", **look)
     axes.axline((1, 1), (2, 2), **style.REFERENCE)
     axes.set(xlabel="ideal TTFT speedup (FLOPs of what was computed)", ylabel="measured TTFT speedup")
     axes.set_title("How much of the ideal is reached (dotted: all)")
     reach = 0.9 * min(1, rows["ttft_speedup"].min()), 1.1 * rows["ideal_ttft_speedup"].max()
     axes.set(xlim=reach, ylim=reach)
-    style.log_scale(axes, "x", _TICKS)
-    style.log_scale(axes, "y", _TICKS)
-    style.grid(axes)
-
-
-def _look(method: str, styles: dict[str, style.MethodStyle]) -> dict[str, Any]:
-    """The style of a method's marks; hollow for a diagnostic."""
-    look = styles[method].drawn | {"markersize": 5.5}
-    return look | {"markerfacecolor": "white", "linewidth": 1.0} if is_diagnostic(method) else look
+    style.log_scale(axes, "x")
+    style.log_scale(axes, "y")
 
 
 def _write_legend(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> None:
     axes.set_axis_off()
-    notes = {name: ":\nits price is not in its TTFT" if is_diagnostic(name) else "" for name in styles}
-    names = {name: f"{mark.name}{notes[name]}" for name, mark in styles.items()}
-    handles = [Line2D([], [], label=label, **_look(name, styles)) for name, label in names.items()]
+    notes = {look: ":\nits price is not in its TTFT" if look.hollow else "" for look in styles.values()}
+    handles = [Line2D([], [], label=f"{look.name}{note}", **look.drawn) for look, note in notes.items()]
     if not rows["on_curve"].astype(bool).all():
-        handles.append(Line2D([], [], label="faint: other settings", color=style.GREY, marker="o", linestyle="none",
-                              alpha=0.45, markersize=5.5))  # fmt: skip
+        faint: Any = {"color": style.GREY, "marker": "o", "linestyle": "none", "alpha": 0.4}
+        handles.append(Line2D([], [], label="faint: other settings", **faint))
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(-0.25, 0.5), handlelength=3)
 
 
@@ -229,9 +221,8 @@ def plot_comparison(table: pd.DataFrame, title: str, methods: Mapping[str, Mappi
         tasks, mean = rows[rows["task"] != whole], rows[rows["task"] == whole]
         axes.scatter(tasks["ttft_speedup"], tasks["score"], s=22, alpha=0.55, linewidths=0, **mark)
         mark |= {"markersize": 10, "markeredgecolor": "white", "linestyle": "none", "label": label}
-        style.draw(axes, mean, "ttft_speedup", "score", with_x=True, capsize=3, elinewidth=None, **mark)
+        style.draw(axes, mean, "ttft_speedup", "score", with_x=True, **mark)
     axes.set(xlabel="TTFT speedup over the paired baseline", ylabel="score (0 to 100)", ylim=(-4, 104))
     axes.set_title(title, fontsize=11)
-    style.grid(axes)
     style.legend_beside(axes, title=f"large: {whole}\nsmall: one task", alignment="left")
     return figure

@@ -44,41 +44,37 @@ def data(results: Results) -> pd.DataFrame:
     if example is None:
         return pd.DataFrame()
     run, trace = example
-    frame = importance_frame(trace)
-    frame.insert(0, "model", run.model)
-    return frame
+    frame: Any = importance_frame(trace)
+    return frame.assign(model=run.model)[["model", *frame.columns]]
 
 
 @styled
 def plot(frame: Any) -> MplFigure:
     """The heat map on the left, each token's mean score over the layers on the right."""
-    figure = new_figure(10, 3.4, wspace=0.06)
+    figure = new_figure(10, 3.4)
+    figure.set_layout_engine("constrained", wspace=0.06)
     left, right = figure.subplots(1, 2, width_ratios=(2.1, 1))
+    left.grid(False)
     _draw_map(figure, left, frame)
     _draw_means(right, frame)
     return figure
 
 
 def _draw_map(figure: MplFigure, axes: Any, frame: Any) -> None:
-    cells = frame[frame["part"] == "map"].pivot(index="layer", columns="position", values="importance")
-    n, width = int(frame["prompt_tokens"].iloc[0]), int(frame["width"].iloc[0])
-    layers = len(cells)
+    cells = frame[frame["part"] == "map"].pivot(index="layer", columns="position", values="importance").to_numpy()
+    model, dataset, n, width = frame[["model", "dataset", "prompt_tokens", "width"]].iloc[0]
     picture = axes.imshow(
-        cells.to_numpy(), aspect="auto", interpolation="none", cmap="viridis",
-        norm=LogNorm(_FAINTEST / n, cells.to_numpy().max(), clip=True), extent=(0.5, n + 0.5, layers + 0.5, 0.5),
+        cells, aspect="auto", interpolation="none", cmap="viridis", extent=(0.5, n + 0.5, len(cells) + 0.5, 0.5),
+        norm=LogNorm(_FAINTEST / n, cells.max(), clip=True),
     )  # fmt: skip
-    axes.set(xlabel="prompt token", ylabel="layer")
-    axes.set_title(f"a  Importance by layer and token ({frame['model'].iloc[0]}, {frame['dataset'].iloc[0]})")
+    columns = f" (each column: the largest of {width} neighbours)" if width > 1 else ""
+    axes.set(xlabel=f"prompt token{columns}", ylabel="layer")
+    axes.set_title(f"a  Importance by layer and token ({model}, {dataset})")
     axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 4, 8, 10]))
-    if width > 1:
-        axes.set_xlabel(f"prompt token (each column: the largest of {width} neighbours)")
     bar = figure.colorbar(picture, ax=axes, extend="min", pad=0.015, aspect=28)
     bar.set_label("last token's attention, mean over heads", fontsize=8.5)
     bar.ax.axhline(1 / n, color="white", linewidth=1.2)
-    bar.ax.annotate(
-        "1/n", (0, 1 / n), xycoords=("axes fraction", "data"), xytext=(-3, 0), textcoords="offset points",
-        ha="right", va="center", fontsize=7,
-    )  # fmt: skip
+    bar.ax.text(-0.2, 1 / n, "1/n", transform=bar.ax.get_yaxis_transform(), ha="right", va="center", fontsize=7)
 
 
 def _draw_means(axes: Any, frame: Any) -> None:

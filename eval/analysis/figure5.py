@@ -11,21 +11,19 @@ from matplotlib.figure import Figure as MplFigure
 from matplotlib.lines import Line2D
 
 from eval.analysis import style
-from eval.analysis.columns import SECTION, forms, target_of
-from eval.analysis.known_methods import BASELINE, STUDIED
+from eval.analysis.columns import BASELINE, SECTION, STUDIED, target_of
 from eval.analysis.paper_tables import MODEL_NAMES, PAPER_MODELS, published
-from eval.analysis.table import Figure
-from eval.benchmarks.datasets import TASKS
+from eval.analysis.table import Figure, forms
 from eval.store.results import Results
 
 MEASURED, PAPER, CLAIM = "measured", "paper, Table 1", "paper, text"
 # Section 5 of the paper, Llama 2 7B, multi-document QA: 2.34x at a loss of 1 % at most, 3.0x at 10 % at most
 CLAIMS = ((2.34, 99.0), (3.0, 90.0))
 
-_IN_A_ROW = 4
-_TITLES = {"all": "mean over tasks"}
 _POINTS = ["relative_score", "ttft_speedup"]
-_HEIGHTS = {"relative_score": "score, % of the paired baseline's", "kl": "KL from the baseline's first token, nats"}
+_HEIGHTS = {"relative_score": "score, % of the paired baseline's", "kl": "KL, nats"}
+_HOLLOW: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 8}
+_CLAIM: Any = {"linestyle": "none", "color": "black", "marker": "+", "markersize": 11}
 
 
 def data(results: Results) -> pd.DataFrame:
@@ -43,12 +41,11 @@ def data(results: Results) -> pd.DataFrame:
     if table.empty:
         return pd.DataFrame()
     table["on_curve"] = False
+    for _, method in table.groupby([*SECTION, "task", "method"]):
+        swept = method["settings"].map(target_of).notna()
+        table.loc[method.index, "on_curve"] = swept if swept.any() else _undominated(method)
     parts = []
     for (model, suite), panel in table.groupby(SECTION, sort=False):
-        panel = panel.copy()
-        for _, method in panel.groupby(["task", "method"]):
-            swept = method["settings"].map(target_of).notna()
-            panel.loc[method.index, "on_curve"] = swept if swept.any() else _undominated(method)
         own = panel["paper_model"].iloc[0]
         points = paper_points(own if isinstance(own, str) else PAPER_MODELS[0], sorted(set(panel["task"])))
         parts += [panel, points.assign(model=model, suite=suite)]
@@ -80,19 +77,31 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """For each model and suite a panel for each task, their mean and the legend; the same of KL if it was measured."""
-    sections, left_out = style.panels_of(frame, SECTION)
-    blocks = [
-        (f"{model}, {suite}", rows.dropna(subset=column), column)
-        for (model, suite), rows in sections
-        for column in _HEIGHTS
-        if rows[column].notna().any()
-    ]
-    lines = [-(-(len(set(rows["task"])) + 1) // _IN_A_ROW) for _, rows, _ in blocks]
-    figure = style.new_figure(11, 2.65 * sum(lines), left_out=left_out)
-    parts = style.titled_parts(figure, [title for title, _, _ in blocks], lines)
-    for part, (_, rows, column), height in zip(parts, blocks, lines, strict=True):
-        _draw_panel(part, rows, style.styles_of(frame["method"]), column, height)
+    figure, sections = style.sections_of(
+        frame, 11, lambda rows: 2.65 * style.task_lines(rows) * len(_measured(rows)), most=2
+    )
+    styles = style.styles_of(frame["method"])
+    for section, rows in sections:
+        values = _measured(rows)
+        parts = section.subfigures(len(values), 1, squeeze=False)[:, 0]
+        for part, value in zip(parts, values, strict=True):
+            shown = rows.dropna(subset=value)  # the paper has no KL
+            for task, axes in style.task_panels(part, shown).items():
+                _draw_task(axes, shown[shown["task"] == task], styles, value)
+                axes.set(xlim=(shown["ttft_speedup"].min() / 1.15, shown["ttft_speedup"].max() * 1.15))
+                if value == "kl":
+                    axes.set_yscale("log", nonpositive="clip")
+                else:
+                    axes.set(ylim=(-3, max(106.0, 1.05 * rows["relative_score"].max())))
+            part.supxlabel("TTFT speedup over the paired baseline (times)", fontsize=9)
+            part.supylabel(_HEIGHTS[value], fontsize=9)
+            _write_legend(part, shown, styles)
     return figure
+
+
+def _measured(rows: Any) -> list[str]:
+    """The values that were measured, each drawn in panels of its own."""
+    return [value for value in _HEIGHTS if rows[value].notna().any()]
 
 
 def _undominated(settings: Any) -> np.ndarray:
@@ -103,50 +112,17 @@ def _undominated(settings: Any) -> np.ndarray:
     return is_new.reindex(settings.index).to_numpy()
 
 
-def _draw_panel(part: Any, rows: Any, styles: dict[str, style.MethodStyle], column: str, lines: int) -> None:
-    cells = part.subplots(lines, _IN_A_ROW, sharex=True, sharey=True, squeeze=False).ravel()
-    tasks = [task for task in (*TASKS, "all") if task in set(rows["task"])]
-    low, high = rows["ttft_speedup"].min() / 1.15, rows["ttft_speedup"].max() * 1.15
-    top = max(106.0, 1.05 * rows["relative_score"].max())
-    for task, axes in zip(tasks, cells, strict=False):
-        _draw_task(axes, rows[rows["task"] == task], styles, column)
-        axes.set_title(_TITLES.get(task, task))
-        style.log_scale(axes, "x", (0.1, 0.2, 0.5, 1, 2, 3, 5, 10))
-        axes.set(xlim=(low, high))
-        if column == "kl":
-            axes.set_yscale("log", nonpositive="clip")
-        else:
-            axes.set(ylim=(-3, top))
-        axes.tick_params(labelbottom=True, labelleft=True)
-    for axes in cells[len(tasks) :]:
-        axes.set_axis_off()
-    part.supxlabel("TTFT speedup over the paired baseline (times)", fontsize=9)
-    part.supylabel(_HEIGHTS[column], fontsize=9)
-    _write_legend(cells[len(tasks)], rows, styles)
-
-
-def _draw_task(axes: Any, rows: Any, styles: dict[str, style.MethodStyle], column: str) -> None:
-    if column != "kl":
+def _draw_task(axes: Any, rows: Any, styles: dict[str, style.MethodStyle], value: str) -> None:
+    if value != "kl":
         axes.axhline(100, **style.REFERENCE)
     axes.axvline(1, **style.REFERENCE)
-    published_alpha = 0.9 if _is_own(rows) else 0.45
-    for method, points in rows[rows["source"] == PAPER].groupby("method"):
-        mark = styles[method]
-        axes.plot(
-            points["ttft_speedup"], points[column], linestyle="none", marker=mark.marker, markersize=8,
-            markerfacecolor="none", markeredgecolor=mark.colour, markeredgewidth=1.4, alpha=published_alpha, zorder=2,
-        )  # fmt: skip
-    for method, points in rows[rows["source"] == MEASURED].groupby("method"):
-        mark = styles[method]
-        on_curve = points["on_curve"].astype(bool)
-        others, curve = points[~on_curve], points[on_curve].sort_values("ttft_speedup")
-        axes.plot(others["ttft_speedup"], others[column], **mark.drawn | {"linestyle": "none"},
-                  markersize=3.5, alpha=0.35, markeredgewidth=0)  # fmt: skip
-        style.draw(axes, curve, "ttft_speedup", column, with_x=True, markersize=5, capsize=0, zorder=3, **mark.drawn)
-    for _, claim in rows[rows["source"] == CLAIM].iterrows():
-        x, y = claim["ttft_speedup"], claim[column]
-        axes.plot(x, y, marker="+", markersize=11, markeredgewidth=1.3, color="black", linestyle="none", zorder=4)
-    style.grid(axes)
+    paper = rows[rows["source"] == PAPER]
+    for method, x, y in paper[["method", "ttft_speedup", value]].itertuples(index=False):
+        axes.plot(x, y, **styles[method].drawn | _HOLLOW, alpha=0.9 if _is_own(rows) else 0.45)
+    style.draw_methods(axes, rows[rows["source"] == MEASURED], styles, "ttft_speedup", value)
+    claims = rows[rows["source"] == CLAIM]
+    axes.plot(claims["ttft_speedup"], claims[value], **_CLAIM)
+    style.log_scale(axes, "x", (0.1, 0.2, 0.5, 1, 2, 5, 10))
 
 
 def _is_own(rows: Any) -> bool:
@@ -155,28 +131,24 @@ def _is_own(rows: Any) -> bool:
     return bool(measured.notna().any())
 
 
-def _write_legend(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> None:
+def _write_legend(part: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> None:
     measured = set(rows.loc[rows["source"] == MEASURED, "method"])
     published = rows[rows["source"] == PAPER]
-    hollow: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 8}
-    handles = [Line2D([], [], label=mark.name, markersize=5, **mark.drawn) for method, mark in styles.items()
-               if method in measured]  # fmt: skip
-    if len(published):  # the paper has no KL
+    handles = [Line2D([], [], label=look.name, **look.drawn) for name, look in styles.items() if name in measured]
+    if len(published):
         name = MODEL_NAMES[published["paper_model"].iloc[0]]
         whose = f"the paper's, {name}" if _is_own(rows) else f"the paper's (of {name},\non LongBench)"
-        handles.append(Line2D([], [], label=f"hollow: {whose}", marker="o", color=style.GREY, **hollow))
+        handles.append(Line2D([], [], label=f"hollow: {whose}", marker="o", color=style.GREY, **_HOLLOW))
     handles += [
-        Line2D([], [], label=f"{mark.name} (the paper's only)", **mark.drawn | hollow)
-        for method, mark in styles.items()
-        if method in set(published["method"]) - measured
+        Line2D([], [], label=f"{look.name} (the paper's only)", **look.drawn | _HOLLOW)
+        for name, look in styles.items()
+        if name in set(published["method"]) - measured
     ]
     if (rows["source"] == CLAIM).any():
         claims = ", ".join(f"{speedup:g}x at {score:g} %" for speedup, score in CLAIMS)
-        handles.append(
-            Line2D([], [], color="black", label=f"the paper's claims:\n{claims}", **hollow | {"marker": "+"})
-        )
-    axes.legend(handles=handles, loc="center left", title="small and faint: the method's\nother settings",
-                alignment="left")  # fmt: skip
+        handles.append(Line2D([], [], label=f"the paper's claims:\n{claims}", **_CLAIM))
+    title = "faint: the method's\nother settings"
+    part.legend(handles=handles, loc="outside right center", title=title, alignment="left")
 
 
 FIGURE = Figure(

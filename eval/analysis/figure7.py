@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,14 +38,28 @@ def data(results: Results) -> pd.DataFrame:
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """A panel for each model, a curve for each group of layers; below it, the number of examples still generating."""
-    models, left_out = style.panels_of(frame, ["model"])
-    figure = style.new_figure(6.8, 4.4 * len(models), left_out=left_out)
+    models, left_out = style.panels_of(frame, ["model"], most=2)
+    figure = style.new_figure(6.8, 4.4 * len(models), left_out)
     for part, (_, rows) in zip(figure.subfigures(len(models), 1, squeeze=False)[:, 0], models, strict=True):
         upper, lower = part.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-        _draw_curves(upper, rows)
-        _draw_examples(lower, rows)
-        upper.set_ylabel("% of prompt tokens computed so far")
-        lower.set_ylabel("examples")
+        steps = int(rows["step"].max())
+        groups = list(rows.groupby(["group", "layers"], sort=True))
+        for number, ((_, name), curve) in enumerate(groups):
+            look = style.look_of(number, len(groups)) | ({"marker": ""} if steps > _LINEAR_STEPS else {})
+            upper.plot(curve["step"], curve["pct_computed"], label=str(name), clip_on=False, **look)
+        upper.axhline(100, label="baseline", **style.REFERENCE)
+        upper.set(ylim=(0, 103), xlim=(0, max(steps, 1)), ylabel="% of prompt tokens computed so far")
+        upper.set_title(f"{rows['model'].iloc[0]}: {rows['label'].iloc[0]}, {rows['examples'].iloc[0]} examples")
+        style.legend_beside(upper)
+        counts = rows[rows["group"] == 1]
+        lower.stairs(counts["generating"], np.append(counts["step"], steps + 1) - 0.5, fill=True, color="#BDBDBD")
+        lower.set(ylim=(0, 1.15 * counts["examples"].max()), xlabel="generation step (0: prefill)", ylabel="examples")
+        lower.set_title("still generating", loc="right", fontsize=8, color=style.GREY)
+        if steps > _LINEAR_STEPS:
+            lower.set_xscale("symlog", linthresh=1)
+            lower.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:g}"))
+        else:
+            lower.xaxis.get_major_locator().set_params(integer=True)
     return figure
 
 
@@ -60,59 +75,21 @@ def _curves(runs: Sequence[StoredRun]) -> pd.DataFrame:
         groups = np.searchsorted(own_starts, starts, side="right") - 1
         rows = np.array(computed)[np.minimum(steps, len(computed) - 1)]  # an ended example keeps its last value
         shares[:, :, number] = 100 * rows[:, groups].T / prompt_tokens
+    names = []
+    for start, end in pairwise(starts):
+        names.append(f"layers {start}\u2013{end - 1}" if end > start + 1 else f"layer {start}")
+    names.append(f"layers {starts[-1]} and up" if names else "all layers")  # records lack the number of layers
     group, step = np.indices(shares.shape[:2]).reshape(2, -1)
     return pd.DataFrame(
         {
             "group": group + 1,
-            "layers": np.array(_layer_names(starts))[group],
+            "layers": np.array(names)[group],
             "step": step,
             "examples": len(examples),
             "generating": (lengths > step[:, None]).sum(axis=1),
             "pct_computed": shares.mean(axis=2).ravel(),
         }
     )
-
-
-def _layer_names(starts: Sequence[int]) -> list[str]:
-    # records lack the number of layers
-    names = [
-        f"layer {start}" if start == end else f"layers {start}\u2013{end}"
-        for start, end in zip(starts, [following - 1 for following in starts[1:]], strict=False)
-    ]
-    return [*names, f"layers {starts[-1]} and up" if len(starts) > 1 else "all layers"]
-
-
-def _draw_curves(axes: Any, frame: Any) -> None:
-    steps = int(frame["step"].max())
-    for (_, name), curve in frame.groupby(["group", "layers"], sort=True):
-        number = int(curve["group"].iloc[0]) - 1
-        axes.plot(
-            curve["step"], curve["pct_computed"], color=style.COLOURS[number % len(style.COLOURS)],
-            **style.look_of(number), markersize=4.5 if steps <= _LINEAR_STEPS else 0, label=str(name), clip_on=False,
-        )  # fmt: skip
-    axes.axhline(100, label="baseline", **style.REFERENCE)
-    axes.set_ylim(0, 103)
-    axes.set_xlim(0, max(steps, 1))
-    axes.set_title(f"{frame['model'].iloc[0]}: {frame['label'].iloc[0]}, {frame['examples'].iloc[0]} examples")
-    style.legend_beside(axes)
-    style.grid(axes)
-
-
-def _draw_examples(axes: Any, frame: Any) -> None:
-    counts = frame[frame["group"] == frame["group"].min()]
-    steps = int(counts["step"].max())
-    edges = np.append(counts["step"], steps + 1) - 0.5
-    axes.stairs(counts["generating"], edges, fill=True, color="#BDBDBD")
-    axes.set_ylim(0, 1.15 * counts["examples"].max())
-    axes.set_xlabel("generation step (0: prefill)")
-    axes.annotate(
-        "still generating", (1, 1), xycoords="axes fraction", ha="right", va="top", fontsize=8, color=style.GREY
-    )
-    if steps > _LINEAR_STEPS:
-        axes.set_xscale("symlog", linthresh=1)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:g}"))
-    else:
-        axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 FIGURE = Figure(

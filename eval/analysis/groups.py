@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 
-from eval.analysis.columns import EXAMPLES, LABEL, MODEL, PROMPT_ENDS, SETTING, Column, cells, forms, in_order, range_of
+from eval.analysis.columns import SETTING, in_order, range_of, rows_by
 from eval.analysis.style import GREY, new_figure, panels_of, styled
-from eval.analysis.table import Figure, Table
-from eval.store.aggregate import rows_of, with_baselines
+from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Figure, Table, cells, forms
+from eval.store.aggregate import with_baselines
 from eval.store.results import Results
 
 _COLUMNS = (
@@ -34,13 +34,7 @@ _VALUES = forms("score", "baseline_score", "pct_answered", "answered_score", "tt
 def groups(results: Results) -> Table:
     """Scores of every setting by group of rows. frame: datasets, tasks and their mean; cells: the mean."""
     frame = with_lengths(with_baselines(results.frame))
-    frame = in_order(frame[frame["groups"].str.len() > 0])
-    rows = [
-        {**dict(zip(SETTING, setting, strict=True)), "group": group, **row}
-        for setting, examples in frame.groupby(SETTING, sort=False)
-        for group, part in _parts(examples)
-        for row in rows_of(part)
-    ]
+    rows = rows_by(frame[frame["groups"].str.len() > 0], "group", _parts)
     table: Any = pd.DataFrame(rows, columns=[*SETTING, "group", "level", "name", "task", "examples", *_VALUES])
     caption = (
         "Mean over tasks of the rows of each group. answered: answers that are not empty; score of these: without "
@@ -56,7 +50,7 @@ def with_lengths(frame: Any) -> Any:
 
     Not if the suite groups its rows by length, or if the prompts of a model on a suite are all in one range.
     """
-    ranges = pd.Series(range_of(frame["prompt_tokens"], PROMPT_ENDS), frame.index)
+    ranges = pd.Series(range_of(frame["prompt_tokens"]), frame.index)
     several: Any = ranges.groupby([frame["model"], frame["suite"]]).transform("nunique")
     grouped = [
         [*names, *([f"tokens={name}"] if adds > 1 and not any(own.startswith("length=") for own in names) else [])]
@@ -81,7 +75,6 @@ def _place(group: str) -> tuple[str, int, str]:
 # -------------------------------------------------------------------------------------------------------------- needle
 
 _IN_A_ROW = 4
-_WIDTH = 30  # characters above a panel
 _AXES = ("length", "depth")
 
 
@@ -101,14 +94,12 @@ def plot(frame: Any) -> MplFigure:
     panels, left_out = panels_of(frame, SETTING, most=4 * _IN_A_ROW)
     columns = min(_IN_A_ROW, len(panels))
     lines = -(-len(panels) // columns)
-    figure = new_figure(0.8 + 2.6 * columns, 0.4 + 2.8 * lines, left_out=left_out)
+    figure = new_figure(0.8 + 2.6 * columns, 0.4 + 2.8 * lines, left_out)
     axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     picture: Any = None
-    for place, (setting, rows) in zip(axes.flat, panels, strict=False):
+    for place, ((model, *_, label), rows) in zip(axes.flat, panels, strict=False):
         picture = _draw_map(place, rows.pivot(index="depth", columns="length", values="score"))
-        method, _, settings = setting[-1].partition(", ")
-        settings = settings if len(settings) <= _WIDTH else f"{settings[: _WIDTH - 1]}…"
-        place.set_title("\n".join([*wrap(setting[0], _WIDTH), method, settings]))
+        place.set_title("\n".join([*wrap(model, 30), *wrap(label, 30, max_lines=2, placeholder="…")]))
     for place in axes.flat[len(panels) :]:
         place.set_visible(False)
     for place in axes.flat[max(0, len(panels) - columns) : len(panels)]:  # no panel below
@@ -126,6 +117,7 @@ def _draw_map(axes: Any, values: Any) -> Any:
     axes.set_xticks(np.arange(values.shape[1]) + 0.5, values.columns, rotation=45)
     axes.set_yticks(np.arange(values.shape[0]) + 0.5, values.index)
     axes.tick_params(length=0)
+    axes.grid(False)
     axes.spines[:].set_visible(False)
     for row, column in zip(*np.nonzero(np.ma.getmaskarray(shown)), strict=True):
         axes.text(column + 0.5, row + 0.5, "no run", ha="center", va="center", fontsize=7, color=GREY)

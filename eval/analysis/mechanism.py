@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path as Outline
 
-from eval.analysis.known_methods import STUDIED
+from eval.analysis.columns import STUDIED
 from eval.analysis.style import GREY, as_published, new_figure, styled, traced_example
 from eval.analysis.table import Figure
 from eval.store.record import Trace
@@ -37,18 +37,24 @@ def token_states(trace: Trace) -> np.ndarray:
     The last generated token is never run, so it has no column. Raises ValueError if the states and the trace's counters
     disagree about the number of computed tokens.
     """
-    n, steps = len(trace.tokens), len(trace.computed)
-    in_set = step_sets(trace)
+    n, in_set = len(trace.tokens), step_sets(trace)
     before = np.zeros_like(in_set)
     before[1:] = np.logical_or.accumulate(in_set)[:-1]
-    _check_counts(trace, (before | in_set)[:, :, :n].sum(axis=2))
-    states = np.full(in_set.shape, State.PRUNED, dtype=np.uint8)
-    states[before & ~in_set] = State.PRUNED if _selects_in_prefill_only(trace) else State.STORED
-    states[before & in_set] = State.CACHED
-    states[~before & in_set] = State.COMPUTED
-    states[1:, :, :n][(~before & in_set)[1:, :, :n]] = State.REVIVED
-    for step in range(steps):
-        states[step, :, n + step :] = State.FUTURE
+    held, counted = (before | in_set)[:, :, :n].sum(axis=2), counts_per_layer(trace)
+    if (held != counted).any():
+        step, layer = np.argwhere(held != counted)[0]
+        raise ValueError(
+            f"{trace.dataset}, row {trace.id}: its selections make {held[step, layer]} prompt tokens computed in "
+            f"layer {layer + 1} by step {step}, its counters say {counted[step, layer]}: the trace is damaged, or its "
+            "method does not report all of its selections in `selected`"
+        )
+    left_out = State.PRUNED if _selects_in_prefill_only(trace) else State.STORED
+    kinds = {State.CACHED: before & in_set, State.COMPUTED: in_set, left_out: before}
+    states = np.select(list(kinds.values()), list(kinds), State.PRUNED).astype(np.uint8)
+    of_prompt = states[1:, :, :n]
+    of_prompt[of_prompt == State.COMPUTED] = State.REVIVED
+    for step, of_step in enumerate(states):
+        of_step[:, n + step :] = State.FUTURE
     return states
 
 
@@ -89,40 +95,18 @@ def _selects_in_prefill_only(trace: Trace) -> bool:
     return bool(trace.selected[0]) and not any(trace.selected[1:])
 
 
-def _check_counts(trace: Trace, found: np.ndarray) -> None:
-    counted = counts_per_layer(trace)
-    if (found != counted).any():
-        step, layer = np.argwhere(found != counted)[0]
-        raise ValueError(
-            f"{trace.dataset}, row {trace.id}: its selections make {found[step, layer]} prompt tokens computed in "
-            f"layer {layer + 1} by step {step}, its counters say {counted[step, layer]}: the trace is damaged, or its "
-            "method does not report all of its selections in `selected`"
-        )
-
-
 # -------------------------------------------------------------------------------------------------------------- figure
 
 STEPS = 4  # the prefill and three decoding steps
 WINDOW = 44  # prompt tokens shown; more texts would not be legible side by side
 
-# Fills of different lightness, and marks, so that states differ in more than hue
-_FILL = {
-    State.COMPUTED: "#08306B",
-    State.REVIVED: "#E69F00",
-    State.CACHED: "#9ECAE1",
-    State.STORED: "#EDEDED",
-    State.PRUNED: "#FFFFFF",
-}
-_MARK: dict[State, dict[str, Any]] = {
-    State.REVIVED: {"marker": "o", "color": "black"},
-    State.STORED: {"marker": "_", "color": "#8A8A8A"},
-}
-_NAMES = {
-    State.COMPUTED: "computed now",
-    State.CACHED: "from the KV cache: attended to",
-    State.REVIVED: "revived: computed now, from the Aux Cache",
-    State.STORED: "stored, but not attended to in this step",
-    State.PRUNED: "pruned: no K and V in this layer",
+# {state: (name, fill, mark)}: fills of different lightness, and marks, so that states differ in more than hue
+_LOOKS: dict[State, tuple[str, str, dict[str, Any]]] = {
+    State.COMPUTED: ("computed now", "#08306B", {}),
+    State.CACHED: ("from the KV cache: attended to", "#9ECAE1", {}),
+    State.REVIVED: ("revived: computed now, from the Aux Cache", "#E69F00", {"marker": "o", "color": "black"}),
+    State.STORED: ("stored, but not attended to in this step", "#EDEDED", {"marker": "_", "color": "#8A8A8A"}),
+    State.PRUNED: ("pruned: no K and V in this layer", "#FFFFFF", {}),
 }
 
 
@@ -170,37 +154,46 @@ def data(results: Results) -> pd.DataFrame:
     if example is None:
         return pd.DataFrame()
     run, trace = example
-    frame = mechanism_frame(trace)
-    frame.insert(0, "model", run.model)
-    frame.insert(1, "label", run.label)
-    return frame
+    frame: Any = mechanism_frame(trace)
+    return frame.assign(model=run.model, label=run.label)[["model", "label", *frame.columns]]
 
 
 @styled
 def plot(frame: Any) -> MplFigure:
     """A panel for each step, layer 1 on top; the prompt's window, then the generated tokens."""
-    steps = sorted(frame["step"].unique())
-    layers = int(frame["layer"].max())
-    columns = _columns(frame)
-    width = max(columns.values()) + 1
+    steps, layers, n = sorted(frame["step"].unique()), int(frame["layer"].max()), frame["prompt_tokens"].iloc[0]
+    tokens = frame.drop_duplicates("position").sort_values("position").set_index("position")
+    columns = pd.Series(np.arange(len(tokens)) + (tokens["kind"] == "generated"), tokens.index)  # with a gap
     panel = min(max(1.0, 0.115 * layers), 2.0)
     mark = min(3.0, 0.6 * 72 * panel / layers)  # points; cells are lower with many layers
-    figure = new_figure(min(11.0, 2.6 + 0.165 * width), 1.5 + len(steps) * (panel + 0.3))
+    end = columns.max() + 0.6
+    figure = new_figure(min(11.0, 2.6 + 0.165 * end), 1.5 + len(steps) * (panel + 0.3))
     panels = figure.subplots(len(steps), 1, squeeze=False)[:, 0]
     for step, axes in zip(steps, panels, strict=True):
         rows = frame[frame["step"] == step]
-        _draw_cells(axes, rows, columns, mark)
-        _draw_groups(axes, rows, width)
-        axes.set(xlim=(-0.6, width - 0.4), ylim=(layers + 0.6, 0.4))
-        axes.set_title(_panel_title(rows, step), fontweight="bold", parse_math=False)  # a token may be a dollar sign
+        newest = _shown(rows.loc[rows["position"].idxmax(), "text"])
+        title = f"Decoding step {step}: the newest token is \u201c{newest}\u201d" if step else "Prefill"
+        axes.set_title(title, fontweight="bold", parse_math=False)  # a token may be a dollar sign
+        for state, cells in rows.groupby("state"):
+            _draw_cells(axes, State[str(state).upper()], cells["position"].map(columns), cells["layer"], mark)
+        _draw_groups(axes, rows, end)
+        axes.set(xlim=(-0.6, end), ylim=(layers + 0.6, 0.4), xticks=[])
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
-        axes.set_xticks([])
-    n = frame["prompt_tokens"].iloc[0]
+        axes.grid(False)
     panels[0].set_title(f"prompt tokens computed so far, of {n}", loc="right", color=GREY, fontsize=8)
-    _write_tokens(panels[-1], frame, columns)
+    panels[-1].set_xticks(
+        columns, map(_shown, tokens["text"]), rotation=90, fontsize=7, family="monospace", rotation_mode="anchor",
+        ha="right", va="center", parse_math=False,
+    )  # fmt: skip
+    prompt = tokens.index[tokens["kind"] == "prompt"]
+    panels[-1].set_xlabel(f"prompt tokens {prompt[0] + 1} to {prompt[-1] + 1} of {n}, then the generated tokens")
+    handles: Any = [
+        (Rectangle((0, 0), 1, 1, facecolor=fill, edgecolor="#C4C4C4"), Line2D([], [], linestyle="none", **look))
+        for _, fill, look in _LOOKS.values()
+    ]
     figure.legend(
-        [_handle(state) for state in _NAMES], list(_NAMES.values()), loc="outside lower center", ncols=3,
+        handles, [name for name, _, _ in _LOOKS.values()], loc="outside lower center", ncols=3,
         handler_map={tuple: HandlerTuple(ndivide=1, pad=0)}, handlelength=1.4, handleheight=1.2,
     )  # fmt: skip
     return figure
@@ -216,65 +209,27 @@ def _busiest(states: np.ndarray) -> range:
     return range(start, start + WINDOW)
 
 
-def _columns(frame: Any) -> dict[int, int]:
-    """{position: column}, with a gap between the prompt and the generated tokens."""
-    prompt = sorted(frame.loc[frame["kind"] == "prompt", "position"].unique())
-    generated = sorted(frame.loc[frame["kind"] == "generated", "position"].unique())
-    return {int(position): column for column, position in enumerate(prompt)} | {
-        int(position): len(prompt) + 1 + column for column, position in enumerate(generated)
-    }
-
-
-def _draw_cells(axes: Any, rows: Any, columns: dict[int, int], mark: float) -> None:
-    """Draw each state's cells as a single outline, for small files."""
-    for state in _NAMES:
-        cells = rows[rows["state"] == state.name.lower()]
-        if cells.empty:
-            continue
-        x, y = cells["position"].map(columns).to_numpy(dtype=float), cells["layer"].to_numpy(dtype=float)
-        axes.add_patch(PathPatch(_boxes(x, y), facecolor=_FILL[state], edgecolor="#C4C4C4", linewidth=0.4))
-        if state in _MARK:
-            axes.plot(x, y, linestyle="none", markersize=mark, markeredgewidth=0.3 * mark, **_MARK[state])
-
-
-def _boxes(x: np.ndarray, y: np.ndarray) -> Outline:
+def _draw_cells(axes: Any, state: State, x: Any, y: Any, mark: float) -> None:
+    """Draw the cells of a state as a single outline, for small files."""
+    _, fill, look = _LOOKS[state]
     corners = np.array([[-0.42, -0.42], [0.42, -0.42], [0.42, 0.42], [-0.42, 0.42], [-0.42, -0.42]])
     codes = [Outline.MOVETO, Outline.LINETO, Outline.LINETO, Outline.LINETO, Outline.CLOSEPOLY]
-    return Outline((np.stack([x, y], axis=1)[:, None] + corners).reshape(-1, 2), codes * len(x))
+    outline = Outline((np.stack([x, y], axis=1)[:, None] + corners).reshape(-1, 2), codes * len(x))
+    axes.add_patch(PathPatch(outline, facecolor=fill, edgecolor="#C4C4C4", linewidth=0.4))
+    if look:
+        axes.plot(x, y, linestyle="none", markersize=mark, markeredgewidth=0.3 * mark, **look)
 
 
-def _draw_groups(axes: Any, rows: Any, width: int) -> None:
+def _draw_groups(axes: Any, rows: Any, end: float) -> None:
     """Draw a line at each pruning layer, layer numbers on the left and counters on the right."""
-    ticks, names = [], []
+    names = {}
     for number, group in rows.groupby("group"):
         first, last = group["layer"].min(), group["layer"].max()
-        ticks.append((first + last) / 2)
-        names.append(f"layer {first}" if first == last else f"layers {first}\u2013{last}")
+        names[(first + last) / 2] = f"layer {first}" if first == last else f"layers {first}\u2013{last}"
         if number > 1:
-            axes.plot([-0.6, width - 0.4], [first - 0.5] * 2, color="black", linewidth=0.9)
-        count = int(group["computed"].iloc[0])
-        axes.text(width - 0.2, (first + last) / 2, f"{count}", va="center", fontsize=8, color=GREY)
-    axes.set_yticks(ticks, names)
-
-
-def _panel_title(rows: Any, step: int) -> str:
-    if step == 0:
-        return "Prefill"
-    newest = rows.loc[rows["position"].idxmax(), "text"]
-    return f"Decoding step {step}: the newest token is \u201c{_shown(newest)}\u201d"
-
-
-def _write_tokens(axes: Any, frame: Any, columns: dict[int, int]) -> None:
-    texts = frame.drop_duplicates("position").set_index("position")["text"]
-    axes.set_xticks(
-        list(columns.values()), [_shown(texts[key]) for key in columns], rotation=90, fontsize=7, family="monospace",
-        rotation_mode="anchor", ha="right", va="center", parse_math=False,
-    )  # fmt: skip
-    prompt = frame.loc[frame["kind"] == "prompt", "position"]
-    axes.set_xlabel(
-        f"prompt tokens {prompt.min() + 1} to {prompt.max() + 1} of {frame['prompt_tokens'].iloc[0]}, "
-        "then the generated tokens"
-    )
+            axes.plot([-0.6, end], [first - 0.5] * 2, color="black", linewidth=0.9)
+        axes.text(end + 0.2, (first + last) / 2, group["computed"].iloc[0], va="center", fontsize=8, color=GREY)
+    axes.set_yticks(list(names), names.values())
 
 
 def _shown(text: Any) -> str:
@@ -283,13 +238,6 @@ def _shown(text: Any) -> str:
     plain = text.strip(" ").replace("\n", "\u21b5").replace("\t", "\u21e5").replace("\r", "")
     plain = plain if len(plain) <= 12 else f"{plain[:11]}\u2026"
     return plain or "\u2423"
-
-
-def _handle(state: State) -> Any:
-    box = Rectangle((0, 0), 1, 1, facecolor=_FILL[state], edgecolor="#C4C4C4", linewidth=0.6)
-    if state not in _MARK:
-        return (box,)
-    return (box, Line2D([], [], linestyle="none", markersize=4, **_MARK[state]))
 
 
 FIGURE = Figure(

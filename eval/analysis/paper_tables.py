@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import MODEL, SECTION, Column, cells, forms, model_name, overall, random_models
-from eval.analysis.known_methods import BASELINE, STUDIED, place_of
-from eval.analysis.table import COMPUTED, Table
+from eval.analysis.columns import BASELINE, SECTION, STUDIED, overall, place_of
+from eval.analysis.table import COMPUTED, MODEL, Column, Table, cells, forms, model_name, random_models
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.results import Results
@@ -32,40 +30,19 @@ _KEYS = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Value:
-    """A value. name: as in `by_task`. paper: its name in the paper's CSV after `<model>_`; None if it is not there."""
-
-    name: str
-    paper: str | None
-    heading: str
-    digits: int
-
-    @property
-    def forms(self) -> list[str]:
-        """Its columns."""
-        return [*forms(self.name), *([f"paper_{self.name}", f"{self.name}_difference"] if self.paper else [])]
-
-    @property
-    def columns(self) -> list[Column]:
-        """Its columns as shown."""
-        if self.paper is None:
-            return [Column(self.name, self.heading, self.digits)]
-        return [
-            Column(self.name, self.heading, self.digits, missing="unpaired"),
-            Column(f"paper_{self.name}", f"{self.heading}, paper", self.digits),
-            Column(f"{self.name}_difference", f"{self.heading}, Δ", self.digits, sign="+"),
-        ]
-
-
+# {value, a column of `by_task`: its name in the paper's CSV after `<model>_`}
+_PAPER = {
+    "score": "score", "ttft_speedup": "ttft_speedup", "generation_speedup": "generation_speedup",
+    "pct_prompt_tokens_computed": "prompt_tokens_computed_pct",
+}  # fmt: skip
 _TABLE1 = (
-    _Value("score", "score", "score", 2),
-    _Value("ttft_speedup", "ttft_speedup", "TTFT speedup", 2),
-    _Value("kl", None, "KL, nats", 5),
+    Column("score", "score", 2, missing="unpaired"),
+    Column("ttft_speedup", "TTFT speedup", 2, missing="unpaired"),
+    Column("kl", "KL, nats", 5),
 )
 _TABLE2 = (
-    _Value("pct_prompt_tokens_computed", "prompt_tokens_computed_pct", "% tokens computed", 2),
-    _Value("generation_speedup", "generation_speedup", "generation speedup", 2),
+    Column("pct_prompt_tokens_computed", "% tokens computed", 2, missing="unpaired"),
+    Column("generation_speedup", "generation speedup", 2, missing="unpaired"),
 )
 
 
@@ -80,12 +57,12 @@ def published(name: str) -> pd.DataFrame:
 def paper_values() -> dict[tuple[str, str, str, str], float]:
     """{(llama2 or xgen, task, method, value): the paper's number}; value: a column of `by_task`."""
     return {
-        (model, row["task"], row["method"], value.name): float(row[f"{model}_{value.paper}"])
-        for name, values in (("table1", _TABLE1), ("table2", _TABLE2))
+        (model, row["task"], row["method"], value): float(row[f"{model}_{column}"])
+        for name in ("table1", "table2")
         for row in published(name).to_dict("records")
         for model in PAPER_MODELS
-        for value in values
-        if value.paper is not None
+        for value, column in _PAPER.items()
+        if f"{model}_{column}" in row
     }
 
 
@@ -115,25 +92,47 @@ def is_table1_preset(settings: dict[str, Any]) -> bool:
     return "table1" in settings.values()
 
 
-def _with_published(results: Results, name: str, title: str, values: Sequence[_Value], note: str) -> Table:
+def _with_published(results: Results, name: str, title: str, values: Sequence[Column], note: str) -> Table:
     runs = results.where(lambda run: run.method == BASELINE or is_table1_preset(run.settings))
-    methods = list(published(name)["method"].unique())
-    parameters, dummies = _parameters(runs), random_models(results)
+    methods, as_json = list(_METHOD_NAMES), partial(json.dumps, sort_keys=True)
+    parameters = {
+        (run.model, run.method, as_json(run.settings), dataset): as_json(settings_in(resolved))
+        for run in runs.runs
+        for dataset, resolved in (run.identity.get("parameters") or {}).items()
+    }
+    dummies = random_models(results)
     sizes = {name: size for run in runs.runs for name, size in run.about.get("examples", {}).items()}
     rows = []
     means: Any = runs.by_task
-    for row in means[means["level"] == "task"].to_dict("records"):
+    means = means[(means["level"] == "task") & means["method"].isin(published(name)["method"])]
+    for row in means.to_dict("records"):
         names = [name for name, of in DATASETS.items() if (of.task, of.suite) == (row["task"], row["suite"])]
         if row["paper_model"] not in PAPER_MODELS or not SUITES[row["suite"]].in_paper:
             row["paper_model"] = None
         # a task has one target, so all its datasets have the same parameters
         places = ((row["model"], row["method"], row["settings"], name) for name in names)
         row["parameters"] = next(filter(None, map(parameters.get, places)), None)
-        row["status"] = _status(row, names, sizes)
-        if row["method"] in methods:
-            rows.append(row | _compared(row, values, row["model"] in dummies))
-    rows.sort(key=_place)
-    frame = pd.DataFrame(rows, columns=[*_KEYS, *(form for value in values for form in value.forms)])
+        size = sum(sizes.get(name, 0) for name in names)  # if a run has stored them
+        row["status"] = "measured" if not row["paper_model"] or row["examples"] >= size else f"of {size}"
+        if row["datasets"] < len(names):
+            row["status"] = f"{row['datasets']} of {len(names)} datasets"
+        for value in (value.name for value in values if value.name in _PAPER):
+            paper = paper_values().get((row["paper_model"], row["task"], row["method"], value), np.nan)
+            is_whole = row["status"] == "measured" and not (row["model"] in dummies and value == "score")
+            row |= {f"paper_{value}": paper, f"{value}_difference": row[value] - paper if is_whole else np.nan}
+        rows.append(row)
+    models = [*PAPER_MODELS, None]  # the paper's models first, tasks and methods as in the paper
+    rows.sort(
+        key=lambda row: (
+            models.index(row["paper_model"]), row["model"], row["suite"], TASKS.index(row["task"]),
+            methods.index(row["method"]),
+        )
+    )  # fmt: skip
+    columns = list(_KEYS)
+    for value in values:
+        columns += forms(value.name)
+        columns += [f"paper_{value.name}", f"{value.name}_difference"] if value.name in _PAPER else []
+    frame = pd.DataFrame(rows, columns=columns)
     failed = sum(len(run.failures) for run in runs.runs)
     failures = f" {failed} examples failed and are not counted (see failures.jsonl of their runs)." if failed else ""
     caption = (
@@ -146,51 +145,20 @@ def _with_published(results: Results, name: str, title: str, values: Sequence[_V
     return Table(name, title, caption, frame, _cells(frame, values, results), keys=3)
 
 
-def _place(row: Mapping[Any, Any]) -> tuple[Any, ...]:
-    """Sort keys: the paper's models first, tasks and methods as in the paper."""
-    model = [*PAPER_MODELS, None].index(row["paper_model"])
-    return model, row["model"], row["suite"], TASKS.index(row["task"]), list(_METHOD_NAMES).index(row["method"])
-
-
-def _compared(line: Mapping[Any, Any], values: Sequence[_Value], is_random: bool) -> dict[str, float]:
-    """The paper's numbers, and the differences to them of a task that was run as a whole."""
-    compared = {}
-    for value in values:
-        paper = paper_values().get((line["paper_model"], line["task"], line["method"], value.name), np.nan)
-        counts = line["status"] == "measured" and not (is_random and value.name == "score")
-        difference = line[value.name] - paper if counts else np.nan
-        compared |= {f"paper_{value.name}": paper, f"{value.name}_difference": difference}
-    return compared
-
-
-def _parameters(results: Results) -> dict[tuple[str, ...], str]:
-    """{(model, method, settings, dataset): JSON of a preset's parameters there}."""
-    return {
-        (run.model, run.method, json.dumps(run.settings, sort_keys=True), dataset): json.dumps(
-            settings_in(resolved), sort_keys=True
-        )
-        for run in results.runs
-        for dataset, resolved in (run.identity.get("parameters") or {}).items()
-    }
-
-
-def _status(row: Mapping[Any, Any], names: Sequence[str], sizes: Mapping[str, int]) -> str:
-    """How much of a task was run. names: its datasets. sizes: their numbers of examples, if a run has stored them."""
-    size = sum(sizes.get(name, 0) for name in names)
-    if row["datasets"] < len(names):
-        return f"{row['datasets']} of {len(names)} datasets"
-    return f"of {size}" if row["paper_model"] and row["examples"] < size else "measured"
-
-
-def _cells(frame: pd.DataFrame, values: Sequence[_Value], results: Results) -> pd.DataFrame:
+def _cells(frame: pd.DataFrame, values: Sequence[Column], results: Results) -> pd.DataFrame:
     counts: Any = frame.groupby([*SECTION, "method"])["settings"].transform("nunique")
     counted = zip(frame["examples"], frame["status"], strict=True)
     shown = frame.assign(
         method=frame["label"].where(counts > 1, frame["method"]),
         n=[str(number) if status == "measured" else f"{number} ({status})" for number, status in counted],
     )
-    keys = [MODEL, Column("task", "task"), Column("method", "method"), Column("n", "n")]
-    return cells(shown, [*keys, *(column for value in values for column in value.columns)], results)
+    columns = [MODEL, Column("task", "task"), Column("method", "method"), Column("n", "n")]
+    for value in values:
+        columns.append(value)
+        if value.name in _PAPER:
+            columns.append(Column(f"paper_{value.name}", f"{value.heading}, paper", value.digits))
+            columns.append(Column(f"{value.name}_difference", f"{value.heading}, Δ", value.digits, sign="+"))
+    return cells(shown, columns, results)
 
 
 # ---------------------------------------------------------------------------------------------- in the paper's shape
@@ -216,40 +184,37 @@ def table2_paper(results: Results) -> Table:
     return _as_printed(table2(results), "Table 2", _TABLE2, results)
 
 
-def _as_printed(table: Table, title: str, values: Sequence[_Value], results: Results) -> Table:
+def _as_printed(table: Table, title: str, values: Sequence[Column], results: Results) -> Table:
     """Two models side by side: the paper's, or the first two that were run if none of the paper's was."""
     key, names = ["task", "method"], ["model", "suite", "paper_model"]
-    ablations = [is_ablation(json.loads(settings)) for settings in table.frame["settings"]]
-    ran: Any = table.frame[~np.array(ablations, dtype=bool)]
+    ablations = table.frame["settings"].map(json.loads).map(is_ablation)
+    ran: Any = table.frame[~ablations.astype(bool)]
     sides: Any = ran.drop_duplicates(names)[names].to_numpy().tolist()
     theirs = {column: [model, suite, column] for model, suite, column in reversed(sides) if column in PAPER_MODELS}
     if theirs or not sides:
         sides = [theirs.get(column, [column, "longbench", column]) for column in PAPER_MODELS]
-    lines: Any = published(table.name)[key]
-    cells: Any = pd.DataFrame({"Tasks": lines["task"].map(_TASK_NAMES), "Method": lines["method"].map(_METHOD_NAMES)})
-    cells = cells if cells["Method"].nunique() > 1 else cells[["Tasks"]]
-    keys = len(cells.columns)
+    lines: Any = published(table.name)[key].copy()
+    texts = {"Tasks": lines["task"].map(_TASK_NAMES), "Method": lines["method"].map(_METHOD_NAMES)}
+    texts = texts if texts["Method"].nunique() > 1 else {"Tasks": texts["Tasks"]}
+    keys = len(texts)
     chosen = [(str(model), suite, column) for model, suite, column in sides[:2]]
     for (model, suite, column), value in product(chosen, values):
         rows = ran[(ran["model"] == model) & (ran["suite"] == suite)].drop_duplicates(key)
         rows = lines[key].merge(rows, "left", key).to_dict("records")
         paper = [paper_values().get((column, row["task"], row["method"], value.name), np.nan) for row in rows]
-        lines = lines.assign(
-            **{f"{model}_{value.name}": [row[value.name] for row in rows], f"{model}_paper_{value.name}": paper}
-        )
+        lines[f"{model}_{value.name}"] = [row[value.name] for row in rows]
+        lines[f"{model}_paper_{value.name}"] = paper
         name = model_name({"model": model, "suite": suite}, results).replace(model, MODEL_NAMES.get(column, model))
-        cells = cells.assign(
-            **{f"{name}: {value.heading}": [_both(*pair, value) for pair in zip(rows, paper, strict=True)]}
-        )
+        texts[f"{name}: {value.heading}"] = [_both(*pair, value) for pair in zip(rows, paper, strict=True)]
     others = sorted(set(ran["model"]) - {model for model, *_ in chosen})
     caption = (
         "Each cell: ours (the paper's); blank: not run, or not in the paper. *: only a part of the task was run. Means "
         f"over seeds. {table.title.partition(':')[0]} of all runs has intervals, numbers of examples and differences."
     ) + (f" Not here: {', '.join(others)}; `--where` chooses the runs." if others else "")
-    return Table(f"{table.name}_paper", f"{title} as the paper prints it", caption, lines, cells, keys)
+    return Table(f"{table.name}_paper", f"{title} as the paper prints it", caption, lines, pd.DataFrame(texts), keys)
 
 
-def _both(row: Mapping[Any, Any], paper: float, value: _Value) -> str:
+def _both(row: Mapping[Any, Any], paper: float, value: Column) -> str:
     """`25.30 (25.59)`; either may be missing."""
     ours = "" if pd.isna(row[value.name]) else f"{row[value.name]:.{value.digits}f}"
     ours += "*" if ours and row["status"] != "measured" else ""
@@ -282,8 +247,7 @@ def claims(results: Results) -> Table:
     claimed: Any = pd.read_csv(PUBLISHED / "field.csv")
     rows = []
     for claim in claimed[claimed["model"].isin(models)].to_dict("records"):
-        same: Any = [row for row in measured if _is_of(claim, row)]
-        ours = max(same, key=lambda row: row["examples"], default={})
+        ours: Any = max((row for row in measured if _is_of(claim, row)), key=lambda row: row["examples"], default={})
         rows.append(claim | {form: ours.get(form.removeprefix("measured_"), np.nan) for form in _MEASURED})
     frame: Any = pd.DataFrame(rows, columns=[*claimed.columns, *_MEASURED])
     settings = [", ".join(f"{key}={value}" for key, value in json.loads(text).items()) for text in frame["settings"]]

@@ -9,9 +9,8 @@ import numpy as np
 import pandas as pd
 
 from eval.analysis import columns
-from eval.analysis.columns import EXAMPLES, MODEL, PROMPT_ENDS, SECTION, Column, cells, forms, in_order, target_of
-from eval.analysis.known_methods import BASELINE, is_diagnostic, marked
-from eval.analysis.table import Table
+from eval.analysis.columns import BASELINE, SECTION, in_order, range_of, ranges_in, with_ends
+from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms
 from eval.benchmarks.datasets import TASKS
 from eval.store.aggregate import drawn_means, on_common_examples
 from eval.store.results import Results, first_turns
@@ -37,16 +36,17 @@ def ranking(results: Results) -> Table:
     Diagnostics are not ranked, nor settings whose prefills did not reach the speedup: the caption names them.
     """
     frame: Any = results.frame
-    frame = frame.assign(target=frame["settings"].map(target_of))
+    frame = frame.assign(target=frame["settings"].map(columns.target_of))
     frame = frame[frame["method"] != BASELINE].dropna(subset=["target", "kl"])
     reasons = _unranked(results)
     left_out = frame.set_index([*SECTION, "label"]).index.map(reasons.get)
     frame, others = frame[left_out.isna()], list(dict.fromkeys(left_out.dropna()))
     rows: list[dict[str, Any]] = []
-    for (model, suite, target), group in frame.groupby([*SECTION, "target"], sort=True):
-        rows += [{"model": model, "suite": suite, "target": target} | row for row in _ranked(group)]
-    keys = [*SECTION, "target", "rank", "method", "label", "examples"]
-    table = pd.DataFrame(rows, columns=[*keys, *forms(*_VALUES, *(f"{name}_difference" for name in _VALUES))])
+    keys = [*SECTION, "target"]
+    for key, group in frame.groupby(keys, sort=True):
+        rows += [dict(zip(keys, key, strict=True)) | row for row in _ranked(group)]
+    values = forms(*_VALUES, *(f"{name}_difference" for name in _VALUES))
+    table = pd.DataFrame(rows, columns=[*SECTION, "target", "rank", "method", "label", "examples", *values])
     shown = table.assign(
         speedup=[f"{target:g}x" for target in table["target"]],
         setting=[re.sub(r"\w+=[\d.]+x(, )?", "", label).removesuffix(", ") for label in table["label"]],
@@ -68,9 +68,9 @@ def _unranked(results: Results) -> dict[tuple[str, str, str], str]:
     reasons = {}
     frame: Any = results.by_task
     for row in frame[frame["level"] == "all"].to_dict("records"):
-        target, ideal = target_of(row["settings"]), row["ideal_ttft_speedup"]
-        key, name = (row["model"], row["suite"], row["label"]), marked(row["label"], row["method"])
-        if is_diagnostic(row["method"]):
+        target, ideal = columns.target_of(row["settings"]), row["ideal_ttft_speedup"]
+        key, name = (row["model"], row["suite"], row["label"]), columns.marked(row["label"], row["method"])
+        if columns.is_diagnostic(row["method"]):
             reasons[key] = name
         elif target is not None and ideal < LEAST * target:  # not of records that lack it: NaN
             reasons[key] = f"{name}, whose prefills had an ideal speedup of {ideal:.2f}"
@@ -90,15 +90,11 @@ def _ranked(group: pd.DataFrame) -> list[dict[str, Any]]:
         label = values["kl"].columns[number]
         row = {"rank": rank, "method": names[label], "label": label, "examples": len(values["kl"])}
         for name, means in drawn.items():
-            row |= _with_interval(name, means[:, number])
-            row |= _with_interval(f"{name}_difference", means[:, number] - means[:, order[0]])
+            row |= dict(zip(forms(name), with_ends(means[:, number]), strict=True))
+            beside = with_ends(means[:, number] - means[:, order[0]])
+            row |= dict(zip(forms(f"{name}_difference"), beside, strict=True))
         rows.append(row)
     return rows
-
-
-def _with_interval(name: str, drawn: np.ndarray) -> dict[str, float]:
-    low, high = np.percentile(drawn[1:], [2.5, 97.5])
-    return {name: drawn[0], f"{name}_low": low, f"{name}_high": high}
 
 
 def _difference(row: dict[str, Any], name: str) -> str:
@@ -121,15 +117,12 @@ def effective_keep(results: Results, within: float = WITHIN) -> Table:
     frame: Any = first_turns(results.frame)
     frame = frame[frame["method"] != BASELINE].dropna(subset=["prefill_flops", "baseline_score"])
     shares = 100 * frame["prefill_flops"] / frame["baseline_prefill_flops"]
-    frame = frame.assign(share=shares, length=columns.range_of(frame["prompt_tokens"], PROMPT_ENDS))
+    frame = frame.assign(share=shares, length=range_of(frame["prompt_tokens"]))
     rows = []
     for (model, suite, method), group in frame.groupby([*SECTION, "method"], sort=False):
         for task in [*(task for task in TASKS if task in set(group["task"])), "all"]:
             of_task = group if task == "all" else group[group["task"] == task]
-            for length in [
-                *(name for name in columns.range_names(PROMPT_ENDS) if name in set(of_task["length"])),
-                "all",
-            ]:
+            for length in [*ranges_in(of_task["length"]), "all"]:
                 part = of_task if length == "all" else of_task[of_task["length"] == length]
                 key = {"model": model, "suite": suite, "method": method, "label": method, "task": task}
                 rows.append(key | {"prompt_tokens": length} | _least_share(part, within))
@@ -164,11 +157,12 @@ def _least_share(part: pd.DataFrame, within: float) -> dict[str, Any]:
 
 def _cells(table: Any, results: Results) -> pd.DataFrame:
     """A line for each method and task, with a column for each range of lengths."""
-    lengths = [name for name in (*columns.range_names(PROMPT_ENDS), "all") if name in set(table["prompt_tokens"])]
-    headings = [Column(name, name if name == "all" else f"{name} tokens") for name in lengths]
+    lengths = [*ranges_in(table["prompt_tokens"]), *(["all"] if len(table) else [])]
     lines = []
     for _, group in table.groupby([*SECTION, "method", "task"], sort=False):
         rows = {row["prompt_tokens"]: row for row in group.to_dict("records")}
-        lines.append(rows["all"] | {name: _SHARE.text(rows[name]) if name in rows else "-" for name in lengths})
+        lines.append(rows["all"] | {name: _SHARE.text(row) for name, row in rows.items()})
+    shown = pd.DataFrame(lines, columns=[*table, *lengths])
     keys = [MODEL, Column("method", "method"), Column("task", "task"), EXAMPLES, Column("settings", "settings")]
-    return cells(pd.DataFrame(lines), [*keys, *headings], results)
+    headings = [Column(name, name if name == "all" else f"{name} tokens") for name in lengths]
+    return cells(shown, [*keys, *headings], results)

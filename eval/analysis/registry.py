@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from eval.analysis import evidence, field, figure2, figure5, figure7, mechanism, sensitivity, serving, ttft_share, turns
+from eval.analysis import evidence, field, figure2, figure5, figure7, mechanism, sensitivity, serving, turns
 from eval.analysis.groups import FIGURE as NEEDLE
 from eval.analysis.groups import groups
 from eval.analysis.paper_tables import claims, table1, table1_paper, table2, table2_paper
@@ -44,7 +44,7 @@ SUBJECTS = {
     "groups": Subject(groups),
     "turns": Subject(turns.turns, turns.FIGURE, "python run.py experiment=turns"),
     "memory": Subject(field.memory),
-    "ttft_share": Subject(ttft_share.ttft_share, ttft_share.FIGURE),
+    "ttft_share": Subject(field.ttft_share),
     "sensitivity": Subject(sensitivity.sensitivity, command="python run.py -m experiment=figure6 model=tiny"),
     "needle": Subject(figure=NEEDLE, command="python run.py dataset=needle"),
     "ranking": Subject(ranking, command="python run.py -m experiment=figure5 model=tiny"),

@@ -7,36 +7,30 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import comb
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import PROMPT_ENDS, Column, cells, forms, range_names, range_of
-from eval.analysis.difference import difference
-from eval.analysis.known_methods import BASELINE
-from eval.analysis.table import COMPUTED, Table
+from eval.analysis.columns import BASELINE, range_of, ranges_in, with_ends
+from eval.analysis.table import COMPUTED, EXAMPLES, Column, Table, cells, forms
 from eval.benchmarks.datasets import DATASETS
-from eval.store.aggregate import VALUES, rows_of
+from eval.store.aggregate import VALUES, drawn_means, on_common_examples, rows_of
 from eval.store.comparable import without_baseline
 from eval.store.folder import read_planned
 from eval.store.results import Results
+from eval.store.runs import StoredRun
 from lazyllm.machine import accelerator
 
 FEWEST = 5  # least number of examples for an interval: with fewer, the bootstrap is too narrow (±0 if they agree)
-_OF_BASELINE = (
-    "baseline_score",
-    "baseline_ttft_s",
-    "baseline_generated_tokens",
-    "baseline_prefill_mfu",
-)  # other values are the method's
+_OF_BASELINE = ["baseline_score", "baseline_ttft_s", "baseline_generated_tokens", "baseline_prefill_mfu"]
 _VALUES = [name for name in VALUES if not name.startswith("baseline_") or name in _OF_BASELINE]
 # TTFT and KL are shown without intervals, so that the table fits a terminal; the CSV has both ends
-_SHOWN = (
+SHOWN = (
     Column("score", "score", 2),
-    Column("failed", "failed"),
-    Column("score_failed_as_zero", "score, failed as 0", 2),
     Column("baseline_score", "baseline score", 2),
     Column("ttft_s", "TTFT, ms", 1, scale=1e-3, interval=False),
     Column("ttft_speedup", "TTFT speedup", 2),
@@ -45,7 +39,9 @@ _SHOWN = (
     Column("pct_prompt_tokens_computed", "% tokens computed", 1),
     Column("kl", "KL, nats", 5, interval=False),
 )
-_COLUMNS = ["name", "kind", "task", "examples", "failed", "score_failed_as_zero", *forms(*_VALUES)]
+_OF_FAILED = (Column("failed", "failed"), Column("score_failed_as_zero", "score, failed as 0", 2))
+_FAILED = [column.name for column in _OF_FAILED]
+_COLUMNS = ["name", "kind", "task", "examples", *_FAILED, *forms(*_VALUES)]
 _COMPARED = ("score", "ttft_s", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kl")
 
 
@@ -62,8 +58,7 @@ def run_table(results: Results, title: str, control: Results | None = None) -> T
     shown = _without_mean_of_one(rows) + _by_length(results)
     frame = pd.DataFrame(shown, columns=_COLUMNS)
     names = [row["name"] if row["kind"] == "dataset" else f"**{row['name']}**" for row in shown]
-    keys = [Column("shown_name", "dataset, **task**"), Column("examples", "n")]
-    table = _cells(frame.assign(shown_name=names), keys, has_failed=rows[-1]["failed"] > 0)
+    table = _cells(frame.assign(shown_name=names), [Column("shown_name", "dataset, **task**")], [rows])
     return Table("summary", title, _caption({"": results}, {"": rows}, control), frame, table)
 
 
@@ -91,10 +86,9 @@ def compared_table(runs: Mapping[str, Results], title: str, control: Results | N
             lines.append(line | own)  # its failed examples are unknown: it is measured only for a method's example
         for label, row in methods.items():
             lines.append({**row, "task": task, "method": label} | (own if label in baselines else {}))
-    columns = ["task", "method", "examples", *forms(*_COMPARED), "failed", "score_failed_as_zero"]
-    frame = pd.DataFrame(lines, columns=columns).astype({"failed": "Int64"})  # an integer, even if baselines lack it
-    keys = [Column("task", "task"), Column("method", "method"), Column("examples", "n")]
-    table = _cells(frame, keys, has_failed=any(of_run[-1]["failed"] for of_run in rows.values()))
+    frame = pd.DataFrame(lines, columns=["task", "method", "examples", *forms(*_COMPARED), *_FAILED])
+    frame = frame.astype({"failed": "Int64"})  # an integer, even if baselines lack it
+    table = _cells(frame, [Column("task", "task"), Column("method", "method")], rows.values())
     caption = _caption(dict(zip(rows, runs.values(), strict=True)), rows, control)
     return Table("compared", title, caption, frame, table, keys=2)
 
@@ -116,22 +110,38 @@ def run_json(table: Table, about: Mapping[str, Any]) -> str:
 def _rows(results: Results) -> list[dict[str, Any]]:
     """The rows of `run_table`'s frame; the last one is the mean over tasks, also of one task."""
     rows = rows_of(results.frame)
-    failed, zeroed = _with_failures(results, {row["name"]: row for row in rows if row["level"] == "dataset"})
+    failures = Counter(
+        failure.dataset
+        for run in results.runs
+        for planned in [read_planned(run.folder)]
+        for failure in run.failures
+        if planned is None or failure.key in planned
+    )
+    of_datasets = {row["name"]: row for row in rows if row["level"] == "dataset"}
+    zeroed = {
+        name: row["score"] * row["examples"] / (row["examples"] + failures[name]) for name, row in of_datasets.items()
+    }
+    zeroed |= {name: 0.0 for name in failures if name not in zeroed}
+    by_task: dict[str, list[float]] = {}
+    for name, score in zeroed.items():
+        by_task.setdefault(DATASETS[name].task, []).append(score)
+    zeroed |= {task: float(np.mean(scores)) for task, scores in by_task.items()}
+    zeroed["all"] = float(np.mean([zeroed[task] for task in by_task]))
     for row in rows:
-        row |= {"kind": row["level"], "failed": failed[row["name"]], "score_failed_as_zero": zeroed[row["name"]]}
+        within = [count for name, count in failures.items() if row["name"] in (name, DATASETS[name].task, "all")]
+        row |= {"kind": row["level"], "failed": sum(within), "score_failed_as_zero": zeroed[row["name"]]}
     rows[-1]["name"] = "mean over tasks"
     return rows
 
 
 def _by_length(results: Results) -> list[dict[str, Any]]:
     """A row for each range of prompt tokens, of all tasks; none if all prompts are in one. Failures are not counted."""
-    ranges = range_of(results.frame["prompt_tokens"], PROMPT_ENDS)
-    present = [name for name in range_names(PROMPT_ENDS) if name in set(ranges)]
+    ranges = range_of(results.frame["prompt_tokens"])
+    present = ranges_in(ranges)
     more = {"kind": "length", "failed": 0, "score_failed_as_zero": np.nan}
     return [
         rows_of(results.frame.loc[ranges == name])[-1] | more | {"name": f"{name} prompt tokens"}
-        for name in present
-        if len(present) > 1
+        for name in (present if len(present) > 1 else [])
     ]
 
 
@@ -140,52 +150,21 @@ def _without_mean_of_one(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows[:-1] if sum(row["kind"] == "task" for row in rows) == 1 else rows
 
 
-def _with_failures(results: Results, measured: Mapping[str, dict[str, Any]]) -> tuple[dict[str, int], dict[str, float]]:
-    """{row: number of failed examples} and {row: the score if each of these counts as 0}. measured: by dataset."""
-    failures = [
-        failure
-        for run in results.runs
-        for planned in [read_planned(run.folder)]
-        for failure in run.failures
-        if planned is None or failure.key in planned
-    ]
-    counts = Counter(failure.dataset for failure in failures)
-    zeroed = {name: row["score"] * row["examples"] / (row["examples"] + counts[name]) for name, row in measured.items()}
-    zeroed |= {name: 0.0 for name in counts if name not in measured}
-    by_task: dict[str, list[str]] = {}
-    for name in zeroed:
-        by_task.setdefault(DATASETS[name].task, []).append(name)
-    of_tasks = {task: float(np.mean([zeroed[name] for name in names])) for task, names in by_task.items()}
-    failed = {name: counts[name] for name in zeroed} | {"all": len(failures)}
-    failed |= {task: sum(counts[name] for name in names) for task, names in by_task.items()}
-    return failed, zeroed | of_tasks | {"all": float(np.mean(list(of_tasks.values())))}
-
-
-def _physics(results: Results) -> str:
-    """Lines about the baseline's speed: the attention kernel that ran, what MFU is, and what flatters speedups."""
-    [run] = results.runs
-    kernels = ", ".join(run.kernels) or "unknown"
-    text = f"\nAttention kernel of the baseline, by profiler: {kernels}."
-    if bool(results.frame["prefill_mfu"].notna().any()):
-        peak = "its maker's dense peak" if accelerator(run.device) else "the rate of a matrix product measured here"
-        text += f" MFU: model FLOPs utilisation of the prefill, FLOPs / TTFT over {peak} ({run.device})."
-    return text + "".join(f"\nCaution: {sentence}." for sentence in run.handicaps)
-
-
-def _cells(frame: pd.DataFrame, keys: Sequence[Column], has_failed: bool) -> pd.DataFrame:
+def _cells(frame: pd.DataFrame, keys: Sequence[Column], rows: Iterable[list[dict[str, Any]]]) -> pd.DataFrame:
     """The cells: keys, then the values that the frame has; columns of failures only if there are any."""
-    shown = frame.copy()
     ends = [name for name in frame if name.endswith(("_low", "_high"))]
+    shown = frame.copy()
     shown.loc[frame["examples"] < FEWEST, ends] = np.nan
-    left_out = set() if has_failed else {"failed", "score_failed_as_zero"}
-    return cells(shown, [*keys, *(column for column in _SHOWN if column.name in frame and column.name not in left_out)])
+    of_failed = _OF_FAILED if any(of_run[-1]["failed"] for of_run in rows) else ()
+    score, *others = (column for column in SHOWN if column.name in frame)
+    return cells(shown, [*keys, EXAMPLES, score, *of_failed, *others])
 
 
 def _caption(
     runs: Mapping[str, Results], rows: Mapping[str, list[dict[str, Any]]], control: Results | None = None
 ) -> str:
     """runs, rows: by the beginning of a sentence about a run. All runs have the same prompts."""
-    results = next(iter(runs.values()))
+    stored = [run for results in runs.values() for run in results.runs]
     text = (
         "Scores 0 to 100. ±: half of the 95 % bootstrap interval over examples; both ends are in summary.csv. It is "
         f"not shown for n below {FEWEST}.\n"
@@ -193,17 +172,16 @@ def _caption(
     )
     if all(np.isnan(row["ttft_speedup"]) for of_run in rows.values() for row in of_run):
         text += "No speedup: no baseline was run beside the method (it is the baseline, or timing.paired=false)."
-    elif lacking := without_baseline([run for of_one in runs.values() for run in of_one.runs]):
+    elif lacking := without_baseline(stored):
         text += "\n".join(lacking)
     else:
         text += "Generation speedup compares whole answers, which may differ in length (see summary.csv)."
     beside = {label: difference(of_run) for label, of_run in runs.items()}
-    text += "".join(f"\n{label}beside its baseline: {found}." for label, found in beside.items() if found)
+    text += "".join(f"\n{label}beside its baseline: {result}." for label, result in beside.items() if result)
     if control is not None:
         text += f"\nBy chance, the baseline beside itself: {difference(control)}."
-    text += _physics(results)
-    columns = ["prompt_tokens", "prompt_tokens_before_truncation"]
-    prompts = [row for run in results.runs for row in run.table(columns).to_pylist()]
+    text += _physics(stored)
+    prompts = stored[0].table(["prompt_tokens", "prompt_tokens_before_truncation"]).to_pylist()
     cut = sum(row["prompt_tokens"] < row["prompt_tokens_before_truncation"] for row in prompts)
     if cut:
         text += (
@@ -217,3 +195,86 @@ def _caption(
                 f"{of_run[-1]['score_failed_as_zero']:.2f}."
             )
     return text
+
+
+def _physics(runs: Sequence[StoredRun]) -> str:
+    """Lines about the baselines' speed: the attention kernels that ran, what MFU is, and what flatters speedups."""
+    kernels = ", ".join(dict.fromkeys(kernel for run in runs for kernel in run.kernels)) or "unknown"
+    text = f"\nAttention kernel of the baseline, by profiler: {kernels}."
+    for device in dict.fromkeys(run.device for run in runs if run.examples["prefill_mfu"].count()):
+        peak = "its maker's dense peak" if accelerator(device) else "the rate of a matrix product measured here"
+        text += f" MFU: model FLOPs utilisation of the prefill, FLOPs / TTFT over {peak} ({device})."
+    cautions = dict.fromkeys(sentence for run in runs for sentence in run.handicaps)
+    return text + "".join(f"\nCaution: {sentence}." for sentence in cautions)
+
+
+# ---------------------------------------------------------------------------------------- a method beside its baseline
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A method beside its baseline on the same examples. Intervals are 95 % bootstraps, paired, NaN for few examples.
+
+    score: the method's minus the baseline's, 0 to 100. ttft: the speedup. better, worse: examples that score higher or
+    lower. p: of the exact two-sided binomial test of these two, which for right and wrong answers is McNemar's.
+    changed: answers whose text or tokens differ; None if unknown.
+    """
+
+    examples: int
+    score: float
+    score_low: float
+    score_high: float
+    ttft: float
+    ttft_low: float
+    ttft_high: float
+    better: int
+    worse: int
+    p: float
+    changed: int | None
+
+    def __str__(self) -> str:
+        answers = "" if self.changed is None else f"; {self.changed} of {self.examples} answers differ"
+        return (
+            f"score {self.score:+.2f} (95 % interval {self.score_low:+.2f} to {self.score_high:+.2f}), {self.better} "
+            f"examples better and {self.worse} worse (p = {self.p:.2g}); TTFT speedup {self.ttft:.2f} "
+            f"({self.ttft_low:.2f} to {self.ttft_high:.2f}){answers}"
+        )
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return {key: None if value != value else value for key, value in asdict(self).items()}
+
+
+def difference(results: Results) -> Difference | None:
+    """Of a run's examples, as a mean over tasks; None without a paired baseline. results: of one run.
+
+    With `timing.paired=ttft`, examples count once the baseline's own run has answered them.
+    """
+    frame: Any = results.frame.dropna(subset=["baseline_ttft_s", "baseline_score"])
+    if frame.empty:
+        return None
+    gains = on_common_examples(frame.assign(gain=frame["score"] - frame["baseline_score"]), "gain")
+    whole = rows_of(frame)[-1]
+    better, worse = int((gains > 0).to_numpy().sum()), int((gains < 0).to_numpy().sum())
+    same = frame["same_answer"].dropna()
+    return Difference(
+        examples=len(gains),
+        **dict(zip(forms("score"), with_ends(drawn_means(gains)[:, 0]), strict=True)),
+        **{f"ttft{end}": float(whole[f"ttft_speedup{end}"]) for end in ("", "_low", "_high")},
+        better=better,
+        worse=worse,
+        p=binomial(better, worse),
+        changed=None if same.empty else int((same < 100).sum()),
+    )
+
+
+def binomial(better: int, worse: int) -> float:
+    """The chance of a split at least as uneven, if both sides are equally likely."""
+    n = better + worse
+    return min(1.0, 2 * sum(comb(n, k) for k in range(min(better, worse) + 1)) / 2**n)
+
+
+def passes(differences: Sequence[Difference | None], bounds: dict[str, float]) -> bool:
+    """Whether every method's interval lies above the bounds, so that chance alone does not pass."""
+    lows = [(one and getattr(one, f"{name}_low"), bound) for one in differences for name, bound in bounds.items()]
+    return bool(lows) and all(low is not None and low >= bound for low, bound in lows)

@@ -13,9 +13,8 @@ import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 
 from eval.analysis import style
-from eval.analysis.columns import EXAMPLES, MODEL, SECTION, SETTING, Column, cells, forms, overall
-from eval.analysis.known_methods import STUDIED
-from eval.analysis.table import COMPUTED, Figure, Table
+from eval.analysis.columns import SECTION, SETTING, STUDIED, overall
+from eval.analysis.table import COMPUTED, EXAMPLES, MODEL, Column, Figure, Table, cells, forms
 from eval.store.results import Results
 from eval.store.runs import label_of
 
@@ -72,19 +71,16 @@ def _has_one_layer(frame: Any) -> Any:
     return frame["layers"].notna() & ~frame["layers"].astype(str).str.contains(" ")
 
 
-def _slopes(frame: pd.DataFrame) -> pd.Series:
+def _slopes(frame: Any) -> pd.Series:
     """Change of score per 0.1 of keep, relative to the next higher keep (at most 1) after the same layer.
 
     NaN for schedules of several pruning layers, as several ratios differ. Scores are differences to the baseline's.
     """
-    slopes = pd.Series(np.nan, index=frame.index)
-    points: Any = frame[_has_one_layer(frame) & (frame["keep"] < 1)]
-    for _, group in points.groupby([*SECTION, "layers", "others"]):
-        gentler_keep, gentler_change = 1.0, 0.0  # keeping everything is the baseline
-        for index, row in group.sort_values("keep", ascending=False).iterrows():
-            slopes[index] = 0.1 * (row["score_change"] - gentler_change) / (gentler_keep - row["keep"])
-            gentler_keep, gentler_change = row["keep"], row["score_change"]
-    return slopes
+    points = frame[_has_one_layer(frame) & (frame["keep"] < 1)].sort_values("keep", ascending=False)
+    groups = points.groupby([*SECTION, "layers", "others"])
+    keep = groups["keep"].shift(fill_value=1.0)  # keeping everything is the baseline
+    change = points["score_change"] - groups["score_change"].shift(fill_value=0.0)
+    return 0.1 * change / (keep - points["keep"])
 
 
 # ------------------------------------------------------------------------------------------------------------ Figure 6
@@ -104,42 +100,30 @@ def data(results: Results) -> pd.DataFrame:
 
 @style.styled
 def plot(frame: Any) -> MplFigure:
-    """One panel per model and suite, with one curve per kept share; below it a panel of KL, if it was measured."""
-    panels, left_out = style.panels_of(frame, SECTION)
+    """One line per model and suite: the score, then KL if it was measured; one curve per kept share."""
     has_kl = frame["kl"].notna().any()
-    figure = style.new_figure(5.6 * len(panels), 4 + 3.4 * has_kl, left_out=left_out)
-    columns = figure.subplots(1 + has_kl, len(panels), squeeze=False).T
-    for column, ((model, suite), rows) in zip(columns, panels, strict=True):
+    figure, sections = style.sections_of(frame, 5.6 + 4.4 * has_kl, lambda _: 3.6, note=", mean over tasks")
+    for part, rows in sections:
+        panels = part.subplots(1, 1 + has_kl, squeeze=False)[0]
+        _draw_curves(panels[0], rows, "score", "score (0 to 100)")
+        panels[0].axhline(rows["baseline_score"].mean(), label="baseline", **style.REFERENCE)
         low, high = rows["examples"].min(), rows["examples"].max()
-        counts = low if low == high else f"{low} to {high}"
-        _draw_scores(column[0], rows)
-        column[0].set_title(f"{model}, {suite}: mean over tasks, {counts} examples")
-        if has_kl:
-            _draw_curves(column[1], rows, "kl", "KL from the baseline's first token, nats")
-            column[1].set_yscale("log", nonpositive="clip")
+        panels[0].set_title(f"{low if low == high else f'{low} to {high}'} examples")
+        for axes in panels[1:]:
+            _draw_curves(axes, rows, "kl", "KL from the baseline's first token, nats")
+            axes.set_yscale("log", nonpositive="clip")
+        handles, labels = panels[0].get_legend_handles_labels()
+        style.legend_beside(panels[-1], handles=handles, labels=labels)
     return figure
-
-
-def _draw_scores(axes: Any, rows: Any) -> None:
-    values = rows[["score", "score_low", "score_high", "baseline_score"]].to_numpy()
-    low, high = np.nanmin(values), np.nanmax(values)  # intervals and baseline may be missing
-    margin = 0.06 * max(high - low, 1)
-    axes.set(ylim=(low - margin, high + margin))
-    baseline = float(np.mean(rows["baseline_score"]))
-    if np.isfinite(baseline):
-        axes.axhline(baseline, label="baseline", **style.REFERENCE)
-    _draw_curves(axes, rows, "score", "score (0 to 100)")
 
 
 def _draw_curves(axes: Any, rows: Any, column: str, label: str) -> None:
     shares = sorted(set(rows["keep"]))
     for number, keep in enumerate(shares):
-        look = {"color": style.shade_of(number, len(shares)), "markersize": 5, **style.look_of(number)}
+        look = style.look_of(number, len(shares))
         style.draw(axes, rows[rows["keep"] == keep], "layer", column, label=f"keep {100 * keep:g} %", **look)
     axes.set_xticks(sorted(set(rows["layer"])))
     axes.set(xlabel="layer after which tokens are pruned, once", ylabel=label)
-    style.legend_beside(axes)
-    style.grid(axes)
 
 
 FIGURE = Figure(

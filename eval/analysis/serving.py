@@ -8,10 +8,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 
-from eval.analysis.columns import EXAMPLES, LABEL, MODEL, SETTING, Column, cells, in_order
-from eval.analysis.known_methods import BASELINE
-from eval.analysis.style import grid, legend_beside, look_of, new_figure, shade_of, styled
-from eval.analysis.table import Figure, Table
+from eval.analysis.columns import BASELINE, SETTING, in_order
+from eval.analysis.style import legend_beside, look_of, new_figure, panels_of, styled
+from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Figure, Table, cells
 from eval.benchmarks.datasets import DATASETS
 from eval.store.results import Results
 
@@ -107,21 +106,19 @@ def ttft_fit(group: pd.DataFrame) -> tuple[float, float, float]:
 @styled
 def plot(frame: Any) -> MplFigure:
     """A panel for each model: a point for each request, and the fit of each setting."""
-    models = list(frame.groupby("model", sort=False))
-    figure = new_figure(8.5, 3.7 * len(models))
-    for axes, (model, rows) in zip(figure.subplots(len(models), 1, squeeze=False).flat, models, strict=True):
+    panels, left_out = panels_of(frame, ["model"])
+    figure = new_figure(8.5, 3.7 * len(panels), left_out)
+    for axes, ((model,), rows) in zip(figure.subplots(len(panels), 1, squeeze=False).flat, panels, strict=True):
         settings = list(rows.groupby(["label", "load"], sort=False))
         for number, ((label, load), group) in enumerate(settings):
-            colour, look = shade_of(number, len(settings)), look_of(number)
-            points = {"marker": look["marker"], "markersize": 3, "alpha": 0.5, "linestyle": "none"}
-            axes.plot(group["prompt_tokens"], 1000 * group["ttft_s"], color=colour, **points)
-            a, b, c = (group[name].iloc[0] for name in "abc")
+            look = look_of(number, len(settings))
+            axes.plot(group["prompt_tokens"], 1000 * group["ttft_s"], **look | {"linestyle": "none"}, alpha=0.5)
+            a, b, c = group[["a", "b", "c"]].iloc[0]
             n = np.linspace(group["prompt_tokens"].min(), group["prompt_tokens"].max())
             known = "" if np.isnan(a) else f": {1e9 * a:.3g} (n/1000)² + {1e6 * b:.3g} n/1000 + {1e3 * c:.3g} ms"
             fit = 1000 * (a * n**2 + b * n + c)
-            axes.plot(n, fit, color=colour, linestyle=look["linestyle"], label=f"{label}, {load}{known}")
+            axes.plot(n, fit, **look | {"marker": ""}, label=f"{label}, {load}{known}")
         axes.set(title=model, xlabel="prompt tokens", ylabel="TTFT, ms", ylim=(0, None))
-        grid(axes)
         legend_beside(axes)
     return figure
 

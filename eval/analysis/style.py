@@ -7,21 +7,20 @@ Figures do not use pyplot, which has global state and may need a screen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from itertools import cycle
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as MplFigure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from eval.analysis.known_methods import BASELINE, STUDIED, kind_of, place_of
+from eval.analysis.columns import BASELINE, SECTION, STUDIED, kind_of, place_of
+from eval.benchmarks.datasets import TASKS
 from eval.store.record import Trace, read_trace
 from eval.store.results import Results
 from eval.store.runs import StoredRun, is_ablation, label_of
@@ -39,6 +38,9 @@ LINES = (
 )  # fmt: skip
 
 GREY = "#6E6E6E"
+MOST = 3  # models and suites in a figure
+TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 1.5, 2, 3, 4, 6, 10)  # of speedups
+_IN_A_ROW = 4  # panels of tasks
 REFERENCE: Any = {"color": GREY, "linewidth": 0.8, "linestyle": (0, (1, 2))}  # a line to compare with
 
 _RC: Any = {
@@ -53,7 +55,13 @@ _RC: Any = {
     "legend.frameon": False,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.25,
+    "grid.linewidth": 0.6,
+    "errorbar.capsize": 2,
     "lines.linewidth": 1.5,
+    "lines.markersize": 5,
 }
 _FILES: Any = {
     "svg.fonttype": "path",  # the same in every browser, whatever its fonts
@@ -110,17 +118,19 @@ def traced_example(results: Results) -> tuple[StoredRun, Trace] | None:
 
 @dataclass(frozen=True)
 class MethodStyle:
-    """name: the method for people. line: a matplotlib line style."""
+    """name: the method for people. line: a matplotlib line style. hollow: its marks, as those of a diagnostic."""
 
     name: str
     colour: str
     marker: str
     line: Any
+    hollow: bool = False
 
     @property
     def drawn(self) -> dict[str, Any]:
         """Arguments of matplotlib's `plot`."""
-        return {"color": self.colour, "marker": self.marker, "linestyle": self.line}
+        face = "white" if self.hollow else self.colour
+        return {"color": self.colour, "marker": self.marker, "linestyle": self.line, "markerfacecolor": face}
 
 
 # for methods that declare no colour and marker
@@ -140,45 +150,26 @@ def styles_of(methods: Iterable[str]) -> dict[str, MethodStyle]:
             styles[name] = MethodStyle(name if kind is None else kind.label, *next(spare), LINES[-1])
         else:
             line = LINES[0] if name in (BASELINE, STUDIED) else LINES[1 + kind.order % (len(LINES) - 1)]
-            styles[name] = MethodStyle(kind.label, kind.colour, kind.marker, line)
+            styles[name] = MethodStyle(kind.label, kind.colour, kind.marker, line, kind.diagnostic)
     return styles
 
 
-def shade_of(number: int, total: int) -> str:
-    """The shade of an ordered value, from dark to light; the lightest is still legible on white."""
-    return to_hex(mpl.colormaps["viridis"](0.78 * number / max(1, total - 1)))
-
-
-def look_of(number: int) -> dict[str, Any]:
-    """Marker and line style of the curve of this number, for curves that are not methods."""
-    return {"marker": MARKERS[number % len(MARKERS)], "linestyle": LINES[number % len(LINES)]}
+def look_of(number: int, total: int) -> dict[str, Any]:
+    """Arguments of `draw` for one of several curves that are not methods: from dark to light, legible on white."""
+    colour = to_hex(mpl.colormaps["viridis"](0.78 * number / max(1, total - 1)))
+    marks = {"marker": MARKERS[number % len(MARKERS)], "linestyle": LINES[number % len(LINES)]}
+    return {"color": colour, **marks}
 
 
 # --------------------------------------------------------------------------------------------------- figures and axes
 
-_Plot = TypeVar("_Plot", bound=Callable[..., MplFigure])
+# A decorator that draws with this module's fonts and axes, then restores matplotlib's settings
+styled = mpl.rc_context(_RC)
 
 
-def styled(plot: _Plot) -> _Plot:
-    """Run a plotting function with this module's fonts and axes, then restore matplotlib's settings."""
-
-    @wraps(plot)
-    def in_style(*args: Any, **kwargs: Any) -> MplFigure:
-        with mpl.rc_context(_RC):
-            return plot(*args, **kwargs)
-
-    return in_style  # pyright: ignore[reportReturnType]
-
-
-MOST = 3  # models and suites in a figure
-
-
-def new_figure(width: float, height: float, wspace: float = 0.02, left_out: int = 0) -> MplFigure:
-    """An empty figure with constrained layout; sizes in inches. wspace: the least gap between parts, as a share.
-
-    left_out: of `panels_of`; a line on top says how to choose them.
-    """
-    figure = MplFigure(figsize=(width, height), layout=ConstrainedLayoutEngine(wspace=wspace))
+def new_figure(width: float, height: float, left_out: int = 0) -> MplFigure:
+    """An empty figure with constrained layout; sizes in inches. left_out: of `panels_of`; a line says how to choose."""
+    figure = MplFigure(figsize=(width, height), layout="constrained")
     if left_out:
         text = f"{left_out} more in the CSV: --where KEY=VALUE chooses the runs to draw"
         figure.suptitle(text, x=0.01, ha="left", fontsize=8, color=GREY)
@@ -192,27 +183,48 @@ def panels_of(frame: Any, keys: Sequence[str], most: int = MOST) -> tuple[list[t
     return [panels[number] for number in sorted(number for _, number in sizes)], max(0, len(panels) - most)
 
 
-def titled_parts(figure: MplFigure, titles: Sequence[str], heights: Sequence[float] | None = None) -> list[Any]:
-    """The figure split into parts from top to bottom, each with its title. heights: relative ones of the parts."""
-    parts = list(figure.subfigures(len(titles), 1, squeeze=False, height_ratios=heights)[:, 0])
-    for part, title in zip(parts, titles, strict=True):
-        part.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
-    return parts
+def sections_of(
+    frame: Any, width: float, height: Callable[[Any], float], most: int = MOST, note: str = ""
+) -> tuple[MplFigure, list[tuple[Any, Any]]]:
+    """A figure, and (its part, its rows) for each model and suite, from top to bottom. `most`: as in `panels_of`.
+
+    width, height: in inches, height from a part's rows. note: after the model and suite in a part's title.
+    """
+    panels, left_out = panels_of(frame, SECTION, most)
+    heights = [height(rows) for _, rows in panels]
+    figure = new_figure(width, sum(heights), left_out)
+    parts = figure.subfigures(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for part, ((model, suite), _) in zip(parts, panels, strict=True):
+        part.suptitle(f"{model}, {suite}{note}", x=0.01, ha="left", fontsize=10, fontweight="bold")
+    return figure, [(part, rows) for part, (_, rows) in zip(parts, panels, strict=True)]
 
 
-def log_scale(axes: Any, which: str, ticks: Sequence[float]) -> None:
+def task_lines(rows: Any) -> int:
+    """The lines of `task_panels`."""
+    return -(-rows["task"].nunique() // _IN_A_ROW)
+
+
+def task_panels(part: Any, rows: Any) -> dict[str, Any]:
+    """{task, or "all": axes} for each task of the rows."""
+    tasks = [task for task in (*TASKS, "all") if task in set(rows["task"])]
+    columns = min(_IN_A_ROW, len(tasks))
+    places = part.subplots(task_lines(rows), columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for axes in places[len(tasks) :]:
+        axes.set_axis_off()
+    panels = dict(zip(tasks, places, strict=False))
+    for task, axes in panels.items():
+        axes.set_title("mean over tasks" if task == "all" else task)
+        axes.tick_params(labelbottom=True, labelleft=True)
+    return panels
+
+
+def log_scale(axes: Any, which: str, ticks: Sequence[float] = TICKS) -> None:
     """Make the "x" or "y" axis logarithmic, with plain numbers at these ticks only."""
     axes.set(**{f"{which}scale": "log"})
     axis = getattr(axes, f"{which}axis")
     axis.set_major_locator(FixedLocator(ticks))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-
-
-def grid(axes: Any, which: str = "both") -> None:
-    """Faint grid lines behind the plot."""
-    axes.grid(axis=which, alpha=0.25, linewidth=0.6)
-    axes.set_axisbelow(True)
 
 
 def legend_beside(axes: Any, **options: Any) -> None:
@@ -229,7 +241,17 @@ def around(rows: Any, column: str) -> np.ndarray:
 def draw(axes: Any, rows: Any, x: str, y: str, with_x: bool = False, **look: Any) -> None:
     """Points of two columns with their intervals, those of x only if asked. look: of matplotlib's `errorbar`."""
     bars = {"xerr": around(rows, x)} if with_x else {}
-    axes.errorbar(rows[x], rows[y], yerr=around(rows, y), **bars, **{"elinewidth": 0.8, "capsize": 2} | look)
+    axes.errorbar(rows[x], rows[y], yerr=around(rows, y), **bars, **{"elinewidth": 0.8} | look)
+
+
+def draw_methods(axes: Any, rows: Any, styles: Mapping[str, MethodStyle], x: str, y: str) -> None:
+    """Each method's settings: a curve through those with `on_curve`, with intervals; the others are faint points."""
+    for method, points in rows.groupby("method", sort=False):
+        look = styles[method].drawn
+        on_curve = points["on_curve"].astype(bool)
+        others = points[~on_curve]
+        axes.plot(others[x], others[y], **look | {"linestyle": "none", "alpha": 0.4})
+        draw(axes, points[on_curve].sort_values(x), x, y, with_x=True, capsize=0, **look)
 
 
 def save(figure: Any, stem: Path, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:

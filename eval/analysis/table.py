@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+
+from eval.benchmarks import SUITES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as MplFigure
@@ -22,6 +23,7 @@ _LATEX = {
     ">": r"\textgreater{}", "[": "{[}", "|": r"\textbar{}", "\n": " ",
 }  # fmt: skip
 COMPUTED = "tokens run by any model to score the prompt are included"  # for captions of "% tokens computed"
+MB = 1e6
 _EMPTY = "No run for this table."
 
 
@@ -126,12 +128,65 @@ class Figure:
     opens_report: bool = False
 
 
-def with_interval(mean: float, low: float | None, high: float | None, digits: int, sign: str = "") -> str:
-    """`25.30 ±1.20`: a value and half of its interval, if it has one. sign: "+" to sign positive values too."""
-    text = f"{mean:{sign}.{digits}f}"
-    if low is None or high is None or math.isnan(low) or math.isnan(high):
-        return text
-    return f"{text} ±{(high - low) / 2:.{digits}f}"
+def forms(*names: str) -> list[str]:
+    """The columns of values and their intervals."""
+    return [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table as people read it.
+
+    name: the column of the values; `<name>_low` and `<name>_high`, if there are such columns, hold the interval.
+    digits: after the decimal point; None for text and whole numbers. missing: shown if the value was not measured.
+    scale: divisor, such as 1e6 for bytes shown in MB. sign: "+" to sign positive values too.
+    """
+
+    name: str
+    heading: str
+    digits: int | None = None
+    missing: str = "-"
+    scale: float = 1
+    interval: bool = True
+    sign: str = ""
+
+    def text(self, row: Mapping[Any, Any]) -> str:
+        """The cell of a row of values: `25.30 ±1.20`, with half of the interval, if there is one."""
+        value = row[self.name]
+        if pd.isna(value):
+            return self.missing
+        if self.digits is None:
+            return str(value)
+        text = f"{value / self.scale:{self.sign}.{self.digits}f}"
+        ends: Any = [row.get(f"{self.name}_{end}") for end in ("low", "high")]
+        if not self.interval or pd.isna(ends).any():
+            return text
+        low, high = ends
+        return f"{text} ±{(high / self.scale - low / self.scale) / 2:.{self.digits}f}"
+
+
+MODEL, LABEL, EXAMPLES = Column("model", "model"), Column("label", "method"), Column("examples", "n")
+
+
+def cells(values: pd.DataFrame, columns: Sequence[Column], results: Results | None = None) -> pd.DataFrame:
+    """The text of each row of values, by heading. results: to show a model with its notes (`model_name`)."""
+    rows = values.to_dict("records")
+    if results is not None:
+        rows = [row | {"model": model_name(row, results)} for row in rows]
+    headings = [column.heading for column in columns]
+    return pd.DataFrame([[column.text(row) for column in columns] for row in rows], columns=headings, dtype=object)
+
+
+def model_name(row: Mapping[Any, Any], results: Results) -> str:
+    """The model's name, with its suite unless that is LongBench, and with a note if its weights were random."""
+    notes = [row["suite"]] if not SUITES[row["suite"]].in_paper else []
+    notes += ["random weights"] if row["model"] in random_models(results) else []
+    return f"{row['model']} ({', '.join(notes)})" if notes else row["model"]
+
+
+def random_models(results: Results) -> set[str]:
+    """Models with random weights: their times are meaningful, their scores are not."""
+    return {run.model for run in results.runs if run.identity.get("load_format") == "dummy"}
 
 
 def markdown_lines(headings: Sequence[str], rows: Sequence[Sequence[str]], keys: int) -> list[str]:

@@ -11,10 +11,8 @@ from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import MaxNLocator
 
 from eval.analysis import style
-from eval.analysis.columns import EXAMPLES, LABEL, MB, MODEL, SECTION, SETTING, Column, cells, forms, in_order
-from eval.analysis.known_methods import BASELINE
-from eval.analysis.table import Figure, Table
-from eval.store.aggregate import rows_of
+from eval.analysis.columns import BASELINE, SECTION, SETTING, rows_by
+from eval.analysis.table import EXAMPLES, LABEL, MB, MODEL, Column, Figure, Table, cells, forms
 from eval.store.results import Results
 
 _VALUES = (
@@ -61,13 +59,7 @@ def by_turn(results: Results) -> pd.DataFrame:
     `eval.store.aggregate.by_task`, over rows with such a turn. turns: what the method does in later turns.
     """
     frame: Any = results.frame
-    frame = frame[(frame["method"] != BASELINE) & frame["baseline_ttft_s"].notna()]
-    rows = [
-        {**dict(zip(SETTING, setting, strict=True)), "turn": turn, **row}
-        for setting, examples in in_order(frame).groupby(SETTING, sort=False)
-        for turn, part in _parts(examples)
-        for row in rows_of(part)
-    ]
+    rows = rows_by(frame[(frame["method"] != BASELINE) & frame["baseline_ttft_s"].notna()], "turn", _parts)
     for row in rows:
         row["turns"] = json.loads(row["settings"]).get("turns", "continue")
         row |= {f"speedup_so_far{end}": row[f"generation_speedup{end}"] for end in ("", "_low", "_high")}
@@ -92,7 +84,6 @@ _PANELS = {  # {value: (axis label, whether the axis is logarithmic)}
     "revived_tokens": ("revived tokens, mean over layers", False),
 }
 _TITLES = {"continue": "each later turn goes on", "again": "each later turn runs the whole text again"}
-_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 1.5, 2, 3, 5, 10)
 
 
 def data(results: Results) -> pd.DataFrame:
@@ -107,30 +98,26 @@ def data(results: Results) -> pd.DataFrame:
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """One block per model and suite, one row per value; left, methods that continue; right, those that start again."""
-    blocks, left_out = style.panels_of(frame, SECTION, most=2)
-    figure = style.new_figure(9.5, 2.3 * len(_PANELS) * len(blocks), left_out=left_out)
-    parts = style.titled_parts(figure, [f"{model}, {suite}, mean over tasks" for (model, suite), _ in blocks])
-    for part, (_, rows) in zip(parts, blocks, strict=True):
-        panels = part.subplots(len(_PANELS), 2, sharex=True, sharey="row", squeeze=False)
-        for column, (turns, title) in enumerate(_TITLES.items()):
-            of_kind = rows[rows["turns"] == turns]
-            for axes, (value, (label, is_log)) in zip(panels[:, column], _PANELS.items(), strict=True):
-                _draw_panel(axes, of_kind, value, style.styles_of(rows["method"]))
-                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-                if is_log:
-                    style.log_scale(axes, "y", _TICKS)
-                else:
-                    axes.set_ylim(bottom=0, top=104 if value == "score" else None)
-                style.grid(axes)
-                if column == 0:
-                    axes.set_ylabel(label)
-            panels[0, column].set_title(title)
-            panels[-1, column].set_xlabel("question")
-        lines = {
-            label: line for axes in panels[0] for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
-        names = dict.fromkeys([*map(_name, rows["label"]), "baseline"])
-        style.legend_beside(panels[0, 1], handles=[lines[name] for name in names], labels=list(names))
+    figure, sections = style.sections_of(frame, 9.5, lambda _: 2.3 * len(_PANELS), most=2, note=", mean over tasks")
+    for part, rows in sections:
+        panels = part.subplots(len(_PANELS), 2, sharex=True, sharey="row")
+        for (value, (label, is_log)), line in zip(_PANELS.items(), panels, strict=True):
+            line[0].set_ylabel(label)
+            for axes, turns in zip(line, _TITLES, strict=True):
+                _draw_panel(axes, rows[rows["turns"] == turns], value, style.styles_of(rows["method"]))
+            if is_log:
+                style.log_scale(line[0], "y")
+            else:
+                line[0].set_ylim(bottom=0, top=104 if value == "score" else None)
+        for title, upper, lower in zip(_TITLES.values(), panels[0], panels[-1], strict=True):
+            upper.set_title(title)
+            lower.set_xlabel("question")
+            lower.xaxis.set_major_locator(MaxNLocator(integer=True))
+        curves: dict[str, Any] = {}
+        for axes in panels[0]:
+            curves |= {label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        curves["baseline"] = curves.pop("baseline")  # last
+        style.legend_beside(panels[0, 1], handles=curves.values(), labels=curves)
     return figure
 
 
@@ -141,7 +128,7 @@ def _draw_panel(axes: Any, rows: Any, value: str, styles: Any) -> None:
         curve = curves[label]
         method = curve["method"].iloc[0]
         number = counts[method] = counts.get(method, -1) + 1
-        look = styles[method].drawn | {"label": _name(label), "elinewidth": 0.7, "capsize": 1.5, "markersize": 4}
+        look = styles[method].drawn | {"label": label.replace(", turns=again", ""), "markersize": 4}
         if number:
             look |= {"linestyle": style.LINES[number % len(style.LINES)], "markerfacecolor": "white"}
         style.draw(axes, curve, "turn", value, **look)
@@ -150,11 +137,6 @@ def _draw_panel(axes: Any, rows: Any, value: str, styles: Any) -> None:
         axes.plot(baseline.index, baseline, label="baseline", **style.REFERENCE)
     elif value.startswith(("ttft_", "speedup")):
         axes.axhline(1, **style.REFERENCE)
-
-
-def _name(label: str) -> str:
-    """The label without the setting that the column names."""
-    return label.replace(", turns=again", "")
 
 
 FIGURE = Figure(

@@ -22,9 +22,8 @@ from lazyllm.files import write_whole
 
 if TYPE_CHECKING:
     from eval.analysis.registry import Subject
-    from eval.analysis.table import Figure, Table
+    from eval.analysis.table import Figure
 
-_TABLE_FILES = ("md", "csv", "tex")
 _PICTURES = ("svg", "pdf", "png")
 
 
@@ -36,18 +35,36 @@ def write_paper(results: Results, out: Path, subjects: Mapping[str, Subject]) ->
     paths, sections, missing = [], [], []
     for name, subject in subjects.items():
         if subject.table is not None:
-            table = subject.table(results)
-            paths += _write_table(table, out / "tables" / name)
-            sections.append(_table_section(table, subject.command))
+            table, stem = subject.table(results), out / "tables" / name
+            texts = {"md": table.to_markdown(), "csv": table.to_csv(), "tex": table.to_latex()}
+            for suffix, text in texts.items():
+                paths.append(stem.with_name(f"{name}.{suffix}"))
+                write_whole(paths[-1], text)
+            files = " ".join(f"[{suffix}](tables/{table.name}.{suffix})" for suffix in texts)
+            sections.append(f"{table.to_markdown('##')}\n{files}; `{subject.command}`\n")
             missing += [table.title] if table.frame.empty else []
     for name, subject in subjects.items():
         if subject.figure is not None:
-            written = _write_figure(subject.figure, results, out / "figures" / name)
+            figure = subject.figure
+            written = _write_figure(figure, results, out / "figures" / name)
             paths += written
-            sections.append(_figure_section(subject.figure, subject.command, has_run=bool(written)))
-            missing += [] if written else [subject.figure.title]
+            text = f"No run for this figure. Command: `{subject.command}`\n"
+            if written:
+                files = " ".join(f"[{suffix}](figures/{figure.name}.{suffix})" for suffix in (*_PICTURES, "csv"))
+                picture = f"![{figure.title}](figures/{figure.name}.png)"
+                text = f"{picture}\n\n{figure.caption}\n\n{files}; `{subject.command}`\n"
+            sections.append(f"## {figure.title}\n\n{text}")
+            missing += [] if written else [figure.title]
     write_whole(out / "provenance.json", json.dumps(provenance(results), indent=2, sort_keys=True) + "\n")
-    write_whole(out / "README.md", _index(results, sections, missing))
+    records = sum(len(run.examples) for run in results.runs)
+    index = (
+        f"# Tables and figures\n\nMade by `lazyllm-bench paper` from {len(results.runs)} stored runs with {records} "
+        "records, without a model. [provenance.json](provenance.json) lists the runs, their code and their machines."
+        "\n\n"
+    )
+    if missing:
+        index += "\n".join(["No run yet for:", "", *(f"- {title}" for title in missing), "", ""])
+    write_whole(out / "README.md", index + "\n".join(sections))
     return [out / "README.md", out / "provenance.json", *paths]
 
 
@@ -70,53 +87,18 @@ def provenance(results: Results) -> list[dict[str, Any]]:
     ]
 
 
-def _write_table(table: Table, stem: Path) -> list[Path]:
-    texts = (table.to_markdown(), table.to_csv(), table.to_latex())
-    paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in _TABLE_FILES]
-    for path, text in zip(paths, texts, strict=True):
-        write_whole(path, text)
-    return paths
-
-
 def _write_figure(figure: Figure, results: Results, stem: Path) -> list[Path]:
     """Write the figure's files. If no run has its data, write nothing and remove files of an earlier call."""
     data = figure.data(results)
-    table = stem.with_name(f"{stem.name}.csv")
     if data.empty:
-        for path in (table, *(stem.with_name(f"{stem.name}.{suffix}") for suffix in _PICTURES)):
-            path.unlink(missing_ok=True)
+        for suffix in ("csv", *_PICTURES):
+            stem.with_name(f"{stem.name}.{suffix}").unlink(missing_ok=True)
         return []
     from eval.analysis.style import save  # not at the top: importing matplotlib is slow and writes caches
 
+    table = stem.with_name(f"{stem.name}.csv")
     write_whole(table, data.to_csv(index=False, lineterminator="\n"))
     return [table, *save(figure.plot(data), stem, _PICTURES)]
-
-
-def _table_section(table: Table, command: str) -> str:
-    files = " ".join(f"[{suffix}](tables/{table.name}.{suffix})" for suffix in _TABLE_FILES)
-    return f"{table.to_markdown('##')}\n{files}; `{command}`\n"
-
-
-def _figure_section(figure: Figure, command: str, has_run: bool) -> str:
-    if not has_run:
-        return f"## {figure.title}\n\nNo run for this figure. Command: `{command}`\n"
-    files = " ".join(f"[{suffix}](figures/{figure.name}.{suffix})" for suffix in (*_PICTURES, "csv"))
-    picture = f"![{figure.title}](figures/{figure.name}.png)"
-    return f"## {figure.title}\n\n{picture}\n\n{figure.caption}\n\n{files}; `{command}`\n"
-
-
-def _index(results: Results, sections: Sequence[str], missing: Sequence[str]) -> str:
-    examples = sum(len(run.examples) for run in results.runs)
-    lines = [
-        "# Tables and figures",
-        "",
-        f"Made by `lazyllm-bench paper` from {len(results.runs)} stored runs with {examples} records, without a model. "
-        "[provenance.json](provenance.json) lists the runs, their code and their machines.",
-        "",
-    ]
-    if missing:
-        lines += ["No run yet for:", "", *(f"- {what}" for what in missing), ""]
-    return "\n".join([*lines, *sections])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -54,34 +54,22 @@ class Grid:
 
 
 def grid(
-    name: str,
-    title: str,
-    caption: str,
-    cells: pd.DataFrame,
-    filtered: str | None = None,
-    keys: int | None = None,
+    name: str, title: str, caption: str, cells: pd.DataFrame, filtered: int | None = None, keys: int | None = None
 ) -> Grid:
     """The grid of a table of texts.
 
     keys: number of columns that name the row; they are numeric if every cell begins with a number or is empty. Later
     columns are numeric, even with cells such as "unpaired".
     """
-    keys = len(cells.columns) if keys is None else keys
     columns, shown = [], []
     for number, heading in enumerate(map(str, cells.columns)):
-        texts = ["" if pd.isna(value) else str(value) for value in cells.iloc[:, number]]
+        texts = cells.iloc[:, number].astype(object).fillna("").map(str)
         filled = [text for text in texts if text.strip() not in _EMPTY]
-        numeric = number >= keys or (bool(filled) and all(_number(text) is not None for text in filled))
+        is_key = keys is None or number < keys
+        numeric = not is_key or (bool(filled) and all(_number(text) is not None for text in filled))
         columns.append(Heading(heading, numeric))
         shown.append([Cell(text, _number(text) if numeric else None) for text in texts])
-    return Grid(
-        name,
-        title,
-        caption,
-        tuple(columns),
-        rows=tuple(zip(*shown, strict=True)),
-        filtered=None if filtered is None else [column.text for column in columns].index(filtered),
-    )
+    return Grid(name, title, caption, tuple(columns), tuple(zip(*shown, strict=True)), filtered)
 
 
 def _number(text: str) -> float | None:

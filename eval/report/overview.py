@@ -7,9 +7,10 @@ from typing import Any
 
 import pandas as pd
 
-from eval.analysis.columns import EXAMPLES, MODEL, Column, cells
-from eval.analysis.known_methods import BASELINE, is_diagnostic, marked
-from eval.analysis.table import COMPUTED
+from eval.analysis.columns import BASELINE, is_diagnostic, marked
+from eval.analysis.run_table import SHOWN
+from eval.analysis.style import usual
+from eval.analysis.table import COMPUTED, EXAMPLES, MODEL, Column, cells
 from eval.report.grid import Grid, grid
 from eval.store.comparable import as_text
 from eval.store.results import Results, first_turns
@@ -18,21 +19,6 @@ from eval.store.runs import StoredRun, counted
 KEPT = 0.99  # of the baseline's score
 ENOUGH = 20  # examples; with fewer, a mean score says too little to call it kept
 
-_RESULTS = (
-    Column("row", "task or dataset"),
-    MODEL,
-    Column("setting", "setting"),
-    Column("seeds", "seeds"),
-    EXAMPLES,
-    Column("score", "score", 2),
-    Column("baseline_score", "baseline score", 2),
-    Column("ttft_speedup", "TTFT speedup", 2),
-    Column("generation_speedup", "generation speedup", 2),
-    Column("pct_prompt_tokens_computed", "% tokens computed", 1),
-    Column("kl", "KL, nats", 5),
-    Column("ttft_s", "TTFT, s", 4),
-    Column("baseline_prefill_mfu", "baseline MFU, %", 1),
-)  # of `Results.by_task`
 # facts that are elsewhere on the page
 _SHOWN_ELSEWHERE = {"method", "versions", "seed", "paired"}
 
@@ -57,12 +43,16 @@ def findings(results: Results) -> list[str]:
     """A sentence for each model and suite: the fastest setting that keeps 99 % of its baseline's score.
 
     It says instead what the runs cannot show: without a paired baseline, with one that scores 0, with few examples.
+    As in figures, of the `usual` runs; the last sentence names the others.
     """
-    whole: Any = results.by_task[results.by_task["level"] == "all"]
-    return [
+    shown = usual(results)
+    whole: Any = shown.by_task[shown.by_task["level"] == "all"]
+    sentences = [
         f"{model}, {suite}: {_finding(rows.to_dict('records'))}"
         for (model, suite), rows in whole.groupby(["model", "suite"], sort=False)
     ]
+    others = _listed(run.model for run in results.runs if run not in shown.runs)
+    return [*sentences, f"Other settings, in tables only: {others}."] if others else sentences
 
 
 def _finding(rows: Sequence[dict[Any, Any]]) -> str:
@@ -135,25 +125,20 @@ def results_grid(results: Results) -> Grid:
     A task with one dataset has the row of that dataset only, as has the mean over one dataset.
     """
     table: Any = results.by_task
-    several = len(set(table["suite"])) > 1
     datasets = table.groupby(["model", "suite", "level", "name"])["datasets"].transform("max")
     table = table[(table["level"] == "dataset") | (datasets > 1)]
     table = table.sort_values("level", key=lambda levels: levels != "all", kind="stable")
-    table = table.assign(
-        row=[_row_name(row, several) for _, row in table.iterrows()],
-        setting=[marked(*names) for names in zip(table["label"], table["method"], strict=True)],
-    )
+    names = table["name"].where(table["level"] != "all", "mean over tasks")
+    if table["suite"].nunique() > 1:
+        names = names.where(table["level"] == "dataset", names + ", " + table["suite"])
+    table = table.assign(row=names, setting=list(map(marked, table["label"], table["method"])))
     caption = (
         "Scores 0 to 100; speedups over the paired baseline. ±: half of the 95 % bootstrap interval over examples, "
         f"if each dataset has more than one. Several seeds of an example count as one example. % tokens computed: "
         f"{COMPUTED}. KL: of the first token's distribution from the paired baseline's."
     )
-    return grid("results", "Results", caption, cells(table, _RESULTS), filtered="task or dataset")
-
-
-def _row_name(row: Any, several_suites: bool) -> str:
-    name = "mean over tasks" if row["level"] == "all" else row["name"]
-    return f"{name}, {row['suite']}" if several_suites and row["level"] != "dataset" else name
+    keys = [Column("row", "task or dataset"), MODEL, Column("setting", "setting"), Column("seeds", "seeds"), EXAMPLES]
+    return grid("results", "Results", caption, cells(table, [*keys, *SHOWN]), filtered=0)
 
 
 def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Grid | None]:
@@ -181,14 +166,13 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
     unpaired = [run for run in runs if not run.identity["paired"] and run.method != BASELINE]
     cold = [run for run in runs if run.identity["warmup"] == 0]
     changed = [run for run in runs if (run.about["provenance"]["git_commit"] or "+changes").endswith("+changes")]
-    concerned = [
-        (unpaired, "Measured without a paired baseline: no speedup, and no answer to compare with"),
-        (cold, "Timed without warm-up: the first examples' times include one-off costs"),
-        (changed, "Measured with uncommitted code: it cannot be checked out again"),
-    ]
-    signs = dict.fromkeys(sign for run in runs for sign in run.handicaps)
-    concerned += [([run for run in runs if sign in run.handicaps], sign) for sign in signs]
-    sentences = [f"{text} ({_names(named)})." for named, text in concerned if named] + _missing(runs)
+    concerned = {
+        "Measured without a paired baseline: no speedup, and no answer to compare with": unpaired,
+        "Timed without warm-up: the first examples' times include one-off costs": cold,
+        "Measured with uncommitted code: it cannot be checked out again": changed,
+    }
+    concerned |= {sign: [run for run in runs if sign in run.handicaps] for run in runs for sign in run.handicaps}
+    sentences = [f"{text} ({_names(named)})." for text, named in concerned.items() if named] + _missing(runs)
     if most is not None and any(first_turns(run.examples)["dataset"].value_counts().max() > most for run in runs):
         shown = f"only the first {most} records are" if most > 1 else "only the first record is"
         sentences.append(f"Of each run and dataset, {shown} shown below; tables count all.")

@@ -19,9 +19,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from eval.analysis.registry import Subject
-from eval.analysis.table import Figure, Table
+from eval.analysis.table import Figure
 from eval.report import overview
-from eval.report.grid import Grid, grid
+from eval.report.grid import grid
 from eval.report.record_browser import embed_records, embed_traces
 from eval.store.results import Results
 
@@ -31,11 +31,7 @@ _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _IDS = re.compile(r'(\bid="|url\(#|href="#)')
 
 
-def render(
-    results: Results,
-    subjects: Mapping[str, Subject],
-    most: int | None = None,
-) -> str:
+def render(results: Results, subjects: Mapping[str, Subject], most: int | None = None) -> str:
     """The page of some runs.
 
     subjects: such as `eval.analysis.registry.SUBJECTS`. most: number of records shown for each run and dataset, None
@@ -43,12 +39,17 @@ def render(
     """
     runs = results.runs
     common, differing = overview.provenance(runs)
+    tables = [subject.table(results) for subject in subjects.values() if subject.table is not None]
     figures = [(subject.figure, subject.command) for subject in subjects.values() if subject.figure is not None]
     pictures = [_as_picture(figure, command, results) for figure, command in figures]
     first = next((picture for picture in pictures if picture["svg"] and picture["opens_report"]), None)
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
-    return _template().render(
-        title=", ".join(dict.fromkeys(run.model for run in runs)),
+    environment = Environment(
+        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return environment.get_template("page.html.jinja").render(
+        title=", ".join(dict.fromkeys(run.model.removesuffix(run.apart) for run in runs)),
         facts=overview.facts(runs),
         warnings=overview.warnings(runs, most),
         runs=overview.runs_grid(runs),
@@ -57,7 +58,9 @@ def render(
         common=common,
         differing=differing,
         findings=overview.findings(results),
-        tables=[_as_grid(subject.table(results)) for subject in subjects.values() if subject.table is not None],
+        tables=[
+            grid(f"table-{table.name}", table.title, table.caption, table.cells, keys=table.keys) for table in tables
+        ],
         first=first,
         pictures=[picture for picture in pictures if picture is not first],
         records=embed_records(runs, most),
@@ -67,18 +70,6 @@ def render(
         # for the content security policy: no other script may run
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
-
-
-def _template() -> Any:
-    environment = Environment(
-        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return environment.get_template("page.html.jinja")
-
-
-def _as_grid(table: Table) -> Grid:
-    return grid(f"table-{table.name}", table.title, table.caption, table.cells, keys=table.keys)
 
 
 def _as_picture(figure: Figure, command: str, results: Results) -> dict[str, Any]:

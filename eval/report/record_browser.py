@@ -60,22 +60,16 @@ def _embed(run: int, record: Record, name: str, strings: Strings) -> dict[str, A
 
 
 def _measured(measured: Measurement, strings: Strings) -> dict[str, Any]:
+    ids = measured.token_ids  # None of a server's answer, which may tell their number
     return {
         "text": strings.number(measured.text),
-        "tokens": _tokens(measured),
+        "tokens": measured.request and measured.request.completion_tokens if ids is None else len(ids),
         "score": _short(100 * measured.score),
         "ttft": _short(measured.ttft_s),
         "total": None if measured.total_s is None else _short(measured.total_s),
         "pct": _short(measured.pct_prompt_tokens_computed),
         "kl": _short(measured.kl),
     }
-
-
-def _tokens(measured: Measurement) -> int | None:
-    """The answer's tokens; None if a server does not tell."""
-    if measured.token_ids is not None:
-        return len(measured.token_ids)
-    return measured.request and measured.request.completion_tokens
 
 
 def _short(value: float | None) -> float | None:

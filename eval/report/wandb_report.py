@@ -47,39 +47,30 @@ def specification(results: Results, title: str, project: str, entity: str = "") 
         return _block("PanelGrid", runsets=[_block("Runset", name="runs", filters=only, **runs)], panels=list(shown))
 
     there = {DATASETS[name].task for run in results.runs for name in run.datasets}
-    tasks = [task for task in TASKS if task in there]
-    drawn = [name for name, figure in FIGURES.items() if not figure.data(results).empty]
-    pictures = [
-        panels(_block("MediaBrowser", title=FIGURES[name].title, media_keys=[f"figures/{name}"], layout=_place(0, 2)),
-               only=f"Config('report') = '{report_id(results)}'")
-        for name in drawn
-    ]  # fmt: skip
-    speed = [_block("SummaryMetric", name=f"all/{column}") for column in ("ttft_speedup", "score")]
-    by_task = {
-        task: [
+    speed, score = (_block("SummaryMetric", name=f"all/{column}") for column in ("ttft_speedup", "score"))
+    blocks = [_block("P", text=_introduction(results)), _block("TableOfContents")]
+    blocks += [_block("MarkdownBlock", text=TABLES[name](results).to_markdown("#")) for name in _TABLES]
+    blocks.append(_block("H1", text="Figures"))
+    for name, figure in FIGURES.items():
+        if not figure.data(results).empty:
+            picture = {"title": figure.title, "media_keys": [f"figures/{name}"], "layout": _place(0, 2)}
+            blocks.append(panels(_block("MediaBrowser", **picture), only=f"Config('report') = '{report_id(results)}'"))
+    blocks.append(_block("H1", text="Score against speed, mean over tasks"))
+    blocks.append(panels(_block("ScatterPlot", x=speed, y=score, layout=_place(0, 2))))
+    for task in [*(task for task in TASKS if task in there), "all"]:
+        bars = [
             _block("BarPlot", title=f"{task}: {heading}", metrics=[f"{task}/{column}"], layout=_place(number))
             for number, (column, heading) in enumerate(_COLUMNS.items())
         ]
-        for task in [*tasks, "all"]
-    }
+        blocks += [_block("H1", text=task), panels(*bars)]
     curves = [
         _block("LinePlot", title=heading, x="examples", y=[key], title_x="examples", layout=_place(number))
         for number, (key, heading) in enumerate(_RUNNING.items())
     ]
-    blocks = [
-        _block("P", text=_introduction(results)),
-        _block("TableOfContents"),
-        *(_block("MarkdownBlock", text=TABLES[name](results).to_markdown("#")) for name in _TABLES),
-        _block("H1", text="Figures"),
-        *pictures,
-        _block("H1", text="Score against speed, mean over tasks"),
-        panels(_block("ScatterPlot", x=speed[0], y=speed[1], layout=_place(0, 2))),
-        *(block for task, bars in by_task.items() for block in (_block("H1", text=task), panels(*bars))),
-        _block("H1", text="Run by run"),
-        panels(*curves, _block("RunComparer", diff_only="split", layout=_place(2, 2))),
-        _block("H1", text="Examples"),
-        panels(_block("WeavePanelSummaryTable", table_name="per_example", layout=_place(0, 2))),
-    ]
+    blocks.append(_block("H1", text="Run by run"))
+    blocks.append(panels(*curves, _block("RunComparer", diff_only="split", layout=_place(2, 2))))
+    blocks.append(_block("H1", text="Examples"))
+    blocks.append(panels(_block("WeavePanelSummaryTable", table_name="per_example", layout=_place(0, 2))))
     return _block("Report", project=project, entity=entity, title=title, width="fluid", blocks=blocks)
 
 
@@ -115,10 +106,9 @@ def publish(results: Results, report: Block) -> str:
         place = {"project": report["project"], "entity": report["entity"], "name": report["title"]}
         facts = {"report": report_id(results)}
         with TemporaryDirectory() as folder, wandb.init(**place, job_type="report", config=facts) as run:
-            data = {name: figure.data(results) for name, figure in FIGURES.items()}
-            for name, frame in data.items():
-                if not frame.empty:
-                    (file,) = save(FIGURES[name].plot(frame), Path(folder, name), ["png"])
+            for name, figure in FIGURES.items():
+                if not (frame := figure.data(results)).empty:
+                    (file,) = save(figure.plot(frame), Path(folder, name), ["png"])
                     run.log({f"figures/{name}": wandb.Image(str(file))})
         report_made.save()
     except Exception as error:  # no network, no such project, no permission: many types
@@ -140,11 +130,11 @@ def _introduction(results: Results) -> str:
     runs = results.runs
     examples = len({key for run in runs for key in run.keys})
     facts = {
-        "model": {run.model for run in runs},
-        "device": {run.identity["device"] for run in runs},
-        "commit": {run.about.get("provenance", {}).get("git_commit") or "unknown" for run in runs},
+        "model": [run.model for run in runs],
+        "device": [run.identity["device"] for run in runs],
+        "commit": [run.about.get("provenance", {}).get("git_commit") or "unknown" for run in runs],
     }
-    listed = "; ".join(f"{name}: {', '.join(sorted(values))}" for name, values in facts.items())
+    listed = "; ".join(f"{name}: {', '.join(sorted(set(values)))}" for name, values in facts.items())
     return f"Runs: {len(runs)}; examples: {examples}; {listed}. Speedups are over the paired baseline of each example."
 
 

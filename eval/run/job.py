@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
             show_together(_finished)
     if bounds is None:
         return 0
-    from eval.analysis.difference import difference, passes  # the jobs have imported it
+    from eval.analysis.run_table import difference, passes  # the jobs have imported it
 
     passed = passes([result.results and difference(result.results) for result in _finished], bounds)
     print(f"gate {options.gate}: {'passed' if passed else 'FAILED'}")

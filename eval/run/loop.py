@@ -20,9 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from eval.analysis.difference import difference
-from eval.analysis.known_methods import marked
-from eval.analysis.run_table import compared_table, run_json, run_table
+from eval.analysis.columns import marked
+from eval.analysis.run_table import compared_table, difference, run_json, run_table
 from eval.analysis.table import Table
 from eval.run import device_lock, identity
 from eval.run.config import DEFAULT_LABEL

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.analysis.run_table import run_table
+from eval.analysis.run_table import compared_table, run_table
 from eval.board import read_board
 from eval.report.overview import warnings
 from eval.run import measure
@@ -136,6 +136,14 @@ def test_baseline_that_flatters_speedups_is_named(device: str, made: Record, sig
         assert f"Caution: {sentence}." in table
         assert sentence in page
     assert ("Caution" in table) == bool(signs)
+
+
+def test_comparison_names_each_caution_of_all_runs_once(tmp_path: Path) -> None:
+    one, other = (stored_on(H100, at(0.1, 9000, kernel), tmp_path / str(kernel)) for kernel in (None, FLASH_2))
+    caption = compared_table({"one": Results([one]), "other": Results([other])}, "two").caption
+    assert len(one.handicaps) == 1  # the other one has two
+    assert [caption.count(f"Caution: {sentence}.") for sentence in other.handicaps] == [1, 1]
+    assert f"by profiler: {FLASH_2}." in caption
 
 
 def test_board_refuses_an_impossible_clock_with_its_number(tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 from scipy.stats import binomtest
 
-from eval.analysis.difference import binomial, difference, passes
-from eval.analysis.run_table import run_table
+from eval.analysis.run_table import binomial, difference, passes, run_table
 from eval.run.job import parse_gate
 from eval.store.results import Results
 from lazyllm.errors import UserError

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from matplotlib.container import ErrorbarContainer
 
-from eval.analysis.field import FIGURE, field, memory, plot_comparison
+from eval.analysis.field import FIGURE, field, memory, plot_comparison, ttft_share
 from eval.store.results import Results
 from lazyllm.methods import METHODS
 from tests.eval.analysis.made import drawn, example, line, over, stored, texts
@@ -58,6 +58,34 @@ def test_memory_says_what_was_not_measured() -> None:
     records = [replace(record, baseline=None) for record in over(("hops",))]
     cells = line(memory(Results([stored(records)])).cells, method="lazy, schedule=paper")
     assert (cells["both / baseline"], cells["peak / baseline"], cells["peak, MB"]) == ("unpaired",) * 2 + ("not known",)
+
+
+def test_ttft_share_by_hand() -> None:
+    records = [
+        example("hops", "a", prompt_tokens=512, ttft_s=0.1, total_s=0.4, token_ids=[1] * 4),
+        example("hops", "b", prompt_tokens=513, ttft_s=0.3, total_s=0.4, token_ids=[1] * 4),
+        example("hops", "c", prompt_tokens=1000, ttft_s=0.1, total_s=0.8, token_ids=[1] * 5),
+    ]
+    table = ttft_share(Results([stored(records)]))
+    frame = table.frame[table.frame["method"] == "lazy"]
+    found = {
+        (row["prompt_tokens"], row["answer_tokens"]): (row["generations"], row["share"])
+        for row in frame.to_dict("records")
+    }
+    expected = {
+        ("1-512", "1-4"): (1, 25), ("513-1024", "1-4"): (1, 75), ("513-1024", "5-16"): (1, 12.5),
+        ("1-512", "all"): (1, 25), ("513-1024", "all"): (2, 100 * 0.4 / 1.2), ("all", "1-4"): (2, 50),
+        ("all", "5-16"): (1, 12.5), ("all", "all"): (3, 100 * 0.5 / 1.6),
+    }  # fmt: skip
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key] == pytest.approx(value)
+    assert line(table.cells, method="baseline")["all"] == "50.0"  # 0.4 s of 0.8 s
+    assert line(table.cells, method="baseline")["in steps"] == "4.0"  # of 0.1 s
+    assert line(table.cells, method="lazy, schedule=paper") == {
+        "model": "tiny (embedded)", "method": "lazy, schedule=paper", "in steps": "1.7", "all": "31.2",
+        "prompt 1-512": "25.0", "prompt 513-1024": "33.3", "answer 1-4": "50.0", "answer 5-16": "12.5",
+    }  # fmt: skip
 
 
 def runs() -> list:

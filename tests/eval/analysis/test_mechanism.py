@@ -147,7 +147,7 @@ def test_mechanism_figure_shows_every_cell(tmp_path: Path) -> None:
         assert [label.get_text() for label in axes.get_yticklabels()] == ["layers 1–2", "layers 3–6"]
     written = texts(picture)
     for text in ("Prefill", "Decoding step 1: the newest token is “v”", "prompt tokens computed so far, of 120", "120",
-                 "3", "12", "w75", *mechanism._NAMES.values()):  # fmt: skip
+                 "3", "12", "w75", *(name for name, _, _ in mechanism._LOOKS.values())):  # fmt: skip
         assert text in written
 
 
@@ -162,7 +162,6 @@ def test_mechanism_figure_writes_any_token() -> None:
 
 
 def test_states_differ_in_lightness_or_mark() -> None:
-    lightness = {state: np.dot(to_rgb(fill), [0.2126, 0.7152, 0.0722]) for state, fill in mechanism._FILL.items()}
-    for first, second in combinations(mechanism._NAMES, 2):
-        marks = (first in mechanism._MARK) != (second in mechanism._MARK)
-        assert marks or abs(lightness[first] - lightness[second]) > 0.2
+    for (_, fill, mark), (_, other, others) in combinations(mechanism._LOOKS.values(), 2):
+        lightness, of_other = (np.dot(to_rgb(colour), [0.2126, 0.7152, 0.0722]) for colour in (fill, other))
+        assert bool(mark) != bool(others) or abs(lightness - of_other) > 0.2

@@ -52,7 +52,7 @@ def test_tables_name_random_weights() -> None:
         assert "tiny (embedded, random weights)" in set(TABLES[name](Results(runs)).cells["model"])
 
 
-@pytest.mark.parametrize("name", ["figure5", "figure7", "mechanism", "figure6", "ttft_share"])
+@pytest.mark.parametrize("name", ["figure5", "figure7", "mechanism", "figure6"])
 @pytest.mark.parametrize("changed", [{"revive": False}, {"prune_generated": True}])
 def test_figures_leave_out_ablations(name: str, changed: dict, tmp_path: Path) -> None:
     """Neither alone nor with more examples than the method itself."""

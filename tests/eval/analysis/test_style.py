@@ -96,5 +96,5 @@ def test_figures_draw_the_largest_panels_and_say_how_to_choose() -> None:
     panels, left_out = panels_of(frame, ["model", "suite"])
     assert [key for key, _ in panels] == [("b", "s"), ("c", "s"), ("d", "s")]
     assert (len(panels), left_out) == (MOST, 2)
-    assert "2 more in the CSV: --where KEY=VALUE chooses the runs to draw" in texts(new_figure(2, 2, left_out=left_out))
+    assert "2 more in the CSV: --where KEY=VALUE chooses the runs to draw" in texts(new_figure(2, 2, left_out))
     assert not texts(new_figure(2, 2))

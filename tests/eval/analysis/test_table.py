@@ -5,8 +5,7 @@ import io
 import pandas as pd
 import pytest
 
-from eval.analysis.columns import Column, cells
-from eval.analysis.table import Table, latex, with_interval
+from eval.analysis.table import Column, Table, cells, latex
 
 TABLE = Table(
     "two",
@@ -76,11 +75,11 @@ def test_latex_takes_nothing_for_its_own(text: str, escaped: str) -> None:
     assert latex(text) == escaped
 
 
-def test_value_with_interval() -> None:
+def test_column_shows_half_of_an_interval() -> None:
     nan = float("nan")
-    assert with_interval(25.304, 24.0, 26.5, 2) == "25.30 ±1.25"
-    assert with_interval(2.346, None, None, 1) == with_interval(2.346, nan, nan, 1) == "2.3"
-    assert with_interval(2.346, None, None, 1, "+") == "+2.3"
+    assert Column("x", "", 2).text({"x": 25.304, "x_low": 24.0, "x_high": 26.5}) == "25.30 ±1.25"
+    assert Column("x", "", 1, sign="+").text({"x": 2.346}) == "+2.3"
+    assert Column("x", "", 1).text({"x": 2.346, "x_low": nan, "x_high": nan}) == "2.3"
 
 
 def test_columns_show_values_with_their_intervals() -> None:

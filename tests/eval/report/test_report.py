@@ -107,7 +107,7 @@ def test_cell_has_the_number_that_sorts_its_column(text: str, value: float | Non
 
 @pytest.mark.parametrize("text", ["2wikimqa", "lazy, keep=0.5", "v2", "2026-01-02"])
 def test_column_with_other_text_is_not_numeric(text: str) -> None:
-    found = grid("t", "", "", pd.DataFrame({"x": ["1", text], "y": ["", None]}), filtered="x")
+    found = grid("t", "", "", pd.DataFrame({"x": ["1", text], "y": ["", None]}), filtered=0)
     assert [column.numeric for column in found.columns] == [False, False]
     assert [cell.text for cell in found.rows[1]] == [text, ""]
     assert found.choices() == ["1", text]
@@ -261,7 +261,7 @@ def test_results_have_one_row_for_a_task_of_one_dataset(tmp_path: Path) -> None:
     assert (row["n"].value, row["score"].value, row["baseline score"].value) == (2, 75, 50)
     assert row["score"].parts[1] == " ±25.00"  # a resample of two examples may hold either one twice
     assert row["TTFT speedup"].value == 2  # 0.4 + 0.4 over 0.1 + 0.3
-    assert (row["TTFT, s"].value, row["% tokens computed"].value) == (0.2, 75)
+    assert (row["TTFT, ms"].value, row["% tokens computed"].value) == (200, 75)
     more = [example(0, "trec", score=1.0), example(0, "musique", score=0.0)]
     store(tmp_path / "b", {"name": "lazy", "schedule": {"2": 0.5}}, [*records, *more])
     names = [(row["task or dataset"].text, row["score"].value) for row in rows(tmp_path / "b")]
@@ -321,12 +321,15 @@ def test_finding_claims_no_more_than_was_measured(tmp_path: Path, runs: dict[str
 def test_settings_of_models_are_in_one_table(tmp_path: Path) -> None:
     for number, changes in enumerate([{}, {}, {"turns": 4, "data": {"hotpotqa": "cc dd"}}]):
         write_run(tmp_path / str(number), [example(0)], LAZY, "mini", **{"data": {"hotpotqa": "aa bb"}} | changes)
-    found = overview.settings_grid(find_runs([tmp_path]))
-    assert found is not None
-    assert [[cell.text for cell in row] for row in found.rows] == [
+    settings = overview.settings_grid(find_runs([tmp_path]))
+    assert settings is not None
+    assert [[cell.text for cell in row] for row in settings.rows] == [
         ["mini (turns=4)", "turns", "4"], ["mini (turns=4)", "rows of hotpotqa", "cc dd"]
     ]  # fmt: skip
     assert overview.settings_grid(find_runs([tmp_path / "0"])) is None
+    found, others = overview.findings(Results(find_runs([tmp_path])))
+    assert found.startswith("mini, longbench: ")
+    assert others == "Other settings, in tables only: mini (turns=4)."
 
 
 def test_figures_in_one_page_share_no_id() -> None:
