@@ -104,7 +104,7 @@ def data(results: Results) -> pd.DataFrame:
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """For each model and suite, a panel for each task and one for the legend."""
-    figure, sections = style.sections_of(frame, 11, lambda rows: 0.6 + 2.6 * style.task_lines(rows))
+    figure, sections = style.sections_of(frame, 11, lambda rows: 2.6 * style.task_lines(rows))
     styles = style.styles_of(frame["method"])
     for part, section in sections:
         panels = style.task_panels(part, section)
@@ -121,7 +121,7 @@ def plot(frame: Any) -> MplFigure:
         handles = [Line2D([], [], label=label, **styles[name].drawn) for name, label in labels.items()]
         for kind, line in _LINES.items():
             handles.append(Line2D([], [], color=style.GREY, linestyle=line, label=f"{kind} answers"))
-        part.legend(handles=handles, loc="outside lower center", ncols=2)
+        part.legend(handles=handles, loc="outside right center")
     return figure
 
 
