@@ -201,7 +201,7 @@ def _physics(runs: Sequence[StoredRun]) -> str:
     """Lines about the baselines' speed: the attention kernels that ran, what MFU is, and what flatters speedups."""
     kernels = ", ".join(dict.fromkeys(kernel for run in runs for kernel in run.kernels)) or "unknown"
     text = f"\nAttention kernel of the baseline, by profiler: {kernels}."
-    for device in dict.fromkeys(run.device for run in runs if run.examples["prefill_mfu"].count()):
+    for device in dict.fromkeys(run.device for run in runs if len(run.examples.dropna(subset="prefill_mfu"))):
         peak = "its maker's dense peak" if accelerator(device) else "the rate of a matrix product measured here"
         text += f" MFU: model FLOPs utilisation of the prefill, FLOPs / TTFT over {peak} ({device})."
     cautions = dict.fromkeys(sentence for run in runs for sentence in run.handicaps)
