@@ -295,7 +295,7 @@ def test_two_turns_hold_their_caches_one_layer_and_one_block(monkeypatch: pytest
     [(1, "sdpa", 9), (HEADS, "eager", None), *slow(*product((HEADS, 1), ("sdpa", "eager"), (9, 70)))],
 )
 @pytest.mark.parametrize(
-    "method", [Baseline(), Lazy({2: 0.3, 5: 0.5}), CLAA(), PyramidInfer(), UniPrefill(None, 0.5, 20, 4, 4, 4)], ids=str
+    "method", [Baseline(), Lazy({2: 0.3, 5: 0.5}), CLAA(), PyramidInfer(), UniPrefill(None, 0.6, 20, 4, 4, 4)], ids=str
 )
 def test_blocks_change_no_result(
     monkeypatch: pytest.MonkeyPatch, method: Method, kv_heads: int, window: int | None, attention: str
