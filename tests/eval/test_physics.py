@@ -12,7 +12,7 @@ import torch
 from eval.analysis.run_table import compared_table, run_table
 from eval.board import read_board
 from eval.report.overview import warnings
-from eval.run import measure
+from eval.run import doctor, measure
 from eval.run.config import TimingConfig
 from eval.run.loop import run
 from eval.store.record import Record
@@ -152,3 +152,8 @@ def test_board_refuses_an_impossible_clock_with_its_number(tmp_path: Path) -> No
     submit(tmp_path / "board" / "fast", [fast], provenance=machine)
     [submission] = read_board(tmp_path / "board")
     assert any("impossible clock: a prefill at 200% of the peak of NVIDIA H100" in line for line in submission.problems)
+
+
+def test_doctor_names_the_kernel_on_a_cpu_and_waits_for_torch_on_a_gpu() -> None:
+    assert doctor.check_attention(None, True) == ("ok", "sdpa runs PyTorch's flash attention for CPUs")
+    assert doctor.check_attention([H100, "580", "81920 MiB"], False)[0] == "not needed"
