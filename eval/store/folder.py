@@ -14,20 +14,20 @@ a file beside, such as records.jsonl.damaged-1. Readers change nothing and refus
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from filelock import FileLock, Timeout
 
-from eval.store.record import Failure, Record, job_event, to_table
+from eval.benchmarks.rows import canonical, sha256_of
+from eval.store.record import Failure, Record, job_event
 from lazyllm.errors import UserError
 from lazyllm.files import write_whole
 
@@ -53,7 +53,7 @@ _PARSE: dict[str, Callable[[str], Any]] = {
 
 def fingerprint(identity: dict[str, Any]) -> str:
     """12 hex digits, equal for two runs only if their records may share a folder."""
-    return hashlib.sha256(_canonical(identity).encode()).hexdigest()[:12]
+    return sha256_of(identity)[:12]
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
@@ -149,7 +149,7 @@ def _locked(file: Path, timeout: float = 0) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout as error:
-        last = [events[-1] for events in read_jobs(file.parent).values() if events]
+        last = [events[-1] for events in read_jobs(file.parent).values()]
         jobs = [event for event in last if event["event"] == "begin"]
         others = [f"process {job['process']} on {job['host']} since {job['time']}" for job in jobs] or ["preparing"]
         raise InUseError(
@@ -182,35 +182,29 @@ def _append_line(file: Path, line: str) -> None:
         ) from error
 
 
-def _mended(files: Iterable[Path], name: str) -> list[Any]:
-    """The good lines of a job's files, after setting the others aside. name: their kind, of `_PARSE`.
+def _mended(files: Sequence[Path], name: str) -> list[Any]:
+    """The good lines of a job's files of one kind, after setting the others aside.
 
-    Lines are set aside if they cannot be parsed, and if they are different records of one example, as the right one is
-    unknown; their bytes go to a new file first. A last line that a kill left incomplete is removed. Raises UserError.
+    Of different records of one example, all are set aside, as the right one is unknown; their bytes go to a new file
+    first. A last line that a kill left incomplete is removed. Raises UserError.
     """
-    lines = {file: list(_lines_of(file, _PARSE[name])) for file in files}
-    values = [value for of_file in lines.values() for _, _, value in of_file]
-    first: dict[tuple[str, str], Record] = {}
-    records = [value for value in values if isinstance(value, Record)]
-    disputed = {record.key for record in records if first.setdefault(record.key, record) != record}
-
-    def fault(value: Any) -> str | None:
-        if isinstance(value, Record) and value.key in disputed:
-            return f"different records of {value.dataset}, row {value.id}"
-        return f"{type(value).__name__}: {value}" if isinstance(value, Exception) else None
-
-    for file, of_file in lines.items():
-        bad = [(number, data, why) for number, data, value in of_file if (why := fault(value)) is not None]
-        if bad:
+    lines = _lines(files, name)
+    disputed = {line.value.key for line in lines if line.fault is not None and isinstance(line.value, Record)}
+    is_bad = [line.fault is not None or (name == "records" and line.value.key in disputed) for line in lines]
+    for file in files:
+        of_file = [(line, bad) for line, bad in zip(lines, is_bad, strict=True) if line.file == file]
+        if bad_lines := [line for line, bad in of_file if bad]:
             names = (file.with_name(f"{file.name}.damaged-{number}") for number in count(1))
             aside = next(path for path in names if not path.exists())
-            write_whole(aside, b"".join(data + b"\n" for _, data, _ in bad))
-            shown = "; ".join(f"line {number}: {why}" for number, _, why in bad[:3]) + ("; ..." if bad[3:] else "")
-            log.warning("%s: damaged lines are set aside in %s: %d (%s)", file, aside.name, len(bad), shown)
-        good = b"".join(data + b"\n" for _, data, value in of_file if fault(value) is None)
-        if good != read_data(file):
+            write_whole(aside, b"".join(line.data + b"\n" for line in bad_lines))
+            shown = [f"line {line.number}: {line.fault or 'another record is there'}" for line in bad_lines]
+            more = ["..."] if len(shown) > 3 else []
+            about = "; ".join(shown[:3] + more)
+            log.warning("%s: damaged lines are set aside in %s: %d (%s)", file, aside.name, len(shown), about)
+        good = b"".join(line.data + b"\n" for line, bad in of_file if not bad)
+        if good != _data(file):
             write_whole(file, good)
-    return [value for value in values if fault(value) is None]
+    return [line.value for line, bad in zip(lines, is_bad, strict=True) if not bad]
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -221,44 +215,26 @@ def read_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
     return read_about(folder / "run.json"), read_records(folder)
 
 
-def read_table(folder: Path) -> pa.Table:
-    """The run's records in the columns of `eval.store.record.SCHEMA`, each example once. Raises UserError."""
-    records = read_records(folder)
-    try:
-        return to_table(records)
-    except ValueError as error:
-        raise UserError(
-            f"{folder}: a record holds an impossible value ({error}). Nothing was changed: remove its line, and the "
-            "run measures its example again"
-        ) from error
-
-
 def read_records(folder: Path) -> list[Record]:
     """The run's records, each example once. Raises UserError for an invalid line, or two different records of a row."""
-    records: dict[tuple[str, str], tuple[str, Record]] = {}  # {example: the place of its line, and its record}
-    for file in files_of(folder, "records"):
-        for number, _, record in _good_lines(file, "records"):
-            place = f"{file}:{number}"
-            first, same = records.setdefault(record.key, (place, record))
-            if same != record:
-                raise UserError(
-                    f"{place}: another record of {record.dataset}, row {record.id}, than {first}. Nothing was changed: "
-                    "run the run's command again, without shard=, which sets both aside and measures the example again"
-                )
-            if place != first:
-                log.warning("%s: repeats %s; the record counts once", place, first)
-    return [record for _, record in records.values()]
+    first: dict[tuple[str, str], _Line] = {}
+    for line in _sound_lines(folder, "records"):
+        if (before := first.setdefault(line.value.key, line)) is not line:
+            log.warning("%s: repeats %s; the record counts once", line.place, before.place)
+    return [line.value for line in first.values()]
 
 
 def read_failures(folder: Path) -> list[Failure]:
     """The last failure of each example, even if the example has a record by now. Raises UserError."""
-    failures = (failure for file in files_of(folder, "failures") for _, _, failure in _good_lines(file, "failures"))
-    return list({failure.key: failure for failure in failures}.values())
+    return list({line.value.key: line.value for line in _sound_lines(folder, "failures")}.values())
 
 
 def read_jobs(folder: Path) -> dict[Path, list[dict[str, Any]]]:
     """{jobs file: the begins and ends of its jobs}. Raises UserError."""
-    return {file: [event for _, _, event in _good_lines(file, "jobs")] for file in files_of(folder, "jobs")}
+    jobs: dict[Path, list[dict[str, Any]]] = {}
+    for line in _sound_lines(folder, "jobs"):
+        jobs.setdefault(line.file, []).append(line.value)
+    return jobs
 
 
 def read_planned(folder: Path) -> list[tuple[str, str]] | None:
@@ -287,41 +263,65 @@ def files_of(folder: Path, name: str) -> list[Path]:
     return [*([whole] if whole.exists() else []), *sorted(folder.glob(f"{name}-*-of-*.jsonl"))]
 
 
-def read_data(file: Path) -> bytes:
-    """The content of a file of lines. Raises UserError if it cannot be read."""
+@dataclass(frozen=True)
+class _Line:
+    """A line of a file: its number (from 1), its bytes, its value, and why it does not count; None if it does."""
+
+    file: Path
+    number: int
+    data: bytes
+    value: Any
+    fault: str | None
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.number}"
+
+
+def _lines(files: Iterable[Path], name: str) -> list[_Line]:
+    """The lines of files of one kind of `_PARSE` that are not blank. Raises UserError if a file cannot be read.
+
+    A last line without its newline counts if it can be parsed: an incomplete one is not JSON, and is left out. A record
+    has a fault if an earlier one of the same example differs.
+    """
+    lines: list[_Line] = []
+    first: dict[tuple[str, str], tuple[Record, str]] = {}
+    for file in files:
+        *ended, tail = _data(file).split(b"\n")
+        for number, data in enumerate([*ended, tail], start=1):
+            if not data.strip():
+                continue
+            try:
+                value, fault = _PARSE[name](data.decode()), None
+            except NO_LINE as error:
+                if number > len(ended):
+                    continue
+                value, fault = None, f"not a line of {name} ({type(error).__name__}: {error})"
+            if isinstance(value, Record):
+                earlier, place = first.setdefault(value.key, (value, f"{file}:{number}"))
+                if earlier != value:
+                    fault = f"another record of {value.dataset}, row {value.id}, than {place}"
+            lines.append(_Line(file, number, data, value, fault))
+    return lines
+
+
+def _sound_lines(folder: Path, name: str) -> list[_Line]:
+    """The lines of all of a run's files of one kind. Raises UserError at the first with a fault."""
+    lines = _lines(files_of(folder, name), name)
+    for line in lines:
+        if line.fault is not None:
+            raise UserError(
+                f"{line.place}: {line.fault}. Nothing was changed: run the run's command again, without shard=, which "
+                "sets such lines aside and measures their examples. Or start a new run with out=FOLDER"
+            )
+    return lines
+
+
+def _data(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error}); fix that, or start a new run with out=FOLDER") from error
-
-
-def _lines_of(file: Path, parse: Callable[[str], Any]) -> Iterator[tuple[int, bytes, Any]]:
-    """(number from 1, bytes, parsed line or the exception of parsing it) for each line that is not blank.
-
-    A last line without its newline counts if it can be parsed: an incomplete one is not JSON. Raises UserError if the
-    file cannot be read.
-    """
-    *lines, tail = read_data(file).split(b"\n")
-    for number, data in enumerate([*lines, tail], start=1):
-        if data.strip():
-            try:
-                value = parse(data.decode())
-            except NO_LINE as error:
-                if number > len(lines):
-                    return
-                value = error
-            yield number, data, value
-
-
-def _good_lines(file: Path, name: str) -> Iterator[tuple[int, bytes, Any]]:
-    """`_lines_of` a file of a kind of `_PARSE`. Raises UserError at the first invalid line."""
-    for number, data, value in _lines_of(file, _PARSE[name]):
-        if isinstance(value, Exception):
-            raise UserError(
-                f"{file}:{number}: not a line of {name} ({type(value).__name__}: {value}). Nothing was changed: run "
-                "the run's command again, which sets the line aside. Or start a new run with out=FOLDER"
-            ) from value
-        yield number, data, value
 
 
 # ------------------------------------------------------------------------------------------------------------ run.json
@@ -346,17 +346,11 @@ def about_in(folder: Path, identity: dict[str, Any], in_part: bool = False) -> d
         if any(folder.glob("records*.jsonl")):
             raise UserError(f"{folder}: holds records but no run.json; give another folder with out=FOLDER")
         return None
-    content, now = read_about(folder / "run.json"), json.loads(_canonical(identity))
+    content, now = read_about(folder / "run.json"), json.loads(canonical(identity))
     before = content["identity"]
     if in_part:
         before = {key: before.get(key) for key in now}
         before["versions"] = {key: of for key, of in (before["versions"] or {}).items() if key in now["versions"]}
-    there, here = (of.get("versions", {}).get("lazyllm-bench", "") for of in (before, now))
-    if there != here and there.startswith(("0.1.", "0.2.")):
-        raise UserError(
-            f"{folder}: holds a run of lazyllm-bench {there}. Runs of versions before 0.3.0 can be read, but not "
-            "resumed: give another folder with out=FOLDER, or omit out= for a new one"
-        )
     check_same(folder, "run", before, now)
     return content
 
@@ -389,10 +383,6 @@ def read_about(file: Path) -> dict[str, Any]:
     return content
 
 
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
-
-
 def _short(value: Any) -> str:
-    text = _canonical(value)
+    text = canonical(value).decode()
     return text if len(text) <= 80 else f"{text[:77]}..."

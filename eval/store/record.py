@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -138,18 +138,17 @@ class Measurement:
     request: Request | None = None
 
 
-def _columns(kind: type) -> list[Field[Any]]:
-    return [field for field in fields(kind) if _type(field)[1] in ("int", "float")]
-
-
-def _type(field: Field[Any]) -> tuple[bool, str]:
-    """Whether a field may be None, and its annotation without None."""
-    name = str(field.type)
-    return name.endswith(" | None"), name.removesuffix(" | None")
+@cache
+def _described(kind: type) -> list[tuple[Field[Any], bool, str]]:
+    """(field, whether it may be None, its annotation without None) of all fields of a class."""
+    names = [(item, str(item.type)) for item in fields(kind)]
+    return [(item, name.endswith(" | None"), name.removesuffix(" | None")) for item, name in names]
 
 
 # {column of the frames: its factor over the record's field}
-SCALES: dict[str, float] = {field.name: field.metadata.get("scale", 1) for field in _columns(Measurement)}
+SCALES: dict[str, float] = {
+    item.name: item.metadata.get("scale", 1) for item, _, kind in _described(Measurement) if kind in ("int", "float")
+}
 # The frames' columns of a measurement: its numbers, the mean decoding step, the number of generated tokens, and 100 for
 # an answer that is not empty, else 0
 MEASURED = (*SCALES, "step_s", "generated_tokens", "pct_answered")
@@ -169,7 +168,7 @@ class Line:
     @classmethod
     def from_json(cls, line: str) -> Self:
         """The object of a line. Raises ValueError or TypeError for an invalid one."""
-        return _made(cls, _values(line))
+        return _made(cls, json.loads(line))
 
     def to_json(self) -> str:
         """One line of JSON, without a newline at its end."""
@@ -237,7 +236,7 @@ class Failure(Line):
 
 def job_event(line: str) -> dict[str, Any]:
     """A line of jobs.jsonl: "event", which is begin or end, its "time", and more. Raises as `Line.from_json`."""
-    values = _values(line)
+    values = json.loads(line)
     if values["event"] not in ("begin", "end"):
         raise ValueError(f"event is {values['event']!r}, not begin or end")
     datetime.fromisoformat(values["time"])
@@ -254,13 +253,6 @@ def compact_counts(computed: np.ndarray) -> tuple[list[int], list[list[int]]]:
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-def _values(line: str) -> dict[str, Any]:
-    values = json.loads(line)
-    if type(values) is not dict:
-        raise TypeError(f"the line is {type(values).__name__}, not dict")
-    return values
-
-
 def _made(kind: type[_Kind], values: Any) -> _Kind:
     """The object of a class from JSON values, if they have the types of its fields and are finite.
 
@@ -269,8 +261,8 @@ def _made(kind: type[_Kind], values: Any) -> _Kind:
     if type(values) is not dict:
         raise TypeError(f"{kind.__name__} is {type(values).__name__}, not dict")
     values = dict(values)
-    for name, optional, annotation in _described(kind):
-        if name not in values or (values[name] is None and optional):
+    for item, optional, annotation in _described(kind):
+        if (name := item.name) not in values or (values[name] is None and optional):
             continue
         value = values[name]
         if annotation in _NESTED:
@@ -287,12 +279,6 @@ def _made(kind: type[_Kind], values: Any) -> _Kind:
     return line
 
 
-@cache
-def _described(kind: type) -> list[tuple[str, bool, str]]:
-    """(field, whether it may be None, its annotation without None) of all fields."""
-    return [(item.name, *_type(item)) for item in fields(kind)]
-
-
 # The classes of nested fields, and whether a field holds a list of them
 _NESTED: dict[str, tuple[type, bool]] = {
     "Measurement": (Measurement, False),
@@ -307,8 +293,7 @@ _NESTED: dict[str, tuple[type, bool]] = {
 def _schema(kind: type) -> pa.Schema:
     """The columns of a class, nested like its fields."""
     columns = []
-    for item in fields(kind):
-        optional, name = _type(item)
+    for item, optional, name in _described(kind):
         if name in _NESTED:
             inner, is_list = _NESTED[name]  # Arrow makes every part of a null struct null
             parts = [part.with_nullable((optional and not is_list) or part.nullable) for part in _schema(inner)]
@@ -330,16 +315,13 @@ def to_table(records: Iterable[Record]) -> pa.Table:
         raise ValueError(str(error)) from error
 
 
-def _nested(line: Record | LaterTurn) -> dict[str, Any]:
-    """A line's values, with its measurements' and turns', without copies of their lists."""
-    values = {**vars(line), "method": _flat(line.method), "baseline": line.baseline and _flat(line.baseline)}
-    if isinstance(line, Record) and line.later is not None:
-        values["later"] = [_nested(turn) for turn in line.later]
-    return values
-
-
-def _flat(measured: Measurement) -> dict[str, Any]:
-    return {**vars(measured), "request": measured.request and vars(measured.request)}
+def _nested(value: Any) -> Any:
+    """A value with dicts for its objects, without copies of lists of numbers."""
+    if is_dataclass(value):
+        return {name: _nested(inner) for name, inner in vars(value).items()}
+    if isinstance(value, list) and value and is_dataclass(value[0]):
+        return list(map(_nested, value))
+    return value
 
 
 def to_records(table: pa.Table) -> list[Record]:

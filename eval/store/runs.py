@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from eval.benchmarks.datasets import DATASETS
-from eval.store.folder import files_of, read_about, read_failures, read_records, read_table
+from eval.store.folder import files_of, read_about, read_failures, read_records
 from eval.store.record import SCALES, SCHEMA, Failure, Record, to_records, to_table
 from lazyllm.errors import UserError
 from lazyllm.machine import LONG, handicaps
@@ -64,7 +64,7 @@ class StoredRun:
 
     source: of the records: the folder's lines (None), a campaign's part, or records in memory.
     apart: follows the model's short name if the run shares no table with most runs of the model; facts: the facts in
-    which it differs from them (`eval.store.comparable`).
+    which it differs from them (`eval.store.results`).
     baselines: the baseline's runs of the same table, if this run timed only the baseline's first tokens.
     """
 
@@ -80,21 +80,27 @@ class StoredRun:
 
         Raises UserError.
         """
-        if self.source is None:
-            table = read_table(self.folder)
+        if isinstance(self.source, Part) and not self.baselines:
+            table = self.source.table(columns)
         else:
-            wanted = None if self.baselines else columns
-            table = self.source.table(wanted) if isinstance(self.source, Part) else to_table(self.source)
-        if self.baselines:
-            table = _with_baseline(table, pa.concat_tables([run.table() for run in self.baselines]))
+            records = self.records
+            try:
+                table = to_table(records)
+            except ValueError as error:
+                raise UserError(
+                    f"{self.folder}: a record holds an impossible value ({error}). Nothing was changed: remove its "
+                    "line, and the run measures its example again"
+                ) from error
         return table if columns is None else table.flatten().select(list(columns)).combine_chunks()
 
     @property
     def records(self) -> list[Record]:
         """Every record, in order. Raises UserError."""
-        if self.baselines or isinstance(self.source, Part):
-            return to_records(self.table())
-        return read_records(self.folder) if self.source is None else list(self.source)
+        if isinstance(self.source, Part):
+            records = to_records(self.source.table(None))
+        else:
+            records = read_records(self.folder) if self.source is None else list(self.source)
+        return [*_with_baseline(records, self.baselines)] if self.baselines else records
 
     @cached_property
     def examples(self) -> pd.DataFrame:
@@ -257,26 +263,19 @@ def _collected_runs(campaign: Path) -> list[StoredRun]:
         raise UserError(f"{file}: cannot be read as a campaign ({type(error).__name__}: {error})") from error
 
 
-def _with_baseline(table: pa.Table, whole: pa.Table) -> pa.Table:
-    """A run's nested table with `baseline` from the whole baseline's table, from the rows with the same prompts.
+def _with_baseline(records: Iterable[Record], runs: Iterable[StoredRun]) -> Iterator[Record]:
+    """Records with `baseline` from the baseline's own runs, by their prompts; None if these lack it.
 
     The time to the first token is the one measured beside the method; the total time is this plus the decoding.
     """
-    of_table, of_whole = (
-        list(zip(*(part[name].to_pylist() for name in ("dataset", "id", "prompt_sha256")), strict=True))
-        for part in (table, whole)
-    )
-    places = {key: place for place, key in enumerate(of_whole)}
-    taken = whole["method"].combine_chunks().take(pa.array([places.get(key) for key in of_table], pa.int64()))
-    parts = dict(zip((part.name for part in taken.type), taken.flatten(), strict=True))
-    ttft = table["baseline_ttft_s"].combine_chunks()
-    for total in ("total_s", "total_s_so_far"):
-        decoding = pc.call_function("subtract", [parts[total], parts["ttft_s"]])
-        parts[total] = pc.call_function("add", [decoding, ttft])
-    column = table.schema.get_field_index("baseline")
-    fields = list(SCHEMA.field(column).type)
-    joined = pa.StructArray.from_arrays(list((parts | {"ttft_s": ttft}).values()), fields=fields, mask=taken.is_null())
-    return table.set_column(column, SCHEMA.field(column), joined)
+    whole = {(one.key, one.prompt_sha256): one.method for run in runs for one in run.records}
+    for record in records:
+        baseline, ttft = whole.get((record.key, record.prompt_sha256)), record.baseline_ttft_s
+        if baseline is not None and ttft is not None:
+            totals = baseline.total_s, baseline.total_s_so_far
+            total, so_far = (None if value is None else value - baseline.ttft_s + ttft for value in totals)
+            record = replace(record, baseline=replace(baseline, ttft_s=ttft, total_s=total, total_s_so_far=so_far))
+        yield record
 
 
 # --------------------------------------------------------------------------------------------------------- example rows
@@ -299,6 +298,7 @@ def _example_rows(table: pa.Table) -> pd.DataFrame:
     """`example_rows` of a flat table."""
     import pandas as pd
 
+    table = table.flatten()
     datasets: Any = table["dataset"].to_pandas()
     columns: dict[str, Any] = {"dataset": datasets}
     for fact in ("task", "suite"):
@@ -307,11 +307,12 @@ def _example_rows(table: pa.Table) -> pd.DataFrame:
     columns |= {name: table[name].to_numpy() for name in ("prompt_tokens", "turn")}
     for side, prefix in _SIDES.items():
         columns |= {f"{prefix}{name}": scale * _numbers(table[f"{side}.{name}"]) for name, scale in SCALES.items()}
-        request = table[f"{side}.request"]  # tells what a server's answer has no lists for
-        steps = _means(table[f"{side}.decode_step_s"].to_pandas())
-        columns[f"{prefix}step_s"] = np.where(np.isnan(steps), _numbers(_part(request, "tpot_s")), steps)
+        request = f"{side}.request"  # tells what a server's answer has no lists for
+        lists = table[f"{side}.decode_step_s"].to_pandas()
+        steps = np.array([np.nan if values is None or not len(values) else values.mean() for values in lists])
+        columns[f"{prefix}step_s"] = np.where(np.isnan(steps), _numbers(table[f"{request}.tpot_s"]), steps)
         lengths = pc.call_function("list_value_length", [table[f"{side}.token_ids"]])
-        told = _part(request, "completion_tokens")
+        told = table[f"{request}.completion_tokens"]
         columns[f"{prefix}generated_tokens"] = _numbers(pc.call_function("coalesce", [lengths.cast(pa.int64()), told]))
         answered = pc.call_function("not_equal", [table[f"{side}.text"], pa.scalar("")])
         columns[f"{prefix}pct_answered"] = 100 * _numbers(answered)
@@ -319,15 +320,6 @@ def _example_rows(table: pa.Table) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def _part(structs: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
-    return pc.call_function("struct_field", [structs], pc.StructFieldOptions(name))
-
-
 def _numbers(column: pa.ChunkedArray) -> pd.Series:
     """[rows] the numbers; integers become floats only if one is missing (NaN)."""
     return column.cast(column.type if pa.types.is_floating(column.type) else pa.int64()).to_pandas()
-
-
-def _means(lists: pd.Series) -> np.ndarray:
-    """[rows] the mean of each list; NaN if it is empty or missing."""
-    return np.array([np.nan if values is None or not len(values) else values.mean() for values in lists])

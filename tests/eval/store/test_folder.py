@@ -143,7 +143,10 @@ def test_resuming_sets_damaged_lines_aside(folder: Path, caplog) -> None:
     assert read_failures(folder) == [FAILURE]
     said = [message.getMessage() for message in caplog.records]
     assert len(said) == 2
-    assert "records.jsonl: damaged lines are set aside in records.jsonl.damaged-1: 1 (line 2: JSONDecodeE" in said[0]
+    assert (
+        "damaged lines are set aside in records.jsonl.damaged-1: 1 (line 2: not a line of records (JSONDecodeE"
+        in said[0]
+    )
     (folder / "records.jsonl").write_bytes(b"x\n")
     opened(folder)
     assert (folder / "records.jsonl.damaged-1").read_bytes() == garbled  # nothing is overwritten
@@ -176,7 +179,7 @@ def test_resuming_sets_all_different_records_of_an_example_aside(folder: Path, c
     assert [record.id for record in read_run(folder)[1]] == ["row-0", "row-2", "row-5"]
     aside = [(folder / f"records{part}.jsonl.damaged-1").read_text() for part in ("", "-1-of-2")]
     assert aside == [f"{one.to_json()}\n" for one in (record(1), lines[2])]
-    assert "line 3: different records of hotpotqa, row row-1" in caplog.text
+    assert "line 3: another record of hotpotqa, row row-1" in caplog.text
 
 
 def test_shard_leaves_files_of_other_shards_alone(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval.store.folder import read_run, read_table
+from eval.store.folder import read_run
 from eval.store.record import MEASURED, Record, compact_counts, to_records, to_table
 from eval.store.results import as_frame
 from eval.store.runs import StoredRun, example_rows, stored_runs
@@ -121,17 +121,21 @@ def test_last_line_without_its_end_counts_if_it_is_whole(tmp_path: Path, cut: in
     write_run(tmp_path, [record(0), record(1)])
     file = tmp_path / "records.jsonl"
     file.write_bytes(file.read_bytes()[:-cut])
-    assert to_records(read_table(tmp_path)) == read_run(tmp_path)[1] == [record(0), record(1)][: 2 if cut == 1 else 1]
+    assert (
+        to_records(StoredRun(tmp_path, {}).table())
+        == read_run(tmp_path)[1]
+        == [record(0), record(1)][: 2 if cut == 1 else 1]
+    )
 
 
 def test_equal_lines_count_once_and_different_ones_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path, [record(0), record(1)])
     with (tmp_path / "records.jsonl").open("ab") as opened:
         opened.write(lines(record(0), ""))
-    assert to_records(read_table(tmp_path)) == read_run(tmp_path)[1] == [record(0), record(1)]
+    assert to_records(StoredRun(tmp_path, {}).table()) == read_run(tmp_path)[1] == [record(0), record(1)]
     with (tmp_path / "records.jsonl").open("ab") as opened:
         opened.write(lines(record(1, score=1.0)))
-    for read in (read_table, read_run):
+    for read in (lambda folder: StoredRun(folder, {}).table(), read_run):
         with pytest.raises(UserError, match=r"records\.jsonl:5: another record of hotpotqa, row row-1"):
             read(tmp_path)
 
@@ -164,13 +168,13 @@ def test_equal_lines_count_once_and_different_ones_are_refused(tmp_path: Path) -
 def test_reader_refuses_invalid_line_with_its_number(tmp_path: Path, line: Any, reason: str) -> None:
     (tmp_path / "records.jsonl").write_bytes(lines(record(0), line))
     with pytest.raises(UserError, match=rf"records\.jsonl:2: not a line of records .*({reason})"):
-        read_table(tmp_path)
+        StoredRun(tmp_path, {}).table()
 
 
 def test_reader_refuses_number_that_no_column_holds(tmp_path: Path) -> None:
     write_run(tmp_path, [record(0, token_ids=[2**40])])
     with pytest.raises(UserError, match="a record holds an impossible value"):
-        read_table(tmp_path)
+        StoredRun(tmp_path, {}).table()
 
 
 def test_compact_counts_lose_nothing() -> None:
