@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.metrics import needs_classes
-from eval.store.comparable import tell_apart, with_baselines
 from eval.store.folder import fingerprint, read_planned
 from eval.store.record import Measurement, Record
-from eval.store.results import Results
+from eval.store.results import Results, tell_apart, with_baselines
 from eval.store.runs import StoredRun, counted, stored_runs
 from lazyllm.errors import UserError
 from lazyllm.files import write_whole

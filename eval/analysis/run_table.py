@@ -19,9 +19,8 @@ from eval.analysis.columns import BASELINE, range_of, ranges_in, with_ends
 from eval.analysis.table import COMPUTED, EXAMPLES, Column, Table, cells, forms
 from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import VALUES, drawn_means, on_common_examples, rows_of
-from eval.store.comparable import without_baseline
 from eval.store.folder import read_planned
-from eval.store.results import Results
+from eval.store.results import Results, without_baseline
 from eval.store.runs import StoredRun
 from lazyllm.machine import accelerator
 

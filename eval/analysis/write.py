@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.store.comparable import add_choice
-from eval.store.results import Results
+from eval.store.results import Results, add_choice
 from lazyllm.files import write_whole
 
 if TYPE_CHECKING:

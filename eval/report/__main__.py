@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.store.comparable import add_choice
-from eval.store.results import Results
+from eval.store.results import Results, add_choice
 from lazyllm.files import write_whole
 
 LARGE_MB = 30

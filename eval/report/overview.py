@@ -12,8 +12,7 @@ from eval.analysis.run_table import SHOWN
 from eval.analysis.style import usual
 from eval.analysis.table import COMPUTED, EXAMPLES, MODEL, Column, cells
 from eval.report.grid import Grid, grid
-from eval.store.comparable import as_text
-from eval.store.results import Results, first_turns
+from eval.store.results import Results, as_text, first_turns
 from eval.store.runs import StoredRun, counted
 
 KEPT = 0.99  # of the baseline's score

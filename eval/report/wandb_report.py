@@ -17,9 +17,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from eval.benchmarks.datasets import DATASETS, TASKS
-from eval.store.comparable import add_choice
 from eval.store.folder import fingerprint
-from eval.store.results import Results
+from eval.store.results import Results, add_choice
 from lazyllm.errors import UserError
 from lazyllm.files import write_whole
 

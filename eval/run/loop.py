@@ -30,10 +30,9 @@ from eval.run.prepare import Plan, prepare, within_reach
 from eval.run.resolved import Resolved
 from eval.run.served import Servers
 from eval.run.wandb_run import Tracker, facts_of, open_tracker
-from eval.store.comparable import tell_apart, with_baselines
 from eval.store.folder import PLANNED, RunStore, fingerprint, open_store, planned_text, read_about
 from eval.store.record import Failure, Trace
-from eval.store.results import Results
+from eval.store.results import Results, tell_apart, with_baselines
 from eval.store.runs import StoredRun, short_name
 from lazyllm.engine.devices import devices_of
 from lazyllm.errors import FailedExamplesError, UserError, reason_of

@@ -27,8 +27,8 @@ from eval.run.resolved import RUNS, Resolved, about_the_method, at_depth, build_
 from eval.run.served import describe_servers
 from eval.run.targets import OutOfReachError
 from eval.run.work import rows_of_answers
-from eval.store.comparable import as_text
 from eval.store.folder import fingerprint
+from eval.store.results import as_text
 from eval.store.runs import label_of, settings_in, short_name
 from lazyllm.engine.devices import memory_of
 from lazyllm.errors import UserError

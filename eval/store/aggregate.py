@@ -87,10 +87,11 @@ def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
         for name in names:
             rows.append(_row("dataset", name, task, [sizes[name]], drawn[name], seeds[name]))
         if names:
-            task_draws.append(_mean([drawn[name] for name in names]))
+            task_draws.append(_with_ratios(np.mean([drawn[name] for name in names], axis=0)))
             task_seeds.append(_mean_of_common([seeds[name] for name in names]))
             rows.append(_row("task", task, task, [sizes[name] for name in names], task_draws[-1], task_seeds[-1]))
-    return [*rows, _row("all", "all", "all", list(sizes.values()), _mean(task_draws), _mean_of_common(task_seeds))]
+    drawn_all = _with_ratios(np.mean(task_draws, axis=0))
+    return [*rows, _row("all", "all", "all", list(sizes.values()), drawn_all, _mean_of_common(task_seeds))]
 
 
 def with_baselines(frame: pd.DataFrame) -> pd.DataFrame:
@@ -144,23 +145,17 @@ def _weights(dataset: str, n: int) -> np.ndarray:
 def _dataset(name: str, examples: pd.DataFrame) -> np.ndarray:
     columns = list(examples.columns.drop("dataset"))
     weights = _weights(name, len(examples))
-    sums = dict(
-        zip(columns, (weights @ examples[columns].to_numpy()).T, strict=True)
-    )  # a single product, as it dominates the cost
+    products = weights @ examples[columns].to_numpy()  # a single one, as it dominates the cost
+    sums = dict(zip(columns, products.T, strict=True))
     drawn = np.full((len(weights), len(VALUES)), np.nan)
-    for column in VALUES:
-        if column in sums:
-            drawn[:, _COLUMN[column]] = sums[column] / len(examples)
+    for column in sums.keys() & _COLUMN:
+        drawn[:, _COLUMN[column]] = sums[column] / len(examples)
     for speedup, clock in _SPEEDUPS.items():
         drawn[:, _COLUMN[speedup]] = sums[f"baseline_{clock}_sum"] / sums[f"{clock}_sum"]
     for column in ("score", "baseline_score"):
         # the official score is rounded before it is averaged over datasets
         drawn[0, _COLUMN[column]] = dataset_score((examples[column] / 100).to_list())
     return _with_ratios(drawn)
-
-
-def _mean(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return _with_ratios(np.mean(parts, axis=0))
 
 
 def _with_ratios(drawn: np.ndarray) -> np.ndarray:

@@ -25,10 +25,9 @@ from uuid import uuid4
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eval.store.comparable import add_choice, chosen, tell_apart
 from eval.store.folder import fingerprint, read_failures, read_planned
 from eval.store.record import SCHEMA
-from eval.store.results import as_frame, find_runs
+from eval.store.results import add_choice, as_frame, chosen, find_runs, tell_apart
 from eval.store.runs import CAMPAIGN, CAMPAIGN_RECORDS, CAMPAIGN_VERSION, StoredRun, counted, stored_runs
 from lazyllm.errors import UserError
 from lazyllm.files import write_whole
@@ -44,7 +43,7 @@ def collect(
 
     Returns campaign.json's entries of the runs.
 
-    where, newest: as in `eval.store.comparable.chosen`. Memory holds one run's records at a time. Raises UserError if
+    where, newest: as in `eval.store.results.chosen`. Memory holds one run's records at a time. Raises UserError if
     there is no run, if a run is damaged, or if `out` is something other than a campaign or holds runs of its own.
     """
     runs = tell_apart(chosen(stored_runs(folders), where, newest))
