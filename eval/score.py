@@ -16,7 +16,7 @@ from typing import Any
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS
-from eval.benchmarks.metrics import dataset_score, gold_problem, second_score
+from eval.benchmarks.metrics import check_gold, dataset_score, second_score
 from eval.benchmarks.rows import Field, check_fields, read_lines
 from eval.benchmarks.suite import Dataset
 from lazyllm.errors import UserError
@@ -107,9 +107,7 @@ def _read(file: Path, dataset: Dataset) -> list[dict[str, Any]]:
             if isinstance(row, UserError):
                 raise row
             check_fields(row, _FIELDS)
-            problem = gold_problem(dataset, row["answers"], row["all_classes"])
-            if problem is not None:
-                raise UserError(problem)
+            check_gold(dataset, row["answers"], row["all_classes"])
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         rows.append(row)

@@ -80,13 +80,11 @@ def prompts_sha256(content: bytes) -> str:
 
 SUITE = Suite(
     name="babilong",
-    version=1,
     datasets=tuple(
         Dataset(f"babilong_{task}", "facts_in_books", "label", suite="babilong", decode_halves=False) for task in LABELS
     ),
     load=load,
     score=score,
-    whole="babilong",
     options=BabilongConfig,
     check=partial(check_lengths, LENGTHS),
     missing=_HUB.missing,

@@ -114,13 +114,8 @@ def load_rows(dataset: Dataset, data_dir: str | Path | None = None, on_error: On
     data_dir: the folder of the suite's files; None downloads or makes them.
     on_error: "raise" if a row is unusable, or "skip" such rows and list them in `skipped`.
     """
-    if on_error not in ("raise", "skip"):
-        raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
-    suite = SUITES[dataset.suite]
-    options = suite.options() if suite.options is not None else None
-    return suite.load(
-        dataset, DataSettings(Path(data_dir) if data_dir is not None else None, on_error, options=options)
-    )
+    suite, folder = SUITES[dataset.suite], None if data_dir is None else Path(data_dir)
+    return suite.load(dataset, DataSettings(folder, on_error, options=suite.options and suite.options()))
 
 
 def register_configs() -> None:

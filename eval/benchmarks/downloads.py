@@ -151,9 +151,12 @@ def _header(key: str, content: bytes) -> bytes:
     return f"{key} {hashlib.sha256(content).hexdigest()}".encode()
 
 
-def bytes_sha256(content: bytes) -> str:
-    """SHA-256 of some bytes."""
-    return hashlib.sha256(content).hexdigest()
+def given_file(folder: Path, name: str, give: str) -> Path:
+    """A file of the user's folder. give: the content that the folder must have. Raises UserError if it is missing."""
+    file = folder.expanduser() / name
+    if not file.is_file():
+        raise UserError(f"data.dir={folder}: {name} is missing; give data.dir=FOLDER with {give}")
+    return file
 
 
 class TemplateWarning(UserWarning):
@@ -167,7 +170,7 @@ def official_file(
     sha256: str,
     folder: Path | None,
     give: str,
-    digest: Callable[[bytes], str] = bytes_sha256,
+    digest: Callable[[bytes], str] = lambda content: hashlib.sha256(content).hexdigest(),
     exact: bool = False,
 ) -> bytes:
     """The content of a file by a suite's authors: the user's copy, or downloaded once into `official_cache`.
@@ -178,9 +181,7 @@ def official_file(
     (TemplateWarning) if the user's has, or refuses it too (exact).
     """
     if folder is not None:
-        file = folder.expanduser() / name
-        if not file.is_file():
-            raise UserError(f"data.dir={folder}: {name} is missing; give data.dir=FOLDER with {give}")
+        file = given_file(folder, name, give)
         content = file.read_bytes()
         if digest(content) != sha256:
             differs = f"{file}: differs from {owner}'s own ({url})"
@@ -191,8 +192,7 @@ def official_file(
     cache = official_cache(owner)
     file, ways_out = cache / name, ways_out_of(give, str(cache))
     if file.is_file():
-        content = file.read_bytes()
-        if digest(content) != sha256:
+        if digest(content := file.read_bytes()) != sha256:
             raise UserError(f"{file}: not {owner}'s own (its sha256 differs): delete it, and it is downloaded again")
         return content
     require_network(url, f"{owner}'s {name}", ways_out)

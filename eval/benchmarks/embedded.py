@@ -32,6 +32,7 @@ import json
 import random
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -230,18 +231,9 @@ def _lookup(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     names = _draw(rng, keys()[: level.keys], level.facts)
     answers = _draw_values(rng, level, [rng.randint(2, 4) for _ in names])
     needles = [[" entry", name, *answer] for name, answer in zip(names, answers, strict=True)]
-    questions = [
-        Question([name], answer, [needle]) for name, answer, needle in zip(names, answers, needles, strict=True)
-    ]
+    asked = zip(names, answers, needles, strict=True)
+    questions = [Question([name], answer, [needle]) for name, answer, needle in asked]
     return _among_filler(rng, needles, level.context), questions
-
-
-def _defined_before(rng: random.Random, pairs: list[tuple[Tokens, Tokens]]) -> list[Tokens]:
-    """All sentences of `pairs` in random order, the first of each pair before the second."""
-    order = [i for i in range(len(pairs)) for _ in range(2)]
-    rng.shuffle(order)
-    waiting = [iter(pair) for pair in pairs]
-    return [next(waiting[i]) for i in order]
 
 
 def _hops(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
@@ -273,9 +265,10 @@ def _digest(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     """
     names = _draw(rng, keys()[: level.keys], max(len(_ORDINALS), level.facts // 2))
     values = _draw_values(rng, level, [3] * len(names))
-    needles = _defined_before(
-        rng, [([" entry", name, *value], [" aside", name, "."]) for name, value in zip(names, values, strict=True)]
-    )
+    pairs = [iter(([" entry", name, *value], [" aside", name, "."])) for name, value in zip(names, values, strict=True)]
+    order = [pair for pair in pairs for _ in range(2)]
+    rng.shuffle(order)
+    needles: list[Tokens] = [next(pair) for pair in order]
     said = [i for i, needle in enumerate(needles) if needle[0] == " aside"]
     answer: Tokens = []
     evidence: list[Tokens] = []
@@ -288,14 +281,6 @@ def _digest(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     return _among_filler(rng, needles, level.context), [Question([" first"], answer[1:], evidence)]
 
 
-def _spread(rng: random.Random, total: int, parts: int) -> list[int]:
-    """`parts` random numbers from 0 that sum to `total`."""
-    sizes = [0] * parts
-    for _ in range(total):
-        sizes[rng.randrange(parts)] += 1
-    return sizes
-
-
 def _shots(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     """Labelled examples, three for each key, and new ones to label: the last word determines the class."""
     overhead, shown = 5, 3
@@ -305,9 +290,9 @@ def _shots(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     lines = [(name, label) for name, label in zip(names, labels, strict=True) for _ in range(shown)]
     rng.shuffle(lines)
     tokens: Tokens = []
-    filler = _spread(rng, level.context + 1 - overhead * len(lines), len(lines))
-    for (name, label), size in zip(lines, filler, strict=True):
-        tokens += ["Example", *filler_sentence(rng, size + 1)[:-1], name, label, ".", "\n"]
+    filler = Counter(rng.randrange(len(lines)) for _ in range(level.context + 1 - overhead * len(lines)))
+    for number, (name, label) in enumerate(lines):
+        tokens += ["Example", *filler_sentence(rng, filler[number] + 1)[:-1], name, label, ".", "\n"]
     questions = [
         Question([*filler_sentence(rng, 4)[:-1], name], [label, "."], [[name, label, "."]])
         for name, label in zip(names, labels, strict=True)
@@ -483,7 +468,6 @@ _dataset = partial(Dataset, suite="embedded", chat_wrap=False)
 
 SUITE = Suite(
     name="embedded",
-    version=1,
     datasets=(
         _dataset("lookup", "single_doc_qa", "f1"),
         _dataset("hops", "multi_doc_qa", "f1"),
@@ -495,7 +479,6 @@ SUITE = Suite(
     ),
     load=load,
     score=score_example,
-    whole="embedded",
     models=("tiny",),
     limit=12,  # enough for a first look
     check=check,

@@ -99,7 +99,6 @@ SUITE = Suite(
     ),
     load=load,
     score=score,
-    whole="graphwalks",
     options=GraphWalksConfig,
     check=check,
     missing=lambda dataset, settings: _HUB.missing(dataset, settings) if settings.options.lengths is None else None,

@@ -16,16 +16,15 @@ Lengths are the rows' `length`, in words; the bounds are those of `eval.py`.
 from __future__ import annotations
 
 import hashlib
-import json
 import zipfile
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.downloads import official_cache, official_file, require_network, ways_out_of
+from eval.benchmarks.downloads import given_file, official_cache, official_file, require_network, ways_out_of
 from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import Field, check_fields, load_lines
+from eval.benchmarks.rows import Field, check_fields, load_lines, parsed_json
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
 from lazyllm.errors import UserError, reason_of
 
@@ -83,9 +82,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """
     folder, name = settings.dir, dataset.prompt_of or dataset.name
     if folder is not None:
-        file = folder.expanduser() / f"{dataset.name}.jsonl"
-        if not file.is_file():
-            raise UserError(f"data.dir={folder}: {file.name} is missing; give data.dir=FOLDER with {_GIVE}")
+        file = given_file(folder, f"{dataset.name}.jsonl", _GIVE)
         data, source = file.read_bytes(), str(file)
     else:
         archive, member = _archive(), f"data/{dataset.name}.jsonl"
@@ -118,11 +115,10 @@ def is_cached() -> bool:
 
 SUITE = Suite(
     name="longbench",
-    version=1,
     datasets=DATASETS,
     load=load,
     score=score_example,
-    whole="all",
+    called="all",
     tasks=TASKS,
     rows_in_dir=True,
     cached=is_cached,
@@ -131,7 +127,6 @@ SUITE = Suite(
 
 SUITE_E = Suite(
     name="longbench_e",
-    version=1,
     datasets=tuple(
         replace(dataset, name=f"{dataset.name}_e", suite="longbench_e", prompt_of=dataset.name)
         for dataset in DATASETS
@@ -139,7 +134,6 @@ SUITE_E = Suite(
     ),
     load=load_e,
     score=score_example,
-    whole="longbench_e",
     rows_in_dir=True,
     cached=is_cached,
 )
@@ -150,12 +144,10 @@ def _entry(name: str, field: Field, folder: Path | None) -> Any:
     path = f"config/{name}"
     data = official_file("LongBench", path, CONFIG_URL + name, CONFIG_SHA256[name], folder, _GIVE)
     try:
-        content = json.loads(data)
+        content = parsed_json(data)
         check_fields(content, (field,))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON in UTF-8 ({error})") from error
     return content[field[0]]
 
 

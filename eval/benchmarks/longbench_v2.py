@@ -11,14 +11,13 @@ the results. The table `groups` shows both scores.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from eval.benchmarks.downloads import HubDataset, is_cached, official_file, rows_from_hub
+from eval.benchmarks.downloads import HubDataset, given_file, is_cached, official_file, rows_from_hub
 from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import Field, Rows, check_fields, is_filled, is_text, loaded, shortened
+from eval.benchmarks.rows import Field, Rows, check_fields, is_filled, is_text, loaded, parsed_json, shortened
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
 
@@ -63,13 +62,11 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 SUITE = Suite(
     name="longbench_v2",
-    version=1,
     datasets=(
         Dataset("longbench_v2", "multiple_choice", "multiple_choice", suite="longbench_v2", decode_halves=False),
     ),
     load=load,
     score=score_example,
-    whole="longbench_v2",
     rows_in_dir=True,
     missing=_HUB.missing,
     cached=partial(is_cached, _HUB.repository),
@@ -93,14 +90,8 @@ def _rows(settings: DataSettings) -> Rows:
     """The rows of the folder or of the hub. Raises UserError."""
     if settings.dir is None:
         return rows_from_hub(_HUB.repository, None, "train", _HUB.give)
-    file = settings.dir.expanduser() / ROWS
-    if not file.is_file():
-        raise UserError(f"data.dir={settings.dir}: {ROWS} is missing; give data.dir=FOLDER with {_HUB.give}")
-    data = file.read_bytes()
-    try:
-        values = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not valid JSON in UTF-8 ({error})") from error
+    file = given_file(settings.dir, ROWS, _HUB.give)
+    values = parsed_json(data := file.read_bytes(), str(file))
     if not isinstance(values, list):
         raise UserError(f"{file}: expected an array of rows, as LongBench v2 has them, got {shortened(values)}")
     rows = [(f"{file}, row {number}", row) for number, row in enumerate(values, 1)]

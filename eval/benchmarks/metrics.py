@@ -28,6 +28,7 @@ from importlib.util import find_spec, module_from_spec
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.suite import Dataset
+from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer
@@ -119,11 +120,7 @@ def classification(prediction: str, gold: str, all_classes: Sequence[str]) -> fl
 
     Names that are a proper part of the gold one are removed from the list *while it is iterated*, so the name after a
     removed one is skipped. This quirk of the official scorer changes scores.
-
-    Raises ValueError without class names.
     """
-    if not all_classes:
-        raise ValueError("classification needs the class names: give all_classes")
     found = [name for name in all_classes if name in prediction]
     for name in found:
         if name in gold and name != gold:
@@ -132,14 +129,8 @@ def classification(prediction: str, gold: str, all_classes: Sequence[str]) -> fl
 
 
 def retrieval(prediction: str, gold: str) -> float:
-    """Share of the numbers in the answer that equal the gold paragraph's; the gold answer is `Paragraph <number>`.
-
-    Raises ValueError if the gold answer names no paragraph.
-    """
-    match = _GOLD_PARAGRAPH.search(gold)
-    if match is None:
-        raise ValueError(f"a gold answer of the retrieval metric must read 'Paragraph <number>', got {gold!r}")
-    return count(prediction, match.group(1))
+    """Share of the numbers in the answer that equal the gold paragraph's; the gold answer is `Paragraph <number>`."""
+    return count(prediction, _GOLD_PARAGRAPH.findall(gold)[0])
 
 
 def count(prediction: str, gold: str) -> float:
@@ -333,28 +324,21 @@ def score_example(
     prediction: the model's answer, post-processed as `pred.py` does.
     answers: the gold answers, at least one.
     all_classes: the class names, for the classification metric only.
-    Raises ValueError for gold answers that the metric cannot score (see `gold_problem`).
+    Raises UserError as `check_gold`.
     """
-    problem = gold_problem(dataset, answers, all_classes)
-    if problem is not None:
-        raise ValueError(f"{dataset.name}: {problem}")
+    check_gold(dataset, answers, all_classes)
     return METRICS[dataset.metric](scored_text(dataset, prediction), answers, all_classes or ())
 
 
-def gold_problem(dataset: Dataset, answers: Sequence[str], all_classes: Sequence[str] | None) -> str | None:
-    """Why the dataset's metric cannot score a row's gold answers; None if it can.
-
-    The official scorer fails or gives 0 on such rows.
-    """
+def check_gold(dataset: Dataset, answers: Sequence[str], all_classes: Sequence[str] | None) -> None:
+    """Raise UserError for gold answers that the dataset's metric cannot score: the official scorer fails or gives 0."""
     if not answers:
-        return "answers is empty: there is nothing to score against"
+        raise UserError("answers is empty: there is nothing to score against")
     if needs_classes(dataset) and not all_classes:
-        return "all_classes must list the class names, which this dataset's metric needs"
-    if dataset.metric == "retrieval":
-        wrong = [gold for gold in answers if not _GOLD_PARAGRAPH.search(gold)]
-        if wrong:
-            return f"answers must read 'Paragraph <number>', got {wrong[0]!r}"
-    return None
+        raise UserError("all_classes must list the class names, which this dataset's metric needs")
+    wrong = [gold for gold in answers if dataset.metric == "retrieval" and not _GOLD_PARAGRAPH.search(gold)]
+    if wrong:
+        raise UserError(f"answers must read 'Paragraph <number>', got {wrong[0]!r}")
 
 
 def second_score(dataset: Dataset, prediction: str, answers: Sequence[str]) -> float | None:

@@ -114,13 +114,11 @@ def _example(
 
 SUITE = Suite(
     name="mrcr",
-    version=1,
     datasets=tuple(
         Dataset(f"mrcr_{needles}", "coreference", "sequence_ratio", suite="mrcr", truncate=False) for needles in NEEDLES
     ),
     load=load,
     score=score,
-    whole="mrcr",
     options=MrcrConfig,
     check=partial(check_lengths, BINS),
     missing=_HUB.missing,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, cycle, islice, product
@@ -25,7 +25,7 @@ from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import build_prompt, tokenizer_for_rows
 from eval.benchmarks.rows import sha256_of
-from eval.benchmarks.ruler.generator import NEEDLE, NOISE
+from eval.benchmarks.ruler.generator import NEEDLE, NOISE, Row
 from eval.benchmarks.ruler.sources import read_text
 from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, Example, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError
@@ -55,55 +55,41 @@ class NeedleConfig:
     )
 
 
-@dataclass(frozen=True)
-class _Form:
+class _English:
     """The texts of needles and questions. Placeholders in all texts: {key} and {value}.
 
-    filler: gives the haystack's sentences, endlessly. draw: gives a key and a value.
+    draw: gives a key and a value. filler: gives the haystack's sentences, endlessly.
     """
 
-    instruction: str
-    needle: str
-    question: str
-    answer_prefix: str
-    max_new_tokens: int
-    draw: Callable[[random.Random], tuple[str, str]]
-    filler: Callable[[random.Random], Iterator[str]]
+    instruction = "Somewhere in this text a special magic number is given. Find it and remember it.\n\n"
+    needle = NEEDLE.replace("{kind}", "numbers")
+    question = "\n\nWhich special magic number does the text give for {key}?"
+    answer_prefix = " The special magic number for {key} that the text gives is"
+    max_new_tokens = 32
 
+    def __init__(self, sentences: Sequence[str]) -> None:
+        self.sentences = sentences
 
-def _english(filler: Callable[[random.Random], Iterator[str]]) -> _Form:
-    def draw(rng: random.Random) -> tuple[str, str]:
+    def draw(self, rng: random.Random) -> tuple[str, str]:
         return "-".join(rng.sample(embedded.VALUES, 2)), str(rng.randint(1_000_000, 9_999_999))
 
-    return _Form(
-        instruction="Somewhere in this text a special magic number is given. Find it and remember it.\n\n",
-        needle=NEEDLE.replace("{kind}", "numbers"),
-        question="\n\nWhich special magic number does the text give for {key}?",
-        answer_prefix=" The special magic number for {key} that the text gives is",
-        max_new_tokens=32,
-        draw=draw,
-        filler=filler,
-    )
+    def filler(self, rng: random.Random) -> Iterator[str]:
+        return cycle(self.sentences)
 
 
-def _tiny() -> _Form:
-    def draw(rng: random.Random) -> tuple[str, str]:
+class _Tiny(_English):
+    """An entry of `lookup`, in words that tiny knows."""
+
+    instruction, question = embedded.TEMPLATES["lookup"].replace("{input}", "{key}").split("{context}")
+    needle, answer_prefix = "entry {key} {value}.", ""
+    max_new_tokens = embedded.MAX_NEW_TOKENS["lookup"]
+
+    def draw(self, rng: random.Random) -> tuple[str, str]:
         return rng.choice(embedded.keys()), " ".join(rng.sample(embedded.VALUES, 3))
 
-    def filler(rng: random.Random) -> Iterator[str]:
+    def filler(self, rng: random.Random) -> Iterator[str]:
         while True:
             yield embedded.as_text(embedded.filler_sentence(rng, rng.randint(5, 10)))
-
-    instruction, _, question = embedded.TEMPLATES["lookup"].partition("{context}")
-    return _Form(
-        instruction=instruction,
-        needle="entry {key} {value}.",
-        question=question.replace("{input}", "{key}"),
-        answer_prefix="",
-        max_new_tokens=embedded.MAX_NEW_TOKENS["lookup"],
-        draw=draw,
-        filler=filler,
-    )
 
 
 def check(dataset: Dataset, settings: DataSettings) -> None:
@@ -125,9 +111,13 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
     Raises UserError for an unreadable text, or a length that is too short for needle, question and answer.
     """
-    options, form = settings.options, _form(settings)
-    examples = tuple(_examples(dataset, settings, form))
-    text = sha256_of(_sentences(Path(options.haystack).expanduser())) if options.haystack is not None else None
+    options = settings.options
+    own = _sentences(Path(options.haystack).expanduser()) if options.haystack is not None else None
+    form = _Tiny(()) if _reads_no_english(settings) else _English(own or _SENTENCE_END.split(NOISE))
+    haystack = _Haystack(tokenizer_for_rows(settings.model, "needle"), settings.chat, form)
+    places = islice(product(range(options.repeats), options.lengths, options.depths), settings.limit)
+    examples = tuple(haystack.example(dataset, options.seed, length, depth, repeat) for repeat, length, depth in places)
+    text = sha256_of(own) if own is not None else None
     facts = [VERSION, options.lengths, options.depths, options.seed, repr(settings.chat), text, examples[0].official]
     return LoadedDataset(
         dataset,
@@ -146,7 +136,6 @@ SUITE = Suite(
     datasets=(Dataset("needle", "needle", "string_match_all", suite="needle", truncate=False),),
     load=load,
     score=score_example,
-    whole="needle",
     options=NeedleConfig,
     check=check,
     length=lambda settings: max(settings.options.lengths),
@@ -156,14 +145,6 @@ SUITE = Suite(
 
 def _reads_no_english(settings: DataSettings) -> bool:
     return settings.model is not None and settings.model.name == "tiny" and settings.model.tokenizer is None
-
-
-def _form(settings: DataSettings) -> _Form:
-    if _reads_no_english(settings):
-        return _tiny()
-    path = settings.options.haystack
-    sentences = _SENTENCE_END.split(NOISE) if path is None else _sentences(Path(path).expanduser())
-    return _english(lambda rng: cycle(sentences))
 
 
 @lru_cache(maxsize=1)
@@ -176,19 +157,10 @@ def _sentences(path: Path) -> list[str]:
     return parts
 
 
-def _examples(dataset: Dataset, settings: DataSettings, form: _Form) -> Iterator[Example]:
-    """An example for every length and depth; each repeat has other needles."""
-    options = settings.options
-    haystack = _Haystack(tokenizer_for_rows(settings.model, "needle"), settings.chat, form)
-    places = product(range(options.repeats), options.lengths, options.depths)
-    for repeat, length, depth in islice(places, settings.limit):
-        yield haystack.example(dataset, options.seed, length, depth, repeat)
-
-
 class _Haystack:
     """Makes rows for one tokenizer, and counts each sentence's tokens only once."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, form: _Form) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, form: _English) -> None:
         self.tokenizer, self.chat, self.form = tokenizer, chat, form
         self._sizes: dict[str, int] = {}
 
@@ -201,32 +173,21 @@ class _Haystack:
         question, answer_prefix = (text.format(key=key) for text in (self.form.question, self.form.answer_prefix))
 
         def made(sentences: Sequence[str], place: int) -> Example:
-            needle = self.form.needle.format(key=key, value=value)
-            context = " ".join([*sentences[:place], needle, *sentences[place:]])
-            start = sum(map(len, sentences[:place])) + place
-            before = len(self.form.instruction) + start
-            row = {  # in RULER's format, with length, depth and evidence
+            needle, instruction = self.form.needle.format(key=key, value=value), self.form.instruction
+            before = "".join([instruction, *(f"{sentence} " for sentence in sentences[:place])])
+            text = instruction + " ".join([*sentences[:place], needle, *sentences[place:]])
+            spot = len(before), len(before) + len(needle)
+            official = {  # in RULER's format, with length, depth and evidence
                 "id": identity,
-                "input": self.form.instruction + context + question,
+                "input": text + question,
                 "outputs": [value],
                 "answer_prefix": answer_prefix,
                 "length": length,
                 "depth": depth,
-                "evidence": [[before, before + len(needle)]],
+                "evidence": [[*spot]],
             }
-            return Example(
-                dataset=dataset.name,
-                id=identity,
-                input=question,
-                context=context,
-                answers=(value,),
-                length=length,
-                instruction=self.form.instruction,
-                answer_prefix=answer_prefix,
-                evidence=((start, start + len(needle)),),
-                groups=(f"length={length}", f"depth={depth}"),
-                official=row,
-            )
+            row = Row(official, (len(instruction), len(text)), (spot,))
+            return row.as_example(dataset.name, identity, (f"length={length}", f"depth={depth}"))
 
         limit = length - self.form.max_new_tokens
         room = limit - self._tokens(made([], 0))

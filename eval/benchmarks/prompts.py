@@ -322,17 +322,15 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: boo
 
 
 def _tokenize_with_spans(
-    tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool = True
+    tokenizer: PreTrainedTokenizerBase, text: str, special: bool
 ) -> tuple[list[int], np.ndarray | None]:
     """Token ids, and `BuiltPrompt.spans`."""
     import numpy as np
 
     if not getattr(tokenizer, "is_fast", False):
-        return _tokenize(tokenizer, text, special_tokens), None
-    found: Any = tokenizer(
-        text, truncation=False, add_special_tokens=special_tokens, verbose=False, return_offsets_mapping=True
-    )
-    return found["input_ids"], np.array(found["offset_mapping"], dtype=np.int32).reshape(-1, 2)
+        return _tokenize(tokenizer, text, special), None
+    tokens: Any = tokenizer(text, add_special_tokens=special, verbose=False, return_offsets_mapping=True)
+    return tokens["input_ids"], np.array(tokens["offset_mapping"], dtype=np.int32).reshape(-1, 2)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

@@ -10,9 +10,10 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from eval.benchmarks.metrics import gold_problem
+from eval.benchmarks.metrics import check_gold
 from eval.benchmarks.suite import TEMPLATE, Dataset, Example, LoadedDataset, OnError, Skipped, Turn
 from lazyllm.errors import UserError
 
@@ -65,10 +66,18 @@ def read_lines(data: bytes, source: str) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            row = UserError(f"not valid JSON in UTF-8 ({error})")
+            row = parsed_json(line)
+        except UserError as error:
+            row = error
         yield f"{source}:{number}", row
+
+
+def parsed_json(data: bytes, where: str = "") -> Any:
+    """The value of JSON in UTF-8. where: its place, for the message of a UserError."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}{where and ': '}not valid JSON in UTF-8 ({error})") from error
 
 
 def check_fields(row: Any, fields: Sequence[Field]) -> None:
@@ -86,8 +95,7 @@ def load_lines(
     dataset: Dataset, data: bytes, source: str, template: str, max_new_tokens: int, on_error: OnError
 ) -> LoadedDataset:
     """A dataset from lines in LongBench's format. source: the lines' origin. Raises UserError as `loaded`."""
-    expected = "one JSON object a line in LongBench's format"
-    parse = lambda row, number: parse_example(dataset, row)  # noqa: E731
+    expected, parse = "one JSON object a line in LongBench's format", partial(parse_example, dataset)
     return loaded(dataset, lines_of(data, source), parse, on_error, expected, max_new_tokens, template)
 
 
@@ -144,14 +152,12 @@ def loaded(
     )
 
 
-def parse_example(dataset: Dataset, row: Any) -> Example:
+def parse_example(dataset: Dataset, row: Any, number: int = 0) -> Example:
     """A row in LongBench's format as an example. Raises UserError with the reason if it cannot be used."""
     check_fields(row, _FIELDS)
     if row["dataset"] not in (dataset.name, dataset.prompt_of or dataset.name):
         raise UserError(f"field 'dataset' must be {dataset.name!r}, the file's name, got {shortened(row['dataset'])}")
-    problem = gold_problem(dataset, row["answers"], row["all_classes"])
-    if problem is not None:
-        raise UserError(problem)
+    check_gold(dataset, row["answers"], row["all_classes"])
     identity = row.get("_id")
     if identity is None:
         identity = sha256_of(row)[:48]
@@ -180,11 +186,8 @@ def _parse_turns(dataset: Dataset, row: Any) -> tuple[Turn, ...]:
     for number, value in enumerate(values, start=2):
         try:
             check_fields(value, _TURN_FIELDS)
-            problem = gold_problem(dataset, value["answers"], row["all_classes"])
-            if problem is None and not is_text(value.get("answer_prefix", "")):
-                problem = f"field 'answer_prefix' must be a string, got {shortened(value['answer_prefix'])}"
-            if problem is not None:
-                raise UserError(problem)
+            check_gold(dataset, value["answers"], row["all_classes"])
+            check_fields({"answer_prefix": "", **value}, (("answer_prefix", is_text, "a string"),))
         except UserError as error:
             raise UserError(f"turn {number}: {error}") from error
         turns.append(Turn(value["input"], tuple(value["answers"]), value.get("answer_prefix", "")))

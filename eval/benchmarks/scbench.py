@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from eval.benchmarks.downloads import is_cached, literals, missing_from_hub, official_file, rows_from_hub
+from eval.benchmarks.downloads import given_file, is_cached, literals, missing_from_hub, official_file, rows_from_hub
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import Rows, check_fields, is_filled, is_texts, lines_of, loaded, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn
@@ -82,13 +82,12 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 def prompts_sha256(content: bytes) -> str:
     """The sha256 of the prompts in `eval_utils.py` for `TASKS`. Raises UserError if it has none."""
-    prompts = _parsed_prompts(content)
-    return sha256_of({task: [prompts[name][task] for name in _NAMES] for task in TASKS})
+    kinds = _parsed_prompts(content).values()
+    return sha256_of({task: [prompts[task] for prompts in kinds] for task in TASKS})
 
 
 SUITE = Suite(
     name="scbench",
-    version=1,
     datasets=(
         *(
             Dataset(name, task, metric, suite="scbench", decode_halves=False)
@@ -98,7 +97,6 @@ SUITE = Suite(
     ),
     load=load,
     score=score_example,
-    whole="scbench",
     rows_in_dir=True,
     missing=missing,
     cached=partial(is_cached, REPOSITORY),
@@ -120,10 +118,10 @@ class _Prompts:
 def _prompts(dataset: Dataset, settings: DataSettings) -> _Prompts:
     """A task's prompts, read from the folder or downloaded. Raises UserError."""
     content = official_file("SCBench", PROMPTS, PROMPTS_URL, PROMPTS_SHA256, settings.dir, _GIVE, prompts_sha256)
-    first, plain, in_chat = (_parsed_prompts(content)[name][dataset.name] for name in _NAMES)
-    if not _is_wrapped(settings):
-        return _Prompts(first, plain, "")
-    return _Prompts(first, in_chat, "This paper" if dataset.name == "scbench_summary" else "")
+    first, plain, in_chat = (prompts[dataset.name] for prompts in _parsed_prompts(content).values())
+    is_wrapped = _is_wrapped(settings)
+    prefix = "This paper" if is_wrapped and dataset.name == "scbench_summary" else ""
+    return _Prompts(first, in_chat if is_wrapped else plain, prefix)
 
 
 def _is_wrapped(settings: DataSettings) -> bool:
@@ -159,9 +157,7 @@ def _rows(dataset: Dataset, settings: DataSettings) -> Rows:
     """The rows of the folder or of the hub. Raises UserError."""
     if settings.dir is None:
         return rows_from_hub(REPOSITORY, dataset.name, "test", _GIVE)
-    if (problem := missing(dataset, settings)) is not None:
-        raise UserError(f"{dataset.name}: {problem}")
-    file = settings.dir.expanduser() / f"{dataset.name}.jsonl"
+    file = given_file(settings.dir, f"{dataset.name}.jsonl", _GIVE)
     return lines_of(file.read_bytes(), str(file))
 
 
@@ -171,9 +167,8 @@ def _is_context(value: Any) -> bool:
 
 
 _TEXT = (is_filled, "a string that is not empty")
-_ANSWERS: dict[
-    str, tuple[Callable[[Any], bool], str]
-] = {  # {metric: (check, expected type)}, if the answer is not a string
+# {metric: (check, expected type)}, if the answer is not a string
+_ANSWERS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "share_of_substrings": (lambda value: is_texts(value) and all(value) and bool(value), "a list of strings"),
     "number": (lambda value: type(value) in (int, float), "a number"),
 }
@@ -224,14 +219,12 @@ def _question(dataset: Dataset, number: int, turn: Any) -> tuple[dict[str, str],
             letter = "ABCD"[turn["options"].index(answer)]
             return fields | {f"OPTION_{name}": option for name, option in options.items()}, (answer, letter)
         if dataset.name == "scbench_mf":
-            fits = ("input", _ASKED.search, "a text that names what it asks for, as 'The ... is'")
-            check_fields(turn, (fits,))
+            check_fields(turn, (("input", _ASKED.search, "a text that names what it asks for, as 'The ... is'"),))
             return fields | {"prefix": f"What is {_ASKED.findall(text)[0].lower()[:-3]}?"}, (str(answer),)
         if dataset.metric == "rouge_lsum_or_number":
             check_fields(turn, (("task", lambda task: task in _PARTS, f"one of {', '.join(_PARTS)}"),))
-            is_number = turn["task"] == _PARTS[1]
-            fits = ("answer", lambda answer: answer.isdigit() == is_number, f"a number for {_PARTS[1]} and only for it")
-            check_fields(turn, (fits,))
+            fits = lambda answer: answer.isdigit() == (turn["task"] == _PARTS[1])  # noqa: E731
+            check_fields(turn, (("answer", fits, f"a number for {_PARTS[1]} and only for it"),))
     except UserError as error:
         raise UserError(f"turn {number} of field 'multi_turns': {error}") from error
     return fields, tuple(answer) if isinstance(answer, list) else (answer,)

@@ -44,14 +44,12 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 SUITE = Suite(
     name="stdlib",
-    version=1,
     datasets=tuple(
         Dataset(name, "code", "code_similarity", suite="stdlib", chat_wrap=False, newline_ends=True)
         for name in TEMPLATES
     ),
     load=load,
     score=score_example,
-    whole="stdlib",
     models=("coder",),
     limit=24,  # enough for a first look
     reference_tokens=2048,  # about the middle one

@@ -44,16 +44,13 @@ def in_half(dataset: str, examples: Sequence[Example], half: str | None) -> list
     """
     if half is None:
         return list(examples)
-    return [
-        example
-        for number, example in enumerate(examples)
-        if _half(dataset, examples[number - number % 2].id, number) == half
-    ]
-
-
-def _half(dataset: str, first: str, number: int) -> str:
-    coin = hashlib.sha256(f"{dataset}\0{first}".encode()).digest()[0] % 2
-    return HALVES[(coin + number) % 2]
+    chosen = []
+    for number, example in enumerate(examples):
+        first = examples[number - number % 2].id
+        coin = hashlib.sha256(f"{dataset}\0{first}".encode()).digest()[0] % 2
+        if HALVES[(coin + number) % 2] == half:
+            chosen.append(example)
+    return chosen
 
 
 @dataclass(frozen=True)

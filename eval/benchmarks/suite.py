@@ -174,7 +174,7 @@ def check_lengths(allowed: Sequence[Any], dataset: Dataset, settings: DataSettin
         raise UserError(f"{dataset.suite}.lengths={settings.options.lengths}: {expected}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Suite:
     """A suite of datasets, their source and their scorer.
 
@@ -183,27 +183,27 @@ class Suite:
     datasets: in the order of tables.
     load: reads one of its datasets. Raises UserError.
     score: the official scorer: (dataset, answer, gold answers, class names) -> 0 to 1, such as `metrics.score_example`.
-    whole: the name in configs for all its datasets.
+    called: the name in configs for all its datasets, if it is not the suite's.
     options: the dataclass of its settings, each with a default, in a config under the suite's name; None for none.
     models: presets made for this suite: it is their default, and a task's name means its datasets.
     tasks: tasks that a config may name, for its datasets of that task.
-    limit: the number of examples of each dataset in a run of `whole` without a `limit`; None for all.
+    limit: the number of examples of each dataset in a run of all datasets without a `limit`; None for all.
     in_paper: whether LazyLLM's paper reports this suite.
     reference_tokens: the prompt length for which a target speedup is solved; None for the paper's lengths.
     rows_in_dir: whether a given `data.dir` holds its rows, which are then read and checked before torch is imported.
     check: refuses bad settings of a dataset before torch is imported. Raises UserError.
-    missing: why a dataset's rows cannot be loaded, or None. Such a dataset is left out of `whole`; refused if named.
+    missing: why a dataset's rows cannot be loaded, or None. Such a dataset is refused if named, else left out.
     cached: whether all its files are in the caches; None if it needs no download.
     length: the tokens of prompt and answer by the settings; None if they depend on the rows only.
     shorter: advice if a prompt is longer than the model's positions.
     """
 
     name: str
-    version: int
+    version: int = 1
     datasets: tuple[Dataset, ...]
     load: Callable[[Dataset, DataSettings], LoadedDataset]
     score: Callable[[Dataset, str, Sequence[str], Sequence[str] | None], float]
-    whole: str
+    called: str = ""
     options: type | None = None
     models: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
@@ -216,6 +216,11 @@ class Suite:
     cached: Callable[[], bool] | None = None
     length: Callable[[DataSettings], int | None] = lambda settings: None
     shorter: str = "set a lower model.max_prompt_tokens"
+
+    @property
+    def whole(self) -> str:
+        """The name in configs for all its datasets."""
+        return self.called or self.name
 
     @property
     def all_tasks(self) -> tuple[str, ...]:

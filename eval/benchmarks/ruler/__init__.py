@@ -13,7 +13,7 @@ from pathlib import Path
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import tokenizer_for_rows, wrap_tokens
 from eval.benchmarks.rows import sha256_of
-from eval.benchmarks.ruler.generator import Row, rows
+from eval.benchmarks.ruler.generator import rows
 from eval.benchmarks.ruler.sources import (
     INSTALL,
     OFFICIAL_SHA256,
@@ -24,7 +24,7 @@ from eval.benchmarks.ruler.sources import (
     read_tasks,
     words,
 )
-from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, Example, LoadedDataset, Suite, setting
+from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError
 
 ROWS = 500
@@ -88,7 +88,10 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     }
     return LoadedDataset(
         dataset,
-        tuple(_example(dataset, options, number, row) for number, row in enumerate(made)),
+        tuple(
+            row.as_example(dataset.name, f"{dataset.name}-{options.length}-{options.seed}-{number:04d}")
+            for number, row in enumerate(made)
+        ),
         task.max_new_tokens,
         sha256_of(facts),
         sha256_of([TEMPLATE, task.max_new_tokens]),
@@ -112,7 +115,6 @@ SUITE = Suite(
     ),
     load=load,
     score=score_example,
-    whole="ruler",
     options=RulerConfig,
     check=check,
     missing=missing,
@@ -124,20 +126,3 @@ SUITE = Suite(
 def _sources(settings: DataSettings) -> Sources:
     haystack = settings.options.haystack
     return Sources(settings.dir, Path(haystack) if haystack is not None else None)
-
-
-def _example(dataset: Dataset, options: RulerConfig, number: int, row: Row) -> Example:
-    (start, end), official = row.context, row.official
-    text = official["input"]
-    return Example(
-        dataset=dataset.name,
-        id=f"{dataset.name}-{options.length}-{options.seed}-{number:04d}",
-        input=text[end:],
-        context=text[start:end],
-        answers=tuple(official["outputs"]),
-        length=official["length"],
-        instruction=text[:start],
-        answer_prefix=official["answer_prefix"],
-        evidence=tuple((first - start, last - start) for first, last in row.evidence),
-        official=official,
-    )

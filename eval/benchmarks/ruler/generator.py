@@ -27,7 +27,7 @@ from eval.benchmarks.ruler.sources import (
     read_essay,
     words,
 )
-from eval.benchmarks.suite import DoesNotFitError
+from eval.benchmarks.suite import DoesNotFitError, Example
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,6 +60,22 @@ class Row:
     context: tuple[int, int]
     evidence: tuple[tuple[int, int], ...]
 
+    def as_example(self, dataset: str, identity: str, groups: tuple[str, ...] = ()) -> Example:
+        (start, end), text = self.context, self.official["input"]
+        return Example(
+            dataset=dataset,
+            id=identity,
+            input=text[end:],
+            context=text[start:end],
+            answers=tuple(self.official["outputs"]),
+            length=self.official["length"],
+            instruction=text[:start],
+            answer_prefix=self.official["answer_prefix"],
+            evidence=tuple((first - start, last - start) for first, last in self.evidence),
+            groups=groups,
+            official=self.official,
+        )
+
 
 def rows(
     task: Task,
@@ -81,7 +97,8 @@ def rows(
     """
     setting = _Setting(task, tokenizer, seed, length, length - reserved, sources or Sources())
     sampler = _SAMPLERS[task.kind](setting)
-    sampler.check_count(count)
+    if isinstance(sampler, _Questions) and count > (there := len(sampler.corpus.questions)):
+        raise UserError(f"{task.name} has {there} questions, but {count} rows were requested")
     return _rows(sampler, count, reserved)
 
 
@@ -144,6 +161,7 @@ class _Sampler(ABC):
     def __init__(self, setting: _Setting) -> None:
         self.setting = setting
         self.task = setting.task
+        self.template, self.answer_prefix = setting.task.template, setting.task.answer_prefix
         self.random = setting.random
         self.budget = setting.budget
         self.limit = setting.budget - self.task.max_new_tokens  # tokens of the prompt
@@ -161,9 +179,6 @@ class _Sampler(ABC):
         """The largest size to try."""
         tokens = self.setting.count(self.draw(self.step, 0).text)
         return int(self.budget / (tokens / self.step) * 3)
-
-    def check_count(self, count: int) -> None:  # noqa: B027  # most tasks have unlimited rows
-        """Raises UserError if the task has fewer rows."""
 
     def size(self) -> int:
         """The largest size that fits, by bisection from `step` to `upper_bound`; `step` if none fits."""
@@ -194,8 +209,10 @@ class _Sampler(ABC):
         )
 
     def filled(self, context: str, evidence: Sequence[str], outputs: Sequence[str], **fields: Any) -> _Draft:
-        """The task's template with its placeholders filled in."""
-        return _filled(self.task.template, self.task.answer_prefix, context, evidence, outputs, fields)
+        """The template with its placeholders filled in."""
+        text, prefix = (part.format(context=context, **fields) for part in (self.template, self.answer_prefix))
+        start = text.index(context)
+        return _Draft(text, prefix, tuple(outputs), (start, start + len(context)), tuple(evidence))
 
 
 class _Needles(_Sampler):
@@ -217,7 +234,7 @@ class _Needles(_Sampler):
             self.smallest = self.keys * settings["num_needle_v"]
             self.step = max(self.step, self.smallest)
         self.words = Pairs(*words("adjective", "noun")) if "words" in (self.key, self.value) else []
-        self.template, self.answer_prefix, self.kind = self.task.template, self.task.answer_prefix, self.value
+        self.kind = self.value
         if self.queries * self.values == 1:
             self.template, self.answer_prefix = _singular(self.template), _singular(self.answer_prefix)
             self.kind = self.kind[:-1]
@@ -237,8 +254,7 @@ class _Needles(_Sampler):
         query = names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"
         outputs = [value for index in asked for value in values[index]]
         evidence = [needle for index in asked for needle in needles[index]]
-        fields = {"type_needle_v": self.kind, "query": query}
-        return _filled(self.template, self.answer_prefix, context, evidence, outputs, fields)
+        return self.filled(context, evidence, outputs, type_needle_v=self.kind, query=query)
 
     def _in_essay(self, size: int, needles: list[str]) -> str:
         assert self.essay is not None
@@ -271,22 +287,12 @@ class _Needles(_Sampler):
         return str(uuid.UUID(int=self.random.getrandbits(128), version=4))
 
 
-class _Chains(_Sampler):
-    """vt: chains of assignments in noise, after a worked example, which is made once and gets new names in each row."""
+class _Chained(_Sampler):
+    """Chains of assignments in noise."""
 
     def __init__(self, setting: _Setting) -> None:
         super().__init__(setting)
         self.chains, self.hops = self.task.settings["num_chains"], self.task.settings["num_hops"]
-        self.step = 5 if setting.length < _SMALL else 10
-        sampler = _ChainsExample(setting)
-        draft, _ = sampler.fitted(sampler.size(), 0)
-        self.example = f"{draft.text} {' '.join(draft.outputs)}\n"
-        self.example_tokens = setting.count(self.example)
-
-    def draw(self, size: int, number: int) -> _Draft:
-        del number
-        values = [str(self.setting.numbers.randint(10_000, 99_999)) for _ in range(self.chains)]
-        return self.chained(size, self.names(5), values)
 
     def names(self, letters: int) -> list[str]:
         """Distinct names for all variables."""
@@ -312,6 +318,26 @@ class _Chains(_Sampler):
             evidence = evidence or [assignment.strip() for assignment in assignments]
         return self.filled("\n".join(lines), evidence, chains[0], query=values[0], num_v=length)
 
+    def _name(self, letters: int) -> str:
+        return "".join(self.random.choices(string.ascii_uppercase, k=letters))
+
+
+class _Chains(_Chained):
+    """vt: chains after a worked example, which is made once and gets new names in each row."""
+
+    def __init__(self, setting: _Setting) -> None:
+        super().__init__(setting)
+        self.step = 5 if setting.length < _SMALL else 10
+        sampler = _ChainsExample(setting)
+        draft, _ = sampler.fitted(sampler.size(), 0)
+        self.example = f"{draft.text} {' '.join(draft.outputs)}\n"
+        self.example_tokens = setting.count(self.example)
+
+    def draw(self, size: int, number: int) -> _Draft:
+        del number
+        values = [str(self.setting.numbers.randint(10_000, 99_999)) for _ in range(self.chains)]
+        return self.chained(size, self.names(5), values)
+
     def finished(self, draft: _Draft) -> _Draft:
         example = self.example
         for name in example.split()[-self.hops - 1 :]:
@@ -319,25 +345,18 @@ class _Chains(_Sampler):
         value = str(self.setting.numbers.randint(10_000, 99_999))
         return draft.behind(f"{example.replace(_EXAMPLE_VALUE, value)}\n")
 
-    def _name(self, letters: int) -> str:
-        return "".join(self.random.choices(string.ascii_uppercase, k=letters))
 
-
-class _ChainsExample(_Chains):
+class _ChainsExample(_Chained):
     """The worked example of vt: shorter names, a placeholder value, and at most 500 tokens without the answer."""
 
     def __init__(self, setting: _Setting) -> None:
-        _Sampler.__init__(self, setting)
-        self.chains, self.hops = self.task.settings["num_chains"], self.task.settings["num_hops"]
+        super().__init__(setting)
         self.step = 5
         self.budget = self.limit = 500 - (setting.length - setting.budget)
 
     def draw(self, size: int, number: int) -> _Draft:
         del number
         return self.chained(size, self.names(3), [_EXAMPLE_VALUE] * self.chains)
-
-    def finished(self, draft: _Draft) -> _Draft:
-        return draft
 
     def too_short(self) -> UserError:
         return DoesNotFitError(
@@ -449,12 +468,6 @@ class _Questions(_Sampler):
         super().__init__(setting)
         self.corpus = read_corpus(self.task.settings["dataset"], setting.sources)
 
-    def check_count(self, count: int) -> None:
-        if count > len(self.corpus.questions):
-            raise UserError(
-                f"{self.task.name} has {len(self.corpus.questions)} questions, but {count} rows were requested"
-            )
-
     def draw(self, size: int, number: int) -> _Draft:
         asked, all_documents = self.corpus.questions[number], self.corpus.documents
         if size >= len(all_documents):
@@ -512,20 +525,6 @@ def _singular(template: str) -> str:
     for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
         template = template.replace(plural, singular)
     return template
-
-
-def _filled(
-    template: str,
-    answer_prefix: str,
-    context: str,
-    evidence: Sequence[str],
-    outputs: Sequence[str],
-    fields: dict[str, Any],
-) -> _Draft:
-    text = template.format(context=context, **fields)
-    start = text.index(context)
-    prefix = answer_prefix.format(context=context, **fields)
-    return _Draft(text, prefix, tuple(outputs), (start, start + len(context)), tuple(evidence))
 
 
 def _zipf_shares(size: int, alpha: float) -> tuple[Any, float]:

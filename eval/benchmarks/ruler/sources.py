@@ -5,35 +5,23 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from eval.benchmarks.downloads import literals, load_from_hub, missing_from_hub, official_file
-from eval.benchmarks.rows import check_fields, is_text
+from eval.benchmarks.rows import check_fields, is_text, parsed_json
 from lazyllm.errors import UserError
 
 COMMIT = "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a"
 """The commit of NVIDIA/RULER that prompts, settings and rows follow."""
 
 TASKS = (
-    "niah_single_1",
-    "niah_single_2",
-    "niah_single_3",
-    "niah_multikey_1",
-    "niah_multikey_2",
-    "niah_multikey_3",
-    "niah_multivalue",
-    "niah_multiquery",
-    "vt",
-    "cwe",
-    "fwe",
-    "qa_1",
-    "qa_2",
+    *(f"niah_{kind}_{number}" for kind in ("single", "multikey") for number in (1, 2, 3)),
+    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"),
 )
 
 OFFICIAL = {
@@ -176,7 +164,7 @@ def english_words(sources: Sources) -> list[str]:
             f"cwe needs more words at this length than wonderwords has: give data.dir=FOLDER with {_ENGLISH} from "
             "RULER's repository (scripts/data/synthetic/json, stored with Git LFS), or a smaller ruler.length"
         )
-    listed = _json(file)
+    listed = parsed_json(_content(file), str(file))
     if not isinstance(listed, dict) or not all(isinstance(word, str) for word in listed.values()):
         raise UserError(f"{file}: expected one JSON object whose values are words (is it a Git LFS pointer?)")
     return list(listed.values())
@@ -223,7 +211,7 @@ def read_essay(task: str, sources: Sources) -> Essay:
     path = path.expanduser()
     official = path.suffix == ".json"
     if official:
-        content = _json(path)
+        content = parsed_json(_content(path), str(path))
         check_fields(content, (("text", is_text, f"a string, as in RULER's {_ESSAYS}"),))
         text = content["text"]
     else:
@@ -283,12 +271,14 @@ def read_corpus(dataset: str, sources: Sources) -> Corpus:
     source, configuration, name = _HUB[dataset]
     file = sources.folder / name if sources.folder else None
     if file is not None and file.is_file():
-        content, source = _json(file), str(file)
+        content, source = parsed_json(_content(file), str(file)), str(file)
     else:
-        loaded = load_from_hub(source, configuration, "validation", f"RULER's {name}")
-        content = _squad_file(loaded) if dataset == "squad" else loaded
+        content = load_from_hub(source, configuration, "validation", f"RULER's {name}")
     try:
-        corpus = _squad(content) if dataset == "squad" else _hotpotqa(content)
+        if dataset == "squad":
+            corpus = _squad(_squad_rows(content) if isinstance(content, dict) else content)
+        else:
+            corpus = _hotpotqa(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{source}: not in the official format of {dataset} ({error!r})") from error
     if not corpus.questions:
@@ -296,20 +286,28 @@ def read_corpus(dataset: str, sources: Sources) -> Corpus:
     return corpus
 
 
-def _squad(content: Any) -> Corpus:
-    articles = [article["paragraphs"] for article in content["data"]]
-    documents = sorted({paragraph["context"] for article in articles for paragraph in article})
+def _squad_rows(content: Any) -> Iterator[dict[str, Any]]:
+    """The questions of the official file as rows of the hub."""
+    for article in content["data"]:
+        for paragraph in article["paragraphs"]:
+            for asked in paragraph["qas"]:
+                texts = [] if asked["is_impossible"] else [answer["text"] for answer in asked["answers"]]
+                yield {**asked, "title": article["title"], "context": paragraph["context"], "answers": {"text": texts}}
+
+
+def _squad(content: Iterable[Any]) -> Corpus:
+    rows = list(content)
+    documents = sorted({row["context"] for row in rows})
     index = {document: number for number, document in enumerate(documents)}
     questions = []
-    for article in articles:
-        numbers = [index[paragraph["context"]] for paragraph in article]
-        for paragraph, own in zip(article, numbers, strict=True):
-            more = tuple(number for number in numbers if number != own)
-            questions += [
-                QaQuestion(asked["question"], _texts(asked["answers"]), (own,), more, (own,))
-                for asked in paragraph["qas"]
-                if not asked["is_impossible"]
-            ]
+    for _, grouped in itertools.groupby(rows, key=lambda row: row["title"]):
+        article = list(grouped)
+        numbers = dict.fromkeys(index[row["context"]] for row in article)
+        for row in article:
+            if texts := row["answers"]["text"]:
+                own = index[row["context"]]
+                more = tuple(number for number in numbers if number != own)
+                questions.append(QaQuestion(row["question"], tuple(texts), (own,), more, (own,)))
     return Corpus(questions, documents)
 
 
@@ -333,27 +331,6 @@ def _hotpotqa(content: Any) -> Corpus:
     return Corpus(questions, documents)
 
 
-def _squad_file(loaded: Iterable[Any]) -> dict[str, Any]:
-    """The hub's rows (one per question) in the official format: articles of paragraphs of questions."""
-    articles = []
-    for _, article in itertools.groupby(loaded, key=lambda row: row["title"]):
-        paragraphs = [
-            {"context": context, "qas": [_squad_question(row) for row in questions]}
-            for context, questions in itertools.groupby(article, key=lambda row: row["context"])
-        ]
-        articles.append({"paragraphs": paragraphs})
-    return {"data": articles}
-
-
-def _squad_question(row: Any) -> dict[str, Any]:
-    texts = row["answers"]["text"]
-    return {"question": row["question"], "answers": [{"text": text} for text in texts], "is_impossible": not texts}
-
-
-def _texts(answers: Iterable[Any]) -> tuple[str, ...]:
-    return tuple(answer["text"] for answer in answers)
-
-
 def _punkt(text: str) -> list[str]:
     from nltk.tokenize import sent_tokenize
 
@@ -363,13 +340,6 @@ def _punkt(text: str) -> list[str]:
         raise UserError(
             f"RULER's {_ESSAYS} is split by NLTK's punkt model, which is missing: python -m nltk.downloader punkt_tab"
         ) from error
-
-
-def _json(file: Path) -> Any:
-    try:
-        return json.loads(_content(file))
-    except ValueError as error:
-        raise UserError(f"{file}: not JSON ({error})") from error
 
 
 def _text(file: Path) -> str:

@@ -18,7 +18,6 @@ from eval.benchmarks.metrics import (
     dataset_score,
     f1,
     fuzz_ratio,
-    gold_problem,
     normalize_answer,
     retrieval,
     rouge,
@@ -277,7 +276,6 @@ def test_few_shot_scores_the_first_line_only():
     ],
 )
 def test_unscorable_gold_answers_are_refused(name, answers, classes, reason):
-    assert reason in (gold_problem(DATASETS[name], answers, classes) or "")
     with pytest.raises(ValueError, match=reason):
         score_example(DATASETS[name], "12", answers, classes)
 
