@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
             continue
         print(f"--- {part}", flush=True)
         partial = file.with_suffix(".partial")
-        command = [sys.executable, "-c", _COMMAND, part, str(partial)]
+        command = [sys.executable, "-c", f"from scripts.gpu_hour import run_part; run_part({part!r}, {str(partial)!r})"]
         try:
             subprocess.run(command, check=True, timeout=PART_S, env=os.environ | {"TOKENIZERS_PARALLELISM": "false"})
             partial.replace(file)
@@ -66,9 +66,6 @@ def main(arguments: Sequence[str]) -> int:
     (out / "summary.md").write_text("\n".join(summary(out)) + "\n", encoding="utf-8")
     print((out / "summary.md").read_text(encoding="utf-8"))
     return int(bool(failed))
-
-
-_COMMAND = "import sys; from scripts.gpu_hour import run_part; run_part(*sys.argv[1:])"
 
 
 def run_part(part: str, file: str) -> None:

@@ -557,10 +557,7 @@ class CoderTrainer(Trainer):
 # --------------------------------------------------------------------------------------------------------- command line
 
 # With their peak learning rates
-TRAINERS: dict[str, tuple[type[TinyTrainer | CoderTrainer], float]] = {
-    "tiny": (TinyTrainer, 3e-3),
-    "coder": (CoderTrainer, 2e-3),
-}
+TRAINERS = {"tiny": (TinyTrainer, 3e-3), "coder": (CoderTrainer, 2e-3)}
 
 
 def save(name: str, work: Path, folder: Path) -> None:
