@@ -329,7 +329,9 @@ def _tokenize_with_spans(
 
     if not getattr(tokenizer, "is_fast", False):
         return _tokenize(tokenizer, text, special), None
-    tokens: Any = tokenizer(text, add_special_tokens=special, verbose=False, return_offsets_mapping=True)
+    tokens: Any = tokenizer(
+        text, truncation=False, add_special_tokens=special, verbose=False, return_offsets_mapping=True
+    )
     return tokens["input_ids"], np.array(tokens["offset_mapping"], dtype=np.int32).reshape(-1, 2)
 
 
