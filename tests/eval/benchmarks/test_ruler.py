@@ -365,7 +365,7 @@ def test_rows_refuse_a_missing_source_at_once(task, options, message, folder, ta
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("squad.json", "{", "not JSON"),
+        ("squad.json", "{", "not valid JSON"),
         ("squad.json", '{"data": [{"paragraphs": [{}]}]}', "not in the official format of squad"),
         ("squad.json", '{"data": []}', "holds no question"),
         ("hotpotqa.json", '[{"question": "Why?"}]', "not in the official format of hotpotqa"),
