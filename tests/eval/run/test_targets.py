@@ -14,17 +14,7 @@ from eval.benchmarks.datasets import DATASETS
 from eval.run import targets
 from eval.run.prepare import prepare
 from eval.run.resolved import build_method
-from eval.run.targets import (
-    REFERENCE_TOKENS,
-    SHIPPED,
-    as_yaml,
-    at_depth,
-    check,
-    is_tuned,
-    read_tuned,
-    solved,
-    uses_preset,
-)
+from eval.run.targets import SHIPPED, as_yaml, at_depth, check, is_tuned, read_tuned, solved, uses_preset
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
@@ -75,13 +65,13 @@ def test_committed_table_is_the_codes() -> None:
     committed = pd.read_csv(PAPER / "table1_parameters.csv")
     assert len(committed.drop_duplicates(["task", "model", "method"])) == len(committed) == 6 * 2 * 3
     datasets = {dataset.task: dataset for dataset in DATASETS.values() if dataset.suite == "longbench"}
-    models = {name: load_config(ModelSpec(name, "dummy")) for name in REFERENCE_TOKENS}
+    models = {name: load_config(ModelSpec(name, "dummy")) for name in targets.REFERENCE_TOKENS}
     for row in committed.itertuples():
         [settings] = [each for each in (LAZY, STATIC, DROP) if each["name"] == row.method]
         found, given = solved(settings, datasets[row.task], models[row.model], row.model), json.loads(row.parameters)
         assert json.loads(json.dumps(found)) == given | {key: found[key] for key in found.keys() & {"name", "seed"}}
-        ideal = build_method(found).ideal_speedup(models[row.model], REFERENCE_TOKENS[row.model])
-        assert (row.ideal_ttft_speedup, row.prompt_tokens) == (round(ideal, 3), REFERENCE_TOKENS[row.model])
+        ideal = build_method(found).ideal_speedup(models[row.model], targets.REFERENCE_TOKENS[row.model])
+        assert (row.ideal_ttft_speedup, row.prompt_tokens) == (round(ideal, 3), targets.REFERENCE_TOKENS[row.model])
         assert row.paper_ttft_speedup == targets.table1_speedup(row.task, row.method, row.model)
         assert row.paper_ttft_speedup == pytest.approx(ideal, abs=0.005)
 
