@@ -320,7 +320,7 @@ def test_finding_claims_no_more_than_was_measured(tmp_path: Path, runs: dict[str
 
 def test_settings_of_models_are_in_one_table(tmp_path: Path) -> None:
     for number, changes in enumerate([{}, {}, {"turns": 4, "data": {"hotpotqa": "cc dd"}}]):
-        write_run(tmp_path / str(number), [example(0)], LAZY, "mini", **{"data": {"hotpotqa": "aa bb"}} | changes)
+        write_run(tmp_path / str(number), [example(number)], LAZY, "mini", **{"data": {"hotpotqa": "aa bb"}} | changes)
     settings = overview.settings_grid(find_runs([tmp_path]))
     assert settings is not None
     assert [[cell.text for cell in row] for row in settings.rows] == [
