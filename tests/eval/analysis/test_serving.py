@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from eval.analysis.field import field
 from eval.analysis.serving import FIGURE, requests, serving, ttft_fit
 from eval.store.record import Record, Request
 from eval.store.results import Results
@@ -44,6 +45,7 @@ def test_serving_has_percentiles_and_goodput_of_each_side() -> None:
     assert own["pct_good"] == 75
     assert own["goodput_per_s"] == pytest.approx(3 / (1.5 + 1.25))  # busy from 0 to 1.5 and from 10 to 11.25
     assert (theirs["pct_good"], theirs["goodput_per_s"]) == (0, 0)
+    assert "| server | FP8 |" in field(Results([run])).to_markdown()
     assert serving(Results([stored([example("hops", "a")])])).frame.empty  # a run in this process
 
 

@@ -90,6 +90,7 @@ def test_record_holds_what_a_server_tells_and_null_for_the_rest(tmp_path: Path) 
             )
             request = side.request
             assert request is not None
+            assert side.total_s is not None
             assert (request.prompt_tokens, request.completion_tokens, request.cached_tokens) == (
                 record.prompt_tokens,
                 3,
