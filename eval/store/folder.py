@@ -351,6 +351,12 @@ def about_in(folder: Path, identity: dict[str, Any], in_part: bool = False) -> d
     if in_part:
         before = {key: before.get(key) for key in now}
         before["versions"] = {key: of for key, of in (before["versions"] or {}).items() if key in now["versions"]}
+    there, here = (of.get("versions", {}).get("lazyllm-bench", "") for of in (before, now))
+    if there != here and there.startswith(("0.1.", "0.2.")):
+        raise UserError(
+            f"{folder}: holds a run of lazyllm-bench {there}. Runs of versions before 0.3.0 can be read, but not "
+            "resumed: give another folder with out=FOLDER, or omit out= for a new one"
+        )
     check_same(folder, "run", before, now)
     return content
 

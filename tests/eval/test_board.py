@@ -103,7 +103,7 @@ def test_board_refuses_changed_scores_and_answers(tmp_path, capsys, side: str) -
         ({"provenance": PROVENANCE | {"git_commit": "abc+changes"}}, "uncommitted changes"),
         ({"provenance": {"git_commit": "abc"}}, "lacks versions, machine"),
         ({"data": {}}, "lacks the data hash of hotpotqa"),
-        ({"records": [answer(answers=[])]}, "row row-1, method: cannot be scored here: hotpotqa: answers is empty"),
+        ({"records": [answer(answers=[])]}, "row row-1, method: cannot be scored here: answers is empty"),
     ],
 )
 def test_board_refuses_runs_without_provenance_or_gold_answers(tmp_path, capsys, changes, said: str) -> None:

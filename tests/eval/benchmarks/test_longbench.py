@@ -191,11 +191,11 @@ def test_first_ten_bad_rows_are_named_at_once(folder):
 CHECK = """
 import sys
 from eval.run.config import compose_config, register_schema, to_run_config
-from eval.run.resolved import resolve
+from eval.run.resolved import check_early, resolve
 from lazyllm.errors import UserError
 register_schema()
 try:
-    resolve(to_run_config(compose_config(["model=llama2", "dataset=qasper", f"data.dir={sys.argv[1]}"])))
+    check_early(resolve(to_run_config(compose_config(["model=tiny", "dataset=qasper", f"data.dir={sys.argv[1]}"]))))
 except UserError as error:
     print(str(error).split(". Fix")[0], sorted({"torch", "transformers"} & set(sys.modules)))
 """
