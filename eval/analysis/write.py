@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.store.results import Results, add_choice
+from eval.store.runs import counted
 from lazyllm.files import write_whole
 
 if TYPE_CHECKING:
@@ -55,11 +56,11 @@ def write_paper(results: Results, out: Path, subjects: Mapping[str, Subject]) ->
             sections.append(f"## {figure.title}\n\n{text}")
             missing += [] if written else [figure.title]
     write_whole(out / "provenance.json", json.dumps(provenance(results), indent=2, sort_keys=True) + "\n")
-    records = sum(len(run.examples) for run in results.runs)
+    runs, records = len(results.runs), sum(len(run.examples) for run in results.runs)
     index = (
-        f"# Tables and figures\n\nMade by `lazyllm-bench paper` from {len(results.runs)} stored runs with {records} "
-        "records, without a model. [provenance.json](provenance.json) lists the runs, their code and their machines."
-        "\n\n"
+        f"# Tables and figures\n\nMade by `lazyllm-bench paper` from {counted(runs, 'stored run')} with "
+        f"{counted(records, 'record')}, without a model. [provenance.json](provenance.json) lists the runs, their code and "
+        "their machines.\n\n"
     )
     if missing:
         index += "\n".join(["No run yet for:", "", *(f"- {title}" for title in missing), "", ""])
@@ -118,5 +119,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     keep = replace(SUBJECTS["effective_keep"], table=partial(effective_keep, within=options.within))
     paths = write_paper(results, options.out, SUBJECTS | {"effective_keep": keep})
-    print(f"{len(paths)} files from {len(results.runs)} runs: {paths[0]}")
+    print(f"{counted(len(paths), 'file')} from {counted(len(results.runs), 'run')}: {paths[0]}")
     return 0
