@@ -59,8 +59,8 @@ def write_paper(results: Results, out: Path, subjects: Mapping[str, Subject]) ->
     runs, records = len(results.runs), sum(len(run.examples) for run in results.runs)
     index = (
         f"# Tables and figures\n\nMade by `lazyllm-bench paper` from {counted(runs, 'stored run')} with "
-        f"{counted(records, 'record')}, without a model. [provenance.json](provenance.json) lists the runs, their code and "
-        "their machines.\n\n"
+        f"{counted(records, 'record')}, without a model. [provenance.json](provenance.json) lists the runs, their "
+        "code and their machines.\n\n"
     )
     if missing:
         index += "\n".join(["No run yet for:", "", *(f"- {title}" for title in missing), "", ""])
