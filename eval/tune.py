@@ -409,10 +409,11 @@ def report(config: TuneConfig, held_out: Resolved, space: Space, study: optuna.S
     front.csv: kind ("trial", or a finalist's name), schedule, ideal_speedup (on the tuning half), tuning_score; of
     finalists on the held-out half, with `_low` and `_high`: score, and difference, the score minus that of "paper".
     """
-    import numpy as np
     import pandas as pd
 
+    from eval.analysis.columns import with_ends
     from eval.analysis.style import save, styled
+    from eval.analysis.table import forms
     from eval.run.loop import compare
     from eval.store.aggregate import drawn_means, on_common_examples
     from eval.store.folder import fingerprint
@@ -436,8 +437,7 @@ def report(config: TuneConfig, held_out: Resolved, space: Space, study: optuna.S
         if kind in drawn:
             beside = drawn[kind] - drawn.get("paper", math.nan)
             for column, values in (("score", drawn[kind]), ("difference", beside)):
-                low, high = np.percentile(values[1:], [2.5, 97.5])
-                row |= {column: values[0], f"{column}_low": low, f"{column}_high": high}
+                row |= dict(zip(forms(column), with_ends(values), strict=True))
         rows.append(row | {"tuning_score": tuning.get(cuts, math.nan)})
     frame = pd.DataFrame(rows)
     write_whole(folder / "front.csv", frame.to_csv(index=False, lineterminator="\n"))
