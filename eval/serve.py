@@ -48,11 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & {*arguments}:
         print(__doc__)
         return 0
-    words = [word.partition("=") for word in arguments if word.startswith(("port=", "host=", "methods="))]
-    given = {"port": "8000", "host": "127.0.0.1", "methods": ""} | {key: value for key, _, value in words}
-    others = [word for word in arguments if word.partition("=") not in words]
-    require(given["port"].isdigit(), "port", given["port"], "a number")
-    names = re.findall(r"[^\s,\[\]]+", given["methods"])
+    own = {"port": "8000", "host": "127.0.0.1", "methods": ""}
+    others = [word for word in arguments if word.partition("=")[0] not in own]
+    own |= {key: value for key, _, value in (word.partition("=") for word in arguments) if key in own}
+    require(own["port"].isdigit(), "port", own["port"], "a number")
+    names = re.findall(r"[^\s,\[\]]+", own["methods"])
     runs = [_run_of([*others, f"method={name}"]) for name in names] or [_run_of(others)]
     missing = [package for package in ("fastapi", "uvicorn", "openai") if find_spec(package) is None]
     if missing:
@@ -62,9 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         logging.getLogger("transformers.cli").setLevel(logging.ERROR)  # it warns of each request
         app, models = app_of(runs)
-        host, port = given["host"], int(given["port"])
-        print(f"http://{host}:{port}/v1: {', '.join(models)}", flush=True)
-        uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=_GRACE_S)
+        print(f"http://{own['host']}:{own['port']}/v1: {', '.join(models)}", flush=True)
+        settings: Any = {"log_level": "warning", "timeout_graceful_shutdown": _GRACE_S}
+        uvicorn.run(app, host=own["host"], port=int(own["port"]), **settings)
     return 0
 
 
@@ -93,8 +93,8 @@ def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
     model, tokenizer = load_weights(spec), load_tokenizer_of(spec)
     positions = model.config.max_position_embeddings
     methods = {run.method["name"]: build_method(next(iter(parameters_of(run, model.config).values()))) for run in runs}
-    served = {name: next(iter(methods.values()))} | {f"{name}/{key}": method for key, method in methods.items()}
-    models = {key: Served(model, method) for key, method in (served | {f"{name}/baseline": Baseline()}).items()}
+    served = {"": next(iter(methods.values())), **methods, "baseline": Baseline()}
+    models = {f"{name}/{key}".rstrip("/"): Served(model, method) for key, method in served.items()}
 
     class Models(ModelManager):
         """Has the models that are served, and loads no other."""
@@ -108,22 +108,13 @@ def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
     class FittingPrompts(GenerateManager):
         """Refuses a prompt that is too long before the stream, and its status, begins."""
 
-        def generate_streaming(
-            self, model: Any, processor: Any, inputs: Any, gen_config: Any, *a: Any, **k: Any
-        ) -> Any:
-            tokens, new = inputs["input_ids"].shape[-1], gen_config.max_new_tokens or 1
+        def generate_streaming(self, *args: Any, **others: Any) -> Any:
+            tokens, new = args[2]["input_ids"].shape[-1], args[3].max_new_tokens or 1
             require(tokens + new <= positions, "tokens", f"{tokens} + {new} new", f"at most {positions} together")
-            return super().generate_streaming(model, processor, inputs, gen_config, *a, **k)
+            return super().generate_streaming(*args, **others)
 
-    class OneAtATime(GenerationState):
-        """All models share the thread that generates."""
-
-        manager = FittingPrompts()
-
-        def get_manager(self, *_: Any, **__: Any) -> GenerateManager:
-            return self.manager
-
-    manager, state, app = Models(), OneAtATime(), FastAPI()
+    manager, state, app = Models(), GenerationState(), FastAPI()
+    state._generate_managers |= dict.fromkeys((f"{key}@main" for key in models), FittingPrompts())  # and its one thread
 
     def add(path: str, handler: Any) -> None:
         @app.post(path)
@@ -136,13 +127,10 @@ def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
     add("/v1/completions", CompletionHandler(manager, state))
     add("/v1/chat/completions", ChatCompletionHandler(manager, state))
 
+    @app.get("/health")
     @app.get("/v1/models")
     def listed() -> dict[str, Any]:
         facts = {"object": "model", "owned_by": "lazyllm-bench", "version": version("lazyllm-bench")}
         return {"object": "list", "data": [{"id": key, **facts, "max_model_len": positions} for key in models]}
-
-    @app.get("/health")
-    def health() -> dict[str, str]:
-        return {"status": "ok"}
 
     return app, list(models)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from math import comb
 from typing import Any
 
@@ -176,9 +175,9 @@ def _caption(
     else:
         text += "Generation speedup compares whole answers, which may differ in length (see summary.csv)."
     beside = {label: difference(of_run) for label, of_run in runs.items()}
-    text += "".join(f"\n{label}beside its baseline: {result}." for label, result in beside.items() if result)
-    if control is not None:
-        text += f"\nBy chance, the baseline beside itself: {difference(control)}."
+    text += "".join(f"\n{label}beside its baseline: {_told(result)}." for label, result in beside.items() if result)
+    if control is not None and (by_chance := difference(control)):
+        text += f"\nBy chance, the baseline beside itself: {_told(by_chance)}."
     text += _physics(stored)
     prompts = stored[0].table(["prompt_tokens", "prompt_tokens_before_truncation"]).to_pylist()
     cut = sum(row["prompt_tokens"] < row["prompt_tokens_before_truncation"] for row in prompts)
@@ -212,61 +211,38 @@ def _physics(runs: Sequence[StoredRun]) -> str:
 # ---------------------------------------------------------------------------------------- a method beside its baseline
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A method beside its baseline on the same examples. Intervals are 95 % bootstraps, paired, NaN for few examples.
+def difference(results: Results) -> dict[str, Any] | None:
+    """A method beside its baseline, as a mean over tasks; None without a paired baseline. results: of one run.
 
-    score: the method's minus the baseline's, 0 to 100. ttft: the speedup. better, worse: examples that score higher or
-    lower. p: of the exact two-sided binomial test of these two, which for right and wrong answers is McNemar's.
+    score: the method's minus the baseline's, 0 to 100. ttft: the speedup. Both with the ends of their 95 % bootstrap
+    intervals (`_low`, `_high`), paired, NaN for few examples. examples, better, worse: all, and those that score higher
+    or lower. p: of the exact two-sided binomial test of these two, which for right and wrong answers is McNemar's.
     changed: answers whose text or tokens differ; None if unknown.
-    """
-
-    examples: int
-    score: float
-    score_low: float
-    score_high: float
-    ttft: float
-    ttft_low: float
-    ttft_high: float
-    better: int
-    worse: int
-    p: float
-    changed: int | None
-
-    def __str__(self) -> str:
-        answers = "" if self.changed is None else f"; {self.changed} of {self.examples} answers differ"
-        return (
-            f"score {self.score:+.2f} (95 % interval {self.score_low:+.2f} to {self.score_high:+.2f}), {self.better} "
-            f"examples better and {self.worse} worse (p = {self.p:.2g}); TTFT speedup {self.ttft:.2f} "
-            f"({self.ttft_low:.2f} to {self.ttft_high:.2f}){answers}"
-        )
-
-    @property
-    def as_json(self) -> dict[str, Any]:
-        return {key: None if value != value else value for key, value in asdict(self).items()}
-
-
-def difference(results: Results) -> Difference | None:
-    """Of a run's examples, as a mean over tasks; None without a paired baseline. results: of one run.
-
     With `timing.paired=ttft`, examples count once the baseline's own run has answered them.
     """
     frame: Any = results.frame.dropna(subset=["baseline_ttft_s", "baseline_score"])
     if frame.empty:
         return None
     gains = on_common_examples(frame.assign(gain=frame["score"] - frame["baseline_score"]), "gain")
-    whole = rows_of(frame)[-1]
+    speedup, same = rows_of(frame)[-1], frame["same_answer"].dropna()
     better, worse = int((gains > 0).to_numpy().sum()), int((gains < 0).to_numpy().sum())
-    same = frame["same_answer"].dropna()
-    return Difference(
-        examples=len(gains),
+    return {
+        "examples": len(gains),
         **dict(zip(forms("score"), with_ends(drawn_means(gains)[:, 0]), strict=True)),
-        **{f"ttft{end}": float(whole[f"ttft_speedup{end}"]) for end in ("", "_low", "_high")},
-        better=better,
-        worse=worse,
-        p=binomial(better, worse),
-        changed=None if same.empty else int((same < 100).sum()),
+        **{f"ttft{end}": float(speedup[f"ttft_speedup{end}"]) for end in ("", "_low", "_high")},
+        "better": better,
+        "worse": worse,
+        "p": binomial(better, worse),
+        "changed": None if same.empty else int((same < 100).sum()),
+    }
+
+
+def _told(beside: dict[str, Any]) -> str:
+    text = (
+        "score {score:+.2f} (95 % interval {score_low:+.2f} to {score_high:+.2f}), {better} examples better and "
+        "{worse} worse (p = {p:.2g}); TTFT speedup {ttft:.2f} ({ttft_low:.2f} to {ttft_high:.2f})"
     )
+    return (text + "; {changed} of {examples} answers differ" * (beside["changed"] is not None)).format_map(beside)
 
 
 def binomial(better: int, worse: int) -> float:
@@ -275,7 +251,7 @@ def binomial(better: int, worse: int) -> float:
     return min(1.0, 2 * sum(comb(n, k) for k in range(min(better, worse) + 1)) / 2**n)
 
 
-def passes(differences: Sequence[Difference | None], bounds: dict[str, float]) -> bool:
+def passes(differences: Sequence[dict[str, Any] | None], bounds: dict[str, float]) -> bool:
     """Whether every method's interval lies above the bounds, so that chance alone does not pass."""
-    lows = [(one and getattr(one, f"{name}_low"), bound) for one in differences for name, bound in bounds.items()]
-    return bool(lows) and all(low is not None and low >= bound for low, bound in lows)
+    lows = [one is not None and one[f"{name}_low"] >= bound for one in differences for name, bound in bounds.items()]
+    return bool(lows) and all(lows)

@@ -17,16 +17,13 @@ from eval.store.results import Results
 _CLOCKS = {"ttft_s": "TTFT", "tpot_s": "TPOT"}
 _KEYS = [*SETTING, "load"]
 _READ = ("tpot_s", "sent_at", "end_s", "retries")
-_QUANTILES = {f"{clock}_p{percent}": (clock, percent / 100) for clock in _CLOCKS for percent in (50, 90, 99)}
+_QUANTILES = {f"{clock}_p{n}": (clock, n) for clock in _CLOCKS for n in (50, 90, 99)}
 _COLUMNS = (
     MODEL,
     LABEL,
     Column("load", "load"),
     EXAMPLES,
-    *(
-        Column(name, f"{_CLOCKS[clock]} p{100 * share:.0f}, ms", 1, scale=1e-3)
-        for name, (clock, share) in _QUANTILES.items()
-    ),
+    *(Column(name, f"{_CLOCKS[clock]} p{n}, ms", 1, scale=1e-3) for name, (clock, n) in _QUANTILES.items()),
     Column("pct_good", "good, %", 1),
     Column("goodput_per_s", "goodput, 1/s", 2),
 )
@@ -37,11 +34,11 @@ def serving(results: Results) -> Table:
     rows = []
     key: Any
     for key, group in requests(results).groupby(_KEYS, sort=False):
-        good = group["is_good"].sum()
         row = dict(zip(_KEYS, key, strict=True)) | {"examples": len(group)}
-        row |= {name: group[clock].quantile(share) for name, (clock, share) in _QUANTILES.items()}
-        row |= {"pct_good": 100 * good / len(group), "goodput_per_s": good / _busy_s(group)}
-        rows.append(row | {"retries": group["retries"].sum()})
+        row |= {name: group[clock].quantile(n / 100) for name, (clock, n) in _QUANTILES.items()}
+        goodput = group["is_good"].sum() / _busy_s(group)
+        good = {"pct_good": 100 * group["is_good"].mean(), "goodput_per_s": goodput}
+        rows.append(row | good | {"retries": group["retries"].sum()})
     columns = [*_KEYS, "examples", *_QUANTILES, "pct_good", "goodput_per_s", "retries"]
     table = in_order(pd.DataFrame(rows, columns=columns))
     caption = (
@@ -61,13 +58,12 @@ def requests(results: Results) -> pd.DataFrame:
         load = run.about["config"].get("load", {})
         many = f"{load.get('concurrency', 1)} at once" if load.get("rate") is None else f"{load['rate']:g} per s"
         limits = {clock: load.get(f"{clock[:4]}_limit_s") or np.inf for clock in _CLOCKS}
-        own = run.method, str(run.settings), run.label
+        own, theirs = (run.method, str(run.settings), run.label), (BASELINE, "{}", BASELINE)
         for record in run.records if "server" in run.identity else ():
-            base = {"model": run.model, "suite": DATASETS[record.dataset].suite, "load": many}
-            base |= {name: getattr(record, name) for name in ("dataset", "id", "prompt_tokens")}
-            for side, named in ((record.method, own), (record.baseline, (BASELINE, "{}", BASELINE))):
+            for side, setting in ((record.method, own), (record.baseline, theirs)):
                 if side is not None and side.request is not None:
-                    row: dict[str, Any] = base | dict(zip(("method", "settings", "label"), named, strict=True))
+                    row = dict(zip(_KEYS, (run.model, DATASETS[record.dataset].suite, *setting, many), strict=True))
+                    row |= {"dataset": record.dataset, "id": record.id, "prompt_tokens": record.prompt_tokens}
                     row |= {"ttft_s": side.ttft_s} | {name: getattr(side.request, name) for name in _READ}
                     row["is_good"] = all((row[clock] or 0.0) <= most for clock, most in limits.items())
                     rows.append(row)
@@ -77,12 +73,9 @@ def requests(results: Results) -> pd.DataFrame:
 
 def _busy_s(group: pd.DataFrame) -> float:
     """Seconds in which at least one of the requests was in progress."""
-    total, until = 0.0, float("-inf")
     ordered = group.sort_values("sent_at")
-    for start, end in zip(ordered["sent_at"], ordered["sent_at"] + ordered["end_s"], strict=True):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
+    until: Any = (ordered["sent_at"] + ordered["end_s"]).cummax()
+    return float((until - np.maximum(ordered["sent_at"], until.shift(fill_value=-np.inf))).sum())
 
 
 def data(results: Results) -> pd.DataFrame:

@@ -52,7 +52,7 @@ SERVER_SETTINGS = ("name", "url", "kind", "extra_body", "label")
 
 # Config groups whose choice is an argument, and keys whose subkeys the schema leaves open
 _GROUPS = ("model", "method", "dataset", "tracker", "experiment")
-_COUNTS = ("limit", "sample", "max_new_tokens", "threads", "turns", "answers.rows", "load.concurrency", "load.block")
+_COUNTS = ("limit", "sample", "max_new_tokens", "threads", "turns", "answers.rows", "load.concurrency")
 _MAY_BE_0 = ("timing.warmup", "trace", "model.thinking_tokens")
 _OPEN = ("dataset", "compare", "model.device_map", "model.chat_args", "model.extra_body", "method.extra_body")
 
@@ -142,7 +142,6 @@ class LoadConfig:
 
     concurrency: int = setting(1, "requests at once, each sent when another has ended")
     rate: float | None = setting(None, "requests per second instead, at random times (Poisson)")
-    block: int | None = setting(None, "under load, requests to one side before the other; `null`: 32 or more")
     ttft_limit_s: float | None = setting(None, "goodput counts answers with at most this TTFT")
     tpot_limit_s: float | None = setting(None, "and at most this time per later token")
 

@@ -212,15 +212,7 @@ def _describe(url: str) -> int:
     from eval.server.kinds import describe
 
     server = describe(Endpoint(url, ""))
-    kind = server.kind
-    facts = {
-        "server": f"{kind.name} {server.version or '(version unknown)'}",
-        "models": ", ".join(server.models) or "none listed",
-        "positions": str(server.positions or "unknown: give model.max_prompt_tokens"),
-        "prompts": "as token ids" if kind.token_ids else "as text",
-        "cold": kind.cold,
-        "sampling": ", ".join(f"{key}={value:g}" for key, value in kind.sampling.items()),
-    }
-    for name, says in facts.items():
-        print(f"{name:<12}{says}")
+    facts = {**vars(server), **vars(server.kind), "kind": server.kind.name}
+    for name in ("kind", "version", "models", "positions", "token_ids", "cold", "sampling"):
+        print(f"{name:<12}{facts[name]}")
     return 0

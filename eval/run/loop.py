@@ -91,8 +91,10 @@ def _run(
             if results is not None:
                 table = run_table(results, plan.title, control)
                 found = {"difference": difference(results), "control": control and difference(control)}
-                about = {key: value.as_json for key, value in found.items() if value is not None}
-                store.write("summary.json", run_json(table, about | plan.about | {"identity": plan.identity}))
+                no_nan = {
+                    key: {k: None if v != v else v for k, v in told.items()} for key, told in found.items() if told
+                }
+                store.write("summary.json", run_json(table, no_nan | plan.about | {"identity": plan.identity}))
                 store.write("summary.csv", table.to_csv())
                 store.write("summary.md", table.to_markdown())
                 log.info("records, summary.json, .csv and .md are in %s", plan.folder)
@@ -267,8 +269,7 @@ def _opened(plan: Plan, load: Callable[[], PreTrainedModel]) -> Iterator[Bench |
     config = plan.run.config
     if plan.servers:
         sides = plan.servers if plan.run.paired else {"method": plan.servers["method"]}
-        with Servers(plan.run, plan.tokenizer, sides) as servers:
-            yield servers
+        yield Servers(plan.run, plan.tokenizer, sides)
         return
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()

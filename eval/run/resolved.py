@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -29,6 +29,7 @@ from lazyllm.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
+_OF_SERVERS = ("kind", "api", "extra_body", "cache", "trust_prompt", "key_env", "timeout_s")  # settings `model.*`
 RUNS = Path("runs")  # the folder of runs without `out`, and `hydra.sweep.dir` of conf/config.yaml
 
 
@@ -126,7 +127,10 @@ def resolve(config: RunConfig) -> Resolved:
         keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
         spec = ModelSpec(**{key: getattr(model, key) for key in keys}, seed=config.seed)
         spec.check()
-        _check_needs_no_server(config, methods)
+        with_server = "model=server model.url=http://HOST:PORT/v1 with it"
+        _check_unused("model", model, with_server, _OF_SERVERS)
+        _check_unused("load", config.load, with_server)
+        require(all(settings.get("name") != SERVER for settings in methods), "method", SERVER, with_server)
     else:
         _check_servers(config, methods)
         spec = ModelSpec(model.tokenizer or model.name, revision=model.revision, seed=config.seed)
@@ -240,17 +244,6 @@ def plain(value: Any) -> Any:
     return {str(key): plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _check_needs_no_server(config: RunConfig, methods: list[dict[str, Any]]) -> None:
-    """Refuse what only a server takes. Raises UserError."""
-    usual = RunConfig()
-    of_server = ("kind", "api", "extra_body", "cache", "trust_prompt", "key_env", "timeout_s")
-    given = [f"model.{key}" for key in of_server if getattr(config.model, key) != getattr(usual.model, key)]
-    given += [f"load.{key}" for key, value in vars(config.load).items() if value != getattr(usual.load, key)]
-    given += ["method=server" for settings in methods if settings.get("name") == SERVER]
-    if given:
-        raise UserError(f"{given[0]}: expected model=server model.url=http://HOST:PORT/v1 with it")
-
-
 def _check_servers(config: RunConfig, methods: list[dict[str, Any]]) -> None:
     """Refuse what servers cannot do, and URLs that cannot be one's. Raises UserError."""
     model = config.model
@@ -271,10 +264,10 @@ def _check_servers(config: RunConfig, methods: list[dict[str, Any]]) -> None:
         require(is_address, "url", url, "a URL such as http://127.0.0.1:8000/v1")
     is_source = model.tokenizer is not None or "/" in model.name or Path(model.name).is_dir()
     require(is_source, "model.tokenizer", "null", "FOLDER_OR_HUB_ID of the served model, as prompts are made here")
-    if model.api == "chat":
-        require(model.chat in (None, "none"), "model.chat", model.chat, "none: the server applies its own template")
-    if config.load.rate is not None:
-        require(config.load.concurrency == 1, "load.concurrency", config.load.concurrency, "1 with load.rate")
+    has_own = model.api == "chat" and model.chat not in (None, "none")
+    require(not has_own, "model.chat", model.chat, "none: the server applies its own template")
+    one = config.load.rate is None or config.load.concurrency == 1
+    require(one, "load.concurrency", config.load.concurrency, "1 with load.rate")
     if config.fidelity is not None:
         log.warning("fidelity=%s: a server does not tell the probabilities that it needs: null", config.fidelity)
 
@@ -313,10 +306,16 @@ def _tell_once(left_out: str) -> None:
 
 
 def _check_options(config: RunConfig, suite: Suite, named: tuple[Dataset, ...]) -> None:
-    """Refuse settings of another suite, which would change nothing. Raises UserError."""
+    """Refuse settings of another suite. Raises UserError."""
     for other in SUITES.values():
-        options, expected = getattr(config, other.name, None), f"dataset={other.whole} with it"
-        for item in fields(options) if options is not None and other is not suite else ():
-            key, value = f"{other.name}.{item.name}", getattr(options, item.name)
-            instead = f"{expected}: {named[0].name} is of {suite.name}"
-            require(value == getattr(type(options)(), item.name), key, value, instead)
+        options = getattr(config, other.name, None)
+        if options is not None and other is not suite:
+            instead = f"dataset={other.whole} with it: {named[0].name} is of {suite.name}"
+            _check_unused(other.name, options, instead)
+
+
+def _check_unused(group: str, settings: Any, instead: str, names: Sequence[str] | None = None) -> None:
+    """Refuse settings (None: all) that were changed and would change nothing. Raises UserError."""
+    for name in names or [item.name for item in fields(settings)]:
+        value = getattr(settings, name)
+        require(value == getattr(type(settings)(), name), f"{group}.{name}", value, instead)

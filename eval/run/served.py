@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from eval.benchmarks.chat_format import THOUGHT_END
 from eval.run.config import SERVER
 from eval.run.measure import WARMUP_TOKENS, Case, record_of, scored
 from eval.run.resolved import Resolved
-from eval.server.client import Answer, Client, Endpoint, RequestError
+from eval.server.client import Answer, Endpoint, RequestError
 from eval.server.kinds import Server, describe
 from eval.store.record import Failure, Measurement, Record, Trace
 from lazyllm.errors import UserError
@@ -34,16 +34,16 @@ BLOCK = 32  # requests to one side before the other under load, or four times th
 def describe_servers(run: Resolved) -> dict[str, Server]:
     """The server at model.url, and the method's: the same for the method `baseline`. Raises UserError."""
     model, settings = run.config.model, run.method
-    common = {"api": model.api, "key_env": model.key_env, "timeout_s": model.timeout_s}
-    url = str(model.url).rstrip("/")
-    baseline = describe(Endpoint(url, model.name, extra_body=model.extra_body, **common), model.kind)
+    endpoint = Endpoint(**{item.name: getattr(model, item.name) for item in fields(Endpoint)})
+    endpoint = replace(endpoint, url=endpoint.url.rstrip("/"))
+    baseline = describe(endpoint)
     if settings["name"] != SERVER:
         return {"baseline": baseline, "method": baseline}
-    own = str(settings.get("url") or url).rstrip("/")
-    kind = settings.get("kind") or (model.kind if own == url else None)
+    url = str(settings.get("url") or endpoint.url).rstrip("/")
+    kind = settings.get("kind") or (model.kind if url == endpoint.url else None)
     extra = {**model.extra_body, **settings.get("extra_body", {})}
-    endpoint = Endpoint(own, settings.get("model", model.name), extra_body=extra, **common)
-    return {"baseline": baseline, "method": describe(endpoint, kind)}
+    own = replace(endpoint, url=url, name=settings.get("model", model.name), kind=kind, extra_body=extra)
+    return {"baseline": baseline, "method": describe(own)}
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,7 @@ class Servers:
     run: Resolved
     tokenizer: PreTrainedTokenizerBase
     sides: dict[str, Server]
-    _clients: dict[str, Client] = field(default_factory=dict)
-
-    def __enter__(self) -> Servers:
-        self._clients.update({side: Client(server.endpoint) for side, server in self.sides.items()})
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for client in self._clients.values():
-            client.close()
+    _secret: str = field(default_factory=secrets.token_hex)
 
     def warm_up(self, cases: Sequence[Case], runs: int) -> None:
         """Short answers to the longest prompt of each range of lengths, as servers compile for each."""
@@ -74,74 +66,69 @@ class Servers:
         for case in longest.values():
             for side in [*self.sides] * runs:
                 try:
-                    self._timed(side, case, _noise(), [], WARMUP_TOKENS)
+                    self._timed(side, case, [], WARMUP_TOKENS, secrets.token_hex(8))
                 except RequestError as error:
                     log.warning("warming up on %s, row %s failed (%s)", *case.key, error)
 
     def measure(self, cases: Sequence[Case]) -> Iterator[Record | Failure]:
         """The sides answer in turns, in an order drawn by the seed: prompt by prompt, or in blocks under load."""
-        load, rng = self.run.config.load, random.Random(self.run.config.seed)
-        size = load.block or max(BLOCK, 4 * load.concurrency) if load.is_shared else 1
-        apart = len({server.endpoint.root for server in self.sides.values()}) == len(self.sides)
-        waiting = iter(cases)
-        while block := list(islice(waiting, size)):
-            noise, answers = None, {}
-            for side in rng.sample([*self.sides], len(self.sides)):
-                if noise is None or not apart:  # one server would take the other side's prompt from its cache
-                    noise = [[_noise() for _ in (case.prompt, *case.prompt.turns)] for case in block]
-                answers[side] = self._answers(side, block, noise, rng)
+        load, rng, waiting = self.run.config.load, random.Random(self.run.config.seed), iter(cases)
+        while block := list(islice(waiting, max(BLOCK, 4 * load.concurrency) if load.is_shared else 1)):
+            order = rng.sample([*self.sides], len(self.sides))
+            answers = {side: self._answers(side, block, rng) for side in order}
             for number, case in enumerate(block):
                 yield self._outcome(case, {side: given[number] for side, given in answers.items()})
 
     def trace(self, case: Case) -> Trace:
         raise RuntimeError("a server does not tell what its layers compute")
 
-    def _answers(
-        self, side: str, block: Sequence[Case], noise: list[list[str]], rng: random.Random
-    ) -> list[list[Answer] | RequestError]:
+    def _answers(self, side: str, block: Sequence[Case], rng: random.Random) -> list[list[Answer] | RequestError]:
         """Of each case, by turn: the run's number of conversations at once, or begun at its rate."""
         load, futures = self.run.config.load, []
-        with ThreadPoolExecutor(len(block) if load.rate is not None else load.concurrency) as pool:
-            for one in zip(block, noise, strict=True):
-                futures.append(pool.submit(self._converse, side, *one))
-                if load.rate is not None:
-                    time.sleep(rng.expovariate(load.rate))
+        with ThreadPoolExecutor(load.concurrency if load.rate is None else len(block)) as pool:
+            for case in block:
+                futures.append(pool.submit(self._converse, side, case))
+                time.sleep(0 if load.rate is None else rng.expovariate(load.rate))
         return [future.result() for future in futures]
 
-    def _converse(self, side: str, case: Case, noise: list[str]) -> list[Answer] | RequestError:
-        """The answers of a conversation; each message follows the server's own answers. noise: a line for each."""
+    def _converse(self, side: str, case: Case) -> list[Answer] | RequestError:
+        """The answers of a conversation; each message follows the server's own answers."""
         is_first_only = side == "baseline" and self.run.paired == "ttft"
+        # one server would take the other side's prompt from its cache
+        apart = len({server.endpoint.root for server in self.sides.values()}) == len(self.sides)
         answers: list[Answer] = []
         try:
-            for line in noise:
-                answers.append(self._timed(side, case, line, answers, 1 if is_first_only else case.max_new_tokens))
+            for turn in range(1 + len(case.prompt.turns)):
+                mark = random.Random(f"{self._secret}{case.key}{turn}{'' if apart else side}").randbytes(8).hex()
+                answers.append(self._timed(side, case, answers, 1 if is_first_only else case.max_new_tokens, mark))
         except RequestError as error:
             return error
         return answers
 
-    def _timed(self, side: str, case: Case, noise: str, earlier: Sequence[Answer], most: int) -> Answer:
-        """The answer that follows the earlier ones. most: new tokens. Raises RequestError."""
-        config, server, client = self.run.config, self.sides[side], self._clients[side]
-        is_warm = config.model.cache == "warm"
+    def _timed(self, side: str, case: Case, earlier: Sequence[Answer], most: int, mark: str) -> Answer:
+        """The answer that follows the earlier ones. most: new tokens. mark: text that no other prompt has.
+
+        Raises RequestError.
+        """
+        config, server = self.run.config, self.sides[side]
+        endpoint, is_warm = server.endpoint, config.model.cache == "warm"
         cold = "nothing" if is_warm else server.kind.cold
         if cold == "flush" and config.load.is_shared:
             cold = "noise"  # a cache in use cannot be flushed
-        noise = noise if cold == "noise" else ""
+        noise = f"[{mark}]\n" if cold == "noise" else ""
         prompt, count = self._prompt(case, server, noise, earlier)
-        fields: dict[str, Any] = {"model": server.endpoint.model, "stream": True, "max_tokens": most, **prompt}
-        fields |= {**server.kind.sampling, "seed": config.seed}
+        fields = {"model": endpoint.name, "stream": True, "max_tokens": most, "seed": config.seed, **prompt}
         fields |= {"stream_options": {"include_usage": True}} if server.kind.usage else {}
         fields |= {"stop": ["\n"]} if case.dataset.newline_ends else {}
-        fields |= {"cache_salt": secrets.token_hex(16)} if cold == "salt" else {}
-        fields |= {"cache_prompt": False} if cold == "off" else {}
-        body = json.dumps(fields | dict(server.endpoint.extra_body)).encode()
+        fields |= {"salt": {"cache_salt": mark}, "off": {"cache_prompt": False}}.get(cold, {})
+        body = json.dumps({**fields, **server.kind.sampling, **endpoint.extra_body}).encode()
         if cold == "flush":
-            client.ask("POST", f"{server.endpoint.root}/flush_cache")
+            endpoint.ask("POST", f"{endpoint.root}/flush_cache")
         if is_warm:
-            client.answer(body)
-        answer = client.answer(body)
+            endpoint.answer(body)
+        answer = endpoint.answer(body)
         told, cached = answer.request.prompt_tokens, answer.request.cached_tokens
-        where = f"{case.dataset.name}, row {case.example.id}: {server.endpoint.url}"
+        where = f"{case.dataset.name}, row {case.example.id}: {endpoint.url}"
         if None not in (told, count) and told != count and not config.model.trust_prompt:
             raise UserError(
                 f"{where} counts {told} prompt tokens, but {count} were sent: it cuts or changes the prompt, or "
@@ -158,7 +145,7 @@ class Servers:
         self, case: Case, server: Server, noise: str, earlier: Sequence[Answer]
     ) -> tuple[dict[str, Any], int | None]:
         """The request's fields with the conversation, and its tokens by our tokenizer; None if unknown."""
-        model, prompt = self.run.config.model, case.prompt
+        model, prompt, tokenizer = self.run.config.model, case.prompt, self.tokenizer
         said = [prompt.text]
         for answer, turn in zip(earlier, prompt.turns, strict=False):
             said += [answer.text, turn.text]
@@ -168,20 +155,18 @@ class Servers:
             messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)]
             messages[:0] = [{"role": "system", "content": model.system}] if model.system is not None else []
             fields = {"messages": messages} | ({"chat_template_kwargs": model.chat_args} if model.chat_args else {})
-            if not getattr(self.tokenizer, "chat_template", None):
+            if not getattr(tokenizer, "chat_template", None):
                 return fields, None
-            ids: Any = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False, **(model.chat_args or {})
-            )
-            return fields, len(ids)
-        begin = str(self.tokenizer.bos_token or "")
+            options: Any = {"add_generation_prompt": True, "return_dict": False, **(model.chat_args or {})}
+            return fields, len(tokenizer.apply_chat_template(messages, **options))
+        begin = str(tokenizer.bos_token or "")
         begin = begin if prompt.text.startswith(begin) else ""
         text = begin + noise + "".join(said).removeprefix(begin)
         assert prompt.encode is not None
         ids = prompt.encode(text) if noise or earlier else list(prompt.token_ids)
         if server.kind.token_ids:
             return {"prompt": ids}, len(ids)
-        if self.tokenizer(text, verbose=False)["input_ids"] != ids:  # the server would write a second begin token
+        if tokenizer(text, verbose=False)["input_ids"] != ids:  # the server would write a second begin token
             text = text.removeprefix(begin)
         return {"prompt": text}, len(ids)
 
@@ -212,7 +197,3 @@ class Servers:
             total_s_so_far=sum(one.last_token_s for one in answers),
             request=answer.request,
         )
-
-
-def _noise() -> str:
-    return f"[{secrets.token_hex(8)}]\n"

@@ -1,4 +1,4 @@
-"""A client of servers with OpenAI's API: one connection, one streamed and timed request at a time.
+"""A client of servers with OpenAI's API: one streamed and timed request at a time.
 
 The clock starts just before the POST of a body that is already serialised, on a connection that is already open. An
 event counts as a token if it has text, reasoning or a tool call; comments, roles and usage do not.
@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
 from typing import Any
 
 import httpx2
@@ -26,31 +28,13 @@ _KEY = "the key is read from the environment variable {key_env} (model.key_env)"
 _ADVICE = {  # by status
     401: _KEY,
     403: _KEY,
-    404: "expected a server with /v1/{api} (model.api) and a model {model!r}",
+    404: "expected a server with /v1/{api} (model.api) and a model {name!r}",
     422: "the server refuses a field of the request: give its model.kind, or change extra_body",
 }
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """A model of a server.
-
-    url: with the path, such as http://127.0.0.1:8000/v1. model: its name there. api: "completions" or "chat".
-    extra_body: further fields of every request. key_env: the environment variable that holds the key, if there is one.
-    timeout_s: the limit for a whole answer.
-    """
-
-    url: str
-    model: str
-    api: str = "completions"
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-    key_env: str = "OPENAI_API_KEY"
-    timeout_s: float = 600.0
-
-    @property
-    def root(self) -> str:
-        """The URL without its version, where servers have their own paths."""
-        return self.url.removesuffix("/v1")
+class RequestError(Exception):
+    """A request that failed, in a line for people. Others may not fail."""
 
 
 @dataclass(frozen=True)
@@ -67,79 +51,75 @@ class Answer:
     request: Request
 
 
-class RequestError(Exception):
-    """A request that failed, in a line for people. Others may not fail."""
+@dataclass(frozen=True)
+class Endpoint:
+    """A model of a server, as the settings `model.*` of the same names describe it.
 
+    url: with the path, such as http://127.0.0.1:8000/v1. timeout_s: the limit for a whole answer.
+    """
 
-class Client:
-    """Open connections to an endpoint, one for each request at a time. The key is in their headers only."""
+    url: str
+    name: str
+    kind: str | None = None
+    api: str = "completions"
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    key_env: str = "OPENAI_API_KEY"
+    timeout_s: float = 600.0
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
-        self._key = os.environ.get(endpoint.key_env, "")
-        self._http = httpx2.Client(
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-            timeout=httpx2.Timeout(endpoint.timeout_s, connect=CONNECT_S),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-        )
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
+    @property
+    def root(self) -> str:
+        """The URL without its version, where servers have their own paths."""
+        return self.url.removesuffix("/v1")
 
     def ask(self, method: str, url: str) -> dict[str, Any]:
-        """The JSON object of a page, {} if there is none; a POST has no body. Raises UserError."""
+        """The JSON object of a page, {} if there is none; a POST has no body. Raises UserError or RequestError."""
         try:
-            response = self._http.request(method, url)
+            response = _http().send(self._request(method, url))
         except httpx2.TransportError as error:
             raise self._no_server(error) from error
-        if response.status_code in (401, 403):
+        if response.status_code in (401, 403) or (method == "POST" and not response.is_success):
             raise self._refusal(response)
-        if method == "POST" and response.status_code != 200:
-            raise UserError(f"{url}: {self._said(response)}")
-        return _json(response.text) if response.status_code == 200 else {}
+        return _json(response.text) if response.is_success else {}
 
     def answer(self, body: bytes) -> Answer:
         """The answer to a request for a stream. Retries only before the first byte of an answer.
 
         Raises RequestError; UserError if all other requests would fail too.
         """
-        url, headers = self.endpoint.url, {"Content-Type": "application/json"}
-        path = "chat/completions" if self.endpoint.api == "chat" else "completions"
-        request = self._http.build_request("POST", f"{url}/{path}", content=body, headers=headers)
-        for retries, pause in enumerate((*PAUSES_S, None)):
-            after = ""
+        path = "chat/completions" if self.api == "chat" else "completions"
+        request = self._request("POST", f"{self.url}/{path}", content=body)
+        for retries in count():
             try:
-                self._http.get(f"{url}/models")  # opens the connection
+                _http().send(self._request("GET", f"{self.url}/models"))  # opens the connection
                 sent_at, start = time.time(), time.perf_counter()
-                response = self._http.send(request, stream=True)
+                response = _http().send(request, stream=True)
                 headers_s = time.perf_counter() - start
-            except httpx2.ReadTimeout as error:
-                raise RequestError(f"no answer within {self.endpoint.timeout_s:g} s (model.timeout_s)") from error
-            except httpx2.TransportError as error:
-                failure = self._no_server(error)
-            else:
                 with closing(response):
                     if response.status_code not in _RETRIED:
                         return self._read(response, start, sent_at=sent_at, headers_s=headers_s, retries=retries)
-                    failure = RequestError(f"{self._said(response)} after {len(PAUSES_S)} retries")
+                    failure = RequestError(f"{self._said(response)} after {retries} retries")
                     after = response.headers.get("Retry-After", "")
-            if pause is None:
+            except httpx2.ReadTimeout as error:
+                raise RequestError(f"no answer within {self.timeout_s:g} s (model.timeout_s)") from error
+            except httpx2.TransportError as error:
+                failure, after = self._no_server(error), ""
+            if retries == len(PAUSES_S):
                 raise failure
-            time.sleep(max(pause, float(after) if after.isdigit() else 0))
+            time.sleep(max(PAUSES_S[retries], float(after) if after.isdigit() else 0))
         raise AssertionError
 
     def _read(self, response: httpx2.Response, start: float, **told: Any) -> Answer:
         """The answer of a stream, in which each event is one line of data. told: fields of `Request`."""
         text, reasoning, usage, ended, now = "", "", {}, False, 0.0
         tokens: list[float] = []  # stamps of the events with a token
+        broken = "without an end"
         try:
             if response.status_code != 200:
                 raise self._refusal(response)
             for line in response.iter_lines():
                 now = time.perf_counter() - start
-                if now > self.endpoint.timeout_s:
-                    raise RequestError(f"the answer took more than {self.endpoint.timeout_s:g} s (model.timeout_s)")
+                if now > self.timeout_s:
+                    raise RequestError(f"the answer took more than {self.timeout_s:g} s (model.timeout_s)")
                 if not line.startswith("data:"):
                     continue
                 told.setdefault("first_event_s", now)
@@ -149,7 +129,8 @@ class Client:
                     continue
                 event = _json(data)
                 if "error" in event or "choices" not in event:
-                    raise RequestError(f"the answer broke off after {now:.1f} s: {self._message(data)}")
+                    broken, ended = self._message(data), False
+                    break
                 usage = event.get("usage") or usage
                 choice = next(iter(event["choices"]), {})
                 delta, reason = choice.get("delta") or choice, choice.get("finish_reason")
@@ -162,37 +143,43 @@ class Client:
                 if content:
                     told.setdefault("first_content_s", now)
         except httpx2.TransportError as error:
-            end_s = time.perf_counter() - start
-            raise RequestError(f"the answer broke off after {end_s:.1f} s ({_reason(error)})") from error
+            broken, ended = repr(error), False
         if not ended or not tokens:
-            raise RequestError(f"the answer broke off after {now:.1f} s, without an end")
-        count, later_s = usage.get("completion_tokens"), tokens[-1] - tokens[0]  # 0 if all tokens came in one event
+            raise RequestError(f"the answer broke off after {time.perf_counter() - start:.1f} s: {broken}")
+        number, later_s = usage.get("completion_tokens"), tokens[-1] - tokens[0]  # 0 if all tokens came in one event
         request = Request(
             **{"first_content_s": None, **told},
             end_s=time.perf_counter() - start,
-            tpot_s=later_s / (count - 1) if count is not None and count > 1 and later_s > 0 else None,
+            tpot_s=later_s / (number - 1) if number is not None and number > 1 and later_s > 0 else None,
             prompt_tokens=usage.get("prompt_tokens"),
-            completion_tokens=count,
+            completion_tokens=number,
             cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
         )
         return Answer(text, reasoning, tokens[0], tokens[-1], request)
 
+    @property
+    def _key(self) -> str:
+        return os.environ.get(self.key_env, "")
+
+    def _request(self, method: str, url: str, content: bytes | None = None) -> httpx2.Request:
+        """The key is in the headers only."""
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+        timeout = httpx2.Timeout(self.timeout_s, connect=CONNECT_S)
+        return _http().build_request(method, url, content=content, headers=headers, timeout=timeout)
+
     def _refusal(self, response: httpx2.Response) -> Exception:
         """What a response means that is no answer: UserError if all others would be the same."""
-        said, advice = self._said(response), _ADVICE.get(response.status_code)
-        if advice is None:
-            return RequestError(said)
-        return UserError(f"{self.endpoint.url}: {said}; {advice.format(**vars(self.endpoint))}")
+        said, advice = self._said(response), _ADVICE.get(response.status_code, "").format(**vars(self))
+        return UserError(f"{self.url}: {said}; {advice}") if advice else RequestError(said)
 
     def _no_server(self, error: Exception) -> UserError:
         return UserError(
-            f"no server answers at {self.endpoint.url} ({_reason(error)}): start it, then give the same command again; "
+            f"no server answers at {self.url} ({error!r}): start it, then give the same command again; "
             "finished examples are safe"
         )
 
     def _said(self, response: httpx2.Response) -> str:
-        response.read()
-        return f"HTTP {response.status_code}: {self._message(response.text)}"
+        return f"HTTP {response.status_code}: {self._message(response.read().decode(errors='replace'))}"
 
     def _message(self, text: str) -> str:
         """What a server says of an error, in one line, without the key."""
@@ -202,6 +189,12 @@ class Client:
         return line.replace(self._key, "***") if self._key else line
 
 
+@cache
+def _http() -> httpx2.Client:
+    """This process's connections: each endpoint has as many as it answers requests at once."""
+    return httpx2.Client(limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None))
+
+
 def _json(text: str) -> dict[str, Any]:
     """The JSON object of a text; {} if it holds none."""
     try:
@@ -209,7 +202,3 @@ def _json(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return values if isinstance(values, dict) else {}
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from eval.server.client import Client, Endpoint
+from eval.server.client import Endpoint
 from lazyllm.errors import UserError
 
 _GREEDY = {"temperature": 0.0, "top_p": 1.0}
@@ -50,9 +49,9 @@ KINDS = {kind.name: kind for kind in _KINDS}
 
 @dataclass(frozen=True)
 class Server:
-    """An endpoint and what its server said. positions: of prompt and answer; None if it does not say.
+    """An endpoint and what its server said: its version, the positions of prompt and answer, and the models it lists.
 
-    version, models: the server's version, and the models that it lists.
+    version, positions: None if it does not say.
     """
 
     endpoint: Endpoint
@@ -62,26 +61,22 @@ class Server:
     models: tuple[str, ...]
 
 
-def describe(endpoint: Endpoint, kind: str | None = None) -> Server:
-    """Ask the server what it is. kind: in place of what it says. Raises UserError if it does not have the model.
-
-    The model "" stands for the first that it lists.
-    """
-    with closing(Client(endpoint)) as client:
-        listed = client.ask("GET", f"{endpoint.url}/models").get("data")
-        if not isinstance(listed, list):
-            raise UserError(f"{endpoint.url}/models lists no models: give a URL such as http://HOST:PORT/v1")
-        models = tuple(str(entry.get("id")) for entry in listed)
-        entry = next((entry for entry in listed if endpoint.model in ("", entry.get("id"))), {})
-        owners = [entry.get("owned_by") for entry in listed]
-        kind = kind or next((known.name for known in _KINDS if known.owner in owners), None)
-        if kind is None:  # transformers serve tells no owner of its own
-            paths = client.ask("GET", f"{endpoint.root}/openapi.json").get("paths", {})
-            kind = "transformers" if {"/load_model", "/v1/completions"} <= paths.keys() else "plain"
-        chosen = KINDS[kind]
-        if chosen.lists and endpoint.model not in ("", *models):
-            raise UserError(f"{endpoint.url} has no model {endpoint.model!r}: give one of {', '.join(models)}")
-        page = client.ask("GET", f"{endpoint.root}{chosen.page}") if chosen.page else {}
+def describe(endpoint: Endpoint) -> Server:
+    """Ask the server what it is. Raises UserError if it does not have the model; "" stands for the first it lists."""
+    listed = endpoint.ask("GET", f"{endpoint.url}/models").get("data")
+    if not isinstance(listed, list):
+        raise UserError(f"{endpoint.url}/models lists no models: give a URL such as http://HOST:PORT/v1")
+    models = tuple(str(entry.get("id")) for entry in listed)
+    entry = next((entry for entry in listed if endpoint.name in ("", entry.get("id"))), {})
+    owners = [entry.get("owned_by") for entry in listed]
+    name = endpoint.kind or next((kind.name for kind in _KINDS if kind.owner in owners), None)
+    if name is None:  # transformers serve tells no owner of its own
+        paths = endpoint.ask("GET", f"{endpoint.root}/openapi.json").get("paths", {})
+        name = "transformers" if {"/load_model", "/v1/completions"} <= paths.keys() else "plain"
+    kind = KINDS[name]
+    if kind.lists and endpoint.name not in ("", *models):
+        raise UserError(f"{endpoint.url} has no model {endpoint.name!r}: give one of {', '.join(models)}")
+    page = endpoint.ask("GET", f"{endpoint.root}{kind.page}") if kind.page else {}
     version = page.get("version") or page.get("build_info") or entry.get("version")
     positions = (page.get("default_generation_settings") or {}).get("n_ctx") or entry.get("max_model_len")
-    return Server(endpoint, chosen, version, positions, models)
+    return Server(endpoint, kind, version, positions, models)

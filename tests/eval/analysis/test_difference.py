@@ -34,13 +34,13 @@ def test_binomial_is_the_exact_test() -> None:
 def test_difference_counts_pairs_and_has_their_interval() -> None:
     found = difference(results([0.5, 0.75, 0.25, 0.25], same_answer=0))
     assert found is not None
-    assert (found.examples, found.better, found.worse, found.p, found.changed) == (4, 1, 2, 1.0, 4)
-    assert found.score == pytest.approx(-6.25)
-    assert found.score_low < -6.25 < found.score_high
-    assert (found.ttft, found.ttft_low, found.ttft_high) == pytest.approx((2, 2, 2))
+    assert [found[name] for name in ("examples", "better", "worse", "p", "changed")] == [4, 1, 2, 1.0, 4]
+    assert found["score"] == pytest.approx(-6.25)
+    assert found["score_low"] < -6.25 < found["score_high"]
+    assert (found["ttft"], found["ttft_low"], found["ttft_high"]) == pytest.approx((2, 2, 2))
     same = difference(results([0.75] * 5, same_answer=1))
     assert same is not None
-    assert (same.score, same.score_low, same.score_high, same.changed) == (25, 25, 25, 0)
+    assert [same[name] for name in ("score", "score_low", "score_high", "changed")] == [25, 25, 25, 0]
     assert difference(Results([stored([replace(example("hops", "a"), baseline=None)])])) is None
 
 

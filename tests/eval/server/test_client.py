@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import Any
 
 import pytest
 
 from eval.server import client
-from eval.server.client import Answer, Client, Endpoint, RequestError
+from eval.server.client import Answer, Endpoint, RequestError
 from eval.server.kinds import describe
 from lazyllm.errors import UserError
 from tests.eval.server.scripted import DONE, Reply, Seen, chat, event, scripted, usage
@@ -21,8 +20,8 @@ HALF = event("Yés").find("é".encode("unicode-escape")[:1]) + 3
 def asked(*replies: Reply, api: str = "completions", timeout_s: float = 20.0) -> tuple[Answer, Seen]:
     """The answer of a server that gives these replies one after the other."""
     server = scripted(lambda number, _: replies[number], MODEL)
-    with server as (url, seen), closing(Client(Endpoint(url, "m", api, timeout_s=timeout_s))) as connection:
-        return connection.answer(b'{"stream": true}'), seen
+    with server as (url, seen):
+        return Endpoint(url, "m", api=api, timeout_s=timeout_s).answer(b'{"stream": true}'), seen
 
 
 @pytest.fixture(autouse=True)
@@ -102,11 +101,8 @@ def test_request_fails_and_is_not_sent_again_after_the_first_byte(
     replies: list[Reply], posts: int, message: str
 ) -> None:
     with scripted(lambda number, _: replies[number], MODEL) as (url, seen):
-        with (
-            closing(Client(Endpoint(url, "m", timeout_s=0.5))) as connection,
-            pytest.raises(RequestError, match=message),
-        ):
-            connection.answer(b"{}")
+        with pytest.raises(RequestError, match=message):
+            Endpoint(url, "m", timeout_s=0.5).answer(b"{}")
         assert len(seen.posts) == posts
 
 
@@ -126,10 +122,9 @@ def test_server_that_would_refuse_all_is_named_in_one_line(reply: Reply, message
     monkeypatch.setenv("A_KEY", "sk-secret")
     with (
         scripted(lambda *_: reply, MODEL) as (url, seen),
-        closing(Client(Endpoint(url, "m", key_env="A_KEY"))) as connection,
         pytest.raises(UserError, match=message) as error,
     ):
-        connection.answer(b"{}")
+        Endpoint(url, "m", key_env="A_KEY").answer(b"{}")
     assert "sk-secret" not in str(error.value)
     assert "\n" not in str(error.value)
     assert seen.keys == {"Bearer sk-secret"}
@@ -146,8 +141,7 @@ def test_server_that_goes_away_and_comes_back_answers_the_same_request(monkeypat
             back[-1].__enter__()
 
     monkeypatch.setattr(client.time, "sleep", pause)
-    with closing(Client(Endpoint(url, "m"))) as connection:
-        assert (connection.answer(b"{}").text, len(back)) == ("Yes.", 2)
+    assert (Endpoint(url, "m").answer(b"{}").text, len(back)) == ("Yes.", 2)
     back[1].__exit__(None, None, None)
 
 
@@ -164,7 +158,7 @@ def test_server_is_known_by_what_it_says(entry: dict[str, Any], kind: str, posit
     with scripted(lambda *_: FINE, entry) as (url, _):
         server = describe(Endpoint(url, "m"))
         assert (server.kind.name, server.positions, server.models) == (kind, positions, ("m",))
-        assert describe(Endpoint(url, "m"), "plain").kind.name == "plain"
+        assert describe(Endpoint(url, "m", "plain")).kind.name == "plain"
         if server.kind.lists:
             with pytest.raises(UserError, match="has no model 'other': give one of m"):
                 describe(Endpoint(url, "other"))
