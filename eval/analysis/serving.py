@@ -62,7 +62,8 @@ def requests(results: Results) -> pd.DataFrame:
         for record in run.records if "server" in run.identity else ():
             for side, setting in ((record.method, own), (record.baseline, theirs)):
                 if side is not None and side.request is not None:
-                    row = dict(zip(_KEYS, (run.model, DATASETS[record.dataset].suite, *setting, many), strict=True))
+                    key = run.model, DATASETS[record.dataset].suite, *setting, many
+                    row: dict[str, Any] = dict(zip(_KEYS, key, strict=True))
                     row |= {"dataset": record.dataset, "id": record.id, "prompt_tokens": record.prompt_tokens}
                     row |= {"ttft_s": side.ttft_s} | {name: getattr(side.request, name) for name in _READ}
                     row["is_good"] = all((row[clock] or 0.0) <= most for clock, most in limits.items())

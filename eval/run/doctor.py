@@ -199,20 +199,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--url", help="of a server with OpenAI's API; the key is read from OPENAI_API_KEY")
     options = parser.parse_args(arguments)
     if options.url is not None:
-        return _describe(options.url.rstrip("/"))
+        from eval.server import Endpoint, describe
+
+        server = describe(Endpoint(options.url.rstrip("/"), ""))
+        facts = {**vars(server), **vars(server.kind), "kind": server.kind.name}
+        for name in ("kind", "version", "models", "positions", "token_ids", "cold", "sampling"):
+            print(f"{name:<12}{facts[name]}")
+        return 0
     states = examine(options.model)
     for thing, (state, says) in states.items():
         print(f"{thing:<15}{state:<12}{says}")
     return 2 if any(state == MISSING for state, _ in states.values()) else 0
-
-
-def _describe(url: str) -> int:
-    """Print what a server says of itself and how it would be asked. Raises UserError if there is none."""
-    from eval.server.client import Endpoint
-    from eval.server.kinds import describe
-
-    server = describe(Endpoint(url, ""))
-    facts = {**vars(server), **vars(server.kind), "kind": server.kind.name}
-    for name in ("kind", "version", "models", "positions", "token_ids", "cold", "sampling"):
-        print(f"{name:<12}{facts[name]}")
-    return 0

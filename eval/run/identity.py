@@ -30,7 +30,7 @@ CODE = (
     "eval/benchmarks",
     "eval/run/measure.py",
 )
-SERVED_CODE = ("eval/benchmarks", "eval/server", "eval/run/served.py")  # that can change a record of a server
+SERVED_CODE = ("eval/benchmarks", "eval/server.py", "eval/run/served.py")  # that can change a record of a server
 _ROOT = Path(__file__).parents[2]
 _SAMPLES, _SAMPLE_BYTES = 256, 2**14  # of a weight file, spread evenly over it
 

@@ -41,7 +41,7 @@ from lazyllm.spec import QUANTISATIONS, ModelSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-    from eval.server.kinds import Server
+    from eval.server import Server
 
 log = logging.getLogger(__name__)
 

@@ -71,8 +71,6 @@ class Resolved:
 
     def other_models(self) -> tuple[ModelSpec, ...]:
         """The models that the run's method needs besides `spec`."""
-        if self.is_served:
-            return ()
         return tuple(build_method(targets.check(self.method)).models())
 
     @property

@@ -18,8 +18,7 @@ from eval.benchmarks.chat_format import THOUGHT_END
 from eval.run.config import SERVER
 from eval.run.measure import WARMUP_TOKENS, Case, record_of, scored
 from eval.run.resolved import Resolved
-from eval.server.client import Answer, Endpoint, RequestError
-from eval.server.kinds import Server, describe
+from eval.server import Answer, Endpoint, RequestError, Server, describe
 from eval.store.record import Failure, Measurement, Record, Trace
 from lazyllm.errors import UserError
 

@@ -19,11 +19,11 @@ from typing import Any
 import httpx2
 import pytest
 
+from eval import server
 from eval.run import loop
 from eval.run.job import main
 from eval.run.prepare import prepare
 from eval.run.resolved import Resolved
-from eval.server import client
 from eval.store.folder import read_failures, read_run
 from eval.store.record import Record
 from eval.store.results import Results, find_runs
@@ -32,7 +32,7 @@ from lazyllm.errors import UserError
 from lazyllm.integrations import transformers_generate
 from lazyllm.models.tokenizers import load_tokenizer
 from lazyllm.presets import PRESETS
-from tests.eval.server.scripted import DONE, Reply, Seen, chat, event, scripted, usage
+from tests.eval.scripted_server import DONE, Reply, Seen, chat, event, scripted, usage
 from tests.runs import run_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -72,7 +72,7 @@ def on(script: Script, out: Path, *overrides: str, owner: str = "vllm") -> tuple
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(server, "PAUSES_S", (0.0, 0.0))
 
 
 def test_record_holds_what_a_server_tells_and_null_for_the_rest(tmp_path: Path) -> None:

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from eval.server import client
-from eval.server.client import Answer, Endpoint, RequestError
-from eval.server.kinds import describe
+from eval import server
+from eval.server import Answer, Endpoint, RequestError, describe
 from lazyllm.errors import UserError
-from tests.eval.server.scripted import DONE, Reply, Seen, chat, event, scripted, usage
+from tests.eval.scripted_server import DONE, Reply, Seen, chat, event, scripted, usage
 
 MODEL = {"id": "m", "owned_by": "vllm", "max_model_len": 512}
 FINE = Reply([event("Yes"), event(".", "stop"), usage(7, 3), DONE])
@@ -26,7 +25,7 @@ def asked(*replies: Reply, api: str = "completions", timeout_s: float = 20.0) ->
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(server, "PAUSES_S", (0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +139,7 @@ def test_server_that_goes_away_and_comes_back_answers_the_same_request(monkeypat
         if back[-1] is not None:
             back[-1].__enter__()
 
-    monkeypatch.setattr(client.time, "sleep", pause)
+    monkeypatch.setattr(server.time, "sleep", pause)
     assert (Endpoint(url, "m").answer(b"{}").text, len(back)) == ("Yes.", 2)
     back[1].__exit__(None, None, None)
 
