@@ -70,8 +70,10 @@ CASES = {name: row for name, row in ROWS.items() if not (row.scores or row.pruni
 }
 
 
-@pytest.mark.parametrize(("attention", "revived"), [("sdpa", 3), *slow(("sdpa", 0), ("eager", 0), ("eager", 3))])
-@pytest.mark.parametrize("row", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("attention", "revived"), [("sdpa", 3), *slow(("eager", 0))])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=name, marks=[pytest.mark.slow] * (name in KEEPING)) for name, row in CASES.items()]
+)
 def test_only_boundaries_ask_the_device(row: Row, revived: int, attention: str, monkeypatch) -> None:
     monkeypatch.setattr(lazy_session, "MANY", 1)
     twin: Any = random_model("llama", 2, num_layers=4)
