@@ -105,6 +105,7 @@ def test_line_without_a_newer_field_takes_its_default(tmp_path: Path, name: str)
     assert as_frame(stored_runs([tmp_path]))["turn"].tolist() == [1, 1]
 
 
+@pytest.mark.slow
 def test_committed_records_are_readable() -> None:
     """The board's campaigns: as many records as their descriptions say, as objects and as frames."""
     campaigns = sorted((ROOT / "results").rglob("campaign.json"))

@@ -165,7 +165,9 @@ def test_scoring_of_all_turns_is_in_the_share_of_tokens_computed(turns: Any) -> 
 
 
 @pytest.mark.parametrize("name", DROPPING)
-@pytest.mark.parametrize("variant", ["qwen3", "mistral, window", "llama, dynamic NTK", "phi3, LongRoPE and window"])
+@pytest.mark.parametrize(
+    "variant", ["mistral, window", *slow("qwen3", "llama, dynamic NTK", "phi3, LongRoPE and window")]
+)
 def test_later_turn_of_a_method_that_drops_for_good_sees_what_is_left(variant: str, name: str) -> None:
     rng, row = random.Random(f"{variant} {name}"), DROPPING[name]
     with casts_in_float64():

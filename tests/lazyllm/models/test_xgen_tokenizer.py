@@ -186,6 +186,7 @@ def test_offsets_are_the_characters_of_each_token(tokenizer, oracle):
     assert covered == len(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["gpt2"], indirect=True)
 def test_real_rows_have_tiktokens_ids_and_come_back(tokenizer, oracle, shared):
     rows = 0
