@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from eval.run.config import (
 )
 from eval.run.resolved import Resolved, resolve
 
+registered = cache(register_schema)  # takes as long as half a run's settings; who registers another restores this one
+
 
 def run_of(*overrides: str) -> Resolved:
     """The run of `python run.py OVERRIDES`, checked as there."""
-    register_schema()
+    registered()
     check_arguments(overrides)
     return resolve(to_run_config(compose_config(overrides)))
 

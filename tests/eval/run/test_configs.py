@@ -22,7 +22,6 @@ from eval.run.config import (
     compose_config,
     documented,
     model_nodes,
-    register_schema,
     to_run_config,
 )
 from eval.run.prepare import prepare
@@ -33,7 +32,7 @@ from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop, settings_of
 from lazyllm.models.load import load_config
 from lazyllm.presets import PRESETS
 from lazyllm.spec import ModelSpec
-from tests.runs import run_of
+from tests.runs import registered, run_of
 
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
 
@@ -51,7 +50,7 @@ def test_config_file_opens_with_its_command_and_composes(file: Path) -> None:
         run_of(f"method.schedule=tuned/{name}")
     else:
         assert f"{group}={name}" in lines[0]
-        register_schema()
+        registered()
         needed = ["model.name=tiny"] if name in ("custom", "server") else []
         config = to_run_config(compose_config([f"{group}={name}", *needed]))
         if group == "method":  # what its class says, or the paper: no third place
