@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,16 @@ ROOT = Path(__file__).resolve().parents[1]
 # Tests run side by side (pytest -n): each process, and each that it starts, keeps to one core. Set before torch is
 # imported: a run in a test restores the number that torch began with
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Each run in a test collects garbage several times, and would look through all modules each time, for half a second
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported to collect the tests is never garbage."""
+    gc.freeze()
+    gc.enable()
+
 
 # HYPOTHESIS_PROFILE=fuzz .venv/bin/pytest -m hypothesis
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])

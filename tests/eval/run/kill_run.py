@@ -10,6 +10,7 @@ number of kills is reached. Prints its counts as JSON.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -192,6 +193,7 @@ def main(kills: int = 100, seed: int = 0, rows: int = 1) -> None:
     quick = quick_run(rows)
     for dataset in quick.datasets:  # making the rows would take most of a job's time: it is done once, before the fork
         load(dataset, quick.data)
+    gc.freeze()  # nor does a job look through all modules for garbage
     with tempfile.TemporaryDirectory() as folder:
         counts = kill_run(Path(folder), kills, seed, rows)
     print(json.dumps(asdict(counts)))
