@@ -56,6 +56,13 @@ def tiny() -> tuple[Any, Any]:
     return tiny()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Notebooks run with the slow tests."""
+    for item in items:
+        if item.path.suffix == ".ipynb":
+            item.add_marker("slow")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What needs an extra that `make setup` does not install is skipped without it, and says so."""
     if item.get_closest_marker("quantised"):

@@ -68,6 +68,7 @@ def test_phrases_are_noun_phrases_and_single_words() -> None:
     assert pieces(text, phrase_starts(text, nlp)) == ["The old man ", "saw ", "a dog", "."]
 
 
+@pytest.mark.phrase
 def test_phrases_by_spacys_english_model() -> None:
     if find_spec("spacy") is None or find_spec(segments.SPACY_MODEL) is None:
         pytest.skip("spaCy's English model is not installed: .ci/run downloads it")
