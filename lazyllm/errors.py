@@ -1,7 +1,8 @@
-"""The error of both packages that a user can fix."""
+"""What the commands of both packages share: errors that a user can fix, and the parser of arguments."""
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from typing import Any
 
 
@@ -29,3 +30,10 @@ def require(holds: bool, key: str, value: Any, expected: str) -> None:
     """Raise UserError unless a setting has an allowed value."""
     if not holds:
         raise UserError(f"{key}={value}: expected {expected}")
+
+
+def parser_of(verb: str, description: str | None) -> ArgumentParser:
+    """The parser of `lazyllm-bench VERB`, whose help shows the description as it is written."""
+    return ArgumentParser(
+        prog=f"lazyllm-bench {verb}", description=description, formatter_class=RawDescriptionHelpFormatter
+    )

@@ -8,7 +8,6 @@ OUT/provenance.json   the runs used: fingerprint, commit, versions, machine, has
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.store.results import Results, add_choice
 from eval.store.runs import counted
+from lazyllm.errors import parser_of
 from lazyllm.files import write_whole
 
 if TYPE_CHECKING:
@@ -103,9 +103,7 @@ def _write_figure(figure: Figure, results: Results, stem: Path) -> list[Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code 0; raises UserError."""
-    parser = argparse.ArgumentParser(
-        prog="lazyllm-bench paper", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("paper", __doc__)
     add_choice(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/paper"), help="folder to write (default: %(default)s)")
     parser.add_argument(

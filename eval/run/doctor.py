@@ -11,7 +11,6 @@ it. `not needed`: the run works without it. The exit code is 0 if nothing is mis
 
 from __future__ import annotations
 
-import argparse
 import platform
 import re
 import shutil
@@ -26,6 +25,7 @@ from types import SimpleNamespace
 from eval.benchmarks.datasets import default_suite
 from eval.run.device_lock import nvidia_smi
 from lazyllm.engine.flops import LayerShape
+from lazyllm.errors import parser_of
 from lazyllm.machine import FLASH_2, accelerator
 from lazyllm.presets import PRESETS
 from lazyllm.spec import source_of
@@ -192,9 +192,7 @@ def examine(model: str) -> dict[str, State]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The verb `doctor`. Returns the exit code. Raises UserError."""
-    parser = argparse.ArgumentParser(
-        prog="lazyllm-bench doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("doctor", __doc__)
     parser.add_argument("--model", default="llama2", metavar="NAME", help="preset, folder or hub id; default: llama2")
     parser.add_argument("--url", help="of a server with OpenAI's API; the key is read from OPENAI_API_KEY")
     options = parser.parse_args(arguments)

@@ -13,7 +13,6 @@ GPU's data sheet.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 from eval.run.config import compose_config, jobs_of, to_run_config
 from eval.run.resolved import Resolved, build_method, later_turns, resolve
 from eval.run.work import Model, Work, rows_of_answers
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import ACCELERATORS, Accelerator
 from lazyllm.methods import Baseline, Method
 
@@ -199,9 +198,7 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The verb `plan`. Returns the exit code. Raises UserError."""
-    parser = argparse.ArgumentParser(
-        prog="lazyllm-bench plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("plan", __doc__)
     parser.add_argument("run", nargs="*", metavar="KEY=VALUE", help="as of lazyllm-bench run")
     parser.add_argument("--gpu", choices=ACCELERATORS, help="for hours on this GPU")
     parser.add_argument("-m", action="store_true", help="no effect: all jobs of a sweep are planned anyway")

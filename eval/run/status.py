@@ -8,7 +8,6 @@ cannot be read. Give a sweep's command again to run what is missing: finished ru
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -24,7 +23,7 @@ from rich.table import Table
 
 from eval.store.folder import files_of, read_about, read_jobs, read_planned
 from eval.store.runs import CAMPAIGN, StoredRun
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, parser_of
 
 DONE, RUNNING, UNCLEAR, FAILED, INCOMPLETE = "done", "running", "unclear", "failed", "incomplete"
 _EXIT = {FAILED: 1, UNCLEAR: 3, RUNNING: 3, INCOMPLETE: 3, DONE: 0}
@@ -121,9 +120,7 @@ def is_alive(process: int) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The verb `status`; returns the exit code. Raises UserError."""
-    parser = argparse.ArgumentParser(
-        prog="lazyllm-bench status", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("status", __doc__)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", default=[Path("runs")], help="default: runs")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     options = parser.parse_args(arguments)

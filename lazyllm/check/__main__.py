@@ -9,11 +9,10 @@ Exit code 1 if an invariant fails.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lazyllm.errors import UserError, reason_of
+from lazyllm.errors import UserError, parser_of, reason_of
 from lazyllm.methods import Method, make
 
 if TYPE_CHECKING:
@@ -91,9 +90,7 @@ def checks(method: Method) -> Iterator[tuple[str, Callable[[], object]]]:
 
 def main(arguments: Sequence[str]) -> int:
     """Print a line for each check; returns the exit code. Raises UserError for bad settings."""
-    parser = argparse.ArgumentParser(
-        prog="lazyllm-bench check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("check", __doc__)
     parser.add_argument("method", metavar="METHOD")
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*")
     options = parser.parse_args(arguments)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, parser_of
 from lazyllm.methods import Method, make
 from lazyllm.models.chat_template import render, render_behind, thinking_args, tokens_behind
 from lazyllm.spec import ModelSpec, source_of
@@ -129,9 +129,7 @@ def load(options: argparse.Namespace) -> Chat:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lazyllm-bench chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("chat", __doc__)
     add = parser.add_argument
     add("--model", default="tiny", help="preset (tiny, llama2, ...), folder or hub id; default tiny")
     add("--tokenizer", help="folder or hub id of another tokenizer than the model's")
