@@ -33,10 +33,8 @@ import argparse
 import json
 import math
 import statistics
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from importlib.metadata import version
 from itertools import pairwise, product
 from pathlib import Path
@@ -45,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.inputs import Prompt
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import LONG, device_name, git_commit, handicaps
 from lazyllm.methods import METHODS, Baseline, Lazy, Method, make
 from lazyllm.methods.support.schedule import Schedule
@@ -53,7 +51,6 @@ from lazyllm.presets import fields_of
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -203,8 +200,9 @@ def main(arguments: Sequence[str]) -> None:
         if options.field:
             save_draft(config, spec, draft)
         contenders = {n: field(config, n, options.speedups, draft) if options.field else named for n in options.tokens}
-        print(forecast(options, config, max(map(len, contenders.values())), device), flush=True)
         model = random_weights(config, spec).eval()
+        about_model = f"{options.shape}, {options.dtype}, {model.get_memory_footprint() / 1e9:.2f} GB of weights"
+        print(f"{about_model}, on {about['device']}, {about['threads']} CPU thread(s)", flush=True)
         check_same_as_model(model)
         for count in options.rows:
             for name, method in ({"baseline": Baseline()} | named).items():
@@ -301,7 +299,6 @@ def gain_of_rows(model: PreTrainedModel, method: Method, rows: int, options: Any
     import torch
 
     from lazyllm.engine.decoder import open_decoder
-    from lazyllm.engine.devices import read_work_clock
     from lazyllm.engine.pack import step_together
 
     draw = torch.Generator().manual_seed(options.seed)
@@ -314,11 +311,9 @@ def gain_of_rows(model: PreTrainedModel, method: Method, rows: int, options: Any
         for session in sessions:
             session.decoder = decoder.beside()
         for token_id in range(1, options.new_tokens[0]):
-            began = read_work_clock(model.device)
-            step_together(decoder, sessions[1:], [token_id] * rows)
-            between = read_work_clock(model.device)
-            sessions[0].step(token_id)
-            gains.append(rows * (read_work_clock(model.device) - between) / (between - began))
+            together_s, _ = timed(model, lambda step=token_id: step_together(decoder, sessions[1:], [step] * rows))
+            alone_s, _ = timed(model, lambda step=token_id: sessions[0].step(step))
+            gains.append(rows * alone_s / together_s)
     return statistics.median(gains)
 
 
@@ -334,30 +329,36 @@ def run_alone(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens
     return run, None if peak is None or before is None else peak - before
 
 
+def timed(model: PreTrainedModel, call: Callable[[], Any]) -> tuple[float, Any]:
+    """(seconds, result) of a call."""
+    from lazyllm.engine.devices import read_work_clock
+
+    began = read_work_clock(model.device)
+    result = call()
+    return read_work_clock(model.device) - began, result
+
+
 def _transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> Run:
     """The mean step of `model.generate`, then the prefill by `model(...)`, logits of the last token only."""
     import torch
 
-    from lazyllm.engine.devices import read_work_clock
-
     token_ids = prompt[None].to(model.device)
 
-    def timed(call: Callable[[], Tensor]) -> tuple[float, list[int]]:
-        began = read_work_clock(model.device)
-        tokens = call().cpu()
-        return read_work_clock(model.device) - began, tokens.tolist()
-
-    def generate(count: int) -> Tensor:
+    def generate(count: int) -> list[int]:
         options = dict(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
-        return model.generate(token_ids, **options)[0, len(prompt) :]  # type: ignore[operator]
+        return model.generate(token_ids, **options)[0, len(prompt) :].tolist()  # type: ignore[operator]
 
-    with torch.inference_mode():
-        whole_s, tokens = timed(lambda: generate(new_tokens)) if new_tokens > 1 else (0.0, [])
-        first_s, _ = timed(lambda: generate(1)) if new_tokens > 1 else (0.0, [])
-        ttft_s, token = timed(lambda: model(token_ids, use_cache=True, logits_to_keep=1).logits[0].argmax(-1))
+    def first_token() -> list[int]:
+        return model(token_ids, use_cache=True, logits_to_keep=1).logits[0].argmax(-1).tolist()
+
     flops = prefill_flops(model.config, [len(prompt)] * model.config.num_hidden_layers)
-    if new_tokens == 1:
-        return Run(token, ttft_s, [], ttft_s, flops, [])
+    with torch.inference_mode():
+        if new_tokens == 1:
+            ttft_s, tokens = timed(model, first_token)
+            return Run(tokens, ttft_s, [], ttft_s, flops, [])
+        whole_s, tokens = timed(model, lambda: generate(new_tokens))
+        first_s, _ = timed(model, lambda: generate(1))
+        ttft_s, _ = timed(model, first_token)
     return Run(tokens, ttft_s, [(whole_s - first_s) / (new_tokens - 1)], whole_s, flops, [])
 
 
@@ -365,24 +366,25 @@ def second_turn(model: PreTrainedModel, method: Method | None, prompt: Tensor, t
     """The first token after a turn [m] that follows a prompt [n] and an answer of one token; None is transformers."""
     import torch
 
-    from lazyllm.engine.devices import read_work_clock
     from lazyllm.engine.generation import start
 
     before, after, revived = Kept(), Kept(), 0.0
     if method is None:
+
+        def answer(text: Tensor, cache: Any) -> tuple[Any, Tensor]:
+            """(KV cache, [1] token) after a text [k]."""
+            out = model(text[None].to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            return out.past_key_values, out.logits[0].argmax(-1).cpu()
+
         with torch.inference_mode():
-            output = model(prompt[None].to(model.device), use_cache=True, logits_to_keep=1)
-            text = torch.cat([output.logits[0].argmax(-1).cpu(), turn])[None]
-            began = read_work_clock(model.device)
-            output = model(text.to(model.device), past_key_values=output.past_key_values, logits_to_keep=1)
-            token_ids = output.logits[0].argmax(-1).tolist()
-            seconds = read_work_clock(model.device) - began
+            cache, token = answer(prompt, None)
+            text = torch.cat([token, turn])
+            seconds, (_, token) = timed(model, lambda: answer(text, cache))
+        token_ids = token.tolist()
     else:
         with start(model, prompt, method) as session:
             before = session.answer(None, 1, ()).selected[0]
-            began = read_work_clock(model.device)
-            second = session.answer(turn, 1, ())
-            seconds = read_work_clock(model.device) - began
+            seconds, second = timed(model, lambda: session.answer(turn, 1, ()))
         token_ids, after, revived = second.token_ids, second.selected[0], float(second.revived.mean())
     flops = turn_flops(model.config, before, after, len(prompt), len(turn))
     return Run(token_ids, seconds, [], seconds, flops, [revived])
@@ -399,9 +401,8 @@ def turn_flops(config: Any, first: Kept, second: Kept, n: int, m: int) -> int:
     for begin, end in pairwise([0, *(cut for cut in second if cut < layers), layers]):
         present = second[begin] if begin else range(n + m + 1)
         stored = set(first[begin]) if begin else set(range(n))
-        rows = [position for position in present if position not in stored]
-        pairs = sum(bisect_right(present, position) for position in rows)
-        flops += (end - begin) * (len(rows) * shape.linear_flops + pairs * shape.pair_flops)
+        pairs = [place for place, position in enumerate(present, start=1) if position not in stored]
+        flops += (end - begin) * (len(pairs) * shape.linear_flops + sum(pairs) * shape.pair_flops)
     return flops
 
 
@@ -437,52 +438,13 @@ def save_draft(config: PreTrainedConfig, spec: ModelSpec, folder: str) -> None:
     random_weights(type(config)(**(config.to_dict() | sizes)), spec).save_pretrained(folder)
 
 
-def forecast(options: argparse.Namespace, config: Any, contenders: int, device: torch.device) -> str:
-    """What the measurement will take: memory, and time at the rate at which this device multiplies matrices.
-
-    A method's generation is taken to last as long as the baseline's, as it may revive what it has not computed. With
-    --rows, each method prefills one prompt, and each step of the rows is compared with one of a single row.
-    """
-    import torch
-
-    from lazyllm.engine.devices import product_seconds
-
-    shape, layers, dtype = LayerShape.of(config), config.num_hidden_layers, getattr(torch, options.dtype)
-    parameters = config.vocab_size * shape.width * (2 - config.tie_word_embeddings) + layers * shape.linear_flops // 2
-    sizes = shape.width, shape.mlp_width
-
-    def seconds_of(tokens: int) -> float:
-        """Of a weight's product with this number of tokens."""
-        return product_seconds(device, dtype, tokens, *sizes) / math.prod(sizes)
-
-    prefill_s, step_s = seconds_of(1000) / 2000, seconds_of(1) * parameters
-    if options.rows:
-        prompt_s, steps = prefill_flops(config, [options.tokens[0]] * layers) * prefill_s, options.new_tokens[0] - 1
-        total_s = (contenders + 1) * sum(
-            prompt_s + steps * (step_s + seconds_of(count) * parameters) for count in options.rows
-        )
-    else:
-        total_s = (contenders * (2 * (options.warmup + options.repeats) * bool(options.repeats) + 1) + 1) * sum(
-            prefill_flops(config, [tokens + turn] * layers) * prefill_s + (new - 1) * step_s
-            for tokens, turn, new in _sizes(options)
-        )
-    held = max(options.rows) + 1 if options.rows else 2  # prompts
-    kv = held * max(options.tokens) * layers * 2 * shape.kv_heads * shape.head_dim
-    return (
-        f"{options.shape}, {options.dtype}, on {device_name(device)}, {torch.get_num_threads()} CPU thread(s): about "
-        f"{timedelta(seconds=round(total_s))}, {(parameters + kv) * dtype.itemsize / 1e9:.2f} GB of weights and KV"
-    )
-
-
 def _sizes(options: argparse.Namespace) -> Iterator[tuple[int, int, int]]:
     """(prompt tokens, tokens of the second turn, new tokens) of every measurement."""
     return product(options.tokens, options.turn or [0], [1] if options.turn else options.new_tokens)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lazyllm-bench bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("bench", __doc__)
     add = parser.add_argument
     add("--shape", default="llama-1b", help="a preset, or sizes: layers=16,width=1024,...")
     add("--dtype", default="bfloat16")
