@@ -1,17 +1,18 @@
 """The verb `tune`: search pruning layers and keep ratios on one half of the examples; report on the other half.
 
-lazyllm-bench tune model=tiny dataset=embedded target_speedup=2.3      the best score at an ideal TTFT speedup
-lazyllm-bench tune model=tiny dataset=embedded                         the whole front of score against speedup
-lazyllm-bench tune -m worker=1,2,3,4 hydra/launcher=joblib ...         four processes on one study
-lazyllm-bench tune --help                                              every setting
+lazyllm-bench tune model=tiny dataset=embedded target_speedup=2.3           the best score at an ideal TTFT speedup
+lazyllm-bench tune model=tiny dataset=embedded -m target_speedup=1.5,2,3    a study of each
+lazyllm-bench tune -m worker=1,2,3,4 hydra/launcher=joblib ...              four processes on one study
+lazyllm-bench tune --help                                                   every setting
 
-Every schedule is measured by an ordinary run, which is stored, locked and resumed as any other. The finalists are an
-ordinary comparison in runs/. The same command resumes a study that was stopped or killed. The study's folder holds
+Every schedule is measured by an ordinary run, which is stored, locked and resumed as any other. The best one and the
+references are an ordinary comparison in runs/. The same command resumes a study that was stopped or killed. The study's
+folder holds
 
-journal.log                        Optuna's journal of all trials
-trials/SCHEDULE/                   the run of a schedule on the tuning half, without the baseline
-front.csv, .svg, .pdf, .png        every measured schedule on the tuning half; finalists also on the held-out half
-tuned.yaml, tuned-1.80x.yaml, ...  schedules for `method.schedule=tuned/...`: the best at the target, or the front
+journal.log        Optuna's journal of all trials
+trials/SCHEDULE/   the run of a schedule on the tuning half, without the baseline
+schedules.csv      every measured schedule with its ideal speedup and its score on the tuning half, the best first
+tuned.yaml         the best schedule, for `method.schedule=tuned/STUDY`
 """
 
 from __future__ import annotations
@@ -47,7 +48,6 @@ from lazyllm.methods.lazy import DEPTHS
 
 if TYPE_CHECKING:
     import optuna
-    import pandas as pd
 
     from eval.run.prepare import Plan
 
@@ -69,11 +69,10 @@ class TuneConfig(RunConfig):
     """A run's settings, and the search's. `seed` is also the search's; `out` is the study's folder."""
 
     target_speedup: float | None = setting(
-        None, "the ideal TTFT speedup that a schedule must reach; `null`: the whole front of score against speedup"
+        None, "the ideal TTFT speedup that a schedule must reach; `-m target_speedup=1.5,2,3`: a study of each"
     )
     trials: int = setting(64, "schedules to measure")
     layers: int = setting(3, "maximum number of pruning layers of a schedule")
-    finalists: int = setting(6, "schedules of a front to measure on the held-out half")
     timeout_s: float | None = setting(None, "seconds after which this process begins no further trial")
     worker: int | None = setting(None, "the number of this process; `-m worker=1,2,3,4` starts four on one study")
 
@@ -92,9 +91,9 @@ def to_tune_config(config: DictConfig) -> TuneConfig:
             f"method={searched}, with a schedule to find",
         ),
         "method.schedule": (plain.method.get("schedule", "paper") == "paper", "no such key: the search finds it"),
-        "target_speedup": (target is None or target > 1, "more than 1, or null for the whole front"),
         "timeout_s": (timeout is None or timeout > 0, "more than 0 seconds, or null"),
-        **{key: (getattr(plain, key) >= 1, "1 or more") for key in ("trials", "layers", "finalists")},
+        **{key: (getattr(plain, key) >= 1, "1 or more") for key in ("trials", "layers")},
+        "target_speedup": (target is not None and target > 1, "more than 1, such as target_speedup=2"),
     }
     for key, (holds, instead) in expected.items():
         require(holds, key, OmegaConf.select(config, key), instead)
@@ -134,13 +133,14 @@ class Space:
     method: Method
     lengths: Mapping[str, Mapping[int, int]]
     max_cuts: int
-    target: float | None
+    target: float
     ratios: range = range(5, 96)
 
     @classmethod
     def of(cls, plan: Plan, config: TuneConfig) -> Space:
         """The search's space. Raises UserError if it cannot reach the target."""
         depth, lengths = plan.model_config.num_hidden_layers, dict[str, Counter[int]]()
+        assert config.target_speedup is not None  # as `to_tune_config` makes sure
         for case in plan.cases:
             lengths.setdefault(case.dataset.name, Counter())[len(case.prompt.token_ids)] += 1
         space = cls(plan.model_config, plan.cases[0].method, lengths, config.layers, config.target_speedup)
@@ -166,7 +166,7 @@ class Space:
         return mean(map(mean, tasks.values()))
 
     def reaches(self, cuts: Cuts) -> bool:
-        return self.target is None or self.speedup(cuts) >= self.target
+        return self.speedup(cuts) >= self.target
 
     def draw(self, trial: optuna.Trial) -> Cuts:
         """A schedule drawn by the trial's sampler, and fitted to the target."""
@@ -180,10 +180,8 @@ class Space:
         """The schedule with all keep ratios raised to the least power that reaches the target, then rounded to a ratio.
 
         So no model runs for a schedule that prunes more than necessary. If the schedule's layers cannot reach the
-        target, the result prunes most at these layers. Without a target, the schedule as it is.
+        target, the result prunes most at these layers.
         """
-        if self.target is None:
-            return cuts
         greatest = math.log(self.ratios[0] / 100) / math.log(self.ratios[-1] / 100)  # takes the highest to the lowest
 
         def raised(step: int) -> Cuts:
@@ -197,8 +195,7 @@ class Space:
 
         paper: pruning after 30, 60 and 90 % of the depth (Figure 4), or after the next earlier layers of
         `lazyllm.methods.lazy.DEPTHS` that reach the target. uniform: after `max_cuts` evenly spaced layers, or the
-        fewest more that reach it. Each has one keep ratio: the highest that reaches the target; without a target the
-        paper's 70 %.
+        fewest more that reach it. Each has one keep ratio: the highest that reaches the target.
         """
         depth, most = self.model_config.num_hidden_layers, self.max_cuts
         even = [[depth * number // (cuts + 1) for number in range(1, cuts + 1)] for cuts in range(most, depth)]
@@ -212,15 +209,6 @@ class Space:
 
 
 # -------------------------------------------------------------------------------------------------------------- search
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A schedule measured on the tuning half. score: 0 to 100, mean over tasks."""
-
-    cuts: Cuts
-    speedup: float
-    score: float
 
 
 def tune(config: TuneConfig) -> Path:
@@ -239,8 +227,7 @@ def tune(config: TuneConfig) -> Path:
     plan = prepare(trials)
     space = Space.of(plan, config)
     identity = study_identity(config, plan)
-    aim = "front" if config.target_speedup is None else f"{config.target_speedup:g}x"
-    name = f"{plan.folder.name.rpartition('-')[0]}-{aim}-{fingerprint(identity)[:8]}"
+    name = f"{plan.folder.name.rpartition('-')[0]}-{space.target:g}x-{fingerprint(identity)[:8]}"
     folder = Path(config.out or f"studies/{name}")
     study = open_study(folder, identity, config)
     log.info("%s: %d examples to tune on, %d schedules measured", folder, len(plan.cases), len(tried_in(study)))
@@ -287,8 +274,7 @@ def open_study(folder: Path, identity: dict[str, Any], config: TuneConfig) -> op
     from eval.store.folder import check_same
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    journal, goals = folder / "journal.log", [optuna.study.StudyDirection.MAXIMIZE]
-    goals *= 1 if config.target_speedup is not None else 2  # else also the speedup
+    journal = folder / "journal.log"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # the kernel frees this lock if its process is killed; Optuna's own lock expires after half a minute
@@ -298,7 +284,7 @@ def open_study(folder: Path, identity: dict[str, Any], config: TuneConfig) -> op
             with journal.open("r+b") as opened:  # Optuna cannot read a line that a full disk left incomplete
                 opened.truncate(opened.read().rfind(b"\n") + 1)
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(journal), lock))
-        study = optuna.create_study(storage=storage, study_name="schedules", directions=goals, load_if_exists=True)
+        study = optuna.create_study(storage=storage, study_name="schedules", direction="maximize", load_if_exists=True)
         now = json.loads(json.dumps(identity, default=str))
         check_same(folder, "study", study.user_attrs.get("identity", now), now)
         study.set_user_attr("identity", now)
@@ -313,10 +299,10 @@ def open_study(folder: Path, identity: dict[str, Any], config: TuneConfig) -> op
     return study
 
 
-def tried_in(study: optuna.Study) -> list[Tried]:
-    """All measured schedules, in order."""
-    trials = [trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
-    return [Tried(_cuts_of(trial), trial.user_attrs["ideal_speedup"], trial.values[0]) for trial in trials]
+def tried_in(study: optuna.Study) -> dict[Cuts, float]:
+    """{schedule measured on the tuning half: its score (0 to 100, mean over tasks)}, in order."""
+    trials = study.get_trials(deepcopy=False)
+    return {_cuts_of(trial): trial.values[0] for trial in trials if trial.state.name == "COMPLETE"}
 
 
 def _cuts_of(trial: Any) -> Cuts:
@@ -340,7 +326,7 @@ def search(
 
     from eval.store.folder import InUseError
 
-    known, begun = {point.cuts for point in tried_in(study)}, len(study.trials)
+    known, begun = tried_in(study), len(study.trials)
     if len(known) >= trials:
         return
     broken = [_cuts_of(trial) for trial in study.trials if trial.state in (TrialState.RUNNING, TrialState.FAIL)]
@@ -352,19 +338,16 @@ def search(
 
     def objective(trial: optuna.Trial) -> Any:
         cuts = space.draw(trial)
-        speedup = space.speedup(cuts)
         trial.set_user_attr("cuts", cuts)
-        trial.set_user_attr("ideal_speedup", speedup)
-        if space.target is not None:
-            trial.set_constraint("ideal speedup that is missing", space.target - speedup)
-        if not space.reaches(cuts) or cuts in {point.cuts for point in tried_in(study)}:
+        trial.set_constraint("ideal speedup that is missing", space.target - space.speedup(cuts))
+        if not space.reaches(cuts) or cuts in tried_in(study):
             raise TrialPruned  # a repeated score would attract the sampler
         try:
             value = score(cuts)
         except InUseError as error:  # another process measures the same schedule
             raise TrialPruned from error
         log.info("trial %d: schedule %s, score %s", trial.number, schedule_of(cuts), value)
-        return value if space.target is not None else (value, speedup)
+        return value
 
     def stop(study: optuna.Study, _: Any) -> None:
         all_trials = study.get_trials(deepcopy=False)
@@ -381,46 +364,30 @@ def search(
 # -------------------------------------------------------------------------------------------------------------- report
 
 
-def front(tried: Sequence[Tried]) -> list[Tried]:
-    """The Pareto front of score and speedup, the slowest first."""
-    points: list[Tried] = []
-    for point in sorted(tried, key=lambda point: (-point.speedup, -point.score)):
-        if not points or point.score > points[-1].score:
-            points.append(point)
-    return points[::-1]
-
-
-def winners(tried: Sequence[Tried], target: float | None, count: int) -> dict[str, Cuts]:
-    """{file name: schedule} to report: the best score at the target, or at most `count` points spread over the front.
-
-    Of equal scores, and of points of one name, the slowest counts.
-    """
-    if target is not None:
-        return {"tuned": max(tried, key=lambda point: (point.score, -point.speedup)).cuts}
-    points = {f"tuned-{point.speedup:.2f}x": point.cuts for point in reversed(front(tried))}
-    names = list(points)[::-1]
-    count = min(count, len(names))
-    return {(name := names[round(n * (len(names) - 1) / max(count - 1, 1))]): points[name] for n in range(count)}
+def ranked(tried: Mapping[Cuts, float], space: Space) -> list[Cuts]:
+    """The schedules by score, the best first; of equal ones, the slowest first."""
+    return sorted(tried, key=lambda cuts: (-tried[cuts], space.speedup(cuts)))
 
 
 def report(config: TuneConfig, held_out: Resolved, space: Space, study: optuna.Study, folder: Path) -> None:
-    """Compare the finalists on the held-out half, and write the study's files. Raises UserError.
+    """Compare the best schedule and the references on the held-out half, and write the study's files.
 
-    front.csv: kind ("trial", or a finalist's name), schedule, ideal_speedup (on the tuning half), tuning_score; of
-    finalists on the held-out half, with `_low` and `_high`: score, and difference, the score minus that of "paper".
+    Raises UserError if examples failed.
     """
     import pandas as pd
 
     from eval.analysis.columns import with_ends
-    from eval.analysis.style import save, styled
-    from eval.analysis.table import forms
     from eval.run.loop import compare
     from eval.store.aggregate import drawn_means, on_common_examples
     from eval.store.folder import fingerprint
 
     tried = tried_in(study)
-    winning = winners(tried, config.target_speedup, config.finalists)
-    finalists = space.references() | winning
+    order = ranked(tried, space)
+    rows = [(json.dumps(schedule_of(cuts)), space.speedup(cuts), tried[cuts]) for cuts in order]
+    table = pd.DataFrame(rows, columns=["schedule", "ideal_speedup", "tuning_score"])
+    write_whole(folder / "schedules.csv", table.to_csv(index=False, lineterminator="\n"))
+    tuned = order[0]
+    finalists = space.references() | {"tuned": tuned}
     methods = {name: {**config.method, "schedule": schedule_of(cuts)} for name, cuts in finalists.items()}
     results = dict(
         zip(finalists, compare(held_out.changed(method={}, compare=methods, label=folder.name)), strict=True)
@@ -430,52 +397,18 @@ def report(config: TuneConfig, held_out: Resolved, space: Space, study: optuna.S
     examples = [result.results.frame.assign(label=name) for name, result in results.items() if result.results]
     scores = on_common_examples(pd.concat(examples), "score")
     drawn = dict(zip(scores.columns, drawn_means(scores).T, strict=True))
-    tuning = {point.cuts: point.score for point in tried}
-    rows: list[dict[str, Any]] = []
-    for kind, cuts in [*(("trial", point.cuts) for point in tried), *finalists.items()]:
-        row = {"kind": kind, "schedule": json.dumps(schedule_of(cuts)), "ideal_speedup": space.speedup(cuts)}
-        if kind in drawn:
-            beside = drawn[kind] - drawn.get("paper", math.nan)
-            for column, values in (("score", drawn[kind]), ("difference", beside)):
-                row |= dict(zip(forms(column), with_ends(values), strict=True))
-        rows.append(row | {"tuning_score": tuning.get(cuts, math.nan)})
-    frame = pd.DataFrame(rows)
-    write_whole(folder / "front.csv", frame.to_csv(index=False, lineterminator="\n"))
-    save(styled(plot_front)(frame, folder.name), folder / "front", ("svg", "pdf", "png"))
-    for row in (row for row in rows if row["kind"] in winning):
-        about = {
-            "model": Path(config.model.name).name,
-            "datasets": sorted(space.lengths),
-            "target_speedup": config.target_speedup,
-            "ideal_speedup": round(row["ideal_speedup"], 3),
-            "tuning_score": round(row["tuning_score"], 2),
-            "held_out_score": [round(row[f"score{end}"], 2) for end in ("", "_low", "_high")],
-            "study": fingerprint(study.user_attrs["identity"]),
-        }
-        shipped = folder.name + row["kind"].removeprefix("tuned")  # its name if it is copied to conf/tuned
-        schedule = schedule_of(winning[row["kind"]])
-        file = folder / f"{row['kind']}.yaml"  # `FILE` of a study with a target
-        write_whole(file, as_yaml(shipped, schedule, space.model_config.num_hidden_layers, about))
-        beside = ", {difference:+.2f} [{difference_low:+.2f}, {difference_high:+.2f}] to paper's".format_map(row)
-        score = f"ideal speedup {row['ideal_speedup']:.2f}, held-out score {row['score']:.2f}"
-        print(f"{row['kind']} {schedule}: {score}{beside if 'paper' in finalists else ''}")
-        print(f"Run it: python run.py method.schedule=tuned/{folder if file.name == FILE else file}")
-
-
-def plot_front(table: pd.DataFrame, title: str) -> Any:
-    """All schedules tried, and the finalists on the held-out half with intervals. table: of `report`."""
-    from eval.analysis.style import COLOURS, GREY, draw, legend_beside, new_figure
-
-    figure = new_figure(7.2, 4.2)
-    axes: Any = figure.subplots()
-    dots: Any = {"linestyle": "none", "marker": "o"}
-    trials: Any = table[table["kind"] == "trial"]
-    finalists: Any = table[table["kind"] != "trial"]
-    axes.plot("ideal_speedup", "tuning_score", data=trials, color=GREY, ms=3, label="tried (tuning half)", **dots)
-    for number, (_, row) in enumerate(finalists.iterrows()):
-        dots |= {"color": COLOURS[number % len(COLOURS)], "label": f"{row['kind']} (held out, 95 %)"}
-        draw(axes, row, "ideal_speedup", "score", **dots)
-    axes.set(xlabel="ideal TTFT speedup (FLOPs) on the tuning half", ylabel="score (0 to 100), mean over tasks")
-    axes.set_title(title)
-    legend_beside(axes)
-    return figure
+    held_out_score, speedup, schedule = with_ends(drawn["tuned"]), space.speedup(tuned), schedule_of(tuned)
+    about = {
+        "model": Path(config.model.name).name,
+        "datasets": sorted(space.lengths),
+        "target_speedup": space.target,
+        "ideal_speedup": round(speedup, 3),
+        "tuning_score": round(tried[tuned], 2),
+        "held_out_score": [round(value, 2) for value in held_out_score],
+        "study": fingerprint(study.user_attrs["identity"]),
+    }
+    write_whole(folder / FILE, as_yaml(folder.name, schedule, space.model_config.num_hidden_layers, about))
+    print(f"tuned {schedule}: ideal speedup {speedup:.2f}, held-out score {held_out_score[0]:.2f}", end="")
+    if "paper" in drawn:
+        print(", {:+.2f} [{:+.2f}, {:+.2f}] to paper's".format(*with_ends(drawn["tuned"] - drawn["paper"])), end="")
+    print(f"\nRun it: python run.py method.schedule=tuned/{folder}")

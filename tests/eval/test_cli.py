@@ -70,9 +70,12 @@ COMMANDS = {
     "chat --method gemfilter=5": (2, "error: unknown method 'gemfilter=5'; known are asl, baseline"),
     "chat --model nothing": (2, "error: 'nothing' is not a model: no such folder"),
     "tune target=2": (2, "error: unknown key target: did you mean target_speedup?"),
-    "tune method=baseline": (2, "error: method.name=baseline: expected method=lazy"),
-    "tune model.device=cuda": (2, "error: model.device=cuda: this machine or its torch has no GPU: give"),
-    "tune dataset=trec data.dir=MADE/rows": (2, "rows/trec.jsonl:10: not valid JSON in UTF-8"),
+    "tune target_speedup=2 method=baseline": (2, "error: method.name=baseline: expected method=lazy"),
+    "tune target_speedup=2 model.device=cuda": (
+        2,
+        "error: model.device=cuda: this machine or its torch has no GPU: give",
+    ),
+    "tune target_speedup=2 dataset=trec data.dir=MADE/rows": (2, "rows/trec.jsonl:10: not valid JSON in UTF-8"),
     # what the model's files, the machine and the run's folder rule out
     "run method.schedule={9:0.5}": (2, "error: method: the schedule prunes after layer 9, but the model has only 8"),
     "run method.schedule=tuned/tiny-1.8x model=llama2-base model.load_format=dummy model.tokenizer=. dataset=lookup": (

@@ -18,7 +18,7 @@ from eval.run.config import check_arguments, compose_config, register_schema
 from eval.run.prepare import prepare
 from eval.store.folder import InUseError
 from eval.store.record import Record
-from eval.tune import Cuts, Space, Tried, TuneConfig, front, open_study, search, to_tune_config, tried_in, tune, winners
+from eval.tune import Cuts, Space, TuneConfig, open_study, ranked, search, to_tune_config, tried_in, tune
 from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
 from tests.runs import run_of
@@ -35,10 +35,12 @@ QUICK = (
     "threads=1",
     "trials=2",
     "layers=2",
+    "target_speedup=2.0",
+    "out=study",
 )
 
 
-def space_of(target: float | None, layers: int = 8, cuts: int = 3, lengths: dict | None = None, **settings) -> Space:
+def space_of(target: float, layers: int = 8, cuts: int = 3, lengths: dict | None = None, **settings) -> Space:
     shape = SimpleNamespace(**{**vars(SHAPE), "num_hidden_layers": layers})
     return Space(shape, Lazy(), lengths or {"lookup": {512: 1}}, cuts, target, **settings)
 
@@ -63,19 +65,22 @@ def flops(counts: list[int]) -> int:
 
 def test_speedup_is_aggregated_as_measured_ones_are() -> None:
     counts = {n: [n] * 2 + [n // 2] * 4 + [-(-n // 2 * 3 // 10)] * 2 for n in (100, 200, 40)}
-    whole, pruned = ({n: flops(layers_of(n)) for n in counts} for layers_of in (lambda n: [n] * 8, counts.get))
+    whole, pruned = {n: flops([n] * 8) for n in counts}, {n: flops(layers) for n, layers in counts.items()}
     lookup = (2 * whole[100] + whole[200]) / (2 * pruned[100] + pruned[200])
-    space = space_of(None, lengths={"lookup": {100: 2, 200: 1}, "hops": {40: 1}})  # of two tasks
+    space = space_of(2.0, lengths={"lookup": {100: 2, 200: 1}, "hops": {40: 1}})  # of two tasks
     assert space.speedup(((2, 50), (6, 30))) == pytest.approx((lookup + whole[40] / pruned[40]) / 2)
-    both = space_of(None, lengths={"qasper": {100: 1}, "narrativeqa": {40: 1}})  # of one task
+    both = space_of(2.0, lengths={"qasper": {100: 1}, "narrativeqa": {40: 1}})  # of one task
     assert both.speedup(((2, 50), (6, 30))) == pytest.approx((whole[100] / pruned[100] + whole[40] / pruned[40]) / 2)
 
 
 def test_references_reach_the_target_and_no_more() -> None:
-    plain = space_of(None).references()
-    assert plain == {"paper": ((2, 70), (4, 70), (7, 70)), "uniform": ((2, 70), (4, 70), (6, 70))}
     space = space_of(2.0)
-    for cuts in space.references().values():
+    references = space.references()
+    assert {name: [layer for layer, _ in cuts] for name, cuts in references.items()} == {
+        "paper": [2, 4, 7],  # 30, 60, 90 % of 8
+        "uniform": [2, 4, 6],
+    }
+    for cuts in references.values():
         assert space.reaches(cuts)
         assert not space.reaches(tuple((layer, percent + 1) for layer, percent in cuts))
     late = max(space.speedup(tuple((layer, 5) for layer in layers)) for layers in ((2, 4, 7), (2, 4, 6)))
@@ -114,7 +119,7 @@ def quality(cuts: Cuts) -> float:
 
 def searched(
     folder: Path, space: Space, trials: int, score: Callable[[Cuts], float | None] = quality, **identity: str
-) -> list[Tried]:
+) -> dict[Cuts, float]:
     study = open_study(folder, identity, TuneConfig(target_speedup=space.target))
     search(study, space, score, trials, timeout_s=None)
     return tried_in(study)
@@ -125,36 +130,21 @@ def test_best_schedule_is_that_of_an_exhaustive_search(tmp_path: Path) -> None:
     space = space_of(2.0, layers=5, cuts=2, ratios=range(20, 81, 20))
     feasible = [cuts for cuts in EVERY if space.reaches(cuts)]
     tried = searched(tmp_path, space, 24)
-    names = [point.cuts for point in tried]
-    assert len(names) == len(set(names)) <= 24 < len(feasible) / 2  # no schedule twice
-    assert set(names) <= set(feasible)
-    (best,) = winners(tried, 2.0, 1).values()
-    assert quality(best) == max(map(quality, feasible))
+    measured = [trial for trial in open_study(tmp_path, {}, TuneConfig()).trials if trial.values]
+    assert len(tried) == len(measured) <= 24 < len(feasible) / 2  # no schedule twice
+    assert set(tried) <= set(feasible)
+    assert quality(ranked(tried, space)[0]) == max(map(quality, feasible))
 
 
-def test_front_is_that_of_an_exhaustive_search(tmp_path: Path) -> None:
-    space = space_of(None, layers=4, cuts=1, ratios=range(30, 71, 20))
-    every = [((layer, percent),) for layer in (1, 2, 3) for percent in space.ratios]
-    tried = searched(tmp_path, space, len(every))
-    assert {point.cuts for point in tried} == set(every)
-    points = [(quality(cuts), space.speedup(cuts)) for cuts in every]
-    best = {(q, s) for q, s in points if not any(a >= q and b >= s and (a, b) != (q, s) for a, b in points)}
-    assert {(point.score, point.speedup) for point in front(tried)} == best
-
-
-def test_winners_are_spread_over_the_front_and_named_by_speedup() -> None:
-    points = [(1.0, 90), (2.0, 95), (3.0, 80), (3.0, 85), (4.0, 85), (4.001, 84), (5.0, 10)]
-    tried = [Tried(((number, 50),), *point) for number, point in enumerate(points, start=1)]
-    assert [(point.speedup, point.score) for point in front(tried)] == [(2.0, 95), (4.0, 85), (4.001, 84), (5.0, 10)]
-    assert winners(tried, None, 2) == {"tuned-2.00x": ((2, 50),), "tuned-5.00x": ((7, 50),)}
-    assert list(winners(tried, None, 9)) == ["tuned-2.00x", "tuned-4.00x", "tuned-5.00x"]
-    assert winners([*tried, Tried(((9, 50),), 2.5, 95)], 1.5, 1) == {"tuned": ((2, 50),)}  # nearest to the target
+def test_schedules_are_ranked_by_score_and_equal_ones_by_speedup() -> None:
+    scores: dict[Cuts, float] = {((2, 50),): 90, ((3, 50),): 95, ((4, 50),): 95, ((6, 50),): 10}
+    assert ranked(scores, space_of(1.1)) == [((4, 50),), ((3, 50),), ((2, 50),), ((6, 50),)]
 
 
 def test_study_resumes_with_references_and_broken_trials_first(tmp_path: Path) -> None:
     space = space_of(2.0)
     first = [cuts for cuts in space.references().values() if len(cuts) <= 3]
-    assert [point.cuts for point in searched(tmp_path, space, 2)] == first
+    assert [*searched(tmp_path, space, 2)] == first
     asked: list[Cuts] = []
 
     def stopped(cuts: Cuts) -> float:
@@ -166,12 +156,12 @@ def test_study_resumes_with_references_and_broken_trials_first(tmp_path: Path) -
     with (tmp_path / "journal.log").open("a") as journal:
         journal.write('{"op_code": 5, "half a li')  # of a full disk
     tried = searched(tmp_path, space, 4)
-    assert [point.cuts for point in tried][:3] == [*first, *asked]
+    assert [*tried][:3] == [*first, *asked]
     assert searched(tmp_path, space, 4, stopped) == tried  # nothing is left to do
 
 
 def test_failed_and_busy_schedules_have_no_score(tmp_path: Path) -> None:
-    space, asked = space_of(None), list[Cuts]()
+    space, asked = space_of(1.2), list[Cuts]()
 
     def score(cuts: Cuts) -> float | None:
         asked.append(cuts)
@@ -180,7 +170,7 @@ def test_failed_and_busy_schedules_have_no_score(tmp_path: Path) -> None:
         return None if len(asked) == 2 else quality(cuts)
 
     tried = searched(tmp_path, space, 4, score)
-    assert [point.cuts for point in tried] == asked[2:]
+    assert [*tried] == asked[2:]
     assert len(tried) == 3  # the failed one counts
 
 
@@ -194,10 +184,11 @@ def test_study_of_another_identity_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["2.0", "null"])
-def test_study_of_real_runs(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_study_of_real_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert tune(config_of(*QUICK, f"target_speedup={target}", "out=study", "finalists=1")) == Path("study")
+    assert tune(config_of(*QUICK)) == Path("study")
     keys = {
         name: {Record.from_json(line).key for file in Path(name).glob("*/records.jsonl") for line in file.open()}
         for name in ("study/trials", "runs")
@@ -205,20 +196,23 @@ def test_study_of_real_runs(target: str, tmp_path: Path, monkeypatch: pytest.Mon
     both = {case.key for case in prepare(run_of("dataset=[lookup,shots]", "limit=4")).cases}
     assert len(keys["study/trials"]) == len(keys["runs"]) == 4
     assert keys["study/trials"] | keys["runs"] == both  # nothing held out is touched by the search
-    table = pd.read_csv("study/front.csv")
-    assert list(table["kind"][:4]) == ["trial", "trial", "paper", "uniform"]
-    (file,) = Path("study").glob("tuned*.yaml")
-    content, tuned = yaml.safe_load(file.read_text()), table[table["kind"] == file.stem].iloc[0]
-    assert {str(layer): ratio for layer, ratio in content["schedule"].items()} == json.loads(tuned["schedule"])
+    table = pd.read_csv("study/schedules.csv")
+    assert len(table) == 2
+    content = yaml.safe_load(Path("study/tuned.yaml").read_text())
+    schedule = {str(layer): ratio for layer, ratio in content["schedule"].items()}
+    assert json.loads(table["schedule"].tolist()[0]) == schedule
     assert (content["layers"], content["model"]) == (8, "tiny")
-    run = run_of(f"method.schedule=tuned/{file}", "dataset=lookup", "limit=1")
-    assert prepare(run).identity["method"]["schedule"] == json.loads(tuned["schedule"])
-    assert Path("study/front.svg").stat().st_size > 1000
+    compared = pd.read_csv("runs/study-tiny.csv").query("task == 'mean over tasks'").set_index("method")
+    ends = [compared.loc["tuned", f"score{end}"] for end in ("", "_low", "_high")]
+    assert content["held_out_score"] == pytest.approx(ends, abs=0.02)
+    assert re.search(r"held-out score \S+, [+-]\S+ \[\S+, \S+\] to paper's\nRun it: ", capsys.readouterr().out)
+    run = run_of("method.schedule=tuned/study", "dataset=lookup", "limit=1")
+    assert prepare(run).identity["method"]["schedule"] == schedule
     monkeypatch.setattr(eval.run.measure, "generate", None)  # nothing is measured again
-    tune(config_of(*QUICK, f"target_speedup={target}", "out=study", "finalists=1"))
+    tune(config_of(*QUICK))
     for changed, named in (("seed=1", "seed: 0 there"), ("limit=2", "tuned_on: "), ("method.revive=false", "method: ")):
         with pytest.raises(UserError, match=named):
-            tune(config_of(*QUICK, f"target_speedup={target}", "out=study", changed))
+            tune(config_of(*QUICK, changed))
 
 
 @pytest.mark.parametrize(
@@ -226,6 +220,7 @@ def test_study_of_real_runs(target: str, tmp_path: Path, monkeypatch: pytest.Mon
     [
         (["method=baseline"], "expected method=lazy"),
         (["method.schedule={2: 0.3}"], "method.schedule"),
+        ([], "target_speedup=None: expected more than 1"),
         (["target_speedup=1"], "target_speedup=1.0: expected more than 1"),
         (["trials=0"], "trials=0: expected 1 or more"),
         (["timeout_s=0"], "timeout_s=0"),
