@@ -12,7 +12,6 @@ count the raw one. Shards that hold different records of the same example are re
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -29,11 +28,10 @@ from eval.store.folder import fingerprint, read_failures, read_planned
 from eval.store.record import SCHEMA
 from eval.store.results import add_choice, as_frame, chosen, find_runs, tell_apart
 from eval.store.runs import CAMPAIGN, CAMPAIGN_RECORDS, CAMPAIGN_VERSION, StoredRun, counted, stored_runs
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, parser_of
 from lazyllm.files import write_whole
 
 KEPT = ("run.json", "examples.json", "failures*.jsonl", "jobs*.jsonl", "traces/*.json")  # in a run folder
-_SHOWN = 3  # missing examples that are printed; campaign.json has all
 
 
 def collect(
@@ -134,10 +132,8 @@ def describe(entries: Sequence[dict[str, Any]], out: Path) -> str:
     lines = []
     for run in entries:
         if missing := run["missing"]:
-            named = ", ".join(f"{dataset}, row {row}" for dataset, row in missing[:_SHOWN])
-            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             failed = f" ({run['failed']} failed)" if run["failed"] else ""
-            lines.append(f"{run['folder']}: lacks {counted(len(missing), 'example')}{failed}: {named}{more}")
+            lines.append(f"{run['folder']}: lacks {counted(len(missing), 'example')}{failed}")
         elif not run["records"]:
             lines.append(f"{run['folder']}: no records, {counted(run['failed'], 'failed example')}")
     if unknown := sum(run["missing"] is None for run in entries):
@@ -151,9 +147,7 @@ def describe(entries: Sequence[dict[str, Any]], out: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code 0; raises UserError if no campaign was written."""
-    parser = argparse.ArgumentParser(
-        prog="lazyllm-bench collect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("collect", __doc__)
     add_choice(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/collected"), help="default: %(default)s")
     options = parser.parse_args(argv)
