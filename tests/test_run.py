@@ -96,7 +96,7 @@ def test_bad_rows_stop_a_run_or_are_counted(tmp_path: Path, shared: Path, caplog
     with pytest.raises(UserError, match=r"trec\.jsonl:2"):
         run(run_of(*overrides))
     run(run_of(*overrides, "data.on_error=skip"))
-    assert "1 rows were skipped" in caplog.text
+    assert "skipped 1 row (data.on_error=skip)" in caplog.text
     assert "trec.jsonl:2" in caplog.text
     assert len(records_of()) == 2
 

@@ -76,12 +76,14 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
 
 @style.styled
 def plot(frame: Any) -> MplFigure:
-    """For each model and suite a panel for each task, their mean and the legend; the same of KL if it was measured."""
+    """For each model and suite a panel for each task, their mean if there are several, and the legend; the same of KL
+    if it was measured."""
     figure, sections = style.sections_of(
         frame, 11, lambda rows: 2.65 * style.task_lines(rows) * len(_measured(rows)), most=2
     )
     styles = style.styles_of(frame["method"])
     for section, rows in sections:
+        rows = rows[rows["task"] != "all"] if rows["task"].nunique() == 2 else rows
         values = _measured(rows)
         parts = section.subfigures(len(values), 1, squeeze=False)[:, 0]
         for part, value in zip(parts, values, strict=True):

@@ -199,8 +199,8 @@ def _physics(runs: Sequence[StoredRun]) -> str:
     """Lines about the baselines' speed: the attention kernels that ran, what MFU is, and what flatters speedups."""
     if all("server" in run.identity for run in runs):  # they tell neither
         return ""
-    kernels = ", ".join(dict.fromkeys(kernel for run in runs for kernel in run.kernels)) or "unknown"
-    text = f"\nAttention kernel of the baseline, by profiler: {kernels}."
+    kernels = ", ".join(dict.fromkeys(kernel for run in runs for kernel in run.kernels))
+    text = f"\nAttention kernel of the baseline, by profiler: {kernels}." if kernels else ""
     for device in dict.fromkeys(run.device for run in runs if len(run.examples.dropna(subset="prefill_mfu"))):
         peak = "its maker's dense peak" if accelerator(device) else "the rate of a matrix product measured here"
         text += f" MFU: model FLOPs utilisation of the prefill, FLOPs / TTFT over {peak} ({device})."
